@@ -27,18 +27,21 @@ from quire.build import Parts, build
 from quire.config import EngineConfig, check_int
 from quire.contracts.executor import CacheLike, ExecutorInputs
 from quire.engine import row_sessions, saved_sessions
+from quire.engine.abilities import ENGINE_REFUSALS, ENGINE_VERBS
 from quire.engine.beam import search
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.page_use import OWNERS
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
 from quire.engine.prompts import Prompt, Prompts
+from quire.engine.request_outputs import request_output
 from quire.engine.request_preparation import Messages as Messages
 from quire.engine.request_preparation import RequestPreparation, cache_key
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.session import Session
 from quire.engine.session_labels import checked_labels, checked_name
 from quire.errors import InvalidArgument
+from quire.hints import CacheHints
 from quire.interrupts import uninterrupted
 from quire.kv.rules import verbs_of
 from quire.models.catalogue import resolve_adapter
@@ -50,31 +53,6 @@ from quire.signatures import require_bool
 
 if TYPE_CHECKING:
     from quire.executor.executor import Executor
-
-ENGINE_REFUSALS: dict[str, str] = {
-    "LLM(speculative=...)": "speculation in the engine is not in this release; the executor has speculative_decode",
-    "LLM(quantization=...)": "quantised weights are not in this release",
-    "LLM(tensor_parallel_size=2), LLM(pipeline_parallel_size=2)": "one device runs the whole model in this release",
-    "LLM(trust_remote_code=True)": "code of checkpoints is never run",
-    "blending": "blending of cached segments is not in this release",
-}
-"""Options that the engine refuses, with reasons, for ``capabilities``."""
-
-ENGINE_VERBS: dict[str, str] = dict.fromkeys(
-    [
-        "structured outputs",
-        "prompt logprobs",
-        "logits processors",
-        "beam search",
-        "AsyncLLM",
-        "windowed sessions",
-        "host memory",
-        "adapters",
-        "sessions as KV caches",
-    ],
-    "",
-)
-"""Abilities beyond plain generation, with empty reasons against them, for ``capabilities``."""
 
 
 class LLM(RequestPreparation):
@@ -138,6 +116,7 @@ class LLM(RequestPreparation):
         *,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        hints: CacheHints | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts: text or token ids, one or many. Return their outputs in their order.
@@ -155,10 +134,38 @@ class LLM(RequestPreparation):
         ``adapter`` is the name of a loaded adapter; None: the base model. Prompts with different
         ``cache_salt`` never share cached state. All prompts are checked before the first one runs.
         A request that fails later ends with ``finish_reason`` "error", and the others go on.
-        ``use_tqdm`` shows on stderr how many prompts are done and how many of their tokens have
-        run; None: on a terminal, if there are several prompts or a long one.
+        ``hints`` say for how long beginnings of the prompts are wanted again, and how urgent they
+        are; ``RequestOutput.hints`` says what was done. ``use_tqdm`` shows on stderr how many
+        prompts are done and how many of their tokens have run; None: on a terminal, if there are
+        several prompts or a long one.
         """
-        return self._run(self.prepare(prompts, sampling_params, adapter=adapter, cache_salt=cache_salt), use_tqdm)
+        prepared = self.prepare(prompts, sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints)
+        return self._run(prepared, use_tqdm)
+
+    @uninterrupted
+    def prefetch(
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        hints: CacheHints | None = None,
+    ) -> RequestOutput:
+        """Bring the state of a prompt, or of its beginning, into the pool before it is asked for.
+
+        It is computed, as far as it is not there, when nothing else wants to run, unless ``hints``
+        give a priority. The output has no continuations; its ``prompt_token_ids`` are what the pool
+        holds then: all but the prompt's last token, which runs with the prompt.
+        ``FailedPrecondition`` without a prefix cache.
+        """
+        request = self.submit_prefetch(prompt, adapter=adapter, cache_salt=cache_salt, hints=hints)
+        try:
+            self._engine.run([request])
+        finally:
+            self._engine.end([request])
+        if request.error is not None:
+            raise request.error
+        return request_output([request], self.tokenizer, prompt if isinstance(prompt, str) else None)
 
     def chat(
         self,
@@ -169,6 +176,7 @@ class LLM(RequestPreparation):
         cache_salt: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        hints: CacheHints | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, rendered with the model's chat template."""
@@ -179,6 +187,7 @@ class LLM(RequestPreparation):
             cache_salt=cache_salt,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
+            hints=hints,
         )
         return self._run(prepared, use_tqdm)
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from quire import LLM, FailedPrecondition, ResourceExhausted
-from quire.engine.sequence_request import PinAccount, SequenceRequest
+from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session import Session
 from quire.errors import PoolExhausted, QuotaExceeded
+from quire.hints import PinAccount
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.test_stored_state import force, squeeze
 from tests.engine.test_named_adapters import directories
 from tests.engine.test_session_chat import folder, user
+from tests.engine.test_stored_state import force, squeeze
 
 from quire import LLM, Reuse
 from quire.branches.history import TokenHistory

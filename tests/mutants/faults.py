@@ -5,6 +5,7 @@ from tests.mutants import (
     faults_bridge,
     faults_commands,
     faults_executor,
+    faults_hints,
     faults_hostile,
     faults_kv,
     faults_models,
@@ -22,6 +23,7 @@ MUTANTS = (
     *faults_bridge.MUTANTS,
     *faults_commands.MUTANTS,
     *faults_outside.MUTANTS,
+    *faults_hints.MUTANTS,
     *faults_hostile.MUTANTS,
     *faults_reuse.MUTANTS,
 )

@@ -171,8 +171,8 @@ ENGINE = (
     Mutant(
         name="prompts-hold-up-decodes",
         file="engine/scheduler.py",
-        old="sorted(self.running, key=lambda running: running.remaining > 1)",
-        new="sorted(self.running, key=lambda running: running.remaining <= 1)",
+        old="sorted(now, key=lambda running: running.remaining > 1)",
+        new="sorted(now, key=lambda running: running.remaining <= 1)",
         tests=("engine/test_scheduler.py::test_decodes_come_first_and_prompts_are_cut",),
     ),
     Mutant(

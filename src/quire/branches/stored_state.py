@@ -67,7 +67,7 @@ class StoredState:
         self._writer: ObjectWriter | None = None
         self._loader: Loader | None = None
         self._loads: dict[SeqId, Loading] = {}
-        """Those that have not been settled."""
+        self.open: Collection[SeqId] = self._loads.keys()
         self._saved = Counter("quire:store_tokens_saved_total", "Tokens whose state went from the pool to memory.")
         self._loaded = Counter("quire:store_tokens_loaded_total", "Tokens whose state came back from a tier.")
         self._declined = Counter("quire:store_loads_declined_total", "Loads that were dearer than computing.")
@@ -359,10 +359,6 @@ class StoredState:
         loading = self._loads.get(seq)
         return loading is not None and not loading.ended
 
-    def is_open(self, seq: SeqId) -> bool:
-        """Return whether a sequence has a load that was not settled, be it over."""
-        return seq in self._loads
-
     def wait(self, seqs: Collection[SeqId], layer: int) -> None:
         """See ``Tier``."""
         for seq in seqs:
@@ -427,12 +423,13 @@ class StoredState:
         )
 
     def close(self) -> None:
-        """End the threads. What has not been written is lost."""
+        """End the threads. The caller has the lock. What has not been written is lost."""
         for seq in list(self._loads):
             self.drop(seq)
         if self._loader is not None:
             self._loader.close()
         if self._writer is not None:
             self._writer.close()
+            self._bury()
         if self.store is not None:
             self.store.close()

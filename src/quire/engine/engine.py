@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 
 import torch
@@ -77,6 +78,7 @@ class Engine(RequestBook):
                     "a step is under way; a logits processor cannot run anything on its own engine"
                 )
             self.orphans.bury()
+            self.prefix_pins.expire()
             changed = self._cancel_pending()
             try:
                 scheduled = self.scheduler.schedule()
@@ -100,7 +102,8 @@ class Engine(RequestBook):
                 self.grammars.slow.wait(lambda: any(work.ready for work in held_up))
         if not scheduled.step.chunks and not changed:
             # Tiers are asked; they answer, or their time is over.
-            self.scheduler.wait_for_answers(ANSWER_SECONDS)
+            asked = [one.question.answer for one in list(self.scheduler.waiting) if one.question is not None]
+            wait(asked, timeout=ANSWER_SECONDS, return_when=FIRST_COMPLETED)
         return changed
 
     def _execute(self, scheduled: Scheduled) -> list[SequenceRequest]:
@@ -113,9 +116,12 @@ class Engine(RequestBook):
                 for work in scheduled.requests:
                     self.scheduler.settle(work)
                 return []
-            for work in scheduled.requests:
+            for work in scheduled.requests if self.stored.open else ():
                 self.scheduler.settle(work)
             self.scheduler.computed(scheduled)
+            for request in map(self._requests.__getitem__, scheduled.requests):
+                if request.hints is not None:
+                    request.hints.ran(request.work, self.prefix_pins.pin)
             return self._sample_step(scheduled, output)
         except Exception as error:
             logger.exception("a step of %d tokens failed; its requests end", scheduled.step.num_tokens)
@@ -131,7 +137,7 @@ class Engine(RequestBook):
             work.tokens.media.embeddings(chunk.tokens)
             for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True)
         )
-        coming = [chunk.seq for chunk in scheduled.step.chunks if self.stored.is_open(chunk.seq)]
+        coming = [chunk.seq for chunk in scheduled.step.chunks if chunk.seq in self.stored.open]
         if embeddings is None and not coming:
             return self.runner.execute(scheduled.step)
         follow = partial(self.stored.wait, coming) if coming else None
@@ -237,13 +243,17 @@ class Engine(RequestBook):
         again, could find them. It has no user, so host memory holds no state of it."""
         if self.cache is not None:
             with self.lock:
+                self.prefix_pins.clear(lambda key: isinstance(key, AdapterKey) and key.names(fingerprint))
                 gone = self.cache.forget_keys(lambda key: isinstance(key, AdapterKey) and key.names(fingerprint))
                 self.branches.remove_all(gone)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all finished sequences, and what there was before."""
+        """Forget all finished sequences, pinned ones too, also those in memory outside of the pool,
+        and what there was before. Durable tiers keep what they have."""
         with self.lock:
+            self.prefix_pins.clear()
             self.branches.clear_cache()
+            self.stored.forget()
             self.past.clear()
 
     def page_use(self) -> PageUse:
@@ -282,7 +292,8 @@ class Engine(RequestBook):
         with self.lock:
             for samples in list(self._by_id.values()):
                 self.end(samples)
+            self.prefix_pins.clear()
             for session in list(self.branches.sessions.values()):
                 self.forget(session)
             self.reset_prefix_cache()
-        self.stored.close()
+            self.stored.close()

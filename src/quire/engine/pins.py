@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from quire.engine.sequence_request import PinAccount, SessionBranch
+from quire.engine.sequence_request import SessionBranch
 from quire.errors import PoolExhausted, QuotaExceeded
+from quire.hints import PinAccount
 from quire.kv.windows import Window
 from quire.types import SeqId
 

@@ -24,7 +24,7 @@ def request_output(
         request_id=first.request_id,
         prompt=prompt,
         prompt_token_ids=first.work.tokens.media.as_given(first.work.tokens.ids[: first.num_prompt]),
-        outputs=[completion(sample, tokenizer) for sample in samples],
+        outputs=[completion(sample, tokenizer) for sample in samples if sample.params is not None],
         prompt_logprobs=[None, *(by_token(entry, tokenizer) for entry in scored.entries)]
         if scored is not None and scored.complete
         else None,
@@ -33,6 +33,7 @@ def request_output(
         num_replayed_tokens=first.work.num_replayed,
         cache_note=cache_note(first),
         reuse=reuse_of(first.work, tokenizer),
+        hints=() if first.hints is None else tuple(first.hints.results),
         metrics=RequestMetrics(
             arrival_time=first.arrival,
             first_token_time=min(stamps, default=None),

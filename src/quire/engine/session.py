@@ -22,11 +22,12 @@ from quire.engine.chat_rendering import encode_chat
 from quire.engine.chat_turns import Asked, ReadAnswer
 from quire.engine.prompts import Prompt, Text
 from quire.engine.request_outputs import request_output
-from quire.engine.sequence_request import PinAccount, SequenceRequest, SessionBranch
+from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.session_stream import PreparedTurn, SessionStream
 from quire.engine.state_access import StateAccess
 from quire.engine.token_ids import is_integer
 from quire.errors import FailedPrecondition, InvalidArgument
+from quire.hints import NO_HINTS, CacheHints, PinAccount
 from quire.interrupts import uninterrupted
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
@@ -96,10 +97,12 @@ class Session(StateAccess):
         with self._engine.lock:
             self._check_params("generate", len(self), params)
 
-    def submit_generate(self, params: SamplingParams, request_id: str | None = None) -> SequenceRequest:
+    def submit_generate(
+        self, params: SamplingParams, request_id: str | None = None, hints: CacheHints = NO_HINTS
+    ) -> SequenceRequest:
         """Queue what ``generate`` runs; the session is generating until steps have run it."""
         with self._engine.lock:
-            return self._submit(self._state.tokens.ids, params, request_id)
+            return self._submit(self._state.tokens.ids, params, request_id, hints)
 
     def _check_params(self, verb: str, length: int, params: SamplingParams | None) -> SamplingParams:
         """Refuse now whatever ``submit`` would refuse."""
@@ -118,10 +121,15 @@ class Session(StateAccess):
         return chosen
 
     def _submit(
-        self, tokens: NDArray[Any], params: SamplingParams | None, request_id: str | None = None
+        self,
+        tokens: NDArray[Any],
+        params: SamplingParams | None,
+        request_id: str | None = None,
+        hints: CacheHints = NO_HINTS,
     ) -> SequenceRequest:
         state, chosen = self._state, self._check_params("generate", len(tokens), params)
-        return self._engine.submit(tokens.astype(np.int64), chosen, request_id=request_id, session=state)[0]
+        ids = tokens.astype(np.int64)
+        return self._engine.submit(ids, chosen, request_id=request_id, session=state, hints=hints)[0]
 
     def _result(self, request: SequenceRequest) -> RequestOutput:
         self._wait(request)

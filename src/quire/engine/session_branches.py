@@ -337,6 +337,21 @@ class SessionBranches:
         self.apply(Remove(seq))
         return True
 
+    def demote(self, tokens: NDArray[np.int64], key: Hashable, start: int) -> int:
+        """Give up the cached state of these tokens from ``start`` on, as if the pool were short;
+        return how many tokens it had. What others hold of them stays."""
+        if self.cache is None:
+            return 0
+        given_up = 0
+        for seq, length in self.cache.cached_on(tokens, key, start):
+            kept = self.runner.state.nearest_reachable(seq, start)
+            fork = self.fork_of(seq, kept) if kept else None
+            self.remove(seq)
+            if fork is not None:
+                self.remove_all(self.cache.insert(fork, tokens[:kept], key))
+            given_up = max(given_up, length - start)
+        return given_up
+
     def drop_idle(self) -> bool:
         """Give up the least recently used idle session's state; return whether there was any."""
         idle = next((session for session in self.sessions.values() if session.droppable), None)

@@ -15,15 +15,17 @@ from quire.async_llm import SampleDelta
 from quire.engine.chat_rendering import render_chat, select_template
 from quire.engine.tokenizer import Tokenizer
 from quire.sampling_params import SamplingParams
+from quire.server.cache_marks import MarkedHints, Messages, Tools, without_marks
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
 from quire.server.generation import asked_by, check_number, check_prompts, encode, ending, in_texts, sampling_params
 from quire.server.harmony import MARKERS, STOPS, in_reasoning, is_harmony
+from quire.server.hint_fields import IN_SESSION, for_prefetch, read_hints
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import MessageFormat, MessageReader, answer_of, message_of
 from quire.server.protocol import ChatRequest, refuse_unsupported
 from quire.server.reasoning import reasoning_for
-from quire.server.replies import Reply, answer, answer_in_session, head_of
+from quire.server.replies import Reply, answer, answer_in_session, head_of, prefetch
 from quire.server.session_streams import ClientSessionStream
 from quire.server.tools import forced_format, parser_for, schema_for
 
@@ -51,7 +53,12 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     tokenizer = context.llm.tokenizer
     if tokenizer is None:
         raise bad_field("messages", "a chat needs a tokenizer with a chat template, and this model has none")
-    tools = _Tools.of(body)
+    hints = read_hints(context, request.state.owner, body)
+    body, prefetching = for_prefetch(body, hints)
+    given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
+    messages, listed, marks = without_marks(body.messages, given)
+    body = body.model_copy(update={"messages": messages})
+    tools = _Tools.of(body, listed)
     params, fields = _params(context, body, tools)
     if body.session_id is not None:
         _check_session(body)
@@ -70,16 +77,24 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
                 model=body.model,
             )
             reply = ChatReply(request, context, body, params, tools, format)
+            hints.refuse_all(IN_SESSION)
+            for mark in marks:
+                hints.refuse("pin", mark.path, IN_SESSION)
+            reply.hints = hints
             return await answer_in_session(request, reply, source)
     adapter = context.adapter_of(body.model)
     check_number(context, 1, params.n)
+    marked = MarkedHints(hints, marks)
     # The text is about as long as the body that it is made of.
     tokens, format, params = await in_texts(
-        context, request, len(await request.body()), lambda: _rendered(context, body, tokenizer, tools, params)
+        context, request, len(await request.body()), lambda: _rendered(context, body, tokenizer, tools, params, marked)
     )
     await check_prompts(context, request, [(tokens, naming(fields, "messages"))], params)
     reply = ChatReply(request, context, body, params, tools, format)
+    reply.hints = hints
     salt = context.salt(request.state.owner, body.cache_salt)
+    if prefetching:
+        return await prefetch(request, context, reply, [tokens], adapter=adapter, cache_salt=salt)
     return await answer(request, context, reply, [tokens], params, adapter=adapter, cache_salt=salt)
 
 
@@ -116,7 +131,7 @@ class _Tools:
     one_call: bool
 
     @classmethod
-    def of(cls, body: ChatRequest) -> _Tools:
+    def of(cls, body: ChatRequest, tools: list[dict[str, Any]]) -> _Tools:
         choice: Any = body.tool_choice if body.tool_choice is not None else ("auto" if body.tools else "none")
         if choice not in ("none", "auto", "required") and not isinstance(choice, dict):
             raise bad_field(
@@ -126,7 +141,6 @@ class _Tools:
             )
         if not body.tools and choice != "none":
             raise bad_field("tool_choice", "tool_choice needs tools; give some")
-        tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
         one_call = body.parallel_tool_calls is False
         if not tools:
             return cls(given=None, forced=None, schema=None, one_call=False)
@@ -173,7 +187,12 @@ def _params(context: Context, body: ChatRequest, tools: _Tools) -> tuple[Samplin
 
 
 def _rendered(
-    context: Context, body: ChatRequest, tokenizer: Tokenizer, tools: _Tools, params: SamplingParams
+    context: Context,
+    body: ChatRequest,
+    tokenizer: Tokenizer,
+    tools: _Tools,
+    params: SamplingParams,
+    marked: MarkedHints,
 ) -> tuple[NDArray[np.int64], MessageFormat, SamplingParams]:
     """Return the conversation as a prompt, how its answer is read, and the parameters for that."""
     with naming({}, "messages"):
@@ -182,16 +201,21 @@ def _rendered(
         for name in ("reasoning_effort", "documents"):
             if (value := getattr(body, name)) is not None:
                 variables[name] = value
-        text = render_chat(
-            template,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            tools=tools.given,
-            max_bytes=context.llm.engine.checks.max_text_bytes,
-            **variables,
-        )
+
+        def render(messages: Messages, given: Tools) -> str:
+            return render_chat(
+                template,
+                messages,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                tools=given,
+                max_bytes=context.llm.engine.checks.max_text_bytes,
+                **variables,
+            )
+
+        text = render(body.messages, tools.given)
         # The text holds its special tokens.
         tokens = encode(tokenizer, text, add_special_tokens=False)
+        marked.find(body.messages, tools.given, render, (text, tokens), tokenizer)
         return tokens, *_reading(context, tokenizer, template, params, tools, text)
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.async_llm import AsyncSession
-from quire.engine.sequence_request import PinAccount
 from quire.errors import FailedPrecondition, NotFound
+from quire.hints import PinAccount
 from quire.server.errors import RETRY_AFTER, ApiError, bad_field, busy
 from quire.server.settings import ServerSettings
 
