@@ -58,7 +58,7 @@ def cached(llm: LLM, prompt: list[int], **options: Any) -> int:
 
 def test_a_pin_stays_for_its_time(make_llm: MakeLLM, checkpoint: Checkpoint) -> None:
     """For states of each kind: all tokens, and those that forget, at the marked place."""
-    llm = make_llm(checkpoint, pool=512)
+    llm = make_llm(checkpoint, pool=512, host_memory=0)
     clock = Clock(llm)
     prompt = random_tokens(70)
     output = llm.generate(prompt, greedy(3), hints=CacheHints(pins=[Pin(tokens=40, ttl=60, name="system")]))[0]

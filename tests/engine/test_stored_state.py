@@ -612,18 +612,18 @@ class Gate:
     """Holds up reading of layers until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from quire.branches import loading
+        from quire.branches import state_loads
 
         self.opened = threading.Event()
         self.layers: list[int] = []
-        right = loading.Loading._put
+        right = state_loads.StateLoad._put
 
         def put(one: Any, layer: int, files: Any) -> None:
             assert self.opened.wait(60)
             self.layers.append(layer)
             right(one, layer, files)
 
-        monkeypatch.setattr(loading.Loading, "_put", put)
+        monkeypatch.setattr(state_loads.StateLoad, "_put", put)
 
 
 def test_others_run_while_state_comes(make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -929,7 +929,7 @@ def test_random_conversations_in_a_tight_pool(
     force(llm, capacity=600 * BYTES_PER_TOKEN, decide=lambda *_: rng.random() < 0.8)
     out, back = conversations(llm, checkpoint, rng, 100)
     assert out > 100
-    assert back > 50
+    assert back > 20
 
 
 def hybrid_conversations(make_llm: MakeLLM, hybrid: Checkpoint, seed: int, turns: int) -> tuple[int, int]:

@@ -19,11 +19,11 @@ from typing import Any
 
 from quire.branches.branch import Branch
 from quire.branches.history import UNKNOWN, Ids
-from quire.branches.loading import GET_SECONDS, Loader, LoadFailed, Loading, WholeLoading
 from quire.branches.move_costs import TO_MEMORY, MoveCosts
 from quire.branches.object_layout import ObjectLayout
 from quire.branches.object_writer import ObjectWriter, WriteJob
-from quire.branches.stored_match import Match, Piece, Question, find_match
+from quire.branches.state_loads import GET_SECONDS, LoadFailed, StateLoad, StateLoader, WholeLoad
+from quire.branches.stored_match import Match, Question, StoredPiece, find_match
 from quire.branches.tiers import Brought
 from quire.contracts.kv_state import Export
 from quire.contracts.store import ObjectKind
@@ -65,8 +65,8 @@ class StoredState:
         self._model: Mapping[str, str] = {}
         self._roots: OrderedDict[str, bytes] = OrderedDict()
         self._writer: ObjectWriter | None = None
-        self._loader: Loader | None = None
-        self._loads: dict[SeqId, Loading] = {}
+        self._loader: StateLoader | None = None
+        self._loads: dict[SeqId, StateLoad] = {}
         self.open: Collection[SeqId] = self._loads.keys()
         self._saved = Counter("quire:store_tokens_saved_total", "Tokens whose state went from the pool to memory.")
         self._loaded = Counter("quire:store_tokens_loaded_total", "Tokens whose state came back from a tier.")
@@ -104,7 +104,7 @@ class StoredState:
         salt = branch.salt if branch.window is None else (branch.salt, branch.window.size, branch.window.sink)
         return self.chain(branch.tokens.ids[:length].copy(), runs, salt)
 
-    def _contents(self, chain: Chain, piece: Piece) -> Contents:
+    def _contents(self, chain: Chain, piece: StoredPiece) -> Contents:
         """Return what an object must be of."""
         tokens, adapters = chain.between(piece.stop - piece.key.count, piece.stop)
         return Contents(self._model, self._layout_hash, tokens, adapters)
@@ -158,17 +158,17 @@ class StoredState:
 
     def _missing(
         self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False, durable: bool = False
-    ) -> list[Piece]:
+    ) -> list[StoredPiece]:
         """Return the objects of a sequence that no tier, or no ``durable`` one, is known to have.
         ``whole``: it is one object."""
         layout, length = self.layout, len(chain.ids)
-        found = [Piece(chain.stop(length), length, length)] if whole else []
+        found = [StoredPiece(chain.stop(length), length, length)] if whole else []
         if layout.row_layers and not whole:
             for start in range(0, length, chain.chunk):
                 end = min(start + chain.chunk, length)
-                found.append(Piece(chain.rows(start, end), start, end))
+                found.append(StoredPiece(chain.rows(start, end), start, end))
         if layout.has_stops and not whole:
-            found += [Piece(chain.stop(p), p, p) for p in layout.stops(seq, again=again)]
+            found += [StoredPiece(chain.stop(p), p, p) for p in layout.stops(seq, again=again)]
         store = self.store
         assert store is not None
         found = [one for one in found if not store.known(one.key)]
@@ -177,7 +177,7 @@ class StoredState:
         there = store.memory.contains_now([one.key for one in found])
         return [one for one, is_there in zip(found, there, strict=True) if not is_there]
 
-    def _pack(self, chain: Chain, piece: Piece, export: Export) -> bytes:
+    def _pack(self, chain: Chain, piece: StoredPiece, export: Export) -> bytes:
         """Return the bytes of an object of a sequence. Any thread may call."""
         layout, kind = self.layout, piece.key.kind
         n = piece.stop - piece.start or piece.stop
@@ -186,7 +186,7 @@ class StoredState:
         tensors = layout.rows(export, piece.start, piece.stop) if rows else layout.stop(export, n)
         return pack(piece.key, self._contents(chain, piece), plan, tensors)
 
-    def _pack_whole(self, chain: Chain, piece: Piece, seq: SeqId) -> bytes:
+    def _pack_whole(self, chain: Chain, piece: StoredPiece, seq: SeqId) -> bytes:
         """Return the bytes of all that a sequence with a window holds."""
         state = self.runner.state
         sequence = state.get_checkpoint_metadata(seq, checksums=False)
@@ -291,11 +291,11 @@ class StoredState:
             self.runner.execute(Step(edits=(Remove(old),)))
         self._loads[loading.seq] = loading
         if self._loader is None:
-            self._loader = Loader()
+            self._loader = StateLoader()
         self._loader.add(loading)
         return Brought(match.tokens(loading.shared))
 
-    def _begin(self, branch: Branch, match: Match, chain: Chain) -> Loading:
+    def _begin(self, branch: Branch, match: Match, chain: Chain) -> StateLoad:
         """Make a sequence that waits for its rows. It shares the pages of what is computed."""
         state, layout = self.runner.state, self.layout
         shared = (
@@ -310,7 +310,7 @@ class StoredState:
         state.prepare_import(seq, metadata, parent=branch.seq if shared else None, shared=shared)
         self._publish(seq)
         assert self.store is not None
-        return Loading(
+        return StateLoad(
             state,
             layout,
             self.store,
@@ -330,7 +330,7 @@ class StoredState:
             state.remove_sequence(seq)
             raise
 
-    def _begin_whole(self, branch: Branch, match: Match, chain: Chain) -> Loading:
+    def _begin_whole(self, branch: Branch, match: Match, chain: Chain) -> StateLoad:
         """Do the same for a sequence with a window, which its object describes."""
         state, piece, store = self.runner.state, match.stops[-1], self.store
         assert store is not None
@@ -350,7 +350,7 @@ class StoredState:
             raise LoadFailed(str(error)) from None
         self._publish(seq)
         contents = partial(self._contents, chain)
-        return WholeLoading(
+        return WholeLoad(
             state, self.layout, store, seq, length=match.length, stops=match.stops[-1:], contents=contents, plans=plans
         )
 

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from quire.branches.adapter_keys import AdapterKey, users
-from quire.branches.loading import LoadFailed
+from quire.branches.state_loads import LoadFailed
 from quire.engine.page_use import OWNERS, PageUse, page_use
 from quire.engine.prompts import embeddings_of
 from quire.engine.request_book import RequestBook

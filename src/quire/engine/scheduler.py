@@ -7,8 +7,7 @@ order of arrival.
 
 The KV state says how many pages a batch lacks. They come, in this order, from finished sequences in
 the prefix cache, from idle sessions (``reclaim``), and from the running request of the lowest
-priority, the youngest one among equals. It is preempted, and its state moves to host memory if that
-is cheaper than computing it again later.
+priority, the youngest one among equals, which is preempted. Tiers keep what is worth it.
 
 The adapters of one step must fit into the device's memory together. A request whose adapter does
 not fit beside those of earlier ones waits a step. Then no new request with an adapter is admitted,
@@ -122,8 +121,8 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=_order)
 
     def _note_branches(self, request: ScheduledRequest) -> None:
-        """Note where states are to be kept: where it parts from others under way, and before its
-        last token, which a request of the same tokens runs again (without logits: at its end)."""
+        """Note where states are to be kept: where it parts from others, and before its last token,
+        which a request of the same tokens runs again (without logits: at its end)."""
         request.partings.add(len(request.tokens) - (request.wants != "none"))
         if not request.cacheable or len(request.tokens) <= DUPLICATE_PREFIX:
             return
@@ -171,18 +170,17 @@ class Scheduler:
 
     @property
     def held_up(self) -> list[ScheduledRequest]:
-        """Those that can take part in no step yet."""
-        return [request for request in (*self.running, *self.waiting) if not request.ready]
+        """Those for which something is being made."""
+        return [one for one in (*self.running, *self.waiting) if one.is_ready is not None and not one.is_ready()]
 
     def schedule(self) -> Scheduled:
         """Return the next step; without chunks if nothing can run."""
         self._settle()
-        # Some decodes return to the queue after each token (beams). They must not wait for prompts
-        # either.
+        # Some decodes return to the queue after each token (beams). They wait for no prompt either.
         coming = sum(request.seq is not None and request.remaining == 1 for request in self.waiting)
         free = max(0, self.limits.max_num_seqs - self._seated)
         budget = self.limits.max_num_batched_tokens
-        # One token is left to a prompt: those who wait may wait for its pages.
+        # One token is left to a prompt: decodes may wait for its pages.
         batch = StepDraft(budget, kept=min(coming, free, budget - 1))
         failed: list[Failure] = []
         # Admit adapters in order of arrival: no request waits for later ones.
@@ -421,8 +419,7 @@ class Scheduler:
         request.note_reuse()
 
     def _bring(self, request: ScheduledRequest, attached: bool) -> None:
-        """Bring back what tiers have of it, if it was just ``attached``; note what was found, and
-        why not more."""
+        """Bring back what tiers have of it, if it was just ``attached``; note what was found."""
         limit = self._limit(request)
         if self._tier is not None and request.question is not None:
             if attached:
