@@ -178,8 +178,7 @@ class Scheduler:
         self._settle()
         # Some decodes return to the queue after each token (beams). They wait for no prompt either.
         coming = sum(request.seq is not None and request.remaining == 1 for request in self.waiting)
-        free = max(0, self.limits.max_num_seqs - self._seated)
-        budget = self.limits.max_num_batched_tokens
+        free, budget = max(0, self.limits.max_num_seqs - self._seated), self.limits.max_num_batched_tokens
         # One token is left to a prompt: decodes may wait for its pages.
         batch = StepDraft(budget, kept=min(coming, free, budget - 1))
         failed: list[Failure] = []
