@@ -10,6 +10,7 @@ from tests.mutants import (
     faults_models,
     faults_outside,
     faults_serving,
+    faults_tiers,
 )
 
 MUTANTS = (
@@ -22,4 +23,5 @@ MUTANTS = (
     *faults_commands.MUTANTS,
     *faults_outside.MUTANTS,
     *faults_hostile.MUTANTS,
+    *faults_tiers.MUTANTS,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from tests.store.oracle import KEYS, PARENTS, digest, rows, stop
 
 from quire.contracts.store import Blob, ObjectKey, ObjectKind, StoreTier, TierStat
 from quire.errors import InvalidArgument, TierError
-from quire.store import tier_guard
+from quire.store import stack, tier_guard
 from quire.store.files import FileTier
 from quire.store.keys import record_key
 from quire.store.memory import MemoryTier
@@ -183,8 +184,31 @@ def test_one_read_for_all_who_want_it() -> None:
         assert shelf.calls == ["get", "get"]
 
 
-def test_a_read_sees_what_was_put_before() -> None:
-    shelf = Shelf()
+def test_a_read_that_began_before_a_change_is_none_after_it() -> None:
+    class Late(Shelf):
+        async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
+            found = [self.held.get(key) for key in keys]
+            await self._call("get")
+            return found
+
+    shelf = Late()
+    shelf.held = {RECORD: b"old"}
+    with opened(shelf) as store:
+        shelf.stuck = True
+        before = store.get([RECORD])[0]
+        until(lambda: shelf.calls == ["get"])
+        store.put(RECORD, b"new", durable=True)
+        until(lambda: "put" in shelf.calls)
+        shelf.held[RECORD] = b"new"
+        with store._room:
+            store._writing.clear()  # as if it were written by now
+        after = store.get([RECORD])[0]
+        shelf.stuck = False
+        assert (blob_of(before), blob_of(after)) == (b"old", b"new")
+
+
+def test_what_waits_to_be_written_is_found() -> None:
+    shelf = Shelf("redis")
     shelf.held = {RECORD: b"old"}
     with opened(MemoryTier(1000), shelf) as store:
         shelf.stuck = True
@@ -192,10 +216,38 @@ def test_a_read_sees_what_was_put_before() -> None:
         until(lambda: shelf.calls == ["get"])
         store.put(RECORD, b"older", durable=False)
         store.put(RECORD, b"new", durable=True)
-        after = store.get([RECORD])[0]
+        store.put(A, b"a", durable=True)
+        children = store.children([ROOT, RECORD.parent], timeout=0.01)
+        assert [one.result(0) for one in store.get([RECORD, A])] == [Found(b"new", "redis"), Found(b"a", "redis")]
+        assert children.result(10) == [{A: "redis"}, {RECORD: "redis"}]
+        assert not store.known(A)
+        store.remove([A])
+        removed = store.get([A])[0]
+        assert not removed.done(), "it waits for the removal"
         shelf.stuck = False
         assert blob_of(before) in (b"old", b"new")
-        assert blob_of(after) == b"new"
+        assert blob_of(removed) is None
+        assert store.flush(10)
+        assert shelf.held == {RECORD: b"new"}
+        shelf.held = {}
+        assert blob_of(store.get([RECORD])[0]) is None, "it is no longer kept here"
+
+
+def test_what_was_read_is_freed_at_once(tmp_path: Path) -> None:
+    """Without a circle that waits for the garbage collector: objects are large."""
+    tier = FileTier(tmp_path, None)
+    with opened(tier) as store:
+        store.put(A, b"a", durable=True)
+        store.flush(10)
+        gc.disable()
+        try:
+            answer = store.get([A])[0]
+            assert blob_of(answer) == b"a"
+            assert len(tier._maps) == 1
+            del answer
+            until(lambda: not tier._maps)
+        finally:
+            gc.enable()
 
 
 def test_changes_of_one_object_keep_their_order() -> None:
@@ -322,6 +374,8 @@ def test_a_tier_that_fails_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
         assert numbers['quire:store_skipped_total{tier="redis"}'] == 3
         assert numbers['quire:store_resting{tier="redis"}'] == 1
         assert numbers['quire:store_resting{tier="disk"}'] == 0
+        families = {one.name: one for one in store.collect()}
+        assert [one.value for one in families["quire:store_resting"].samples] == [1, 0]
         assert store.put(A, b"a", durable=True), "another tier takes it"
         assert store.flush(10)
         assert A in far.held
@@ -465,12 +519,26 @@ def test_closing_ends_all_that_waits() -> None:
     assert "quire-store" not in {thread.name for thread in threading.enumerate()}
     # From here on all is a miss.
     store.close()
-    assert [one.result(0) for one in store.get([B])] == [None]
+    assert [one.result(0) for one in store.get([A, B])] == [None, None]
     assert not store.put(A, b"", durable=True, wait=True)
     assert not store.put(A, b"", durable=False)
     assert store.flush(0)
     assert store.contains([B]).result(0) == [False]
     assert store.stat(0)[1].stat is None
+
+
+def test_a_tier_that_does_not_close(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    class Endless(Shelf):
+        async def close(self) -> None:
+            await asyncio.sleep(1000)
+
+    monkeypatch.setattr(stack, "CLOSE_SECONDS", 0.05)
+    store = Store([Endless()])
+    assert blob_of(store.get([A])[0]) is None
+    start = time.monotonic()
+    store.close()
+    assert time.monotonic() - start < 5
+    assert "closing the disk shelf: TimeoutError" in caplog.text
 
 
 def test_a_store_that_nobody_used_closes() -> None:
@@ -498,7 +566,7 @@ from tests.store.oracle import KEYS
 FileTier._put = lambda *arguments: time.sleep(1000)
 store = Store([FileTier({str(tmp_path)!r}, None)])
 store.put(KEYS[0], b"x", durable=True)
-print(store.children([KEYS[0].parent], timeout=20).result())
+print(store.children([KEYS[-1].parent], timeout=20).result())
 """
     path = [*sys.path]
     done = subprocess.run(

@@ -20,7 +20,7 @@ from quire.store.keys import checked_name
 
 PREFIX = "quire:"
 CONNECT_SECONDS, ANSWER_SECONDS = 1.0, 2.0
-"""For a connection, and for each reading or writing on it."""
+"""For a connection, and for one whole answer."""
 
 _COMMON = f"""
 local P = '{PREFIX}'
