@@ -12,6 +12,7 @@ from tests.mutants import (
     faults_outside,
     faults_reuse,
     faults_serving,
+    faults_tiers,
 )
 
 MUTANTS = (
@@ -26,4 +27,5 @@ MUTANTS = (
     *faults_hints.MUTANTS,
     *faults_hostile.MUTANTS,
     *faults_reuse.MUTANTS,
+    *faults_tiers.MUTANTS,
 )

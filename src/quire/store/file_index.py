@@ -9,6 +9,7 @@ of the two never meet.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import sqlite3
 import threading
@@ -97,13 +98,17 @@ class FileIndex:
             if opened is None:
                 try:
                     opened = cls(path, fresh=False)
-                    continue
                 except sqlite3.Error as error:
                     if not is_damage(error):
                         raise
-            for suffix in ("-wal", "-shm", ""):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
-        return opened or cls(directory / f"index-{VERSION}-{secrets.token_hex(8)}.sqlite", fresh=True)
+        if opened is None:
+            path = directory / f"index-{VERSION}-{secrets.token_hex(8)}.sqlite"
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            opened = cls(path, fresh=True)
+        for other in directory.glob(f"index-{VERSION}-*"):
+            if not other.name.startswith(str(opened.path and opened.path.name)):
+                other.unlink(missing_ok=True)
+        return opened
 
     def is_current(self) -> bool:
         """Return whether the index is still that of its directory."""

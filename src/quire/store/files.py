@@ -137,8 +137,8 @@ class FileTier:
 
     def _open(self) -> FileIndex:
         try:
-            for folder in (self.directory, self.directory / "objects", self.directory / "pins"):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (self.directory, self._objects, self.directory / "pins"):
+                _make(folder)
             with self._alone():
                 return self._agreed(FileIndex.find(self.directory))
         except TierError:
@@ -187,8 +187,10 @@ class FileTier:
                 for name in known.keys() - there:
                     index.drop(name)
                 pins = {entry.name for entry in os.scandir(self.directory / "pins")}
-                for name in pins ^ index.pinned():
-                    index.pin(name, name in pins)
+                for name in pins | index.pinned():
+                    if not index.pin(name, name in pins):
+                        with contextlib.suppress(OSError):
+                            (self.directory / "pins" / name).unlink(missing_ok=True)
                 if index.path is not None and self.capacity is not None:
                     for name in index.shrink(self.capacity)[0]:
                         self._unlink(name)
@@ -253,9 +255,7 @@ class FileTier:
                 raise TierError(f"{self.label} cannot be written: its disk is full or read-only")
         self._write_uses(index)
         path, gone = self._path(name), list[str]()
-        if not path.parent.is_dir():
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            sync_directory(path.parent.parent)
+        _make(path.parent)
         try:
             with contextlib.ExitStack() as change:
                 with replacing(path, self.label) as sink:
@@ -367,6 +367,13 @@ class FileTier:
 
 def _names(keys: Collection[ObjectKey]) -> list[str]:
     return [checked_name(key) for key in keys]
+
+
+def _make(folder: Path) -> None:
+    """Make a directory that is there after a crash of the machine."""
+    if not folder.is_dir():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sync_directory(folder.parent)
 
 
 def _is_record(name: str) -> bool:

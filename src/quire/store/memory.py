@@ -126,6 +126,10 @@ class MemoryTier:
                 objects=len(self._kept), bytes=self._bytes, capacity=self.capacity, pinned=self._pinned_bytes
             )
 
+    def clear_now(self) -> None:
+        """Do as ``close`` does, at once: nothing is kept."""
+        self.remove_now(list(self._kept))
+
     async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
         return self.get_now(keys)
 
@@ -148,7 +152,7 @@ class MemoryTier:
         return self.stat_now()
 
     async def close(self) -> None:
-        self.remove_now(list(self._kept))
+        self.clear_now()
 
     # -------------------------------------------------------- with the lock held
 

@@ -53,7 +53,7 @@ def _tier(url: str) -> StoreTier:
                 raise _refused(url, f"the size stands behind memory://, as in {accepted}")
             return MemoryTier(_bytes(url, parts.netloc))
         case "file":
-            if parts.netloc or where.strip("/") == "":
+            if parts.netloc or not where.startswith("/") or not where.strip("/"):
                 raise _refused(url, f"a directory has three slashes and an absolute path: {accepted}")
             return FileTier(where, size)
         case "redis" | "rediss":
