@@ -9,6 +9,7 @@ from tests.mutants import (
     faults_kv,
     faults_models,
     faults_outside,
+    faults_resume,
     faults_serving,
 )
 
@@ -22,4 +23,5 @@ MUTANTS = (
     *faults_commands.MUTANTS,
     *faults_outside.MUTANTS,
     *faults_hostile.MUTANTS,
+    *faults_resume.MUTANTS,
 )

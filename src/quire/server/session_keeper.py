@@ -18,6 +18,7 @@ from quire.async_llm import AsyncLLM, AsyncSession
 from quire.async_llm.session import inner_session
 from quire.engine.kept_sessions import KeptSessions, saving
 from quire.errors import NotDurable
+from quire.server.errors import hiding
 from quire.store.session_journal import End, Lifetime, Moment, SessionRecord, Use
 
 PREFIX = "session-"
@@ -98,7 +99,9 @@ class SessionKeeper:
         record = await asyncio.to_thread(self._kept.journal.get, name)
         if record is None or left_of(record, Moment.now()) == 0:
             return None
-        return record, await self._llm.restored(replace(record, salt=self._salt(owner, record.salt)))
+        path = self._kept.journal.directory if record.state is None else self._kept.journal.state_path(record)
+        with hiding(path, "its state file"):
+            return record, await self._llm.restored(replace(record, salt=self._salt(owner, record.salt)))
 
 
 def digest_of(record: SessionRecord, *, with_state: bool | None = None) -> str:
