@@ -423,3 +423,15 @@ def test_a_full_disk(journal: SessionJournal) -> None:
     journal._db.execute(f"PRAGMA max_page_count = {pages + 100}")
     writer.write(record(1, [1] * 9000)).result()
     writer.close()
+
+
+def test_a_forked_process_does_not_wait_for_ever(journal: SessionJournal) -> None:
+    """It has no writing thread, and the journal is the other process's."""
+    writer = JournalWriter(journal)
+    child = os.fork()
+    if not child:
+        refused = isinstance(writer.write(FULL).exception(5), NotDurable)
+        os._exit(0 if refused else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    writer.write(FULL).result()
+    writer.close()

@@ -196,6 +196,16 @@ def test_what_tokens_do_not_give_is_in_a_state_file(
     tokens = written.tokens
     before = make_llm(llama, state_dir=crash(tmp_path / "a")).resume("written")
     assert before.tokens == tokens[:-3]
+    states.rename(tmp_path / "elsewhere")
+    with pytest.raises(NotDurable, match=r"cannot be written to the state directory: .*no directory"):
+        written.append([1])
+    with pytest.raises(NotDurable):
+        written.close()
+    (tmp_path / "elsewhere").rename(states)
+    check(llm)
+    written = llm.resume("written")
+    list(written.stream(greedy(3)))
+    tokens = written.tokens
     written.close()
     after = make_llm(llama, state_dir=crash(tmp_path / "a")).resume("written")
     assert after.tokens == tokens

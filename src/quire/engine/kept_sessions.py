@@ -49,6 +49,7 @@ class KeptSessions:
         self.writer = JournalWriter(journal)
         self._engine = engine
         self._identity = identity
+        self._model = dict(identity.fields())  # now: the digest of large weights takes long
         self._session_of = session_of
         self._owners: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
         """Which session is kept under a name: the last one that was called so. By ids."""
@@ -66,7 +67,7 @@ class KeptSessions:
             raise NotDurable(f"a message of the session's chat is no JSON ({error}), so it is not kept") from error
         return SessionRecord(
             id=name,
-            model=self._identity.fields(),
+            model=self._model,
             tokens=state.tokens.ids.copy(),
             name=session.name,
             labels=session.labels,
@@ -106,7 +107,7 @@ class KeptSessions:
         """Return the session of a record, which nothing keeps yet. Nothing of it is computed.
         ``NotFound``: it is of another model. ``InvalidArgument``: an adapter is not loaded. Of a
         state file also the errors of ``LLM.load_session``."""
-        model = self._identity.fields()
+        model = self._model
         if dict(record.model) != model:
             differing = ", ".join(
                 f"{name} {record.model.get(name)!r:.40} and not {model.get(name)!r:.40}"
@@ -141,10 +142,10 @@ class KeptSessions:
 
     # -- by name -----------------------------------------------------------------------------------
 
-    def keep(self, session: Session, *, wait: bool) -> None:
-        """Keep a session of a program under its name, if it has one. The last session that was
-        called so is kept. ``wait``: until it is durable, and with its state file, if it needs one;
-        else such a session is left as it was kept before. ``NotDurable``."""
+    def keep(self, session: Session, *, wait: bool) -> Future[None] | None:
+        """Keep a session of a program under its name, if it has one, as ``Keeper`` does. The last
+        session that was called so is kept. Without ``wait`` one that needs a state file is left as
+        it was kept before."""
         before, name = session._kept_as, None if session.name is None else _id_of(session.name)
         if name != before:
             session._kept_as = name
@@ -154,7 +155,7 @@ class KeptSessions:
             if name is not None:
                 self._owners[name] = session
         if name is None or self._owners.get(name) is not session or (not wait and self.needs_state(session)):
-            return
+            return None
         record = self.record(session, name)
         if self.needs_state(session):
             record = self.with_state(session, record)
@@ -163,15 +164,15 @@ class KeptSessions:
             done.result()
         else:
             done.add_done_callback(_log_failure)
+        return done
 
     def names(self) -> list[str]:
         """Return the names under which sessions of this model are kept, the oldest first."""
-        model = self._identity.fields()
         self.writer.wait()
         return [
             one.name
             for one in self.journal.records()
-            if one.name is not None and one.id == _id_of(one.name) and dict(one.model) == model
+            if one.name is not None and one.id == _id_of(one.name) and dict(one.model) == self._model
         ]
 
     def resume(self, name: str) -> Session:

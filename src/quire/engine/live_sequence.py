@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -135,9 +136,12 @@ class LiveSequence(Labelled):
     @uninterrupted
     def close(self) -> None:
         """Give the pages back at once. Closing twice is harmless. A kept session stays kept."""
-        if not self._closed:
+        if self._closed:
+            return
+        try:
             if self._kept is not None and not self._engine.closed and self._kept.needs_state(self):
                 self._keep(wait=True)  # its last stream may have left its file as it was
+        finally:
             self._closed = True
             self._engine.forget(self._state)
             self._engine.orphans.unwatch(self)
@@ -156,9 +160,8 @@ class LiveSequence(Labelled):
         if not getattr(self, "_closed", True):
             self._engine.orphans.leave(self._end)
 
-    def _keep(self, *, wait: bool) -> None:
-        if self._kept is not None:
-            self._kept.keep(self, wait=wait)
+    def _keep(self, *, wait: bool) -> Future[None] | None:
+        return None if self._kept is None else self._kept.keep(self, wait=wait)
 
     def _renamed(self) -> None:
         self._keep(wait=False)

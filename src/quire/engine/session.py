@@ -9,6 +9,7 @@ use, unless the session is pinned.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Self, overload
 
 import numpy as np
@@ -353,9 +354,9 @@ class Session(StateAccess):
             self._idle("chat")
             return self._submit(tokens, params)
 
-        def end(request: SequenceRequest) -> None:
+        def end(request: SequenceRequest) -> Future[None] | None:
             self._turns.answered(asked, request, len(self))
-            self._keep(wait=False)
+            return self._keep(wait=False)
 
         return PreparedTurn(start, end)
 

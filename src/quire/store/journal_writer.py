@@ -33,7 +33,8 @@ class JournalWriter:
         written: Future[None] = Future()
         written.set_running_or_notify_cancel()  # whoever waits may go away, and the change stays
         with self._lock:
-            if not self._closed:
+            # In a forked process the thread is none.
+            if not self._closed and self._thread.is_alive():
                 self._orders.put((change, written))
                 self._last = written
                 return written
