@@ -56,6 +56,7 @@ LLM_ARGUMENTS = {
     "host_memory": None,
     "adapter_ranks": 512,
     "adapter_memory": None,
+    "state_dir": None,
 }
 
 
@@ -179,6 +180,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "host_memory": ([-1, 1.5, "4G", True], "byte"),
     "adapter_ranks": ([*NOT_POSITIVE, None], "an integer >= 1"),
     "adapter_memory": ([-1, 1.5, "4G", True], "byte"),
+    "state_dir": (NOT_STRINGS, "a non-empty string"),
     "adapters": (["a=b", ["a"], [1], {"a": 3}, {3: "a"}, 7], "NAME=WHERE"),
 }
 UNSUPPORTED: dict[str, tuple[list[Any], str]] = {
@@ -261,7 +263,7 @@ def test_from_mapping_takes_both_cases_and_yaml() -> None:
     [
         (
             {"model": "m", "max-seqs": 1},
-            r"unknown configuration key 'max-seqs'; known: model, device, .*, adapter_memory$",
+            r"unknown configuration key 'max-seqs'; known: model, device, .*, state_dir$",
         ),
         ({"model": "m", 5: 1}, "unknown configuration key 5; known: model"),
         ({"model": "m", "page-size": 1, "page_size": 1}, "'page_size' is given twice"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -17,7 +18,6 @@ from quire.branches.stored_state import StoredState
 from quire.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
-from quire.contracts.store import StoreTier
 from quire.engine.chat_templates import with_chosen_template
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
@@ -42,8 +42,10 @@ from quire.models.peft import read_adapter
 from quire.runner.adapter_pool import AdapterPool
 from quire.runner.local import LocalRunner
 from quire.sampling_params import SamplingParams
+from quire.store.files import FileTier
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
+from quire.store.urls import open_tiers
 
 logger = logging.getLogger("quire")
 
@@ -138,13 +140,23 @@ HOST_SHARE = 0.125
 """Part of the free host memory to which state may move, without ``host_memory``."""
 
 
-def make_store(config: EngineConfig) -> Store | None:
-    """Return the store of a configuration: host memory, and what it names; None: nothing."""
-    tiers: list[StoreTier] = []
-    if config.store:
-        from quire.store.urls import open_tiers
+DISK_SHARE = 0.5
+"""Part of the free disk space that state below ``state_dir`` may take."""
 
-        tiers = open_tiers(config.store)
+
+def room_for_files(directory: Path) -> int:
+    """Return the bytes that are free for files of a directory, with those that it has."""
+    there = next(path for path in (directory, *directory.parents) if path.is_dir())
+    return shutil.disk_usage(there).free + sum(file.stat().st_size for file in directory.rglob("*.quire"))
+
+
+def make_store(config: EngineConfig) -> Store | None:
+    """Return the store of a configuration: host memory, what it names, and a directory below
+    ``state_dir`` if that is nothing durable; None: nothing."""
+    tiers = open_tiers(config.store)
+    if config.state_dir is not None and not any(tier.is_durable for tier in tiers):
+        directory = Path(config.state_dir).absolute() / "store"
+        tiers.append(FileTier(directory, int(room_for_files(directory) * DISK_SHARE)))
     if not any(tier.kind == "memory" for tier in tiers):
         free = int((free_memory(torch.device("cpu")) or 0) * HOST_SHARE)
         if capacity := free if config.host_memory is None else parse_bytes(config.host_memory):

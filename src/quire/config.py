@@ -152,9 +152,14 @@ class EngineConfig:
     adapter_memory: int | str | None = option(
         None, "Host memory for loaded adapters, in bytes or like 4GiB; by default an eighth of what is free."
     )
+    state_dir: str | None = option(
+        None,
+        "Directory in which sessions outlive the process, even one that is killed; one process at a time. "
+        "By default they end with it.",
+    )
 
     def __post_init__(self) -> None:
-        _set(self, _path, "model", "tokenizer", "chat_template")
+        _set(self, _path, "model", "tokenizer", "chat_template", "state_dir")
         _set(self, _device, "device")
         if isinstance(self.kv_dtype, str) and self.kv_dtype not in DTYPES:
             raise _unsupported("kv_dtype", self.kv_dtype, _one_of(DTYPES))

@@ -110,6 +110,11 @@ class TierError(QuireError, OSError):
     goes on without it and counts that."""
 
 
+class NotDurable(QuireError):
+    """What a call did could not be written to the state directory. It took effect, and is lost if
+    the process ends."""
+
+
 class CheckpointError(QuireError, ValueError):
     """A model checkpoint with missing, misshapen, surplus or damaged tensors or files."""
 

@@ -21,12 +21,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from tqdm import tqdm
 
-from quire.branches.history import TokenHistory
-from quire.branches.model_facts import checked_window
 from quire.build import Parts, build
-from quire.config import EngineConfig, check_int
-from quire.contracts.executor import CacheLike, ExecutorInputs
-from quire.engine import row_sessions, saved_sessions
+from quire.config import EngineConfig
 from quire.engine.abilities import ENGINE_REFUSALS, ENGINE_VERBS
 from quire.engine.beam import search
 from quire.engine.engine import Engine
@@ -36,10 +32,8 @@ from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
 from quire.engine.prompts import Prompt, Prompts
 from quire.engine.request_outputs import request_output
 from quire.engine.request_preparation import Messages as Messages
-from quire.engine.request_preparation import RequestPreparation, cache_key
-from quire.engine.sequence_request import SequenceRequest, SessionBranch
-from quire.engine.session import Session
-from quire.engine.session_labels import checked_labels, checked_name
+from quire.engine.sequence_request import SequenceRequest
+from quire.engine.session_sources import SessionSources
 from quire.errors import InvalidArgument
 from quire.hints import CacheHints
 from quire.interrupts import uninterrupted
@@ -49,13 +43,13 @@ from quire.models.families import LoadedModel
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.progress import GenerationBar
 from quire.sampling_params import BeamSearchParams, SamplingParams
-from quire.signatures import require_bool
+from quire.store.session_journal import SessionJournal
 
 if TYPE_CHECKING:
     from quire.executor.executor import Executor
 
 
-class LLM(RequestPreparation):
+class LLM(SessionSources):
     """A loaded model that generates, and whose state sessions can hold.
 
     ``model`` is the name of a bundled model, a directory, or a Hugging Face id.
@@ -95,12 +89,21 @@ class LLM(RequestPreparation):
         store: Sequence[str] = (),
         adapter_ranks: int = 512,
         adapter_memory: int | str | None = None,
+        state_dir: str | Path | None = None,
     ) -> None:
         # The arguments are the configuration's fields: no other local variable may exist yet.
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         config = EngineConfig.from_mapping(given)
-        self._parts: Parts = build(config, progress=sys.stderr.isatty())
-        super().__init__(self._parts.engine, self._parts.adapters, self._parts.default_params)
+        # Before the model is loaded, which takes longer than to find that the directory is in use.
+        journal = None if config.state_dir is None else SessionJournal(Path(config.state_dir))
+        try:
+            self._parts: Parts = build(config, progress=sys.stderr.isatty())
+        except BaseException:
+            if journal is not None:
+                journal.close()
+            raise
+        parts = self._parts
+        super().__init__(parts.engine, parts.adapters, parts.default_params, identity=parts.identity, journal=journal)
         self._executor: Executor | None = None
         try:
             for name, path in (config.adapters or {}).items():
@@ -204,7 +207,14 @@ class LLM(RequestPreparation):
         finally:
             for samples in requests:
                 engine.end(samples)
+        self.keep(prepared)
         return self.outputs(prepared, requests)
+
+    def keep(self, prepared: PreparedPrompts) -> None:
+        """Wait until the sessions among prompts that have run are durable, if they are kept."""
+        for session in prepared.sessions:
+            if session is not None:
+                session._keep(wait=True)
 
     def beam_search(
         self,
@@ -227,128 +237,6 @@ class LLM(RequestPreparation):
 
             search(self._engine, searches, advance if show else None)
         return [one.output(text) for one, text in zip(searches, texts, strict=True)]
-
-    @uninterrupted
-    def session(
-        self,
-        prompt: Prompt = "",
-        *,
-        adapter: str | None = None,
-        cache_salt: str | None = None,
-        pin: bool = False,
-        window: int | None = None,
-        sink: int = 0,
-        cache: CacheLike | None = None,
-        row: int | None = None,
-        name: str | None = None,
-        labels: Mapping[str, str] | None = None,
-    ) -> Session:
-        """Return a live sequence that starts with ``prompt``, which is run.
-
-        ``prompt`` is text, token ids, either with embeddings as in ``generate``, or nothing.
-        ``pin``: its state is never dropped when the pool is short. ``adapter`` is the name of a
-        loaded one; ``Session.use_adapter`` changes it.
-
-        ``window``: only the first ``sink`` tokens and the last ``window - sink`` are seen and kept
-        (StreamingLLM). So memory and time per token stay constant however long it gets, also beyond
-        the model's context. Such a session shares no prefix with others. ``Unsupported``: a sink on
-        a model that runs through transformers' layers.
-
-        ``cache`` is a KV cache of ``executor``, or a handle; the session becomes a copy-on-write
-        fork of it. It replaces all of these but ``pin``, ``name`` and ``labels``; ``row`` picks one
-        of several rows. The session has the row's tokens, window and adapters, goes on under the
-        last of these, and shares no prefix with others.
-
-        ``name`` and ``labels`` (strings by strings) tell many sessions apart; they need not be
-        unique.
-        """
-        self._require_open("session")
-        called, labelled = checked_name(name), checked_labels({} if labels is None else labels)
-        if cache is not None:
-            others = {
-                "prompt": isinstance(prompt, ExecutorInputs) or len(prompt) > 0,
-                "adapter": adapter is not None,
-                "cache_salt": cache_salt is not None,
-                "window": window is not None,
-                "sink": sink != 0,
-            }
-            if surplus := [one for one, is_there in others.items() if is_there]:
-                message = f"{', '.join(surplus)} beside cache: what it holds says this already; leave it out"
-                raise InvalidArgument(message, field=surplus[0])
-            require_bool("pin", pin)
-            from quire.executor.arguments import resolve_row
-
-            with self._engine.lock:
-                forked = row_sessions.fork_to_session(self._engine, *resolve_row(self._engine.runner, cache, row))
-                forked.pinned |= pin
-                return self._session(forked, called, labelled)
-        if row is not None:
-            raise InvalidArgument(f"row {row!r} without a KV cache; give cache=, or leave row out", field="row")
-        require_bool("pin", pin)
-        kept = checked_window(window, sink, self.model.layer_specs, self._engine.max_model_len)
-        key = cache_key(cache_salt)
-        tokens, media = self._read(prompt, self._engine.checks if kept is None else None)
-        self._engine.checks.tokens(tokens, media)
-        # Under the lock the adapter stays loaded until the session is known to use it.
-        with self._engine.lock:
-            held = TokenHistory(tokens, media)
-            state = SessionBranch(tokens=held, key=key, pinned=pin, window=kept, adapter=self._adapter(adapter))
-            if tokens.size:
-                self._engine.checks_of(state).length(tokens.size, None)
-            session = self._session(state, called, labelled)
-        try:
-            session.compute()
-        except BaseException:
-            session.close()
-            raise
-        return session
-
-    def _session(
-        self, state: SessionBranch, name: str | None = None, labels: Mapping[str, str] | None = None
-    ) -> Session:
-        session = Session(
-            self._engine,
-            state,
-            identity=self._parts.identity,
-            defaults=lambda: self.default_params,
-            executor=lambda: self.executor,
-            adapters=self._adapters,
-        )
-        session.name, session.labels = name, labels or {}
-        return session
-
-    def load_session(self, path: str | Path, *, convert_dtype: bool = False, row: int | None = None) -> Session:
-        """Return the session of a file by ``Session.save``, or of a row of a serialized KV cache.
-
-        ``row`` picks one of several rows of what ``KVCache.serialize`` returned. ``convert_dtype``
-        accepts another KV dtype. ``InvalidArgument`` (another model, dtype or version: expected and
-        found), ``DataLoss`` (damaged), ``NotFound``, ``ResourceExhausted``.
-        """
-        self._require_open("load_session")
-        if not isinstance(path, (str, Path)):
-            message = f"load_session takes a path, got {type(path).__name__}; bytes go to session_from_bytes"
-            raise InvalidArgument(message, field="path")
-        return self._restore(path, convert_dtype, row)
-
-    def session_from_bytes(
-        self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False, row: int | None = None
-    ) -> Session:
-        """Return the session of bytes by ``Session.to_bytes``; the rest as in ``load_session``."""
-        self._require_open("session_from_bytes")
-        if not isinstance(data, (bytes, bytearray, memoryview)):
-            message = f"session_from_bytes takes bytes, got {type(data).__name__}; a path goes to load_session"
-            raise InvalidArgument(message, field="data")
-        return self._restore(data, convert_dtype, row)
-
-    def _restore(
-        self, source: str | Path | bytes | bytearray | memoryview, convert_dtype: bool, row: int | None
-    ) -> Session:
-        require_bool("convert_dtype", convert_dtype)
-        if row is not None:
-            check_int("row", row, None, also="or None")
-        with saved_sessions.opened(self._engine, source) as file, self._engine.lock:
-            loaded = saved_sessions.load(self._engine, file, self._parts.identity, convert_dtype=convert_dtype, row=row)
-            return self._session(loaded)
 
     def load_adapter(self, name: str, path: str | Path) -> AdapterInfo:
         """Load a LoRA adapter for ``adapter=name``, while requests run.
@@ -468,6 +356,8 @@ class LLM(RequestPreparation):
         if self._executor is not None:
             self._executor.shutdown()
         self._engine.shutdown()
+        if self._kept is not None:
+            self._kept.close()
 
     def __enter__(self) -> Self:
         return self

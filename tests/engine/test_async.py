@@ -20,6 +20,7 @@ from quire import LLM, AsyncLLM, FailedPrecondition, InvalidArgument, QuireError
 from quire.async_llm.stepper import Call
 from quire.async_llm.stream import AsyncStream, SampleDelta
 from quire.engine.beam import search
+from quire.engine.session_sources import SessionSources
 from quire.errors import Cancelled
 from quire.sampling_params import BeamSearchParams
 from small_tokenizers import saved
@@ -964,7 +965,7 @@ def test_one_that_is_forgotten_stops(llama: Checkpoint) -> None:
 
 def test_the_signature_is_that_of_llm() -> None:
     assert list(inspect.signature(AsyncLLM).parameters) == list(inspect.signature(LLM).parameters)
-    public = {name for name in vars(LLM) if not name.startswith("_")}
+    public = {name for name in {**vars(LLM), **vars(SessionSources)} if not name.startswith("_")}
     # How ``AsyncLLM`` itself uses an ``LLM``.
-    inside = {"prepare", "prepare_chat", "prepare_beams", "submit", "outputs"}
+    inside = {"prepare", "prepare_chat", "prepare_beams", "submit", "outputs", "keep"}
     assert public - inside <= set(dir(AsyncLLM))

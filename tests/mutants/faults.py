@@ -10,6 +10,7 @@ from tests.mutants import (
     faults_kv,
     faults_models,
     faults_outside,
+    faults_resume,
     faults_reuse,
     faults_serving,
     faults_tiers,
@@ -28,4 +29,5 @@ MUTANTS = (
     *faults_hostile.MUTANTS,
     *faults_reuse.MUTANTS,
     *faults_tiers.MUTANTS,
+    *faults_resume.MUTANTS,
 )

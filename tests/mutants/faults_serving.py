@@ -81,8 +81,8 @@ INTERRUPTS = (
     Mutant(
         name="appended-and-interrupted",
         file="engine/session.py",
-        old="    @uninterrupted\n    def append(",
-        new="    def append(",
+        old="    @uninterrupted\n    @kept\n    def append(",
+        new="    @kept\n    def append(",
         tests=("engine/test_interrupts.py::test_a_sample_of_all_lines",),
     ),
     Mutant(

@@ -20,11 +20,13 @@ from quire.errors import (
     DataLoss,
     FailedPrecondition,
     InvalidArgument,
+    NotDurable,
     NotFound,
     PoolExhausted,
     QuireError,
     QuotaExceeded,
     ResourceExhausted,
+    TierError,
     Unsupported,
 )
 from quire.sampling_params import BeamSearchParams
@@ -48,6 +50,8 @@ EXPECTED: dict[type[QuireError], tuple[int, str, str]] = {
     DataLoss: (400, "data_loss", REFUSED),
     BlendLoadError: (400, "blend_load_error", REFUSED),
     CheckpointError: (400, "bad_checkpoint", REFUSED),
+    NotDurable: (507, "not_durable", INTERNAL),
+    TierError: (500, "internal_error", INTERNAL),
 }
 """Status, code and type of each class."""
 
@@ -93,7 +97,8 @@ def test_every_class_has_its_line() -> None:
         found = api_error(kind(REASON))
         assert (found.status, found.code, found.type) == (status, code, type_), kind
         assert found.message == (REASON if status != 500 else "internal error")
-        assert found.headers == ({"Retry-After": str(RETRY_AFTER)} if status in (429, 503) else {})
+        headers = {429: {"Retry-After": str(RETRY_AFTER)}, 507: {"x-should-retry": "false"}}
+        assert found.headers == headers.get(429 if status == 503 else status, {})
     # A narrower class behind a wider one would never be found.
     for number, (kind, _, _) in enumerate(STATUSES):
         assert not any(issubclass(kind, wider) for wider, _, _ in STATUSES[:number]), kind

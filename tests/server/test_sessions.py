@@ -451,7 +451,7 @@ def test_what_is_not_used_is_closed() -> None:
         now[0] += 6
         with pytest.raises(NotFound):
             sessions.get("", fourth)  # its time is over, though nobody has looked yet
-        with sessions.use("", first, "append"):
+        async with sessions.use("", first, "append"):
             now[0] += 10
             # In use, it does not expire.
             assert sessions.time_left(sessions.get("", first)) == 10
@@ -490,7 +490,7 @@ def test_one_call_at_a_time_and_places_that_are_kept() -> None:
     async def main() -> None:
         sessions, create = registry([0.0], max_sessions=3)
         name, _ = create("a")
-        with sessions.use("a", name, "generate"):
+        async with sessions.use("a", name, "generate"):
             with pytest.raises(FailedPrecondition, match="generate"):
                 sessions.take("a", name, "append")
             with pytest.raises(NotFound):

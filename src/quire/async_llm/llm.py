@@ -93,6 +93,8 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             return [sample for samples in groups for sample in samples]
 
         await self._background.finish(Job(self.engine, submit, name=request_id))
+        if self.kept is not None and any(prepared.sessions):
+            await self._background.call(verb, lambda: self._llm.keep(prepared))
         if any(params.logprobs is not None or params.prompt_logprobs is not None for params in prepared.params):
             # Decoding the texts of millions of them would block the event loop.
             return await asyncio.to_thread(self._llm.outputs, prepared, groups)
@@ -168,6 +170,10 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     session = awaited(LLM.session, AsyncSession)
     load_session = awaited(LLM.load_session, AsyncSession)
     session_from_bytes = awaited(LLM.session_from_bytes, AsyncSession)
+    resume = awaited(LLM.resume, AsyncSession)
+    resumable = awaited(LLM.resumable)
+    forget = awaited(LLM.forget)
+    restored = awaited(LLM.restored, AsyncSession)
 
     # -- what LLM has besides ----------------------------------------------------------------------
 
@@ -190,6 +196,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     engine = shared(LLM.engine)
     bytes_per_token = shared(LLM.bytes_per_token)
     config = shared(LLM.config)
+    kept = shared(LLM.kept)
     default_params = shared(LLM.default_params)
 
     # -- closing -----------------------------------------------------------------------------------

@@ -152,6 +152,11 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
         await self.close()
 
 
+def inner_session(session: AsyncSession) -> Session:
+    """Return the session whose verbs are awaited."""
+    return session._session
+
+
 def unwrapped(prompts: PromptsOrSessions | AsyncSession | Sequence[Prompt | AsyncSession]) -> PromptsOrSessions:
     """Return prompts with each ``AsyncSession`` replaced by its ``Session``."""
     if isinstance(prompts, AsyncSession):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -53,6 +54,24 @@ class ChatTurns:
         turn."""
         self._start: int | None = None
         """Where the first turn began."""
+
+    def written(self) -> str | None:
+        """Return the turns in JSON; None if there are none. ``TypeError`` and ``ValueError`` for a
+        message that is none."""
+        if not self._turns and self._start is None:
+            return None
+        listed = [[turn.end, turn.message, turn.is_answer] for turn in self._turns]
+        return json.dumps({"turns": listed, "cut": self._cut, "start": self._start}, default=dict)
+
+    @classmethod
+    def read(cls, written: str | None) -> ChatTurns:
+        """Return the turns that ``written`` gave."""
+        turns = cls()
+        if written is not None:
+            found = json.loads(written)
+            turns._turns = [Turn(end=end, message=one, is_answer=answer) for end, one, answer in found["turns"]]
+            turns._cut, turns._start = found["cut"], found["start"]
+        return turns
 
     def up_to(self, length: int) -> ChatTurns:
         """Return the turns of a fork of the first ``length`` tokens."""

@@ -31,6 +31,8 @@ from quire.runner.local import Extras, StepOutput
 
 logger = logging.getLogger("quire.engine")
 
+CLOSE_SECONDS = 10.0
+"""How long a closing engine waits for state to become durable."""
 ANSWER_SECONDS = 0.02
 """The longest wait for tiers' answers while nothing can run. Then the engine looks around again."""
 
@@ -284,11 +286,17 @@ class Engine(RequestBook):
                 counter.inc(value - counter.value)
             return metrics.snapshot() | self.branches.tier.snapshot()
 
+    def flush(self, timeout: float) -> bool:
+        """Write what only this process has of its state to where it outlives the process, for at
+        most ``timeout`` seconds; return whether nothing is left. Any thread may call."""
+        return self.stored.flush(timeout)
+
     def shutdown(self) -> None:
         """Cancel what runs, give all pages back, and accept nothing from now on."""
         self.closed = True
         if self.grammars is not None:
             self.grammars.close()
+        self.stored.flush(CLOSE_SECONDS)
         with self.lock:
             for samples in list(self._by_id.values()):
                 self.end(samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -16,6 +17,7 @@ from quire.branches.media import NO_MEDIA, Media
 from quire.contracts.executor import ExecutorInputs
 from quire.engine.chat_turns import ChatTurns
 from quire.engine.engine import Engine
+from quire.engine.keeping import Keeper
 from quire.engine.prompts import Prompt, read_prompt
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.session_labels import Labelled
@@ -57,6 +59,10 @@ class LiveSequence(Labelled):
         self._defaults = defaults
         self._state = state
         self._turns = ChatTurns()
+        self._kept: Keeper | None = None
+        """What keeps it under its name; None: nothing does."""
+        self._kept_as: str | None = None
+        """The id of its record there."""
         with engine.lock:
             engine.branches.hold(state)
             self._end = partial(engine.forget, state)
@@ -129,8 +135,13 @@ class LiveSequence(Labelled):
 
     @uninterrupted
     def close(self) -> None:
-        """Give the pages back at once. Closing twice is harmless."""
-        if not self._closed:
+        """Give the pages back at once. Closing twice is harmless. A kept session stays kept."""
+        if self._closed:
+            return
+        try:
+            if self._kept is not None and not self._engine.closed and self._kept.needs_state(self):
+                self._keep(wait=True)  # its last stream may have left its file as it was
+        finally:
             self._closed = True
             self._engine.forget(self._state)
             self._engine.orphans.unwatch(self)
@@ -148,6 +159,12 @@ class LiveSequence(Labelled):
         # No reference to it is left.
         if not getattr(self, "_closed", True):
             self._engine.orphans.leave(self._end)
+
+    def _keep(self, *, wait: bool) -> Future[None] | None:
+        return None if self._kept is None else self._kept.keep(self, wait=wait)
+
+    def _renamed(self) -> None:
+        self._keep(wait=False)
 
     def _open(self, verb: str) -> SessionBranch:
         if self._closed or self._engine.closed:

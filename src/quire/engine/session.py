@@ -9,6 +9,7 @@ use, unless the session is pinned.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Self, overload
 
 import numpy as np
@@ -20,6 +21,7 @@ from quire.branches.adapter_keys import runs_of_session
 from quire.contracts.executor import ExecutorInputs
 from quire.engine.chat_rendering import encode_chat
 from quire.engine.chat_turns import Asked, ReadAnswer
+from quire.engine.keeping import kept
 from quire.engine.prompts import Prompt, Text
 from quire.engine.request_outputs import request_output
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
@@ -39,6 +41,7 @@ class Session(StateAccess):
     Several threads may use sessions; what runs for one of them holds up no other."""
 
     @uninterrupted
+    @kept
     def append(self, text: Prompt) -> Self:
         """Add text or token ids (no BOS), perhaps with embeddings, and run them.
         ``quire.engine.prompts.read_prompt`` describes prompts with embeddings."""
@@ -66,6 +69,7 @@ class Session(StateAccess):
         return self._generate(self._check_params("generate", len(self), params))
 
     @uninterrupted
+    @kept
     def _generate(self, params: SamplingParams) -> RequestOutput:
         with self._engine.lock:
             request = self._submit(self._idle("generate").tokens.ids, params)
@@ -82,7 +86,9 @@ class Session(StateAccess):
         """Check what ``stream`` runs; return how it starts."""
         with self._engine.lock:
             chosen = self._check_params("stream", len(self), params)
-        return PreparedTurn(lambda: self._submit(self._idle("stream").tokens.ids, chosen))
+        return PreparedTurn(
+            lambda: self._submit(self._idle("stream").tokens.ids, chosen), lambda _: self._keep(wait=False)
+        )
 
     def cancel(self) -> bool:
         """End what another thread is running on this session, at the next step. Return False if
@@ -135,6 +141,7 @@ class Session(StateAccess):
         self._wait(request)
         return request_output([request], self._engine.tokenizer)
 
+    @kept
     def use_adapter(self, name: str | None) -> None:
         """Go on under a loaded adapter, or with None under the base model.
 
@@ -245,9 +252,10 @@ class Session(StateAccess):
             executor=self._executor,
             adapters=self._names,
         )
-        child._turns, child._labels = self._turns.up_to(length), self._labels
+        child._turns, child._labels, child._kept = self._turns.up_to(length), self._labels, self._kept
         return child
 
+    @kept
     def rewind(self, to: int | None = None, n: int | None = None) -> int:
         """Go back to the first ``to`` tokens, or by ``n`` tokens.
 
@@ -317,6 +325,7 @@ class Session(StateAccess):
         return self._chat(messages, self._chosen("chat", params), answer)
 
     @uninterrupted
+    @kept
     def _chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, answer: ReadAnswer | None
     ) -> RequestOutput:
@@ -348,13 +357,16 @@ class Session(StateAccess):
     ) -> PreparedTurn:
         """Check and render what ``stream_chat`` runs; return how it starts and ends."""
         asked, tokens = self._ask(messages, params, answer)
-        turns, state = self._turns, self._state
 
         def start() -> SequenceRequest:
             self._idle("chat")
             return self._submit(tokens, params)
 
-        return PreparedTurn(start, lambda request: turns.answered(asked, request, len(state.tokens)))
+        def end(request: SequenceRequest) -> Future[None] | None:
+            self._turns.answered(asked, request, len(self))
+            return self._keep(wait=False)
+
+        return PreparedTurn(start, end)
 
     def _ask(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None, answer: ReadAnswer | None
@@ -379,6 +391,7 @@ class Session(StateAccess):
 
     # -- pinning -----------------------------------------------------------------------------------
 
+    @kept
     def pin(self, account: PinAccount | None = None) -> None:
         """Keep its state even if the pool is short. ``account`` is what its pinned state counts
         for, with all that it will hold; ``QuotaExceeded`` or ``PoolExhausted`` if the account would
@@ -388,6 +401,7 @@ class Session(StateAccess):
             self._engine.pins.check(state, len(self), account)
             state.pinned, state.account = True, account
 
+    @kept
     def unpin(self) -> None:
         """Let its state be dropped again if the pool is short. ``FailedPrecondition`` once
         ``set_kv`` wrote into it."""

@@ -31,6 +31,7 @@ class Labelled:
     @name.setter
     def name(self, value: str | None) -> None:
         self._name = checked_name(value)
+        self._renamed()
 
     @property
     def labels(self) -> Mapping[str, str]:
@@ -40,6 +41,10 @@ class Labelled:
     @labels.setter
     def labels(self, value: Mapping[str, str]) -> None:
         self._labels = checked_labels(value)
+        self._renamed()
+
+    def _renamed(self) -> None:
+        """Take note of a new name or new labels."""
 
 
 def checked_name(name: object) -> str | None:

@@ -12,6 +12,7 @@ from quire.branches.adapter_keys import NO_SALT
 from quire.branches.cache_rows import become_fork
 from quire.contracts.layers import LayerSpec
 from quire.engine import layer_memory, saved_sessions
+from quire.engine.keeping import kept
 from quire.engine.live_sequence import LiveSequence
 from quire.engine.token_ids import is_integer
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
@@ -114,6 +115,7 @@ class StateAccess(LiveSequence):
             return layer_memory.read(kv, state.seq, layer, partly=False, position=last)
 
     @uninterrupted
+    @kept
     def set_kv(self, layer: int, *, start: int = 0, **tensors: Tensor | None) -> None:
         """Overwrite what a layer remembers, by the names that ``kv`` gives.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from quire.async_llm import AsyncLLM
 from quire.server import adapter_routes, chat, completions, errors, session_routes, status, tokens
 from quire.server.context import Context, public_name
 from quire.server.gate import Gate, GateMiddleware
+from quire.server.session_keeper import SessionKeeper
 from quire.server.sessions import Sessions, StoredBytes
 from quire.server.settings import ServerSettings
 
@@ -34,9 +36,14 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         adapters=set(llm.config.adapters or ()),
     )
 
+    if llm.kept is not None:
+        owners = [hashlib.sha256(key.encode()).hexdigest() for key in settings.api_key] or [""]
+        context.sessions.keeper = SessionKeeper(llm, llm.kept, owners, context.salt)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await context.refresh_adapters()
+        await context.sessions.resume()
         try:
             yield
         finally:

@@ -27,6 +27,7 @@ from quire.errors import (
     DataLoss,
     FailedPrecondition,
     InvalidArgument,
+    NotDurable,
     NotFound,
     PoolExhausted,
     QuireError,
@@ -55,6 +56,7 @@ STATUSES: tuple[tuple[type[QuireError], int, str], ...] = (
     (BlendLoadError, 400, "blend_load_error"),
     (DataLoss, 400, "data_loss"),
     (CheckpointError, 400, "bad_checkpoint"),
+    (NotDurable, 507, "not_durable"),
     (Cancelled, CLIENT_GONE, "cancelled"),
 )
 """Status and code of each class, the narrower ones first. Others are internal errors."""
@@ -125,6 +127,9 @@ def api_error(
     for kind, status, code in STATUSES:
         if isinstance(error, kind):
             headers = {"Retry-After": str(RETRY_AFTER)} if status in (429, 503) else None
+            if status == 507:
+                # The call took effect. OpenAI's clients would send it again after any 5xx.
+                headers = {"x-should-retry": "false"}
             field = (error.field or "").split(".")[0]
             return ApiError(
                 status, str(error), param=fields.get(field, param), code=error.code or code, headers=headers

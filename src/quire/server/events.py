@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.errors import Cancelled
+from quire.errors import Cancelled, QuireError
 from quire.server.errors import api_error
 
 logger = logging.getLogger("quire.server")
@@ -96,9 +96,9 @@ class EventStream(Response):
                 await _send_event(send, first)
             async for chunk in self._chunks:
                 await _send_event(send, chunk)
-        except OSError:
-            return  # the connection broke, so no error can be sent
         except Exception as error:
+            if isinstance(error, OSError) and not isinstance(error, QuireError):
+                return  # the connection broke, so no error can be sent
             found = api_error(error)
             if found.status == 500:
                 logger.error("%s", json.dumps({"event": "failure", "request_id": request_id}), exc_info=error)

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -35,6 +35,8 @@ LOAD_SECONDS = 10.0
 """Seconds between two log lines about the load."""
 CANCEL_SECONDS = 5
 """Seconds for cancelled requests to end, and for connections to take the rest of their answers."""
+FLUSH_SECONDS = 10.0
+"""Most seconds after that for state to be written to where it outlives the process."""
 HEAD_SECONDS = 30.0
 """Seconds that a connection may take to send the head of a request."""
 KEEP_ALIVE_SECONDS = 30
@@ -163,9 +165,28 @@ class Server(uvicorn.Server):
             logs.event("cancelling", under_way=gate.under_way)
             gate.cancel_all()
             await asyncio.wait({idle}, timeout=CANCEL_SECONDS)
+        if not self._hurry.is_set():
+            flush = asyncio.ensure_future(self._flush())
+            await asyncio.wait({flush, hurry}, timeout=FLUSH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            flush.cancel()
         for waiter in (idle, hurry):
             waiter.cancel()
         self.should_exit = True
+
+    async def _flush(self) -> None:
+        """Let the engine write what is dirty. The thread is left alone if it takes too long."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def flush() -> None:
+            try:
+                if not self._context.llm.engine.flush(FLUSH_SECONDS):
+                    logs.event("warning", text=f"not all state was written within {FLUSH_SECONDS:g} seconds")
+            finally:
+                with suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(done.set)
+
+        threading.Thread(target=flush, name="quire-flush", daemon=True).start()
+        await done.wait()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

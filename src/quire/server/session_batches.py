@@ -105,10 +105,10 @@ class SessionBatch(SessionReply):
         names the session: 404 and 409 for sessions, 400 for parameters."""
         for number, stream in enumerate(self.streams):
             with self._about(number):
-                stream.take()
+                await stream.take()
         for number, (stream, params) in enumerate(zip(self.streams, self._params, strict=True)):
             with self._about(number):
-                await stream.take().check_generate(params)
+                await (await stream.take()).check_generate(params)
 
     @contextmanager
     def _about(self, number: int) -> Iterator[None]:

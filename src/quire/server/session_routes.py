@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -77,20 +77,27 @@ async def create(body: CreateBody, request: Request) -> Response:
 
 async def _made(request: Request, body: CreateBody, prompt: Any, adapter: str | None) -> Response:
     context = _context(request)
+    with _about(None):
+        name, labels = checked_name(body.name), checked_labels(body.labels or {})
     session = await context.llm.session(
         prompt,
         adapter=adapter,
         cache_salt=context.salt(_owner(request), body.cache_salt),
         window=body.window,
         sink=body.sink,
-        name=body.name,
-        labels=body.labels,
     )
-    return await _held(request, session, ttl=body.ttl, messages=body.messages, pin=body.pin)
+    return await _held(request, session, ttl=body.ttl, messages=body.messages, pin=body.pin, name=name, labels=labels)
 
 
 async def _held(
-    request: Request, session: AsyncSession, *, ttl: float | None, messages: Messages | None = None, pin: bool
+    request: Request,
+    session: AsyncSession,
+    *,
+    ttl: float | None,
+    messages: Messages | None = None,
+    pin: bool,
+    name: str | None,
+    labels: Mapping[str, str],
 ) -> Response:
     """Answer with the id of a new session, after the first ``messages`` of a chat. If it cannot be
     held it is closed."""
@@ -103,11 +110,12 @@ async def _held(
         if pin:
             # Pin last: until the size is known, the state can be given up and computed again.
             await session.pin(sessions.account(owner))
-        name = sessions.create(owner, session, ttl=sessions.lifetime(ttl, pinned=session.pinned))
+        lifetime = sessions.lifetime(ttl, pinned=session.pinned)
+        (made,) = await sessions.hold(owner, [session], ttl=lifetime, name=name, labels=labels)
     except BaseException:
         await asyncio.shield(session.close())
         raise
-    return JsonAnswer({"id": name, "object": "session", "num_tokens": len(session)})
+    return JsonAnswer({"id": made, "object": "session", "num_tokens": len(session)})
 
 
 @router.get("")
@@ -167,9 +175,8 @@ async def upload(
         called, labels = checked_name(name), checked_labels(labels_of(label))
     with context.sessions.room(_owner(request)):
         session = await receive_session(request, context, convert_dtype=convert_dtype)
-        session.name, session.labels = called, labels
         # It is pinned if its state was written into, so that it cannot be computed again.
-        return await _held(request, session, ttl=ttl, pin=session.pinned)
+        return await _held(request, session, ttl=ttl, pin=session.pinned, name=called, labels=labels)
 
 
 @router.post("/generate")
@@ -193,6 +200,7 @@ async def generate_many(body: GenerateManyBody, request: Request) -> Response:
 async def describe(session_id: str, request: Request, rewind_to: RewindTo = None, tokens: bool = True) -> Response:
     """Describe a session: its content, shared pages, and the costs of going back."""
     context = _context(request)
+    await context.sessions.wake(_owner(request), session_id)
     held = context.sessions.get(_owner(request), session_id)
     if rewind_to is not None and len(rewind_to) > MAX_POSITIONS:
         raise bad_field("rewind_to", f"rewind_to names {len(rewind_to)} positions; at most {MAX_POSITIONS} are told")
@@ -267,10 +275,11 @@ async def delete(session_id: str, request: Request) -> Response:
 async def append(session_id: str, body: TextBody, request: Request) -> Response:
     """Add text (without BOS) or token ids, and run them."""
     content: Any = body.content()
-    with _used(request, session_id, "append") as session, _about("tokens" if body.text is None else "text"):
-        content = await unless_gone(request, added(_context(request), session, content))
-        await unless_gone(request, session.append(content))
-        return JsonAnswer({"id": session_id, "num_tokens": len(session)})
+    async with _used(request, session_id, "append") as session:
+        with _about("tokens" if body.text is None else "text"):
+            content = await unless_gone(request, added(_context(request), session, content))
+            await unless_gone(request, session.append(content))
+            return JsonAnswer({"id": session_id, "num_tokens": len(session)})
 
 
 @router.post("/{session_id}/generate")
@@ -295,9 +304,10 @@ async def generate(session_id: str, body: GenerateBody, request: Request) -> Res
 async def score(session_id: str, body: TextBody, request: Request) -> Response:
     """Score text or tokens after the session, which stays as it is: their log-probabilities."""
     content: Any = body.content()
-    with _used(request, session_id, "score") as session, _about("tokens" if body.text is None else "text"):
-        content = await unless_gone(request, added(_context(request), session, content))
-        scores = [finite(one) for one in await unless_gone(request, session.score(content))]
+    async with _used(request, session_id, "score") as session:
+        with _about("tokens" if body.text is None else "text"):
+            content = await unless_gone(request, added(_context(request), session, content))
+            scores = [finite(one) for one in await unless_gone(request, session.score(content))]
     return JsonAnswer({"id": session_id, "tokens": content, "logprobs": scores, "total_logprob": sum(scores)})
 
 
@@ -310,20 +320,21 @@ async def fork(session_id: str, body: ForkBody, request: Request) -> Response:
     context, owner = _context(request), _owner(request)
     with _about(None):
         name, labels = checked_name(body.name), checked_labels(body.labels or {})
-    with _used(request, session_id, "fork") as session, context.sessions.room(owner, body.n):
-        held = context.sessions.get(owner, session_id)
-        ttl = context.sessions.lifetime(held.ttl if body.ttl is None else body.ttl, pinned=session.pinned)
-        with _about("at"):
-            children = await session.fork(body.at, n=body.n)
-        made: list[str] = []
-        try:
-            for child in children:
-                child.name, child.labels = name, session.labels if body.labels is None else labels
-                made.append(context.sessions.create(owner, child, parent=session_id, ttl=ttl))
-        except BaseException:
-            await asyncio.shield(asyncio.gather(*(child.close() for child in children[len(made) :])))
-            raise
-        return JsonAnswer({"ids": made, "parent": session_id, "num_tokens": len(children[0])})
+    async with _used(request, session_id, "fork") as session:
+        with context.sessions.room(owner, body.n):
+            held = context.sessions.get(owner, session_id)
+            ttl = context.sessions.lifetime(held.ttl if body.ttl is None else body.ttl, pinned=session.pinned)
+            with _about("at"):
+                children = await session.fork(body.at, n=body.n)
+            try:
+                labels = session.labels if body.labels is None else labels
+                made = await context.sessions.hold(
+                    owner, children, parent=session_id, ttl=ttl, name=name, labels=labels
+                )
+            except BaseException:
+                await asyncio.shield(asyncio.gather(*(child.close() for child in children)))
+                raise
+            return JsonAnswer({"ids": made, "parent": session_id, "num_tokens": len(children[0])})
 
 
 @router.post("/{session_id}/rewind")
@@ -332,15 +343,16 @@ async def rewind(session_id: str, body: RewindBody, request: Request) -> Respons
     if (body.to is None) == (body.n is None):
         found = "neither" if body.to is None else "both"
         raise bad_field("to", f"to or n is needed, one of them; got {found}")
-    with _used(request, session_id, "rewind") as session, _about("n" if body.to is None else "to"):
-        replayed = await session.rewind(body.to, body.n)
-        return JsonAnswer({"id": session_id, "num_tokens": len(session), "replayed": replayed})
+    async with _used(request, session_id, "rewind") as session:
+        with _about("n" if body.to is None else "to"):
+            replayed = await session.rewind(body.to, body.n)
+            return JsonAnswer({"id": session_id, "num_tokens": len(session), "replayed": replayed})
 
 
 @router.post("/{session_id}/adapter")
 async def use_adapter(session_id: str, body: AdapterBody, request: Request) -> Response:
     """Go on under a loaded adapter, or with null under the base model."""
-    with _used(request, session_id, "adapter") as session:
+    async with _used(request, session_id, "adapter") as session:
         try:
             adapter = _context(request).adapter_of(body.name)
         except ApiError as error:
@@ -359,7 +371,7 @@ async def use_adapter(session_id: str, body: AdapterBody, request: Request) -> R
 )
 async def download(session_id: str, request: Request) -> Response:
     """Send the state file of a session."""
-    with _used(request, session_id, "state") as session:
+    async with _used(request, session_id, "state") as session:
         return await saved_session(session, request, _context(request), name=f"{session_id}.quire")
 
 
@@ -376,10 +388,10 @@ def _owner(request: Request) -> str:
     return owner
 
 
-@contextmanager
-def _used(request: Request, session_id: str, verb: str) -> Iterator[AsyncSession]:
-    """Yield a session for the time of one call."""
-    with _context(request).sessions.use(_owner(request), session_id, verb) as held:
+@asynccontextmanager
+async def _used(request: Request, session_id: str, verb: str) -> AsyncIterator[AsyncSession]:
+    """Yield a session for the time of one call, at whose end it is durable."""
+    async with _context(request).sessions.use(_owner(request), session_id, verb) as held:
         yield held.session
 
 

@@ -93,6 +93,9 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
                 self._stream = await self._begin()
             delta = await anext(self._stream)
             self._undo = None
+            if delta.finish_reason is not None and self._held is not None and self._context.sessions.keeper is not None:
+                await self._stream.aclose()  # a chat's turn is noted at its end
+                await self._context.sessions.keep(self._held)
             return delta
         except asyncio.CancelledError:
             # The request is cancelled already and its tokens stay. Nothing can be awaited here.
@@ -103,10 +106,11 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
             await asyncio.shield(self._end())
             raise
 
-    def take(self) -> AsyncSession:
-        """Take the session now. Raise the errors about it that the first delta would raise."""
+    async def take(self) -> AsyncSession:
+        """Take the session. Raise the errors about it that the first delta would raise."""
         if self._session is None:
             try:
+                await self._context.sessions.ready(self._owner, self.session_id)
                 self._held = self._context.sessions.take(self._owner, self.session_id, "generate")
             except NotFound as error:
                 raise api_error(error, param="session_id") from None
@@ -122,7 +126,7 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         return self._session
 
     async def _begin(self) -> AsyncStream:
-        session = self.take()
+        session = await self.take()
         if self._messages is not None:
             return session.stream_chat(self._messages, self._params, answer=self._answer)
         if self._prompt is not None:
@@ -150,7 +154,7 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
             pass  # the session was closed meanwhile
         finally:
             self._held = None
-            self._context.sessions.release(held)
+            await self._context.sessions.settle(held)
 
     async def aclose(self) -> None:
         """Cancel an unfinished request, and return when the session is free."""

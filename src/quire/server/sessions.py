@@ -12,16 +12,19 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire.async_llm import AsyncSession
-from quire.errors import FailedPrecondition, NotFound
+from quire.errors import FailedPrecondition, NotDurable, NotFound, QuireError
 from quire.hints import PinAccount
+from quire.server import logs
 from quire.server.errors import RETRY_AFTER, ApiError, bad_field, busy
+from quire.server.session_keeper import PREFIX, SessionKeeper, digest_of, left_of
 from quire.server.settings import ServerSettings
+from quire.store.session_journal import Moment
 
 logger = logging.getLogger("quire.server")
 
@@ -29,6 +32,8 @@ LOOK = 1.0
 """Most seconds between two searches for expired sessions."""
 SHORTEST = 0.005
 """Least seconds between them."""
+SETTLE_SECONDS = 5.0
+"""Most seconds that the server's end waits for cancelled calls."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +53,10 @@ class HeldSession:
     """The call that uses it now."""
     created: float = field(default_factory=time.time)
     """Time of its creation, in Unix time."""
+    durable: str | None = None
+    """The digest of what the journal has of it; None: not what the session is."""
+    is_closing: bool = False
+    """Whether a client is deleting it."""
 
 
 class Sessions:
@@ -57,6 +66,10 @@ class Sessions:
         """Begin without sessions. ``clock``: monotonic seconds."""
         self._settings = settings
         self._clock = clock
+        self.keeper: SessionKeeper | None = None
+        """What makes sessions durable; None: they end with the server."""
+        self._parked: dict[str, str] = {}
+        """Sessions in the journal that are not held, as one of another model: owners by ids."""
         self._held: dict[str, HeldSession] = {}
         """The sessions by id, the oldest first."""
         self._reserved: Counter[str] = Counter()
@@ -108,11 +121,42 @@ class Sessions:
         """Hold a session in its ``room``, and return its id. ``ttl`` is from ``lifetime``."""
         if self._closed:
             raise FailedPrecondition("the server is shutting down; it holds no new session")
-        name = f"session-{secrets.token_hex(16)}"
+        name = f"{PREFIX}{secrets.token_hex(16)}"
         self._held[name] = HeldSession(name, owner, session, parent, ttl, self._clock())
+        self._sweep_soon()
+        return name
+
+    def _sweep_soon(self) -> None:
         if self._sweeper is None or self._sweeper.done():
             self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
-        return name
+
+    async def hold(
+        self,
+        owner: str,
+        sessions: Sequence[AsyncSession],
+        *,
+        parent: str | None = None,
+        ttl: float,
+        name: str | None,
+        labels: Mapping[str, str],
+    ) -> list[str]:
+        """Create all of these, called so, and return their ids when they are durable. After an
+        error none is held."""
+        made: list[str] = []
+        for session in sessions:
+            if self.keeper is not None:
+                self.keeper.adopt(session)
+            session.name, session.labels = name, labels
+        try:
+            made += [self.create(owner, session, parent=parent, ttl=ttl) for session in sessions]
+            await asyncio.gather(*(self.keep(self._held[name]) for name in made))
+        except BaseException:
+            for name in made:
+                self._held.pop(name, None)
+                if self.keeper is not None:
+                    self.spawn(_quietly(self.keeper.forget(name)))
+            raise
+        return made
 
     def account(self, owner: str) -> PinAccount:
         """Return the account in which an owner's pinned sessions count."""
@@ -155,14 +199,101 @@ class Sessions:
         """End the call that uses a session."""
         held.busy, held.used = None, self._clock()
 
-    @contextmanager
-    def use(self, owner: str, name: str, verb: str) -> Iterator[HeldSession]:
-        """Take a session, and release it at the end of the block."""
+    @asynccontextmanager
+    async def use(self, owner: str, name: str, verb: str) -> AsyncIterator[HeldSession]:
+        """Take a session. At the end of the block release it when it is durable."""
+        await self.ready(owner, name)
         held = self.take(owner, name, verb)
         try:
             yield held
+            await self.keep(held)
+        except BaseException:
+            await asyncio.shield(self.spawn(self.settle(held)))
+            raise
+        self.release(held)
+
+    async def settle(self, held: HeldSession) -> None:
+        """End a call that failed or was cancelled, when what it did is durable."""
+        try:
+            await _quietly(self.keep(held))
         finally:
             self.release(held)
+
+    # -- keeping -----------------------------------------------------------------------------------
+
+    async def keep(self, held: HeldSession) -> None:
+        """Return when a session at rest is durable. ``NotDurable`` if it cannot be written."""
+        if self.keeper is not None and self._held.get(held.id) is held and not held.is_closing:
+            durable, held.durable = held.durable, None
+            held.durable = await self.keeper.keep(
+                held.session,
+                held.id,
+                durable,
+                owner=held.owner,
+                left=self.time_left(held),
+                parent=held.parent,
+                created=held.created,
+                ttl=held.ttl,
+            )
+
+    async def ready(self, owner: str, name: str) -> None:
+        """Prepare a session for a call: wake it. ``NotDurable`` while nothing can be written, so
+        that the call changes nothing."""
+        await self.wake(owner, name)
+        held = self._held.get(name)
+        if held is None or held.owner != owner or held.busy is not None or self.keeper is None:
+            return
+        if self.keeper.failing or held.durable is None:
+            held.durable = None
+            try:
+                await self.keep(held)
+            except NotDurable as error:
+                error.about("the call was not begun")
+                raise
+
+    async def wake(self, owner: str, name: str) -> None:
+        """Go on with a parked session, or raise why that is not possible."""
+        if self._parked.get(name) == owner:
+            await self._unpark(name, owner)
+
+    async def resume(self) -> None:
+        """Go on with the sessions in the journal. What cannot go on now is parked."""
+        if self.keeper is None:
+            return
+        found = await self.keeper.records()
+        for name, owner, _ in found:
+            self._parked[name] = owner
+        for name, owner, _ in found:
+            try:
+                await self._unpark(name, owner)
+            except QuireError as error:
+                logs.event("not_resumed", session=name, reason=str(error))
+        # Counted from now, so that a clock that was set back does not give the same time again.
+        await asyncio.gather(*(_quietly(self.keep(held)) for held in self._held.values()))
+        if found:
+            logs.event("resumed", sessions=len(self._held), kept=len(found))
+
+    async def _unpark(self, name: str, owner: str) -> None:
+        assert self.keeper is not None
+        found = await self.keeper.restored(name, owner)
+        if found is None or name not in self._parked:
+            self._parked.pop(name, None)
+            if found is not None:
+                await found[1].close()  # another call was first
+            return
+        record, session = found
+        try:
+            if record.pinned:
+                await session.pin(self.account(owner))
+        except BaseException:
+            await session.close()
+            raise
+        del self._parked[name]
+        ttl = record.ttl or self._settings.session_ttl
+        used = self._clock() - ttl + left_of(record, Moment.now())
+        self._held[name] = held = HeldSession(name, owner, session, record.parent, ttl, used, created=record.created)
+        held.durable = digest_of(record)
+        self._sweep_soon()
 
     def time_left(self, held: HeldSession) -> float:
         """Return the seconds until an unused session is closed."""
@@ -174,17 +305,28 @@ class Sessions:
     # -- closing -----------------------------------------------------------------------------------
 
     async def close(self, owner: str, name: str) -> None:
-        """Close a session, and cancel a call that uses it. Raise ``NotFound`` as ``get`` does."""
+        """Close a session, and cancel a call that uses it. Raise ``NotFound`` as ``get`` does, and
+        ``NotDurable`` if the journal cannot forget it; then it stays."""
+        await self.wake(owner, name)
         held = self.get(owner, name)
-        del self._held[name]
+        if self.keeper is not None:
+            held.is_closing = True
+            try:
+                await self.keeper.forget(name)
+            finally:
+                held.is_closing = False
+        self._held.pop(name, None)
         await _close(held)
 
     async def close_all(self) -> None:
-        """Close every session at the server's end, and refuse later ones."""
+        """Close every session at the server's end, and refuse later ones. The journal keeps what
+        they are now."""
         self._closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.wait([self._sweeper])
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=SETTLE_SECONDS)
         held = list(self._held.values())
         self._held.clear()
         await asyncio.gather(*(self._close_quietly(one) for one in held))
@@ -203,6 +345,8 @@ class Sessions:
         while self._held:
             for held in [held for held in self._held.values() if self._is_over(held)]:
                 del self._held[held.id]
+                if self.keeper is not None:
+                    self.spawn(_quietly(self.keeper.forget(held.id)))
                 await self._close_quietly(held)
             await asyncio.sleep(max(SHORTEST, min([LOOK, *map(self.time_left, self._held.values())])))
 
@@ -211,6 +355,14 @@ class Sessions:
             await _close(held)
         except Exception:
             logger.exception("session %s could not be closed", held.id)
+
+
+async def _quietly(work: Coroutine[Any, Any, None]) -> None:
+    """Await what may fail. The failure is told where the result is needed, or at the next call."""
+    try:
+        await work
+    except QuireError as error:
+        logs.event("warning", text=str(error))
 
 
 async def _close(held: HeldSession) -> None:

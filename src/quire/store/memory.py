@@ -97,12 +97,6 @@ class MemoryTier:
         with self._lock:
             return [list(self._under.get(parent, ())) for parent in parents]
 
-    def clear_now(self) -> None:
-        """Forget all objects."""
-        with self._lock:
-            for kept in list(self._kept.values()):
-                self._drop(kept)
-
     def remove_now(self, keys: Collection[ObjectKey]) -> int:
         """Do as ``remove`` does, at once."""
         with self._lock:
@@ -127,7 +121,7 @@ class MemoryTier:
             )
 
     def clear_now(self) -> None:
-        """Do as ``close`` does, at once: nothing is kept."""
+        """Forget all objects, at once."""
         self.remove_now(list(self._kept))
 
     async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:

@@ -1,0 +1,227 @@
+"""Sessions that outlive the process: to records of the journal and back.
+
+A record holds a session's tokens and what belongs to them, and no state: that is found again or
+computed at the session's next use. Where tokens do not give the state, a state file lies beside the
+journal. A program's sessions are kept by their names, at the end of each call that changed them; a
+server keeps those of its clients itself, by their ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quire.branches.history import TokenHistory
+from quire.engine import saved_sessions
+from quire.engine.chat_turns import ChatTurns
+from quire.engine.engine import Engine
+from quire.engine.sequence_request import SessionBranch
+from quire.engine.session import Session
+from quire.errors import InvalidArgument, NotDurable, NotFound, QuireError
+from quire.kv.windows import Window
+from quire.models.fingerprint import ModelIdentity
+from quire.runner.adapter_history import as_read, written
+from quire.store.journal_writer import JournalWriter
+from quire.store.session_journal import End, SessionJournal, SessionRecord
+
+logger = logging.getLogger("quire.engine")
+
+
+class KeptSessions:
+    """The sessions of one LLM in a journal. Any thread may call."""
+
+    def __init__(
+        self,
+        journal: SessionJournal,
+        engine: Engine,
+        identity: ModelIdentity,
+        session_of: Callable[[SessionBranch], Session],
+    ) -> None:
+        """Take a journal, which ``close`` closes. ``session_of`` makes a session of its branch."""
+        self.journal = journal
+        self.writer = JournalWriter(journal)
+        self._engine = engine
+        self._identity = identity
+        self._model = dict(identity.fields())  # now: the digest of large weights takes long
+        self._session_of = session_of
+        self._owners: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
+        """Which session is kept under a name: the last one that was called so. By ids."""
+
+    # -- records -----------------------------------------------------------------------------------
+
+    def record(self, session: Session, name: str, **more: Any) -> SessionRecord:
+        """Return what an idle session is, without its state file. Takes no lock. ``more``: fields
+        that the session does not know. ``NotDurable`` for a chat's message that is no JSON."""
+        state = session._state
+        salt = state.key if isinstance(state.key, tuple) and state.key[0] == "" else None
+        try:
+            chat = session._turns.written()
+        except (TypeError, ValueError) as error:
+            raise NotDurable(f"a message of the session's chat is no JSON ({error}), so it is not kept") from error
+        return SessionRecord(
+            id=name,
+            model=self._model,
+            tokens=state.tokens.ids.copy(),
+            name=session.name,
+            labels=session.labels,
+            window=session.window,
+            adapters=written(state.runs, self._engine.branches.fingerprint_of),
+            salt=None if salt is None else salt[1],
+            private=salt is None,
+            pinned=state.pinned,
+            chat=chat,
+            **more,
+        )
+
+    @staticmethod
+    def needs_state(session: Session) -> bool:
+        """Return whether a session's tokens do not give its state: it was written into, it went
+        through another dtype, or embeddings stand in it, which the journal does not have."""
+        state = session._state
+        return state.modified or not state.origin.exact or bool((state.tokens.ids < 0).any())
+
+    def with_state(self, session: Session, record: SessionRecord) -> SessionRecord:
+        """Return the record with a new state file of the session. This blocks: what is not computed
+        is computed. ``NotDurable``: the file cannot be written."""
+        path = self.journal.new_state(record.id)
+        with saving(path):
+            session.save(path)
+        return replace(record, state=path.name)
+
+    def write(self, record: SessionRecord) -> Future[None]:
+        """Write a record behind all earlier changes. Its state file goes if that fails."""
+        done = self.writer.write(record)
+        if record.state is not None:
+            path = self.journal.state_path(record)
+            done.add_done_callback(lambda one: None if one.exception() is None else path.unlink(missing_ok=True))
+        return done
+
+    def restored(self, record: SessionRecord) -> Session:
+        """Return the session of a record, which nothing keeps yet. Nothing of it is computed.
+        ``NotFound``: it is of another model. ``InvalidArgument``: an adapter is not loaded. Of a
+        state file also the errors of ``LLM.load_session``."""
+        model = self._model
+        if dict(record.model) != model:
+            differing = ", ".join(
+                f"{name} {record.model.get(name)!r:.40} and not {model.get(name)!r:.40}"
+                for name in sorted({*model, *record.model})
+                if record.model.get(name) != model.get(name)
+            )
+            raise NotFound(f"the session was made by another model ({differing}); it goes on where that one runs")
+        engine, total = self._engine, record.tokens.size
+        if record.state is not None:
+            with saved_sessions.opened(engine, self.journal.state_path(record)) as file, engine.lock:
+                state = saved_sessions.load(engine, file, self._identity, convert_dtype=False)
+                session = self._session_of(state)
+        else:
+            with engine.lock:
+                adapters = engine.runner.adapters
+                runs = as_read(
+                    [list(run) for run in record.adapters], total, adapters.find, adapters.fingerprints, "the session"
+                )
+                key = ("resumed", engine.runner.new_seq()) if record.private else ("", record.salt)
+                state = SessionBranch(tokens=TokenHistory(record.tokens), key=key, adapter=runs.runs[-1][1])
+                state.runs, state.window = (
+                    runs,
+                    None if record.window is None else Window(record.window[0], record.window[1]),
+                )
+                if total:
+                    engine.checks.history(record.tokens)
+                    engine.checks_of(state).length(total, None)
+                session = self._session_of(state)
+        session._turns = ChatTurns.read(record.chat)
+        session.name, session.labels = record.name, record.labels
+        return session
+
+    # -- by name -----------------------------------------------------------------------------------
+
+    def keep(self, session: Session, *, wait: bool) -> Future[None] | None:
+        """Keep a session of a program under its name, if it has one, as ``Keeper`` does. The last
+        session that was called so is kept. Without ``wait`` one that needs a state file is left as
+        it was kept before."""
+        before, name = session._kept_as, None if session.name is None else _id_of(session.name)
+        if name != before:
+            session._kept_as = name
+            if before is not None and self._owners.get(before) is session:
+                del self._owners[before]
+                self.writer.write(End(before))
+            if name is not None:
+                self._owners[name] = session
+        if name is None or self._owners.get(name) is not session or (not wait and self.needs_state(session)):
+            return None
+        record = self.record(session, name)
+        if self.needs_state(session):
+            record = self.with_state(session, record)
+        done = self.write(record)
+        if wait:
+            done.result()
+        else:
+            done.add_done_callback(_log_failure)
+        return done
+
+    def names(self) -> list[str]:
+        """Return the names under which sessions of this model are kept, the oldest first."""
+        self.writer.wait()
+        return [
+            one.name
+            for one in self.journal.records()
+            if one.name is not None and one.id == _id_of(one.name) and dict(one.model) == self._model
+        ]
+
+    def resume(self, name: str) -> Session:
+        """Return the session that is kept under a name, and keep it so from now on."""
+        record = self._found(name)
+        try:
+            session = self.restored(record)
+        except QuireError as error:
+            error.about(f"session {name!r}")
+            raise
+        session._state.pinned |= record.pinned
+        session._kept_as, self._owners[record.id] = record.id, session
+        return session
+
+    def forget(self, name: str) -> None:
+        """Keep nothing under a name any more; ``NotFound`` if nothing is."""
+        record = self._found(name)
+        self._owners.pop(record.id, None)
+        self.writer.write(End(record.id)).result()
+
+    def _found(self, name: str) -> SessionRecord:
+        if not isinstance(name, str):
+            raise InvalidArgument(field="name", given=name, allowed="the name of a session")
+        self.writer.wait()
+        record = self.journal.get(_id_of(name))
+        if record is None:
+            known = ", ".join(map(repr, self.names()[:10])) or "none"
+            raise NotFound(f"no session is kept under the name {name!r:.80}; there are: {known}")
+        return record
+
+    def close(self) -> None:
+        """Write what waits, and close the journal."""
+        self.writer.close()
+
+
+def _log_failure(done: Future[None]) -> None:
+    if (error := done.exception()) is not None:
+        logger.error("a named session is not kept as it is now: %s", error)
+
+
+@contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Turn errors of a save to ``path`` into ``NotDurable``."""
+    try:
+        yield
+    except QuireError as error:
+        reason = str(error).replace(str(path), "its state file").replace(str(path.parent), "its directory")
+        raise NotDurable(f"the session's state cannot be written to the state directory: {reason}") from error
+
+
+def _id_of(name: str) -> str:
+    return f"named-{hashlib.blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"

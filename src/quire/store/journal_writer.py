@@ -1,0 +1,83 @@
+"""The thread that writes a session journal, so that its callers may go on or wait as they like."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, wait
+from queue import Empty, SimpleQueue
+
+from quire.errors import NotDurable
+from quire.store.session_journal import Change, SessionJournal
+
+Order = tuple[Change, "Future[None]"]
+
+
+class JournalWriter:
+    """A journal's only writer. What waits goes into one transaction, so that sessions that end
+    their calls together wait for one sync of the disk."""
+
+    def __init__(self, journal: SessionJournal) -> None:
+        """Start the thread. ``close`` closes the journal too."""
+        self.journal = journal
+        self._orders: SimpleQueue[Order | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._last: Future[None] = Future()
+        self._last.set_result(None)
+        self._thread = threading.Thread(target=self._run, name="quire-journal", daemon=True)
+        self._thread.start()
+
+    def write(self, change: Change) -> Future[None]:
+        """Write a change behind all earlier ones. The future is done when it is durable; its error
+        is ``NotDurable``."""
+        written: Future[None] = Future()
+        written.set_running_or_notify_cancel()  # whoever waits may go away, and the change stays
+        with self._lock:
+            # In a forked process the thread is none.
+            if not self._closed and self._thread.is_alive():
+                self._orders.put((change, written))
+                self._last = written
+                return written
+        written.set_exception(NotDurable("the state directory is closed, so nothing is kept in it any more"))
+        return written
+
+    def wait(self) -> None:
+        """Wait until what was ordered so far is written, or has failed."""
+        wait([self._last])
+
+    def close(self) -> None:
+        """Write what waits, and close the journal. Twice is harmless."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._orders.put(None)
+        self._thread.join()
+        self.journal.close()
+
+    def _run(self) -> None:
+        while True:
+            orders = [self._orders.get()]
+            while orders[-1] is not None:
+                try:
+                    orders.append(self._orders.get_nowait())
+                except Empty:
+                    break
+            waiting = [order for order in orders if order is not None]
+            if not self._write(waiting) and len(waiting) > 1:
+                # Another session's change may be at fault.
+                for order in waiting:
+                    self._write([order])
+            if orders[-1] is None:
+                return
+
+    def _write(self, orders: list[Order]) -> bool:
+        """Write changes in one transaction. Return False if that failed and several wait for it."""
+        try:
+            self.journal.write([change for change, _ in orders])
+        except BaseException as error:
+            if len(orders) == 1:
+                orders[0][1].set_exception(error)
+            return False
+        for _, written in orders:
+            written.set_result(None)
+        return True
