@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
 from typing import Any
 
+from quire.branches.adapter_keys import is_private
 from quire.branches.branch import Branch
 from quire.branches.history import UNKNOWN, Ids
 from quire.branches.move_costs import TO_MEMORY, MoveCosts
@@ -210,7 +211,7 @@ class StoredState:
             or not self._is_kept(branch)
         ):
             return
-        if branch.origin.private or (branch.tokens.ids[: branch.computed] == UNKNOWN).any():
+        if branch.origin.private or is_private(branch.salt) or (branch.tokens.ids[: branch.computed] == UNKNOWN).any():
             return
         try:
             self._bury()

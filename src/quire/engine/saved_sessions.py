@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quire.branches.adapter_keys import private_salt
 from quire.branches.saved_rows import NO_POSITIONS, SESSION, load_row, other_eviction, read_rows
 from quire.engine.engine import Engine
 from quire.engine.sequence_request import SessionBranch
@@ -120,7 +121,7 @@ def load(
             "the last, is expected"
         )
     # A key of its own: state from a file, perhaps of another dtype, is no other prompt's prefix.
-    state = SessionBranch(key=("loaded", engine.runner.new_seq()), adapter=saved.runs.runs[-1][1])
+    state = SessionBranch(key=private_salt(), adapter=saved.runs.runs[-1][1])
     saved.fill(state, saved.total)
     if saved.total:
         engine.checks_of(state).length(saved.total, None)
