@@ -14,6 +14,7 @@ from quire.async_llm import AsyncLLM
 from quire.server import adapter_routes, chat, completions, errors, session_routes, status, tokens
 from quire.server.context import Context, public_name
 from quire.server.gate import Gate, GateMiddleware
+from quire.server.reruns import Reruns
 from quire.server.sessions import Sessions, StoredBytes
 from quire.server.settings import ServerSettings
 
@@ -30,6 +31,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         gate=gate,
         sessions=Sessions(settings),
         stored=StoredBytes(settings),
+        reruns=Reruns(llm, settings),
         started=time.time(),
         adapters=set(llm.config.adapters or ()),
     )
@@ -40,6 +42,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         try:
             yield
         finally:
+            await context.reruns.close()
             await context.sessions.close_all()
             context.texts.close()
 
