@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from quire.build import Parts, build
-from quire.config import EngineConfig
+from quire.config import EngineConfig, check_int
 from quire.engine.abilities import ENGINE_REFUSALS, ENGINE_VERBS
 from quire.engine.beam import search
 from quire.engine.engine import Engine
@@ -30,7 +30,7 @@ from quire.engine.named_adapters import AdapterInfo
 from quire.engine.page_use import OWNERS
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
 from quire.engine.prompts import Prompt, Prompts
-from quire.engine.request_outputs import request_output
+from quire.engine.request_outputs import prefix_output
 from quire.engine.request_preparation import Messages as Messages
 from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session_sources import SessionSources
@@ -43,6 +43,7 @@ from quire.models.families import LoadedModel
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.progress import GenerationBar
 from quire.sampling_params import BeamSearchParams, SamplingParams
+from quire.signatures import require_bool
 from quire.store.session_journal import SessionJournal
 
 if TYPE_CHECKING:
@@ -153,6 +154,8 @@ class LLM(SessionSources):
         adapter: str | None = None,
         cache_salt: str | None = None,
         hints: CacheHints | None = None,
+        only_idle: bool = False,
+        most: int | None = None,
     ) -> RequestOutput:
         """Bring the state of a prompt, or of its beginning, into the pool before it is asked for.
 
@@ -160,15 +163,22 @@ class LLM(SessionSources):
         give a priority. The output has no continuations; its ``prompt_token_ids`` are what the pool
         holds then: all but the prompt's last token, which runs with the prompt.
         ``FailedPrecondition`` without a prefix cache.
+
+        ``only_idle``: it ends early, with what it has, as soon as anything else is to run, and does
+        not begin if something runs or if more than ``most`` tokens are missing. Then the output is
+        not ``finished``.
         """
-        request = self.submit_prefetch(prompt, adapter=adapter, cache_salt=cache_salt, hints=hints)
+        require_bool("only_idle", only_idle)
+        if most is not None:
+            check_int("most", most, 1, also="or None")
+        request = self.submit_prefetch(
+            prompt, adapter=adapter, cache_salt=cache_salt, hints=hints, only_idle=only_idle, most=most
+        )
         try:
             self._engine.run([request])
         finally:
             self._engine.end([request])
-        if request.error is not None:
-            raise request.error
-        return request_output([request], self.tokenizer, prompt if isinstance(prompt, str) else None)
+        return prefix_output(request, self.tokenizer, prompt if isinstance(prompt, str) else None)
 
     def chat(
         self,

@@ -104,6 +104,7 @@ def test_a_pin_of_tokens_that_are_cached_already(small: LLM) -> None:
         assert [(result.tokens, result.ttl) for result in output.hints] == [(30, ttl)]
         assert len(engine_of(small).prefix_pins) == 1
     clock.now += 49
+    small.generate([1], greedy(1))
     evict_all(small)
     assert cached(small, [*prompt[:30], 1, 2]) == 30, "the longer time counts"
     clock.now += 1

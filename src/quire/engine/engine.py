@@ -82,6 +82,7 @@ class Engine(RequestBook):
             self.orphans.bury()
             self.prefix_pins.expire()
             changed = self._cancel_pending()
+            self.stepping = True
             try:
                 scheduled = self.scheduler.schedule()
                 for work, error in scheduled.failed:
@@ -97,6 +98,8 @@ class Engine(RequestBook):
             except BaseException:
                 self._repair()
                 raise
+            finally:
+                self.stepping = False
         if self.grammars is not None:
             # Slow grammars rest if there are other requests.
             self.grammars.slow.shared = any(work.is_ready is None for work in scheduled.requests)
@@ -234,6 +237,7 @@ class Engine(RequestBook):
         would have to run under it again."""
         with self.lock:
             self.orphans.bury()
+            self.give_way()
             requests = [request for samples in self._by_id.values() for request in samples if not request.finished]
             plain = {one.request_id for one in requests if one.session is None and adapter_id in one.work.runs.ids}
             held = [*self.branches.sessions.values(), *(one.session for one in requests if one.session is not None)]

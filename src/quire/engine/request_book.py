@@ -118,6 +118,9 @@ class RequestBook:
         self._requests: dict[ScheduledRequest, SequenceRequest] = {}
         self._by_id: dict[str, list[SequenceRequest]] = {}
         self._cancelled: set[str] = set()
+        self.yielding: SequenceRequest | None = None
+        """The request that ends as soon as there is any other."""
+        self.stepping = False
         self.closed = False
         self.wait: Callable[[Sequence[SequenceRequest]], None] | None = None
         """Lets ``run`` wait for requests that a background thread steps, which sets it."""
@@ -254,10 +257,16 @@ class RequestBook:
         adapter: int | None = None,
         media: Media = NO_MEDIA,
         hints: CacheHints = NO_HINTS,
-        priority: int = BACKGROUND,
+        only_idle: bool = False,
+        most: int | None = None,
     ) -> SequenceRequest:
         """Queue a run without sampling whose state the prefix cache gets, as if it were a finished
-        prompt's. Arguments and errors are those of ``submit``."""
+        prompt's. Arguments and errors are those of ``submit``.
+
+        ``only_idle``: it is cancelled as soon as anything else is to run, and takes no room from
+        idle sessions. It is cancelled at once if it cannot begin now, or if more than ``most``
+        tokens of it (None: any number) would have to run.
+        """
         self.checks.tokens(tokens, media)
         self.checks.length(tokens.size, None)
         if self.cache is None:
@@ -271,12 +280,26 @@ class RequestBook:
                 runs=runs,
                 reusable=True,
                 wants="none",
-                priority=hints.priority or priority,
+                priority=hints.priority or BACKGROUND,
             )
             request = SequenceRequest(self._name(None), work, len(tokens), None)
+            if only_idle:
+                work.num_cached = self.cache.peek(tokens[:-1], work.key)
+                if not self.scheduler.idle or (most is not None and tokens.size - work.num_cached > most):
+                    request.finish_reason = "cancelled"
+                    return request
             self._take_hints(request, hints, in_session=False)
             self._enqueue(request, [request])
+            self.yielding = request if only_idle else None
             return request
+
+    def give_way(self) -> bool:
+        """End what runs only while nothing else does; return whether there was anything. What it
+        has computed stays in the prefix cache."""
+        if self.yielding is None:
+            return False
+        self._finish(self.yielding, "cancelled")
+        return True
 
     def _take_hints(self, request: SequenceRequest, hints: CacheHints, *, in_session: bool) -> None:
         if hints is NO_HINTS:
@@ -336,6 +359,7 @@ class RequestBook:
         )
 
     def _enqueue(self, leader: SequenceRequest, samples: list[SequenceRequest], arrival: int | None = None) -> None:
+        self.give_way()
         self._by_id[leader.request_id] = samples
         self._requests[leader.work] = leader
         self.scheduler.submit(leader.work, arrival)
@@ -392,6 +416,8 @@ class RequestBook:
         if request.matcher is not None:
             request.matcher.drop()
         request.finished_at = time.monotonic()
+        if request is self.yielding:
+            self.yielding = None
         if request.detokenizer is not None and (rest := request.detokenizer.finish()):
             request.pieces.append(rest)
         # Other threads read these without the lock: unfinished, or with all of the above.
@@ -431,7 +457,8 @@ class RequestBook:
         kept = self.checkpoints
         match rank:
             case Rank.ORPHANS:
-                return self.orphans.bury()
+                # In a step the yielding request is alone, and asks for itself.
+                return self.orphans.bury() or (not self.stepping and self.give_way())
             case Rank.SCARCE_STATES:
                 return kept is not None and not self.runner.state.num_available_states and kept.give_up()
             case Rank.WRITING:
@@ -440,7 +467,7 @@ class RequestBook:
                 self.prefix_pins.expire()
                 return self.branches.evict()
             case Rank.IDLE:
-                return self.branches.drop_idle()
+                return self.yielding is None and self.branches.drop_idle()
             case Rank.STATES:
                 return kept is not None and kept.give_up()
 

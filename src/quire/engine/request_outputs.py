@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from quire.branches.history import Ids
 from quire.engine.scheduled_request import ScheduledRequest
@@ -41,6 +42,16 @@ def request_output(
             num_preemptions=sum(sample.work.num_preemptions for sample in samples),
         ),
     )
+
+
+def prefix_output(request: SequenceRequest, tokenizer: Tokenizer | None, prompt: str | None = None) -> RequestOutput:
+    """Return the output of a run for the prefix cache. Its prompt is what the pool holds of it.
+    Raise the run's error."""
+    if request.error is not None:
+        raise request.error
+    output, work = request_output([request], tokenizer, prompt), request.work
+    held = output.prompt_token_ids[: max(work.num_cached, work.computed)]
+    return replace(output, prompt_token_ids=held, finished=request.succeeded)
 
 
 def cache_note(request: SequenceRequest) -> str:

@@ -139,7 +139,14 @@ class RequestPreparation:
         return searches, texts_of(listed)
 
     def submit_prefetch(
-        self, prompt: Prompt, *, adapter: str | None, cache_salt: str | None, hints: CacheHints | None
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str | None,
+        cache_salt: str | None,
+        hints: CacheHints | None,
+        only_idle: bool,
+        most: int | None,
     ) -> SequenceRequest:
         """Check, encode and queue what ``prefetch`` runs."""
         self._require_open("prefetch")
@@ -147,7 +154,15 @@ class RequestPreparation:
         tokens, media = self._read(prompt, self._engine.checks)
         # The last token runs again anyway: its logits are wanted.
         tokens = tokens[: max(1, tokens.size - 1)]
-        return self._engine.submit_prefix(tokens, key=cache_key(cache_salt), adapter=chosen, media=media, hints=hinted)
+        return self._engine.submit_prefix(
+            tokens,
+            key=cache_key(cache_salt),
+            adapter=chosen,
+            media=media,
+            hints=hinted,
+            only_idle=only_idle,
+            most=most,
+        )
 
     def submit(self, prepared: PreparedPrompts, request_id: str | None = None) -> list[list[SequenceRequest]]:
         """Queue prompts, all or none, for the engine's steps; return the samples of each.

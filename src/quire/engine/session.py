@@ -19,11 +19,12 @@ from torch import Tensor
 
 from quire.branches.adapter_keys import runs_of_session
 from quire.contracts.executor import ExecutorInputs
-from quire.engine.chat_rendering import encode_chat
+from quire.engine.chat_rendering import encode_chat, render_chat, select_template
 from quire.engine.chat_turns import Asked, ReadAnswer
 from quire.engine.keeping import kept
+from quire.engine.next_turn import next_turn_ids, parts_from
 from quire.engine.prompts import Prompt, Text
-from quire.engine.request_outputs import request_output
+from quire.engine.request_outputs import prefix_output, request_output
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.session_stream import PreparedTurn, SessionStream
 from quire.engine.state_access import StateAccess
@@ -33,6 +34,7 @@ from quire.hints import NO_HINTS, CacheHints, PinAccount
 from quire.interrupts import uninterrupted
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.types import BASE
 
 
 class Session(StateAccess):
@@ -388,6 +390,32 @@ class Session(StateAccess):
             if self.tokens != ids:
                 raise FailedPrecondition("chat: the session was changed by another thread meanwhile; call again")
             return asked, tokens
+
+    @uninterrupted
+    def prefetch_next_turn(self, most: int | None = None) -> RequestOutput | None:
+        """Run the history as the next ``chat`` will write it, where the template writes the last
+        answer in another way than the model did, as ``LLM.prefetch`` runs prompts with
+        ``only_idle``. None: there is nothing to run. The session stays as it is."""
+        with self._engine.lock:
+            state = self._open("prefetch_next_turn")
+            tokenizer, ids = self._tokenizer("prefetch_next_turn"), state.tokens.ids.copy()
+            turns, longest = self._turns.up_to(ids.size), self._engine.checks_of(state).max_text_bytes
+            plain = state.runs == BASE.then(0, state.adapter) and not (ids < 0).any()
+            if not (plain and turns.end_with_answer(ids.size)) or state.modified or state.window is not None:
+                return None
+            asked, key, adapter = turns.ask([], ids.tolist(), tokenizer, None), state.key, state.adapter
+        template, special = select_template(tokenizer.chat_templates), dict[str, Any](tokenizer.special_tokens)
+        rendered = next_turn_ids(
+            lambda given: render_chat(template, given, add_generation_prompt=False, max_bytes=longest, **special),
+            asked.all_messages,
+            tokenizer,
+        )
+        history = np.concatenate((ids[: asked.start], rendered))
+        if not parts_from(history, ids):
+            return None
+        request = self._engine.submit_prefix(history, key=key, adapter=adapter, only_idle=True, most=most)
+        self._engine.run([request])
+        return prefix_output(request, tokenizer)
 
     # -- pinning -----------------------------------------------------------------------------------
 

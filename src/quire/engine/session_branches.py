@@ -25,6 +25,7 @@ from quire.branches.prefix_cache import RadixCache
 from quire.branches.tiers import Tier
 from quire.engine import layer_memory
 from quire.engine.miss_search import QUOTED
+from quire.engine.scheduled_request import ScheduledRequest
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.errors import QuireError, ResourceExhausted
 from quire.metrics import EngineMetrics
@@ -260,6 +261,7 @@ class SessionBranches:
         self._leave_other_key(session, work.key)
         if session.modified:
             self.anchor(session)
+        self._take_nearer(session, work)
         request.shared = shared
         request.session, session.request = session, request
         if session.modified and session.seq is not None and (self.runner.state.forgets or session.window is not None):
@@ -275,6 +277,19 @@ class SessionBranches:
         work.cacheable = not session.modified and session.window is None
         work.window = session.window
         work.pinned = session.pinned or session.modified
+
+    def _take_nearer(self, session: SessionBranch, work: ScheduledRequest) -> None:
+        """Let a session whose tokens change go on from a fork of another sequence, if that has more
+        of the new ones."""
+        if self.cache is None or session.seq is None or session.modified or session.window is not None:
+            return
+        limit = min(len(work.tokens) - 1, len(work.tokens) if work.fresh_from is None else work.fresh_from)
+        found = self.cache.find(work.tokens.ids[:limit], work.key, without=session.seq)
+        if found is None or found[1] <= session.computed or found[0] == session.seq:
+            return
+        fork = self.fork_of(*found)
+        self.remove(session.seq)
+        session.seq, session.computed, session.origin = fork, found[1], COMPUTED
 
     def settle(self, session: SessionBranch, request: SequenceRequest) -> None:
         """Give the sequence back to its session; after success the tokens join it."""

@@ -96,6 +96,9 @@ class Reply(ABC):
         """Return the body of an answer that is sent at once."""
         return {**self._head, "choices": choices, "usage": self.usage.body(), **self.quire(list(self.outputs.values()))}
 
+    def ended(self, outputs: Sequence[RequestOutput]) -> None:  # noqa: B027 - only chats act on it
+        """Note that the answer is complete. Runs on the event loop."""
+
     def quire(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return what stands beside the usage and OpenAI's clients do not know: what was reused of
         the prompts that ran, and what was done with hints."""
@@ -123,9 +126,12 @@ class Reply(ABC):
                     if choice.get("finish_reason") is None:
                         held = None
                         yield chunk
-        # The last one says what was done with hints, which is known at the end only.
-        end = self.quire([source.output for source in sources]) if held is not None else {}
+        end: dict[str, Any] = {}
         if held is not None:
+            # The last one says what was done with hints, which is known at the end only.
+            outputs = [source.output for source in sources]
+            end = self.quire(outputs)
+            self.ended(outputs)
             yield held if self._with_usage else {**held, **end}
         if self._with_usage:
             yield {**head, "choices": [], "usage": self.usage.body(), **end}
@@ -203,4 +209,6 @@ async def _whole(reply: Reply, outputs: Sequence[RequestOutput]) -> Response:
     size = sum(
         len(output.prompt_token_ids) + sum(len(sample.token_ids) for sample in output.outputs) for output in outputs
     )
-    return write() if size <= LONG_ANSWER else await asyncio.to_thread(write)
+    written = write() if size <= LONG_ANSWER else await asyncio.to_thread(write)
+    reply.ended(outputs)
+    return written
