@@ -75,8 +75,10 @@ def force(
 
 def check_store(llm: LLM) -> None:
     """The state is whole, nothing is on its way, and the tier keeps to its budget."""
-    stat = memory_of(llm).stat_now()
-    assert stat.capacity is None or stat.bytes <= stat.capacity
+    store = stored_of(llm).store
+    if store is not None and store.memory is not None:
+        stat = store.memory.stat_now()
+        assert stat.capacity is None or stat.bytes <= stat.capacity
     if not engine_of(llm).has_work:
         assert not stored_of(llm)._loads
     check(llm)

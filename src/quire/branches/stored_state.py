@@ -66,6 +66,8 @@ class StoredState:
         self._model: Mapping[str, str] = {}
         self._roots: OrderedDict[str, bytes] = OrderedDict()
         self._writer: ObjectWriter | None = None
+        self.forks: set[SeqId] = set()
+        """Sequences that stay until their state is written."""
         self._loader: StateLoader | None = None
         self._loads: dict[SeqId, StateLoad] = {}
         self.open: Collection[SeqId] = self._loads.keys()
@@ -227,6 +229,7 @@ class StoredState:
             export = self.runner.state.open_export(fork)
             if self._writer is None:
                 self._writer = ObjectWriter(store)
+            self.forks.add(fork)
             self._writer.add(WriteJob(fork, [(one.key, partial(self._pack, chain, one, export)) for one in wanted]))
         except Exception:
             logger.exception("the state of %d tokens is not written", branch.computed)
@@ -236,6 +239,7 @@ class StoredState:
         done = [] if self._writer is None else self._writer.collect(cancel=cancel)
         for seq in done:
             self.runner.execute(Step(edits=(Remove(seq),)))
+            self.forks.discard(seq)
         return bool(done)
 
     def relieve(self) -> bool:
