@@ -251,6 +251,8 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, damage: str) -> None:
     DAMAGES[damage](index_of(tmp_path))
     assert do(tmp_path, content) == FULL
     assert do(tmp_path, lambda tier: tier.stat()).pinned == 2
+    assert do(tmp_path, lambda tier: tier.put(B, bytes(4)), capacity=7), "what others stand under is known"
+    assert do(tmp_path, content, capacity=7) == {A: b"a", AB: b"ab", B: bytes(4)}
     assert len(list(tmp_path.glob("index-*"))) == 1
 
 

@@ -134,8 +134,10 @@ def test_memory_answers_at_once() -> None:
         assert children.result() == [{A: "memory"}, {}]
         assert store.contains([A, B]).result() == [True, False]
         assert store.snapshot()["quire:store_misses_total"] == 1
+        assert store.pin([A], True).result(0)
+        assert store.remove([B]).result(0)
         assert store.flush(0)
-        assert store.stat()[0].stat == TierStat(objects=1, bytes=1, capacity=1000)
+        assert store.stat()[0].stat == TierStat(objects=1, bytes=1, capacity=1000, pinned=1)
         assert store._thread is None, "no thread is needed"
 
 
@@ -166,6 +168,20 @@ def test_what_comes_from_afar_stays_near(kind: str, promoted: bool) -> None:
     with opened(MemoryTier(1000), shelf) as store:
         assert [one.result(10) for one in store.get([A, RECORD])] == [Found(b"a", kind), Found(b"r", kind)]
         assert store.children([ROOT, RECORD.parent]).result() == [{A: "memory" if promoted else kind}, {RECORD: kind}]
+
+
+def test_what_is_removed_while_it_is_read_does_not_stay() -> None:
+    shelf, memory = Shelf("redis"), MemoryTier(1000)
+    shelf.held, shelf.stuck = {A: b"a"}, True
+    with opened(memory, shelf) as store:
+        answer = store.get([A])[0]
+        until(lambda: shelf.calls == ["get"])
+        removed = store.remove([A])
+        shelf.stuck = False
+        assert blob_of(answer) in (b"a", None)
+        assert removed.result(10)
+        assert memory.contains_now([A]) == [False]
+        assert shelf.held == {}
 
 
 def test_one_read_for_all_who_want_it() -> None:
@@ -221,6 +237,8 @@ def test_what_waits_to_be_written_is_found() -> None:
         assert [one.result(0) for one in store.get([RECORD, A])] == [Found(b"new", "redis"), Found(b"a", "redis")]
         assert children.result(10) == [{A: "redis"}, {RECORD: "redis"}]
         assert not store.known(A)
+        store.pin([A], True)
+        assert store.get([A])[0].result(0) == Found(b"a", "redis"), "while it waits to be pinned, too"
         store.remove([A])
         removed = store.get([A])[0]
         assert not removed.done(), "it waits for the removal"

@@ -178,7 +178,7 @@ class Store:
         if self._memory and tier_kind == self._memory.kind:
             self._memory.remove_now([key])
         if tiers := [one for one in self._far if one.kind == tier_kind]:
-            self._change([key], lambda: _all(one.remove([key]) for one in tiers))
+            self._forget([key], tiers)
 
     def contains(self, keys: Sequence[ObjectKey]) -> Future[list[bool]]:
         """Find which objects a tier has."""
@@ -191,14 +191,16 @@ class Store:
         """Forget objects, pinned ones too; the result says whether all tiers did."""
         if self._memory:
             self._memory.remove_now(keys)
-        return self._change(keys, lambda: _all(one.remove(keys) for one in self._far))
+        return self._forget(keys, self._far) if self._far else _done(True)
 
     def pin(self, keys: Collection[ObjectKey], pinned: bool) -> Future[bool]:
         """Pin objects in all tiers that have them, or let them go; the result says whether all
         tiers did."""
         if self._memory:
             self._memory.pin_now(keys, pinned)
-        return self._change(keys, lambda: _all(one.pin(keys, pinned) for one in self._far))
+        return (
+            self._change(keys, lambda: _all(one.pin(keys, pinned) for one in self._far)) if self._far else _done(True)
+        )
 
     def flush(self, timeout: float) -> bool:
         """Wait until all changes asked for before are made, or have failed; return whether they
@@ -284,6 +286,12 @@ class Store:
             if self._flights.get(key) is flight:
                 del self._flights[key]
 
+    def _forget(self, keys: Collection[ObjectKey], tiers: Sequence[TierGuard]) -> Future[bool]:
+        with self._room:
+            for key in keys:
+                self._writing.pop(key, None)
+            return self._change(keys, lambda: _all(one.remove(keys) for one in tiers))
+
     def _change(
         self, keys: Collection[ObjectKey], function: Callable[[], Awaitable[bool]], freed: int = 0
     ) -> Future[bool]:
@@ -291,7 +299,6 @@ class Store:
         with self._room:
             before = {change for key in keys if (change := self._changes.get(key))}
             for key in keys:
-                self._writing.pop(key, None)
                 self._flights.pop(key, None)  # began before this: not for those who ask after it
 
             async def run() -> bool:
@@ -384,7 +391,9 @@ class Store:
             if (blob := await tier.get(key)) is not None:
                 # A record may be replaced, by another process too; state under a key never is.
                 if self._memory and tier.kind in REMOTE and key.kind is not ObjectKind.RECORD:
-                    self._memory.put_now(key, blob)
+                    with self._room:
+                        if key in self._flights:  # else it was removed meanwhile
+                            self._memory.put_now(key, blob)
                 return Found(blob, tier.kind)
         self.metrics.misses.inc()
         return None
