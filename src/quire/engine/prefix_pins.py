@@ -7,6 +7,7 @@ the prefix cache like any sequence. When its time is over it becomes a cached se
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ class PrefixPins:
         if seq is None:
             raise FailedPrecondition(f"no state is kept in the first {length} tokens")
         ids = work.tokens.ids[:length]
-        name, until = (account, work.key, ids.tobytes()), self.clock() + ttl
+        digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+        name, until = (account, work.key, digest), self.clock() + ttl
         if (held := self._held.get(name)) is not None:
             held.until = max(held.until, until)
             return length, None

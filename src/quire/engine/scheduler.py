@@ -458,6 +458,9 @@ class Scheduler:
             if held < 0:
                 held = self._cache.peek(ids, request.key)
             if common >= held + DUPLICATE_PREFIX:
+                if other.priority > request.priority:  # what waits for it makes it as urgent
+                    other.priority = request.priority
+                    self.running.sort(key=_order)
                 return True
         return False
 
