@@ -16,6 +16,7 @@ from quire.engine.scheduled_request import BACKGROUND
 from quire.errors import FailedPrecondition
 from quire.hints import HintResult, PinAccount
 from quire.outputs import RequestOutput
+from quire.types import BASE
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, token_ids
 from .test_scheduler import World
@@ -373,6 +374,27 @@ def test_an_urgent_prompt_passes_a_long_one() -> None:
     assert same.computed == 0, "equals wait for their turn"
 
 
+def test_what_an_urgent_prompt_waits_for_is_urgent() -> None:
+    """A prompt whose beginning is being computed waits for that, which therefore must not wait."""
+    world = World(num_pages=200, budget=16)
+    tokens = list(range(100))
+    slow = world.submit(tokens, priority=BACKGROUND)
+    world.step()
+    other = world.submit(200, priority=1)
+    urgent = world.submit([*tokens, 7])
+    world.step()
+    assert slow.priority == 0
+    while slow.remaining > 1:
+        done = min(16, slow.remaining)
+        scheduled = world.step()
+        assert scheduled.requests[0] is slow
+        assert len(scheduled.step.chunks[0].tokens) == done
+    assert other.computed > 0
+    world.finish(slow)
+    world.step()
+    assert urgent.computed == 101
+
+
 # -- the cache -------------------------------------------------------------------------------------
 
 
@@ -396,3 +418,105 @@ def test_cached_sequences_on_the_way_of_tokens() -> None:
             if not live and len(tokens) > beyond and wanted[: len(tokens)] == tokens
         )
         assert cache.cached_on(wanted, "other", 0) == []
+
+
+# -- random lives ----------------------------------------------------------------------------------
+
+
+class PinLife:
+    """Random prompts, pins, demotions, evictions and times, beside a list of what must be there."""
+
+    SHARE = 0.35
+
+    def __init__(self, llm: LLM, model: Checkpoint, seed: int) -> None:
+        self.llm, self.model, self.rng, self.clock = llm, model, random.Random(seed), Clock(llm)
+        self.accounts = [PinAccount(share=self.SHARE, total=0.6) for _ in range(2)]
+        self.stems = [random_tokens(50, seed=one) for one in range(3)]
+        self.pinned: dict[tuple[int, str, tuple[int, ...]], float] = {}
+        self.refused = 0
+
+    def prompt(self) -> list[int]:
+        stem = self.rng.choice(self.stems)
+        return [*stem[: self.rng.randint(4, 50)], *random_tokens(self.rng.randint(1, 20), seed=self.rng.randrange(99))]
+
+    def step(self) -> None:
+        rng, engine = self.rng, engine_of(self.llm)
+        match rng.randrange(6):
+            case 0:
+                self.clock.now += rng.choice((1, 5, 30))
+                engine.step()
+            case 1:
+                with engine.lock:
+                    for _ in range(rng.randint(1, 4)):
+                        engine.branches.evict()
+            case _:
+                self.request(self.prompt())
+        self.look()
+
+    def request(self, prompt: list[int]) -> None:
+        rng = self.rng
+        whose, salt = rng.randrange(2), rng.choice("ab")
+        wanted = [rng.randint(1, 80) for _ in range(rng.choice((0, 0, 1, 1, 2, 3)))]
+        pins = [Pin(tokens=count, ttl=rng.choice((2, 20, 60)), name=str(i)) for i, count in enumerate(wanted)]
+        hints = CacheHints(
+            pins=pins,
+            demote=rng.choice((None, None, 0, 10, 40)),
+            priority=rng.choice((-1, 0, 3)),
+            account=self.accounts[whose],
+        )
+        if rng.random() < 0.25:
+            output = self.llm.prefetch(prompt, cache_salt=salt, hints=hints)
+        else:
+            output = self.llm.generate(prompt, greedy(2), cache_salt=salt, hints=hints)[0]
+            assert self.model.continues(prompt, output.outputs[0].token_ids)
+        results = pinned(output)
+        assert {result.name for result in results} == {pin.name for pin in pins}
+        for result in results:
+            pin = pins[int(result.name)]
+            assert pin.tokens is not None
+            self.refused += not result.done
+            if result.done:
+                assert result.tokens is not None
+                assert result.tokens <= min(pin.tokens, len(prompt))
+                name = (whose, salt, tuple(prompt[: result.tokens]))
+                self.pinned[name] = max(self.pinned.get(name, 0.0), self.clock.now + pin.ttl)
+
+    def look(self) -> None:
+        engine = engine_of(self.llm)
+        with engine.lock:
+            engine.prefix_pins.expire()
+            self.pinned = {name: until for name, until in self.pinned.items() if until > self.clock.now}
+            assert len(engine.prefix_pins) == len(self.pinned)
+            cache, state = engine.cache, engine.runner.state
+            assert cache is not None
+            for _, salt, tokens in self.pinned:
+                key = engine.branches.prefix_key(("", salt), BASE)
+                assert cache.peek(list(tokens), key) == len(tokens)
+            for account in self.accounts:
+                held = [one.seq for one in engine.branches.sessions.values() if one.account is account]
+                used = state.pages_held([seq for seq in held if seq is not None], [])
+                sizes = state.pool_sizes()
+                assert all(have <= size * self.SHARE for have, size in zip(used, sizes, strict=True))
+        check(self.llm)
+
+
+def live(llm: LLM, model: Checkpoint, seed: int, steps: int) -> None:
+    life = PinLife(llm, model, seed)
+    for _ in range(steps):
+        life.step()
+    assert life.refused
+
+
+def test_random_lives(make_llm: MakeLLM, checkpoint: Checkpoint) -> None:
+    live(make_llm(checkpoint, pool=480), checkpoint, 5, 60)
+
+
+def test_random_lives_of_hybrids(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
+    live(make_llm(hybrid, kv_cache_memory="400KiB"), hybrid, 6, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_many_random_lives(make_llm: MakeLLM, checkpoint: Checkpoint, hybrid: Checkpoint, seed: int) -> None:
+    live(make_llm(checkpoint, pool=480), checkpoint, seed, 300)
+    live(make_llm(hybrid, kv_cache_memory="400KiB"), hybrid, seed, 200)

@@ -27,7 +27,7 @@ import pytest
 import torch
 
 import quire
-from quire import LLM, AsyncLLM, BeamSearchParams, interrupts
+from quire import LLM, AsyncLLM, BeamSearchParams, CacheHints, Pin, interrupts
 from quire.contracts.executor_calls import PrefillInput
 from quire.engine.session import Session
 from quire.engine.session_stream import SessionStream
@@ -142,6 +142,11 @@ def beams(bed: Bed) -> None:
     bed.llm.beam_search([OTHER], BeamSearchParams(beam_width=2, max_tokens=2))
 
 
+def hint(bed: Bed) -> None:
+    bed.llm.generate([PROMPT], greedy(1), hints=CacheHints(pins=[Pin(tokens=5), Pin()], demote=7))
+    bed.llm.prefetch(OTHER, only_idle=True)
+
+
 def execute(bed: Bed) -> None:
     executor = bed.llm.executor
     found = executor.prefill(PrefillInput(input_ids=torch.tensor([PROMPT])))
@@ -149,7 +154,7 @@ def execute(bed: Bed) -> None:
 
 
 VERBS = (generate, new_session, append, go_on, stream, fork, rewind, score, save_and_load, load, look_and_write, beams)
-VERBS = (*VERBS, execute)
+VERBS = (*VERBS, execute, hint)
 
 
 def code_of(frame: FrameType) -> CodeType | None:

@@ -181,7 +181,9 @@ def test_the_messages_say_what_is_held_and_what_may_be(make_llm: MakeLLM, llama:
     second = llm.session(random_tokens(101, seed=1))
     with pytest.raises(QuotaExceeded, match=r"would hold \d+ of 120 pages, and may hold 30"):
         second.pin(mine)
-    with pytest.raises(PoolExhausted, match=r"all pinned sessions would hold \d+ of 120 pages, and may hold 48"):
+    with pytest.raises(
+        PoolExhausted, match=r"all pinned sessions and prompts would hold \d+ of 120 pages, and may hold 48"
+    ):
         second.pin(other)
     assert not second.pinned
     second.generate(greedy(99))  # not pinned, it is nobody's business

@@ -27,8 +27,8 @@ MUTANTS = (
     Mutant(
         name="pins-of-all-accounts-are-one",
         file="engine/prefix_pins.py",
-        old="name, until = (account, work.key, ids.tobytes())",
-        new="name, until = (None, work.key, ids.tobytes())",
+        old="name, until = (account, work.key, digest)",
+        new="name, until = (None, work.key, digest)",
         tests=("engine/test_hints.py::test_pins_of_one_account_do_not_prolong_those_of_another",),
     ),
     Mutant(

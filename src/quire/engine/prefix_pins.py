@@ -7,6 +7,8 @@ the prefix cache like any sequence. When its time is over it becomes a cached se
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -42,6 +44,8 @@ class PrefixPins:
         self._pins = pins
         self.clock = clock
         self._held: dict[PrefixName, PinnedPrefix] = {}
+        self._soonest = math.inf
+        """When the next one's time may be over."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -66,7 +70,9 @@ class PrefixPins:
         if seq is None:
             raise FailedPrecondition(f"no state is kept in the first {length} tokens")
         ids = work.tokens.ids[:length]
-        name, until = (account, work.key, ids.tobytes()), self.clock() + ttl
+        digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+        name, until = (account, work.key, digest), self.clock() + ttl
+        self._soonest = min(self._soonest, until)
         if (held := self._held.get(name)) is not None:
             held.until = max(held.until, until)
             return length, None
@@ -98,9 +104,12 @@ class PrefixPins:
     def expire(self) -> bool:
         """Let those whose time is over become cached sequences; return whether there were any."""
         now = self.clock()
+        if now < self._soonest:
+            return False
         over = [name for name, held in self._held.items() if held.until <= now]
         for name in over:
             self._release(name)
+        self._soonest = min((held.until for held in self._held.values()), default=math.inf)
         return bool(over)
 
     def _release(self, name: PrefixName) -> None:

@@ -13,7 +13,7 @@ from quire.errors import QuireError
 from quire.hints import CacheHints, HintResult, Pin, PinAccount
 
 PrefixName: TypeAlias = tuple[PinAccount, Hashable, bytes]
-"""Account, key and tokens of a pinned prefix."""
+"""Account, key and a digest of the tokens of a pinned prefix."""
 
 IN_SESSION = "a session keeps its own state; pin or close the session"
 

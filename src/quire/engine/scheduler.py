@@ -492,6 +492,9 @@ class Scheduler:
                 if self._tier is not None:
                     held = max(held, self._tier.reach(request, ids.size))
             if common >= held + DUPLICATE_PREFIX:
+                if other.priority > request.priority:  # what waits for it makes it as urgent
+                    other.priority = request.priority
+                    self.running.sort(key=_order)
                 return True
         return False
 

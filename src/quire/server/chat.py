@@ -333,7 +333,7 @@ class ChatReply(Reply):
         self._reruns.used(self._owner, output)
 
     def ended(self, outputs: Sequence[RequestOutput]) -> None:
-        samples = outputs[0].outputs
+        samples = [sample for output in outputs for sample in output.outputs]
         message = message_of(self._said) if len(samples) == 1 and samples[0].finish_reason == "stop" else {}
         if self.rerun is not None and "reasoning_content" in message:
             self._reruns.add(EndedTurn(self._owner, self.rerun(message, outputs[0])))

@@ -64,6 +64,10 @@ class HintFields:
             return NO_HINTS
         return replace(self.account, pins=tuple(self.pins), demote=self.demote, priority=self.priority)
 
+    def __bool__(self) -> bool:
+        """Return whether there is anything to answer."""
+        return bool(self.answered or self.prefetches or self.hints is not NO_HINTS)
+
     def pin(self, name: str, tokens: int | None, seconds: float) -> None:
         """Ask for a pin, of at most the longest time."""
         self.pins.append(Pin(tokens=tokens, ttl=min(seconds, self.longest), name=str(len(self.names))))

@@ -112,29 +112,32 @@ class Reply(ABC):
     async def chunks(self, sources: Sequence[Source]) -> Chunks:
         """Yield the answer as it comes."""
         head = {**self._head, "object": self.chunk_object}
-        held: Chunk | None = None
-        async with aclosing(deltas(sources)) as stream:
-            async for number, delta in stream:
-                # A session of a batch may have failed before its prompt was run.
-                if number not in self.outputs and delta.finish_reason != "error":
-                    self.begin(number, sources[number].output)
-                self.usage.add(self.count(delta))
-                for choice in self.chunk_choices(number, delta):
-                    if held is not None:
-                        yield held
-                    chunk = held = {**head, "choices": [choice], **self._usage_of_chunk()}
-                    if choice.get("finish_reason") is None:
-                        held = None
-                        yield chunk
-        end: dict[str, Any] = {}
+        # What was done with hints is known at the end only, and goes with the last chunk.
+        holds, held = bool(self.hints) and not self._with_usage, None
+        try:
+            async with aclosing(deltas(sources)) as stream:
+                async for number, delta in stream:
+                    # A session of a batch may have failed before its prompt was run.
+                    if number not in self.outputs and delta.finish_reason != "error":
+                        self.begin(number, sources[number].output)
+                    self.usage.add(self.count(delta))
+                    for choice in self.chunk_choices(number, delta):
+                        if held is not None:
+                            yield held
+                        chunk: Chunk = {**head, "choices": [choice], **self._usage_of_chunk()}
+                        held = chunk if holds and choice.get("finish_reason") is not None else None
+                        if held is None:
+                            yield chunk
+        except Exception:
+            if held is not None:
+                yield held
+            raise
+        outputs = [sources[number].output for number in sorted(self.outputs)]
+        self.ended(outputs)
         if held is not None:
-            # The last one says what was done with hints, which is known at the end only.
-            outputs = [source.output for source in sources]
-            end = self.quire(outputs)
-            self.ended(outputs)
-            yield held if self._with_usage else {**held, **end}
+            yield {**held, **self.quire(outputs)}
         if self._with_usage:
-            yield {**head, "choices": [], "usage": self.usage.body(), **end}
+            yield {**head, "choices": [], "usage": self.usage.body(), **self.quire(outputs)}
 
     def _usage_of_chunk(self) -> dict[str, Any]:
         if self._running_usage:

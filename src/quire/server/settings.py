@@ -49,8 +49,10 @@ class ServerSettings:
     max_sessions: int = option(1024, "Open sessions at most; further ones are refused.")
     max_sessions_per_key: int | None = option(None, f"Of one API key, at most. {_PER_KEY.format('max_sessions')}")
     session_ttl: float = option(3600.0, "Seconds after which an unused session is closed.")
-    pinned_ttl: float = option(14400.0, "The same of a pinned session, for which no request may ask for more.")
-    max_pinned_share: float = option(0.75, "Part of the KV pool that pinned sessions may hold, in (0, 1].")
+    pinned_ttl: float = option(
+        14400.0, "The same of a pinned session or prompt, for which no request may ask for more."
+    )
+    max_pinned_share: float = option(0.75, "Part of the KV pool that pinned sessions and prompts may hold, in (0, 1].")
     max_pinned_share_per_key: float | None = option(
         None, f"Those of one API key, at most. {_PER_KEY.format('max_pinned_share')}"
     )
