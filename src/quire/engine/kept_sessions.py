@@ -148,12 +148,13 @@ class KeptSessions:
         it was kept before."""
         before, name = session._kept_as, None if session.name is None else _id_of(session.name)
         if name != before:
-            session._kept_as = name
-            if before is not None and self._owners.get(before) is session:
-                del self._owners[before]
-                self.writer.write(End(before))
+            # In this order, so that after an interrupt the next call does it again.
             if name is not None:
                 self._owners[name] = session
+            if before is not None and self._owners.get(before) is session:
+                self.writer.write(End(before))
+                del self._owners[before]
+            session._kept_as = name
         if name is None or self._owners.get(name) is not session or (not wait and self.needs_state(session)):
             return None
         record = self.record(session, name)
