@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from tqdm import tqdm
 
-from quire.build import Parts, build
+from quire.build import build
 from quire.config import EngineConfig, parse_bytes
 from quire.engine.beam import search
 from quire.engine.engine import Engine
@@ -122,13 +122,14 @@ class LLM(SessionSources):
         # Before the model is loaded, which takes longer than to find that the directory is in use.
         journal = None if config.state_dir is None else SessionJournal(Path(config.state_dir))
         try:
-            self._parts: Parts = build(config, progress=sys.stderr.isatty())
+            parts = self._parts = build(config, progress=sys.stderr.isatty())
+            super().__init__(
+                parts.engine, parts.adapters, parts.default_params, identity=parts.identity, journal=journal
+            )
         except BaseException:
             if journal is not None:
                 journal.close()
             raise
-        parts = self._parts
-        super().__init__(parts.engine, parts.adapters, parts.default_params, identity=parts.identity, journal=journal)
         if config.host_memory is None:
             self._engine.host.capacity = int((free_memory(torch.device("cpu")) or 0) * HOST_SHARE)
         else:

@@ -185,9 +185,9 @@ def test_kill(plain_folder: Path, oracle: LLM, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_kill_a_thousand_times(plain_folder: Path, oracle: LLM, tmp_path: Path) -> None:
-    for seed in range(20):
-        kill_and_resume(plain_folder, tmp_path / str(seed), oracle, 51, 100 * seed + 7)
+@pytest.mark.parametrize("seed", range(40))
+def test_kill_a_thousand_times(plain_folder: Path, oracle: LLM, tmp_path: Path, seed: int) -> None:
+    kill_and_resume(plain_folder, tmp_path, oracle, 26, 100 * seed + 7)
 
 
 # -- SIGTERM ---------------------------------------------------------------------------------------

@@ -244,12 +244,14 @@ class Sessions:
         if held is None or held.owner != owner or held.busy is not None or self.keeper is None:
             return
         if self.keeper.failing or held.durable is None:
-            held.durable = None
+            held.durable, held.busy = None, "keep"
             try:
                 await self.keep(held)
             except NotDurable as error:
                 error.about("the call was not begun")
                 raise
+            finally:
+                held.busy = None
 
     async def wake(self, owner: str, name: str) -> None:
         """Go on with a parked session, or raise why that is not possible."""
