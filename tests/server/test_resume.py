@@ -115,7 +115,7 @@ class Client(threading.Thread):
         elif kind == 3:
             self.coming[name] = [*tokens, 5, 6]
             ok(client.post(f"{path}/append", json={"tokens": [5, 6]}))
-        elif kind == 4:
+        elif kind == 4 and len(tokens) > 3:
             self.coming[name] = tokens[:-1]
             ok(client.post(f"{path}/rewind", json={"n": 1}))
         elif kind == 5:
