@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from tqdm import tqdm
 
-from quire.build import Parts, build
+from quire.build import build
 from quire.config import EngineConfig, check_int
 from quire.engine.abilities import ENGINE_REFUSALS, ENGINE_VERBS
 from quire.engine.beam import search
@@ -98,13 +98,14 @@ class LLM(SessionSources):
         # Before the model is loaded, which takes longer than to find that the directory is in use.
         journal = None if config.state_dir is None else SessionJournal(Path(config.state_dir))
         try:
-            self._parts: Parts = build(config, progress=sys.stderr.isatty())
+            parts = self._parts = build(config, progress=sys.stderr.isatty())
+            super().__init__(
+                parts.engine, parts.adapters, parts.default_params, identity=parts.identity, journal=journal
+            )
         except BaseException:
             if journal is not None:
                 journal.close()
             raise
-        parts = self._parts
-        super().__init__(parts.engine, parts.adapters, parts.default_params, identity=parts.identity, journal=journal)
         self._executor: Executor | None = None
         try:
             for name, path in (config.adapters or {}).items():

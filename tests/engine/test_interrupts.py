@@ -38,7 +38,7 @@ from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkp
 PACKAGE = Path(quire.__file__).parent
 FOLDERS = ("branches", "engine", "executor", "kv", "runner")
 SWEPT = (*(str(PACKAGE / name) + os.sep for name in FOLDERS), str(PACKAGE / "llm.py"), str(PACKAGE / "orphans.py"))
-PARTS = ("session", "live_sequence", "state_access", "session_stream", "request_preparation")
+PARTS = ("session", "live_sequence", "state_access", "session_stream", "session_sources", "request_preparation")
 HANDS_OVER = (str(PACKAGE / "llm.py"), *(str(PACKAGE / "engine" / f"{name}.py") for name in PARTS))
 """Where verbs hand things over between two locked parts."""
 PROMPT, OTHER, MORE = random_tokens(21, seed=1), random_tokens(9, seed=2), random_tokens(5, seed=3)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
@@ -27,9 +28,11 @@ START_SECONDS = 60.0
 
 
 def run(said: Path, model: str, options: dict[str, Any], given: dict[str, Any]) -> None:
-    """Serve; what the server prints goes to a file."""
+    """Serve; what the server prints goes to a file. No file may grow beyond ``largest_file``."""
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = said.open("w", buffering=1)
+    if (largest := given.pop("largest_file", None)) is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
     serve(AsyncLLM(model, **options), ServerSettings(port=0, **given))
 
 

@@ -22,10 +22,6 @@ class Keeper(Protocol):
         what is done then, None if there is nothing to write. ``NotDurable``."""
         ...
 
-    def needs_state(self, session: Any) -> bool:
-        """Return whether a session's tokens do not give its state."""
-        ...
-
 
 def kept(verb: Callable[P, R]) -> Callable[P, R]:
     """Make a session's verb return when what it did is durable, if the session is kept. After an

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -45,20 +46,23 @@ class KeptSessions:
         session_of: Callable[[SessionBranch], Session],
     ) -> None:
         """Take a journal, which ``close`` closes. ``session_of`` makes a session of its branch."""
+        self._model = dict(identity.fields())  # now: the digest of large weights takes long
         self.journal = journal
         self.writer = JournalWriter(journal)
         self._engine = engine
         self._identity = identity
-        self._model = dict(identity.fields())  # now: the digest of large weights takes long
         self._session_of = session_of
+        self._saving = threading.Lock()
+        """Held from a state file to the order to write its record, so that a later one is last."""
         self._owners: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
         """Which session is kept under a name: the last one that was called so. By ids."""
 
     # -- records -----------------------------------------------------------------------------------
 
     def record(self, session: Session, name: str, **more: Any) -> SessionRecord:
-        """Return what an idle session is, without its state file. Takes no lock. ``more``: fields
-        that the session does not know. ``NotDurable`` for a chat's message that is no JSON."""
+        """Return what a session is, without its state file. Takes no lock: the session must be at
+        rest. ``more``: fields that the session does not know. ``NotDurable`` for a chat's message
+        that is no JSON."""
         state = session._state
         salt = state.key if isinstance(state.key, tuple) and state.key[0] == "" else None
         try:
@@ -128,10 +132,10 @@ class KeptSessions:
                 )
                 key = ("resumed", engine.runner.new_seq()) if record.private else ("", record.salt)
                 state = SessionBranch(tokens=TokenHistory(record.tokens), key=key, adapter=runs.runs[-1][1])
-                state.runs, state.window = (
-                    runs,
-                    None if record.window is None else Window(record.window[0], record.window[1]),
-                )
+                state.runs = runs
+                if record.window is not None:
+                    size, sink = record.window
+                    state.window = Window(size, sink)
                 if total:
                     engine.checks.history(record.tokens)
                     engine.checks_of(state).length(total, None)
@@ -148,18 +152,26 @@ class KeptSessions:
         it was kept before."""
         before, name = session._kept_as, None if session.name is None else _id_of(session.name)
         if name != before:
-            session._kept_as = name
-            if before is not None and self._owners.get(before) is session:
-                del self._owners[before]
-                self.writer.write(End(before))
+            # In this order, so that after an interrupt the next call does it again.
             if name is not None:
                 self._owners[name] = session
-        if name is None or self._owners.get(name) is not session or (not wait and self.needs_state(session)):
+            if before is not None and self._owners.get(before) is session:
+                self.writer.write(End(before))
+                del self._owners[before]
+            session._kept_as = name
+        if name is None or self._owners.get(name) is not session:
             return None
-        record = self.record(session, name)
         if self.needs_state(session):
-            record = self.with_state(session, record)
-        done = self.write(record)
+            session._is_behind = True
+            if not wait:
+                return None
+            with self._saving:
+                done = self.write(self.with_state(session, self.record(session, name)))
+        else:
+            # Under the lock: what another thread changes meanwhile comes later, whole.
+            with self._engine.lock:
+                done = self.write(self.record(session, name))
+        session._is_behind = False
         if wait:
             done.result()
         else:

@@ -63,6 +63,8 @@ class LiveSequence(Labelled):
         """What keeps it under its name; None: nothing does."""
         self._kept_as: str | None = None
         """The id of its record there."""
+        self._is_behind = False
+        """Whether what is kept is older than the session; ``close`` keeps it as it is then."""
         with engine.lock:
             engine.branches.hold(state)
             self._end = partial(engine.forget, state)
@@ -139,8 +141,8 @@ class LiveSequence(Labelled):
         if self._closed:
             return
         try:
-            if self._kept is not None and not self._engine.closed and self._kept.needs_state(self):
-                self._keep(wait=True)  # its last stream may have left its file as it was
+            if self._is_behind and not self._engine.closed:
+                self._keep(wait=True)
         finally:
             self._closed = True
             self._engine.forget(self._state)
@@ -164,7 +166,16 @@ class LiveSequence(Labelled):
         return None if self._kept is None else self._kept.keep(self, wait=wait)
 
     def _renamed(self) -> None:
-        self._keep(wait=False)
+        if self._kept is None:
+            return
+        # Without waiting: an event loop may set a name, and a step may run.
+        if not self._engine.lock.acquire(blocking=False):
+            self._is_behind = True
+            return
+        try:
+            self._keep(wait=False)
+        finally:
+            self._engine.lock.release()
 
     def _open(self, verb: str) -> SessionBranch:
         if self._closed or self._engine.closed:
