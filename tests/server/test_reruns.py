@@ -245,7 +245,11 @@ def test_what_is_counted_as_found(thinking: AsyncLLM) -> None:
         async def run(most: int) -> RequestOutput | None:
             return output(20, cached=8)
 
+        async def run_another(most: int) -> RequestOutput | None:
+            return output(50, cached=49)
+
         before = counter.value
+        queue.add(EndedTurn(("key", None), run_another))
         queue.add(EndedTurn(("key", None), run))
         while len(queue) or queue._task is None or not queue._task.done():
             await asyncio.sleep(reruns.LOOK)

@@ -50,7 +50,7 @@ class EndedTurn:
     tries: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class DoneRerun:
     """What was run for a turn, until a prompt uses it."""
 
