@@ -69,6 +69,20 @@ MUTANTS = (
         tests=("server/test_resume.py::test_a_session_is_what_it_was",),
     ),
     Mutant(
+        name="deleted-while-its-state-is-written",
+        file="server/session_keeper.py",
+        old="if is_gone():",
+        new="if False:",
+        tests=("server/test_resume.py::test_what_is_deleted_while_it_runs",),
+    ),
+    Mutant(
+        name="a-closed-session-is-behind",
+        file="engine/live_sequence.py",
+        old="if self._is_behind and not self._engine.closed:",
+        new="if False:",
+        tests=("engine/test_kept_sessions.py::test_what_tokens_do_not_give_is_in_a_state_file",),
+    ),
+    Mutant(
         name="owners-in-the-journal",
         file="server/session_keeper.py",
         old="owner=hidden(owner), lifetime=lifetime",

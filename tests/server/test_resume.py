@@ -8,8 +8,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +17,11 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from quire import LLM, AsyncLLM, SamplingParams
+from quire.cli import app
+from quire.engine.state_access import StateAccess
 from quire.models.catalogue import bundled_adapters
 from quire.server.settings import ServerSettings
 from quire.store.session_journal import FILE
@@ -442,6 +443,43 @@ def test_what_tokens_do_not_give(kept_llm: AsyncLLM, oracle: LLM, tmp_path: Path
         assert str(tmp_path) not in message
 
 
+@pytest.mark.parametrize("with_state", [False, True])
+def test_what_is_deleted_while_it_runs(
+    kept_llm: AsyncLLM, oracle: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_state: bool
+) -> None:
+    """Also while its state file is being written, after which there is no record to write."""
+    with oracle.session([4, 5, 6, 7]) as changed:
+        if with_state:
+            changed.set_kv(0, start=0, v=changed.kv(0)["v"] * -3)
+        data = changed.to_bytes()
+    with served(kept_llm) as found:
+        name = ok(found.client.post("/v1/sessions/state", content=data))["id"]
+        began, go_on = threading.Event(), threading.Event()
+        save = StateAccess.save
+
+        def slow(self: Any, path: Any) -> None:
+            save(self, path)
+            began.set()
+            go_on.wait(20)
+
+        monkeypatch.setattr(StateAccess, "save", slow)
+        told = Tokens()
+        thread = threading.Thread(
+            target=told_of, args=(found.client, name, told), kwargs={"max_tokens": 2 if with_state else 2000}
+        )
+        thread.start()
+        wait_for(lambda: began.is_set() or len(told) > 3)
+        deleting = threading.Thread(target=lambda: ok(found.client.delete(f"/v1/sessions/{name}")))
+        deleting.start()
+        wait_for(lambda: kept_of(kept_llm).journal.get(name) is None)
+        go_on.set()
+        for one in (thread, deleting):
+            one.join(30)
+            assert not one.is_alive()
+    assert kept_of(kept_llm).journal.get(name) is None
+    assert list((tmp_path / "state/states").iterdir()) == []
+
+
 # -- time ------------------------------------------------------------------------------------------
 
 
@@ -576,10 +614,20 @@ def test_a_damaged_journal(plain_folder: Path, tmp_path: Path) -> None:
         assert len(list(folder.glob("*.damaged-*"))) == 1
 
 
-def test_two_servers_on_one_directory(kept_llm: AsyncLLM, plain_folder: Path, tmp_path: Path) -> None:
-    arguments = ["serve", str(plain_folder), "--port", "0", "--state-dir", str(tmp_path / "state")]
-    done = subprocess.run([sys.executable, "-m", "quire", *arguments], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (2, "")
+@pytest.mark.parametrize(
+    ("directory", "reason"),
+    [
+        ("state", "in use by another process (id {pid}); give each its own directory"),
+        ("/proc/quire", "cannot be used: "),
+    ],
+)
+def test_a_directory_that_cannot_be_had(
+    kept_llm: AsyncLLM, plain_folder: Path, tmp_path: Path, directory: str, reason: str
+) -> None:
+    """One sentence and exit code 2, before the model is loaded."""
+    arguments = ["serve", str(plain_folder), "--port", "0", "--state-dir", str(tmp_path / directory)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("quire: --state-dir: ")
-    assert f"in use by another process (id {os.getpid()}); give each its own directory" in line
+    assert reason.format(pid=os.getpid()) in line
