@@ -50,7 +50,7 @@ LAYERS = (
     {"server"},
     {"tables", "line_input", "client"},
     {"doctor", "inspection", "terminal_chat", "remote_chat"},
-    {"cli_options", "cli_bench", "cli"},
+    {"cli_options", "cli_bench", "cli_state", "cli"},
 )
 """From the bottom up: a part may import itself and what lies below it."""
 APART = {"kernels", "kv", "nn"}

@@ -353,3 +353,38 @@ def test_the_window_goes_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.app(["chat", "--url", "http://127.0.0.1:1", "--window", "512", "--sink", "4"])
     assert not ended.value.code
     assert {name: asked[0][name] for name in ("window", "sink")} == {"window": 512, "sink": 4}
+
+
+def test_history_in_both_chats(
+    plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commits, a checkout that goes on with the same answers, and the log."""
+    lines = ["/log", "def add(a, b):", "/commit main", "class Stack:", "/commit main", "/log", "/checkout main"]
+    lines += ["def sub(a):", "/commit", "/checkout nothing", "/checkout main"]
+    told = []
+    for place in ("here", "there"):
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
+        options: dict[str, Any] = {**OPTIONS, "store": [f"file://{tmp_path / place}"]}
+        if place == "here":
+            with LLM(plain_folder, **options) as local:
+                TerminalChat(local, SamplingParams(**FIELDS)).run()
+        else:
+            llm = AsyncLLM(plain_folder, **options)
+            with serving(llm) as served:
+                run_remote_chat(served.url, sampling=FIELDS)
+            llm._llm.close()
+        out, err = capsys.readouterr()
+        told.append((out, re.sub(r"\b[0-9a-f]{12}  \S+ \S+", "COMMIT", seconds_out(err)).splitlines()))
+    (here, here_err), (there, there_err) = told
+    assert here == there
+    assert here_err == [
+        line.removeprefix("the server answered 400: ").removeprefix("the server answered 404: ")
+        for line in there_err[1:]
+    ]
+    assert sum(line.startswith("COMMIT") for line in here_err) == 4
+    assert "this conversation was not committed; /commit NAME does" in here_err
+    assert [line for line in here_err if line.startswith("now in")] == [
+        "now in main', 46 tokens",
+        "now in main'', 46 tokens",
+    ]
+    assert "there is no branch 'nothing'; there are: 'main'" in here_err

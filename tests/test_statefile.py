@@ -41,7 +41,7 @@ from quire.errors import (
     ResourceExhausted,
 )
 from quire.kv import atomic_file, state_header
-from quire.kv.state_header import DTYPES
+from quire.kv.state_header import dtypes
 from quire.kv.statefile import TensorSpec, plan_of, read_state, to_bytes, write_state
 
 DOC = (Path(__file__).parents[1] / "docs" / "statefile.md").read_text()
@@ -120,7 +120,7 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 @st.composite
 def tensor_values(draw: st.DrawFn) -> Tensor:
-    dtype, shape = draw(st.sampled_from(list(DTYPES.values()))), draw(shapes)
+    dtype, shape = draw(st.sampled_from(list(dtypes().values()))), draw(shapes)
     count = torch.Size(shape).numel()
     data = draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize))
     flat = torch.tensor(list(data), dtype=torch.uint8).view(dtype)
@@ -871,7 +871,7 @@ def test_the_documented_reader_agrees(tmp_path: Path, reference_read: Any, tenso
     path.write_bytes(pack({"n": [1, {"x": None}]}, tensors))
     metadata, found = reference_read(path)
     assert metadata == {"n": [1, {"x": None}]}
-    assert {name: (DTYPES[dtype], tuple(shape), data) for name, (dtype, shape, data) in found.items()} == {
+    assert {name: (dtypes()[dtype], tuple(shape), data) for name, (dtype, shape, data) in found.items()} == {
         name: (tensor.dtype, tuple(tensor.shape), raw(tensor)) for name, tensor in tensors.items()
     }
 

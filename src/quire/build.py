@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -42,10 +41,9 @@ from quire.models.peft import read_adapter
 from quire.runner.adapter_pool import AdapterPool
 from quire.runner.local import LocalRunner
 from quire.sampling_params import SamplingParams
-from quire.store.files import FileTier
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
-from quire.store.urls import open_tiers
+from quire.store.urls import open_tiers, state_tier
 
 logger = logging.getLogger("quire")
 
@@ -140,23 +138,12 @@ HOST_SHARE = 0.125
 """Part of the free host memory to which state may move, without ``host_memory``."""
 
 
-DISK_SHARE = 0.5
-"""Part of the free disk space that state below ``state_dir`` may take."""
-
-
-def room_for_files(directory: Path) -> int:
-    """Return the bytes that are free for files of a directory, with those that it has."""
-    there = next(path for path in (directory, *directory.parents) if path.is_dir())
-    return shutil.disk_usage(there).free + sum(file.stat().st_size for file in directory.rglob("*.quire"))
-
-
 def make_store(config: EngineConfig) -> Store | None:
     """Return the store of a configuration: host memory, what it names, and a directory below
     ``state_dir`` if that is nothing durable; None: nothing."""
     tiers = open_tiers(config.store)
     if config.state_dir is not None and not any(tier.is_durable for tier in tiers):
-        directory = Path(config.state_dir).absolute() / "store"
-        tiers.append(FileTier(directory, int(room_for_files(directory) * DISK_SHARE)))
+        tiers.append(state_tier(config.state_dir))
     if not any(tier.kind == "memory" for tier in tiers):
         free = int((free_memory(torch.device("cpu")) or 0) * HOST_SHARE)
         if capacity := free if config.host_memory is None else parse_bytes(config.host_memory):

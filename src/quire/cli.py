@@ -34,6 +34,7 @@ from quire.cli_options import (
     command,
     one_sentence,
 )
+from quire.cli_state import state_app
 from quire.config import named_paths
 from quire.errors import InvalidArgument, NotFound, Unsupported
 from quire.sampling_params import SamplingParams
@@ -48,6 +49,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench_app, name="bench", short_help=bench_app.info.help)
+app.add_typer(state_app, name="state", short_help=state_app.info.help)
 
 
 def _sampling(options: dict[str, Any], llm: LLM) -> SamplingParams:

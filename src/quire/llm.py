@@ -33,7 +33,7 @@ from quire.engine.prompts import Prompt, Prompts
 from quire.engine.request_outputs import prefix_output
 from quire.engine.request_preparation import Messages as Messages
 from quire.engine.sequence_request import SequenceRequest
-from quire.engine.session_sources import SessionSources
+from quire.engine.session_history import SessionHistory
 from quire.errors import InvalidArgument
 from quire.hints import CacheHints
 from quire.interrupts import uninterrupted
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from quire.executor.executor import Executor
 
 
-class LLM(SessionSources):
+class LLM(SessionHistory):
     """A loaded model that generates, and whose state sessions can hold.
 
     ``model`` is the name of a bundled model, a directory, or a Hugging Face id.

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote
 
 from quire.client import DONE, BrokenAnswer, EventParser, HttpFailure, ServerAddress, check_key, event_object, failure
 from quire.errors import InvalidArgument, NotFound, QuireError
@@ -173,6 +174,16 @@ class RemoteModel:
         held = self.link.call("GET", f"/v1/sessions/{made['id']}?tokens=false")
         return self.hold(str(made["id"]), held.get("adapter"))
 
+    def checkout(self, name: str) -> RemoteSession:
+        """Return a session that goes on from a branch or a commit."""
+        made = self.link.call("POST", "/v1/sessions/checkout", {"branch": name})
+        held = self.link.call("GET", f"/v1/sessions/{made['id']}?tokens=false")
+        return self.hold(str(made["id"]), held.get("adapter"))
+
+    def log(self, name: str) -> list[SimpleNamespace]:
+        """Return a commit and all before it, the latest first."""
+        return [_commit_of(one) for one in self.link.call("GET", f"/v1/branches/{quote(name)}")["data"]]
+
     def status(self) -> dict[str, int]:
         """Return the numbers of pages under the names of ``LLM.status``."""
         found = self.link.numbers("/metrics")
@@ -230,6 +241,15 @@ class RemoteSession:
         body = {**fields, **turn, "stream": True, "stream_options": {"include_usage": True}}
         return self._model.link.events(f"/v1/sessions/{self._name}/generate", body)
 
+    @property
+    def last_commit(self) -> str | None:
+        """The id of the commit that it was made from, or was committed as last."""
+        found: str | None = self._call("GET", "?tokens=false").get("last_commit")
+        return found
+
+    def commit(self, name: str) -> SimpleNamespace:
+        return _commit_of(self._post("/commit", name=name))
+
     def __getattr__(self, verb: str) -> Callable[..., Any]:
         """Return any other verb that the server has under ``verb``: a call whose keyword arguments
         are the body. It returns a session that was made, or the answer's own value."""
@@ -253,6 +273,13 @@ class RemoteSession:
 
     def close(self) -> None:
         self._call("DELETE")
+
+
+def _commit_of(answer: Mapping[str, Any]) -> SimpleNamespace:
+    """Return what ``terminal_chat.commit_line`` says of a commit."""
+    return SimpleNamespace(
+        id=answer["id"], time=answer["created"], num_tokens=answer["num_tokens"], message=answer["message"]
+    )
 
 
 class RemoteChat(TerminalChat):

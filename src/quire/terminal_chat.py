@@ -17,6 +17,7 @@ from quire.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from quire.engine.session import Session
     from quire.llm import LLM
+    from quire.store.commits import SessionCommit
 
 HELP = """\
 /fork NAME     copy the conversation under a name and go on in the copy
@@ -26,6 +27,9 @@ HELP = """\
 /text          the whole text of this conversation
 /save FILE     write the conversation's state to a file
 /load FILE     go on from a state file, under the file's name
+/commit NAME   keep the conversation in the store, as the next commit of a branch
+/checkout NAME go on from a branch or a commit, under that name
+/log           the commits of this conversation
 /adapter NAME  go on under an adapter; without a name under the base model
 /stats         tokens, pages, what is shared and what the last turn reused; who has the pool's pages (evictable: kept
                to be used again)
@@ -93,6 +97,9 @@ class TerminalChat:
             "/text": lambda _: self._say(self._session.text),
             "/save": self._save,
             "/load": self._load,
+            "/commit": self._commit,
+            "/checkout": self._checkout,
+            "/log": self._log,
             "/adapter": self._adapter,
             "/stats": self._stats,
             "/help": lambda _: self._say(HELP),
@@ -262,8 +269,11 @@ class TerminalChat:
 
     def _load(self, path: str) -> None:
         file = _file("/load", path)
-        session = self._llm.load_session(file)
-        text, name = session.text, file.stem
+        self._enter(self._llm.load_session(file), file.stem)
+
+    def _enter(self, session: Session, name: str) -> None:
+        """Go on in a session that was made elsewhere."""
+        text = session.text
         while name in self._branches:
             name += "'"
         self._branches[name], self._name = ChatBranch(session, loaded=True), name
@@ -271,6 +281,20 @@ class TerminalChat:
             self._say(f"[{len(text) - SHOWN:,} characters before; /text shows them]")
         self._say(text[-SHOWN:])
         self._say(f"now in {name}, {len(session)} tokens")
+
+    def _commit(self, name: str) -> None:
+        commit = self._session.commit(name=name)
+        self._say(f"{commit_line(commit)}: {name}")
+
+    def _checkout(self, name: str) -> None:
+        self._enter(self._llm.checkout(name), name)
+
+    def _log(self, _: str) -> None:
+        head = self._session.last_commit
+        for commit in [] if head is None else self._llm.log(head):
+            self._say(commit_line(commit))
+        if head is None:
+            self._say("this conversation was not committed; /commit NAME does")
 
     def _adapter(self, name: str) -> None:
         try:
@@ -307,6 +331,12 @@ class TerminalChat:
     @staticmethod
     def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+
+
+def commit_line(commit: SessionCommit) -> str:
+    """Return a commit in a line."""
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(commit.time))
+    return f"{commit.id[:12]}  {when}  {commit.num_tokens} tokens  {commit.message}".rstrip()
 
 
 def messages_of(turns: Sequence[TypedTurn]) -> list[dict[str, str]]:

@@ -41,6 +41,7 @@ SWEPT = (*(str(PACKAGE / name) + os.sep for name in FOLDERS), str(PACKAGE / "llm
 PARTS = ("session", "live_sequence", "state_access", "session_stream", "session_sources", "request_preparation")
 HANDS_OVER = (str(PACKAGE / "llm.py"), *(str(PACKAGE / "engine" / f"{name}.py") for name in PARTS))
 """Where verbs hand things over between two locked parts."""
+ENDLESS = 1 << 30
 PROMPT, OTHER, MORE = random_tokens(21, seed=1), random_tokens(9, seed=2), random_tokens(5, seed=3)
 
 Line = tuple[CodeType, int]
@@ -153,8 +154,29 @@ def execute(bed: Bed) -> None:
     executor.truncate_kv(found.kv_cache, len(PROMPT) - 4)
 
 
+def commit(bed: Bed) -> None:
+    with storing(bed):
+        bed.session.commit("swept", force=True)
+
+
+def checkout(bed: Bed) -> None:
+    with storing(bed), bed.llm.checkout("other") as found:
+        found.generate(greedy(1))
+
+
+@contextmanager
+def storing(bed: Bed) -> Iterator[None]:
+    """Let state of any length go to the store, and come back."""
+    stored = engine_of(bed.llm).stored
+    before, stored.least = stored.least, 1
+    try:
+        yield
+    finally:
+        stored.least = before
+
+
 VERBS = (generate, new_session, append, go_on, stream, fork, rewind, score, save_and_load, load, look_and_write, beams)
-VERBS = (*VERBS, execute, hint)
+VERBS = (*VERBS, execute, hint, commit, checkout)
 
 
 def code_of(frame: FrameType) -> CodeType | None:
@@ -243,8 +265,17 @@ def assert_whole(bed: Bed, what: str) -> None:
 
 @pytest.fixture
 def bed(make_llm: MakeLLM, model: Checkpoint, tmp_path: Path) -> Bed:
-    llm = make_llm(model, host_memory=0)
-    return Bed(llm, model, llm.session(PROMPT), tmp_path)
+    """Its store is for commits alone: no state is long enough."""
+    llm = make_llm(model, host_memory=0, store=[f"file://{tmp_path / 'store'}"])
+    stored, folder = engine_of(llm).stored, tmp_path / "files"
+    stored.keep = lambda *_, **__: None  # type: ignore[method-assign]
+    stored.is_worth = lambda *_: True
+    folder.mkdir()
+    found = Bed(llm, model, llm.session(PROMPT), folder)
+    with storing(found), llm.session(OTHER) as other:
+        other.commit("other")
+    stored.least = ENDLESS
+    return found
 
 
 def sweep(

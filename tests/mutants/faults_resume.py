@@ -92,8 +92,8 @@ MUTANTS = (
     Mutant(
         name="resumed-without-its-salt",
         file="engine/kept_sessions.py",
-        old='if record.private else ("", record.salt)',
-        new='if record.private else ("", None)',
+        old="if record.private else cache_key(record.salt)",
+        new="if record.private else cache_key(None)",
         tests=("engine/test_kept_sessions.py::test_windows_salts_and_pins",),
     ),
     Mutant(
@@ -105,7 +105,7 @@ MUTANTS = (
     ),
     Mutant(
         name="another-dtype-is-computed-again",
-        file="engine/kept_sessions.py",
+        file="engine/saved_sessions.py",
         old="return state.modified or not state.origin.exact or",
         new="return state.modified or",
         tests=("engine/test_kept_sessions.py::test_another_dtype_is_not_computed_again",),

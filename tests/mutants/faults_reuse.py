@@ -50,7 +50,7 @@ MUTANTS = (
     Mutant(
         name="a-stream-ends-without-its-reuse",
         file="server/replies.py",
-        old="            yield held if self._with_usage else {**held, **end}",
+        old="            yield {**held, **self.quire(outputs)}",
         new="            yield held",
         tests=("server/test_reuse.py",),
     ),

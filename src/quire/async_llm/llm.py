@@ -173,6 +173,14 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     resume = awaited(LLM.resume, AsyncSession)
     resumable = awaited(LLM.resumable)
     forget = awaited(LLM.forget)
+    checkout = awaited(LLM.checkout, AsyncSession)
+    branches = awaited(LLM.branches)
+    log = awaited(LLM.log)
+    diff = awaited(LLM.diff)
+    delete = awaited(LLM.delete)
+    push = awaited(LLM.push)
+    pull = awaited(LLM.pull)
+    gc = awaited(LLM.gc)
     restored = awaited(LLM.restored, AsyncSession)
 
     # -- what LLM has besides ----------------------------------------------------------------------

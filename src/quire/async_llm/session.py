@@ -49,6 +49,7 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
     window = shared(Session.window)
     adapter = shared(Session.adapter)
     num_computed = shared(Session.num_computed)
+    last_commit = shared(Session.last_commit)
 
     async def pages(self) -> tuple[int, int]:
         """Return the numbers of its pages and of the shared ones among them."""
@@ -132,6 +133,7 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
     save = awaited(Session.save)
     """A write of the file that has begun is finished even if the task is cancelled."""
     to_bytes = awaited(Session.to_bytes)
+    commit = awaited(Session.commit)
     as_cache = awaited(Session.as_cache)
     """Verbs of the cache and of its executor block."""
     kv = awaited(Session.kv)

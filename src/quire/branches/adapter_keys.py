@@ -8,7 +8,7 @@ adapter, loaded again, the same.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -25,11 +25,26 @@ class OwnedSalt(str):
     told what it asked under another of its salts."""
 
     owner: str
+    """Of fixed length, so that no two pairs give the same salt."""
+    given: str | None
+    """The client's own salt."""
 
-    def __new__(cls, salt: str, owner: str) -> Self:
-        made = super().__new__(cls, salt)
-        made.owner = owner
+    def __new__(cls, given: str | None, owner: str) -> Self:
+        made = super().__new__(cls, owner if given is None else f"{owner} {given}")
+        made.given, made.owner = given, owner
         return made
+
+
+def written_key(key: tuple[str, str | None]) -> list[str | None]:
+    """Return the key of a session as records have it, without its owner."""
+    owner, salt = key
+    return ["owned", salt.given] if isinstance(salt, OwnedSalt) else [owner, salt]
+
+
+def read_key(written: Sequence[str | None], owner: str) -> Hashable:
+    """Return the key of what ``written_key`` gave, for its owner."""
+    kind, salt = written
+    return (owner, OwnedSalt(salt, owner)) if kind == "owned" else (kind, salt)
 
 
 @dataclass(frozen=True, slots=True)

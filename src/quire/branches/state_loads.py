@@ -23,7 +23,8 @@ from quire.contracts.store import ObjectKey
 from quire.errors import QuireError
 from quire.kv.statefile import StateFile
 from quire.outputs import Miss
-from quire.store.objects import Contents, Unfit, read_tensors, unpack
+from quire.store.objects import Contents, read_tensors, unpack
+from quire.store.records import Unfit
 from quire.store.stack import Store
 from quire.types import SeqId
 
@@ -144,7 +145,7 @@ class StateLoad:
 
     def _drop(self, key: ObjectKey, tier: str, error: QuireError) -> None:
         logger.warning("%s; it is dropped", error)
-        self._store.damaged(key, tier, error.code or "damaged")
+        self._store.damaged(key, tier, error.code or "other")
 
     def _tensors(self, layer: int, piece: StoredPiece, file: StateFile) -> dict[str, Tensor]:
         count = piece.stop - piece.start or piece.stop

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,16 +28,18 @@ from quire.branches.state_loads import GET_SECONDS, LoadFailed, StateLoad, State
 from quire.branches.stored_match import Match, Question, StoredPiece, find_match
 from quire.branches.tiers import Brought
 from quire.contracts.kv_state import Export
-from quire.contracts.store import ObjectKind
+from quire.contracts.store import ObjectKey, ObjectKind
 from quire.errors import DataLoss, InvalidArgument, ResourceExhausted
 from quire.kv.sequencefile import with_groups
-from quire.metrics import Counter
+from quire.metrics import MetricFamily
 from quire.models.fingerprint import ModelIdentity
 from quire.outputs import Miss
 from quire.runner.adapter_history import FingerprintRuns, fingerprint_runs
 from quire.runner.local import Runner
+from quire.store.commits import StateNames
 from quire.store.keys import Chain, root_key
-from quire.store.objects import Contents, Unfit, pack, tensor_name, unpack
+from quire.store.objects import Contents, pack, tensor_name, unpack
+from quire.store.records import Unfit
 from quire.store.stack import Store
 from quire.types import Fork, Remove, SeqId, Step
 
@@ -58,6 +61,7 @@ class StoredState:
         self.runner = runner
         self.store = store
         self.costs = MoveCosts()
+        self.metrics = self.costs.metrics
         self.least = LEAST
         self.is_worth: Callable[[float, dict[str, int]], bool] = self.costs.is_worth
         self._identity = identity
@@ -71,11 +75,6 @@ class StoredState:
         self._loader: StateLoader | None = None
         self._loads: dict[SeqId, StateLoad] = {}
         self.open: Collection[SeqId] = self._loads.keys()
-        self._saved = Counter("quire:store_tokens_saved_total", "Tokens whose state went from the pool to memory.")
-        self._loaded = Counter("quire:store_tokens_loaded_total", "Tokens whose state came back from a tier.")
-        self._declined = Counter("quire:store_loads_declined_total", "Loads that were dearer than computing.")
-        self._failed = Counter("quire:store_loads_failed_total", "Loads that did not come back whole.")
-        self._seconds = Counter("quire:store_load_seconds_total", "Seconds of loads.")
 
     # -- keys --------------------------------------------------------------------------------------
 
@@ -145,7 +144,7 @@ class StoredState:
             tokens = sum(one.stop - one.start for one in wanted) or length
             # It goes out and comes back.
             if not self.is_worth(tokens, {TO_MEMORY: 2 * nbytes}):
-                self._declined.inc()
+                self.metrics.declined.inc()
                 return False
             export = self.runner.state.open_export(seq)
             for one in wanted:
@@ -153,7 +152,7 @@ class StoredState:
                 if not store.put(one.key, blob, durable=store.memory is None):
                     return False
             self.costs.moved(TO_MEMORY, nbytes, time.perf_counter() - started)
-            self._saved.inc(tokens)
+            self.metrics.saved.inc(tokens)
         except Exception:
             logger.exception("the state of %d tokens could not be kept; it will be computed again", length)
             return False
@@ -162,8 +161,17 @@ class StoredState:
     def _missing(
         self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False, durable: bool = False
     ) -> list[StoredPiece]:
-        """Return the objects of a sequence that no tier, or no ``durable`` one, is known to have.
-        ``whole``: it is one object."""
+        """Return the objects of a sequence that no tier is known to have, or no ``durable`` one."""
+        found, store = self._pieces(seq, chain, again=again, whole=whole), self.store
+        assert store is not None
+        found = [one for one in found if not store.known(one.key)]
+        if durable or store.memory is None:
+            return found
+        there = store.memory.contains_now([one.key for one in found])
+        return [one for one, is_there in zip(found, there, strict=True) if not is_there]
+
+    def _pieces(self, seq: SeqId, chain: Chain, *, again: bool, whole: bool) -> list[StoredPiece]:
+        """Return the objects of a sequence; ``whole``: it is one."""
         layout, length = self.layout, len(chain.ids)
         found = [StoredPiece(chain.stop(length), length, length)] if whole else []
         if layout.row_layers and not whole:
@@ -172,13 +180,7 @@ class StoredState:
                 found.append(StoredPiece(chain.rows(start, end), start, end))
         if layout.has_stops and not whole:
             found += [StoredPiece(chain.stop(p), p, p) for p in layout.stops(seq, again=again)]
-        store = self.store
-        assert store is not None
-        found = [one for one in found if not store.known(one.key)]
-        if durable or store.memory is None:
-            return found
-        there = store.memory.contains_now([one.key for one in found])
-        return [one for one, is_there in zip(found, there, strict=True) if not is_there]
+        return found
 
     def _pack(self, chain: Chain, piece: StoredPiece, export: Export) -> bytes:
         """Return the bytes of an object of a sequence. Any thread may call."""
@@ -224,15 +226,37 @@ class StoredState:
             if branch.window is not None:
                 store.put(wanted[0].key, self._pack_whole(chain, wanted[0], seq), durable=True)
                 return
-            fork = self.runner.new_seq()
-            self.runner.execute(Step(edits=(Fork(seq, fork, -1),)))
-            export = self.runner.state.open_export(fork)
+            fork, export = self._exported(seq)
             if self._writer is None:
                 self._writer = ObjectWriter(store)
             self.forks.add(fork)
             self._writer.add(WriteJob(fork, [(one.key, partial(self._pack, chain, one, export)) for one in wanted]))
         except Exception:
             logger.exception("the state of %d tokens is not written", branch.computed)
+
+    def described(self, branch: Branch) -> tuple[StateNames, Mapping[ObjectKey, Callable[[], bytes]], SeqId | None]:
+        """Return the names of the objects of what a branch has computed, what makes each in any
+        thread, and the fork that they are made from, which the caller removes. The branch's tokens
+        give its state, and ``store`` is durable."""
+        seq, layout, chain = branch.seq, self.layout, self._chain_of(branch, branch.computed)
+        names = StateNames(root=chain.boundaries[0].hex(), chunk=chain.chunk, length=branch.computed)
+        if seq is None or branch.computed < self.least:
+            return replace(names, length=0), {}, None
+        if branch.window is not None:
+            (piece,) = self._pieces(seq, chain, again=False, whole=True)
+            blob = self._pack_whole(chain, piece, seq)
+            return replace(names, stops=((piece.stop, len(blob)),)), {piece.key: lambda: blob}, None
+        pieces = self._pieces(seq, chain, again=branch.computed == len(branch.tokens), whole=False)
+        stops = tuple((one.stop, layout.nbytes(one.stop, one.stop)) for one in pieces if one.start == one.stop)
+        fork, export = self._exported(seq)
+        makers = {one.key: partial(self._pack, chain, one, export) for one in pieces}
+        return replace(names, row_bytes=layout.row_bytes, stops=stops), makers, fork
+
+    def _exported(self, seq: SeqId) -> tuple[SeqId, Export]:
+        """Return a fork of a sequence, which nothing gives up, and how it is read."""
+        fork = self.runner.new_seq()
+        self.runner.execute(Step(edits=(Fork(seq, fork, -1),)))
+        return fork, self.runner.state.open_export(fork)
 
     def _bury(self, *, cancel: bool = False) -> bool:
         """Remove the forks of what was written; ``cancel``: of what waits, too."""
@@ -279,7 +303,7 @@ class StoredState:
         if match is None or match.length < computed + self.least:
             return Brought()
         if not self.is_worth(match.length - computed, match.nbytes(self.layout, computed)):
-            self._declined.inc()
+            self.metrics.declined.inc()
             return Brought(miss=Miss.TOO_EXPENSIVE, length=match.length)
         try:
             begin = self._begin if branch.window is None else self._begin_whole
@@ -289,7 +313,7 @@ class StoredState:
             return Brought()
         except Exception as error:
             logger.warning("stored state of %d tokens is not used: %s", match.length, error)
-            self._failed.inc()
+            self.metrics.failed.inc()
             return Brought(miss=Miss.DAMAGED, length=match.length)
         old, branch.seq, branch.computed = branch.seq, loading.seq, match.length
         if old is not None:
@@ -351,7 +375,7 @@ class StoredState:
             seq = self.runner.new_seq()
             state.prepare_import(seq, with_groups(sequence, plans))
         except (Unfit, InvalidArgument, DataLoss) as error:
-            store.damaged(piece.key, found.tier, error.code or "damaged")
+            store.damaged(piece.key, found.tier, error.code or "other")
             raise LoadFailed(str(error)) from None
         self._publish(seq)
         contents = partial(self._contents, chain)
@@ -385,14 +409,14 @@ class StoredState:
             logger.exception("state of %d tokens did not come back; they are computed again", length)
         finally:
             if branch.seq is None:
-                self._failed.inc()
+                self.metrics.failed.inc()
                 self.runner.execute(Step(edits=(Remove(loading.seq),)))
         if branch.seq is None:
             return loading.miss
-        self._seconds.inc(loading.seconds)
+        self.metrics.seconds.inc(loading.seconds)
         for tier, nbytes in loading.nbytes.items():
             self.costs.moved(tier, nbytes, loading.seconds * nbytes / max(1, sum(loading.nbytes.values())))
-        self._loaded.inc(loading.count)
+        self.metrics.loaded.inc(loading.count)
         return Miss.NONE
 
     def drop(self, seq: SeqId) -> None:
@@ -408,14 +432,18 @@ class StoredState:
 
     def snapshot(self) -> dict[str, float]:
         """See ``Tier``."""
-        counted = (self._saved, self._loaded, self._declined, self._failed, self._seconds)
-        own = {metric.name: metric.value for metric in counted}
+        own = self.metrics.snapshot()
         return own if self.store is None else own | self.store.snapshot()
 
     def forget(self) -> None:
         """Forget what memory keeps. Durable tiers keep theirs."""
         if self.store is not None and self.store.memory is not None:
             self.store.memory.clear_now()
+
+    def collect(self) -> list[MetricFamily]:
+        """Return its metrics and the store's, as families."""
+        own = self.metrics.collect()
+        return own if self.store is None else own + self.store.collect()
 
     def flush(self, timeout: float) -> bool:
         """Wait until what was to be kept is durable; return whether it is. Call it without the

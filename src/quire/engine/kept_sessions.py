@@ -19,16 +19,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quire.branches.history import TokenHistory
+from quire.branches.adapter_keys import is_private, private_salt
 from quire.engine import saved_sessions
 from quire.engine.chat_turns import ChatTurns
 from quire.engine.engine import Engine
+from quire.engine.request_preparation import cache_key
 from quire.engine.sequence_request import SessionBranch
 from quire.engine.session import Session
 from quire.errors import InvalidArgument, NotDurable, NotFound, QuireError
-from quire.kv.windows import Window
 from quire.models.fingerprint import ModelIdentity
-from quire.runner.adapter_history import as_read, written
+from quire.runner.adapter_history import written
 from quire.store.journal_writer import JournalWriter
 from quire.store.session_journal import End, SessionJournal, SessionRecord
 
@@ -64,7 +64,7 @@ class KeptSessions:
         rest. ``more``: fields that the session does not know. ``NotDurable`` for a chat's message
         that is no JSON."""
         state = session._state
-        salt = state.key if isinstance(state.key, tuple) and state.key[0] == "" else None
+        salt = state.key if isinstance(state.key, tuple) and not is_private(state.key) else None
         try:
             chat = session._turns.written()
         except (TypeError, ValueError) as error:
@@ -81,15 +81,14 @@ class KeptSessions:
             private=salt is None,
             pinned=state.pinned,
             chat=chat,
+            commit=session.last_commit,
             **more,
         )
 
     @staticmethod
     def needs_state(session: Session) -> bool:
-        """Return whether a session's tokens do not give its state: it was written into, it went
-        through another dtype, or embeddings stand in it, which the journal does not have."""
-        state = session._state
-        return state.modified or not state.origin.exact or bool((state.tokens.ids < 0).any())
+        """Return whether a session's tokens do not give its state."""
+        return saved_sessions.needs_state(session._state)
 
     def with_state(self, session: Session, record: SessionRecord) -> SessionRecord:
         """Return the record with a new state file of the session. This blocks: what is not computed
@@ -119,28 +118,24 @@ class KeptSessions:
                 if record.model.get(name) != model.get(name)
             )
             raise NotFound(f"the session was made by another model ({differing}); it goes on where that one runs")
-        engine, total = self._engine, record.tokens.size
+        engine = self._engine
         if record.state is not None:
             with saved_sessions.opened(engine, self.journal.state_path(record)) as file, engine.lock:
                 state = saved_sessions.load(engine, file, self._identity, convert_dtype=False)
                 session = self._session_of(state)
         else:
+            key = private_salt() if record.private else cache_key(record.salt)
             with engine.lock:
-                adapters = engine.runner.adapters
-                runs = as_read(
-                    [list(run) for run in record.adapters], total, adapters.find, adapters.fingerprints, "the session"
+                state = saved_sessions.branch_of(
+                    engine,
+                    record.tokens,
+                    adapters=record.adapters,
+                    window=record.window,
+                    key=key,
+                    what="the session",
                 )
-                key = ("resumed", engine.runner.new_seq()) if record.private else ("", record.salt)
-                state = SessionBranch(tokens=TokenHistory(record.tokens), key=key, adapter=runs.runs[-1][1])
-                state.runs = runs
-                if record.window is not None:
-                    size, sink = record.window
-                    state.window = Window(size, sink)
-                if total:
-                    engine.checks.history(record.tokens)
-                    engine.checks_of(state).length(total, None)
                 session = self._session_of(state)
-        session._turns = ChatTurns.read(record.chat)
+        session._turns, session._last_commit = ChatTurns.read(record.chat), record.commit
         session.name, session.labels = record.name, record.labels
         return session
 

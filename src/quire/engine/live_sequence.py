@@ -61,6 +61,7 @@ class LiveSequence(Labelled):
         self._turns = ChatTurns()
         self._kept: Keeper | None = None
         """What keeps it under its name; None: nothing does."""
+        self._last_commit: str | None = None
         self._kept_as: str | None = None
         """The id of its record there."""
         self._is_behind = False
@@ -112,6 +113,12 @@ class LiveSequence(Labelled):
         """Whether computing its tokens would not give its state. ``set_kv`` wrote into it, or it
         came from a file or a KV cache without the embeddings that stood at placeholders."""
         return self._state.modified
+
+    @property
+    def last_commit(self) -> str | None:
+        """The id of the commit that it was made from, or was committed as last; a fork has that of
+        its parent."""
+        return self._last_commit
 
     @property
     def num_computed(self) -> int:

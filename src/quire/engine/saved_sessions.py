@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from quire.branches.adapter_keys import private_salt
+from quire.branches.history import Ids, TokenHistory
 from quire.branches.saved_rows import NO_POSITIONS, SESSION, load_row, other_eviction, read_rows
 from quire.engine.engine import Engine
 from quire.engine.sequence_request import SessionBranch
@@ -18,8 +19,9 @@ from quire.kv import sequencefile
 from quire.kv.state_schema import check_metadata
 from quire.kv.statefile import HeaderLimits, StateFile, TensorSpec, read_state, write_state
 from quire.kv.statefile import to_bytes as container_bytes
+from quire.kv.windows import Window
 from quire.models.fingerprint import ModelIdentity
-from quire.runner.adapter_history import written
+from quire.runner.adapter_history import as_read, written
 
 LONGEST = 1 << 22
 """Token ids in a file at most, if the context is not longer: windowed sessions go on for ever."""
@@ -47,10 +49,7 @@ def parts(
 ) -> tuple[dict[str, Any], list[TensorSpec], Iterator[tuple[str, Tensor]]]:
     """Return metadata, plan and tensors of a session. ``Unsupported`` if it is longer than ``load``
     takes, ``FailedPrecondition`` if more than its last token is not computed."""
-    if (0 if state.seq is None else state.computed) < len(state.tokens) - 1:
-        raise FailedPrecondition(
-            "the session's state was dropped while it was to be saved, for the pool is short; call again"
-        )
+    require_computed(state)
     runs, tokens = written(state.runs, engine.branches.fingerprint_of), state.tokens.ids.tolist()
     for count, most, what in (
         (len(tokens), _longest(engine), "tokens"),
@@ -73,6 +72,41 @@ def parts(
         return metadata, [], iter(())
     metadata["sequence"], plan, tensors = sequencefile.describe(engine.runner.state, state.seq)
     return metadata, plan, tensors
+
+
+def require_computed(state: SessionBranch) -> None:
+    """Raise ``FailedPrecondition`` if more than a session's last token is not computed."""
+    if (0 if state.seq is None else state.computed) < len(state.tokens) - 1:
+        raise FailedPrecondition(
+            "the session's state was dropped while it was to be saved, for the pool is short; call again"
+        )
+
+
+def needs_state(state: SessionBranch) -> bool:
+    """Return whether a session's tokens do not give its state: it was written into, it went through
+    another dtype, or embeddings stand in it, which only this process has."""
+    return state.modified or not state.origin.exact or bool((state.tokens.ids < 0).any())
+
+
+def branch_of(
+    engine: Engine,
+    ids_T: Ids,
+    *,
+    adapters: Sequence[Sequence[Any]],
+    window: Sequence[int] | None,
+    key: Hashable,
+    what: str,
+) -> SessionBranch:
+    """Return a session's state of which nothing is computed. The caller has the engine's lock.
+    ``InvalidArgument``: an adapter is not loaded; ``what``: the subject of that."""
+    pool = engine.runner.adapters
+    runs = as_read([list(run) for run in adapters], ids_T.size, pool.find, pool.fingerprints, what)
+    state = SessionBranch(tokens=TokenHistory(ids_T), key=key, adapter=runs.runs[-1][1])
+    state.runs, state.window = runs, None if window is None else Window(window[0], window[1])
+    if ids_T.size:
+        engine.checks.history(ids_T)
+        engine.checks_of(state).length(ids_T.size, None)
+    return state
 
 
 def opened(engine: Engine, source: str | Path | bytes | bytearray | memoryview) -> StateFile:

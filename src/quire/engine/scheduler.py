@@ -199,8 +199,7 @@ class Scheduler:
         if not preempted:
             self._admit(batch, failed)
             self._fill(later, batch)
-            # A request that found no room may have left a fork of a running one, which needs a page
-            # then.
+            # A request that found no room may have left a fork of a running one, which needs a page.
             self._make_room(batch, failed)
         kept: Sequence[tuple[int, ...]] = [()] * len(batch.requests)
         if self._checkpoints is not None:
@@ -329,8 +328,7 @@ class Scheduler:
             bisect.insort(self.running, request, key=_order)
             if request.remaining == 1:
                 batch.kept = max(0, batch.kept - 1)
-            # Stored state may end within another adapter's run, or have to come first: then it has
-            # its pages, and waits.
+            # Its stored state may have to come, or end within another adapter's run: then it waits.
             if self._has_adapter(request, batch) and not (batch.requests and self._is_coming(request)):
                 batch.add(request, self._count(request, batch))
 
@@ -348,7 +346,7 @@ class Scheduler:
         return (batch.held_back and bool(request.runs.ids)) or not self._has_adapter(request, batch)
 
     def _most(self, request: ScheduledRequest) -> int:
-        """Return how many of its tokens a step may take: beside its window, if that slides."""
+        """Return how many of its tokens a step may take, beside its window if that slides."""
         if request.window is None:
             most = self.limits.max_num_batched_tokens
             return min(most, BACKGROUND_CHUNK) if request.priority == BACKGROUND else most
@@ -475,8 +473,7 @@ class Scheduler:
         request.note_reuse()
 
     def _duplicates(self, request: ScheduledRequest) -> bool:
-        """Return whether a running prompt is computing a prefix that this request could fork
-        later."""
+        """Return whether a running prompt computes a prefix that this request could fork later."""
         if self._cache is None or not request.cacheable:
             return False
         ids = request.tokens.ids[: self._limit(request)]

@@ -255,6 +255,7 @@ class Session(StateAccess):
             adapters=self._names,
         )
         child._turns, child._labels, child._kept = self._turns.up_to(length), self._labels, self._kept
+        child._last_commit = self._last_commit
         return child
 
     @kept

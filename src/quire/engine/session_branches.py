@@ -345,12 +345,17 @@ class SessionBranches:
         """Give up the cached sequence that was used longest ago; return whether there was any."""
         if self.cache is None or (seq := self.cache.oldest()) is None:
             return False
-        key = self.cache.key_of(seq)
-        salt, runs = (key.salt, key.runs) if isinstance(key, AdapterKey) else (key, ())
-        self.tier.save_prefix(seq, self.cache.tokens_of(seq), runs, salt)
+        self._save_cached(seq)
         self.cache.evict()
         self.apply(Remove(seq))
         return True
+
+    def _save_cached(self, seq: SeqId) -> None:
+        """Let the tier keep a sequence of the prefix cache that is about to go."""
+        assert self.cache is not None
+        key = self.cache.key_of(seq)
+        salt, runs = (key.salt, key.runs) if isinstance(key, AdapterKey) else (key, ())
+        self.tier.save_prefix(seq, self.cache.tokens_of(seq), runs, salt)
 
     def demote(self, tokens: NDArray[np.int64], key: Hashable, start: int) -> int:
         """Give up the cached state of these tokens from ``start`` on, as if the pool were short;
@@ -361,6 +366,7 @@ class SessionBranches:
         for seq, length in self.cache.cached_on(tokens, key, start):
             kept = self.runner.state.nearest_reachable(seq, start)
             fork = self.fork_of(seq, kept) if kept else None
+            self._save_cached(seq)
             self.remove(seq)
             if fork is not None:
                 self.remove_all(self.cache.insert(fork, tokens[:kept], key))

@@ -11,12 +11,15 @@ from torch import Tensor
 from quire.branches.adapter_keys import NO_SALT
 from quire.branches.cache_rows import become_fork
 from quire.contracts.layers import LayerSpec
-from quire.engine import layer_memory, saved_sessions
+from quire.engine import layer_memory, saved_sessions, session_commits
 from quire.engine.keeping import kept
 from quire.engine.live_sequence import LiveSequence
 from quire.engine.token_ids import is_integer
-from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from quire.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.interrupts import uninterrupted
+from quire.signatures import require_bool
+from quire.store.commit_history import History
+from quire.store.commits import SessionCommit, checked_branch, checked_message, space_of
 
 if TYPE_CHECKING:
     from quire.executor.cache import KVCache
@@ -41,6 +44,59 @@ class StateAccess(LiveSequence):
         self._compute_to_save("to_bytes")
         with self._branch("to_bytes") as branch:
             return saved_sessions.to_bytes(self._engine, branch, self._identity)
+
+    @uninterrupted
+    @kept
+    def commit(self, name: str, message: str | None = None, *, force: bool = False, owner: str = "") -> SessionCommit:
+        """Keep the session as it is now in the store's first durable tier, as the next commit of
+        the branch ``name``. Only what the tier lacks is written; tokens that are not computed yet
+        are computed first.
+
+        A new branch is made. One that exists goes on, if this session continues its last commit;
+        ``AlreadyExists`` else, unless ``force``. ``owner`` tells branches of equal names apart: a
+        server gives that of the API key. ``InvalidArgument``: the name is none.
+        ``FailedPrecondition``: the store has no durable tier. ``TierError``,
+        ``ResourceExhausted``: it cannot be written, or has no room.
+        """
+        branch, text, space = checked_branch(name), checked_message(message), space_of(owner)
+        require_bool("force", force)
+        engine = self._engine
+
+        async def require_way(history: History) -> None:
+            if not force:
+                await history.require_way(branch, self._last_commit)
+
+        self._idle("commit")
+        session_commits.ask(engine, space, require_way)
+        self._compute_to_save("commit")
+        with engine.lock:
+            made = session_commits.draft(
+                engine,
+                self._idle("commit"),
+                self._identity,
+                turns=self._turns,
+                parent=self._last_commit,
+                message=text,
+                name=self.name,
+                labels=self.labels,
+            )
+        try:
+            session_commits.write(engine, space, made)
+        finally:
+            session_commits.release(engine, made)
+
+        async def move(history: History) -> None:
+            await require_way(history)
+            await history.move(branch, made.commit.id)
+
+        # Before the branch: if nobody can tell whether that was written, the next commit continues.
+        self._last_commit, before = made.commit.id, self._last_commit
+        try:
+            session_commits.ask(engine, space, move, whole=True)
+        except AlreadyExists:
+            self._last_commit = before
+            raise
+        return made.commit
 
     def _compute_to_save(self, verb: str) -> None:
         """Run all tokens but the last, and that too if it is an embedding: files have none."""

@@ -11,12 +11,15 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from functools import cache
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-import torch
 import xxhash
 
 from quire.errors import DataLoss, InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 Span: TypeAlias = tuple[int, int]
@@ -31,18 +34,29 @@ MAX_CONTAINERS = 1_000_000
 MAX_METADATA_DEPTH = 64
 MAX_RANK = 64
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
-"""By their names in the header, which are those of safetensors."""
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+@cache
+def dtypes() -> Mapping[str, torch.dtype]:
+    """Return the dtypes by their names in the header, which are those of safetensors."""
+    # Here: records have no tensors, and whoever reads only those need not wait for torch.
+    import torch
+
+    return {
+        "F64": torch.float64,
+        "I64": torch.int64,
+        "F32": torch.float32,
+        "I32": torch.int32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+    }
+
+
+@cache
+def _names() -> Mapping[torch.dtype, str]:
+    return {dtype: name for name, dtype in dtypes().items()}
+
 
 # The digits of the header's checksum stand at a fixed place in every version of the format, so that
 # a reader can tell damage from a version that it does not know.
@@ -133,7 +147,7 @@ class HeaderDraft:
         )
         table: dict[str, JSON] = {"__metadata__": {"header_checksum": _ZEROS, "quire": document}}
         for name, spec in self.specs.items():
-            table[name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": self.spans[name]}
+            table[name] = {"dtype": _names()[spec.dtype], "shape": spec.shape, "data_offsets": self.spans[name]}
         text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         header = bytearray(len(text).to_bytes(8, "little") + text)
@@ -163,8 +177,8 @@ def _check_plan(plan: Sequence[TensorSpec]) -> None:
         if name in seen:
             raise InvalidArgument(f"tensor {name!r} is planned twice; names must differ")
         seen.add(name)
-        if spec.dtype not in _DTYPE_NAMES:
-            accepted = ", ".join(str(dtype) for dtype in DTYPES.values())
+        if spec.dtype not in _names():
+            accepted = ", ".join(str(dtype) for dtype in dtypes().values())
             raise InvalidArgument(f"tensor {name!r} has dtype {spec.dtype}; a state file holds {accepted}")
         if not _is_shape(spec.shape, spec.dtype.itemsize):
             raise InvalidArgument(f"tensor {name!r} has shape {spec.shape!r}; expected up to {MAX_RANK} sizes >= 0")
@@ -317,9 +331,9 @@ def _tensor_entry(name: str, entry: object, label: str) -> tuple[TensorSpec, Spa
     dtype_name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype_name, str):
         raise DataLoss(f"{label}: tensor {name!r}: the name of a dtype expected, {dtype_name!r:.80} found")
-    if dtype_name not in DTYPES:
-        raise InvalidArgument(f"{label}: tensor {name!r}: dtype {some(DTYPES)} expected, {dtype_name!r:.80} found")
-    dtype = DTYPES[dtype_name]
+    if dtype_name not in dtypes():
+        raise InvalidArgument(f"{label}: tensor {name!r}: dtype {some(dtypes())} expected, {dtype_name!r:.80} found")
+    dtype = dtypes()[dtype_name]
     if not isinstance(shape, list) or not _is_shape(shape, dtype.itemsize):
         raise DataLoss(f"{label}: tensor {name!r}: up to {MAX_RANK} sizes >= 0 expected, {shape!r:.80} found")
     spec = TensorSpec(name=name, dtype=dtype, shape=tuple(shape))

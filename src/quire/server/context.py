@@ -58,11 +58,10 @@ class Context:
 
     def salt(self, owner: str, given: str | None) -> str | None:
         """Return the salt of a request's prefixes, out of its owner and its own ``cache_salt``. No
-        other API key has it, unless the server shares. ``owner`` is a digest of fixed length, so no
-        two pairs give the same salt."""
+        other API key has it, unless the server shares. ``owner`` is a digest of fixed length."""
         if not owner or self.settings.share_prefix_cache:
             return given
-        return OwnedSalt(owner if given is None else f"{owner} {given}", owner)
+        return OwnedSalt(given, owner)
 
     def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a request's ``model`` names; None for the base model or no name.

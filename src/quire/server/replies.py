@@ -112,8 +112,8 @@ class Reply(ABC):
     async def chunks(self, sources: Sequence[Source]) -> Chunks:
         """Yield the answer as it comes."""
         head = {**self._head, "object": self.chunk_object}
-        # What was done with hints is known at the end only, and goes with the last chunk.
-        holds, held = bool(self.hints) and not self._with_usage, None
+        # What was reused, and done with hints, is known at the end, and goes with the last chunk.
+        held: Chunk | None = None
         try:
             async with aclosing(deltas(sources)) as stream:
                 async for number, delta in stream:
@@ -125,7 +125,7 @@ class Reply(ABC):
                         if held is not None:
                             yield held
                         chunk: Chunk = {**head, "choices": [choice], **self._usage_of_chunk()}
-                        held = chunk if holds and choice.get("finish_reason") is not None else None
+                        held = None if self._with_usage or choice.get("finish_reason") is None else chunk
                         if held is None:
                             yield chunk
         except Exception:

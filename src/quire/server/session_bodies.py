@@ -88,6 +88,24 @@ class RewindBody(StrictBody):
     """Number of tokens that are removed."""
 
 
+class CommitBody(StrictBody):
+    name: str
+    """The branch."""
+    message: str | None = None
+    force: bool = False
+    """Let the branch go from where it stands, if that is no earlier state of this session."""
+
+
+class CheckoutBody(StrictBody):
+    branch: str
+    """A branch, or 8 digits or more of a commit's id."""
+    ttl: Seconds | None = None
+    name: str | None = None
+    """The session's name; none if it is missing."""
+    labels: Labels | None = None
+    """The session's labels; those of the commit if they are missing."""
+
+
 class AdapterBody(StrictBody):
     name: str | None
     """A loaded adapter; null: the base model."""

@@ -18,8 +18,9 @@ from starlette.responses import Response
 
 from quire.async_llm import AsyncSession
 from quire.engine.session_labels import checked_labels, checked_name
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.errors import FailedPrecondition, InvalidArgument, NotFound, Unsupported
 from quire.sampling_params import SamplingParams
+from quire.server.branch_routes import commit_object
 from quire.server.context import Context
 from quire.server.errors import ApiError, bad_field, naming
 from quire.server.events import EventStream, JsonAnswer, unless_gone
@@ -29,6 +30,8 @@ from quire.server.replies import answer_in_session
 from quire.server.session_batches import SessionBatch, SessionReply
 from quire.server.session_bodies import (
     AdapterBody,
+    CheckoutBody,
+    CommitBody,
     CreateBody,
     ForkBody,
     GenerateBody,
@@ -196,6 +199,20 @@ async def generate_many(body: GenerateManyBody, request: Request) -> Response:
         raise
 
 
+@router.post("/checkout")
+async def checkout(body: CheckoutBody, request: Request) -> Response:
+    """Make a session that goes on from a branch or a commit."""
+    context, owner = _context(request), _owner(request)
+    with _about(None):
+        name, labels = checked_name(body.name), checked_labels(body.labels or {})
+    with context.sessions.room(owner):
+        with naming({}, "branch", (InvalidArgument, NotFound)):
+            session = await context.llm.checkout(body.branch, owner=owner)
+        labels = session.labels if body.labels is None else labels
+        # It is pinned if its state cannot be computed again.
+        return await _held(request, session, ttl=body.ttl, pin=session.pinned, name=name, labels=labels)
+
+
 @router.get("/{session_id}")
 async def describe(session_id: str, request: Request, rewind_to: RewindTo = None, tokens: bool = True) -> Response:
     """Describe a session: its content, shared pages, and the costs of going back."""
@@ -254,6 +271,7 @@ async def _summary(context: Context, held: HeldSession) -> dict[str, Any] | None
         "shared_pages": shared,
         "pinned": session.pinned,
         "modified": session.modified,
+        "last_commit": session.last_commit,
         "window": None if session.window is None else dict(zip(("window", "sink"), session.window, strict=True)),
         "in_use": held.busy,
         "ttl": held.ttl,
@@ -347,6 +365,15 @@ async def rewind(session_id: str, body: RewindBody, request: Request) -> Respons
         with _about("n" if body.to is None else "to"):
             replayed = await session.rewind(body.to, body.n)
             return JsonAnswer({"id": session_id, "num_tokens": len(session), "replayed": replayed})
+
+
+@router.post("/{session_id}/commit")
+async def commit(session_id: str, body: CommitBody, request: Request) -> Response:
+    """Keep the session as it is now, as the next commit of a branch."""
+    async with _used(request, session_id, "commit") as session:
+        with naming({"message": "message"}, "name", (InvalidArgument,)):
+            made = await session.commit(body.name, body.message, force=body.force, owner=_owner(request))
+        return JsonAnswer({"id": session_id, "commit": commit_object(made)})
 
 
 @router.post("/{session_id}/adapter")

@@ -1,9 +1,8 @@
 """Objects: state as bytes, with all that says whether it fits, and back.
 
-An object is a state file of kind ``object`` (tensors of a run, or of a stop) or ``record`` (a
-document). Who reads one checks its name, layout, adapters and tokens, then the checksum of each
-tensor when that is read. Everything that does not fit is ``Unfit`` with a reason, which callers
-count.
+An object is a state file of kind ``object``: tensors of a run, or of a stop. Who reads one checks
+its name, layout, adapters and tokens, then the checksum of each tensor when that is read.
+Everything that does not fit is ``Unfit`` with a reason, which callers count.
 """
 
 from __future__ import annotations
@@ -15,14 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from quire.contracts.kv_state import TensorPlan
-from quire.contracts.store import Blob, ObjectKey, ObjectKind
+from quire.contracts.store import Blob, ObjectKey
 from quire.errors import QuireError
 from quire.kv.state_schema import check_metadata
 from quire.kv.statefile import StateFile, TensorSpec, read_state, to_bytes
-
-
-class Unfit(QuireError):
-    """An object that is damaged, or another one than its key says. ``code`` is the reason."""
+from quire.store.records import Unfit
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +76,9 @@ def unpack(key: ObjectKey, contents: Contents, blob: Blob) -> StateFile:
         file = read_state(blob, verify=False)
         check_metadata(file.metadata, ("object",))
     except QuireError as error:
-        raise Unfit(f"object {key.name}: {error}", code="damaged") from None
+        raise Unfit(f"object {key.name}: {error}", code="header") from None
     if {name: value for name, value in file.metadata.items() if name != "sequence"} != contents.metadata(key):
-        raise Unfit(f"object {key.name} holds the state of other tokens, or of another model", code="other")
+        raise Unfit(f"object {key.name} holds the state of other tokens, or of another model", code="key")
     return file
 
 
@@ -93,29 +89,10 @@ def read_tensors(key: ObjectKey, file: StateFile, layer: int, plan: Mapping[str,
         full = tensor_name(layer, name)
         spec = file.specs.get(full)
         if spec is None or spec.shape != one.shape or spec.dtype != one.dtype:
-            raise Unfit(f"object {key.name} has no {full} of {one.dtype} {list(one.shape)}", code="other")
+            raise Unfit(f"object {key.name} has no {full} of {one.dtype} {list(one.shape)}", code="layout")
         try:
             file.verify(full)
         except QuireError as error:
-            raise Unfit(f"object {key.name}: {error}", code="damaged") from None
+            raise Unfit(f"object {key.name}: {error}", code="checksum") from None
         found[name] = file.tensor(full)
     return found
-
-
-def pack_record(key: ObjectKey, document: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a record."""
-    return to_bytes({"kind": "record", "name": key.name, "document": dict(document)}, [], ())
-
-
-def unpack_record(key: ObjectKey, blob: Blob) -> dict[str, Any]:
-    """Return the document of a record. Raise ``Unfit``."""
-    assert key.kind is ObjectKind.RECORD
-    try:
-        with read_state(blob) as file:
-            check_metadata(file.metadata, ("record",))
-            metadata: Mapping[str, Any] = file.metadata
-    except QuireError as error:
-        raise Unfit(f"record {key.name}: {error}", code="damaged") from None
-    if metadata["name"] != key.name:
-        raise Unfit(f"record {key.name} is another one, {metadata['name']:.100}", code="other")
-    return dict(metadata["document"])

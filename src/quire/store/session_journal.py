@@ -133,6 +133,8 @@ class SessionRecord:
     pinned: bool = False
     chat: str | None = None
     """``ChatTurns.written`` in JSON; None: there are no turns."""
+    commit: str | None = None
+    """The id of the commit that it was made from, or was committed as last."""
     state: str | None = None
     """The name of its state file below ``states/``; None: its tokens give its state."""
     lifetime: Lifetime = _ENDLESS

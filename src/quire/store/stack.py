@@ -11,13 +11,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
 from quire.contracts.store import Blob, ObjectKey, ObjectKind, StoreTier, TierStat
-from quire.errors import InvalidArgument
+from quire.errors import FailedPrecondition, InvalidArgument
 from quire.metrics import MetricFamily
 from quire.store.memory import MemoryTier
 from quire.store.store_metrics import DAMAGE, StoreMetrics
@@ -202,6 +202,25 @@ class Store:
             self._change(keys, lambda: _all(one.pin(keys, pinned) for one in self._far)) if self._far else _done(True)
         )
 
+    def direct(self, function: Callable[[StoreTier], Coroutine[object, object, R]]) -> Future[R]:
+        """Run a coroutine over the first durable tier, on the store's loop. Errors of the tier are
+        those of the result, and nothing is asked twice or left out. ``FailedPrecondition``: there
+        is no durable tier, or the store is closed."""
+        if not self._durable:
+            raise FailedPrecondition("the store has no durable tier")
+        tier = self._durable[0].tier
+
+        async def run() -> R:
+            task = asyncio.current_task()
+            assert task is not None
+            self._keep(task)
+            return await function(tier)
+
+        with self._room:
+            if self._closed:
+                raise FailedPrecondition("the store is closed")
+            return asyncio.run_coroutine_threadsafe(run(), self._started())
+
     def flush(self, timeout: float) -> bool:
         """Wait until all changes asked for before are made, or have failed; return whether they
         were within ``timeout`` seconds."""
@@ -345,12 +364,17 @@ class Store:
             if self._closed:
                 future.set_result(otherwise)
                 return future
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._run, args=(self._loop,), name="quire-store", daemon=True)
-                self._thread.start()
-            self._loop.call_soon_threadsafe(start, self._loop)
+            loop = self._started()
+            loop.call_soon_threadsafe(start, loop)
         return future
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        """Return the loop. The caller has the lock."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._run, args=(self._loop,), name="quire-store", daemon=True)
+            self._thread.start()
+        return self._loop
 
     # ------------------------------------------------------------------ the loop's thread
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from quire.config import parse_bytes
@@ -29,6 +32,25 @@ def open_tiers(urls: str | Sequence[str]) -> list[StoreTier]:
     """Return the tiers of URLs in their order; ``InvalidArgument`` for a URL that is none of
     ``ACCEPTED``. Nothing is opened or connected before its first use."""
     return [_tier(url) for url in ([urls] if isinstance(urls, str) else urls)]
+
+
+def durable_tier(url: str) -> StoreTier:
+    """Return the tier of a URL; ``InvalidArgument`` unless it names one that outlives processes."""
+    if not isinstance(url, str):
+        raise InvalidArgument(field="url", given=url, allowed="one URL, as file:///DIRECTORY")
+    (tier,) = open_tiers(url)
+    if not tier.is_durable:
+        raise InvalidArgument(field="url", given=url, allowed="a store that outlives the process, not memory://")
+    return tier
+
+
+def state_tier(directory: str | os.PathLike[str]) -> FileTier:
+    """Return the tier of a ``state_dir``, for a store that has no other durable one. It takes at
+    most half of the disk space that is free of other files."""
+    path = Path(directory).absolute() / "store"
+    there = next(one for one in (path, *path.parents) if one.is_dir())
+    held = sum(file.stat().st_size for file in path.rglob("*.quire"))
+    return FileTier(path, (shutil.disk_usage(there).free + held) // 2)
 
 
 def _tier(url: str) -> StoreTier:

@@ -1,0 +1,156 @@
+"""What a commit of a session is made of, and the way to the store's branches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from quire.branches.adapter_keys import written_key
+from quire.contracts.store import KEY_BYTES, ObjectKey, ObjectKind
+from quire.engine import saved_sessions
+from quire.engine.chat_turns import ChatTurns
+from quire.engine.engine import Engine
+from quire.engine.sequence_request import SessionBranch
+from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from quire.interrupts import POLL_SECONDS, check
+from quire.models.fingerprint import ModelIdentity
+from quire.runner.adapter_history import written
+from quire.store.commit_history import History
+from quire.store.commits import TOKENS_IN_PIECE, TURNS_IN_PIECE, SessionCommit, Space, StateNames, split
+from quire.store.keys import records_of
+from quire.types import Remove, SeqId, Step
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitDraft:
+    """A commit whose objects are not written yet."""
+
+    commit: SessionCommit
+    pieces: Mapping[str, list[Any]]
+    objects: Mapping[ObjectKey, Callable[[], bytes]]
+    """What makes each object, until ``release``."""
+    fork: SeqId | None
+    """The sequence that they are made from."""
+
+
+def ask(
+    engine: Engine, space: Space, function: Callable[[History], Coroutine[Any, Any, R]], *, whole: bool = False
+) -> R:
+    """Return what a coroutine makes of the branches in the first durable tier. The wait is a check
+    point, unless it is to happen ``whole``. ``FailedPrecondition`` without a durable tier;
+    ``TierError``: the tier cannot be read or written."""
+    store = engine.stored.store
+    if store is None or not store.is_durable:
+        raise FailedPrecondition(
+            "commits and branches are kept in a store that outlives the process, and this LLM has none; give it store= with a "
+            'tier like "file:///DIRECTORY", or state_dir='
+        )
+    future = store.direct(lambda tier: function(History(tier, space)))
+    try:
+        while True:
+            try:
+                return future.result(POLL_SECONDS)
+            except TimeoutError:
+                if future.done():
+                    raise
+                if not whole:
+                    check()
+    except CancelledError:
+        raise FailedPrecondition("the store was closed meanwhile") from None
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def draft(
+    engine: Engine,
+    state: SessionBranch,
+    identity: ModelIdentity,
+    *,
+    turns: ChatTurns,
+    parent: str | None,
+    message: str,
+    name: str | None,
+    labels: Mapping[str, str],
+) -> CommitDraft:
+    """Describe an idle session of which at most the last token is not computed. The caller has the
+    engine's lock, and calls ``release`` later."""
+    saved_sessions.require_computed(state)
+    try:
+        chat: Any = json.loads(turns.written() or "null")
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"a message of the session's chat is no JSON ({error}); a commit holds only such"
+        ) from None
+    stored = engine.stored
+    modified = saved_sessions.needs_state(state) or bool(stored.layout.refusal)
+    objects: Mapping[ObjectKey, Callable[[], bytes]]
+    if modified:
+        blob = saved_sessions.to_bytes(engine, state, identity)
+        key = _file_key(blob, len(state.tokens))
+        names, objects, fork = StateNames(file=(key.name, len(blob))), {key: lambda: blob}, None
+    else:
+        names, objects, fork = stored.described(state)
+    tokens = split(state.tokens.ids.tolist(), TOKENS_IN_PIECE)
+    spoken = split([] if chat is None else chat.pop("turns"), TURNS_IN_PIECE)
+    key_of_session: Any = state.key
+    commit = SessionCommit(
+        parent=parent,
+        time=time.time(),
+        message=message,
+        session=name,
+        labels=dict(labels),
+        num_tokens=len(state.tokens),
+        model=identity.fields(),
+        layout_hash=engine.runner.state.get_layout_hash(),
+        adapters=written(state.runs, engine.branches.fingerprint_of),
+        key=written_key(key_of_session),
+        window=None if state.window is None else (state.window.size, state.window.sink),
+        modified=modified,
+        tokens=tuple(tokens),
+        turns=tuple(spoken),
+        chat=chat,
+        state=names,
+    )
+    return CommitDraft(commit=commit.signed(), pieces=tokens | spoken, objects=objects, fork=fork)
+
+
+def write(engine: Engine, space: Space, made: CommitDraft) -> None:
+    """Write what the tier lacks of a commit: its objects, then its records."""
+    there = ask(engine, space, lambda history: history.there(list(made.objects)))
+    for key, make in made.objects.items():
+        if not there[key]:
+            blob = make()
+            _put(engine, space, key, blob)
+            check()
+    ask(engine, space, lambda history: history.add(made.commit, made.pieces, made.objects.keys()))
+
+
+def release(engine: Engine, made: CommitDraft) -> None:
+    """Give back what a draft holds."""
+    if made.fork is not None:
+        with engine.lock:
+            engine.runner.execute(Step(edits=(Remove(made.fork),)))
+
+
+def _put(engine: Engine, space: Space, key: ObjectKey, blob: bytes) -> None:
+    if not ask(engine, space, lambda history: history.tier.put(key, blob)):
+        raise ResourceExhausted(
+            f"the first durable tier of the store has no room for an object of {len(blob)} bytes; give it more room, or delete "
+            "branches and collect garbage"
+        )
+
+
+def _file_key(blob: bytes, length: int) -> ObjectKey:
+    """Return the key of a whole state file, which no other commit has: what a collection removes is
+    never another's."""
+    parent = records_of(f"state/{secrets.token_hex(16)}")
+    return ObjectKey(parent, ObjectKind.STOP, length, hashlib.blake2b(blob, digest_size=KEY_BYTES).digest())

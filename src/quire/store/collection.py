@@ -1,0 +1,166 @@
+"""Garbage collection: what no branch reaches any more goes, in all spaces of a tier.
+
+It looks at commits only. An object that such a commit names, and none that stays, is removed,
+unless other state stands under it: that is the cache's, and so is the object from then on. Commits
+younger than an hour stay with all that they name, since their branch may be about to be written: so
+other processes may commit meanwhile. Whatever it takes too much of is computed again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from quire.contracts.store import ObjectKey, StoreTier
+from quire.errors import DataLoss
+from quire.store.commit_history import AT_ONCE, History
+from quire.store.commits import SPACES, SessionCommit, Space
+from quire.store.records import Unfit, unpack_record
+
+SPARED_SECONDS = 3600.0
+"""Commits that are younger stay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What a collection removed, or would remove."""
+
+    commits: int
+    objects: int
+    bytes: int
+    """Of the state in these objects."""
+    pieces: int
+    released: int
+    """Objects that were pinned, and are now the cache's."""
+    keys: tuple[ObjectKey, ...]
+    """Of the objects."""
+
+
+async def collect(
+    tier: StoreTier, *, dry_run: bool = False, now: float | None = None, spared_seconds: float = SPARED_SECONDS
+) -> Collected:
+    """Remove what no branch of any space reaches; ``dry_run``: only say what that is. ``DataLoss``
+    if a record that is needed to tell is damaged: then nothing is removed."""
+    now = time.time() if now is None else now
+    spaces = [_Marked(History(tier, space)) for space in await spaces_of(tier)]
+    for one in spaces:
+        await one.mark(now, spared_seconds)
+    kept = {key for one in spaces for key in one.kept}
+    gone = {key: nbytes for one in spaces for key, nbytes in one.gone.items() if key not in kept}
+    # Commits that came meanwhile.
+    for one in spaces:
+        for key in await one.late():
+            gone.pop(key, None)
+    below = await _with_others(tier, gone)
+    removed = {key: nbytes for key, nbytes in gone.items() if key not in below}
+    commits = [key for one in spaces for key in one.garbage]
+    pieces = [key for one in spaces for key in one.loose]
+    if not dry_run:
+        # What names the others goes after them: a collection that is cut off is done again.
+        await spaces[0].history.pin(list(below), False)
+        for keys in (list(removed), commits, pieces):
+            for start in range(0, len(keys), AT_ONCE):
+                await tier.remove(keys[start : start + AT_ONCE])
+    return Collected(
+        commits=len(commits),
+        objects=len(removed),
+        bytes=sum(removed.values()),
+        pieces=len(pieces),
+        released=len(below),
+        keys=tuple(removed),
+    )
+
+
+async def spaces_of(tier: StoreTier) -> list[Space]:
+    """Return all spaces, that of programs first. ``DataLoss``: a record is damaged."""
+    (keys,) = await tier.children([SPACES])
+    found = {""}
+    for key, blob in zip(keys, await tier.get(keys), strict=True):
+        try:
+            if blob is not None:
+                found.add(unpack_record(key, blob)["name"])
+        except Unfit as error:
+            raise DataLoss(str(error)) from None
+    return [Space(name) for name in sorted(found)]
+
+
+async def _with_others(tier: StoreTier, gone: Collection[ObjectKey]) -> set[ObjectKey]:
+    """Return those of ``gone`` under which something stands that is not of them."""
+    listed, found = list(gone), set[ObjectKey]()
+    under: dict[ObjectKey, list[ObjectKey]] = {}
+    for start in range(0, len(listed), AT_ONCE):
+        some = listed[start : start + AT_ONCE]
+        under.update(zip(some, await tier.children([key.digest for key in some]), strict=True))
+    while True:
+        stays = {key for key in listed if any(one not in gone or one in found for one in under[key] if one != key)}
+        if stays == found:
+            return found
+        found = stays
+
+
+class _Marked:
+    """What a space has, and what its branches reach."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.kept: set[ObjectKey] = set()
+        """Objects of commits that stay."""
+        self.gone: dict[ObjectKey, int] = {}
+        """Objects of the others, and their bytes."""
+        self.garbage: list[ObjectKey] = []
+        """Commits that do not stay."""
+        self.loose: list[ObjectKey] = []
+        """Pieces that no commit names that stays."""
+        self._seen: set[ObjectKey] = set()
+
+    async def mark(self, now: float, spared: float) -> None:
+        history, space = self.history, self.history.space
+        # In this order, so that a piece that is seen belongs to a commit that is seen.
+        (pieces,) = await history.tier.children([space.pieces])
+        (keys,) = await history.tier.children([space.commits])
+        found = {key.digest.hex(): await self._commit(key) for key in keys}
+        heads = [one.id for one in (await history.branches()).values()]
+        young = [name for name, one in found.items() if one is not None and now - one.time < spared]
+        stays = set[str]()
+        for name in [*heads, *young]:
+            at: str | None = name
+            while at is not None and at not in stays:
+                if (commit := found.get(at)) is None:
+                    if name in heads:
+                        await history.commit(at)  # tells why
+                    break
+                stays.add(at)
+                at = commit.parent
+        self._seen, named = set(keys), set[ObjectKey]()
+        for name in stays:
+            commit = found[name]
+            assert commit is not None
+            named.update(map(space.piece, commit.pieces))
+            self.kept |= (await history.objects(commit)).keys()
+        for key in keys:
+            if (name := key.digest.hex()) not in stays:
+                self.garbage.append(key)
+                self.gone |= await self._objects(found[name])
+        self.loose = [key for key in pieces if key not in named]
+
+    async def late(self) -> Iterable[ObjectKey]:
+        """Return the objects of commits that were not there at ``mark``."""
+        (keys,) = await self.history.tier.children([self.history.space.commits])
+        late = [await self._commit(key) for key in keys if key not in self._seen]
+        return [key for one in late for key in await self._objects(one)]
+
+    async def _commit(self, key: ObjectKey) -> SessionCommit | None:
+        """Return a commit; None for one that is damaged."""
+        try:
+            return await self.history.commit(key.digest.hex())
+        except DataLoss:
+            return None
+
+    async def _objects(self, commit: SessionCommit | None) -> dict[ObjectKey, int]:
+        """Return the objects of a commit, none if they cannot be told: what has no pieces was never
+        complete, and has pinned nothing."""
+        try:
+            return {} if commit is None else await self.history.objects(commit)
+        except DataLoss:
+            return {}

@@ -1,0 +1,243 @@
+"""Commits: documents that say what a session was, and which objects hold its state. No torch.
+
+A commit names its tokens and the turns of its chat by *pieces*, lists of a fixed number of items
+under the digest of what they hold, so that the commits of one session share all but the last ones.
+The names of its objects follow from the tokens (``quire.store.keys``). Its id is a digest of the
+document, its parent's id included, so an id stands for a whole history.
+
+A *space* holds the branches of one owner. All names of records depend on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.contracts.store import KEY_BYTES, ObjectKey, ObjectKind
+from quire.errors import DataLoss, InvalidArgument, Unsupported
+from quire.store.keys import Chain, record_key, records_of
+
+VERSION = 1
+"""Of the documents. A newer one is refused."""
+LONGEST_NAME, LONGEST_MESSAGE = 128, 4096
+"""Characters of a branch's name, and of a message."""
+TOKENS_IN_PIECE, TURNS_IN_PIECE = 1024, 16
+
+_NAME = re.compile(r"(?![-/])[A-Za-z0-9._/-]{1,128}")
+_ID = re.compile(r"[0-9a-f]{8,40}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateNames:
+    """What the names of the objects of a state follow from, and their bytes of state."""
+
+    root: str = ""
+    """The digest, in hexadecimal digits, that the keys of its tokens descend from."""
+    chunk: int = 1
+    """Tokens of a full run."""
+    length: int = 0
+    """Tokens whose state there is."""
+    row_bytes: int = 0
+    """Bytes of a token in the layers that keep all tokens; 0: there are no objects of rows."""
+    stops: Sequence[Sequence[int]] = ()
+    """Position and bytes of each stop."""
+    file: Sequence[Any] | None = None
+    """Name and bytes of the one object that is a whole state file, where tokens do not give the
+    state; all of the above is empty then."""
+
+    def objects(self, ids_T: NDArray[np.int64], adapters: Sequence[Sequence[Any]]) -> dict[ObjectKey, int]:
+        """Return the keys of the objects of these tokens, and their bytes of state."""
+        if self.file is not None:
+            return {ObjectKey.parse(self.file[0]): self.file[1]}
+        if not self.root:
+            return {}
+        runs = tuple((start, fingerprint) for start, fingerprint in adapters)
+        chain = Chain.of(bytes.fromhex(self.root), ids_T[: self.length], runs, self.chunk)
+        found: dict[ObjectKey, int] = {}
+        for start in range(0, self.length, self.chunk) if self.row_bytes else ():
+            stop = min(start + self.chunk, self.length)
+            found[chain.rows(start, stop)] = (stop - start) * self.row_bytes
+        return found | {chain.stop(position): nbytes for position, nbytes in self.stops}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of state in all of them."""
+        rows = self.length * self.row_bytes + sum(nbytes for _, nbytes in self.stops)
+        return rows if self.file is None else int(self.file[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionCommit:
+    """A session as it was. ``id`` follows from all the rest."""
+
+    id: str = ""
+    """40 hexadecimal digits."""
+    parent: str | None
+    """The commit that the session was made from, or was committed as before."""
+    time: float
+    """Unix time."""
+    message: str
+    session: str | None
+    """The session's name."""
+    labels: Mapping[str, str]
+    num_tokens: int
+    model: Mapping[str, str]
+    """``ModelIdentity.fields``."""
+    layout_hash: str
+    """Of the layout of its KV state."""
+    adapters: Sequence[Sequence[Any]]
+    """[from position, fingerprint or None], as state files have it."""
+    key: Sequence[str | None]
+    """What may share state with it: ``adapter_keys.written_key``."""
+    window: Sequence[int] | None
+    """(window, sink)"""
+    modified: bool
+    """Whether tokens do not give its state: it is never computed again."""
+    tokens: Sequence[str]
+    """Pieces of its token ids."""
+    turns: Sequence[str]
+    """Pieces of its chat's turns."""
+    chat: Any
+    """What else is known of its chat; None: it has none."""
+    state: StateNames
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its state, shared ones included."""
+        return self.state.nbytes
+
+    @property
+    def pieces(self) -> list[str]:
+        """All pieces that it names."""
+        return [*self.tokens, *self.turns]
+
+    def document(self) -> dict[str, Any]:
+        """Return the document, which does not hold the id."""
+        listed = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "id"}
+        state = {one.name: getattr(self.state, one.name) for one in fields(self.state)}
+        return {"version": VERSION, **listed, "state": state}
+
+    def signed(self) -> Self:
+        """Return the same with its id."""
+        return replace(self, id=digest_of(self.document()))
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any], name: str) -> Self:
+        """Return the commit of a document that was found as ``name``. ``DataLoss`` for another one;
+        ``Unsupported`` for one of a newer version."""
+        if digest_of(document) != name:
+            raise DataLoss(f"commit {name} is damaged: its document has another digest")
+        version = document.get("version")
+        if not isinstance(version, int) or version > VERSION:
+            raise Unsupported(f"commit {name} is of version {version!r:.20}; this Quire reads up to {VERSION}")
+        try:
+            given = {key: value for key, value in document.items() if key != "version"}
+            return cls(**{**given, "id": name, "state": StateNames(**given["state"])})
+        except (TypeError, KeyError) as error:
+            raise DataLoss(f"commit {name} is damaged: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The names of one owner's records. ``name``: "" of a program, else ``space_of``."""
+
+    name: str = ""
+
+    def branch(self, name: str) -> ObjectKey:
+        """Return the key of a branch."""
+        return record_key(f"branch/{self.name}", name)
+
+    def commit(self, name: str) -> ObjectKey:
+        """Return the key of a commit."""
+        return ObjectKey(self.commits, ObjectKind.RECORD, 0, bytes.fromhex(name))
+
+    def piece(self, name: str) -> ObjectKey:
+        """Return the key of a piece."""
+        return ObjectKey(self.pieces, ObjectKind.RECORD, 0, bytes.fromhex(name))
+
+    @property
+    def branches(self) -> bytes:
+        """What all branches stand under."""
+        return records_of(f"branch/{self.name}")
+
+    @property
+    def commits(self) -> bytes:
+        """What all commits stand under."""
+        return records_of(f"commit/{self.name}")
+
+    @property
+    def pieces(self) -> bytes:
+        """What all pieces stand under."""
+        return records_of(f"piece/{self.name}")
+
+
+SPACES = records_of("space")
+"""What the records of all spaces stand under."""
+
+
+def space_of(owner: str) -> Space:
+    """Return an owner's space. Its name does not tell the owner."""
+    if not isinstance(owner, str) or not _is_unicode(owner):
+        raise InvalidArgument(field="owner", given=owner, allowed="a string")
+    return Space(hashlib.blake2b(b"space:" + owner.encode(), digest_size=16).hexdigest() if owner else "")
+
+
+def space_key(space: Space) -> ObjectKey:
+    """Return the key of the record that says that a space is used."""
+    return record_key("space", space.name)
+
+
+def split(items: Sequence[Any], count: int) -> dict[str, list[Any]]:
+    """Return items as pieces of ``count``, by name, in order."""
+    pieces = [list(items[start : start + count]) for start in range(0, len(items), count)]
+    # The place is part of the name: pieces of equal items at two places are two.
+    return {digest_of([number, piece]): piece for number, piece in enumerate(pieces)}
+
+
+def checked_piece(name: str, number: int, items: Sequence[Any]) -> list[Any]:
+    """Return the items of the piece at a place; ``DataLoss`` if they do not fit its name."""
+    if digest_of([number, list(items)]) != name:
+        raise DataLoss(f"piece {name} is damaged: its items have another digest")
+    return list(items)
+
+
+def digest_of(document: Any) -> str:
+    """Return the digest of what JSON can say, in hexadecimal digits."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=dict)
+    return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).hexdigest()
+
+
+def is_id(text: str) -> bool:
+    """Return whether a text may be an id, or the beginning of one."""
+    return _ID.fullmatch(text) is not None
+
+
+def checked_branch(name: object) -> str:
+    """Return the name of a branch; ``InvalidArgument`` for what can be none."""
+    good = isinstance(name, str) and _NAME.fullmatch(name) is not None
+    if not good or ".." in str(name):
+        allowed = f'1 to {LONGEST_NAME} of A-Z a-z 0-9 . _ - /, without "..", and not beginning with - or /'
+        raise InvalidArgument(field="name", given=name, allowed=allowed)
+    return str(name)
+
+
+def checked_message(message: object) -> str:
+    """Return a message, "" for None; ``InvalidArgument`` for what is none."""
+    if message is None:
+        return ""
+    if not isinstance(message, str) or len(message) > LONGEST_MESSAGE or not _is_unicode(message):
+        raise InvalidArgument(
+            field="message", given=message, allowed=f"text of at most {LONGEST_MESSAGE} characters, or None"
+        )
+    return message
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)

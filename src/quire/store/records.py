@@ -1,0 +1,39 @@
+"""Records: documents as objects. No torch.
+
+A record is a state file of kind ``record`` without tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.contracts.store import Blob, ObjectKey, ObjectKind
+from quire.errors import DataLoss, QuireError
+from quire.kv.state_header import VERSION, HeaderDraft, read_header
+from quire.kv.state_schema import check_metadata
+
+
+class Unfit(QuireError):
+    """An object that is damaged, or another one than its key says. ``code`` is the reason."""
+
+
+def pack_record(key: ObjectKey, document: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a record."""
+    return HeaderDraft({"kind": "record", "name": key.name, "document": dict(document)}, []).encode({})
+
+
+def unpack_record(key: ObjectKey, blob: Blob) -> dict[str, Any]:
+    """Return the document of a record. Raise ``Unfit``."""
+    assert key.kind is ObjectKind.RECORD
+    try:
+        header = read_header(memoryview(blob).cast("B"), "the record", VERSION)
+        metadata: Mapping[str, Any] = header.metadata
+        check_metadata(metadata, ("record",))
+        if header.specs:
+            raise DataLoss("the record has tensors; none are expected")
+    except QuireError as error:
+        raise Unfit(f"record {key.name}: {error}", code="damaged") from None
+    if metadata["name"] != key.name:
+        raise Unfit(f"record {key.name} is another one, {metadata['name']:.100}", code="other")
+    return dict(metadata["document"])

@@ -1,0 +1,147 @@
+"""Push and pull: a branch with its whole history, from one tier to another.
+
+Everything is verified before the branch is written at the target. What is there is not sent again.
+A transfer that is cut off leaves commits that no branch reaches; the next one goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from quire.contracts.store import KEY_BYTES, Blob, ObjectKey, StoreTier
+from quire.errors import DataLoss, NotFound, QuireError, ResourceExhausted
+from quire.store.commit_history import AT_ONCE, History
+from quire.store.commits import SessionCommit, checked_branch
+
+PARALLEL = 4
+"""Objects that are sent at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transferred:
+    """What a push or a pull did."""
+
+    name: str
+    commit: str
+    """The id of the commit at which the branch stands there now."""
+    commits: int
+    """That were not there before."""
+    objects: int
+    """That were sent."""
+    bytes: int
+    """Of state, in these."""
+    there: int
+    """Objects that were there already."""
+    missing: int
+    """Objects that the source has lost. Their state will be computed again."""
+
+
+async def transfer(source: History, target: History, name: str, *, force: bool, show: bool) -> Transferred:
+    """Copy a branch; ``show`` the bytes of state on stderr. ``NotFound``: there is none.
+    ``AlreadyExists``: the one there is no earlier state of it, and not ``force``. ``DataLoss``:
+    records, or state that cannot be computed again, are damaged or gone."""
+    if await source.head(checked_branch(name)) is None:
+        await source.find(name)
+        raise NotFound(f"{name!r} is a commit and no branch; give the name of a branch", field="name", given=name)
+    log = await source.log(await source.find(name))
+    if not force:
+        await _require_way(target, name, log)
+    objects = {commit.id: await source.objects(commit) for commit in reversed(log)}
+    wanted = {key: nbytes for found in objects.values() for key, nbytes in found.items()}
+    whole = {key for commit in log if commit.modified for key in objects[commit.id]}
+    with tqdm(total=sum(wanted.values()), desc=name, unit="B", unit_scale=True, disable=not show) as bar:
+        sending = _Sending(source.tier, target, wanted, whole, bar)
+        await sending.run()
+    known = await target.there([target.space.commit(one.id) for one in log])
+    for commit in reversed(log):
+        await target.add(commit, await source.pieces(commit), objects[commit.id].keys() - sending.lost)
+    await target.move(name, log[0].id)
+    return Transferred(
+        name=name,
+        commit=log[0].id,
+        commits=list(known.values()).count(False),
+        objects=sending.sent,
+        bytes=sending.sent_bytes,
+        there=len(wanted) - sending.sent - len(sending.lost),
+        missing=len(sending.lost),
+    )
+
+
+async def _require_way(target: History, name: str, log: list[SessionCommit]) -> None:
+    head = await target.head(name)
+    if head is not None and head not in {one.id for one in log}:
+        await target.require_way(name, None)
+
+
+class _Sending:
+    """The objects of a transfer."""
+
+    def __init__(
+        self,
+        source: StoreTier,
+        target: History,
+        wanted: dict[ObjectKey, int],
+        whole: set[ObjectKey],
+        bar: tqdm[Any],
+    ) -> None:
+        self.sent = self.sent_bytes = 0
+        self.lost: set[ObjectKey] = set()
+        self._source, self._target, self._wanted, self._whole = source, target, wanted, whole
+        self._bar = bar
+
+    async def run(self) -> None:
+        there = await self._target.there(list(self._wanted))
+        turns = asyncio.Semaphore(PARALLEL)
+
+        async def one(key: ObjectKey) -> None:
+            async with turns:
+                await self._one(key, there[key])
+                self._bar.update(self._wanted[key])
+
+        # In order: what an object stands under is written before it, as far as it matters.
+        keys = list(self._wanted)
+        for start in range(0, len(keys), AT_ONCE):
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for key in keys[start : start + AT_ONCE]:
+                        group.create_task(one(key))
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+
+    async def _one(self, key: ObjectKey, is_there: bool) -> None:
+        if is_there and key in self._whole:
+            # It cannot be computed again, so what is there is looked at.
+            (blob,) = await self._target.tier.get([key])
+            if blob is None or not _is_whole(key, blob, file=True):
+                await self._target.tier.remove([key])
+                is_there = False
+        if is_there:
+            return
+        (blob,) = await self._source.get([key])
+        if blob is None or not _is_whole(key, blob, file=key in self._whole):
+            if key in self._whole:
+                raise DataLoss(f"object {key.name} is damaged or gone, and its state cannot be computed again")
+            self.lost.add(key)
+            return
+        if not await self._target.tier.put(key, blob):
+            raise ResourceExhausted(f"{self._target.tier.label} has no room for the branch; give the tier more room")
+        self.sent += 1
+        self.sent_bytes += self._wanted[key]
+
+
+def _is_whole(key: ObjectKey, blob: Blob, *, file: bool) -> bool:
+    """Return whether an object is what its key says, with all checksums."""
+    if file:
+        return hashlib.blake2b(blob, digest_size=KEY_BYTES).digest() == key.digest
+    from quire.kv.statefile import read_state  # with torch
+
+    try:
+        with read_state(blob) as found:
+            return bool(found.metadata.get("name") == key.name)
+    except QuireError:
+        return False
