@@ -24,6 +24,7 @@ LAYERS = (
         "errors",
         "registry",
         "config",
+        "hints",
         "metrics",
         "sampling_fields",
         "sampling_params",

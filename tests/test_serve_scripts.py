@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import fuzz, slow_grammars, soak
+from bench import fuzz, next_turn, slow_grammars, soak
 from tests.server.conftest import serving
 
 from quire import AsyncLLM
@@ -283,3 +283,17 @@ def test_a_stream_beside_slow_grammars(monkeypatch: pytest.MonkeyPatch, capsys: 
         assert 0 < one["median_gap_ms"] <= one["longest_gap_ms"]
         assert (one["slow_tokens"] > 0) == (way != slow_grammars.ALONE)
         assert any(row.startswith(way) for row in table)
+
+
+# -- next turns ------------------------------------------------------------------------------------
+
+
+def test_the_first_token_of_a_next_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--prompt", "300", "--thought", "40", "--answer", "300", "--question", "5", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", ["next_turn.py", *sizes])
+    next_turn.main()
+    *table, line = capsys.readouterr().out.strip().splitlines()
+    seconds = json.loads(line)["seconds"]
+    assert list(seconds) == [next_turn.COLD, next_turn.HOT, next_turn.BROKEN_OFF, next_turn.PLAIN]
+    assert min(seconds.values()) > 0
+    assert all(any(row.startswith(way) for row in table) for way in seconds)

@@ -22,6 +22,7 @@ from quire.errors import (
     ResourceExhausted,
     Unsupported,
 )
+from quire.hints import CacheHints, Pin
 from quire.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
 from quire.waiting import DECISION as _DECISION  # noqa: F401  (before anybody loads torch)
 
@@ -60,6 +61,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BlendLoadError",
+    "CacheHints",
     "Cancelled",
     "CheckpointError",
     "CompletionOutput",
@@ -69,6 +71,7 @@ __all__ = [
     "InvalidArgument",
     "LlmExecutor",
     "NotFound",
+    "Pin",
     "QuireError",
     "RequestOutput",
     "ResourceExhausted",

@@ -17,7 +17,6 @@ from quire.branches.stored_state import StoredState
 from quire.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
-from quire.contracts.store import StoreTier
 from quire.engine.chat_templates import with_chosen_template
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
@@ -44,6 +43,7 @@ from quire.runner.local import LocalRunner
 from quire.sampling_params import SamplingParams
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
+from quire.store.urls import open_tiers, state_tier
 
 logger = logging.getLogger("quire")
 
@@ -139,12 +139,9 @@ HOST_SHARE = 0.125
 
 
 def make_store(config: EngineConfig) -> Store | None:
-    """Return the store of a configuration: host memory, and what it names; None: nothing."""
-    tiers: list[StoreTier] = []
-    if config.store or config.state_dir is not None:
-        from quire.store.urls import open_tiers, state_tier
-
-        tiers = open_tiers(config.store)
+    """Return the store of a configuration: host memory, what it names, and a directory below
+    ``state_dir`` if that is nothing durable; None: nothing."""
+    tiers = open_tiers(config.store)
     if config.state_dir is not None and not any(tier.is_durable for tier in tiers):
         tiers.append(state_tier(config.state_dir))
     if not any(tier.kind == "memory" for tier in tiers):

@@ -155,7 +155,7 @@ def print_rules(*, markdown: bool) -> None:
 
 def rules_page() -> str:
     """Return the text of ``docs/rules.md``."""
-    from quire.llm import ENGINE_REFUSALS
+    from quire.engine.abilities import ENGINE_REFUSALS
 
     return as_markdown(ENGINE_REFUSALS)
 

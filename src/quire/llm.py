@@ -21,18 +21,21 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from tqdm import tqdm
 
-from quire.build import Parts, build
-from quire.config import EngineConfig
+from quire.build import build
+from quire.config import EngineConfig, check_int
+from quire.engine.abilities import ENGINE_REFUSALS, ENGINE_VERBS
 from quire.engine.beam import search
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.page_use import OWNERS
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
-from quire.engine.prompts import Prompts
+from quire.engine.prompts import Prompt, Prompts
+from quire.engine.request_outputs import prefix_output
 from quire.engine.request_preparation import Messages as Messages
 from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session_history import SessionHistory
 from quire.errors import InvalidArgument
+from quire.hints import CacheHints
 from quire.interrupts import uninterrupted
 from quire.kv.rules import verbs_of
 from quire.models.catalogue import resolve_adapter
@@ -40,35 +43,11 @@ from quire.models.families import LoadedModel
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.progress import GenerationBar
 from quire.sampling_params import BeamSearchParams, SamplingParams
+from quire.signatures import require_bool
 from quire.store.session_journal import SessionJournal
 
 if TYPE_CHECKING:
     from quire.executor.executor import Executor
-
-ENGINE_REFUSALS: dict[str, str] = {
-    "LLM(speculative=...)": "speculation in the engine is not in this release; the executor has speculative_decode",
-    "LLM(quantization=...)": "quantised weights are not in this release",
-    "LLM(tensor_parallel_size=2), LLM(pipeline_parallel_size=2)": "one device runs the whole model in this release",
-    "LLM(trust_remote_code=True)": "code of checkpoints is never run",
-    "blending": "blending of cached segments is not in this release",
-}
-"""Options that the engine refuses, with reasons, for ``capabilities``."""
-
-ENGINE_VERBS: dict[str, str] = dict.fromkeys(
-    [
-        "structured outputs",
-        "prompt logprobs",
-        "logits processors",
-        "beam search",
-        "AsyncLLM",
-        "windowed sessions",
-        "host memory",
-        "adapters",
-        "sessions as KV caches",
-    ],
-    "",
-)
-"""Abilities beyond plain generation, with empty reasons against them, for ``capabilities``."""
 
 
 class LLM(SessionHistory):
@@ -119,13 +98,14 @@ class LLM(SessionHistory):
         # Before the model is loaded, which takes longer than to find that the directory is in use.
         journal = None if config.state_dir is None else SessionJournal(Path(config.state_dir))
         try:
-            self._parts: Parts = build(config, progress=sys.stderr.isatty())
+            parts = self._parts = build(config, progress=sys.stderr.isatty())
+            super().__init__(
+                parts.engine, parts.adapters, parts.default_params, identity=parts.identity, journal=journal
+            )
         except BaseException:
             if journal is not None:
                 journal.close()
             raise
-        parts = self._parts
-        super().__init__(parts.engine, parts.adapters, parts.default_params, identity=parts.identity, journal=journal)
         self._executor: Executor | None = None
         try:
             for name, path in (config.adapters or {}).items():
@@ -141,6 +121,7 @@ class LLM(SessionHistory):
         *,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        hints: CacheHints | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts: text or token ids, one or many. Return their outputs in their order.
@@ -158,10 +139,47 @@ class LLM(SessionHistory):
         ``adapter`` is the name of a loaded adapter; None: the base model. Prompts with different
         ``cache_salt`` never share cached state. All prompts are checked before the first one runs.
         A request that fails later ends with ``finish_reason`` "error", and the others go on.
-        ``use_tqdm`` shows on stderr how many prompts are done and how many of their tokens have
-        run; None: on a terminal, if there are several prompts or a long one.
+        ``hints`` say for how long beginnings of the prompts are wanted again, and how urgent they
+        are; ``RequestOutput.hints`` says what was done. ``use_tqdm`` shows on stderr how many
+        prompts are done and how many of their tokens have run; None: on a terminal, if there are
+        several prompts or a long one.
         """
-        return self._run(self.prepare(prompts, sampling_params, adapter=adapter, cache_salt=cache_salt), use_tqdm)
+        prepared = self.prepare(prompts, sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints)
+        return self._run(prepared, use_tqdm)
+
+    @uninterrupted
+    def prefetch(
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        hints: CacheHints | None = None,
+        only_idle: bool = False,
+        most: int | None = None,
+    ) -> RequestOutput:
+        """Bring the state of a prompt, or of its beginning, into the pool before it is asked for.
+
+        It is computed, as far as it is not there, when nothing else wants to run, unless ``hints``
+        give a priority. The output has no continuations; its ``prompt_token_ids`` are what the pool
+        holds then: all but the prompt's last token, which runs with the prompt.
+        ``FailedPrecondition`` without a prefix cache.
+
+        ``only_idle``: it ends early, with what it has, as soon as anything else is to run, and does
+        not begin if something runs or if more than ``most`` tokens are missing. Then the output is
+        not ``finished``.
+        """
+        require_bool("only_idle", only_idle)
+        if most is not None:
+            check_int("most", most, 1, also="or None")
+        request = self.submit_prefetch(
+            prompt, adapter=adapter, cache_salt=cache_salt, hints=hints, only_idle=only_idle, most=most
+        )
+        try:
+            self._engine.run([request])
+        finally:
+            self._engine.end([request])
+        return prefix_output(request, self.tokenizer, prompt if isinstance(prompt, str) else None)
 
     def chat(
         self,
@@ -172,6 +190,7 @@ class LLM(SessionHistory):
         cache_salt: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        hints: CacheHints | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, rendered with the model's chat template."""
@@ -182,6 +201,7 @@ class LLM(SessionHistory):
             cache_salt=cache_salt,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
+            hints=hints,
         )
         return self._run(prepared, use_tqdm)
 

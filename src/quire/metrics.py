@@ -269,6 +269,13 @@ class EngineMetrics(MetricGroup):
         self.tokens_replayed = Counter(
             "quire:tokens_replayed_total", "Tokens run again to reach a rewound position or the end of a known prefix."
         )
+        self.reruns = Counter(
+            "quire:reruns_total", "Turns run again in idle time, as the chat template writes them into later prompts."
+        )
+        self.rerun_tokens = Counter("quire:rerun_tokens_total", "Tokens computed for these.")
+        self.rerun_tokens_found = Counter(
+            "quire:rerun_tokens_found_total", "Prompt tokens found in the prefix cache thanks to these."
+        )
         self.copy_on_write_splits = Counter(
             "quire:copy_on_write_splits_total", "Shared pages copied because one of their owners wrote."
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quire.errors import QuireError
+from quire.hints import HintResult
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -150,6 +151,8 @@ class RequestOutput:
     """The reason for replayed tokens in a sentence; empty if there are none."""
     reuse: Reuse = field(default_factory=Reuse)
     """Which tokens' state was reused, from where, and why it was not more."""
+    hints: tuple[HintResult, ...] = ()
+    """What was done with each hint of the request, once it has ended."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 

@@ -243,6 +243,7 @@ def check(llm: LLM) -> None:
     owned = {session.seq for session in engine.branches.sessions.values() if session.seq is not None}
     running = {work.seq for work in (*engine.scheduler.running, *engine.scheduler.waiting) if work.seq is not None}
     cached = set() if engine.cache is None else {s for s, entry in engine.cache._entries.items() if not entry.live}
+    owned |= engine.stored.forks
     assert set(engine.runner.state.table.ids) == owned | running | cached, "every sequence has an owner"
 
 

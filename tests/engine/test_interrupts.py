@@ -27,7 +27,7 @@ import pytest
 import torch
 
 import quire
-from quire import LLM, AsyncLLM, BeamSearchParams, interrupts
+from quire import LLM, AsyncLLM, BeamSearchParams, CacheHints, Pin, interrupts
 from quire.contracts.executor_calls import PrefillInput
 from quire.engine.session import Session
 from quire.engine.session_stream import SessionStream
@@ -38,7 +38,8 @@ from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkp
 PACKAGE = Path(quire.__file__).parent
 FOLDERS = ("branches", "engine", "executor", "kv", "runner")
 SWEPT = (*(str(PACKAGE / name) + os.sep for name in FOLDERS), str(PACKAGE / "llm.py"), str(PACKAGE / "orphans.py"))
-PARTS = ("session", "live_sequence", "state_access", "session_stream", "request_preparation", "session_commits")
+PARTS = ("session", "live_sequence", "state_access", "session_stream", "session_sources", "request_preparation")
+PARTS = (*PARTS, "session_commits")
 HANDS_OVER = (str(PACKAGE / "llm.py"), *(str(PACKAGE / "engine" / f"{name}.py") for name in PARTS))
 """Where verbs hand things over between two locked parts."""
 ENDLESS = 1 << 30
@@ -143,6 +144,11 @@ def beams(bed: Bed) -> None:
     bed.llm.beam_search([OTHER], BeamSearchParams(beam_width=2, max_tokens=2))
 
 
+def hint(bed: Bed) -> None:
+    bed.llm.generate([PROMPT], greedy(1), hints=CacheHints(pins=[Pin(tokens=5), Pin()], demote=7))
+    bed.llm.prefetch(OTHER, only_idle=True)
+
+
 def execute(bed: Bed) -> None:
     executor = bed.llm.executor
     found = executor.prefill(PrefillInput(input_ids=torch.tensor([PROMPT])))
@@ -171,7 +177,7 @@ def storing(bed: Bed) -> Iterator[None]:
 
 
 VERBS = (generate, new_session, append, go_on, stream, fork, rewind, score, save_and_load, load, look_and_write, beams)
-VERBS = (*VERBS, execute, commit, checkout)
+VERBS = (*VERBS, execute, hint, commit, checkout)
 
 
 def code_of(frame: FrameType) -> CodeType | None:

@@ -10,14 +10,17 @@ import json
 import os
 import random
 import shutil
+import signal
 import stat
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire import LLM, AsyncLLM, InvalidArgument, NotFound, Session
+from quire import LLM, AsyncLLM, InvalidArgument, NotFound, Session, interrupts
 from quire.errors import FailedPrecondition, NotDurable
 from quire.models.catalogue import bundled_adapters
 from small_tokenizers import saved
@@ -196,6 +199,16 @@ def test_what_tokens_do_not_give_is_in_a_state_file(
     tokens = written.tokens
     before = make_llm(llama, state_dir=crash(tmp_path / "a")).resume("written")
     assert before.tokens == tokens[:-3]
+    states.rename(tmp_path / "elsewhere")
+    with pytest.raises(NotDurable, match=r"cannot be written to the state directory: .*no directory"):
+        written.append([1])
+    with pytest.raises(NotDurable):
+        written.close()
+    (tmp_path / "elsewhere").rename(states)
+    check(llm)
+    written = llm.resume("written")
+    list(written.stream(greedy(3)))
+    tokens = written.tokens
     written.close()
     after = make_llm(llama, state_dir=crash(tmp_path / "a")).resume("written")
     assert after.tokens == tokens
@@ -210,6 +223,74 @@ def test_another_dtype_is_not_computed_again(make_llm: MakeLLM, llama: Checkpoin
     assert len(list((tmp_path / "a/states").iterdir())) == 1
     llm.close()
     assert not make_llm(llama, state_dir=tmp_path / "a").resume("rough")._state.origin.exact
+
+
+def test_threads(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:
+    """What is written last is what the session is."""
+    llm = make_llm(llama, state_dir=tmp_path)
+    session = llm.session(PROMPT, name="one")
+
+    def work(token: int) -> None:
+        for _ in range(15):
+            with suppress(FailedPrecondition):  # another thread uses it
+                session.append([token])
+
+    for seed in range(3):
+        threads = [threading.Thread(target=work, args=(10 * seed + number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert llm.kept is not None
+        assert session._kept_as is not None
+        found = llm.kept.journal.get(session._kept_as)
+        assert found is not None
+        assert found.tokens.tolist() == session.tokens
+
+
+class Alarm(BaseException):
+    """What the handler of the timer raises."""
+
+
+def test_interrupts(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:
+    """A call that an alarm ends leaves nothing locked, and the next one that returns is kept."""
+
+    def ring(number: int, frame: object) -> None:
+        raise Alarm
+
+    dice, rung = random.Random(5), 0
+    llm = make_llm(llama, state_dir=tmp_path)
+    session = llm.session(PROMPT, name="0")
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        for number in range(80):
+            verbs: list[Callable[[], Any]] = [
+                lambda: session.generate(greedy(2)),
+                lambda: list(session.stream(greedy(2))),
+                lambda: session.rewind(to=15),
+                lambda number=number: setattr(session, "name", str(number)),  # type: ignore[misc]
+                lambda: session.append([3]),
+            ]
+            try:
+                signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 0.01))
+                dice.choice(verbs)()
+                interrupts.check()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Alarm:
+                rung += 1
+            session.append([4])
+            assert llm.resumable() == [session.name]
+            assert llm.kept is not None
+            assert session._kept_as is not None
+            found = llm.kept.journal.get(session._kept_as)
+            assert found is not None
+            assert found.tokens.tolist() == session.tokens
+            session.rewind(to=min(len(session), 60))
+        check(llm)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert rung > 20
 
 
 def test_names(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:

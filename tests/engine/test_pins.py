@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from quire import LLM, FailedPrecondition, ResourceExhausted
-from quire.engine.sequence_request import PinAccount, SequenceRequest
+from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session import Session
 from quire.errors import PoolExhausted, QuotaExceeded
+from quire.hints import PinAccount
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 
@@ -180,7 +181,9 @@ def test_the_messages_say_what_is_held_and_what_may_be(make_llm: MakeLLM, llama:
     second = llm.session(random_tokens(101, seed=1))
     with pytest.raises(QuotaExceeded, match=r"would hold \d+ of 120 pages, and may hold 30"):
         second.pin(mine)
-    with pytest.raises(PoolExhausted, match=r"all pinned sessions would hold \d+ of 120 pages, and may hold 48"):
+    with pytest.raises(
+        PoolExhausted, match=r"all pinned sessions and prompts would hold \d+ of 120 pages, and may hold 48"
+    ):
         second.pin(other)
     assert not second.pinned
     second.generate(greedy(99))  # not pinned, it is nobody's business

@@ -451,8 +451,8 @@ def test_random_adapters_finish_in_order() -> None:
             for request, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True):
                 start = request.computed - len(chunk.tokens)
                 assert {request.runs.at(at) for at in range(start, request.computed)} == {chunk.adapter}
-                if request.runs.ids and request.priority not in order:
-                    order.append(request.priority)
+                if request.runs.ids and request.arrival not in order:
+                    order.append(request.arrival)
                 if len(request.tokens) > targets[request]:
                     world.finish(request)
             if world.scheduler.idle:

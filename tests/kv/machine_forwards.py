@@ -242,6 +242,8 @@ class ForwardSteps(Machine):
             self.poison(rng, qkv)
         if rng.random() < 0.7:
             self.fused(rng, layer, qkv)
+            if rng.random() < 0.05:
+                self.shared(rng, layer, *split_columns(spec, self.values(rng, rows, num_columns(spec))))
             return
         q, k, v = split_columns(spec, qkv)
         n = self.tokens()

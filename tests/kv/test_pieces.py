@@ -527,6 +527,46 @@ def test_an_export_is_read_while_others_write(
     assert reads
 
 
+@each_combination
+def test_rows_come_while_others_change(
+    combination: Combination, threads: Callable[[Callable[[], None]], threading.Thread]
+) -> None:
+    """Pages are taken, split, given back and zeroed beside those that are being written."""
+    story, rng = Story(combination), random.Random(5)
+    tokens, state = story.begun(), story.state
+    state.fork_sequence(0, 1)
+    export, metadata = state.open_export(1), state.import_metadata(len(TOKENS))
+    rows, turns = rows_of(metadata), 0
+    for number in range(4):
+        state.prepare_import(9, metadata, parent=1, shared=4 * (number % 3))
+        state.publish_import(9)
+        expected = {layer: list(parts) for layer, parts in state.imports[9].rows.items()}
+
+        def load() -> None:
+            for layer in reversed(state.pending_layers(9)):
+                bring(state, 9, layer, export, expected.get(layer, []), rng)  # noqa: B023
+
+        loader = threads(load)
+        while loader.is_alive() or turns < 4 * number:
+            turns += 1
+            tokens = story.run(0, tokens, [turns % 7, 8])
+            state.fork_sequence(0, 2)
+            story.goes_on(2, tokens)
+            state.remove_sequence(2)
+            if len(tokens) > 60:
+                state.remove_sequence(0)
+                tokens = story.begun()
+        state.finish_import(9)
+        for layer, parts in rows.items():
+            for part in parts:
+                given = (state.open_export(seq).rows(layer, part.start, part.stop) for seq in (1, 9))
+                assert same_groups(*given)
+        if "cross" in story.kinds:
+            state.set_cross_kv(story.layer_of("cross"), 9, *encoded())
+        story.goes_on(9, TOKENS)
+        state.remove_sequence(9)
+
+
 def test_pages_stay_while_a_row_is_written(
     monkeypatch: pytest.MonkeyPatch, threads: Callable[[Callable[[], None]], threading.Thread]
 ) -> None:

@@ -5,12 +5,15 @@ from tests.mutants import (
     faults_bridge,
     faults_commands,
     faults_executor,
+    faults_hints,
     faults_hostile,
     faults_kv,
     faults_models,
     faults_outside,
+    faults_resume,
     faults_reuse,
     faults_serving,
+    faults_tiers,
 )
 
 MUTANTS = (
@@ -22,6 +25,9 @@ MUTANTS = (
     *faults_bridge.MUTANTS,
     *faults_commands.MUTANTS,
     *faults_outside.MUTANTS,
+    *faults_hints.MUTANTS,
     *faults_hostile.MUTANTS,
     *faults_reuse.MUTANTS,
+    *faults_tiers.MUTANTS,
+    *faults_resume.MUTANTS,
 )

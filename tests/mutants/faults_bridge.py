@@ -50,8 +50,8 @@ MUTANTS = (
     Mutant(
         name="sessions-of-caches-feed-the-prefix-cache",
         file="engine/row_sessions.py",
-        old='("cache", secrets.token_hex(8))',
-        new='("", None)',
+        old="SessionBranch(key=private_salt())",
+        new='SessionBranch(key=("", None))',
         tests=("engine/test_bridge.py::test_a_session_of_a_cache_is_no_prefix_for_others",),
     ),
     Mutant(

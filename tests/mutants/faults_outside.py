@@ -8,14 +8,14 @@ MUTANTS = (
     Mutant(
         name="streams-of-the-server-without-their-salt",
         file="server/replies.py",
-        old="llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt)",
-        new="llm.stream(prompt, params, adapter=adapter)",
+        old="llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt, hints=hints)",
+        new="llm.stream(prompt, params, adapter=adapter, hints=hints)",
         tests=("server/test_completions.py::test_cached_tokens",),
     ),
     Mutant(
         name="streams-without-their-salt",
         file="async_llm/llm.py",
-        old="self._llm.prepare([prompt], sampling_params, adapter=adapter, cache_salt=cache_salt)",
+        old="self._llm.prepare([prompt], sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints)",
         new="self._llm.prepare([prompt], sampling_params, adapter=adapter)",
         tests=("engine/test_async.py::test_salts_are_those_of_their_verbs",),
     ),

@@ -48,17 +48,17 @@ MUTANTS = (
         tests=("server/test_reuse.py",),
     ),
     Mutant(
-        name="reuse-with-the-first-sample-that-ends",
+        name="a-stream-ends-without-its-reuse",
         file="server/replies.py",
-        old="ended == len(sources) * samples and",
-        new="ended >= 1 and",
+        old="            yield {**held, **self.quire(outputs)}",
+        new="            yield held",
         tests=("server/test_reuse.py",),
     ),
     Mutant(
         name="state-from-memory-counted-as-the-pools",
-        file="engine/scheduler.py",
-        old='                request.reuse_note.by_tier["memory"] = request.computed - found\n',
-        new="                pass\n",
+        file="engine/scheduled_request.py",
+        old="            self.reuse_note.by_tier |= found.by_tier\n",
+        new="",
         tests=("engine/test_reuse.py::test_an_idle_session_comes_back_from_host_memory",),
     ),
     Mutant(

@@ -171,8 +171,8 @@ ENGINE = (
     Mutant(
         name="prompts-hold-up-decodes",
         file="engine/scheduler.py",
-        old="sorted(self.running, key=lambda running: running.remaining > 1)",
-        new="sorted(self.running, key=lambda running: running.remaining <= 1)",
+        old="sorted(now, key=lambda running: running.remaining > 1)",
+        new="sorted(now, key=lambda running: running.remaining <= 1)",
         tests=("engine/test_scheduler.py::test_decodes_come_first_and_prompts_are_cut",),
     ),
     Mutant(
@@ -206,8 +206,8 @@ ENGINE = (
     Mutant(
         name="everybody-waits-for-a-slow-mask",
         file="engine/scheduler.py",
-        old="            if not request.ready or not (adapter is None or adapter in batch.adapters):\n",
-        new="            if not (adapter is None or adapter in batch.adapters):\n",
+        old="            if not request.ready or not (adapter is None or adapter in batch.adapters) or self._is_coming(request):\n",
+        new="            if not (adapter is None or adapter in batch.adapters) or self._is_coming(request):\n",
         tests=("engine/test_slow_grammars.py::test_others_go_on_while_a_mask_is_made",),
     ),
     Mutant(

@@ -51,7 +51,7 @@ EXPECTED: dict[type[QuireError], tuple[int, str, str]] = {
     BlendLoadError: (400, "blend_load_error", REFUSED),
     CheckpointError: (400, "bad_checkpoint", REFUSED),
     NotDurable: (507, "not_durable", INTERNAL),
-    TierError: (500, "internal_error", INTERNAL),
+    TierError: (503, "store_unavailable", INTERNAL),
 }
 """Status, code and type of each class."""
 

@@ -86,8 +86,9 @@ def test_metrics_have_exactly_these_names(served: Served) -> None:
     families = EngineMetrics().collect()
     wanted = {(sample.name, tuple(sorted(sample.labels))) for family in families for sample in family.samples}
     own = {"quire:http_requests_under_way", "quire:sessions_open"}
-    host = set(served.llm.engine.stored.snapshot())
-    assert set(found) == wanted | {(name, ()) for name in own | host | set(HELP)}
+    stored = served.llm.engine.stored.collect()
+    wanted |= {(sample.name, tuple(sorted(sample.labels))) for family in stored for sample in family.samples}
+    assert set(found) == wanted | {(name, ()) for name in own | set(HELP)}
     text = served.client.get("/metrics").text
     for name, help in HELP.items():
         assert f"# HELP {name} {help}\n" in text

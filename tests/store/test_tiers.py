@@ -64,7 +64,7 @@ def endless_files() -> Iterator[Bed]:
 def bucket() -> Iterator[Bed]:
     directory = tempfile.mkdtemp(dir=SHM if SHM.is_dir() else None)
     try:
-        yield Bed(lambda: ObjectTier(f"file://{directory}"), None, checks=6)
+        yield Bed(lambda: ObjectTier(f"file://{directory}"), None, checks=15)
     finally:
         shutil.rmtree(directory)
 
@@ -79,7 +79,7 @@ def server() -> Iterator[RedisServer]:
 @contextmanager
 def on(server: RedisServer, capacity: int | None) -> Iterator[Bed]:
     server.command("FLUSHALL")
-    yield Bed(lambda: RedisTier(server.url, capacity), capacity, checks=3)
+    yield Bed(lambda: RedisTier(server.url, capacity), capacity, checks=6)
 
 
 BEDS = {"memory": memory, "files": files, "endless_files": endless_files, "bucket": bucket}

@@ -18,6 +18,7 @@ from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
 from quire.engine.prompts import Prompt, Prompts
 from quire.engine.sequence_request import SequenceRequest
 from quire.errors import InvalidArgument
+from quire.hints import CacheHints
 from quire.llm import LLM, Messages
 from quire.outputs import BeamSearchOutput, RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
@@ -30,6 +31,7 @@ class ChatOptions(TypedDict, total=False):
     cache_salt: str | None
     tools: Sequence[Mapping[str, Any]] | None
     add_generation_prompt: bool
+    hints: CacheHints | None
 
 
 class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
@@ -57,13 +59,14 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         request_id: str | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        hints: CacheHints | None = None,
     ) -> list[RequestOutput]:
         """Generate as ``LLM.generate`` does, also from sessions among the prompts. ``request_id``
         names the prompt for ``abort``. Of several, number i is called "name-i"."""
         given = unwrapped(prompts)
         return await self._run(
             "generate",
-            lambda: self._llm.prepare(given, sampling_params, adapter=adapter, cache_salt=cache_salt),
+            lambda: self._llm.prepare(given, sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints),
             request_id,
         )
 
@@ -105,12 +108,13 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         request_id: str | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        hints: CacheHints | None = None,
     ) -> AsyncStream:
         """Continue one prompt: ``async for delta in llm.stream("text")``. The stream's ``output``
         is the result that ``generate`` would return."""
         return self._stream(
             "stream",
-            lambda: self._llm.prepare([prompt], sampling_params, adapter=adapter, cache_salt=cache_salt),
+            lambda: self._llm.prepare([prompt], sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints),
             request_id,
         )
 
@@ -138,6 +142,8 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             return job, lambda: self._llm.outputs(found, [job.requests])[0]
 
         return AsyncStream(self._background, prepared)
+
+    prefetch = awaited(LLM.prefetch)
 
     async def beam_search(
         self, prompts: Prompts, params: BeamSearchParams, *, adapter: str | None = None, cache_salt: str | None = None

@@ -67,6 +67,7 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
     chat = awaited(Session.chat)
     check_generate = awaited(Session.check_generate)
     logits = awaited(Session.logits)
+    prefetch_next_turn = awaited(Session.prefetch_next_turn)
     score = awaited(Session.score)
 
     def stream(self, params: SamplingParams | None = None) -> AsyncStream:

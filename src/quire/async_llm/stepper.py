@@ -54,7 +54,7 @@ class Job:
         """(finished, number of tokens, number of pieces of text) of each request after a step."""
         self.listeners: list[Callable[[], None]] = []
         """Called on the stepping thread when it is over, and with ``streams`` at everything new."""
-        self.on_end: Callable[[], None] | None = None
+        self.on_end: Callable[[], object] | None = None
         self._engine = engine
         self._submit = submit
         self._streams = streams

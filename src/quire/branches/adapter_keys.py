@@ -7,6 +7,7 @@ adapter, loaded again, the same.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -61,6 +62,20 @@ class AdapterKey:
 def prefix_key(salt: Hashable, runs: AdapterRuns, fingerprint_of: Callable[[int], str]) -> Hashable:
     """Return a prefix's key: equal keys, equal K and V of equal tokens; no adapters: ``salt``."""
     return AdapterKey(salt, fingerprint_runs(runs, fingerprint_of)) if runs.ids else salt
+
+
+PRIVATE = "private"
+"""The first part of the salts of branches that share with no other."""
+
+
+def private_salt() -> Hashable:
+    """Return a salt that no other branch has, in this process or another."""
+    return (PRIVATE, secrets.token_hex(16))
+
+
+def is_private(salt: Hashable) -> bool:
+    """Return whether a salt is of one branch alone."""
+    return isinstance(salt, tuple) and salt[:1] == (PRIVATE,)
 
 
 def salt_of(key: Hashable) -> Hashable:

@@ -160,6 +160,18 @@ class RadixCache:
         seq, length = self._best(node, length, without)
         return (seq, length) if length else None
 
+    def cached_on(self, tokens: Sequence[int] | NDArray[Any], key: Hashable, beyond: int) -> list[tuple[SeqId, int]]:
+        """Return the cached sequences that hold more than ``beyond`` of ``tokens [T]`` and nothing
+        else, with their lengths."""
+        root = self._roots.get(key)
+        node, length = (None, 0) if root is None else root.walk(checked_ids(tokens))
+        found = []
+        while node is not None and node.end > beyond:
+            if node.end <= length:
+                found += [(seq, node.end) for seq, entry in node.sequences.items() if not entry.live]
+            node = node.parent
+        return found
+
     def insert(
         self, seq: SeqId, tokens: Sequence[int] | NDArray[Any], key: Hashable, *, live: bool = False
     ) -> list[SeqId]:

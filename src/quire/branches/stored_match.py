@@ -19,7 +19,7 @@ Listing: TypeAlias = Sequence[Mapping[ObjectKey, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredPiece:
     """An object of a history: rows ``start..stop - 1``, or a stop at ``start == stop``."""
 
     key: ObjectKey
@@ -45,9 +45,9 @@ class Match:
 
     length: int
     """Tokens at which a sequence can go on."""
-    rows: tuple[Piece, ...]
+    rows: tuple[StoredPiece, ...]
     """Runs, adjacent from 0 on."""
-    stops: tuple[Piece, ...]
+    stops: tuple[StoredPiece, ...]
     """Stops before ``length``, and last the one there; none where the model needs none."""
     tiers: Mapping[ObjectKey, str]
 
@@ -85,7 +85,7 @@ def find_match(
     with_rows = bool(layout.row_layers) and not whole
     rows = _rows(chain, listing) if with_rows else []
     length = min(limit, rows[-1].stop if rows else 0) if with_rows else limit
-    stops: list[Piece] = []
+    stops: list[StoredPiece] = []
     if layout.has_stops or whole:
         stops = _stops(chain, listing, length)
         length = stops[-1].stop if stops else 0
@@ -95,14 +95,14 @@ def find_match(
     return Match(length, tuple(one for one in rows if one.start < length), tuple(stops), tiers)
 
 
-def _rows(chain: Chain, listing: Listing) -> list[Piece]:
+def _rows(chain: Chain, listing: Listing) -> list[StoredPiece]:
     """Return the longest row of adjacent runs from 0 on."""
-    found: list[Piece] = []
+    found: list[StoredPiece] = []
     for index, under in enumerate(listing):
         start = index * chain.chunk
         counts = {key.count for key in under if key.kind is ObjectKind.ROWS and start + key.count <= len(chain.ids)}
         ends = (start + count for count in sorted(counts, reverse=True))
-        piece = next((Piece(key, start, end) for end in ends if (key := chain.rows(start, end)) in under), None)
+        piece = next((StoredPiece(key, start, end) for end in ends if (key := chain.rows(start, end)) in under), None)
         if piece is None:
             break
         found.append(piece)
@@ -111,12 +111,12 @@ def _rows(chain: Chain, listing: Listing) -> list[Piece]:
     return found
 
 
-def _stops(chain: Chain, listing: Listing, most: int) -> list[Piece]:
+def _stops(chain: Chain, listing: Listing, most: int) -> list[StoredPiece]:
     """Return the stops at up to ``most`` tokens, ascending."""
-    found: list[Piece] = []
+    found: list[StoredPiece] = []
     for index, under in enumerate(listing):
         start = index * chain.chunk
         counts = {key.count for key in under if key.kind is ObjectKind.STOP and start + key.count <= most}
         ends = (start + count for count in sorted(counts))
-        found += [Piece(key, end, end) for end in ends if (key := chain.stop(end)) in under]
+        found += [StoredPiece(key, end, end) for end in ends if (key := chain.stop(end)) in under]
     return found

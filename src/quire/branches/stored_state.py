@@ -18,26 +18,28 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from quire.branches.adapter_keys import is_private
 from quire.branches.branch import Branch
 from quire.branches.history import UNKNOWN, Ids
-from quire.branches.loading import GET_SECONDS, Loader, LoadFailed, Loading, WholeLoading
 from quire.branches.move_costs import TO_MEMORY, MoveCosts
 from quire.branches.object_layout import ObjectLayout
 from quire.branches.object_writer import ObjectWriter, WriteJob
-from quire.branches.stored_match import Match, Piece, Question, find_match
+from quire.branches.state_loads import GET_SECONDS, LoadFailed, StateLoad, StateLoader, WholeLoad
+from quire.branches.stored_match import Match, Question, StoredPiece, find_match
 from quire.branches.tiers import Brought
 from quire.contracts.kv_state import Export
 from quire.contracts.store import ObjectKey, ObjectKind
 from quire.errors import DataLoss, InvalidArgument, ResourceExhausted
 from quire.kv.sequencefile import with_groups
-from quire.metrics import Counter
+from quire.metrics import MetricFamily
 from quire.models.fingerprint import ModelIdentity
 from quire.outputs import Miss
 from quire.runner.adapter_history import FingerprintRuns, fingerprint_runs
 from quire.runner.local import Runner
 from quire.store.commits import StateNames
 from quire.store.keys import Chain, root_key
-from quire.store.objects import Contents, Unfit, pack, tensor_name, unpack
+from quire.store.objects import Contents, pack, tensor_name, unpack
+from quire.store.records import Unfit
 from quire.store.stack import Store
 from quire.types import Fork, Remove, SeqId, Step
 
@@ -59,6 +61,7 @@ class StoredState:
         self.runner = runner
         self.store = store
         self.costs = MoveCosts()
+        self.metrics = self.costs.metrics
         self.least = LEAST
         self.is_worth: Callable[[float, dict[str, int]], bool] = self.costs.is_worth
         self._identity = identity
@@ -67,14 +70,11 @@ class StoredState:
         self._model: Mapping[str, str] = {}
         self._roots: OrderedDict[str, bytes] = OrderedDict()
         self._writer: ObjectWriter | None = None
-        self._loader: Loader | None = None
-        self._loads: dict[SeqId, Loading] = {}
-        """Those that have not been settled."""
-        self._saved = Counter("quire:store_tokens_saved_total", "Tokens whose state went from the pool to memory.")
-        self._loaded = Counter("quire:store_tokens_loaded_total", "Tokens whose state came back from a tier.")
-        self._declined = Counter("quire:store_loads_declined_total", "Loads that were dearer than computing.")
-        self._failed = Counter("quire:store_loads_failed_total", "Loads that did not come back whole.")
-        self._seconds = Counter("quire:store_load_seconds_total", "Seconds of loads.")
+        self.forks: set[SeqId] = set()
+        """Sequences that stay until their state is written."""
+        self._loader: StateLoader | None = None
+        self._loads: dict[SeqId, StateLoad] = {}
+        self.open: Collection[SeqId] = self._loads.keys()
 
     # -- keys --------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class StoredState:
         salt = branch.salt if branch.window is None else (branch.salt, branch.window.size, branch.window.sink)
         return self.chain(branch.tokens.ids[:length].copy(), runs, salt)
 
-    def _contents(self, chain: Chain, piece: Piece) -> Contents:
+    def _contents(self, chain: Chain, piece: StoredPiece) -> Contents:
         """Return what an object must be of."""
         tokens, adapters = chain.between(piece.stop - piece.key.count, piece.stop)
         return Contents(self._model, self._layout_hash, tokens, adapters)
@@ -144,7 +144,7 @@ class StoredState:
             tokens = sum(one.stop - one.start for one in wanted) or length
             # It goes out and comes back.
             if not self.is_worth(tokens, {TO_MEMORY: 2 * nbytes}):
-                self._declined.inc()
+                self.metrics.declined.inc()
                 return False
             export = self.runner.state.open_export(seq)
             for one in wanted:
@@ -152,7 +152,7 @@ class StoredState:
                 if not store.put(one.key, blob, durable=store.memory is None):
                     return False
             self.costs.moved(TO_MEMORY, nbytes, time.perf_counter() - started)
-            self._saved.inc(tokens)
+            self.metrics.saved.inc(tokens)
         except Exception:
             logger.exception("the state of %d tokens could not be kept; it will be computed again", length)
             return False
@@ -160,7 +160,7 @@ class StoredState:
 
     def _missing(
         self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False, durable: bool = False
-    ) -> list[Piece]:
+    ) -> list[StoredPiece]:
         """Return the objects of a sequence that no tier is known to have, or no ``durable`` one."""
         found, store = self._pieces(seq, chain, again=again, whole=whole), self.store
         assert store is not None
@@ -170,19 +170,19 @@ class StoredState:
         there = store.memory.contains_now([one.key for one in found])
         return [one for one, is_there in zip(found, there, strict=True) if not is_there]
 
-    def _pieces(self, seq: SeqId, chain: Chain, *, again: bool, whole: bool) -> list[Piece]:
+    def _pieces(self, seq: SeqId, chain: Chain, *, again: bool, whole: bool) -> list[StoredPiece]:
         """Return the objects of a sequence; ``whole``: it is one."""
         layout, length = self.layout, len(chain.ids)
-        found = [Piece(chain.stop(length), length, length)] if whole else []
+        found = [StoredPiece(chain.stop(length), length, length)] if whole else []
         if layout.row_layers and not whole:
             for start in range(0, length, chain.chunk):
                 end = min(start + chain.chunk, length)
-                found.append(Piece(chain.rows(start, end), start, end))
+                found.append(StoredPiece(chain.rows(start, end), start, end))
         if layout.has_stops and not whole:
-            found += [Piece(chain.stop(p), p, p) for p in layout.stops(seq, again=again)]
+            found += [StoredPiece(chain.stop(p), p, p) for p in layout.stops(seq, again=again)]
         return found
 
-    def _pack(self, chain: Chain, piece: Piece, export: Export) -> bytes:
+    def _pack(self, chain: Chain, piece: StoredPiece, export: Export) -> bytes:
         """Return the bytes of an object of a sequence. Any thread may call."""
         layout, kind = self.layout, piece.key.kind
         n = piece.stop - piece.start or piece.stop
@@ -191,7 +191,7 @@ class StoredState:
         tensors = layout.rows(export, piece.start, piece.stop) if rows else layout.stop(export, n)
         return pack(piece.key, self._contents(chain, piece), plan, tensors)
 
-    def _pack_whole(self, chain: Chain, piece: Piece, seq: SeqId) -> bytes:
+    def _pack_whole(self, chain: Chain, piece: StoredPiece, seq: SeqId) -> bytes:
         """Return the bytes of all that a sequence with a window holds."""
         state = self.runner.state
         sequence = state.get_checkpoint_metadata(seq, checksums=False)
@@ -215,7 +215,7 @@ class StoredState:
             or not self._is_kept(branch)
         ):
             return
-        if branch.origin.private or (branch.tokens.ids[: branch.computed] == UNKNOWN).any():
+        if branch.origin.private or is_private(branch.salt) or (branch.tokens.ids[: branch.computed] == UNKNOWN).any():
             return
         try:
             self._bury()
@@ -229,6 +229,7 @@ class StoredState:
             fork, export = self._exported(seq)
             if self._writer is None:
                 self._writer = ObjectWriter(store)
+            self.forks.add(fork)
             self._writer.add(WriteJob(fork, [(one.key, partial(self._pack, chain, one, export)) for one in wanted]))
         except Exception:
             logger.exception("the state of %d tokens is not written", branch.computed)
@@ -262,6 +263,7 @@ class StoredState:
         done = [] if self._writer is None else self._writer.collect(cancel=cancel)
         for seq in done:
             self.runner.execute(Step(edits=(Remove(seq),)))
+            self.forks.discard(seq)
         return bool(done)
 
     def relieve(self) -> bool:
@@ -301,7 +303,7 @@ class StoredState:
         if match is None or match.length < computed + self.least:
             return Brought()
         if not self.is_worth(match.length - computed, match.nbytes(self.layout, computed)):
-            self._declined.inc()
+            self.metrics.declined.inc()
             return Brought(miss=Miss.TOO_EXPENSIVE, length=match.length)
         try:
             begin = self._begin if branch.window is None else self._begin_whole
@@ -311,18 +313,18 @@ class StoredState:
             return Brought()
         except Exception as error:
             logger.warning("stored state of %d tokens is not used: %s", match.length, error)
-            self._failed.inc()
+            self.metrics.failed.inc()
             return Brought(miss=Miss.DAMAGED, length=match.length)
         old, branch.seq, branch.computed = branch.seq, loading.seq, match.length
         if old is not None:
             self.runner.execute(Step(edits=(Remove(old),)))
         self._loads[loading.seq] = loading
         if self._loader is None:
-            self._loader = Loader()
+            self._loader = StateLoader()
         self._loader.add(loading)
         return Brought(match.tokens(loading.shared))
 
-    def _begin(self, branch: Branch, match: Match, chain: Chain) -> Loading:
+    def _begin(self, branch: Branch, match: Match, chain: Chain) -> StateLoad:
         """Make a sequence that waits for its rows. It shares the pages of what is computed."""
         state, layout = self.runner.state, self.layout
         shared = (
@@ -337,7 +339,7 @@ class StoredState:
         state.prepare_import(seq, metadata, parent=branch.seq if shared else None, shared=shared)
         self._publish(seq)
         assert self.store is not None
-        return Loading(
+        return StateLoad(
             state,
             layout,
             self.store,
@@ -357,7 +359,7 @@ class StoredState:
             state.remove_sequence(seq)
             raise
 
-    def _begin_whole(self, branch: Branch, match: Match, chain: Chain) -> Loading:
+    def _begin_whole(self, branch: Branch, match: Match, chain: Chain) -> StateLoad:
         """Do the same for a sequence with a window, which its object describes."""
         state, piece, store = self.runner.state, match.stops[-1], self.store
         assert store is not None
@@ -373,11 +375,11 @@ class StoredState:
             seq = self.runner.new_seq()
             state.prepare_import(seq, with_groups(sequence, plans))
         except (Unfit, InvalidArgument, DataLoss) as error:
-            store.damaged(piece.key, found.tier, error.code or "damaged")
+            store.damaged(piece.key, found.tier, error.code or "other")
             raise LoadFailed(str(error)) from None
         self._publish(seq)
         contents = partial(self._contents, chain)
-        return WholeLoading(
+        return WholeLoad(
             state, self.layout, store, seq, length=match.length, stops=match.stops[-1:], contents=contents, plans=plans
         )
 
@@ -385,10 +387,6 @@ class StoredState:
         """See ``Tier``."""
         loading = self._loads.get(seq)
         return loading is not None and not loading.ended
-
-    def is_open(self, seq: SeqId) -> bool:
-        """Return whether a sequence has a load that was not settled, be it over."""
-        return seq in self._loads
 
     def wait(self, seqs: Collection[SeqId], layer: int) -> None:
         """See ``Tier``."""
@@ -411,14 +409,14 @@ class StoredState:
             logger.exception("state of %d tokens did not come back; they are computed again", length)
         finally:
             if branch.seq is None:
-                self._failed.inc()
+                self.metrics.failed.inc()
                 self.runner.execute(Step(edits=(Remove(loading.seq),)))
         if branch.seq is None:
             return loading.miss
-        self._seconds.inc(loading.seconds)
+        self.metrics.seconds.inc(loading.seconds)
         for tier, nbytes in loading.nbytes.items():
             self.costs.moved(tier, nbytes, loading.seconds * nbytes / max(1, sum(loading.nbytes.values())))
-        self._loaded.inc(loading.count)
+        self.metrics.loaded.inc(loading.count)
         return Miss.NONE
 
     def drop(self, seq: SeqId) -> None:
@@ -434,14 +432,18 @@ class StoredState:
 
     def snapshot(self) -> dict[str, float]:
         """See ``Tier``."""
-        counted = (self._saved, self._loaded, self._declined, self._failed, self._seconds)
-        own = {metric.name: metric.value for metric in counted}
+        own = self.metrics.snapshot()
         return own if self.store is None else own | self.store.snapshot()
 
     def forget(self) -> None:
         """Forget what memory keeps. Durable tiers keep theirs."""
         if self.store is not None and self.store.memory is not None:
             self.store.memory.clear_now()
+
+    def collect(self) -> list[MetricFamily]:
+        """Return its metrics and the store's, as families."""
+        own = self.metrics.collect()
+        return own if self.store is None else own + self.store.collect()
 
     def flush(self, timeout: float) -> bool:
         """Wait until what was to be kept is durable; return whether it is. Call it without the
@@ -454,7 +456,7 @@ class StoredState:
         )
 
     def close(self) -> None:
-        """End the threads. What has not been written is lost."""
+        """End the threads. The caller has the lock. What has not been written is lost."""
         for seq in list(self._loads):
             self.drop(seq)
         if self._loader is not None:

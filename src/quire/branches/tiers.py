@@ -31,6 +31,9 @@ class Brought:
 class Tier(Protocol):
     """Keeps copies of states, and brings them back."""
 
+    open: Collection[SeqId]
+    """The sequences whose state comes, or has come, and was not settled."""
+
     def save(self, branch: Branch) -> bool:
         """Copy out the state that a branch is about to lose, if that is worth it and fits. Return
         whether it can be had again."""

@@ -84,6 +84,9 @@ class StoreTier(Protocol):
     raised as ``TierError``: the store counts them and leaves the tier alone for a while. What is
     damaged or not there is a miss and no error. Two processes may use one place at once: an object
     is visible complete or not at all, and the writer that comes last wins (both wrote the same).
+
+    A tier with a capacity gives up nothing that others stand under. Of the rest goes first what was
+    used longest ago, by a count of uses: clocks may jump.
     """
 
     kind: str
@@ -99,9 +102,9 @@ class StoreTier(Protocol):
         ...
 
     async def put(self, key: ObjectKey, blob: Blob) -> bool:
-        """Keep an object; return False if there is no room that may be had. The same key twice
-        keeps one, records excepted, which are replaced. Once it returns True from a durable tier,
-        the object is there after a crash of the machine."""
+        """Keep an object; return False, and change nothing, if there is no room that may be had.
+        The same key twice keeps one, records excepted, which are replaced. Once it returns True
+        from a durable tier, the object is there after a crash of the machine."""
         ...
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -117,8 +120,8 @@ class StoreTier(Protocol):
         ...
 
     async def pin(self, keys: Collection[ObjectKey], pinned: bool) -> None:
-        """Let objects never be given up for others (``pinned``), or let them again. Durable in a
-        durable tier. Unknown keys are passed over."""
+        """Let objects, and what they stand under, never be given up for others (``pinned``), or let
+        them again. Durable in a durable tier. Unknown keys are passed over."""
         ...
 
     async def stat(self) -> TierStat:

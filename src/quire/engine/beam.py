@@ -93,7 +93,7 @@ class BeamSearch:
         """All that are to be given back."""
         self._finished: list[Hypothesis] = []
         """By score, the best first."""
-        self._priority: int | None = None
+        self._arrival: int | None = None
         self._num_cached = 0
         self._error: QuireError | None = None
         self.done = False
@@ -127,9 +127,9 @@ class BeamSearch:
         if any(request.finish_reason == "cancelled" for request in requests):
             self._end("cancelled")
             return
-        if self._priority is None:
+        if self._arrival is None:
             work = requests[0].work
-            self._priority, self._num_cached = work.priority, work.num_cached
+            self._arrival, self._num_cached = work.arrival, work.num_cached
             first, branches = self._beams[0].branch, self._engine.branches
             if first.seq is not None:
                 branches.keep(first.seq, self._prompt, branches.key_of(first))
@@ -221,7 +221,7 @@ class BeamSearch:
                 beam.branch,
                 tokens,
                 on_logits=lambda _, rows_RV, rows=rows: rows.append(rows_RV[-1].float().clone()),  # type: ignore[misc]
-                priority=self._priority,
+                arrival=self._arrival,
             )
 
     def _end(self, reason: FinishReason, error: QuireError | None = None) -> None:

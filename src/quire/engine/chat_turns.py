@@ -89,6 +89,10 @@ class ChatTurns:
         if self._start is not None and self._start > length:
             self._start = None
 
+    def end_with_answer(self, length: int) -> bool:
+        """Return whether a session of this length ends with an answer of the model."""
+        return bool(self._turns) and not self._cut and self._turns[-1].is_answer and self._turns[-1].end == length
+
     def ask(
         self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int], tokenizer: Tokenizer, read: ReadAnswer | None
     ) -> Asked:

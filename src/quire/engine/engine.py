@@ -12,12 +12,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 
 import torch
 
 from quire.branches.adapter_keys import AdapterKey, users
-from quire.branches.loading import LoadFailed
+from quire.branches.state_loads import LoadFailed
 from quire.engine.page_use import OWNERS, PageUse, page_use
 from quire.engine.prompts import embeddings_of
 from quire.engine.request_book import RequestBook
@@ -30,6 +31,8 @@ from quire.runner.local import Extras, StepOutput
 
 logger = logging.getLogger("quire.engine")
 
+CLOSE_SECONDS = 10.0
+"""How long a closing engine waits for state to become durable."""
 ANSWER_SECONDS = 0.02
 """The longest wait for tiers' answers while nothing can run. Then the engine looks around again."""
 
@@ -77,7 +80,9 @@ class Engine(RequestBook):
                     "a step is under way; a logits processor cannot run anything on its own engine"
                 )
             self.orphans.bury()
+            self.prefix_pins.expire()
             changed = self._cancel_pending()
+            self.stepping = True
             try:
                 scheduled = self.scheduler.schedule()
                 for work, error in scheduled.failed:
@@ -93,6 +98,8 @@ class Engine(RequestBook):
             except BaseException:
                 self._repair()
                 raise
+            finally:
+                self.stepping = False
         if self.grammars is not None:
             # Slow grammars rest if there are other requests.
             self.grammars.slow.shared = any(work.is_ready is None for work in scheduled.requests)
@@ -100,7 +107,8 @@ class Engine(RequestBook):
                 self.grammars.slow.wait(lambda: any(work.ready for work in held_up))
         if not scheduled.step.chunks and not changed:
             # Tiers are asked; they answer, or their time is over.
-            self.scheduler.wait_for_answers(ANSWER_SECONDS)
+            asked = [one.question.answer for one in list(self.scheduler.waiting) if one.question is not None]
+            wait(asked, timeout=ANSWER_SECONDS, return_when=FIRST_COMPLETED)
         return changed
 
     def _execute(self, scheduled: Scheduled) -> list[SequenceRequest]:
@@ -113,9 +121,12 @@ class Engine(RequestBook):
                 for work in scheduled.requests:
                     self.scheduler.settle(work)
                 return []
-            for work in scheduled.requests:
+            for work in scheduled.requests if self.stored.open else ():
                 self.scheduler.settle(work)
             self.scheduler.computed(scheduled)
+            for request in map(self._requests.__getitem__, scheduled.requests):
+                if request.hints is not None:
+                    request.hints.ran(request.work, self.prefix_pins.pin)
             return self._sample_step(scheduled, output)
         except Exception as error:
             logger.exception("a step of %d tokens failed; its requests end", scheduled.step.num_tokens)
@@ -131,7 +142,7 @@ class Engine(RequestBook):
             work.tokens.media.embeddings(chunk.tokens)
             for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True)
         )
-        coming = [chunk.seq for chunk in scheduled.step.chunks if self.stored.is_open(chunk.seq)]
+        coming = [chunk.seq for chunk in scheduled.step.chunks if chunk.seq in self.stored.open]
         if embeddings is None and not coming:
             return self.runner.execute(scheduled.step)
         follow = partial(self.stored.wait, coming) if coming else None
@@ -226,6 +237,7 @@ class Engine(RequestBook):
         would have to run under it again."""
         with self.lock:
             self.orphans.bury()
+            self.give_way()
             requests = [request for samples in self._by_id.values() for request in samples if not request.finished]
             plain = {one.request_id for one in requests if one.session is None and adapter_id in one.work.runs.ids}
             held = [*self.branches.sessions.values(), *(one.session for one in requests if one.session is not None)]
@@ -237,13 +249,17 @@ class Engine(RequestBook):
         again, could find them. It has no user, so host memory holds no state of it."""
         if self.cache is not None:
             with self.lock:
+                self.prefix_pins.clear(lambda key: isinstance(key, AdapterKey) and key.names(fingerprint))
                 gone = self.cache.forget_keys(lambda key: isinstance(key, AdapterKey) and key.names(fingerprint))
                 self.branches.remove_all(gone)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all finished sequences, and what there was before."""
+        """Forget all finished sequences, pinned ones too, also those in memory outside of the pool,
+        and what there was before. Durable tiers keep what they have."""
         with self.lock:
+            self.prefix_pins.clear()
             self.branches.clear_cache()
+            self.stored.forget()
             self.past.clear()
 
     def page_use(self) -> PageUse:
@@ -277,18 +293,19 @@ class Engine(RequestBook):
     def flush(self, timeout: float) -> bool:
         """Write what only this process has of its state to where it outlives the process, for at
         most ``timeout`` seconds; return whether nothing is left. Any thread may call."""
-        del timeout  # nothing outlives the process yet
-        return True
+        return self.stored.flush(timeout)
 
     def shutdown(self) -> None:
         """Cancel what runs, give all pages back, and accept nothing from now on."""
         self.closed = True
         if self.grammars is not None:
             self.grammars.close()
+        self.stored.flush(CLOSE_SECONDS)
         with self.lock:
             for samples in list(self._by_id.values()):
                 self.end(samples)
+            self.prefix_pins.clear()
             for session in list(self.branches.sessions.values()):
                 self.forget(session)
             self.reset_prefix_cache()
-        self.stored.close()
+            self.stored.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import wraps
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -16,12 +17,9 @@ R = TypeVar("R")
 class Keeper(Protocol):
     """What makes a program's sessions outlive the process."""
 
-    def keep(self, session: Any, *, wait: bool) -> None:
-        """Keep an idle session as it is now; ``wait``: until that is durable. ``NotDurable``."""
-        ...
-
-    def needs_state(self, session: Any) -> bool:
-        """Return whether a session's tokens do not give its state."""
+    def keep(self, session: Any, *, wait: bool) -> Future[None] | None:
+        """Keep an idle session as it is now. ``wait``: return when that is durable; else return
+        what is done then, None if there is nothing to write. ``NotDurable``."""
         ...
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import secrets
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -19,9 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quire.branches.adapter_keys import is_private, private_salt
 from quire.engine import saved_sessions
 from quire.engine.chat_turns import ChatTurns
 from quire.engine.engine import Engine
+from quire.engine.request_preparation import cache_key
 from quire.engine.sequence_request import SessionBranch
 from quire.engine.session import Session
 from quire.errors import InvalidArgument, NotDurable, NotFound, QuireError
@@ -44,28 +46,32 @@ class KeptSessions:
         session_of: Callable[[SessionBranch], Session],
     ) -> None:
         """Take a journal, which ``close`` closes. ``session_of`` makes a session of its branch."""
+        self._model = dict(identity.fields())  # now: the digest of large weights takes long
         self.journal = journal
         self.writer = JournalWriter(journal)
         self._engine = engine
         self._identity = identity
         self._session_of = session_of
+        self._saving = threading.Lock()
+        """Held from a state file to the order to write its record, so that a later one is last."""
         self._owners: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
         """Which session is kept under a name: the last one that was called so. By ids."""
 
     # -- records -----------------------------------------------------------------------------------
 
     def record(self, session: Session, name: str, **more: Any) -> SessionRecord:
-        """Return what an idle session is, without its state file. Takes no lock. ``more``: fields
-        that the session does not know. ``NotDurable`` for a chat's message that is no JSON."""
+        """Return what a session is, without its state file. Takes no lock: the session must be at
+        rest. ``more``: fields that the session does not know. ``NotDurable`` for a chat's message
+        that is no JSON."""
         state = session._state
-        salt = state.key if isinstance(state.key, tuple) and state.key[0] == "" else None
+        salt = state.key if isinstance(state.key, tuple) and not is_private(state.key) else None
         try:
             chat = session._turns.written()
         except (TypeError, ValueError) as error:
             raise NotDurable(f"a message of the session's chat is no JSON ({error}), so it is not kept") from error
         return SessionRecord(
             id=name,
-            model=self._identity.fields(),
+            model=self._model,
             tokens=state.tokens.ids.copy(),
             name=session.name,
             labels=session.labels,
@@ -104,7 +110,7 @@ class KeptSessions:
         """Return the session of a record, which nothing keeps yet. Nothing of it is computed.
         ``NotFound``: it is of another model. ``InvalidArgument``: an adapter is not loaded. Of a
         state file also the errors of ``LLM.load_session``."""
-        model = self._identity.fields()
+        model = self._model
         if dict(record.model) != model:
             differing = ", ".join(
                 f"{name} {record.model.get(name)!r:.40} and not {model.get(name)!r:.40}"
@@ -118,7 +124,7 @@ class KeptSessions:
                 state = saved_sessions.load(engine, file, self._identity, convert_dtype=False)
                 session = self._session_of(state)
         else:
-            key = ("resumed", secrets.token_hex(8)) if record.private else ("", record.salt)
+            key = private_salt() if record.private else cache_key(record.salt)
             with engine.lock:
                 state = saved_sessions.branch_of(
                     engine,
@@ -135,37 +141,45 @@ class KeptSessions:
 
     # -- by name -----------------------------------------------------------------------------------
 
-    def keep(self, session: Session, *, wait: bool) -> None:
-        """Keep a session of a program under its name, if it has one. The last session that was
-        called so is kept. ``wait``: until it is durable, and with its state file, if it needs one;
-        else such a session is left as it was kept before. ``NotDurable``."""
+    def keep(self, session: Session, *, wait: bool) -> Future[None] | None:
+        """Keep a session of a program under its name, if it has one, as ``Keeper`` does. The last
+        session that was called so is kept. Without ``wait`` one that needs a state file is left as
+        it was kept before."""
         before, name = session._kept_as, None if session.name is None else _id_of(session.name)
         if name != before:
-            session._kept_as = name
-            if before is not None and self._owners.get(before) is session:
-                del self._owners[before]
-                self.writer.write(End(before))
+            # In this order, so that after an interrupt the next call does it again.
             if name is not None:
                 self._owners[name] = session
-        if name is None or self._owners.get(name) is not session or (not wait and self.needs_state(session)):
-            return
-        record = self.record(session, name)
+            if before is not None and self._owners.get(before) is session:
+                self.writer.write(End(before))
+                del self._owners[before]
+            session._kept_as = name
+        if name is None or self._owners.get(name) is not session:
+            return None
         if self.needs_state(session):
-            record = self.with_state(session, record)
-        done = self.write(record)
+            session._is_behind = True
+            if not wait:
+                return None
+            with self._saving:
+                done = self.write(self.with_state(session, self.record(session, name)))
+        else:
+            # Under the lock: what another thread changes meanwhile comes later, whole.
+            with self._engine.lock:
+                done = self.write(self.record(session, name))
+        session._is_behind = False
         if wait:
             done.result()
         else:
             done.add_done_callback(_log_failure)
+        return done
 
     def names(self) -> list[str]:
         """Return the names under which sessions of this model are kept, the oldest first."""
-        model = self._identity.fields()
         self.writer.wait()
         return [
             one.name
             for one in self.journal.records()
-            if one.name is not None and one.id == _id_of(one.name) and dict(one.model) == model
+            if one.name is not None and one.id == _id_of(one.name) and dict(one.model) == self._model
         ]
 
     def resume(self, name: str) -> Session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -63,6 +64,8 @@ class LiveSequence(Labelled):
         self._last_commit: str | None = None
         self._kept_as: str | None = None
         """The id of its record there."""
+        self._is_behind = False
+        """Whether what is kept is older than the session; ``close`` keeps it as it is then."""
         with engine.lock:
             engine.branches.hold(state)
             self._end = partial(engine.forget, state)
@@ -142,9 +145,12 @@ class LiveSequence(Labelled):
     @uninterrupted
     def close(self) -> None:
         """Give the pages back at once. Closing twice is harmless. A kept session stays kept."""
-        if not self._closed:
-            if self._kept is not None and not self._engine.closed and self._kept.needs_state(self):
-                self._keep(wait=True)  # its last stream may have left its file as it was
+        if self._closed:
+            return
+        try:
+            if self._is_behind and not self._engine.closed:
+                self._keep(wait=True)
+        finally:
             self._closed = True
             self._engine.forget(self._state)
             self._engine.orphans.unwatch(self)
@@ -163,12 +169,20 @@ class LiveSequence(Labelled):
         if not getattr(self, "_closed", True):
             self._engine.orphans.leave(self._end)
 
-    def _keep(self, *, wait: bool) -> None:
-        if self._kept is not None:
-            self._kept.keep(self, wait=wait)
+    def _keep(self, *, wait: bool) -> Future[None] | None:
+        return None if self._kept is None else self._kept.keep(self, wait=wait)
 
     def _renamed(self) -> None:
-        self._keep(wait=False)
+        if self._kept is None:
+            return
+        # Without waiting: an event loop may set a name, and a step may run.
+        if not self._engine.lock.acquire(blocking=False):
+            self._is_behind = True
+            return
+        try:
+            self._keep(wait=False)
+        finally:
+            self._engine.lock.release()
 
     def _open(self, verb: str) -> SessionBranch:
         if self._closed or self._engine.closed:

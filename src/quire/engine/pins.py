@@ -1,4 +1,4 @@
-"""Limits on what pinned sessions hold of the pools: each account's, and all together.
+"""Limits on what pinned state holds of the pools: each account's, and all together.
 
 Pinned state is never given up for others, so a server gives each of its users an account. Nothing
 is booked: what sessions hold, and what running ones will hold at their end, is counted anew
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from quire.engine.sequence_request import PinAccount, SessionBranch
+from quire.engine.sequence_request import SessionBranch
 from quire.errors import PoolExhausted, QuotaExceeded
+from quire.hints import PinAccount
 from quire.kv.windows import Window
 from quire.types import SeqId
 
@@ -49,11 +50,11 @@ class Pins:
                 continue
             if own:
                 raise QuotaExceeded(
-                    f"your pinned sessions would hold {pages} of {size} pages, and may hold {allowed}; delete one, generate fewer "
+                    f"your pinned sessions and prompts would hold {pages} of {size} pages, and may hold {allowed}; delete one, generate fewer "
                     "tokens (max_tokens), or do without pin"
                 )
             raise PoolExhausted(
-                f"all pinned sessions would hold {pages} of {size} pages, and may hold {allowed}; try again later, or do without pin"
+                f"all pinned sessions and prompts would hold {pages} of {size} pages, and may hold {allowed}; try again later, or do without pin"
             )
 
     def _held(self, sessions: Sequence[SessionBranch]) -> list[int]:

@@ -14,6 +14,7 @@ from quire.engine.engine import Engine
 from quire.engine.prompts import Prompt, Prompts
 from quire.engine.session import Session
 from quire.errors import InvalidArgument
+from quire.hints import NO_HINTS, CacheHints
 from quire.sampling_params import SamplingParams
 
 PromptsOrSessions: TypeAlias = Prompts | Session | Sequence[Prompt | Session]
@@ -33,6 +34,8 @@ class PreparedPrompts:
     """The embeddings of each; empty: there are none."""
     sessions: Sequence[Session | None] = ()
     """Which session each of them is; None where it is none. Empty if none of them is."""
+    hints: CacheHints = NO_HINTS
+    """What is said about the state of each."""
 
     def media_of(self, number: int) -> Media:
         """Return the embeddings of one prompt."""

@@ -21,15 +21,18 @@ from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.grammars import Grammars
 from quire.engine.miss_search import MissSearch
 from quire.engine.pins import Pins, final_length
+from quire.engine.prefix_pins import PrefixPins
 from quire.engine.prompt_logprobs import PromptLogprobs
 from quire.engine.request_checks import RequestChecks
+from quire.engine.request_hints import RequestHints
 from quire.engine.sampling_step import SamplingStep
-from quire.engine.scheduled_request import ScheduledRequest
+from quire.engine.scheduled_request import BACKGROUND, ScheduledRequest
 from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.sequence_request import OnLogits, SequenceRequest, SessionBranch
 from quire.engine.session_branches import SessionBranches, media_of
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
+from quire.hints import NO_HINTS, CacheHints
 from quire.interrupts import Lock
 from quire.metrics import EngineMetrics
 from quire.ops.request_sampler import RequestSampler
@@ -95,6 +98,7 @@ class RequestBook:
         )
         self.branches = SessionBranches(runner, cache=self.cache, tier=self.stored, metrics=self.metrics)
         self.pins = Pins(runner.state, self.branches.sessions, limits.max_num_batched_tokens)
+        self.prefix_pins = PrefixPins(self.branches, self.pins)
         self.checkpoints = None
         if runner.state.recurrent_ids:
             self.checkpoints = Checkpoints(
@@ -114,6 +118,9 @@ class RequestBook:
         self._requests: dict[ScheduledRequest, SequenceRequest] = {}
         self._by_id: dict[str, list[SequenceRequest]] = {}
         self._cancelled: set[str] = set()
+        self.yielding: SequenceRequest | None = None
+        """The request that ends as soon as there is any other."""
+        self.stepping = False
         self.closed = False
         self.wait: Callable[[Sequence[SequenceRequest]], None] | None = None
         """Lets ``run`` wait for requests that a background thread steps, which sets it."""
@@ -151,6 +158,7 @@ class RequestBook:
         session: SessionBranch | None = None,
         adapter: int | None = None,
         media: Media = NO_MEDIA,
+        hints: CacheHints = NO_HINTS,
     ) -> list[SequenceRequest]:
         """Queue a prompt; return one ``SequenceRequest`` per sample.
 
@@ -193,6 +201,9 @@ class RequestBook:
             ]
             leader = samples[0]
             leader.siblings = samples[1:]
+            for sample in samples:
+                sample.work.priority = hints.priority
+            self._take_hints(leader, hints, in_session=session is not None)
             if params.prompt_logprobs is not None:
                 leader.prompt_logprobs = PromptLogprobs(tokens, params.prompt_logprobs)
                 leader.on_logits = leader.prompt_logprobs.take
@@ -214,13 +225,13 @@ class RequestBook:
         on_logits: OnLogits | None = None,
         fresh_from: int | None = None,
         all_logits: bool = False,
-        priority: int | None = None,
+        arrival: int | None = None,
     ) -> SequenceRequest:
         """Queue a run without sampling, after which the session's tokens are these and ``tail``.
 
         ``on_logits`` gets the logits of the last token, or with ``all_logits`` of every one that
         runs: at least those from ``fresh_from`` on. A ``QuireError`` from it ends the request.
-        ``priority`` is the place in the queue of an earlier request that this one continues.
+        ``arrival`` is the place in the queue of an earlier request that this one continues.
         ``media`` is as in ``submit``, of the tail too.
         """
         media = media_of(session, tokens, media)
@@ -235,8 +246,67 @@ class RequestBook:
             )
             request = SequenceRequest(self._name(None), work, len(tokens), None, tail=tuple(tail), on_logits=on_logits)
             self.branches.lend(session, request)
-            self._enqueue(request, [request], priority)
+            self._enqueue(request, [request], arrival)
             return request
+
+    def submit_prefix(
+        self,
+        tokens: NDArray[np.int64],
+        *,
+        key: Hashable = None,
+        adapter: int | None = None,
+        media: Media = NO_MEDIA,
+        hints: CacheHints = NO_HINTS,
+        only_idle: bool = False,
+        most: int | None = None,
+    ) -> SequenceRequest:
+        """Queue a run without sampling whose state the prefix cache gets, as if it were a finished
+        prompt's. Arguments and errors are those of ``submit``.
+
+        ``only_idle``: it is cancelled as soon as anything else is to run, and takes no room from
+        idle sessions. It is cancelled at once if it cannot begin now, or if more than ``most``
+        tokens of it (None: any number) would have to run.
+        """
+        self.checks.tokens(tokens, media)
+        self.checks.length(tokens.size, None)
+        if self.cache is None:
+            raise FailedPrecondition("the prefix cache is off, which would hold it; set enable_prefix_caching")
+        with self.lock:
+            self.runner.adapters.check([adapter])
+            runs = BASE.then(0, adapter)
+            work = ScheduledRequest(
+                tokens=TokenHistory(tokens, media),
+                key=self.branches.prefix_key(key, runs),
+                runs=runs,
+                reusable=True,
+                wants="none",
+                priority=hints.priority or BACKGROUND,
+            )
+            request = SequenceRequest(self._name(None), work, len(tokens), None)
+            if only_idle:
+                work.num_cached = self.cache.peek(tokens[:-1], work.key)
+                if not self.scheduler.idle or (most is not None and tokens.size - work.num_cached > most):
+                    request.finish_reason = "cancelled"
+                    return request
+            self._take_hints(request, hints, in_session=False)
+            self._enqueue(request, [request])
+            self.yielding = request if only_idle else None
+            return request
+
+    def give_way(self) -> bool:
+        """End what runs only while nothing else does; return whether there was anything. What it
+        has computed stays in the prefix cache."""
+        if self.yielding is None:
+            return False
+        self._finish(self.yielding, "cancelled")
+        return True
+
+    def _take_hints(self, request: SequenceRequest, hints: CacheHints, *, in_session: bool) -> None:
+        if hints is NO_HINTS:
+            return
+        request.hints = RequestHints(hints, request.num_prompt, in_session=in_session)
+        if self.runner.state.forgets:
+            request.work.stops = request.hints.stops
 
     def _name(self, request_id: str | None) -> str:
         if self.closed:
@@ -288,10 +358,11 @@ class RequestBook:
             limit=limit,
         )
 
-    def _enqueue(self, leader: SequenceRequest, samples: list[SequenceRequest], priority: int | None = None) -> None:
+    def _enqueue(self, leader: SequenceRequest, samples: list[SequenceRequest], arrival: int | None = None) -> None:
+        self.give_way()
         self._by_id[leader.request_id] = samples
         self._requests[leader.work] = leader
-        self.scheduler.submit(leader.work, priority)
+        self.scheduler.submit(leader.work, arrival)
         if leader.params is not None:
             self.metrics.prompt_tokens.inc(leader.num_prompt)
 
@@ -331,6 +402,8 @@ class RequestBook:
         work.cacheable = False
         if self.cache is not None and work.seq is not None and work.seq in self.cache:
             self.cache.remove(work.seq)
+        if request.hints is not None:
+            request.hints.failed(self.prefix_pins.drop)
         for sibling in request.siblings:
             sibling.error = error
             self._finish(sibling, "error")
@@ -343,6 +416,8 @@ class RequestBook:
         if request.matcher is not None:
             request.matcher.drop()
         request.finished_at = time.monotonic()
+        if request is self.yielding:
+            self.yielding = None
         if request.detokenizer is not None and (rest := request.detokenizer.finish()):
             request.pieces.append(rest)
         # Other threads read these without the lock: unfinished, or with all of the above.
@@ -358,8 +433,12 @@ class RequestBook:
             self.branches.settle(request.session, request)
         else:
             self._release(request)
-        if all(sample.finished for sample in self._by_id.get(request.request_id, ())):
+        samples = self._by_id.get(request.request_id, ())
+        if all(sample.finished for sample in samples):
             self._by_id.pop(request.request_id, None)
+            for sample in samples:
+                if sample.hints is not None:
+                    sample.hints.ended([one.work for one in samples], self.branches.demote)
 
     def _release(self, request: SequenceRequest) -> None:
         """Keep the finished sequence for others, or give its pages back."""
@@ -378,15 +457,17 @@ class RequestBook:
         kept = self.checkpoints
         match rank:
             case Rank.ORPHANS:
-                return self.orphans.bury()
+                # In a step the yielding request is alone, and asks for itself.
+                return self.orphans.bury() or (not self.stepping and self.give_way())
             case Rank.SCARCE_STATES:
                 return kept is not None and not self.runner.state.num_available_states and kept.give_up()
             case Rank.WRITING:
                 return self.stored.relieve()
             case Rank.PREFIXES:
+                self.prefix_pins.expire()
                 return self.branches.evict()
             case Rank.IDLE:
-                return self.branches.drop_idle()
+                return self.yielding is None and self.branches.drop_idle()
             case Rank.STATES:
                 return kept is not None and kept.give_up()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from quire.branches.history import Ids
 from quire.engine.scheduled_request import ScheduledRequest
@@ -24,7 +25,7 @@ def request_output(
         request_id=first.request_id,
         prompt=prompt,
         prompt_token_ids=first.work.tokens.media.as_given(first.work.tokens.ids[: first.num_prompt]),
-        outputs=[completion(sample, tokenizer) for sample in samples],
+        outputs=[completion(sample, tokenizer) for sample in samples if sample.params is not None],
         prompt_logprobs=[None, *(by_token(entry, tokenizer) for entry in scored.entries)]
         if scored is not None and scored.complete
         else None,
@@ -33,6 +34,7 @@ def request_output(
         num_replayed_tokens=first.work.num_replayed,
         cache_note=cache_note(first),
         reuse=reuse_of(first.work, tokenizer),
+        hints=() if first.hints is None else tuple(first.hints.results),
         metrics=RequestMetrics(
             arrival_time=first.arrival,
             first_token_time=min(stamps, default=None),
@@ -40,6 +42,16 @@ def request_output(
             num_preemptions=sum(sample.work.num_preemptions for sample in samples),
         ),
     )
+
+
+def prefix_output(request: SequenceRequest, tokenizer: Tokenizer | None, prompt: str | None = None) -> RequestOutput:
+    """Return the output of a run for the prefix cache. Its prompt is what the pool holds of it.
+    Raise the run's error."""
+    if request.error is not None:
+        raise request.error
+    output, work = request_output([request], tokenizer, prompt), request.work
+    held = output.prompt_token_ids[: max(work.num_cached, work.computed)]
+    return replace(output, prompt_token_ids=held, finished=request.succeeded)
 
 
 def cache_note(request: SequenceRequest) -> str:

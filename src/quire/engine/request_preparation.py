@@ -23,6 +23,7 @@ from quire.engine.sequence_request import SequenceRequest
 from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.hints import NO_HINTS, CacheHints
 from quire.outputs import RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
 
@@ -56,10 +57,11 @@ class RequestPreparation:
         *,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        hints: CacheHints | None = None,
     ) -> PreparedPrompts:
         """Check and encode the arguments of ``generate``, for ``submit``."""
         self._require_open("generate")
-        chosen = self._adapter(adapter)
+        chosen, hinted = self._adapter(adapter), checked_hints(hints)
         sessions, given = split_sessions(prompts, self._engine)
         if sessions and None not in sessions and (adapter is not None or cache_salt is not None):
             raise InvalidArgument(
@@ -75,7 +77,7 @@ class RequestPreparation:
             ids.append(tokens)
             media.append(embeddings)
         return self._checked(
-            PreparedPrompts(ids, texts_of(listed), params, cache_key(cache_salt), chosen, media, sessions)
+            PreparedPrompts(ids, texts_of(listed), params, cache_key(cache_salt), chosen, media, sessions, hinted)
         )
 
     def prepare_chat(
@@ -87,10 +89,11 @@ class RequestPreparation:
         cache_salt: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        hints: CacheHints | None = None,
     ) -> PreparedPrompts:
         """Check, render and encode the arguments of ``chat``, for ``submit``."""
         self._require_open("chat")
-        chosen = self._adapter(adapter)
+        chosen, hinted = self._adapter(adapter), checked_hints(hints)
         if not isinstance(messages, (list, tuple)) or not messages:
             allowed = "a list of messages, or a list of such lists, with at least one message"
             raise InvalidArgument(field="messages", given=messages, allowed=allowed)
@@ -112,7 +115,7 @@ class RequestPreparation:
             for conversation in conversations
         ]
         ids = [np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64) for text in texts]
-        return self._checked(PreparedPrompts(ids, list(texts), params, cache_key(cache_salt), chosen))
+        return self._checked(PreparedPrompts(ids, list(texts), params, cache_key(cache_salt), chosen, hints=hinted))
 
     def prepare_beams(
         self, prompts: Prompts, params: BeamSearchParams, *, adapter: str | None = None, cache_salt: str | None = None
@@ -135,6 +138,32 @@ class RequestPreparation:
                 searches.append(BeamSearch(self._engine, tokens, params, key=key, adapter=chosen))
         return searches, texts_of(listed)
 
+    def submit_prefetch(
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str | None,
+        cache_salt: str | None,
+        hints: CacheHints | None,
+        only_idle: bool,
+        most: int | None,
+    ) -> SequenceRequest:
+        """Check, encode and queue what ``prefetch`` runs."""
+        self._require_open("prefetch")
+        chosen, hinted = self._adapter(adapter), checked_hints(hints)
+        tokens, media = self._read(prompt, self._engine.checks)
+        # The last token runs again anyway: its logits are wanted.
+        tokens = tokens[: max(1, tokens.size - 1)]
+        return self._engine.submit_prefix(
+            tokens,
+            key=cache_key(cache_salt),
+            adapter=chosen,
+            media=media,
+            hints=hinted,
+            only_idle=only_idle,
+            most=most,
+        )
+
     def submit(self, prepared: PreparedPrompts, request_id: str | None = None) -> list[list[SequenceRequest]]:
         """Queue prompts, all or none, for the engine's steps; return the samples of each.
         ``request_id`` is the name of a single prompt; several are numbered, as in "name-0"."""
@@ -150,7 +179,7 @@ class RequestPreparation:
                 for number, (tokens, chosen) in enumerate(zip(prepared.ids, prepared.params, strict=True)):
                     name = request_id if request_id is None or count == 1 else f"{request_id}-{number}"
                     if (session := prepared.session_of(number)) is not None:
-                        requests.append([session.submit_generate(chosen, name)])
+                        requests.append([session.submit_generate(chosen, name, prepared.hints)])
                         continue
                     requests.append(
                         self._engine.submit(
@@ -160,6 +189,7 @@ class RequestPreparation:
                             key=prepared.key,
                             adapter=prepared.adapter,
                             media=prepared.media_of(number),
+                            hints=prepared.hints,
                         )
                     )
             except BaseException:
@@ -230,6 +260,15 @@ def cache_key(salt: str | None) -> Hashable:
     if salt is not None and not isinstance(salt, str):
         raise InvalidArgument(field="cache_salt", given=salt, allowed="a string")
     return (salt.owner if isinstance(salt, OwnedSalt) else "", salt)
+
+
+def checked_hints(hints: object) -> CacheHints:
+    """Return hints, none for None; ``InvalidArgument`` for anything else."""
+    if hints is None:
+        return NO_HINTS
+    if not isinstance(hints, CacheHints):
+        raise InvalidArgument(field="hints", given=hints, allowed="CacheHints or None")
+    return hints
 
 
 def texts_of(prompts: Sequence[Prompt]) -> list[str | None]:

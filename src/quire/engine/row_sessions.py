@@ -6,8 +6,7 @@ the adapter of each, and the state's origin (``quire.branches.branch.Origin``).
 
 from __future__ import annotations
 
-import secrets
-
+from quire.branches.adapter_keys import private_salt
 from quire.branches.branch import Origin
 from quire.branches.cache_rows import CacheRows
 from quire.branches.going_back import require_again
@@ -40,7 +39,7 @@ def fork_to_session(engine: Engine, cache: CacheRows, picked: int, length: int) 
         raise Unsupported(f"row {picked} {other_eviction(source.window)}")
     # A key of its own: a row's past (files, other dtypes, writes) makes it no other prompt's
     # prefix.
-    state = SessionBranch(key=("cache", secrets.token_hex(8)))
+    state = SessionBranch(key=private_salt())
     state.become(source, length, None)
     state.adapter = state.runs.at(max(length - 1, 0))
     engine.checks.history(state.tokens.ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quire.branches.adapter_keys import private_salt
 from quire.branches.history import Ids, TokenHistory
 from quire.branches.saved_rows import NO_POSITIONS, SESSION, load_row, other_eviction, read_rows
 from quire.engine.engine import Engine
@@ -155,7 +155,7 @@ def load(
             "the last, is expected"
         )
     # A key of its own: state from a file, perhaps of another dtype, is no other prompt's prefix.
-    state = SessionBranch(key=("loaded", secrets.token_hex(8)), adapter=saved.runs.runs[-1][1])
+    state = SessionBranch(key=private_salt(), adapter=saved.runs.runs[-1][1])
     saved.fill(state, saved.total)
     if saved.total:
         engine.checks_of(state).length(saved.total, None)

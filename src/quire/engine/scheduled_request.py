@@ -12,9 +12,14 @@ from typing import Any
 
 from quire.branches.adapter_keys import salt_of
 from quire.branches.branch import Branch
+from quire.branches.tiers import Brought
 from quire.engine.reuse_note import ReuseNote
 from quire.errors import PoolExhausted, ResourceExhausted
+from quire.outputs import Miss
 from quire.types import BASE, LogitsWanted
+
+BACKGROUND = 2**31 - 1
+"""The priority of what runs only if nothing else does: lower than any other."""
 
 
 class Status(enum.Enum):
@@ -36,7 +41,12 @@ class ScheduledRequest(Branch):
     fresh_from: int | None = None
     """Tokens from here on must run, even if cached: their logits are wanted. None: the last one."""
     priority: int = 0
-    """Order of arrival; the latest is preempted first."""
+    """Lower values are admitted earlier, and preempted later."""
+    arrival: int = 0
+    """Order of arrival, which decides among equal priorities."""
+    stops: tuple[int, ...] = ()
+    """Positions, ascending, at which a step ends, so that a state that forgets can be kept
+    there."""
     num_cached: int = 0
     """Tokens of the prompt whose state was there at the first admission."""
     known: int = 0
@@ -72,6 +82,22 @@ class ScheduledRequest(Branch):
             self.num_cached = self.computed
             self.num_replayed = max(0, self.known - self.computed)
 
+    def note_found(self, found: Brought) -> None:
+        """Note what comes from outside of the pool, until it is admitted."""
+        if not self.admitted:
+            self.reuse_note.by_tier |= found.by_tier
+            if found.miss is not Miss.NONE:
+                self.reuse_note.miss(found.miss, found.length)
+
+    def note_lost(self, miss: Miss, length: int) -> None:
+        """Note that ``length`` tokens did not come. If that was at its first admission, it does not
+        count as that."""
+        if self.reuse_note.by_tier:
+            self.reuse_note.by_tier.clear()
+            self.admitted = False
+            self.reuse_note.miss(miss, length)
+            self.note_reuse()
+
     @property
     def cached_by_tier(self) -> dict[str, int]:
         """Tokens of ``num_cached`` by tier; only tiers that had some."""
@@ -83,6 +109,11 @@ class ScheduledRequest(Branch):
     def ready(self) -> bool:
         """Whether it can take part in a step."""
         return (self.is_ready is None or self.is_ready()) and (self.question is None or self.question.is_answered)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What requests are sorted by, the next one to run first."""
+        return self.priority, self.arrival
 
     @property
     def next_adapter(self) -> int | None:

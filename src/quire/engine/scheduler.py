@@ -2,11 +2,12 @@
 
 Continuous batching is one rule: every running request has tokens that are not computed yet, and a
 step computes some of them. Decodes have one; prompts have many and are cut to the token budget, so
-both share a step (Sarathi-Serve, arXiv:2403.02310). Requests are served in order of arrival.
+both share a step (Sarathi-Serve, arXiv:2403.02310). Requests are served by priority, equal ones in
+order of arrival.
 
 The KV state says how many pages a batch lacks. They come, in this order, from finished sequences in
-the prefix cache, from idle sessions (``reclaim``), and from the youngest running request. It is
-preempted, and its state moves to host memory if that is cheaper than computing it again later.
+the prefix cache, from idle sessions (``reclaim``), and from the running request of the lowest
+priority, the youngest one among equals, which is preempted. Tiers keep what is worth it.
 
 The adapters of one step must fit into the device's memory together. A request whose adapter does
 not fit beside those of earlier ones waits a step. Then no new request with an adapter is admitted,
@@ -17,8 +18,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Collection, Hashable, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -26,7 +26,8 @@ from quire.branches.history import common_prefix
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.miss_search import MissSearch
-from quire.engine.scheduled_request import ScheduledRequest, Status, no_room
+from quire.engine.scheduled_request import BACKGROUND, ScheduledRequest, Status, no_room
+from quire.engine.step_draft import StepDraft
 from quire.errors import QuireError
 from quire.outputs import Miss
 from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, SetWindow, Step
@@ -44,8 +45,8 @@ COMPARED = 16
 HEADROOM = 32
 """Tokens of room for every running request before a preempted one comes back, so that it stays."""
 
-ALL_LOGITS_CHUNK = 256
-"""Tokens of a step whose logits are all wanted: float32 rows of the whole vocabulary."""
+BACKGROUND_CHUNK = 256
+"""Tokens of a background request in a step, for whose end a new request may have to wait."""
 
 Failure: TypeAlias = tuple[ScheduledRequest, QuireError]
 
@@ -66,46 +67,6 @@ class Scheduled:
     requests: tuple[ScheduledRequest, ...]
     failed: tuple[Failure, ...] = ()
     """Requests that can never run, with the reason; they hold nothing any more."""
-
-
-@dataclass(slots=True)
-class StepDraft:
-    """A step in the making."""
-
-    budget: int
-    kept: int = 0
-    """Tokens of it that no prompt takes: decodes wait for them."""
-    rows: int = ALL_LOGITS_CHUNK
-    """Tokens that may still have the logits of each."""
-    requests: list[ScheduledRequest] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    adapters: set[int] = field(default_factory=set)
-    """Those that it uses."""
-    held_back: bool = False
-    """Whether a request waits for room for its adapter."""
-
-    def add(self, request: ScheduledRequest, count: int) -> None:
-        self.requests.append(request)
-        self.counts.append(count)
-        self._spend(request, count)
-        if (adapter := request.next_adapter) is not None:
-            self.adapters.add(adapter)
-
-    def drop(self, request: ScheduledRequest) -> None:
-        if request in self.requests:
-            index = self.requests.index(request)
-            del self.requests[index]
-            self._spend(request, -self.counts.pop(index))
-            self.adapters = {one.next_adapter for one in self.requests if one.next_adapter is not None}
-
-    def _spend(self, request: ScheduledRequest, count: int) -> None:
-        self.budget -= count
-        if request.wants == "all":
-            self.rows -= count
-
-    @property
-    def seqs(self) -> list[SeqId]:
-        return [request.seq for request in self.requests if request.seq is not None]
 
 
 class Scheduler:
@@ -142,26 +103,26 @@ class Scheduler:
         self._alike: dict[tuple[Hashable, bytes], dict[ScheduledRequest, None]] = {}
         """Requests under way by key and first tokens, in order of arrival."""
         self.waiting: list[ScheduledRequest] = []
-        """In order of arrival."""
+        """By priority, then in order of arrival."""
         self.running: list[ScheduledRequest] = []
-        """In order of arrival."""
+        """By priority, then in order of arrival."""
         self.num_preemptions = 0
 
-    def submit(self, request: ScheduledRequest, priority: int | None = None) -> None:
-        """Queue a request. One that comes with a sequence keeps it. ``priority`` is that of an
+    def submit(self, request: ScheduledRequest, arrival: int | None = None) -> None:
+        """Queue a request. One that comes with a sequence keeps it. ``arrival`` is that of an
         earlier request that this one continues, in its place."""
-        if priority is None:
-            priority = self._arrivals
+        if arrival is None:
+            arrival = self._arrivals
             self._arrivals += 1
-        request.priority = priority
+        request.arrival = arrival
         self._ask(request)
         if self._checkpoints is not None:
             self._note_branches(request)
-        bisect.insort(self.waiting, request, key=lambda waiting: waiting.priority)
+        bisect.insort(self.waiting, request, key=_order)
 
     def _note_branches(self, request: ScheduledRequest) -> None:
-        """Note where states are to be kept: where it parts from others under way, and before its
-        last token, which a request of the same tokens runs again (without logits: at its end)."""
+        """Note where states are to be kept: where it parts from others, and before its last token,
+        which a request of the same tokens runs again (without logits: at its end)."""
         request.partings.add(len(request.tokens) - (request.wants != "none"))
         if not request.cacheable or len(request.tokens) <= DUPLICATE_PREFIX:
             return
@@ -183,11 +144,11 @@ class Scheduler:
 
     def join(self, request: ScheduledRequest) -> None:
         """Run a request that has its sequence and all of its state: a fork of a running one."""
-        request.priority = self._arrivals
+        request.arrival = self._arrivals
         self._arrivals += 1
         request.status = Status.RUNNING
         request.admitted = True
-        self.running.append(request)
+        bisect.insort(self.running, request, key=_order)
 
     def finish(self, request: ScheduledRequest) -> None:
         """Take it out of the queues; its sequence is the caller's business."""
@@ -209,18 +170,16 @@ class Scheduler:
 
     @property
     def held_up(self) -> list[ScheduledRequest]:
-        """Those that can take part in no step yet."""
-        return [request for request in (*self.running, *self.waiting) if not request.ready]
+        """Those for which something is being made."""
+        return [one for one in (*self.running, *self.waiting) if one.is_ready is not None and not one.is_ready()]
 
     def schedule(self) -> Scheduled:
         """Return the next step; without chunks if nothing can run."""
         self._settle()
-        # Some decodes return to the queue after each token (beams). They must not wait for prompts
-        # either.
+        # Some decodes return to the queue after each token (beams). They wait for no prompt either.
         coming = sum(request.seq is not None and request.remaining == 1 for request in self.waiting)
-        free = max(0, self.limits.max_num_seqs - self._seated)
-        budget = self.limits.max_num_batched_tokens
-        # One token is left to a prompt: those who wait may wait for its pages.
+        free, budget = max(0, self.limits.max_num_seqs - self._seated), self.limits.max_num_batched_tokens
+        # One token is left to a prompt: decodes may wait for its pages.
         batch = StepDraft(budget, kept=min(coming, free, budget - 1))
         failed: list[Failure] = []
         # Admit adapters in order of arrival: no request waits for later ones.
@@ -228,9 +187,30 @@ class Scheduler:
             if request.ready and self._has_adapter(request, batch) and request.next_adapter is not None:
                 batch.adapters.add(request.next_adapter)
         # Decodes first: a long prompt fills what they leave of the step and never holds them up.
-        # More may run than a step takes (the samples of one prompt); they wait with their shared
-        # pages.
-        for request in sorted(self.running, key=lambda running: running.remaining > 1):
+        # Prompts of a lower priority than one that waits get what that leaves.
+        most = self.waiting[0].priority if self.waiting else BACKGROUND
+        later = [running for running in self.running if running.remaining > 1 and running.priority > most]
+        now = [running for running in self.running if running not in later] if later else self.running
+        self._fill(sorted(now, key=lambda running: running.remaining > 1), batch)
+        if not batch.requests and (loading := [one for one in now if self._is_coming(one)][:1]):
+            # With nothing else to do, a forward follows its state, layer by layer.
+            batch.add(loading[0], self._count(loading[0], batch))
+        preempted = self._make_room(batch, failed)
+        if not preempted:
+            self._admit(batch, failed)
+            self._fill(later, batch)
+            # A request that found no room may have left a fork of a running one, which needs a page.
+            self._make_room(batch, failed)
+        kept: Sequence[tuple[int, ...]] = [()] * len(batch.requests)
+        if self._checkpoints is not None:
+            kept = self._checkpoints.wishes(batch.requests, batch.counts)
+        chunks = tuple(map(self._chunk, batch.requests, batch.counts, kept))
+        return Scheduled(Step(chunks=chunks), tuple(batch.requests), tuple(failed))
+
+    def _fill(self, requests: Sequence[ScheduledRequest], batch: StepDraft) -> None:
+        """Add running requests to a step. More may run than it takes (the samples of one prompt);
+        they wait with their shared pages."""
+        for request in requests:
             if batch.budget < 1 or len(batch.requests) >= self.limits.max_num_seqs:
                 break
             adapter = request.next_adapter
@@ -238,23 +218,6 @@ class Scheduler:
                 continue
             if count := self._count(request, batch):
                 batch.add(request, count)
-        if not batch.requests:
-            # With nothing else to do, a forward follows its state, layer by layer.
-            for request in filter(self._is_coming, self.running):
-                if count := self._count(request, batch):
-                    batch.add(request, count)
-                    break
-        preempted = self._make_room(batch, failed)
-        if not preempted:
-            self._admit(batch, failed)
-            # A request that found no room may have left a fork of a running one, which needs a page
-            # then.
-            self._make_room(batch, failed)
-        kept: Sequence[tuple[int, ...]] = [()] * len(batch.requests)
-        if self._checkpoints is not None:
-            kept = self._checkpoints.wishes(batch.requests, batch.counts)
-        chunks = tuple(map(self._chunk, batch.requests, batch.counts, kept))
-        return Scheduled(Step(chunks=chunks), tuple(batch.requests), tuple(failed))
 
     def computed(self, scheduled: Scheduled) -> None:
         """Note that the step has run."""
@@ -275,7 +238,7 @@ class Scheduler:
         return Chunk(request.seq, ids, adapter=adapter, logits=wants, checkpoints=checkpoints)  # type: ignore[arg-type]
 
     def _make_room(self, batch: StepDraft, failed: list[Failure]) -> bool:
-        """Reclaim, then preempt the youngest, until running ones fit; return whether any left."""
+        """Reclaim, then preempt the last, until running ones fit; return whether any left."""
         left = False
         while batch.requests and (missing := self._state.missing_pages(batch.seqs, batch.counts)):
             if self._relieve(batch.seqs, batch.counts) or self._reclaim():
@@ -313,7 +276,7 @@ class Scheduler:
         request.status = Status.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
-        bisect.insort(self.waiting, request, key=lambda waiting: waiting.priority)
+        bisect.insort(self.waiting, request, key=_order)
 
     def _set_aside(self, request: ScheduledRequest) -> None:
         """Release its state, a copy of which may be kept."""
@@ -362,11 +325,10 @@ class Scheduler:
             request.status = Status.RUNNING
             request.admitted = True
             seated += 1
-            bisect.insort(self.running, request, key=lambda running: running.priority)
+            bisect.insort(self.running, request, key=_order)
             if request.remaining == 1:
                 batch.kept = max(0, batch.kept - 1)
-            # Stored state may end within another adapter's run, or have to come first: then it has
-            # its pages, and waits.
+            # Its stored state may have to come, or end within another adapter's run: then it waits.
             if self._has_adapter(request, batch) and not (batch.requests and self._is_coming(request)):
                 batch.add(request, self._count(request, batch))
 
@@ -384,9 +346,10 @@ class Scheduler:
         return (batch.held_back and bool(request.runs.ids)) or not self._has_adapter(request, batch)
 
     def _most(self, request: ScheduledRequest) -> int:
-        """Return how many of its tokens a step may take: beside its window, if that slides."""
+        """Return how many of its tokens a step may take, beside its window if that slides."""
         if request.window is None:
-            return self.limits.max_num_batched_tokens
+            most = self.limits.max_num_batched_tokens
+            return min(most, BACKGROUND_CHUNK) if request.priority == BACKGROUND else most
         return max(1, self._state.largest_step(request.window.size, request.window.sink))
 
     def _count(self, request: ScheduledRequest, batch: StepDraft) -> int:
@@ -396,6 +359,8 @@ class Scheduler:
             room = min(room, batch.rows)
         if (end := request.runs.end(request.computed)) is not None:
             room = min(room, end - request.computed)
+        if (stop := next((stop for stop in request.stops if stop > request.computed), None)) is not None:
+            room = min(room, stop - request.computed)
         return max(0, min(request.remaining, room, self._most(request)))
 
     def _shortage(self, request: ScheduledRequest) -> int:
@@ -451,16 +416,11 @@ class Scheduler:
         request.note_reuse()
 
     def _bring(self, request: ScheduledRequest, attached: bool) -> None:
-        """Bring back what tiers have of it, if it was just ``attached``; note what was found, and
-        why not more."""
+        """Bring back what tiers have of it, if it was just ``attached``; note what was found."""
         limit = self._limit(request)
         if self._tier is not None and request.question is not None:
             if attached:
-                found = self._tier.bring(request, request.question, limit)
-                if not request.admitted:
-                    request.reuse_note.by_tier |= found.by_tier
-                    if found.miss is not Miss.NONE:
-                        request.reuse_note.miss(found.miss, found.length)
+                request.note_found(self._tier.bring(request, request.question, limit))
             request.question = None
             request.note_reuse()
         if self._misses is not None:
@@ -478,35 +438,25 @@ class Scheduler:
         if self._tier is not None and request.seq is None:
             request.question = self._tier.ask(request)
 
-    def wait_for_answers(self, seconds: float) -> None:
-        """Wait until tiers have answered some question, at most ``seconds``. Needs no lock."""
-        asked = [one.question.answer for one in list(self.waiting) if one.question is not None]
-        if asked:
-            wait(asked, timeout=seconds, return_when=FIRST_COMPLETED)
-
     def _is_coming(self, request: ScheduledRequest) -> bool:
         """Return whether some of its state has still to come from a tier."""
-        return self._tier is not None and request.seq is not None and self._tier.is_coming(request.seq)
+        tier, seq = self._tier, request.seq
+        return tier is not None and seq is not None and seq in tier.open and tier.is_coming(seq)
 
     def _settle(self) -> None:
-        """End loads that are over. A request whose state did not come waits again, to compute."""
-        for request in [one for one in self.running if self._tier is not None and not self._is_coming(one)]:
-            self.settle(request)
+        """End loads that are over."""
+        if self._tier is not None and self._tier.open:
+            for request in [one for one in self.running if not self._is_coming(one)]:
+                self.settle(request)
 
-    def settle(self, request: ScheduledRequest) -> bool:
-        """End the load of a running request, at once. Return whether its state is there."""
+    def settle(self, request: ScheduledRequest) -> None:
+        """End the load of a running request, at once. If its state did not come, it waits again."""
         length = request.computed
-        if self._tier is None or (miss := self._tier.settle(request)) is Miss.NONE:
-            return True
-        self.running.remove(request)
-        request.status = Status.WAITING
-        if request.reuse_note.by_tier:
-            request.reuse_note.by_tier.clear()
-            request.admitted = False
-            request.reuse_note.miss(miss, length)
-            request.note_reuse()
-        bisect.insort(self.waiting, request, key=lambda waiting: waiting.priority)
-        return False
+        if self._tier is not None and (miss := self._tier.settle(request)) is not Miss.NONE:
+            self.running.remove(request)
+            request.status = Status.WAITING
+            request.note_lost(miss, length)
+            bisect.insort(self.waiting, request, key=_order)
 
     def _detach(self, request: ScheduledRequest) -> None:
         """Take back ``_attach``: a waiting request holds no pages that others cannot take."""
@@ -523,8 +473,7 @@ class Scheduler:
         request.note_reuse()
 
     def _duplicates(self, request: ScheduledRequest) -> bool:
-        """Return whether a running prompt is computing a prefix that this request could fork
-        later."""
+        """Return whether a running prompt computes a prefix that this request could fork later."""
         if self._cache is None or not request.cacheable:
             return False
         ids = request.tokens.ids[: self._limit(request)]
@@ -540,5 +489,12 @@ class Scheduler:
                 if self._tier is not None:
                     held = max(held, self._tier.reach(request, ids.size))
             if common >= held + DUPLICATE_PREFIX:
+                if other.priority > request.priority:  # what waits for it makes it as urgent
+                    other.priority = request.priority
+                    self.running.sort(key=_order)
                 return True
         return False
+
+
+def _order(request: ScheduledRequest) -> tuple[int, int]:
+    return request.order

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from quire.branches.branch import Branch
 from quire.engine.scheduled_request import ScheduledRequest
 from quire.errors import QuireError
+from quire.hints import PinAccount
 from quire.outputs import FinishReason
 from quire.sampling_params import SamplingParams
 from quire.types import BASE, SeqId
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from quire.engine.detokenizer import IncrementalDetokenizer
     from quire.engine.grammar_matcher import GrammarMatcher
     from quire.engine.prompt_logprobs import PromptLogprobs
+    from quire.engine.request_hints import RequestHints
     from quire.ops.request_sampler import RequestSampler
     from quire.ops.sampling import TokenLogprobs
 
@@ -48,6 +50,8 @@ class SequenceRequest:
     prompt_logprobs: PromptLogprobs | None = None
     """What collects them, on the first sample of a prompt."""
     on_logits: OnLogits | None = None
+    hints: RequestHints | None = None
+    """What its caller said about its state, on the first sample of a prompt."""
     way_back: SeqId | None = None
     """A fork of the session's sequence as it was lent, if nothing else brings that state back."""
     siblings: list[SequenceRequest] = field(default_factory=list)
@@ -90,16 +94,6 @@ class SequenceRequest:
         return self.finish_reason in ("stop", "length") or (
             self.finish_reason == "cancelled" and self.params is not None
         )
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class PinAccount:
-    """A user whose pinned sessions count together."""
-
-    share: float
-    """Part of each pool that they may hold."""
-    total: float
-    """Part of each pool that all pinned sessions may hold, also those of other accounts or none."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ use, unless the session is pinned.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Self, overload
 
 import numpy as np
@@ -18,19 +19,22 @@ from torch import Tensor
 
 from quire.branches.adapter_keys import runs_of_session
 from quire.contracts.executor import ExecutorInputs
-from quire.engine.chat_rendering import encode_chat
+from quire.engine.chat_rendering import encode_chat, render_chat, select_template
 from quire.engine.chat_turns import Asked, ReadAnswer
 from quire.engine.keeping import kept
+from quire.engine.next_turn import next_turn_ids, parts_from
 from quire.engine.prompts import Prompt, Text
-from quire.engine.request_outputs import request_output
-from quire.engine.sequence_request import PinAccount, SequenceRequest, SessionBranch
+from quire.engine.request_outputs import prefix_output, request_output
+from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.session_stream import PreparedTurn, SessionStream
 from quire.engine.state_access import StateAccess
 from quire.engine.token_ids import is_integer
 from quire.errors import FailedPrecondition, InvalidArgument
+from quire.hints import NO_HINTS, CacheHints, PinAccount
 from quire.interrupts import uninterrupted
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.types import BASE
 
 
 class Session(StateAccess):
@@ -101,10 +105,12 @@ class Session(StateAccess):
         with self._engine.lock:
             self._check_params("generate", len(self), params)
 
-    def submit_generate(self, params: SamplingParams, request_id: str | None = None) -> SequenceRequest:
+    def submit_generate(
+        self, params: SamplingParams, request_id: str | None = None, hints: CacheHints = NO_HINTS
+    ) -> SequenceRequest:
         """Queue what ``generate`` runs; the session is generating until steps have run it."""
         with self._engine.lock:
-            return self._submit(self._state.tokens.ids, params, request_id)
+            return self._submit(self._state.tokens.ids, params, request_id, hints)
 
     def _check_params(self, verb: str, length: int, params: SamplingParams | None) -> SamplingParams:
         """Refuse now whatever ``submit`` would refuse."""
@@ -123,10 +129,15 @@ class Session(StateAccess):
         return chosen
 
     def _submit(
-        self, tokens: NDArray[Any], params: SamplingParams | None, request_id: str | None = None
+        self,
+        tokens: NDArray[Any],
+        params: SamplingParams | None,
+        request_id: str | None = None,
+        hints: CacheHints = NO_HINTS,
     ) -> SequenceRequest:
         state, chosen = self._state, self._check_params("generate", len(tokens), params)
-        return self._engine.submit(tokens.astype(np.int64), chosen, request_id=request_id, session=state)[0]
+        ids = tokens.astype(np.int64)
+        return self._engine.submit(ids, chosen, request_id=request_id, session=state, hints=hints)[0]
 
     def _result(self, request: SequenceRequest) -> RequestOutput:
         self._wait(request)
@@ -354,9 +365,9 @@ class Session(StateAccess):
             self._idle("chat")
             return self._submit(tokens, params)
 
-        def end(request: SequenceRequest) -> None:
+        def end(request: SequenceRequest) -> Future[None] | None:
             self._turns.answered(asked, request, len(self))
-            self._keep(wait=False)
+            return self._keep(wait=False)
 
         return PreparedTurn(start, end)
 
@@ -380,6 +391,32 @@ class Session(StateAccess):
             if self.tokens != ids:
                 raise FailedPrecondition("chat: the session was changed by another thread meanwhile; call again")
             return asked, tokens
+
+    @uninterrupted
+    def prefetch_next_turn(self, most: int | None = None) -> RequestOutput | None:
+        """Run the history as the next ``chat`` will write it, where the template writes the last
+        answer in another way than the model did, as ``LLM.prefetch`` runs prompts with
+        ``only_idle``. None: there is nothing to run. The session stays as it is."""
+        with self._engine.lock:
+            state = self._open("prefetch_next_turn")
+            tokenizer, ids = self._tokenizer("prefetch_next_turn"), state.tokens.ids.copy()
+            turns, longest = self._turns.up_to(ids.size), self._engine.checks_of(state).max_text_bytes
+            plain = state.runs == BASE.then(0, state.adapter) and not (ids < 0).any()
+            if not (plain and turns.end_with_answer(ids.size)) or state.modified or state.window is not None:
+                return None
+            asked, key, adapter = turns.ask([], ids.tolist(), tokenizer, None), state.key, state.adapter
+        template, special = select_template(tokenizer.chat_templates), dict[str, Any](tokenizer.special_tokens)
+        rendered = next_turn_ids(
+            lambda given: render_chat(template, given, add_generation_prompt=False, max_bytes=longest, **special),
+            asked.all_messages,
+            tokenizer,
+        )
+        history = np.concatenate((ids[: asked.start], rendered))
+        if not parts_from(history, ids):
+            return None
+        request = self._engine.submit_prefix(history, key=key, adapter=adapter, only_idle=True, most=most)
+        self._engine.run([request])
+        return prefix_output(request, tokenizer)
 
     # -- pinning -----------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from quire.branches.prefix_cache import RadixCache
 from quire.branches.tiers import Tier
 from quire.engine import layer_memory
 from quire.engine.miss_search import QUOTED
+from quire.engine.scheduled_request import ScheduledRequest
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.errors import QuireError, ResourceExhausted
 from quire.metrics import EngineMetrics
@@ -260,6 +261,7 @@ class SessionBranches:
         self._leave_other_key(session, work.key)
         if session.modified:
             self.anchor(session)
+        self._take_nearer(session, work)
         request.shared = shared
         request.session, session.request = session, request
         if session.modified and session.seq is not None and (self.runner.state.forgets or session.window is not None):
@@ -275,6 +277,19 @@ class SessionBranches:
         work.cacheable = not session.modified and session.window is None
         work.window = session.window
         work.pinned = session.pinned or session.modified
+
+    def _take_nearer(self, session: SessionBranch, work: ScheduledRequest) -> None:
+        """Let a session whose tokens change go on from a fork of another sequence, if that has more
+        of the new ones."""
+        if self.cache is None or session.seq is None or session.modified or session.window is not None:
+            return
+        limit = min(len(work.tokens) - 1, len(work.tokens) if work.fresh_from is None else work.fresh_from)
+        found = self.cache.find(work.tokens.ids[:limit], work.key, without=session.seq)
+        if found is None or found[1] <= session.computed or found[0] == session.seq:
+            return
+        fork = self.fork_of(*found)
+        self.remove(session.seq)
+        session.seq, session.computed, session.origin = fork, found[1], COMPUTED
 
     def settle(self, session: SessionBranch, request: SequenceRequest) -> None:
         """Give the sequence back to its session; after success the tokens join it."""
@@ -330,12 +345,33 @@ class SessionBranches:
         """Give up the cached sequence that was used longest ago; return whether there was any."""
         if self.cache is None or (seq := self.cache.oldest()) is None:
             return False
-        key = self.cache.key_of(seq)
-        salt, runs = (key.salt, key.runs) if isinstance(key, AdapterKey) else (key, ())
-        self.tier.save_prefix(seq, self.cache.tokens_of(seq), runs, salt)
+        self._save_cached(seq)
         self.cache.evict()
         self.apply(Remove(seq))
         return True
+
+    def _save_cached(self, seq: SeqId) -> None:
+        """Let the tier keep a sequence of the prefix cache that is about to go."""
+        assert self.cache is not None
+        key = self.cache.key_of(seq)
+        salt, runs = (key.salt, key.runs) if isinstance(key, AdapterKey) else (key, ())
+        self.tier.save_prefix(seq, self.cache.tokens_of(seq), runs, salt)
+
+    def demote(self, tokens: NDArray[np.int64], key: Hashable, start: int) -> int:
+        """Give up the cached state of these tokens from ``start`` on, as if the pool were short;
+        return how many tokens it had. What others hold of them stays."""
+        if self.cache is None:
+            return 0
+        given_up = 0
+        for seq, length in self.cache.cached_on(tokens, key, start):
+            kept = self.runner.state.nearest_reachable(seq, start)
+            fork = self.fork_of(seq, kept) if kept else None
+            self._save_cached(seq)
+            self.remove(seq)
+            if fork is not None:
+                self.remove_all(self.cache.insert(fork, tokens[:kept], key))
+            given_up = max(given_up, length - start)
+        return given_up
 
     def drop_idle(self) -> bool:
         """Give up the least recently used idle session's state; return whether there was any."""

@@ -91,7 +91,7 @@ class SessionSources(RequestPreparation):
         last of these, and shares no prefix with others.
 
         ``name`` and ``labels`` (strings by strings) tell many sessions apart; they need not be
-        unique.
+        unique. With ``state_dir`` a session that has a name outlives the process: ``resume``.
         """
         self._require_open("session")
         called, labelled = checked_name(name), checked_labels({} if labels is None else labels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, Self
 
@@ -14,7 +15,7 @@ from quire.orphans import unless_exiting
 from quire.outputs import Reuse, StreamDelta
 
 Start = Callable[[], SequenceRequest]
-OnEnd = Callable[[SequenceRequest], None]
+OnEnd = Callable[[SequenceRequest], "Future[None] | None"]
 
 
 class PreparedTurn(NamedTuple):
@@ -23,7 +24,8 @@ class PreparedTurn(NamedTuple):
     start: Start
     """Submits the request; called with the engine's lock."""
     on_end: OnEnd | None = None
-    """Is told of the request once, when it is over."""
+    """Is told of the request once, when it is over. Returns what is done when the session is
+    durable; None: it is not kept."""
 
 
 class SessionStream(Iterator[StreamDelta]):
@@ -87,9 +89,11 @@ class SessionStream(Iterator[StreamDelta]):
                 return delta
 
     def close(self) -> None:
-        """End what is not finished. Closing twice is harmless."""
+        """End what is not finished. Closing twice is harmless. ``NotDurable`` if the session is
+        kept, and could not be."""
         self._over = True
-        self._end()
+        if (durable := self._end()) is not None:
+            durable.result()
 
     @unless_exiting
     def __del__(self) -> None:
@@ -104,10 +108,12 @@ class SessionStream(Iterator[StreamDelta]):
         self.close()
 
 
-def _end(engine: Engine, requests: list[SequenceRequest], on_end: OnEnd | None) -> None:
+def _end(engine: Engine, requests: list[SequenceRequest], on_end: OnEnd | None) -> Future[None] | None:
+    durable = None
     with engine.lock:
         engine.end(requests)
         while requests:
             request = requests.pop()
             if on_end is not None:
-                on_end(request)
+                durable = on_end(request)
+    return durable

@@ -146,15 +146,15 @@ class StateImports(StateExchange):
             given = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0)
             plan = group_plan(spec, sum(map(len, started.rows[group])) if started else given, self.dtype)
         _check_tensors(verb, group, tensors, plan)
-        with self._written(seq_id, verb) as found:
-            expected = found.rows.get(group)
+        with self._writing(started, seq_id, verb) as found:
+            expected = found.rows.get(group)  # None: a recurrent layer; []: all is shared.
             if found.missing.get(group, []) != (expected or []) or (group not in found.missing and expected != []):
                 raise FailedPrecondition(f"import_page_group: layer {group} was imported already, at least in part")
             for name, tensor in tensors.items():
                 promised = found.checksums.get((group, name), "")
-                if promised and (sum_ := checksum(tensor)) != promised:
+                if promised and (given_sum := checksum(tensor)) != promised:
                     raise DataLoss(
-                        f"import_page_group: {name} of layer {group} has checksum {sum_}, expected {promised}"
+                        f"import_page_group: {name} of layer {group} has checksum {given_sum}, expected {promised}"
                     )
             if part is not None and expected is None:
                 part.import_group(seq_id, group, {name: tensor.to(self.device) for name, tensor in tensors.items()})
@@ -172,13 +172,14 @@ class StateImports(StateExchange):
         part = range(start, start + count)
         _check_tensors(verb, group, tensors, group_plan(spec, count, self.dtype))
         self.table.get(seq_id)
-        expected = started.rows[group] if (started := self.imports.get(seq_id)) else [part]
+        started = self.imports.get(seq_id)
+        expected = started.rows[group] if started else [part]
         if not part or not _holds(expected, part):
             raise InvalidArgument(
                 f"{verb}: rows {describe_ranges([part])} of layer {group}; one or more of a range of {describe_ranges(expected)} "
                 "are expected"
             )
-        with self._written(seq_id, verb) as found:
+        with self._writing(started, seq_id, verb) as found:
             if any(layer == group for layer, _ in found.checksums):
                 raise FailedPrecondition(
                     f"{verb}: the metadata has checksums of all rows of layer {group}; give them at once, by import_page_group"
@@ -192,33 +193,30 @@ class StateImports(StateExchange):
             found.has_come(group, part)
 
     @contextmanager
-    def _written(self, seq_id: SeqId, verb: str) -> Iterator[Import]:
-        """Lock the import that is under way, whose pages stay while it is written.
+    def _writing(self, started: Import | None, seq_id: SeqId, verb: str) -> Iterator[Import]:
+        """Lock the import that is under way, so that its pages stay while it is written.
         ``FailedPrecondition`` if none is, or if it may not be written while a forward is open."""
         if not self.table.get(seq_id).loading:
             self.table.require_closed(verb)
-        started = _started(self, seq_id, verb)
+        if started is None:
+            raise _not_importing(seq_id, verb)
         with started.lock:
-            if self.imports.get(seq_id) is not started:
-                _started(self, seq_id, verb)
-                raise FailedPrecondition(f"{verb}: sequence {seq_id} was removed meanwhile")
+            if self.imports.get(seq_id) is not started:  # It was removed meanwhile.
+                raise _not_importing(seq_id, verb)
             yield started
 
     def _write(self, started: Import, group: int, parts: list[range], tensors: Mapping[str, Tensor]) -> None:
         layer = self.layer(group)
-        pages = started.pages[layer.class_index]
-        slots = [slots_of(pages, part.start, part.stop, self.page_size) for part in parts]
-        slots_N, storage = (
-            np.concatenate([*slots, np.empty(0, dtype=np.int64)]),
-            self.classes[layer.class_index].storage,
-        )
+        pages, storage = started.pages[layer.class_index], self.classes[layer.class_index].storage
+        found = [slots_of(pages, part.start, part.stop, self.page_size) for part in parts]
+        slots = np.concatenate([*found, np.empty(0, dtype=np.int64)])
         latent = isinstance(layer.spec, LatentAttention)
         k, v = (tensors["latent"].unsqueeze(1), None) if latent else (tensors["k"], tensors["v"])
-        if slots_N.size and (np.diff(slots_N) == 1).all():
-            storage.write_run(layer.index, int(slots_N[0]), k, v)
+        if slots.size and (np.diff(slots) == 1).all():
+            storage.write_run(layer.index, int(slots[0]), k, v)
         else:
-            index_N = torch.from_numpy(slots_N).to(self.device)
-            storage.write(layer.index, index_N, k.to(self.device), None if v is None else v.to(self.device))
+            slots_N = torch.from_numpy(slots).to(self.device)
+            storage.write(layer.index, slots_N, k.to(self.device), None if v is None else v.to(self.device))
 
     def pending_layers(self, seq_id: SeqId) -> list[int]:
         self.table.get(seq_id)
@@ -227,7 +225,8 @@ class StateImports(StateExchange):
     def publish_import(self, seq_id: SeqId) -> None:
         sequence = self.table.get(seq_id)
         self.table.require_closed("publish_import")
-        _started(self, seq_id, "publish_import")
+        if seq_id not in self.imports:
+            raise _not_importing(seq_id, "publish_import")
         if sequence.loading:
             raise FailedPrecondition(f"publish_import: the tokens of sequence {seq_id} count already")
         self.table.publish_import(seq_id)
@@ -235,7 +234,8 @@ class StateImports(StateExchange):
     def finish_import(self, seq_id: SeqId) -> None:
         self.table.get(seq_id)
         self.table.require_closed("finish_import")
-        _started(self, seq_id, "finish_import")
+        if seq_id not in self.imports:
+            raise _not_importing(seq_id, "finish_import")
         if missing := self.pending_layers(seq_id):
             raise FailedPrecondition(f"finish_import: layers {missing} of sequence {seq_id} are missing")
         self.table.finish_import(seq_id)
@@ -280,11 +280,8 @@ def _rows_between(state: StateParts, seq_id: SeqId, index: int, length: int) -> 
     return [SlotRange(int(pages[page]) * size, size) for page in partly]
 
 
-def _started(state: StateParts, seq_id: SeqId, verb: str) -> Import:
-    """Return the import that is under way; ``FailedPrecondition`` if none is."""
-    if (started := state.imports.get(seq_id)) is None:
-        raise FailedPrecondition(f"{verb}: sequence {seq_id} is not being imported; call prepare_import first")
-    return started
+def _not_importing(seq_id: SeqId, verb: str) -> FailedPrecondition:
+    return FailedPrecondition(f"{verb}: sequence {seq_id} is not being imported; call prepare_import first")
 
 
 def _check_tensors(verb: str, group: int, tensors: Mapping[str, Tensor], plan: Mapping[str, TensorPlan]) -> None:

@@ -15,6 +15,7 @@ from quire.async_llm import AsyncLLM
 from quire.server import adapter_routes, branch_routes, chat, completions, errors, session_routes, status, tokens
 from quire.server.context import Context, public_name
 from quire.server.gate import Gate, GateMiddleware
+from quire.server.reruns import Reruns
 from quire.server.session_keeper import SessionKeeper
 from quire.server.sessions import Sessions, StoredBytes
 from quire.server.settings import ServerSettings
@@ -32,6 +33,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         gate=gate,
         sessions=Sessions(settings),
         stored=StoredBytes(settings),
+        reruns=Reruns(llm, settings),
         started=time.time(),
         adapters=set(llm.config.adapters or ()),
     )
@@ -47,6 +49,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         try:
             yield
         finally:
+            await context.reruns.close()
             await context.sessions.close_all()
             context.texts.close()
 

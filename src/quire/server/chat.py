@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,24 @@ from numpy.typing import NDArray
 from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
-from quire.engine.chat_rendering import render_chat, select_template
+from quire.engine.chat_rendering import select_template
+from quire.engine.next_turn import parts_from
 from quire.engine.tokenizer import Tokenizer
+from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.server.cache_marks import MarkedHints, without_marks
 from quire.server.context import Context
+from quire.server.conversations import Conversation
 from quire.server.errors import bad_field, naming
 from quire.server.generation import asked_by, check_number, check_prompts, encode, ending, in_texts, sampling_params
 from quire.server.harmony import MARKERS, STOPS, in_reasoning, is_harmony
+from quire.server.hint_fields import IN_SESSION, for_prefetch, read_hints
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import MessageFormat, MessageReader, answer_of, message_of
 from quire.server.protocol import ChatRequest, refuse_unsupported
 from quire.server.reasoning import reasoning_for
-from quire.server.replies import Reply, answer, answer_in_session, head_of
+from quire.server.replies import Reply, answer, answer_in_session, head_of, prefetch
+from quire.server.reruns import EndedTurn, Run
 from quire.server.session_streams import ClientSessionStream
 from quire.server.tools import forced_format, parser_for, schema_for
 
@@ -51,7 +58,12 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     tokenizer = context.llm.tokenizer
     if tokenizer is None:
         raise bad_field("messages", "a chat needs a tokenizer with a chat template, and this model has none")
-    tools = _Tools.of(body)
+    hints = read_hints(context, request.state.owner, body)
+    body, prefetching = for_prefetch(body, hints)
+    given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
+    messages, listed, marks = without_marks(body.messages, given)
+    body = body.model_copy(update={"messages": messages})
+    tools = _Tools.of(body, listed)
     params, fields = _params(context, body, tools)
     if body.session_id is not None:
         _check_session(body)
@@ -70,16 +82,43 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
                 model=body.model,
             )
             reply = ChatReply(request, context, body, params, tools, format)
+            reply.rerun = lambda message, output: source.session.prefetch_next_turn
+            hints.refuse_all(IN_SESSION)
+            for mark in marks:
+                hints.refuse("pin", mark.path, IN_SESSION)
+            reply.hints = hints
             return await answer_in_session(request, reply, source)
     adapter = context.adapter_of(body.model)
     check_number(context, 1, params.n)
+    with naming({}, "messages"):
+        template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
+    chat = Conversation.of(context, body, tokenizer, template, tools.given)
+    marked, size = MarkedHints(hints, marks), len(await request.body())
     # The text is about as long as the body that it is made of.
     tokens, format, params = await in_texts(
-        context, request, len(await request.body()), lambda: _rendered(context, body, tokenizer, tools, params)
+        context, request, size, lambda: _rendered(context, body, chat, tools, params, marked)
     )
     await check_prompts(context, request, [(tokens, naming(fields, "messages"))], params)
     reply = ChatReply(request, context, body, params, tools, format)
+    reply.hints = hints
     salt = context.salt(request.state.owner, body.cache_salt)
+
+    def rerun(message: Mapping[str, Any], output: RequestOutput) -> Run:
+        # The last token is sampled, and not computed.
+        computed = np.array([*tokens.tolist(), *output.outputs[0].token_ids[:-1]], dtype=np.int64)
+
+        async def run(most: int) -> RequestOutput | None:
+            history = await context.texts.run(size, lambda: chat.next_turn(message))
+            if not parts_from(history, computed):
+                return None
+            ids = history.tolist()
+            return await context.llm.prefetch(ids, adapter=adapter, cache_salt=salt, only_idle=True, most=most)
+
+        return run
+
+    reply.rerun = rerun
+    if prefetching:
+        return await prefetch(request, context, reply, [tokens], adapter=adapter, cache_salt=salt)
     return await answer(request, context, reply, [tokens], params, adapter=adapter, cache_salt=salt)
 
 
@@ -116,7 +155,7 @@ class _Tools:
     one_call: bool
 
     @classmethod
-    def of(cls, body: ChatRequest) -> _Tools:
+    def of(cls, body: ChatRequest, tools: list[dict[str, Any]]) -> _Tools:
         choice: Any = body.tool_choice if body.tool_choice is not None else ("auto" if body.tools else "none")
         if choice not in ("none", "auto", "required") and not isinstance(choice, dict):
             raise bad_field(
@@ -126,7 +165,6 @@ class _Tools:
             )
         if not body.tools and choice != "none":
             raise bad_field("tool_choice", "tool_choice needs tools; give some")
-        tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
         one_call = body.parallel_tool_calls is False
         if not tools:
             return cls(given=None, forced=None, schema=None, one_call=False)
@@ -173,26 +211,21 @@ def _params(context: Context, body: ChatRequest, tools: _Tools) -> tuple[Samplin
 
 
 def _rendered(
-    context: Context, body: ChatRequest, tokenizer: Tokenizer, tools: _Tools, params: SamplingParams
+    context: Context,
+    body: ChatRequest,
+    chat: Conversation,
+    tools: _Tools,
+    params: SamplingParams,
+    marked: MarkedHints,
 ) -> tuple[NDArray[np.int64], MessageFormat, SamplingParams]:
     """Return the conversation as a prompt, how its answer is read, and the parameters for that."""
     with naming({}, "messages"):
-        template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
-        variables: dict[str, Any] = {**tokenizer.special_tokens, **(body.chat_template_kwargs or {})}
-        for name in ("reasoning_effort", "documents"):
-            if (value := getattr(body, name)) is not None:
-                variables[name] = value
-        text = render_chat(
-            template,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            tools=tools.given,
-            max_bytes=context.llm.engine.checks.max_text_bytes,
-            **variables,
-        )
+        render = partial(chat.render, asks=body.add_generation_prompt is not False)
+        text = render(chat.messages, chat.tools)
         # The text holds its special tokens.
-        tokens = encode(tokenizer, text, add_special_tokens=False)
-        return tokens, *_reading(context, tokenizer, template, params, tools, text)
+        tokens = encode(chat.tokenizer, text, add_special_tokens=False)
+        marked.find(chat.messages, chat.tools, render, (text, tokens), chat.tokenizer)
+        return tokens, *_reading(context, chat.tokenizer, chat.template, params, tools, text)
 
 
 def _reading(
@@ -288,10 +321,27 @@ class ChatReply(Reply):
         self._named = isinstance(tools.forced, dict)
         self._params = params
         self._readers: dict[int, MessageReader] = {}
+        self._said: list[dict[str, Any]] = []
+        """The deltas of the message, if there is one only."""
+        self._owner = (request.state.owner, context.adapter_of(body.model))
+        self._reruns = context.reruns
+        self.rerun: Callable[[Mapping[str, Any], RequestOutput], Run] | None = None
+        """What runs the conversation with this answer as later prompts begin."""
+
+    def begin(self, number: int, output: RequestOutput) -> None:
+        super().begin(number, output)
+        self._reruns.used(self._owner, output)
+
+    def ended(self, outputs: Sequence[RequestOutput]) -> None:
+        samples = [sample for output in outputs for sample in output.outputs]
+        message = message_of(self._said) if len(samples) == 1 and samples[0].finish_reason == "stop" else {}
+        if self.rerun is not None and "reasoning_content" in message:
+            self._reruns.add(EndedTurn(self._owner, self.rerun(message, outputs[0])))
 
     def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
         reader = MessageReader(self._format)
-        message = message_of([reader.feed(delta.text), reader.finish()])
+        self._said = [reader.feed(delta.text), reader.finish()]
+        message = message_of(self._said)
         return {"index": delta.index, "message": message, **self._rest(reader, delta), **self._of_prompt()}
 
     def chunk_choices(self, number: int, delta: SampleDelta) -> list[dict[str, Any]]:
@@ -314,6 +364,7 @@ class ChatReply(Reply):
         rest = self._rest(reader, delta)
         # All of the text may be held back so far.
         new = [one for one in new if one]
+        self._said += new
         if not new and (rest["logprobs"] is not None or rest["finish_reason"] is not None):
             new = [{}]
         unfinished = {"logprobs": None, "finish_reason": None, "stop_reason": None}

@@ -24,9 +24,10 @@ from quire.server.generation import (
     in_texts,
     sampling_params,
 )
+from quire.server.hint_fields import IN_SESSION, for_prefetch, read_hints
 from quire.server.logprobs import Offsets, completion_logprobs, prompt_logprobs
 from quire.server.protocol import CompletionRequest, refuse_unsupported
-from quire.server.replies import Reply, answer, answer_in_session, head_of
+from quire.server.replies import Reply, answer, answer_in_session, head_of, prefetch
 from quire.server.session_streams import ClientSessionStream
 
 router = APIRouter()
@@ -41,6 +42,8 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     refuse_unsupported(body)
     if body.echo and context.llm.tokenizer is None:
         raise bad_field("echo", "echo needs a tokenizer, and this model has none")
+    hints = read_hints(context, request.state.owner, body)
+    body, prefetching = for_prefetch(body, hints)
     given, fields = asked_by(context, body)
     params = _params(context, body, given, fields)
     if body.session_id is not None:
@@ -50,6 +53,8 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
                 context, request.state.owner, body.session_id, params, prompt=prompt, model=body.model
             )
             reply = CompletionReply(request, context, body, given, params, [])
+            hints.refuse_all(IN_SESSION)
+            reply.hints = hints
             return await answer_in_session(request, reply, source)
     adapter = context.adapter_of(body.model)
     prompts = _prompts(body.prompt)
@@ -57,7 +62,10 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     tokens = await _encoded(context, request, prompts, fields)
     await check_prompts(context, request, _named(tokens, fields), params)
     reply = CompletionReply(request, context, body, given, params, prompts)
+    reply.hints = hints
     salt = context.salt(request.state.owner, body.cache_salt)
+    if prefetching:
+        return await prefetch(request, context, reply, tokens, adapter=adapter, cache_salt=salt)
     return await answer(request, context, reply, tokens, params, adapter=adapter, cache_salt=salt)
 
 

@@ -15,6 +15,7 @@ from quire.server.settings import ServerSettings
 from quire.server.text_threads import Texts
 
 if TYPE_CHECKING:
+    from quire.server.reruns import Reruns
     from quire.server.sessions import Sessions, StoredBytes
 
 
@@ -35,6 +36,7 @@ class Context:
     """The count of running requests. It refuses more when full or shutting down."""
     sessions: Sessions
     stored: StoredBytes
+    reruns: Reruns
     texts: Texts = field(default_factory=Texts)
     """The threads that render and tokenise texts."""
     started: float = field(default=0.0)

@@ -33,6 +33,7 @@ from quire.errors import (
     QuireError,
     QuotaExceeded,
     ResourceExhausted,
+    TierError,
     Unsupported,
 )
 from quire.metrics import REFUSAL_ERRORS
@@ -57,6 +58,7 @@ STATUSES: tuple[tuple[type[QuireError], int, str], ...] = (
     (DataLoss, 400, "data_loss"),
     (CheckpointError, 400, "bad_checkpoint"),
     (NotDurable, 507, "not_durable"),
+    (TierError, 503, "store_unavailable"),
     (Cancelled, CLIENT_GONE, "cancelled"),
 )
 """Status and code of each class, the narrower ones first. Others are internal errors."""

@@ -114,6 +114,23 @@ class ResponseFormat(Body):
     json_schema: JsonSchemaFormat | None = None
 
 
+class KvHintAction(Body):
+    """One action of an envelope. ``quire.server.hint_fields`` reads the payload."""
+
+    action_id: str = Field(min_length=1, max_length=512)
+    action_type: str = Field(min_length=1, max_length=64)
+    action_version: str
+    payload: dict[str, Any] = Field(default_factory=dict)
+
+
+class KvHints(Body):
+    """The envelope of hints that vLLM and SGLang share."""
+
+    protocol_version: str
+    message_id: str
+    actions: list[KvHintAction] = Field(max_length=64)
+
+
 class GenerationBody(ParamsBody):
     """The fields that both kinds of request have."""
 
@@ -126,6 +143,12 @@ class GenerationBody(ParamsBody):
     response_format: ResponseFormat | None = None
     cache_salt: str | None = None
     session_id: str | None = None
+    priority: int | None = None
+    """Lower values run earlier; 0 if it is missing."""
+    kv_hints: KvHints | None = None
+    """What to keep in the pool, to give up, or to bring there."""
+    cache_control: dict[str, Any] | None = None
+    """Anthropic's mark: keep the state of the whole prompt for ``ttl``, "5m" or "1h"."""
 
 
 @takes_sampling(Surface.COMPLETIONS)
@@ -203,7 +226,6 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "mm_processor_kwargs": ((), "only text is taken"),
     "media_io_kwargs": ((), "only text is taken"),
     "prompt_embeds": ((), "only text and token ids are taken"),
-    "priority": ((0,), "requests run in the order of their arrival"),
     "return_tokens_as_token_ids": ((False,), _NOT_HERE),
     "return_token_ids": ((False,), _NOT_HERE),
     "kv_transfer_params": ((), _NOT_HERE),

@@ -11,18 +11,22 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
 from quire.errors import QuireError
-from quire.outputs import RequestOutput
+from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.events import Chunk, Chunks, EventStream, JsonAnswer, unless_gone
 from quire.server.generation import Source, Usage, deltas, finished, reuse_body, whole
+from quire.server.hint_fields import HintFields
 from quire.server.protocol import GenerationBody, StreamOptions
 from quire.server.session_bodies import ContinueBody
 from quire.server.session_streams import ClientSessionStream
@@ -40,6 +44,7 @@ class Reply(ABC):
 
     def __init__(self, request: Request, context: Context, body: GenerationBody | ContinueBody, **head: Any) -> None:
         """Begin the answer. ``head``: what it says of itself besides its id, kind and time."""
+        self.hints = HintFields()
         self.tokenizer = context.llm.tokenizer
         self.outputs: dict[int, RequestOutput] = {}
         self.usage = Usage()
@@ -89,32 +94,50 @@ class Reply(ABC):
 
     def body_of(self, choices: Sequence[Mapping[str, Any]]) -> Chunk:
         """Return the body of an answer that is sent at once."""
-        return {**self._head, "choices": choices, "usage": self.usage.body(), **self._reuse()}
+        return {**self._head, "choices": choices, "usage": self.usage.body(), **self.quire(list(self.outputs.values()))}
+
+    def ended(self, outputs: Sequence[RequestOutput]) -> None:  # noqa: B027 - only chats act on it
+        """Note that the answer is complete. Runs on the event loop."""
+
+    def quire(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return what stands beside the usage and OpenAI's clients do not know: what was reused of
+        the prompts that ran, and what was done with hints."""
+        found: dict[str, Any] = {}
+        if ran := [self.outputs[number] for number in sorted(self.outputs)]:
+            found["reuse"] = reuse_body(ran, alone=self._alone)
+        if hints := self.hints.answers(outputs):
+            found["hints"] = hints
+        return {"quire": found} if found else {}
 
     async def chunks(self, sources: Sequence[Source]) -> Chunks:
         """Yield the answer as it comes."""
         head = {**self._head, "object": self.chunk_object}
-        ended = 0
-        async with aclosing(deltas(sources)) as stream:
-            async for number, delta in stream:
-                # A session of a batch may have failed before its prompt was run.
-                if number not in self.outputs and delta.finish_reason != "error":
-                    self.begin(number, sources[number].output)
-                self.usage.add(self.count(delta))
-                ended += delta.finish_reason is not None
-                samples = max((len(output.outputs) for output in self.outputs.values()), default=1)
-                is_last = ended == len(sources) * samples and not self._with_usage
-                choices = self.chunk_choices(number, delta)
-                for place, choice in enumerate(choices, 1):
-                    reuse = self._reuse() if is_last and place == len(choices) else {}
-                    yield {**head, "choices": [choice], **self._usage_of_chunk(), **reuse}
+        # What was reused, and done with hints, is known at the end, and goes with the last chunk.
+        held: Chunk | None = None
+        try:
+            async with aclosing(deltas(sources)) as stream:
+                async for number, delta in stream:
+                    # A session of a batch may have failed before its prompt was run.
+                    if number not in self.outputs and delta.finish_reason != "error":
+                        self.begin(number, sources[number].output)
+                    self.usage.add(self.count(delta))
+                    for choice in self.chunk_choices(number, delta):
+                        if held is not None:
+                            yield held
+                        chunk: Chunk = {**head, "choices": [choice], **self._usage_of_chunk()}
+                        held = None if self._with_usage or choice.get("finish_reason") is None else chunk
+                        if held is None:
+                            yield chunk
+        except Exception:
+            if held is not None:
+                yield held
+            raise
+        outputs = [sources[number].output for number in sorted(self.outputs)]
+        self.ended(outputs)
+        if held is not None:
+            yield {**held, **self.quire(outputs)}
         if self._with_usage:
-            yield {**head, "choices": [], "usage": self.usage.body(), **self._reuse()}
-
-    def _reuse(self) -> dict[str, Any]:
-        """Return what was reused of the prompts that ran; nothing if none did."""
-        outputs = [self.outputs[number] for number in sorted(self.outputs)]
-        return {"quire": {"reuse": reuse_body(outputs, alone=self._alone)}} if outputs else {}
+            yield {**head, "choices": [], "usage": self.usage.body(), **self.quire(outputs)}
 
     def _usage_of_chunk(self) -> dict[str, Any]:
         if self._running_usage:
@@ -140,12 +163,32 @@ async def answer(
 ) -> Response:
     """Run checked prompts, each an array of token ids, for a client that may go away.
     ``cache_salt`` is from ``Context.salt``."""
-    llm = context.llm
+    llm, hints = context.llm, reply.hints.hints
     if reply.stream:
-        sources = [llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt) for prompt in prompts]
+        sources = [
+            llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt, hints=hints) for prompt in prompts
+        ]
         return EventStream(reply.chunks(sources), sources)
-    outputs = llm.generate(list(prompts), params, adapter=adapter, cache_salt=cache_salt)
+    outputs = llm.generate(list(prompts), params, adapter=adapter, cache_salt=cache_salt, hints=hints)
     return await _whole(reply, await unless_gone(request, outputs))
+
+
+async def prefetch(
+    request: Request,
+    context: Context,
+    reply: Reply,
+    prompts: Sequence[NDArray[np.int64]],
+    *,
+    adapter: str | None,
+    cache_salt: str | None,
+) -> Response:
+    """Bring checked prompts into the pool, and answer without a token."""
+    outputs = []
+    for prompt in prompts:
+        run = context.llm.prefetch(prompt.tolist(), adapter=adapter, cache_salt=cache_salt, hints=reply.hints.hints)
+        nothing = CompletionOutput(index=0, text="", token_ids=[], finish_reason="length")
+        outputs.append(replace(await unless_gone(request, run), prompt_token_ids=prompt.tolist(), outputs=[nothing]))
+    return JsonAnswer(reply.at_once(outputs))
 
 
 async def answer_in_session(request: Request, reply: Reply, source: ClientSessionStream) -> Response:
@@ -169,4 +212,6 @@ async def _whole(reply: Reply, outputs: Sequence[RequestOutput]) -> Response:
     size = sum(
         len(output.prompt_token_ids) + sum(len(sample.token_ids) for sample in output.outputs) for output in outputs
     )
-    return write() if size <= LONG_ANSWER else await asyncio.to_thread(write)
+    written = write() if size <= LONG_ANSWER else await asyncio.to_thread(write)
+    reply.ended(outputs)
+    return written

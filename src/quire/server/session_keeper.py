@@ -18,6 +18,7 @@ from quire.async_llm import AsyncLLM, AsyncSession
 from quire.async_llm.session import inner_session
 from quire.engine.kept_sessions import KeptSessions, saving
 from quire.errors import NotDurable
+from quire.server.errors import hiding
 from quire.store.session_journal import End, Lifetime, Moment, SessionRecord, Use
 
 PREFIX = "session-"
@@ -39,11 +40,20 @@ class SessionKeeper:
         """Whether the last write failed."""
 
     async def keep(
-        self, held: AsyncSession, name: str, durable: str | None, *, owner: str, left: float, **fields: Any
+        self,
+        held: AsyncSession,
+        name: str,
+        durable: str | None,
+        is_gone: Callable[[], bool],
+        *,
+        owner: str,
+        left: float,
+        **fields: Any,
     ) -> str:
         """Return a digest of a session at rest when it is durable as it is now. ``durable`` is the
         digest of what is; where only the time of its use has changed, that is written without
-        waiting. ``fields``: those of a record. ``NotDurable``: it cannot be written."""
+        waiting. ``is_gone``: whether a client has deleted it meanwhile. ``fields``: those of a
+        record. ``NotDurable``: it cannot be written."""
         session, lifetime = inner_session(held), Lifetime(left, Moment.now())
         record = self._kept.record(session, name, owner=hidden(owner), lifetime=lifetime, **fields)
         record = replace(record, salt=_given_salt(owner, record.salt))
@@ -58,6 +68,9 @@ class SessionKeeper:
                 with saving(path):
                     await held.save(path)
                 record = replace(record, state=path.name)
+                if is_gone():
+                    path.unlink(missing_ok=True)
+                    return digest
             await _written(self._kept.write(record))
         except NotDurable:
             self.failing = True
@@ -73,21 +86,21 @@ class SessionKeeper:
         """Return when a session's record is gone for good. ``NotDurable``: it is not."""
         await _written(self._kept.writer.write(End(name)))
 
-    async def records(self) -> list[tuple[str, str, float]]:
-        """Return id, owner and seconds left of each session whose owner has a key here, the oldest
-        first. Forget those whose time is over."""
+    async def owners(self) -> dict[str, str]:
+        """Return the owners of the sessions whose owners have keys here, by their ids, the oldest
+        session first. Forget sessions whose time is over."""
 
-        def find() -> list[tuple[str, str, float]]:
-            now, found = Moment.now(), []
+        def find() -> dict[str, str]:
+            now, found = Moment.now(), {}
             for record in self._kept.journal.records():
                 if not record.id.startswith(PREFIX):
                     continue
-                if (left := left_of(record, now)) == 0:
+                if left_of(record, now) == 0:
                     self._kept.writer.write(End(record.id))
                     continue
                 owner = next((one for one in self._owners if is_hidden(one, record.owner)), None)
                 if owner is not None:
-                    found.append((record.id, owner, left))
+                    found[record.id] = owner
             return found
 
         return await asyncio.to_thread(find)
@@ -98,7 +111,9 @@ class SessionKeeper:
         record = await asyncio.to_thread(self._kept.journal.get, name)
         if record is None or left_of(record, Moment.now()) == 0:
             return None
-        return record, await self._llm.restored(replace(record, salt=self._salt(owner, record.salt)))
+        path = self._kept.journal.directory if record.state is None else self._kept.journal.state_path(record)
+        with hiding(path, "its state file"):
+            return record, await self._llm.restored(replace(record, salt=self._salt(owner, record.salt)))
 
 
 def digest_of(record: SessionRecord, *, with_state: bool | None = None) -> str:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.async_llm import AsyncSession
-from quire.engine.sequence_request import PinAccount
 from quire.errors import FailedPrecondition, NotDurable, NotFound, QuireError
+from quire.hints import PinAccount
 from quire.server import logs
 from quire.server.errors import RETRY_AFTER, ApiError, bad_field, busy
 from quire.server.session_keeper import PREFIX, SessionKeeper, digest_of, left_of
@@ -33,7 +33,7 @@ LOOK = 1.0
 SHORTEST = 0.005
 """Least seconds between them."""
 SETTLE_SECONDS = 5.0
-"""Most seconds that the server's end waits for cancelled calls."""
+"""Most seconds that the server's end waits for cancelled calls, whose disk may hang."""
 
 
 @dataclass(slots=True, eq=False)
@@ -223,12 +223,17 @@ class Sessions:
 
     async def keep(self, held: HeldSession) -> None:
         """Return when a session at rest is durable. ``NotDurable`` if it cannot be written."""
-        if self.keeper is not None and self._held.get(held.id) is held and not held.is_closing:
+
+        def is_gone() -> bool:
+            return self._held.get(held.id) is not held or held.is_closing
+
+        if self.keeper is not None and not is_gone():
             durable, held.durable = held.durable, None
             held.durable = await self.keeper.keep(
                 held.session,
                 held.id,
                 durable,
+                is_gone,
                 owner=held.owner,
                 left=self.time_left(held),
                 parent=held.parent,
@@ -244,12 +249,14 @@ class Sessions:
         if held is None or held.owner != owner or held.busy is not None or self.keeper is None:
             return
         if self.keeper.failing or held.durable is None:
-            held.durable = None
+            held.durable, held.busy = None, "keep"
             try:
                 await self.keep(held)
             except NotDurable as error:
                 error.about("the call was not begun")
                 raise
+            finally:
+                held.busy = None
 
     async def wake(self, owner: str, name: str) -> None:
         """Go on with a parked session, or raise why that is not possible."""
@@ -260,10 +267,9 @@ class Sessions:
         """Go on with the sessions in the journal. What cannot go on now is parked."""
         if self.keeper is None:
             return
-        found = await self.keeper.records()
-        for name, owner, _ in found:
-            self._parked[name] = owner
-        for name, owner, _ in found:
+        found = await self.keeper.owners()
+        self._parked |= found
+        for name, owner in found.items():
             try:
                 await self._unpark(name, owner)
             except QuireError as error:
@@ -331,7 +337,7 @@ class Sessions:
         self._held.clear()
         await asyncio.gather(*(self._close_quietly(one) for one in held))
         if self._tasks:
-            await asyncio.wait(set(self._tasks))
+            await asyncio.wait(set(self._tasks), timeout=SETTLE_SECONDS)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine to its end, also if no task waits for it."""

@@ -49,8 +49,10 @@ class ServerSettings:
     max_sessions: int = option(1024, "Open sessions at most; further ones are refused.")
     max_sessions_per_key: int | None = option(None, f"Of one API key, at most. {_PER_KEY.format('max_sessions')}")
     session_ttl: float = option(3600.0, "Seconds after which an unused session is closed.")
-    pinned_ttl: float = option(14400.0, "The same of a pinned session, for which no request may ask for more.")
-    max_pinned_share: float = option(0.75, "Part of the KV pool that pinned sessions may hold, in (0, 1].")
+    pinned_ttl: float = option(
+        14400.0, "The same of a pinned session or prompt, for which no request may ask for more."
+    )
+    max_pinned_share: float = option(0.75, "Part of the KV pool that pinned sessions and prompts may hold, in (0, 1].")
     max_pinned_share_per_key: float | None = option(
         None, f"Those of one API key, at most. {_PER_KEY.format('max_pinned_share')}"
     )
@@ -63,6 +65,12 @@ class ServerSettings:
     share_prefix_cache: bool = option(
         False, "Let API keys find each other's prompts in the prefix cache, which tells a key what others have asked."
     )
+    rerun_reasoning: bool = option(
+        True,
+        "In idle time, run answers of chats again without the reasoning that the chat template leaves out of later "
+        "prompts, so that the next turn finds them.",
+    )
+    max_rerun_tokens: int = option(8192, "Most tokens that are computed for one such answer.")
     drain_seconds: float = option(30.0, "Seconds that requests have to finish when the server is told to stop.")
 
     def __post_init__(self) -> None:
@@ -98,13 +106,14 @@ class ServerSettings:
                 size = parse_bytes(getattr(self, limit), name=limit)
                 check_int(limit, size, 1)
                 object.__setattr__(self, limit, size)  # a number from here on
-        for count in ("max_waiting", "max_sessions", "max_sessions_per_key"):
+        for count in ("max_waiting", "max_sessions", "max_sessions_per_key", "max_rerun_tokens"):
             if self._is_given(count):
                 check_int(count, getattr(self, count), 1)
         for share in ("max_pinned_share", "max_pinned_share_per_key"):
             if self._is_given(share):
                 check_real(share, getattr(self, share), above=0, up_to=1)
         require_bool("share_prefix_cache", self.share_prefix_cache)
+        require_bool("rerun_reasoning", self.rerun_reasoning)
         for seconds in ("session_ttl", "pinned_ttl", "upload_seconds", "drain_seconds"):
             _check_seconds(seconds, getattr(self, seconds), positive=seconds != "drain_seconds")
 

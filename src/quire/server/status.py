@@ -111,7 +111,7 @@ async def metrics(request: Request) -> Response:
     """Send all metrics in Prometheus' text format."""
     context: Context = request.app.state.context
     snapshot = await context.llm.metrics()
-    families = context.llm.engine.metrics.collect()
+    families = context.llm.engine.metrics.collect() + context.llm.engine.stored.collect()
     families += _rest(snapshot, families)
     families += [
         _gauge("quire:http_requests_under_way", "HTTP requests being answered.", context.gate.under_way),

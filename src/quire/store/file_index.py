@@ -9,6 +9,7 @@ of the two never meet.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import sqlite3
 import threading
@@ -22,23 +23,14 @@ VERSION = 1
 BUSY_SECONDS = 10.0
 """For which a change waits while another process makes one."""
 
-_SCHEMA = f"""
-BEGIN;
+_TABLES = """
 CREATE TABLE objects (
     name TEXT PRIMARY KEY, parent BLOB NOT NULL, digest BLOB NOT NULL,
     bytes INTEGER NOT NULL, use INTEGER NOT NULL, pinned INTEGER NOT NULL DEFAULT 0,
     children INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
-CREATE INDEX by_parent ON objects (parent);
-CREATE INDEX by_digest ON objects (digest);
-CREATE INDEX may_go ON objects (use, name) WHERE pinned = 0 AND children = 0;
 CREATE TABLE totals (objects INTEGER, bytes INTEGER, pinned INTEGER, uses INTEGER);
 INSERT INTO totals VALUES (0, 0, 0, 0);
-CREATE TRIGGER added AFTER INSERT ON objects BEGIN
-    UPDATE totals SET objects = objects + 1, bytes = bytes + NEW.bytes, pinned = pinned + NEW.bytes * NEW.pinned;
-    UPDATE objects SET children = children + 1 WHERE digest = NEW.parent;
-    UPDATE objects SET children = (SELECT count(*) FROM objects WHERE parent = NEW.digest) WHERE name = NEW.name;
-END;
 CREATE TRIGGER dropped AFTER DELETE ON objects BEGIN
     UPDATE totals SET objects = objects - 1, bytes = bytes - OLD.bytes, pinned = pinned - OLD.bytes * OLD.pinned;
     UPDATE objects SET children = children - 1, use = max(use, OLD.use) WHERE digest = OLD.parent;
@@ -47,9 +39,18 @@ CREATE TRIGGER changed AFTER UPDATE OF bytes, pinned ON objects BEGIN
     UPDATE totals SET bytes = bytes + NEW.bytes - OLD.bytes,
         pinned = pinned + NEW.bytes * NEW.pinned - OLD.bytes * OLD.pinned;
 END;
-PRAGMA user_version = {VERSION};
-COMMIT;
 """
+# What many rows at once are faster without.
+_ORDER = {
+    "INDEX by_parent": "ON objects (parent)",
+    "INDEX by_digest": "ON objects (digest)",
+    "INDEX may_go": "ON objects (use, name) WHERE pinned = 0 AND children = 0",
+    "TRIGGER added": """AFTER INSERT ON objects BEGIN
+    UPDATE totals SET objects = objects + 1, bytes = bytes + NEW.bytes, pinned = pinned + NEW.bytes * NEW.pinned;
+    UPDATE objects SET children = children + 1 WHERE digest = NEW.parent;
+    UPDATE objects SET children = (SELECT count(*) FROM objects WHERE parent = NEW.digest) WHERE name = NEW.name;
+END""",
+}
 # What a damaged index does not answer: another process is at work, the disk is full or read-only.
 _OUTSIDE = {
     sqlite3.SQLITE_BUSY,
@@ -80,7 +81,8 @@ class FileIndex:
         self._writing = self._reading = threading.RLock()
         try:
             if fresh:
-                self._writer.executescript(_SCHEMA)
+                order = "".join(f"CREATE {name} {rest};" for name, rest in _ORDER.items())
+                self._writer.executescript(f"BEGIN; {_TABLES} {order} PRAGMA user_version = {VERSION}; COMMIT;")
             elif self._number("PRAGMA user_version") != VERSION or self._text("PRAGMA quick_check(1)") != "ok":
                 raise sqlite3.DatabaseError(f"{path} is damaged, or no index of version {VERSION}")
             if path is not None:
@@ -97,13 +99,17 @@ class FileIndex:
             if opened is None:
                 try:
                     opened = cls(path, fresh=False)
-                    continue
                 except sqlite3.Error as error:
                     if not is_damage(error):
                         raise
-            for suffix in ("-wal", "-shm", ""):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
-        return opened or cls(directory / f"index-{VERSION}-{secrets.token_hex(8)}.sqlite", fresh=True)
+        if opened is None:
+            path = directory / f"index-{VERSION}-{secrets.token_hex(8)}.sqlite"
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            opened = cls(path, fresh=True)
+        for other in directory.glob(f"index-{VERSION}-*"):
+            if not other.name.startswith(str(opened.path and opened.path.name)):
+                other.unlink(missing_ok=True)
+        return opened
 
     def is_current(self) -> bool:
         """Return whether the index is still that of its directory."""
@@ -166,6 +172,28 @@ class FileIndex:
             "INSERT INTO objects (name, parent, digest, bytes, use) VALUES (?, ?, ?, ?, 0)"
             " ON CONFLICT (name) DO UPDATE SET bytes = excluded.bytes",
             (key.name, key.parent, key.digest, size),
+        )
+
+    def fill(self, objects: Sequence[tuple[ObjectKey, int]]) -> None:
+        """Do as ``add`` does for objects that the index does not have: fast, if it is empty."""
+        if self._number("SELECT objects FROM totals"):
+            for key, size in objects:
+                self.add(key, size)
+            return
+        for name in _ORDER:
+            self._writer.execute(f"DROP {name}")
+        self._writer.executemany(
+            "INSERT INTO objects (name, parent, digest, bytes, use) VALUES (?, ?, ?, ?, 0)",
+            sorted((key.name, key.parent, key.digest, size) for key, size in objects),
+        )
+        for name, rest in _ORDER.items():
+            self._writer.execute(f"CREATE {name} {rest}")
+        self._writer.execute(
+            "UPDATE totals SET (objects, bytes) = (SELECT count(*), coalesce(sum(bytes), 0) FROM objects)"
+        )
+        self._writer.execute(
+            "UPDATE objects SET children = one.count"
+            " FROM (SELECT parent, count(*) AS count FROM objects GROUP BY parent) AS one WHERE one.parent = digest"
         )
 
     def drop(self, name: str) -> bool:

@@ -137,14 +137,15 @@ class FileTier:
 
     def _open(self) -> FileIndex:
         try:
-            for folder in (self.directory, self.directory / "objects", self.directory / "pins"):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (self.directory, self._objects, self.directory / "pins"):
+                _make(folder)
             with self._alone():
                 return self._agreed(FileIndex.find(self.directory))
         except TierError:
             raise
         except (OSError, sqlite3.OperationalError) as error:
-            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY or not self._objects.is_dir():
+            is_busy = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
+            if is_busy or (isinstance(error, sqlite3.Error) and is_damage(error)) or not self._objects.is_dir():
                 raise
             # A disk that is full or read-only can still be read.
             return self._agreed(FileIndex(None, fresh=True))
@@ -171,7 +172,7 @@ class FileTier:
         """Return an index in which the files are, and nothing else."""
         try:
             with index.change():
-                known, there = index.all_sizes(), set[str]()
+                known, there, fresh = index.all_sizes(), set[str](), list[tuple[ObjectKey, int]]()
                 for folder in os.scandir(self._objects):
                     if not folder.is_dir(follow_symlinks=False):
                         continue
@@ -180,21 +181,26 @@ class FileTier:
                         name = entry.name.removesuffix(SUFFIX)
                         if name in known and not _is_record(name):
                             there.add(name)
-                        elif entry.path == str(self._path(name)) and entry.is_file(follow_symlinks=False):
+                        elif folder.name == _folder_of(name) and entry.is_file(follow_symlinks=False):
                             with contextlib.suppress(InvalidArgument):  # another file, which stays
-                                index.add(ObjectKey.parse(name), entry.stat(follow_symlinks=False).st_size)
+                                fresh.append((ObjectKey.parse(name), entry.stat(follow_symlinks=False).st_size))
                                 there.add(name)
+                index.fill(fresh)
                 for name in known.keys() - there:
                     index.drop(name)
                 pins = {entry.name for entry in os.scandir(self.directory / "pins")}
-                for name in pins ^ index.pinned():
-                    index.pin(name, name in pins)
+                for name in pins | index.pinned():
+                    if not index.pin(name, name in pins):
+                        with contextlib.suppress(OSError):
+                            (self.directory / "pins" / name).unlink(missing_ok=True)
                 if index.path is not None and self.capacity is not None:
                     for name in index.shrink(self.capacity)[0]:
                         self._unlink(name)
             return index
-        except BaseException:
+        except BaseException as error:
             index.close()
+            if isinstance(error, sqlite3.Error) and is_damage(error) and index.path is not None:
+                index.path.unlink(missing_ok=True)
             raise
 
     def _discard(self, index: FileIndex) -> None:
@@ -253,9 +259,7 @@ class FileTier:
                 raise TierError(f"{self.label} cannot be written: its disk is full or read-only")
         self._write_uses(index)
         path, gone = self._path(name), list[str]()
-        if not path.parent.is_dir():
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            sync_directory(path.parent.parent)
+        _make(path.parent)
         try:
             with contextlib.ExitStack() as change:
                 with replacing(path, self.label) as sink:
@@ -349,7 +353,7 @@ class FileTier:
         return self.directory / "objects"
 
     def _path(self, name: str) -> Path:
-        return self._objects / name.rpartition("-")[2][:2] / f"{name}{SUFFIX}"
+        return self._objects / _folder_of(name) / f"{name}{SUFFIX}"
 
     def _size(self, name: str) -> int | None:
         try:
@@ -367,6 +371,17 @@ class FileTier:
 
 def _names(keys: Collection[ObjectKey]) -> list[str]:
     return [checked_name(key) for key in keys]
+
+
+def _folder_of(name: str) -> str:
+    return name.rpartition("-")[2][:2]
+
+
+def _make(folder: Path) -> None:
+    """Make a directory that is there after a crash of the machine."""
+    if not folder.is_dir():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sync_directory(folder.parent)
 
 
 def _is_record(name: str) -> bool:

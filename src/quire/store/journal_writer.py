@@ -9,6 +9,9 @@ from queue import Empty, SimpleQueue
 from quire.errors import NotDurable
 from quire.store.session_journal import Change, SessionJournal
 
+CLOSE_SECONDS = 30.0
+"""Most seconds that the end waits for what is being written."""
+
 Order = tuple[Change, "Future[None]"]
 
 
@@ -33,7 +36,8 @@ class JournalWriter:
         written: Future[None] = Future()
         written.set_running_or_notify_cancel()  # whoever waits may go away, and the change stays
         with self._lock:
-            if not self._closed:
+            # In a forked process the thread is none.
+            if not self._closed and self._thread.is_alive():
                 self._orders.put((change, written))
                 self._last = written
                 return written
@@ -45,13 +49,15 @@ class JournalWriter:
         wait([self._last])
 
     def close(self) -> None:
-        """Write what waits, and close the journal. Twice is harmless."""
+        """Write what waits, and close the journal; leave both alone if the disk hangs. Twice is
+        harmless."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._orders.put(None)
-        self._thread.join()
-        self.journal.close()
+        self._thread.join(CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            self.journal.close()
 
     def _run(self) -> None:
         while True:

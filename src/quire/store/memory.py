@@ -97,12 +97,6 @@ class MemoryTier:
         with self._lock:
             return [list(self._under.get(parent, ())) for parent in parents]
 
-    def clear_now(self) -> None:
-        """Forget all objects."""
-        with self._lock:
-            for kept in list(self._kept.values()):
-                self._drop(kept)
-
     def remove_now(self, keys: Collection[ObjectKey]) -> int:
         """Do as ``remove`` does, at once."""
         with self._lock:
@@ -126,6 +120,10 @@ class MemoryTier:
                 objects=len(self._kept), bytes=self._bytes, capacity=self.capacity, pinned=self._pinned_bytes
             )
 
+    def clear_now(self) -> None:
+        """Forget all objects, at once."""
+        self.remove_now(list(self._kept))
+
     async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
         return self.get_now(keys)
 
@@ -148,7 +146,7 @@ class MemoryTier:
         return self.stat_now()
 
     async def close(self) -> None:
-        self.remove_now(list(self._kept))
+        self.clear_now()
 
     # -------------------------------------------------------- with the lock held
 

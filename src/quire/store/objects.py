@@ -76,9 +76,9 @@ def unpack(key: ObjectKey, contents: Contents, blob: Blob) -> StateFile:
         file = read_state(blob, verify=False)
         check_metadata(file.metadata, ("object",))
     except QuireError as error:
-        raise Unfit(f"object {key.name}: {error}", code="damaged") from None
+        raise Unfit(f"object {key.name}: {error}", code="header") from None
     if {name: value for name, value in file.metadata.items() if name != "sequence"} != contents.metadata(key):
-        raise Unfit(f"object {key.name} holds the state of other tokens, or of another model", code="other")
+        raise Unfit(f"object {key.name} holds the state of other tokens, or of another model", code="key")
     return file
 
 
@@ -89,10 +89,10 @@ def read_tensors(key: ObjectKey, file: StateFile, layer: int, plan: Mapping[str,
         full = tensor_name(layer, name)
         spec = file.specs.get(full)
         if spec is None or spec.shape != one.shape or spec.dtype != one.dtype:
-            raise Unfit(f"object {key.name} has no {full} of {one.dtype} {list(one.shape)}", code="other")
+            raise Unfit(f"object {key.name} has no {full} of {one.dtype} {list(one.shape)}", code="layout")
         try:
             file.verify(full)
         except QuireError as error:
-            raise Unfit(f"object {key.name}: {error}", code="damaged") from None
+            raise Unfit(f"object {key.name}: {error}", code="checksum") from None
         found[name] = file.tensor(full)
     return found

@@ -20,7 +20,7 @@ from quire.store.keys import checked_name
 
 PREFIX = "quire:"
 CONNECT_SECONDS, ANSWER_SECONDS = 1.0, 2.0
-"""For a connection, and for each reading or writing on it."""
+"""For a connection, and for one whole answer."""
 
 _COMMON = f"""
 local P = '{PREFIX}'
@@ -158,12 +158,15 @@ class RedisTier:
         self._put, self._use, self._remove, self._pin = (self._client.register_script(_COMMON + one) for one in scripts)
 
     async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
+        from redis.exceptions import OutOfMemoryError
+
         names = [checked_name(key) for key in keys]
         if not names:
             return []
         with self._errors():
             found: list[Any] = await self._client.mget([_object(name) for name in names])
-            await self._use(args=names)
+            with contextlib.suppress(OutOfMemoryError):  # a server that is full notes no uses
+                await self._use(args=names)
         return found
 
     async def put(self, key: ObjectKey, blob: Blob) -> bool:

@@ -20,13 +20,12 @@ from quire.errors import InvalidArgument, TierError, Unsupported
 from quire.store.keys import checked_name
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, RetryConfig
+    from obstore.store import RetryConfig
 
 R = TypeVar("R")
 
 PARALLEL = 32
 """Requests under way at once."""
-CLIENT: ClientConfig = {"connect_timeout": "2s", "timeout": "30s"}
 RETRIES: RetryConfig = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
 
 
@@ -44,12 +43,9 @@ class ObjectTier:
                 "s3://, gs:// and az:// need the package obstore: pip install 'quire[store]'", field="store"
             ) from error
         self.label = url
-        scheme = url.partition(":")[0]
         try:
-            # Files are for tests: a directory has no client.
-            self._store = (
-                from_url(url) if scheme == "file" else from_url(url, client_options=CLIENT, retry_config=RETRIES)
-            )
+            # No client's options: any that is given here puts aside all of the environment.
+            self._store = from_url(url) if url.startswith("file:") else from_url(url, retry_config=RETRIES)
         except Exception as error:
             raise InvalidArgument(f"{url}: {_brief(error)}", field="store", given=url) from error
         self._turns = asyncio.Semaphore(PARALLEL)

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from quire.contracts.store import Blob, ObjectKey, ObjectKind, StoreTier, TierStat
 from quire.errors import FailedPrecondition, InvalidArgument
+from quire.metrics import MetricFamily
 from quire.store.memory import MemoryTier
 from quire.store.store_metrics import DAMAGE, StoreMetrics
 from quire.store.tier_guard import TierGuard
@@ -26,6 +27,7 @@ R = TypeVar("R")
 
 LOG = logging.getLogger("quire.store")
 QUEUE_BYTES = 256 << 20
+CLOSE_SECONDS = 2.0
 REMOTE = {"redis", "object"}
 """Kinds of tiers from which objects are copied to memory when they are read."""
 
@@ -79,11 +81,15 @@ class Store:
         """Reads under way."""
         self._changes: dict[ObjectKey, Future[bool]] = {}
         """The last change under way of each object; the next one waits for it."""
+        self._writing: dict[ObjectKey, Blob] = {}
+        """Objects whose last change is that they are written: whoever wants them gets them here."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
         self._tasks: set[asyncio.Task[object]] = set()
         """Of the loop: it keeps only weak references."""
+        self._told: set[tuple[str, str]] = set()
+        """Tiers and reasons of damage that the log has."""
 
     @property
     def is_durable(self) -> bool:
@@ -104,11 +110,16 @@ class Store:
                 found.update(dict.fromkeys(keys, self._memory.kind))
         if not self._far:
             return _done(near)
+        with self._room:
+            writing = list(self._writing)
+        for found, parent in zip(near, parents, strict=True):
+            for key in (key for key in writing if key.parent == parent):
+                found.setdefault(key, self._durable[0].kind)
         return self._ask(lambda: self._children(list(parents), near, timeout), near)
 
     def get(self, keys: Sequence[ObjectKey]) -> list[Future[Found | None]]:
         """Read objects, each from the nearest tier that has it. What is being read already is not
-        read again, and what is being written is read after that."""
+        read again. What waits to be written is found as if it were written."""
         answers: list[Future[Found | None]] = []
         near = self._memory.get_now(keys) if self._memory else [None] * len(keys)
         for key, blob in zip(keys, near, strict=True):
@@ -147,6 +158,8 @@ class Store:
                 self._memory.remove_now([key])  # the one before
             self._queued += size
             self._change([key], lambda: self._write(key, blob), freed=size)
+            if key in self._changes:
+                self._writing[key] = blob
         return True
 
     def known(self, key: ObjectKey) -> bool:
@@ -159,29 +172,35 @@ class Store:
         """Count an object that a tier gave and that is of no use, and remove it there. Reasons are
         those of ``store_metrics.DAMAGE``; any other one is ``other``."""
         self.metrics.damaged.inc(reason if reason in DAMAGE else "other")
-        LOG.warning("%s of the %s tier is damaged or does not fit (%s) and is removed", key.name, tier_kind, reason)
+        if (tier_kind, reason) not in self._told:  # each further one is in the metrics
+            self._told.add((tier_kind, reason))
+            LOG.warning("%s in the %s tier is damaged or does not fit (%s): it is removed", key.name, tier_kind, reason)
         if self._memory and tier_kind == self._memory.kind:
             self._memory.remove_now([key])
         if tiers := [one for one in self._far if one.kind == tier_kind]:
-            self._change([key], lambda: _all(one.remove([key]) for one in tiers))
+            self._forget([key], tiers)
 
     def contains(self, keys: Sequence[ObjectKey]) -> Future[list[bool]]:
         """Find which objects a tier has."""
         near = self._memory.contains_now(keys) if self._memory else [False for _ in keys]
+        with self._room:
+            near = [there or key in self._writing for key, there in zip(keys, near, strict=True)]
         return self._ask(lambda: self._contains(list(keys), near), near) if self._far else _done(near)
 
     def remove(self, keys: Collection[ObjectKey]) -> Future[bool]:
         """Forget objects, pinned ones too; the result says whether all tiers did."""
         if self._memory:
             self._memory.remove_now(keys)
-        return self._change(keys, lambda: _all(one.remove(keys) for one in self._far))
+        return self._forget(keys, self._far) if self._far else _done(True)
 
     def pin(self, keys: Collection[ObjectKey], pinned: bool) -> Future[bool]:
         """Pin objects in all tiers that have them, or let them go; the result says whether all
         tiers did."""
         if self._memory:
             self._memory.pin_now(keys, pinned)
-        return self._change(keys, lambda: _all(one.pin(keys, pinned) for one in self._far))
+        return (
+            self._change(keys, lambda: _all(one.pin(keys, pinned) for one in self._far)) if self._far else _done(True)
+        )
 
     def direct(self, function: Callable[[StoreTier], Coroutine[object, object, R]]) -> Future[R]:
         """Run a coroutine over the first durable tier, on the store's loop. Errors of the tier are
@@ -231,15 +250,17 @@ class Store:
 
     def snapshot(self) -> dict[str, float]:
         """Return all metrics by their full names."""
-        for kind in {one.kind for one in self._far}:
-            broken = [one.reads.is_broken or one.writes.is_broken for one in self._far if one.kind == kind]
-            self.metrics.resting.set(kind, any(broken))
-        self.metrics.queued.set(self._queued)
+        self._set_gauges()
         return self.metrics.snapshot()
 
+    def collect(self) -> list[MetricFamily]:
+        """Return all metrics for Prometheus."""
+        self._set_gauges()
+        return self.metrics.collect()
+
     def close(self, timeout: float = 10.0) -> None:
-        """Write what waits for at most ``timeout`` seconds and close the tiers. From here on all is
-        a miss."""
+        """Write what waits for at most ``timeout`` seconds, and close the tiers, which may take
+        ``CLOSE_SECONDS``. From here on all is a miss."""
         with self._room:
             if self._closed:
                 return
@@ -249,6 +270,8 @@ class Store:
                 return
             self._closed = True
             self._room.notify_all()
+            if self._memory:
+                self._memory.clear_now()
             loop, thread = self._loop, self._thread
             if loop is not None:
                 loop.call_soon_threadsafe(lambda: self._keep(loop.create_task(self._end(loop))))
@@ -257,8 +280,16 @@ class Store:
 
     # ------------------------------------------------------------------ any thread
 
+    def _set_gauges(self) -> None:
+        for kind in {one.kind for one in self._far}:
+            broken = [one.reads.is_broken or one.writes.is_broken for one in self._far if one.kind == kind]
+            self.metrics.resting.set(kind, any(broken))
+        self.metrics.queued.set(self._queued)
+
     def _flight(self, key: ObjectKey) -> Future[Found | None]:
         with self._room:
+            if (blob := self._writing.get(key)) is not None:
+                return _done(Found(blob, self._durable[0].kind))
             if flight := self._flights.get(key):
                 return flight
             before = self._changes.get(key)
@@ -274,14 +305,20 @@ class Store:
             if self._flights.get(key) is flight:
                 del self._flights[key]
 
+    def _forget(self, keys: Collection[ObjectKey], tiers: Sequence[TierGuard]) -> Future[bool]:
+        with self._room:
+            for key in keys:
+                self._writing.pop(key, None)
+            return self._change(keys, lambda: _all(one.remove(keys) for one in tiers))
+
     def _change(
         self, keys: Collection[ObjectKey], function: Callable[[], Awaitable[bool]], freed: int = 0
     ) -> Future[bool]:
         """Run a change after those of the same objects that were asked for before."""
         with self._room:
             before = {change for key in keys if (change := self._changes.get(key))}
-            for key in keys:  # a read that began before this is none for those who ask after it
-                self._flights.pop(key, None)
+            for key in keys:
+                self._flights.pop(key, None)  # began before this: not for those who ask after it
 
             async def run() -> bool:
                 for change in before:
@@ -299,6 +336,7 @@ class Store:
             for key in keys:
                 if self._changes.get(key) is future:
                     del self._changes[key]
+                    self._writing.pop(key, None)
             self._queued -= freed
             self._room.notify_all()
 
@@ -356,7 +394,7 @@ class Store:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        await asyncio.gather(*(one.close() for one in self._far))
+        await asyncio.gather(*(one.close(CLOSE_SECONDS) for one in self._far))
         loop.stop()
 
     async def _children(
@@ -377,7 +415,9 @@ class Store:
             if (blob := await tier.get(key)) is not None:
                 # A record may be replaced, by another process too; state under a key never is.
                 if self._memory and tier.kind in REMOTE and key.kind is not ObjectKind.RECORD:
-                    self._memory.put_now(key, blob)
+                    with self._room:
+                        if key in self._flights:  # else it was removed meanwhile
+                            self._memory.put_now(key, blob)
                 return Found(blob, tier.kind)
         self.metrics.misses.inc()
         return None

@@ -152,10 +152,10 @@ class TierGuard:
         except Exception:
             return None
 
-    async def close(self) -> None:
+    async def close(self, seconds: float) -> None:
         """Close the tier."""
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(seconds):
                 await self.tier.close()
         except Exception as error:
             LOG.warning("closing %s: %s", self.tier.label, _told(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -44,8 +45,12 @@ def durable_tier(url: str) -> StoreTier:
 
 
 def state_tier(directory: str | os.PathLike[str]) -> FileTier:
-    """Return the tier of a ``state_dir``, for a store that has no other durable one."""
-    return FileTier(Path(directory) / "store", None)
+    """Return the tier of a ``state_dir``, for a store that has no other durable one. It takes at
+    most half of the disk space that is free of other files."""
+    path = Path(directory).absolute() / "store"
+    there = next(one for one in (path, *path.parents) if one.is_dir())
+    held = sum(file.stat().st_size for file in path.rglob("*.quire"))
+    return FileTier(path, (shutil.disk_usage(there).free + held) // 2)
 
 
 def _tier(url: str) -> StoreTier:
@@ -70,7 +75,7 @@ def _tier(url: str) -> StoreTier:
                 raise _refused(url, f"the size stands behind memory://, as in {accepted}")
             return MemoryTier(_bytes(url, parts.netloc))
         case "file":
-            if parts.netloc or where.strip("/") == "":
+            if parts.netloc or not where.startswith("/") or not where.strip("/"):
                 raise _refused(url, f"a directory has three slashes and an absolute path: {accepted}")
             return FileTier(where, size)
         case "redis" | "rediss":

@@ -1,4 +1,4 @@
-"""``Loading``: state on its way from a store into a sequence, layer by layer, on a thread.
+"""``StateLoad``: state on its way from a store into a sequence, layer by layer, on a thread.
 
 The sequence counts from the start, so that a forward may run behind it: before each block it waits
 for that layer. So reading the next layers overlaps with computing. Whatever does not
@@ -17,13 +17,14 @@ from typing import Any
 from torch import Tensor
 
 from quire.branches.object_layout import ObjectLayout
-from quire.branches.stored_match import Piece
+from quire.branches.stored_match import StoredPiece
 from quire.contracts.kv_state import ModelState, TensorPlan
 from quire.contracts.store import ObjectKey
 from quire.errors import QuireError
 from quire.kv.statefile import StateFile
 from quire.outputs import Miss
-from quire.store.objects import Contents, Unfit, read_tensors, unpack
+from quire.store.objects import Contents, read_tensors, unpack
+from quire.store.records import Unfit
 from quire.store.stack import Store
 from quire.types import SeqId
 
@@ -37,8 +38,8 @@ class LoadFailed(QuireError):
     """State did not come back from a store. The tokens are computed again."""
 
 
-class Loading:
-    """One sequence that is filled. ``Loader`` runs it."""
+class StateLoad:
+    """One sequence that is filled. ``StateLoader`` runs it."""
 
     def __init__(
         self,
@@ -49,9 +50,9 @@ class Loading:
         *,
         length: int,
         shared: int,
-        rows: Sequence[Piece],
-        stops: Sequence[Piece],
-        contents: Callable[[Piece], Contents],
+        rows: Sequence[StoredPiece],
+        stops: Sequence[StoredPiece],
+        contents: Callable[[StoredPiece], Contents],
     ) -> None:
         """Describe the load of ``rows`` behind the first ``shared`` of ``length`` tokens, and of
         ``stops``, the last of which is at ``length``. ``seq`` is being imported, and published."""
@@ -144,13 +145,15 @@ class Loading:
 
     def _drop(self, key: ObjectKey, tier: str, error: QuireError) -> None:
         logger.warning("%s; it is dropped", error)
-        self._store.damaged(key, tier, error.code or "damaged")
+        self._store.damaged(key, tier, error.code or "other")
 
-    def _tensors(self, layer: int, piece: Piece, file: StateFile) -> dict[str, Tensor]:
+    def _tensors(self, layer: int, piece: StoredPiece, file: StateFile) -> dict[str, Tensor]:
         count = piece.stop - piece.start or piece.stop
         return self._verified(piece, file, layer, self._layout.plan(piece.key.kind, count, layer))
 
-    def _verified(self, piece: Piece, file: StateFile, layer: int, plan: Mapping[str, TensorPlan]) -> dict[str, Tensor]:
+    def _verified(
+        self, piece: StoredPiece, file: StateFile, layer: int, plan: Mapping[str, TensorPlan]
+    ) -> dict[str, Tensor]:
         try:
             return read_tensors(piece.key, file, layer, plan)
         except Unfit as error:
@@ -168,7 +171,7 @@ class Loading:
         else:
             self._put_states(layer, files)
 
-    def _put_rows(self, layer: int, piece: Piece, file: StateFile) -> None:
+    def _put_rows(self, layer: int, piece: StoredPiece, file: StateFile) -> None:
         begin, end = max(piece.start, self.shared), min(piece.stop, self._length)
         if begin < end:
             tensors = self._tensors(layer, piece, file)
@@ -188,7 +191,7 @@ class Loading:
         self._state.import_page_group(self.seq, layer, found)
 
 
-class WholeLoading(Loading):
+class WholeLoad(StateLoad):
     """The load of one object that holds all of a sequence with a window."""
 
     def __init__(self, *given: Any, plans: Mapping[int, Mapping[str, TensorPlan]], **named: Any) -> None:
@@ -201,15 +204,15 @@ class WholeLoading(Loading):
         self._state.import_page_group(self.seq, layer, tensors)
 
 
-class Loader:
+class StateLoader:
     """The thread that runs loads, one after the other."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Loading | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[StateLoad | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quire-load", daemon=True)
         self._thread.start()
 
-    def add(self, loading: Loading) -> None:
+    def add(self, loading: StateLoad) -> None:
         """Run a load when those before it have ended."""
         self._waiting.put(loading)
 

@@ -1,0 +1,29 @@
+"""What the engine can and cannot do beyond plain generation, for ``LLM.capabilities``."""
+
+from __future__ import annotations
+
+ENGINE_REFUSALS: dict[str, str] = {
+    "LLM(speculative=...)": "speculation in the engine is not in this release; the executor has speculative_decode",
+    "LLM(quantization=...)": "quantised weights are not in this release",
+    "LLM(tensor_parallel_size=2), LLM(pipeline_parallel_size=2)": "one device runs the whole model in this release",
+    "LLM(trust_remote_code=True)": "code of checkpoints is never run",
+    "blending": "blending of cached segments is not in this release",
+}
+"""Options that the engine refuses, with reasons, for ``capabilities``."""
+
+ENGINE_VERBS: dict[str, str] = dict.fromkeys(
+    [
+        "structured outputs",
+        "prompt logprobs",
+        "logits processors",
+        "beam search",
+        "AsyncLLM",
+        "windowed sessions",
+        "host memory",
+        "adapters",
+        "sessions as KV caches",
+        "cache hints",
+    ],
+    "",
+)
+"""Abilities beyond plain generation, with empty reasons against them, for ``capabilities``."""

@@ -1,0 +1,93 @@
+"""The hints of one request, from its arrival to their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.engine.scheduled_request import ScheduledRequest
+from quire.errors import QuireError
+from quire.hints import CacheHints, HintResult, Pin, PinAccount
+
+PrefixName: TypeAlias = tuple[PinAccount, Hashable, bytes]
+"""Account, key and a digest of the tokens of a pinned prefix."""
+
+IN_SESSION = "a session keeps its own state; pin or close the session"
+
+
+class RequestHints:
+    """What is left to do, and the results so far. The caller holds the engine's lock."""
+
+    def __init__(self, wanted: CacheHints, num_prompt: int, *, in_session: bool) -> None:
+        """``num_prompt``: tokens of the prompt. In a session all but the priority is refused."""
+        self._wanted = wanted
+        self._in_session = in_session
+        self.results: list[HintResult] = []
+        places = [(num_prompt if pin.tokens is None else min(pin.tokens, num_prompt), pin) for pin in wanted.pins]
+        self._waiting: list[tuple[int, Pin]] = sorted(places, key=lambda place: place[0])
+        self._made: list[PrefixName] = []
+        if wanted.priority:
+            self.results.append(HintResult(hint="priority"))
+        if in_session:
+            self._refuse(IN_SESSION)
+            if wanted.demote is not None:
+                self.results.append(HintResult(hint="demote", done=False, reason=IN_SESSION))
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Where the state is to be kept."""
+        return tuple(sorted({position for position, _ in self._waiting}))
+
+    def ran(
+        self,
+        work: ScheduledRequest,
+        pin_prefix: Callable[[ScheduledRequest, int, float, PinAccount], tuple[int, PrefixName | None]],
+    ) -> None:
+        """Pin what has been computed by now, by ``PrefixPins.pin``."""
+        while self._waiting and self._waiting[0][0] <= work.computed:
+            position, pin = self._waiting.pop(0)
+            try:
+                tokens, made = pin_prefix(work, position, pin.ttl, self._wanted.account)
+            except QuireError as error:
+                self._note(pin, done=False, reason=str(error))
+                continue
+            if made is not None:
+                self._made.append(made)
+            reason = "" if tokens == position else f"no state is kept between {tokens} and {position} tokens"
+            self._note(pin, tokens=tokens, ttl=pin.ttl, reason=reason)
+
+    def failed(self, drop: Callable[[PrefixName], None]) -> None:
+        """Give up what was pinned of a state that is not fit to be used, by ``PrefixPins.drop``."""
+        for made in self._made:
+            drop(made)
+        if not self._in_session:
+            self.results = [result for result in self.results if result.hint != "pin"]
+            self._waiting = [(0, pin) for pin in self._wanted.pins]
+            self._refuse("the request failed")
+
+    def ended(
+        self, works: Sequence[ScheduledRequest], demote: Callable[[NDArray[np.int64], Hashable, int], int]
+    ) -> None:
+        """Do what is to be done at the end of the request, with all of its samples, by
+        ``SessionBranches.demote``."""
+        self._refuse("the prompt did not run that far")
+        start = self._wanted.demote
+        if start is None or self._in_session:
+            return
+        given_up = sum(demote(work.tokens.ids, work.key, start) for work in works if work.cacheable)
+        reason = "" if given_up else f"nothing that only this prompt uses is held beyond {start} tokens"
+        self.results.append(HintResult(hint="demote", tokens=given_up, reason=reason))
+
+    def _refuse(self, reason: str) -> None:
+        """Refuse what is left."""
+        for _, pin in self._waiting:
+            self._note(pin, done=False, reason=reason)
+        self._waiting = []
+
+    def _note(
+        self, pin: Pin, *, done: bool = True, tokens: int | None = None, ttl: float | None = None, reason: str = ""
+    ) -> None:
+        self.results.append(HintResult(hint="pin", name=pin.name, done=done, tokens=tokens, ttl=ttl, reason=reason))

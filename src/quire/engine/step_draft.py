@@ -1,0 +1,51 @@
+"""A step in the making: what the scheduler has put into it so far. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.engine.scheduled_request import ScheduledRequest
+from quire.types import SeqId
+
+ALL_LOGITS_CHUNK = 256
+"""Tokens of a step whose logits are all wanted: float32 rows of the whole vocabulary."""
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """A step in the making."""
+
+    budget: int
+    kept: int = 0
+    """Tokens of it that no prompt takes: decodes wait for them."""
+    rows: int = ALL_LOGITS_CHUNK
+    """Tokens that may still have the logits of each."""
+    requests: list[ScheduledRequest] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    adapters: set[int] = field(default_factory=set)
+    """Those that it uses."""
+    held_back: bool = False
+    """Whether a request waits for room for its adapter."""
+
+    def add(self, request: ScheduledRequest, count: int) -> None:
+        self.requests.append(request)
+        self.counts.append(count)
+        self._spend(request, count)
+        if (adapter := request.next_adapter) is not None:
+            self.adapters.add(adapter)
+
+    def drop(self, request: ScheduledRequest) -> None:
+        if request in self.requests:
+            index = self.requests.index(request)
+            del self.requests[index]
+            self._spend(request, -self.counts.pop(index))
+            self.adapters = {one.next_adapter for one in self.requests if one.next_adapter is not None}
+
+    def _spend(self, request: ScheduledRequest, count: int) -> None:
+        self.budget -= count
+        if request.wants == "all":
+            self.rows -= count
+
+    @property
+    def seqs(self) -> list[SeqId]:
+        return [request.seq for request in self.requests if request.seq is not None]

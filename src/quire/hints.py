@@ -1,0 +1,108 @@
+"""Hints: what a program knows about the future use of a prompt's state, and what was done with it.
+
+No hint changes a token. A hint that cannot be followed is refused with a reason, in the result, and
+the request goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from quire.config import check_int, check_real
+from quire.errors import InvalidArgument
+
+HintKind: TypeAlias = Literal["pin", "demote", "prefetch", "priority"]
+
+PIN_SECONDS = 300.0
+"""How long a pin lasts unless it says otherwise, as Anthropic's ``cache_control`` marks do."""
+
+MOST_SECONDS = 30 * 24 * 3600.0
+"""The longest time of a pin, as in vLLM's ``kv.retain``."""
+
+MOST_PRIORITY = 2**31 - 2
+"""The bound of priorities on either side."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PinAccount:
+    """A user whose pinned sessions and prompts count together."""
+
+    share: float
+    """Part of each pool that they may hold."""
+    total: float
+    """Part of each pool that all pinned state may hold, also that of other accounts or none."""
+
+
+OWN_ACCOUNT = PinAccount(share=0.75, total=0.75)
+"""The account of a program's own pins."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pin:
+    """The wish that the state of a prompt's beginning stays in the pool for a time."""
+
+    tokens: int | None = None
+    """Of the first so many tokens; None, or more than the prompt has: of all of the prompt."""
+    ttl: float = PIN_SECONDS
+    """Seconds. A pin of the same tokens that lasts longer stays as it is."""
+    name: str = ""
+    """What its result is called by."""
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None:
+            check_int("tokens", self.tokens, 1, also="or None")
+        check_real("ttl", self.ttl, above=0, up_to=MOST_SECONDS, unit=" seconds")
+        if not isinstance(self.name, str):
+            raise InvalidArgument(field="name", given=self.name, allowed="a string")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheHints:
+    """What a program says about the state of one request."""
+
+    pins: Sequence[Pin] = ()
+    """Beginnings of the prompt to be kept, even if the pool is short."""
+    demote: int | None = None
+    """At the end of the request, give up what the pool holds beyond its first so many tokens. Lower
+    tiers may keep it; pinned beginnings and what others use stays. None: nothing is given up."""
+    priority: int = 0
+    """Lower values run earlier, as in vLLM; equal ones in order of arrival. The highest value is
+    preempted first."""
+    account: PinAccount = OWN_ACCOUNT
+    """Whose pins these are."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pins, (list, tuple)) or not all(isinstance(pin, Pin) for pin in self.pins):
+            raise InvalidArgument(field="pins", given=self.pins, allowed="a list of Pin")
+        object.__setattr__(self, "pins", tuple(self.pins))
+        if self.demote is not None:
+            check_int("demote", self.demote, 0, also="or None")
+        check_int("priority", self.priority, -MOST_PRIORITY, MOST_PRIORITY)
+        if not isinstance(self.account, PinAccount):
+            raise InvalidArgument(field="account", given=self.account, allowed="a PinAccount")
+
+
+NO_HINTS = CacheHints()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HintResult:
+    """What was done with one hint."""
+
+    hint: HintKind
+    name: str = ""
+    """The pin's name."""
+    done: bool = True
+    tokens: int | None = None
+    """Of a pin, how many tokens are kept; of a demotion, how many were given up; of a prefetch, how
+    many are in the pool now."""
+    ttl: float | None = None
+    """Seconds of a pin."""
+    reason: str = ""
+    """Why it was refused, or done in part."""
+
+    def named(self, name: str) -> HintResult:
+        """Return the same of another name."""
+        return replace(self, name=name)

@@ -1,0 +1,63 @@
+"""A conversation of a chat request, as the model's template writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.engine.chat_rendering import render_chat
+from quire.engine.next_turn import next_turn_ids
+from quire.engine.tokenizer import Tokenizer
+from quire.server.cache_marks import Messages, Tools
+from quire.server.context import Context
+from quire.server.protocol import ChatRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """The messages of a request, and what else its template gets."""
+
+    tokenizer: Tokenizer
+    template: str
+    messages: Messages
+    tools: Tools
+    variables: Mapping[str, Any]
+    max_bytes: int | None
+    """Most bytes of a prompt."""
+
+    @classmethod
+    def of(cls, context: Context, body: ChatRequest, tokenizer: Tokenizer, template: str, tools: Tools) -> Conversation:
+        """Return that of a body."""
+        variables: dict[str, Any] = {**tokenizer.special_tokens, **(body.chat_template_kwargs or {})}
+        for name in ("reasoning_effort", "documents"):
+            if (value := getattr(body, name)) is not None:
+                variables[name] = value
+        return cls(
+            tokenizer=tokenizer,
+            template=template,
+            messages=body.messages,
+            tools=tools,
+            variables=variables,
+            max_bytes=context.llm.engine.checks.max_text_bytes,
+        )
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, asks: bool) -> str:
+        """Return the text of messages. ``asks``: it ends where the model is to answer."""
+        return render_chat(
+            self.template,
+            messages,
+            add_generation_prompt=asks,
+            tools=tools,
+            max_bytes=self.max_bytes,
+            **self.variables,
+        )
+
+    def next_turn(self, answer: Mapping[str, Any]) -> NDArray[np.int64]:
+        """Return the tokens with which the prompt after this answer begins."""
+        return next_turn_ids(
+            lambda messages: self.render(messages, self.tools, asks=False), [*self.messages, answer], self.tokenizer
+        )

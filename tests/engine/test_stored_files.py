@@ -1,0 +1,357 @@
+"""State that outlives the process: what one engine has written, another one reads, to the token,
+for every kind of state; whatever happens to the files.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.store import keys
+
+from .conftest import Checkpoint, MakeLLM, engine_of, greedy, random_tokens
+from .test_conversations import Conversations
+from .test_family_conversations import family as family
+from .test_family_conversations import sizes
+from .test_stored_state import CHUNK, check_store, stored_of
+
+COUNT = 6
+
+
+def eager(llm: LLM) -> LLM:
+    """Small objects, whatever they cost."""
+    stored = stored_of(llm)
+    stored.least, stored.is_worth, stored.layout.chunk = 1, lambda *_: True, CHUNK
+    return llm
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def start(make_llm: MakeLLM, directory: Path) -> Callable[..., LLM]:
+    """Starts an engine over the directory."""
+
+    def make(model: Checkpoint, **options: Any) -> LLM:
+        given = {"page_size": 4, "host_memory": 0, "store": [f"file://{directory}"], **options}
+        if not isinstance(given.get("kv_cache_memory"), (int, str)):
+            given.pop("kv_cache_memory", None)
+        return eager(make_llm(model, **given))
+
+    return make
+
+
+def flush(llm: LLM) -> None:
+    assert engine_of(llm).flush(30)
+
+
+def reused(llm: LLM, prompt: list[int], **options: Any) -> tuple[list[int], int]:
+    """The next tokens, and how many of the prompt came from the disk."""
+    (output,) = llm.generate(prompt, greedy(COUNT), **options)
+    return output.outputs[0].token_ids, output.reuse.by_tier.get("disk", 0)
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*.quire"))
+
+
+# -- another engine --------------------------------------------------------------------------------
+
+
+def test_prompts_and_turns_outlive_the_engine(start: Callable[..., LLM], family: Checkpoint) -> None:
+    """A client that sends its history again goes on where it was."""
+    first = start(family)
+    prompt = random_tokens(60)
+    answer, none = reused(first, prompt)
+    assert none == 0
+    assert family.continues(prompt, answer)
+    first.close()
+    second = start(family)
+    history = [*prompt, *answer, *random_tokens(5, seed=3)]
+    again, found = reused(second, history)
+    assert family.continues(history, again)
+    assert found >= 60, "the end of the prompt, or of the turn"
+    same, found = reused(second, prompt)
+    assert same == answer
+    check_store(second)
+
+
+def test_sessions_are_found_by_their_tokens(start: Callable[..., LLM], checkpoint: Checkpoint) -> None:
+    first = start(checkpoint)
+    session = first.session(random_tokens(50))
+    session.generate(greedy(9))
+    tokens = session.tokens
+    first.close()
+    second = start(checkpoint)
+    session = second.session(tokens)
+    output = session.generate(greedy(COUNT))
+    assert output.outputs[0].token_ids == checkpoint.greedy(tokens, COUNT)
+    # A run computes at least one token, and a window can go on only where it stopped.
+    expected = 57 if checkpoint.path.name == "llama" else 50
+    assert second.metrics()["quire:store_tokens_loaded_total"] == expected
+    windowed = second.session(tokens, window=24, sink=4)
+    windowed.generate(greedy(3))
+    flush(second)
+    tokens = windowed.tokens
+    second.close()
+
+
+@pytest.mark.parametrize("what", ["weights", "dtype", "salt", "version", "chunk"])
+def test_what_differs_is_not_found(
+    start: Callable[..., LLM],
+    llama: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    directory: Path,
+    what: str,
+) -> None:
+    """Another model of the same shape, another dtype of K and V, another salt, an older version."""
+    first = start(llama)
+    prompt = random_tokens(60)
+    answer, _ = reused(first, prompt)
+    first.close()
+    options: dict[str, Any] = {}
+    model = llama
+    match what:
+        case "weights":
+            import copy
+
+            peer = copy.deepcopy(llama.model)
+            peer.lm_head.weight.data[3, 3] += 1
+            peer.save_pretrained(tmp_path / "other")
+            model = Checkpoint(tmp_path / "other", peer)
+        case "dtype":
+            options["kv_dtype"] = "bfloat16"
+        case "version":
+            monkeypatch.setattr(keys, "KEY_VERSION", 0)
+    second = start(model, **options)
+    if what == "chunk":
+        stored_of(second).layout.chunk = 2 * CHUNK
+    found = reused(second, prompt, cache_salt="other" if what == "salt" else None)
+    assert found[1] == 0
+    if what != "dtype":
+        assert found[0] == (answer if what != "weights" else model.greedy(prompt, COUNT))
+    second.close()
+    assert files(directory)
+    monkeypatch.undo()
+    third = start(llama)
+    assert reused(third, prompt) == (answer, 60 - 60 % CHUNK if 60 - 60 % CHUNK > 59 else 59)
+
+
+def test_two_engines_at_once(start: Callable[..., LLM], llama: Checkpoint) -> None:
+    """What one writes, the other finds; both may write the same."""
+    one, other = start(llama), start(llama)
+    prompts = [random_tokens(40, seed=seed) for seed in range(4)]
+    for prompt in prompts:
+        for llm in (one, other):
+            assert reused(llm, prompt)[0] == llama.greedy(prompt, COUNT)
+    flush(one)
+    flush(other)
+    for llm in (one, other):
+        llm.reset_prefix_cache()
+        for prompt in prompts:
+            assert reused(llm, prompt) == (llama.greedy(prompt, COUNT), 39)
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+def flipped(path: Path, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def cut(path: Path, rng: random.Random) -> None:
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+def emptied(path: Path, rng: random.Random) -> None:
+    del rng
+    path.write_bytes(b"")
+
+
+def gone(path: Path, rng: random.Random) -> None:
+    del rng
+    path.unlink()
+
+
+def swapped(path: Path, rng: random.Random) -> None:
+    other = rng.choice(files(path.parent.parent))
+    data = other.read_bytes()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("fault", [flipped, cut, emptied, gone, swapped])
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_damaged_files_are_misses(
+    start: Callable[..., LLM], checkpoint: Checkpoint, directory: Path, fault: Any, share: float
+) -> None:
+    """Never a wrong token; what was damaged is written again."""
+    rng = random.Random(5)
+    first = start(checkpoint)
+    prompts = [random_tokens(60, seed=seed) for seed in range(3)]
+    answers = [reused(first, prompt)[0] for prompt in prompts]
+    first.close()
+    for path in files(directory):
+        if rng.random() < share:
+            fault(path, rng)
+    second = start(checkpoint)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert reused(second, prompt)[0] == answer == checkpoint.greedy(prompt, COUNT)
+        check_store(second)
+    second.close()
+    third = start(checkpoint)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert reused(third, prompt)[0] == answer
+
+
+def test_a_read_only_directory(start: Callable[..., LLM], llama: Checkpoint, directory: Path) -> None:
+    """What cannot be written is counted, and nothing fails."""
+    directory.parent.mkdir(exist_ok=True)
+    directory.write_text("no directory at all")
+    llm = start(llama)
+    prompt = random_tokens(60)
+    assert reused(llm, prompt) == (llama.greedy(prompt, COUNT), 0)
+    assert reused(llm, [*prompt, 5])[0] == llama.greedy([*prompt, 5], COUNT)
+
+
+# -- killed processes ------------------------------------------------------------------------------
+
+WORK = """
+import sys
+from quire import LLM, SamplingParams
+from tests.engine.conftest import random_tokens
+llm = LLM(sys.argv[1], device="cpu", dtype="float32", kv_cache_memory="1MiB", page_size=4, host_memory=0, store=["file://" + sys.argv[2]])
+stored = llm._engine.stored
+stored.least, stored.is_worth, stored.layout.chunk = 1, lambda *_: True, 8
+print("ready", flush=True)
+turn = int(sys.argv[3])
+while True:
+    llm.generate(random_tokens(50, seed=turn % 5)[: 20 + turn % 30], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    turn += 1
+"""
+
+
+def killed(start: Callable[..., LLM], model: Checkpoint, directory: Path, times: int, rng: random.Random) -> int:
+    """Kill a working process so often; between, another engine must say the right tokens. Return
+    how many tokens came from the disk."""
+    found = 0
+    root = Path(__file__).parents[2]
+    for turn in range(times):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WORK, str(model.path), str(directory), str(turn)],
+            stdout=subprocess.PIPE,
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": f"{root}:{root / 'src'}", "OMP_NUM_THREADS": "1"},
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(rng.random() * 0.4)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        llm = start(model)
+        for seed in range(5):
+            prompt = random_tokens(50, seed=seed)[:45]
+            tokens, disk = reused(llm, prompt)
+            assert tokens == model.greedy(prompt, COUNT)
+            found += disk
+        llm.close()
+    return found
+
+
+def test_killed_at_random_moments(start: Callable[..., LLM], llama: Checkpoint, directory: Path) -> None:
+    assert killed(start, llama, directory, 3, random.Random(1)) > 0
+
+
+@pytest.mark.slow
+def test_killed_a_thousand_times(start: Callable[..., LLM], llama: Checkpoint, directory: Path) -> None:
+    assert killed(start, llama, directory, 1000, random.Random(2)) > 0
+
+
+# -- the conversation suite ------------------------------------------------------------------------
+
+
+class StoredConversations(Conversations):
+    """Conversations whose state goes to tiers and comes back, also in another engine."""
+
+    def __init__(self, start: Callable[[], LLM], checkpoint: Checkpoint, seed: int, folder: Path) -> None:
+        super().__init__(start(), checkpoint, seed, folder)
+        self.start = start
+        self.loaded = 0.0
+
+    def evict(self) -> None:
+        """Take all that can be had again out of the pool."""
+        while engine_of(self.llm).runner.room.make():
+            pass
+
+    def restart(self) -> None:
+        """End the process, as it were, and begin again with the same tokens."""
+        if self.rng.random() < 0.5:
+            flush(self.llm)
+        self.loaded += self.llm.metrics()["quire:store_tokens_loaded_total"]
+        self.llm.close()
+        self.llm = self.start()
+        self.sessions = [(self.llm.session(tokens), tokens) for _, tokens in self.sessions]
+
+    def step(self) -> None:
+        super().step()
+        if self.rng.random() < 0.2:
+            self.rng.choice([self.evict, self.evict, self.restart])()
+            check_store(self.llm)
+
+
+def converse(
+    start: Callable[..., LLM],
+    make_llm: MakeLLM,
+    model: Checkpoint,
+    seed: int,
+    steps: int,
+    folder: Path,
+    tiers: list[str],
+) -> float:
+    rng = random.Random(seed)
+    known = sizes(model, make_llm)
+    options = {
+        "kv_cache_memory": 200 * known["bytes_per_token"] + 40 * known["state_bytes"],
+        "max_num_batched_tokens": rng.choice([7, 64]),
+        "enable_prefix_caching": rng.random() < 0.75,
+        "store": tiers,
+        "host_memory": None if any(tier.startswith("memory") for tier in tiers) else 0,
+    }
+    conversations = StoredConversations(lambda: start(model, **options), model, seed, folder)
+    for _ in range(steps):
+        conversations.step()
+    conversations.restart()
+    conversations.finish()
+    return conversations.loaded + conversations.llm.metrics()["quire:store_tokens_loaded_total"]
+
+
+def test_conversations(
+    start: Callable[..., LLM], make_llm: MakeLLM, family: Checkpoint, tmp_path: Path, directory: Path
+) -> None:
+    assert converse(start, make_llm, family, 11, 24, tmp_path, [f"file://{directory}"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(400, 403))
+def test_long_conversations(
+    start: Callable[..., LLM], make_llm: MakeLLM, family: Checkpoint, tmp_path: Path, directory: Path, seed: int
+) -> None:
+    tiers = [f"file://{directory}?size=2MiB"]
+    if seed % 2:
+        tiers.insert(0, "memory://300KiB")
+    assert converse(start, make_llm, family, seed, 300, tmp_path, tiers) > 0

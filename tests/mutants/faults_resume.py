@@ -1,0 +1,113 @@
+"""Faults of the journal of sessions, and of what writes it."""
+
+from __future__ import annotations
+
+from tests.mutants.harness import Mutant
+
+MUTANTS = (
+    Mutant(
+        name="a-damaged-record-is-taken",
+        file="store/session_journal.py",
+        old="if _digest(name, fields, tokens) != digest:",
+        new="if False:",
+        tests=("test_session_journal.py::test_one_bad_record_costs_one_session",),
+    ),
+    Mutant(
+        name="state-files-stay-for-ever",
+        file="store/session_journal.py",
+        old="for name in named.difference(states.values(), [None]):",
+        new="for name in ():",
+        tests=("test_session_journal.py::test_state_files",),
+    ),
+    Mutant(
+        name="a-clock-that-was-set-counts",
+        file="store/session_journal.py",
+        old="same = self.boot and self.boot == later.boot",
+        new="same = False",
+        tests=("test_session_journal.py::test_what_is_left_of_a_life",),
+    ),
+    Mutant(
+        name="half-a-transaction-stays",
+        file="store/session_journal.py",
+        old='db.execute("BEGIN IMMEDIATE")',
+        new='db.execute("SELECT 1")',
+        tests=("test_session_journal.py",),
+    ),
+    Mutant(
+        name="one-change-that-fails-takes-others-along",
+        file="store/journal_writer.py",
+        old="if not self._write(waiting) and len(waiting) > 1:",
+        new="if not self._write(waiting) and [order[1].set_exception(NotDurable()) for order in waiting] == []:",
+        tests=("test_session_journal.py::test_a_full_disk",),
+    ),
+    Mutant(
+        name="the-last-event-does-not-wait",
+        file="server/session_streams.py",
+        old="                await self._context.sessions.keep(self._held)\n            return delta",
+        new="            return delta",
+        tests=("server/test_resume.py::test_a_disk_that_fills_during_a_stream",),
+    ),
+    Mutant(
+        name="the-reply-does-not-wait",
+        file="server/sessions.py",
+        old="            yield held\n            await self.keep(held)",
+        new="            yield held",
+        tests=("server/test_resume.py::test_a_full_disk",),
+    ),
+    Mutant(
+        name="calls-begin-that-cannot-be-kept",
+        file="server/sessions.py",
+        old="if self.keeper.failing or held.durable is None:",
+        new="if False:",
+        tests=("server/test_resume.py::test_a_full_disk",),
+    ),
+    Mutant(
+        name="deleted-sessions-come-back",
+        file="server/sessions.py",
+        old="                await self.keeper.forget(name)\n            finally:",
+        new="                pass\n            finally:",
+        tests=("server/test_resume.py::test_a_session_is_what_it_was",),
+    ),
+    Mutant(
+        name="deleted-while-its-state-is-written",
+        file="server/session_keeper.py",
+        old="if is_gone():",
+        new="if False:",
+        tests=("server/test_resume.py::test_what_is_deleted_while_it_runs",),
+    ),
+    Mutant(
+        name="a-closed-session-is-behind",
+        file="engine/live_sequence.py",
+        old="if self._is_behind and not self._engine.closed:",
+        new="if False:",
+        tests=("engine/test_kept_sessions.py::test_what_tokens_do_not_give_is_in_a_state_file",),
+    ),
+    Mutant(
+        name="owners-in-the-journal",
+        file="server/session_keeper.py",
+        old="owner=hidden(owner), lifetime=lifetime",
+        new="owner=owner, lifetime=lifetime",
+        tests=("server/test_resume.py::test_each_key_has_its_own",),
+    ),
+    Mutant(
+        name="resumed-without-its-salt",
+        file="engine/kept_sessions.py",
+        old="if record.private else cache_key(record.salt)",
+        new="if record.private else cache_key(None)",
+        tests=("engine/test_kept_sessions.py::test_windows_salts_and_pins",),
+    ),
+    Mutant(
+        name="another-model-goes-on",
+        file="engine/kept_sessions.py",
+        old="if dict(record.model) != model:",
+        new="if False:",
+        tests=("engine/test_kept_sessions.py::test_another_model",),
+    ),
+    Mutant(
+        name="another-dtype-is-computed-again",
+        file="engine/saved_sessions.py",
+        old="return state.modified or not state.origin.exact or",
+        new="return state.modified or",
+        tests=("engine/test_kept_sessions.py::test_another_dtype_is_not_computed_again",),
+    ),
+)
