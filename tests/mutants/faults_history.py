@@ -18,7 +18,7 @@ MUTANTS = (
         file="store/commits.py",
         old="        if digest_of(document) != name:",
         new="        if False:",
-        tests=(ENGINE + "test_damaged_records",),
+        tests=(ENGINE + "test_forged_records",),
     ),
     Mutant(
         name="pieces-of-any-place",
