@@ -386,8 +386,9 @@ def _readable(db: sqlite3.Connection) -> list[SessionRecord]:
             times[name] = timed
     for number in sorted(one for one in numbers if isinstance(one, int)):
         with suppress(sqlite3.Error, UnicodeError, DataLoss):
-            for row in db.execute("SELECT id, fields, tokens, digest FROM sessions WHERE number = ?", (number,)):
-                record = _record(*row, times.get(row[0]), renew=True)
+            rows = db.execute("SELECT id, fields, tokens, digest FROM sessions WHERE number = ?", (number,))
+            for name, fields, tokens, digest in rows:
+                record = _record(name, fields, tokens, digest, times.get(name), renew=True)
                 found.setdefault(record.id, record)
     return list(found.values())
 
