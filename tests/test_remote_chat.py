@@ -384,7 +384,7 @@ def test_history_in_both_chats(
     assert sum(line.startswith("COMMIT") for line in here_err) == 4
     assert "this conversation was not committed; /commit NAME does" in here_err
     assert [line for line in here_err if line.startswith("now in")] == [
-        "now in main', 46 tokens",
-        "now in main'', 46 tokens",
+        "now in main', 37 tokens",
+        "now in main'', 37 tokens",
     ]
     assert "there is no branch 'nothing'; there are: 'main'" in here_err
