@@ -151,7 +151,7 @@ def resume(path: str, tokens: int, rounds: int, base: Path | None) -> dict[str, 
 
 
 def decode(path: str, rounds: int, base: Path | None) -> dict[str, Any]:
-    """Seconds of eight decodes of 600 tokens behind prompts of 256, while state is written or not."""
+    """Seconds of eight decodes of 600 tokens behind 256 others, while state is written or not."""
     params = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
     with folder(base) as directory:
         llms = {"plain": started(path), "store": started(path, store=[f"file://{directory}"])}
