@@ -24,7 +24,7 @@ from quire.cli import app
 from quire.engine.state_access import StateAccess
 from quire.models.catalogue import bundled_adapters
 from quire.server.settings import ServerSettings
-from quire.store.session_journal import FILE
+from quire.store.session_journal import FILE, Lifetime, Use
 
 from .conftest import OPTIONS, Served, serving, wait_for
 from .killable import Killable, killable
@@ -483,14 +483,15 @@ def test_what_is_deleted_while_it_runs(
 # -- time ------------------------------------------------------------------------------------------
 
 
-def lifetimes(llm: AsyncLLM, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Change what the journal says of times: left, boot, uptime, wall."""
-    journal = kept_of(llm).journal
-    for name, value in journal._db.execute("SELECT id, value FROM times").fetchall():
-        left, at = json.loads(value)
-        found = change(dict(zip(("left", "boot", "uptime", "wall"), (left, *at), strict=True)))
-        left, *at = found.values()
-        journal._db.execute("UPDATE times SET value = ? WHERE id = ?", (json.dumps([left, at]), name))
+def lifetimes(llm: AsyncLLM, change: Callable[[Lifetime], Lifetime]) -> None:
+    """Change what the journal says of times."""
+    kept = kept_of(llm)
+    kept.writer.wait()
+    kept.journal.write([Use(one.id, change(one.lifetime)) for one in kept.journal.records()])
+
+
+def moved(lifetime: Lifetime, **changes: Any) -> Lifetime:
+    return Lifetime(changes.pop("left", lifetime.left), lifetime.at._replace(**changes))
 
 
 def left_of(found: Served, name: str) -> float:
@@ -500,7 +501,7 @@ def left_of(found: Served, name: str) -> float:
 def test_a_life_goes_on_while_the_server_is_down(kept_llm: AsyncLLM) -> None:
     with served(kept_llm) as found:
         short, long = made(found.client, ttl=50), made(found.client, ttl=5000)
-    lifetimes(kept_llm, lambda one: {**one, "uptime": one["uptime"] - 100})
+    lifetimes(kept_llm, lambda one: moved(one, uptime=one.at.uptime - 100))
     with served(kept_llm) as found:
         assert error(found.client.get(f"/v1/sessions/{short}"))[0] == 404
         assert 4800 < left_of(found, long) <= 4900
@@ -516,16 +517,16 @@ def test_a_clock_that_jumps(kept_llm: AsyncLLM) -> None:
     with served(kept_llm) as found:
         name = made(found.client, ttl=50)
     for jump in (1e9, -1e9):  # the clock was set while the machine ran
-        lifetimes(kept_llm, lambda one, jump=jump: {**one, "wall": one["wall"] + jump})
+        lifetimes(kept_llm, lambda one, jump=jump: moved(one, wall=one.at.wall + jump))
         with served(kept_llm) as found:
             assert 30 < left_of(found, name) <= 50
     # The machine was started again with its clock far behind: that is no time at all, but once.
-    lifetimes(kept_llm, lambda one: {**one, "left": 40.0, "boot": "another", "wall": one["wall"] + 1e9})
+    lifetimes(kept_llm, lambda one: moved(one, left=40.0, boot="another", wall=one.at.wall + 1e9))
     with served(kept_llm) as found:
         assert 20 < left_of(found, name) <= 40
     assert kept_of(kept_llm).journal.get(name).lifetime.at.wall < time.time() + 10
     # Nothing lives longer than its ttl, whatever is written.
-    lifetimes(kept_llm, lambda one: {**one, "left": 1e9})
+    lifetimes(kept_llm, lambda one: moved(one, left=1e9))
     with served(kept_llm) as found:
         assert left_of(found, name) <= 50
 

@@ -199,7 +199,7 @@ class Scheduler:
         if not preempted:
             self._admit(batch, failed)
             self._fill(later, batch)
-            # A request that found no room may have left a fork of a running one, which needs a page.
+            # A request without room may have left a fork of a running one, which needs a page.
             self._make_room(batch, failed)
         kept: Sequence[tuple[int, ...]] = [()] * len(batch.requests)
         if self._checkpoints is not None:

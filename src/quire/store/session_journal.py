@@ -178,16 +178,31 @@ def _digest(name: str, fields: bytes, tokens: bytes) -> str:
     return str(xxhash.xxh3_128_hexdigest(b"%d %d %s" % (len(fields), len(tokens), name.encode()) + fields + tokens))
 
 
-def _record(name: str, fields: bytes, tokens: bytes, digest: str, lifetime: str | None) -> SessionRecord:
-    """Return the record of a row; ``DataLoss`` for a damaged one."""
+def _timed(name: str, lifetime: Lifetime) -> str:
+    """Return a lifetime as it is written, with a checksum."""
+    text = json.dumps(lifetime)
+    return f"{text} {xxhash.xxh3_64_hexdigest((name + text).encode())}"
+
+
+def _record(
+    name: str, fields: bytes, tokens: bytes, digest: str, timed: str | None, *, renew: bool = False
+) -> SessionRecord:
+    """Return the record of a row; ``DataLoss`` for a damaged one. ``renew``: where only its
+    lifetime is damaged, it begins anew."""
     try:
         if _digest(name, fields, tokens) != digest:
             raise DataLoss(f"session {name!r:.60} has another checksum than its record")
         found = json.loads(fields)
         ids = np.frombuffer(tokens, dtype=f"<i{found.pop('token_bytes')}").astype(np.int64)
-        left, at = (found["ttl"], Moment.now()) if lifetime is None else json.loads(lifetime)
+        text, _, checksum = (timed or "").rpartition(" ")
+        if xxhash.xxh3_64_hexdigest((name + text).encode()) == checksum:
+            left, at = json.loads(text)
+        elif renew:
+            left, at = found["ttl"], Moment.now()
+        else:
+            raise DataLoss(f"session {name!r:.60} has another checksum than its lifetime")
         return SessionRecord(id=name, tokens=ids, lifetime=Lifetime(left, Moment(*at)), **found)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataLoss(f"session {name!r:.60} is damaged: {error}") from error
 
 
@@ -287,7 +302,7 @@ class SessionJournal:
         try:
             _verify(db)
             return db
-        except (sqlite3.DatabaseError, DataLoss) as error:
+        except (sqlite3.DatabaseError, UnicodeError, DataLoss) as error:
             if _code(error) in _OF_THE_DISK:
                 db.close()
                 raise
@@ -344,7 +359,7 @@ def _verify(db: sqlite3.Connection) -> None:
     if version or kind or db.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,):
         if (version, kind) != (VERSION, _MAGIC + VERSION):
             raise DataLoss(f"its version is {version} of kind {kind:#x}")
-        if (found := db.execute("PRAGMA quick_check(1)").fetchone()) != ("ok",):
+        if (found := db.execute("PRAGMA integrity_check(1)").fetchone()) != ("ok",):
             raise DataLoss(f"SQLite's check says: {found}")
         for row in db.execute(_SELECT):
             _record(*row)
@@ -362,17 +377,21 @@ def _make(db: sqlite3.Connection) -> None:
 
 def _readable(db: sqlite3.Connection) -> list[SessionRecord]:
     """Return the records of a damaged journal that are whole."""
-    numbers: list[int] = []
-    with suppress(sqlite3.Error):
-        for (number,) in db.execute("SELECT number FROM sessions"):
-            numbers.append(number)
+    numbers: set[int] = set()
+    times: dict[str, str] = {}
     found: dict[str, SessionRecord] = {}
-    for number in sorted(numbers):
-        for select in (_SELECT, _SELECT.replace("value", "NULL").partition(" LEFT")[0]):
-            with suppress(sqlite3.Error, DataLoss):
-                record = _record(*db.execute(select + " WHERE number = ?", (number,)).fetchone())
+    with suppress(sqlite3.Error, UnicodeError):
+        for (number,) in db.execute("SELECT number FROM sessions"):
+            numbers.add(number)
+    with suppress(sqlite3.Error, UnicodeError):
+        for name, timed in db.execute("SELECT id, value FROM times"):
+            times[name] = timed
+    for number in sorted(one for one in numbers if isinstance(one, int)):
+        with suppress(sqlite3.Error, UnicodeError, DataLoss):
+            rows = db.execute("SELECT id, fields, tokens, digest FROM sessions WHERE number = ?", (number,))
+            for name, fields, tokens, digest in rows:
+                record = _record(name, fields, tokens, digest, times.get(name), renew=True)
                 found.setdefault(record.id, record)
-                break
     return list(found.values())
 
 
@@ -382,14 +401,14 @@ def _execute(db: sqlite3.Connection, change: Change) -> None:
         db.execute("DELETE FROM times WHERE id = ?", change)
         return
     if isinstance(change, Use):
-        db.execute("UPDATE times SET value = ? WHERE id = ?", (json.dumps(change.lifetime), change.id))
+        db.execute("UPDATE times SET value = ? WHERE id = ?", (_timed(change.id, change.lifetime), change.id))
         return
     db.execute(
         "INSERT INTO sessions (id, fields, tokens, digest) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
         "fields = excluded.fields, tokens = excluded.tokens, digest = excluded.digest",
         (change.id, *change.content()),
     )
-    db.execute("INSERT OR REPLACE INTO times VALUES (?, ?)", (change.id, json.dumps(change.lifetime)))
+    db.execute("INSERT OR REPLACE INTO times VALUES (?, ?)", (change.id, _timed(change.id, change.lifetime)))
 
 
 @contextmanager

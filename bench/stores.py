@@ -1,0 +1,326 @@
+"""What keeping state outside of the pool costs and saves: resumption after a killed process, from
+disk and from memory; decoding while state is written; loading that overlaps with computing; a trace
+of agents' sessions with a pool of a tenth of what they need.
+
+The first process computes a prompt and is killed; the second one, over the same directory, is asked
+for the same prompt with a few tokens more. Shares are seconds to the first token over those of the
+whole prompt without a store, each in the same run. The trace is run with tiers and without them in
+turn; all texts are compared.
+
+``python bench/stores.py [--models smollm2-135m-32k,bamba-150m] [--tokens 32768] [--rounds 3]
+[--parts resume,decode,overlap,trace]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoints import DEFAULT_DIRECTORY, DRAWN, SHAPES, checkpoint, drawn
+from quire import LLM, SamplingParams
+from quire.errors import QuireError
+from quire_bench.hardware import measure
+from quire_bench.reports import Spread, interleave, print_json, print_table, random_prompts
+
+FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+MORE = 8
+"""Tokens by which a resumed prompt is longer."""
+PARTS = ("resume", "decode", "overlap", "trace")
+POOL = "4GiB"
+
+
+def prompt_of(llm: LLM, tokens: int, seed: int = 0) -> list[int]:
+    found: list[int] = random_prompts(1, tokens, llm.model.vocab_size, seed=seed)[0].tolist()
+    return found
+
+
+def started(path: str, **options: Any) -> LLM:
+    given: dict[str, Any] = {"kv_cache_memory": POOL, "host_memory": 0, **options}
+    llm = LLM(path, **given)
+    # Pages of memory that were never touched would count as time of what comes first.
+    llm.generate(prompt_of(llm, 600, seed=99), FIRST)
+    llm.reset_prefix_cache()
+    return llm
+
+
+def first_token(llm: LLM, prompt: Sequence[int]) -> tuple[float, Any]:
+    begun = time.perf_counter()
+    (output,) = llm.generate(list(prompt), FIRST, use_tqdm=False)
+    return time.perf_counter() - begun, output
+
+
+def evict(llm: LLM) -> None:
+    """Take all that can be had again out of the pool."""
+    while llm._engine.runner.room.make():
+        pass
+
+
+# -- resumption ------------------------------------------------------------------------------------
+
+
+def child(path: str, tokens: int, directory: str, more: int) -> None:
+    """One process of ``resume``: print its seconds, and wait to be killed."""
+    with_store = {"store": [f"file://{directory}"]} if directory else {}
+    llm = started(path, **with_store)
+    prompt = (prompt_of(llm, tokens) + prompt_of(llm, MORE, seed=1))[: tokens + more]
+    seconds, output = first_token(llm, prompt)
+    written = llm._engine.flush(600)
+    found = {"seconds": seconds, "text": output.outputs[0].token_ids, "by_tier": output.reuse.by_tier}
+    print(json.dumps({**found, "written": written}), flush=True)
+    time.sleep(600)
+
+
+def in_child(path: str, tokens: int, directory: str, more: int) -> dict[str, Any]:
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--child", path, str(tokens), directory, str(more)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            break
+    else:
+        raise QuireError("the process ended without an answer")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+@contextmanager
+def folder(base: Path | None) -> Iterator[str]:
+    path = tempfile.mkdtemp(prefix="quire-store-", dir=base)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def resume(path: str, tokens: int, rounds: int, base: Path | None) -> dict[str, Any]:
+    """First token after kill -9 from disk, and after an eviction from memory."""
+    whole, disk, memory, same = [], [], [], True
+    for _ in range(rounds):
+        with folder(base) as directory:
+            plain = in_child(path, tokens, "", MORE)
+            in_child(path, tokens, directory, 0)
+            back = in_child(path, tokens, directory, MORE)
+        same &= plain["text"] == back["text"] and back["by_tier"].get("disk", 0) > 0.9 * tokens
+        whole.append(plain["seconds"])
+        disk.append(back["seconds"])
+    with closing(started(path, host_memory="6GiB")) as llm:
+        llm._engine.stored.is_worth = lambda *_: True
+        prompt = prompt_of(llm, tokens)
+        for round_ in range(rounds):
+            first_token(llm, prompt)
+            evict(llm)
+            seconds, output = first_token(llm, prompt + prompt_of(llm, MORE, seed=1))
+            same &= output.reuse.by_tier.get("memory", 0) > 0.9 * tokens
+            memory.append(seconds)
+            llm.reset_prefix_cache()
+            del round_
+    bytes_per_token = llm.bytes_per_token
+    base_seconds = Spread.of(whole).median
+    return {
+        "tokens": tokens,
+        "bytes_per_token": bytes_per_token,
+        "prefill_seconds": Spread.of(whole),
+        "disk_seconds": Spread.of(disk),
+        "memory_seconds": Spread.of(memory),
+        "disk_share": Spread.of(disk).median / base_seconds,
+        "memory_share": Spread.of(memory).median / base_seconds,
+        "same": same,
+    }
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+def decode(path: str, rounds: int, base: Path | None) -> dict[str, Any]:
+    """Seconds of eight decodes of 600 tokens behind 256 others, while state is written or not."""
+    params = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
+    with folder(base) as directory:
+        llms = {"plain": started(path), "store": started(path, store=[f"file://{directory}"])}
+        texts: dict[str, Any] = {}
+        seeds = iter(range(10_000))
+
+        def run(name: str, seed: int) -> float:
+            llm = llms[name]
+            prompts = [prompt_of(llm, 256, seed=8 * seed + index) for index in range(8)]
+            begun = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - begun
+            texts[name] = [one.outputs[0].token_ids for one in outputs]
+            return seconds
+
+        current = [0]
+
+        def of(name: str) -> Callable[[], float]:
+            def call() -> float:
+                if name == "plain":
+                    current[0] = next(seeds)
+                return run(name, current[0])
+
+            return call
+
+        found = interleave({name: of(name) for name in llms}, rounds)
+        written = llms["store"].metrics()["quire:store_written_bytes_total"]
+        for llm in llms.values():
+            llm.close()
+    return {"decode_ratio": found.ratios["store"], "written_bytes": written, "same": texts["plain"] == texts["store"]}
+
+
+# -- overlap ---------------------------------------------------------------------------------------
+
+
+def overlap(path: str, tokens: int, rounds: int, base: Path | None) -> dict[str, Any]:
+    """Seconds of loading ``tokens``, of computing others for about as long, and of both."""
+    loads, computes, both = [], [], []
+    with folder(base) as directory, closing(started(path, store=[f"file://{directory}"])) as llm:
+        llm._engine.stored.is_worth = lambda *_: True
+        prompt = prompt_of(llm, tokens)
+        first_token(llm, prompt)
+        llm._engine.flush(600)
+        new = 256
+        for turn in range(rounds + 1):
+            tail = prompt_of(llm, new, seed=turn + 2)
+            evict(llm)
+            load, _ = first_token(llm, [*prompt, 5])
+            compute, _ = first_token(llm, [*prompt, *tail])
+            evict(llm)
+            seconds, output = first_token(llm, [*prompt, *prompt_of(llm, new, seed=turn + 100)])
+            assert output.reuse.by_tier.get("disk", 0) > 0.9 * tokens, output.reuse
+            if turn:
+                loads.append(load)
+                computes.append(compute)
+                both.append(seconds)
+            else:
+                new = max(32, min(2000, int(new * load / compute)))
+    ratios = [one / max(a, b) for one, a, b in zip(both, loads, computes, strict=True)]
+    return {
+        "load_seconds": Spread.of(loads),
+        "compute_seconds": Spread.of(computes),
+        "both_seconds": Spread.of(both),
+        "both_over_larger": Spread.of(ratios),
+        "new_tokens": new,
+    }
+
+
+# -- a trace of agents -----------------------------------------------------------------------------
+
+
+def trace(path: str, sessions: int, base: Path | None) -> dict[str, Any]:
+    """Sessions of agents that pause, fork and come back, with and without tiers."""
+    rng = random.Random(0)
+    system = 512
+    turns: list[tuple[int, int, int]] = []
+    """(session, tokens of new text, the session whose history it goes on from)"""
+    lengths = dict.fromkeys(range(sessions), system)
+    for index in range(sessions):
+        for _ in range(rng.randint(2, 4)):
+            turns.append((index, rng.randint(64, 256), index))
+    rng.shuffle(turns)
+    turns = [(s, n, rng.randrange(sessions) if rng.random() < 0.1 else parent) for s, n, parent in turns]
+    total = sum(count for _, count, _ in turns) + system * sessions
+    answer = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+    def run(**options: Any) -> tuple[float, list[float], list[Any], dict[str, float]]:
+        with closing(started(path, **options)) as llm:
+            shared = prompt_of(llm, system // 2, seed=7)
+            histories = {index: shared + prompt_of(llm, system // 2, seed=100 + index) for index in lengths}
+            firsts, texts = [], []
+            begun = time.perf_counter()
+            for at in range(0, len(turns), 4):
+                batch = turns[at : at + 4]
+                prompts = []
+                for number, (session, count, parent) in enumerate(batch):
+                    if parent != session:
+                        histories[session] = list(histories[parent])  # a sub-agent
+                    histories[session] = histories[session] + prompt_of(llm, count, seed=1000 + at + number)
+                    prompts.append(list(histories[session]))
+                outputs = llm.generate(prompts, answer, use_tqdm=False)
+                for (session, _, _), output in zip(batch, outputs, strict=True):
+                    histories[session] = histories[session] + output.outputs[0].token_ids
+                    firsts.append(output.metrics.time_to_first_token or 0.0)
+                    texts.append(output.outputs[0].token_ids)
+            return time.perf_counter() - begun, firsts, texts, llm.metrics()
+
+    pool = {"kv_cache_memory": 0}
+    with closing(LLM(path, kv_cache_memory="256MiB", host_memory=0)) as probe:
+        pool["kv_cache_memory"] = max(probe.bytes_per_token * total // 10, 64 << 20)
+    plain, plain_firsts, plain_texts, _ = run(**pool)
+    with folder(base) as directory:
+        tiers, firsts, texts, metrics = run(**pool, store=["memory://1GiB", f"file://{directory}"], host_memory=None)
+    return {
+        "sessions": sessions,
+        "turns": len(turns),
+        "pool_bytes": pool["kv_cache_memory"],
+        "throughput_ratio": plain / tiers,
+        "first_token_ratio": Spread.of(firsts).median / Spread.of(plain_firsts).median,
+        "first_token_seconds": Spread.of(firsts),
+        "plain_first_token_seconds": Spread.of(plain_firsts),
+        "loaded_tokens": metrics["quire:store_tokens_loaded_total"],
+        "declined": metrics["quire:store_loads_declined_total"],
+        "same": sum(a == b for a, b in zip(texts, plain_texts, strict=True)) / len(texts),
+    }
+
+
+def path_of(name: str, directory: Path) -> str:
+    return str(checkpoint(name, directory=directory) if name in SHAPES else drawn(name, directory=directory))
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        path, tokens, directory, more = sys.argv[2:]
+        child(path, int(tokens), directory, int(more))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="smollm2-135m-32k,bamba-150m", help=f"of {', '.join([*SHAPES, *DRAWN])}")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--sessions", type=int, default=200)
+    parser.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY)
+    parser.add_argument(
+        "--store-dir", type=Path, default=None, help="where stores are made; by default the temporary one"
+    )
+    given = parser.parse_args()
+    parts = given.parts.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    results: dict[str, Any] = {"hardware": measure(), "threads": torch.get_num_threads(), "processors": os.cpu_count()}
+    for name in given.models.split(","):
+        path = path_of(name, given.dir)
+        found: dict[str, Any] = {}
+        if "resume" in parts:
+            found |= resume(path, given.tokens, given.rounds, given.store_dir)
+        if "decode" in parts:
+            found |= {
+                f"decode_{key}" if key == "same" else key: value
+                for key, value in decode(path, given.rounds, given.store_dir).items()
+            }
+        if "overlap" in parts:
+            found |= overlap(path, given.tokens, given.rounds, given.store_dir)
+        if "trace" in parts:
+            found["trace"] = trace(path, given.sessions, given.store_dir)
+        print_table([{"model": name, "what": key, "value": value} for key, value in found.items()])
+        results[name] = found
+    print_json(results)
+
+
+if __name__ == "__main__":
+    main()
