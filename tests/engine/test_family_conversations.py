@@ -19,7 +19,7 @@ from tests.test_parity import FAMILIES, SIZES, STATES
 
 from quire.kv.recurrent import bytes_per_state
 
-from .conftest import CONTEXT, VOCAB, Checkpoint, MakeLLM, engine_of
+from .conftest import CONTEXT, VOCAB, Checkpoint, MakeLLM, check, engine_of
 from .test_conversations import Conversations, run
 from .test_stored_state import check_store, force, squeeze
 
@@ -108,3 +108,67 @@ def test_long_conversations_with_little_room(make_llm: MakeLLM, family: Checkpoi
         if rng.random() < 0.1:
             squeeze(llm)
     conversations.finish()
+
+
+class Committed(Conversations):
+    """Conversations that are committed, checked out, moved to another store and back."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.heads: dict[str, list[int]] = {}
+
+    def commit(self) -> None:
+        session, tokens = self.pick()
+        name = self.rng.choice("abc")
+        session.commit(name, force=True)
+        self.heads[name] = list(tokens)
+
+    def checkout(self) -> None:
+        name = self.rng.choice(sorted(self.heads))
+        self.sessions.append((self.llm.checkout(name), list(self.heads[name])))
+        if len(self.sessions) > 9:
+            self.sessions.pop(0)[0].close()
+
+    def move(self) -> None:
+        name, url = self.rng.choice(sorted(self.heads)), f"file://{self.folder / 'other'}"
+        self.llm.push(name, url, force=True)
+        self.llm.delete(name)
+        self.llm.pull(name, url)
+
+    def step(self) -> None:
+        if self.rng.random() < 0.5:
+            super().step()
+            return
+        verbs = [self.commit, *([self.checkout, self.checkout, self.move] if self.heads else [])]
+        self.rng.choice(verbs)()
+        squeeze(self.llm)
+        check(self.llm)
+
+
+def committed(make_llm: MakeLLM, family: Checkpoint, seed: int, steps: int, folder: Path) -> None:
+    rng, known = random.Random(seed), sizes(family, make_llm)
+    llm = make_llm(
+        family,
+        kv_cache_memory=rng.choice([128, 256]) * known["bytes_per_token"] + 40 * known["state_bytes"],
+        page_size=rng.choice([1, 4, 8]),
+        host_memory=0,
+        store=[f"file://{folder / 'store'}"],
+    )
+    stored = engine_of(llm).stored
+    stored.least, stored.is_worth, stored.layout.chunk = 1, lambda *_: rng.random() < 0.8, 8
+    stored.keep = lambda *_, **__: None  # type: ignore[method-assign]
+    conversations = Committed(llm, family, seed, folder)
+    for _ in range(steps):
+        conversations.step()
+    conversations.finish()
+
+
+@pytest.mark.parametrize("seed", range(1))
+def test_conversations_with_a_history(make_llm: MakeLLM, family: Checkpoint, seed: int, tmp_path: Path) -> None:
+    committed(make_llm, family, seed, 20, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(400, 403))
+def test_long_conversations_with_a_history(make_llm: MakeLLM, family: Checkpoint, seed: int, tmp_path: Path) -> None:
+    committed(make_llm, family, seed, 200, tmp_path)
