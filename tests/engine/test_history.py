@@ -25,6 +25,7 @@ from quire.store import collection
 from quire.store.commit_history import History
 from quire.store.commits import space_of
 from quire.store.files import FileTier
+from quire.store.records import pack_record, unpack_record
 from small_tokenizers import saved
 
 from .conftest import (
@@ -790,6 +791,25 @@ def test_damaged_records(stored: MakeStored, llama: Checkpoint, tmp_path: Path, 
             verb()
     path.write_bytes(whole)
     assert llm.checkout("one").tokens == PROMPT
+
+
+@pytest.mark.parametrize("kind", ["commit", "piece"])
+def test_forged_records(stored: MakeStored, llama: Checkpoint, tmp_path: Path, kind: str) -> None:
+    """Whole ones, with checksums of their own, under the name of another."""
+    llm = stored(llama)
+    commit = llm.session(PROMPT).commit("one")
+    space = space_of("")
+    key = space.commit(commit.id) if kind == "commit" else space.piece(commit.tokens[0])
+    path = next((tmp_path / "store/objects").glob(f"*/{key.name}.quire"))
+    document = unpack_record(key, path.read_bytes())
+    other = {"commit": {**document, "message": "x"}, "piece": {"items": [*PROMPT[:-1], 1]}}[kind]
+    path.write_bytes(pack_record(key, other))
+    llm.close()
+    for index in (tmp_path / "store").glob("index-*"):
+        index.unlink()
+    again = stored(llama)
+    with pytest.raises(DataLoss, match=r"is damaged: its \w+ ha\w+ another digest"):
+        again.checkout("one")
 
 
 def test_a_full_store(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:
