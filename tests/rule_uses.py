@@ -137,23 +137,23 @@ def _preempted(bed: Bed) -> None:
 
 
 def preemption(bed: Bed) -> None:
-    host = engine_of(bed.llm).host
-    capacity, host.capacity = host.capacity, 0
+    stored = engine_of(bed.llm).stored
+    store, stored.store = stored.store, None
     try:
         _preempted(bed)
     finally:
-        host.capacity = capacity
+        stored.store = store
 
 
 def host_memory(bed: Bed) -> None:
-    host = engine_of(bed.llm).host
-    capacity, worth, host.capacity, host.worth_moving = host.capacity, host.worth_moving, 1 << 28, lambda *_, **__: True
-    before = bed.llm.metrics()["quire:swaps_in_total"]
+    stored = engine_of(bed.llm).stored
+    least, worth, stored.least, stored.is_worth = stored.least, stored.is_worth, 1, lambda *_: True
+    before = bed.llm.metrics()["quire:store_tokens_loaded_total"]
     try:
         _preempted(bed)
     finally:
-        host.capacity, host.worth_moving = capacity, worth  # type: ignore[method-assign]
-    assert bed.llm.metrics()["quire:swaps_in_total"] == before + 1
+        stored.least, stored.is_worth = least, worth
+    assert bed.llm.metrics()["quire:store_tokens_loaded_total"] > before
 
 
 def fork(bed: Bed) -> None:

@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.store.servers import RedisServer
 
 from quire import LLM
 from quire.store import keys
@@ -278,8 +279,72 @@ def test_killed_at_random_moments(start: Callable[..., LLM], llama: Checkpoint, 
 
 
 @pytest.mark.slow
-def test_killed_a_thousand_times(start: Callable[..., LLM], llama: Checkpoint, directory: Path) -> None:
-    assert killed(start, llama, directory, 1000, random.Random(2)) > 0
+@pytest.mark.timeout(7200)
+def test_killed_a_hundred_times(start: Callable[..., LLM], llama: Checkpoint, directory: Path) -> None:
+    """``tests.store.test_file_processes`` kills a writer a thousand times."""
+    assert killed(start, llama, directory, 100, random.Random(2)) > 0
+
+
+# -- Redis -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    server = RedisServer()
+    yield server
+    server.thaw()
+    server.kill()
+
+
+def test_redis_outlives_the_engine(start: Callable[..., LLM], checkpoint: Checkpoint, redis: RedisServer) -> None:
+    first = start(checkpoint, store=[redis.url])
+    prompt = random_tokens(60)
+    answer, _ = reused(first, prompt)
+    first.close()
+    second = start(checkpoint, store=["memory://4MiB", redis.url], host_memory=None)
+    (output,) = second.generate(prompt, greedy(COUNT))
+    assert output.outputs[0].token_ids == answer == checkpoint.greedy(prompt, COUNT)
+    assert output.reuse.by_tier == {"redis": 59}
+    # What came over the network stays near.
+    second._engine.branches.clear_cache()
+    (output,) = second.generate(prompt, greedy(COUNT))
+    assert output.reuse.by_tier == {"memory": 59}
+
+
+@pytest.mark.parametrize("fault", ["killed", "frozen", "flushed"])
+def test_redis_that_fails(start: Callable[..., LLM], llama: Checkpoint, redis: RedisServer, fault: str) -> None:
+    """Never a wrong token, and never a hang: at worst all is computed."""
+    llm = start(llama, store=[redis.url])
+    prompts = [random_tokens(60, seed=seed) for seed in range(4)]
+    for prompt in prompts:
+        reused(llm, prompt)
+    flush(llm)
+    llm.reset_prefix_cache()
+    stored = stored_of(llm)
+    asked = stored.ask(_work(llm, prompts[0]))
+    match fault:
+        case "killed":
+            redis.kill()
+        case "frozen":
+            redis.freeze()
+        case _:
+            redis.command("FLUSHALL")
+    assert asked is not None
+    begun = time.monotonic()
+    for prompt in prompts:
+        assert reused(llm, prompt) == (llama.greedy(prompt, COUNT), 0)
+    assert time.monotonic() - begun < 30
+    check_store(llm)
+    if fault == "killed":
+        redis.start()
+
+
+def _work(llm: LLM, prompt: list[int]) -> Any:
+    import numpy as np
+
+    (request,) = engine_of(llm).submit(np.array(prompt), greedy(1))
+    engine_of(llm).end([request])
+    return request.work
 
 
 # -- the conversation suite ------------------------------------------------------------------------
@@ -292,6 +357,8 @@ class StoredConversations(Conversations):
         super().__init__(start(), checkpoint, seed, folder)
         self.start = start
         self.loaded = 0.0
+        self.branches: dict[str, list[int]] = {}
+        """The tokens of each branch's last commit."""
 
     def evict(self) -> None:
         """Take all that can be had again out of the pool."""
@@ -307,10 +374,35 @@ class StoredConversations(Conversations):
         self.llm = self.start()
         self.sessions = [(self.llm.session(tokens), tokens) for _, tokens in self.sessions]
 
+    def commit(self) -> None:
+        """Keep a session under a name, which may have had another one."""
+        session, tokens = self.pick()
+        name = self.rng.choice(["main", "side"])
+        session.commit(name, force=True)
+        self.branches[name] = list(tokens)
+
+    def checkout(self) -> None:
+        name = self.rng.choice(["main", "side"])
+        if name in self.branches and len(self.sessions) < 10:
+            session = self.llm.checkout(name)
+            assert session.tokens == self.branches[name]
+            self.sessions.append((session, list(self.branches[name])))
+
+    def transfer(self) -> None:
+        """Send a branch elsewhere, forget it here, and get it back."""
+        name = self.rng.choice(["main", "side"])
+        if name in self.branches:
+            url = f"file://{self.folder / 'elsewhere'}"
+            self.llm.push(name, url, force=True)
+            self.llm.delete(name)
+            self.llm.gc()
+            self.llm.pull(name, url)
+
     def step(self) -> None:
         super().step()
-        if self.rng.random() < 0.2:
-            self.rng.choice([self.evict, self.evict, self.restart])()
+        if self.rng.random() < 0.3:
+            verbs = [self.evict, self.evict, self.restart, self.commit, self.checkout, self.checkout, self.transfer]
+            self.rng.choice(verbs)()
             check_store(self.llm)
 
 

@@ -71,7 +71,16 @@ ATTENTION = FullAttention(num_heads=2, num_kv_heads=1, head_dim=4, value_dim=4)
 RECURRENT = Recurrent(states=(StateTensor(shape=(1, 2, 2), dtype="float32"),))
 INTERNAL = {
     "Executor": {"operation", "record_decode", "record_prefill"},
-    "State": {"rotary_table", "layer", "spec", "recurrent_part", "close_pass", "open_pass"},
+    "State": {
+        "rotary_table",
+        "layer",
+        "rows_layer",
+        "spec",
+        "recurrent_part",
+        "close_pass",
+        "open_pass",
+        "check_imports",
+    },
     "KVCache": {"record", "set_pending", "keep_path", "cut_chain", "mark", "mark_cut", "replace_content"},
     "ParamsSampling": {"draw"},
 }

@@ -353,7 +353,7 @@ STATES = (
     Mutant(
         name="what-comes-back-takes-every-state-slot",
         file="branches/stored_state.py",
-        old="room = max(0, state.num_available_states - 2) if layout.recurrent else 0",
+        old="room = max(0, state.num_available_states - 2) if layout.recurrent_layers else 0",
         new="room = len(match.stops)",
         tests=("engine/test_stored_state.py::test_states_for_which_there_is_no_room_stay_behind",),
     ),

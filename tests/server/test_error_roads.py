@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.branches.state_loads import LoadFailed
 from quire.engine.grammar_trial import GrammarsBusy
 from quire.errors import (
     AlreadyExists,
@@ -31,6 +32,7 @@ from quire.errors import (
 )
 from quire.sampling_params import BeamSearchParams
 from quire.server.errors import RETRY_AFTER, STATUSES, api_error
+from quire.store.records import Unfit
 
 from .conftest import Served, pages_free, wait_for
 
@@ -51,6 +53,8 @@ EXPECTED: dict[type[QuireError], tuple[int, str, str]] = {
     BlendLoadError: (400, "blend_load_error", REFUSED),
     CheckpointError: (400, "bad_checkpoint", REFUSED),
     NotDurable: (507, "not_durable", INTERNAL),
+    LoadFailed: (500, "internal_error", INTERNAL),
+    Unfit: (500, "internal_error", INTERNAL),
     TierError: (503, "store_unavailable", INTERNAL),
 }
 """Status, code and type of each class."""

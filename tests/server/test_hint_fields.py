@@ -312,7 +312,7 @@ def test_malformed_marks_are_refused(chat_served: Served, messages: Any, param: 
 
 def test_a_null_mark_is_none(chat_served: Served) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": None}]}]
-    assert "quire" not in post(chat_served, "chat/completions", messages=messages)
+    assert "hints" not in post(chat_served, "chat/completions", messages=messages)["quire"]
 
 
 # -- sessions, streams, clients --------------------------------------------------------------------

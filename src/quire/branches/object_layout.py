@@ -31,10 +31,10 @@ class ObjectLayout:
         self.row_layers = tuple(layer for layer, window in windows.items() if window is None)
         """Layers that keep all tokens."""
         self.window_layers = tuple(layer for layer, window in windows.items() if window is not None)
-        self.recurrent = state.recurrent_ids
-        self.has_stops = bool(self.window_layers or self.recurrent)
+        self.recurrent_layers = state.recurrent_ids
+        self.has_stops = bool(self.window_layers or self.recurrent_layers)
         """Whether a continuation needs more than rows."""
-        self.layers = tuple(sorted({*windows, *self.recurrent}))
+        self.layers = tuple(sorted({*windows, *self.recurrent_layers}))
         self._one = state.plan_import(state.import_metadata(1))
         """Tensors of one token."""
         row_bytes = {
@@ -60,14 +60,14 @@ class ObjectLayout:
     def plan(self, kind: ObjectKind, n: int, layer: int) -> dict[str, TensorPlan]:
         """Return a layer's tensors in a run of ``n`` tokens, or in a stop at ``n``."""
         one = self._one[layer]
-        if layer in self.recurrent:
+        if layer in self.recurrent_layers:
             return one
         rows = n - self.window_start(layer, n) if kind is ObjectKind.STOP else n
         return {name: TensorPlan((rows, *plan.shape[1:]), plan.dtype) for name, plan in one.items()}
 
     def layers_of(self, kind: ObjectKind) -> tuple[int, ...]:
         """Return the layers of a run, or of a stop."""
-        return self.row_layers if kind is ObjectKind.ROWS else (*self.window_layers, *self.recurrent)
+        return self.row_layers if kind is ObjectKind.ROWS else (*self.window_layers, *self.recurrent_layers)
 
     def window_start(self, layer: int, p: int) -> int:
         """Return the first token that a stop at ``p`` has of a layer with a window."""
@@ -77,7 +77,7 @@ class ObjectLayout:
         """Return the positions of a sequence of which a stop can be made, ascending. ``again``:
         also before its last token, where no state is recurrent."""
         state, length = self._state, self._state.sequence_length(seq)
-        wanted = {*state.checkpoints(seq), length} if self.recurrent else {length - again, length}
+        wanted = {*state.checkpoints(seq), length} if self.recurrent_layers else {length - again, length}
         return sorted(p for p in wanted if p and state.nearest_reachable(seq, p) == p)
 
     def nbytes(self, start: int, stop: int) -> int:
@@ -100,6 +100,6 @@ class ObjectLayout:
         for layer in self.window_layers:
             for name, tensor in export.rows(layer, self.window_start(layer, p), p).items():
                 yield tensor_name(layer, name), tensor
-        for layer in self.recurrent:
+        for layer in self.recurrent_layers:
             for name, tensor in export.states(layer, p).items():
                 yield tensor_name(layer, name), tensor

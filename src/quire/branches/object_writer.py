@@ -92,6 +92,6 @@ class ObjectWriter:
                 if job.cancelled:
                     return
                 if not self._store.known(key):
-                    self._store.put(key, make(), durable=True)
+                    self._store.put(key, make(), durable=True, wait=True)
         except Exception:
             logger.exception("state could not be written to the store; it will be computed again")

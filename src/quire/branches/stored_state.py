@@ -331,7 +331,7 @@ class StoredState:
             branch.computed - branch.computed % state.page_size if layout.row_layers and branch.seq is not None else 0
         )
         # The present state and the next forward take a slot each.
-        room = max(0, state.num_available_states - 2) if layout.recurrent else 0
+        room = max(0, state.num_available_states - 2) if layout.recurrent_layers else 0
         earlier = match.stops[:-1][-room:] if room else ()
         stops = (*earlier, *match.stops[-1:])
         metadata = state.import_metadata(match.length, kept=[one.stop for one in earlier])

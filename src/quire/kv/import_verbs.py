@@ -6,8 +6,7 @@ written; the others are its own until the import ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +37,7 @@ class StateImports(StateExchange):
         validate(self, self.get_layout(), metadata)
         return groups_of(self, counts_of(rows_by_layer(metadata)), metadata["kept_recurrent_positions"])
 
-    def import_metadata(self, length: int, *, kept: Seq[int] = ()) -> dict[str, Any]:
+    def import_metadata(self, length: int, *, kept: Sequence[int] = ()) -> dict[str, Any]:
         length = check_integer(length, "import_metadata: length", 0)
         lows = [0 if one.window is None else max(0, length + 1 - one.window) for one in self.classes]
         held = [[range(low, length)] if low < length else [] for low in lows]
