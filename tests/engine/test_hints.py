@@ -253,7 +253,7 @@ def test_what_is_no_hints_is_refused(small: LLM) -> None:
 
 
 def test_what_is_demoted_goes(make_llm: MakeLLM, checkpoint: Checkpoint) -> None:
-    llm = make_llm(checkpoint)
+    llm = make_llm(checkpoint, host_memory=0)
     prompt = random_tokens(60)
     output = llm.generate(prompt, greedy(4), hints=CacheHints(demote=20))[0]
     assert output.hints == (HintResult(hint="demote", tokens=43),)
