@@ -515,6 +515,7 @@ def test_damage_is_counted_and_removed() -> None:
 
 
 def test_closing_ends_all_that_waits() -> None:
+    before = set(threading.enumerate())
     shelf = Shelf()
     shelf.stuck = True
     store = Store([MemoryTier(1000), shelf], queue_bytes=10)
@@ -534,7 +535,7 @@ def test_closing_ends_all_that_waits() -> None:
     assert [one.result() for one in answers] == [None, None, [{A: "memory"}], [True, False], False, False]
     assert refused == [False]
     assert shelf.calls[-1] == "close"
-    assert "quire-store" not in {thread.name for thread in threading.enumerate()}
+    assert "quire-store" not in {thread.name for thread in set(threading.enumerate()) - before}
     # From here on all is a miss.
     store.close()
     assert [one.result(0) for one in store.get([A, B])] == [None, None]

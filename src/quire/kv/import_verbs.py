@@ -170,7 +170,6 @@ class StateImports(StateExchange):
         count = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0)
         part = range(start, start + count)
         _check_tensors(verb, group, tensors, group_plan(spec, count, self.dtype))
-        self.table.get(seq_id)
         started = self.imports.get(seq_id)
         expected = started.rows[group] if started else [part]
         if not part or not _holds(expected, part):
@@ -178,6 +177,7 @@ class StateImports(StateExchange):
                 f"{verb}: rows {describe_ranges([part])} of layer {group}; one or more of a range of {describe_ranges(expected)} "
                 "are expected"
             )
+        self.table.get(seq_id)
         with self._writing(started, seq_id, verb) as found:
             if any(layer == group for layer, _ in found.checksums):
                 raise FailedPrecondition(
