@@ -605,6 +605,9 @@ def test_a_session_with_a_window_comes_back(make_llm: MakeLLM, checkpoints: dict
     assert recorder.num_tokens == len(goes) - 59
     # It is no prefix for prompts, and other windows have other state.
     assert kept(llm, goes.tokens) == 0
+    squeeze(llm)
+    wide, wanted = (each.session(goes.tokens, window=40, sink=4) for each in (llm, other))
+    assert_near(wide.logits(), wanted.logits())
 
 
 # -- loading while others run ----------------------------------------------------------------------

@@ -14,6 +14,7 @@ from tests.mutants import (
     faults_resume,
     faults_reuse,
     faults_serving,
+    faults_stored,
     faults_tiers,
 )
 
@@ -21,6 +22,7 @@ MUTANTS = (
     *faults_kv.MUTANTS,
     *faults_models.MUTANTS,
     *faults_serving.MUTANTS,
+    *faults_stored.MUTANTS,
     *faults_adapters.MUTANTS,
     *faults_executor.MUTANTS,
     *faults_bridge.MUTANTS,
