@@ -8,17 +8,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
-from tests.test_parity import FAMILIES, SIZES
 
 from quire import LLM, SamplingParams
 from quire.branches.move_costs import TO_MEMORY, MoveCosts, Rate
+from quire.branches.state_loads import GET_SECONDS
 from quire.branches.stored_state import StoredState
 from quire.contracts.store import ObjectKind
 from quire.engine.request_outputs import request_output
@@ -30,14 +30,13 @@ from quire.store.stack import Store
 
 from .conftest import (
     BYTES_PER_TOKEN,
-    CONTEXT,
-    VOCAB,
     Checkpoint,
     MakeLLM,
     assert_near,
     check,
     engine_of,
     greedy,
+    make_family,
     random_tokens,
     record,
     token_ids,
@@ -125,17 +124,7 @@ def parked(llm: LLM, request: Any) -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=HYBRIDS)
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    name, changes = FAMILIES[request.param]
-    torch.manual_seed(11)
-    kind = getattr(transformers, f"{name}ForCausalLM")
-    sizes = {**SIZES, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
-    peer = kind(kind.config_class(**{**sizes, **changes})).float().eval()
-    with torch.no_grad():
-        for parameter in peer.parameters():
-            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0).add_(0.1 * torch.randn_like(parameter))
-    path = tmp_path_factory.mktemp(request.param)
-    peer.save_pretrained(path)
-    return Checkpoint(path, peer)
+    return make_family(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def few_states(make_llm: MakeLLM, hybrid: Checkpoint, states: int, tokens: int, **more: Any) -> LLM:
@@ -281,7 +270,8 @@ def test_rows_are_loaded_behind_shared_pages(make_llm: MakeLLM, llama: Checkpoin
     llm.generate([*prompt[:22], *random_tokens(3, seed=4)], greedy(1))
     recorder, before = record(llm), moved(llm)[1]
     (request,) = engine.submit(np.array([*prompt, 7]), greedy(6), key=cache_key(None))
-    engine.step()
+    while not request.output_ids:
+        engine.step()
     assert recorder.num_tokens == 1
     state = engine.runner.state
     assert request.work.seq is not None
@@ -669,6 +659,44 @@ def test_a_forward_follows_its_layers(make_llm: MakeLLM, llama: Checkpoint, monk
     check_store(llm)
 
 
+@pytest.mark.parametrize("end", ["served", "cancel", "close"])
+def test_objects_that_do_not_come(
+    make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """A tier that has an object and does not give it holds up neither others nor an end."""
+    llm = make_llm(llama, page_size=4)
+    stored = force(llm)
+    engine = engine_of(llm)
+    prompt = random_tokens(70)
+    llm.generate(prompt, greedy(1))
+    squeeze(llm)
+    assert stored.store is not None
+    right = stored.store.get
+    monkeypatch.setattr(stored.store, "get", lambda keys: [Future() for _ in keys])
+    (coming,) = engine.submit(np.array([*prompt, 3]), greedy(5), key=cache_key(None), request_id="coming")
+    begun = time.monotonic()
+    for _ in range(3):
+        engine.step()
+    assert coming.output_ids == []
+    monkeypatch.setattr(stored.store, "get", right)
+    match end:
+        case "served":
+            assert llm.generate(random_tokens(9), greedy(4))[0].outputs[0].token_ids == llama.greedy(
+                random_tokens(9), 4
+            )
+            assert not coming.finished
+            engine.end([coming])
+        case "cancel":
+            engine.cancel("coming")
+            engine.step()
+        case _:
+            llm.close()
+    assert coming.finish_reason == "cancelled"
+    assert time.monotonic() - begun < GET_SECONDS / 2
+    if end != "close":
+        check_store(llm)
+
+
 @pytest.mark.parametrize("end", ["cancel", "preempt", "close"])
 def test_an_end_while_state_comes(
     make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, end: str
@@ -709,8 +737,6 @@ def test_tiers_that_do_not_answer_are_not_waited_for(
     make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others run meanwhile; the prompt runs when the answer is there, also if it is empty."""
-    from concurrent.futures import Future
-
     llm = make_llm(llama, page_size=4)
     stored = force(llm)
     engine = engine_of(llm)
@@ -1012,4 +1038,3 @@ def test_costs_are_measured_as_it_runs(make_llm: MakeLLM, llama: Checkpoint) -> 
     assert costs.roads["memory"].measured
     stored.is_worth = costs.is_worth
     assert token_ids(llm.generate(PROMPTS, greedy(COUNT))) == [llama.greedy(prompt, COUNT) for prompt in PROMPTS]
-    time.sleep(0)

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 from torch import Tensor
@@ -25,13 +26,15 @@ from quire.kv.statefile import StateFile
 from quire.outputs import Miss
 from quire.store.objects import Contents, read_tensors, unpack
 from quire.store.records import Unfit
-from quire.store.stack import Store
+from quire.store.stack import Found, Store
 from quire.types import SeqId
 
 logger = logging.getLogger("quire.engine")
 
 GET_SECONDS = 30.0
 """How long an object may take to come."""
+LOOK_SECONDS = 0.02
+"""How often a load that waits for an object looks whether it is to end."""
 
 
 class LoadFailed(QuireError):
@@ -72,6 +75,8 @@ class StateLoad:
         self._arrived: set[int] = set()
         """Layers that are there."""
         self._changed = threading.Condition()
+        self.is_near = False
+        """Whether all objects are here, so that no other machine is waited for any more."""
         self._started = self._stopped = self._ended = False
 
     @property
@@ -85,6 +90,11 @@ class StateLoad:
             self._changed.wait_for(lambda: self._ended or layer in self._arrived)
             if self.error is not None:
                 raise LoadFailed(str(self.error))
+
+    def wait_until_near(self, seconds: float) -> None:
+        """Wait until all objects are here, or the load is over, at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_near or self._ended, seconds)
 
     def end(self) -> None:
         """End the load, at once unless all layers are there, and wait until nothing is written into
@@ -118,12 +128,7 @@ class StateLoad:
         pieces = [*self._rows, *self._stops]
         files: dict[ObjectKey, StateFile] = {}
         for piece, answer in zip(pieces, self._store.get([one.key for one in pieces]), strict=True):
-            self._check()
-            try:
-                found = answer.result(timeout=GET_SECONDS)
-            except TimeoutError:
-                found = None
-            if found is None:
+            if (found := self._fetched(answer)) is None:
                 self.miss = Miss.EVICTED
                 raise LoadFailed(f"object {piece.key.name} is not there any more")
             try:
@@ -132,6 +137,9 @@ class StateLoad:
                 self._drop(piece.key, found.tier, error)
                 raise
             self.nbytes[found.tier] = self.nbytes.get(found.tier, 0) + files[piece.key].nbytes
+        with self._changed:
+            self.is_near = True
+            self._changed.notify_all()
         for layer in self._layout.layers:
             self._check()
             self._put(layer, files)
@@ -139,7 +147,16 @@ class StateLoad:
                 self._arrived.add(layer)
                 self._changed.notify_all()
 
+    def _fetched(self, answer: Future[Found | None]) -> Found | None:
+        """Wait for an object, unless the load is ended; None if it does not come in time."""
+        for _ in range(int(GET_SECONDS / LOOK_SECONDS)):
+            self._check()
+            if wait([answer], LOOK_SECONDS).done:
+                return answer.result()
+        return None
+
     def _check(self) -> None:
+        """Raise ``LoadFailed`` if the load is to end."""
         if self._stopped:
             raise LoadFailed("the load was stopped")
 

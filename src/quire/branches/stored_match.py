@@ -27,12 +27,14 @@ class StoredPiece:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Question:
     """The question what tiers have of a history."""
 
     chain: Chain
     answer: Future[list[dict[ObjectKey, str]]]
+    held: int | None = None
+    """Tokens that tiers had when this was first asked for; None: it was not."""
 
     @property
     def is_answered(self) -> bool:

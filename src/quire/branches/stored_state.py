@@ -24,7 +24,7 @@ from quire.branches.history import UNKNOWN, Ids
 from quire.branches.move_costs import TO_MEMORY, MoveCosts
 from quire.branches.object_layout import ObjectLayout
 from quire.branches.object_writer import ObjectWriter, WriteJob
-from quire.branches.state_loads import GET_SECONDS, LoadFailed, StateLoad, StateLoader, WholeLoad
+from quire.branches.state_loads import LoadFailed, StateLoad, StateLoader, WholeLoad
 from quire.branches.stored_match import Match, Question, StoredPiece, find_match
 from quire.branches.tiers import Brought
 from quire.contracts.kv_state import Export
@@ -47,6 +47,8 @@ logger = logging.getLogger("quire.engine")
 
 LOOK_SECONDS = 0.25
 """How long a prompt waits for the tiers to say what they have."""
+WHOLE_SECONDS = 2.0
+"""How long the object of a session with a window may take to come. Nothing runs meanwhile."""
 LEAST = 32
 """Tokens that tiers must have beyond the pool to be worth a load."""
 ROOTS = 1024
@@ -284,6 +286,14 @@ class StoredState:
         memory = None if self.store is None else self.store.memory
         return find_match(question, self.layout, memory, limit, whole=branch.window is not None)
 
+    def held(self, question: Question, limit: int) -> int:
+        """See ``Tier``."""
+        if question.held is None and question.is_answered:
+            memory = None if self.store is None else self.store.memory
+            match = find_match(question, self.layout, memory, limit)
+            question.held = 0 if match is None else match.length
+        return question.held or 0
+
     def reach(self, branch: Branch, length: int) -> int:
         """See ``Tier``."""
         if not self._is_kept(branch) or length < self.least:
@@ -364,7 +374,7 @@ class StoredState:
         state, piece, store = self.runner.state, match.stops[-1], self.store
         assert store is not None
         try:
-            found = store.get([piece.key])[0].result(timeout=GET_SECONDS)
+            found = store.get([piece.key])[0].result(timeout=WHOLE_SECONDS)
         except TimeoutError:
             found = None
         if found is None:
@@ -383,10 +393,20 @@ class StoredState:
             state, self.layout, store, seq, length=match.length, stops=match.stops[-1:], contents=contents, plans=plans
         )
 
-    def is_coming(self, seq: SeqId) -> bool:
+    def is_coming(self, seq: SeqId | None) -> bool:
         """See ``Tier``."""
-        loading = self._loads.get(seq)
+        loading = self._loads.get(seq) if self._loads and seq is not None else None
         return loading is not None and not loading.ended
+
+    def is_near(self, seq: SeqId | None) -> bool:
+        """See ``Tier``."""
+        loading = self._loads.get(seq) if seq is not None else None
+        return loading is not None and loading.is_near and not loading.ended
+
+    def wait_for_news(self, seconds: float) -> None:
+        """Wait until some load is near or over, at most so long. Needs no lock."""
+        if (loading := next(iter(list(self._loads.values())), None)) is not None:
+            loading.wait_until_near(seconds)
 
     def wait(self, seqs: Collection[SeqId], layer: int) -> None:
         """See ``Tier``."""

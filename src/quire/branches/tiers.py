@@ -58,7 +58,17 @@ class Tier(Protocol):
         one a forward may run if it waits for each layer."""
         ...
 
-    def is_coming(self, seq: SeqId) -> bool:
+    def held(self, question: Any, limit: int) -> int:
+        """Return how many of at most ``limit`` tokens are kept, as far as a question is answered.
+        It is found once for each question."""
+        ...
+
+    def is_near(self, seq: SeqId | None) -> bool:
+        """Return whether some of a sequence's state is coming and waits for no other machine, so
+        that a forward may follow it."""
+        ...
+
+    def is_coming(self, seq: SeqId | None) -> bool:
         """Return whether some of a sequence's state has still to come."""
         ...
 

@@ -109,6 +109,7 @@ class Engine(RequestBook):
             # Tiers are asked; they answer, or their time is over.
             asked = [one.question.answer for one in list(self.scheduler.waiting) if one.question is not None]
             wait(asked, timeout=ANSWER_SECONDS, return_when=FIRST_COMPLETED)
+            self.stored.wait_for_news(ANSWER_SECONDS)
         return changed
 
     def _execute(self, scheduled: Scheduled) -> list[SequenceRequest]:

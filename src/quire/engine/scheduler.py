@@ -192,9 +192,9 @@ class Scheduler:
         later = [running for running in self.running if running.remaining > 1 and running.priority > most]
         now = [running for running in self.running if running not in later] if later else self.running
         self._fill(sorted(now, key=lambda running: running.remaining > 1), batch)
-        if not batch.requests and (loading := [one for one in now if self._is_coming(one)][:1]):
+        if not batch.requests and (loading := next(filter(self._is_followed, now), None)):
             # With nothing else to do, a forward follows its state, layer by layer.
-            batch.add(loading[0], self._count(loading[0], batch))
+            batch.add(loading, self._count(loading, batch))
         preempted = self._make_room(batch, failed)
         if not preempted:
             self._admit(batch, failed)
@@ -208,8 +208,7 @@ class Scheduler:
         return Scheduled(Step(chunks=chunks), tuple(batch.requests), tuple(failed))
 
     def _fill(self, requests: Sequence[ScheduledRequest], batch: StepDraft) -> None:
-        """Add running requests to a step. More may run than it takes (the samples of one prompt);
-        they wait with their shared pages."""
+        """Add running requests to a step. More may run than it takes (samples of one prompt)."""
         for request in requests:
             if batch.budget < 1 or len(batch.requests) >= self.limits.max_num_seqs:
                 break
@@ -311,8 +310,7 @@ class Scheduler:
                 self._detach(request)
                 index += 1
                 continue
-            # Room for all of its tokens, not only this chunk: else admitted prompts preempt each
-            # other.
+            # Room for all of its tokens, not only this chunk: else prompts preempt each other.
             if missing := self._shortage(request):
                 if not self.running:
                     self._give_up(self.waiting, request, missing, failed)
@@ -329,7 +327,7 @@ class Scheduler:
             if request.remaining == 1:
                 batch.kept = max(0, batch.kept - 1)
             # Its stored state may have to come, or end within another adapter's run: then it waits.
-            if self._has_adapter(request, batch) and not (batch.requests and self._is_coming(request)):
+            if not self._is_coming(request) and self._has_adapter(request, batch):
                 batch.add(request, self._count(request, batch))
 
     def _has_adapter(self, request: ScheduledRequest, batch: StepDraft) -> bool:
@@ -428,8 +426,7 @@ class Scheduler:
 
     @staticmethod
     def _limit(request: ScheduledRequest) -> int:
-        """Return how many tokens may be found: the last one, and those whose logits count, must
-        run."""
+        """Return how many tokens may be found: the last one, and those with logits, must run."""
         limit = len(request.tokens) - 1
         return limit if request.fresh_from is None else min(limit, request.fresh_from)
 
@@ -440,8 +437,11 @@ class Scheduler:
 
     def _is_coming(self, request: ScheduledRequest) -> bool:
         """Return whether some of its state has still to come from a tier."""
-        tier, seq = self._tier, request.seq
-        return tier is not None and seq is not None and seq in tier.open and tier.is_coming(seq)
+        return self._tier is not None and self._tier.is_coming(request.seq)
+
+    def _is_followed(self, request: ScheduledRequest) -> bool:
+        """Return whether a forward may run behind its state, which is coming."""
+        return request.ready and self._tier is not None and self._tier.is_near(request.seq)
 
     def _settle(self) -> None:
         """End loads that are over."""
@@ -486,8 +486,8 @@ class Scheduler:
                 continue
             if held < 0:
                 held = self._cache.peek(ids, request.key)
-                if self._tier is not None:
-                    held = max(held, self._tier.reach(request, ids.size))
+                if self._tier is not None and request.question is not None:
+                    held = max(held, self._tier.held(request.question, ids.size))
             if common >= held + DUPLICATE_PREFIX:
                 if other.priority > request.priority:  # what waits for it makes it as urgent
                     other.priority = request.priority
