@@ -131,6 +131,37 @@ class Reuse:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Blend:
+    """How a prompt was blended: which tokens have the state that they had elsewhere."""
+
+    blended: int = 0
+    """Tokens with the state that they had by themselves, moved to their place: approximate."""
+    recomputed: int = 0
+    """Tokens of which there was such a state, and which were computed anew."""
+    exact: int = 0
+    """Tokens at the beginning of the prompt whose state is what a full computation gives; all, if
+    nothing was blended."""
+    by_tier: Mapping[str, int] = field(default_factory=dict)
+    """Tokens with cached state by the kind of tier that it came from."""
+    reason: str = ""
+    """Why nothing was blended."""
+    divergence: float | None = None
+    """KL divergence of the next token's distribution from that of a full computation, in nats; None
+    if it was not measured (``BlendParams.verify``)."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as HTTP replies have it."""
+        return {
+            "blended": self.blended,
+            "recomputed": self.recomputed,
+            "exact": self.exact,
+            "by_tier": dict(self.by_tier),
+            "reason": self.reason,
+            "divergence": self.divergence,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
     """A prompt and its continuations."""
 
@@ -153,6 +184,8 @@ class RequestOutput:
     """Which tokens' state was reused, from where, and why it was not more."""
     hints: tuple[HintResult, ...] = ()
     """What was done with each hint of the request, once it has ended."""
+    blend: Blend | None = None
+    """How the prompt was blended; None if that was not asked for."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 

@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from quire.branches.media import NO_MEDIA, Media
 from quire.engine.engine import Engine
 from quire.engine.prompts import Prompt, Prompts
+from quire.engine.segmented_prompts import WHOLE, Pieces
 from quire.engine.session import Session
 from quire.errors import InvalidArgument
 from quire.hints import NO_HINTS, CacheHints
 from quire.sampling_params import SamplingParams
+from quire.segments import BlendParams
 
 PromptsOrSessions: TypeAlias = Prompts | Session | Sequence[Prompt | Session]
 """What ``generate`` takes: one prompt or session, or a list of them."""
@@ -36,10 +38,18 @@ class PreparedPrompts:
     """Which session each of them is; None where it is none. Empty if none of them is."""
     hints: CacheHints = NO_HINTS
     """What is said about the state of each."""
+    pieces: Sequence[Pieces] = ()
+    """Of each; empty: all are of one piece."""
+    blend: BlendParams | None = None
+    """How the state of their segments is reused; None: not at all."""
 
     def media_of(self, number: int) -> Media:
         """Return the embeddings of one prompt."""
         return self.media[number] if self.media else NO_MEDIA
+
+    def pieces_of(self, number: int) -> Pieces:
+        """Return the pieces of one prompt."""
+        return self.pieces[number] if self.pieces else WHOLE
 
     def session_of(self, number: int) -> Session | None:
         """Return the session that goes on in the place of one prompt."""

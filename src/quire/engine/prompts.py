@@ -19,6 +19,7 @@ from quire.branches.row_media import media_of_rows, recorded_ids
 from quire.config import MODALITIES
 from quire.contracts.executor import VISION_PLACEHOLDER, AudioData, ExecutorInputs, TextData, VisionData
 from quire.errors import InvalidArgument, QuireError, Unsupported
+from quire.segments import Segment
 
 KEYS = ("prompt_token_ids", "multi_modal_data", "prompt_embeds")
 KINDS: dict[str, type[VisionData] | type[AudioData]] = {"image": VisionData, "audio": AudioData}
@@ -27,7 +28,9 @@ Text: TypeAlias = str | Sequence[int]
 """Text, or token ids."""
 EmbedsPrompt: TypeAlias = ExecutorInputs | Mapping[str, Any]
 """Token ids with embeddings at their placeholders, see ``read_prompt``."""
-Prompt: TypeAlias = Text | EmbedsPrompt
+SegmentedPrompt: TypeAlias = Sequence[Segment | Text]
+"""A list with a ``Segment`` in it: segments, and pieces of text or token ids between them."""
+Prompt: TypeAlias = Text | EmbedsPrompt | SegmentedPrompt
 Prompts: TypeAlias = Prompt | Sequence[Prompt]
 
 
@@ -114,6 +117,11 @@ def embeddings_of(chunks: Iterable[Sequence[Tensor]]) -> Tensor | None:
     return torch.stack([row.to(found[0].device, dtype) for row in found])
 
 
+def is_segmented(prompt: object) -> bool:
+    """Return whether it is one prompt with segments in it."""
+    return isinstance(prompt, (list, tuple)) and any(isinstance(part, Segment) for part in prompt)
+
+
 def as_prompts(prompts: Prompts) -> list[Prompt]:
     """Return one prompt or many as a list."""
     if isinstance(prompts, (str, Mapping, ExecutorInputs)):
@@ -124,6 +132,8 @@ def as_prompts(prompts: Prompts) -> list[Prompt]:
     if not listable and not (isinstance(prompts, np.ndarray) and prompts.ndim):
         raise InvalidArgument(field="prompts", given=prompts, allowed="text, token ids, or a list of these")
     if len(prompts) and isinstance(prompts[0], (int, np.integer)):
+        return [prompts]  # type: ignore[list-item]
+    if is_segmented(prompts):
         return [prompts]  # type: ignore[list-item]
     for number, item in enumerate(prompts):
         if not isinstance(item, (str, Sequence, Mapping, ExecutorInputs, np.ndarray, torch.Tensor)):

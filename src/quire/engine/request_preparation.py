@@ -16,9 +16,10 @@ from quire.engine.chat_rendering import render_chat, select_template
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions, split_sessions
-from quire.engine.prompts import Prompt, Prompts, Text, as_prompts, naming_prompt, read_prompt
+from quire.engine.prompts import Prompt, Prompts, Text, as_prompts, is_segmented, naming_prompt, read_prompt
 from quire.engine.request_checks import RequestChecks
 from quire.engine.request_outputs import request_output
+from quire.engine.segmented_prompts import WHOLE, Pieces, read_segments
 from quire.engine.sequence_request import SequenceRequest
 from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.hints import NO_HINTS, CacheHints
 from quire.outputs import RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
+from quire.segments import BlendParams
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """One conversation."""
@@ -58,10 +60,11 @@ class RequestPreparation:
         adapter: str | None = None,
         cache_salt: str | None = None,
         hints: CacheHints | None = None,
+        blend: BlendParams | None = None,
     ) -> PreparedPrompts:
         """Check and encode the arguments of ``generate``, for ``submit``."""
         self._require_open("generate")
-        chosen, hinted = self._adapter(adapter), checked_hints(hints)
+        chosen, hinted, blend = self._adapter(adapter), checked_hints(hints), self._engine.blending.checked(blend)
         sessions, given = split_sessions(prompts, self._engine)
         if sessions and None not in sessions and (adapter is not None or cache_salt is not None):
             raise InvalidArgument(
@@ -70,14 +73,16 @@ class RequestPreparation:
             )
         listed = as_prompts(given)
         params = self._params_for(sampling_params, len(listed))
-        ids, media = [], []
+        ids, media, pieces = [], [], []
         for number, prompt in enumerate(listed):
             with naming_prompt(number, len(listed)):
-                tokens, embeddings = self._read(prompt, self._engine.checks)
+                tokens, embeddings, parts = self._read(prompt, self._engine.checks)
             ids.append(tokens)
             media.append(embeddings)
+            pieces.append(parts)
+        key, texts = cache_key(cache_salt), texts_of(listed)
         return self._checked(
-            PreparedPrompts(ids, texts_of(listed), params, cache_key(cache_salt), chosen, media, sessions, hinted)
+            PreparedPrompts(ids, texts, params, key, chosen, media, sessions, hinted, pieces, blend)
         )
 
     def prepare_chat(
@@ -151,7 +156,7 @@ class RequestPreparation:
         """Check, encode and queue what ``prefetch`` runs."""
         self._require_open("prefetch")
         chosen, hinted = self._adapter(adapter), checked_hints(hints)
-        tokens, media = self._read(prompt, self._engine.checks)
+        tokens, media, _ = self._read(prompt, self._engine.checks)
         # The last token runs again anyway: its logits are wanted.
         tokens = tokens[: max(1, tokens.size - 1)]
         return self._engine.submit_prefix(
@@ -190,6 +195,7 @@ class RequestPreparation:
                             adapter=prepared.adapter,
                             media=prepared.media_of(number),
                             hints=prepared.hints,
+                            blend=self._engine.blending.wish(prepared.blend, prepared.pieces_of(number)),
                         )
                     )
             except BaseException:
@@ -236,13 +242,20 @@ class RequestPreparation:
             )
         return list(given)
 
-    def _read(self, prompt: Prompt, checks: RequestChecks | None) -> tuple[NDArray[np.int64], Media]:
+    def _read(self, prompt: Prompt, checks: RequestChecks | None) -> tuple[NDArray[np.int64], Media, Pieces]:
         if isinstance(prompt, (Mapping, ExecutorInputs)):
-            return read_prompt(prompt, self._engine.runner.model.hidden_size)
-        return self._encode(prompt, checks), NO_MEDIA
+            return *read_prompt(prompt, self._engine.runner.model.hidden_size), WHOLE
+        if is_segmented(prompt):
+            tokens, pieces = read_segments(
+                prompt,  # type: ignore[arg-type]
+                lambda text, first: self._encode(text, checks, begins=first),
+            )
+            return tokens, NO_MEDIA, pieces
+        return self._encode(prompt, checks), NO_MEDIA, WHOLE  # type: ignore[arg-type]
 
-    def _encode(self, prompt: Text, checks: RequestChecks | None) -> NDArray[np.int64]:
-        """Return a prompt's token ids; ``checks`` refuse a text that is too long, untokenised."""
+    def _encode(self, prompt: Text, checks: RequestChecks | None, *, begins: bool = True) -> NDArray[np.int64]:
+        """Return a prompt's token ids; ``checks`` refuse a text that is too long, untokenised.
+        ``begins``: with the tokens that begin a prompt."""
         if checks is not None:
             checks.text(prompt)
         if not isinstance(prompt, str):
@@ -251,7 +264,7 @@ class RequestPreparation:
             if not prompt:
                 return np.empty(0, dtype=np.int64)
             raise InvalidArgument("this model has no tokenizer; give token ids instead of text", field="prompt")
-        return np.array(self.tokenizer.encode(prompt), dtype=np.int64)
+        return np.array(self.tokenizer.encode(prompt, add_special_tokens=begins), dtype=np.int64)
 
 
 def cache_key(salt: str | None) -> Hashable:

@@ -1,0 +1,242 @@
+"""Blending of prompts in the engine: which of their tokens have cached rows, and how much of them
+is computed anew.
+
+A request that wishes it is looked at when it is admitted: chunks of its segments are looked up, and
+their layers begin to come. From then on the steps that run these tokens are blended.
+
+Letters: S tokens of a prompt; n tokens of a step's chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.blend.chunks import ChunkCapture, ChunkKeys, cuts
+from quire.blend.forward import BlendedChunk, BlendedForward
+from quire.blend.retriever import ChunkRetriever, ChunkTask
+from quire.blend.rotation import Rotation
+from quire.blend.selection import BlendedRows, BlendPolicy
+from quire.branches.history import Ids
+from quire.engine.segmented_prompts import Pieces
+from quire.errors import BlendLoadError, InvalidArgument, Unsupported
+from quire.outputs import Blend
+from quire.segments import AUTO, BlendParams
+
+if TYPE_CHECKING:
+    from quire.engine.scheduler import Scheduled
+    from quire.engine.scheduled_request import ScheduledRequest
+
+
+@dataclass(eq=False, slots=True)
+class PromptBlend:
+    """The blending of one prompt."""
+
+    params: BlendParams
+    pieces: Pieces
+    length: int
+    """S"""
+    find: Callable[[ScheduledRequest, PromptBlend], ChunkTask | str]
+    """Looks for chunks of what is not computed; returns why there is nothing to blend with."""
+    task: ChunkTask | None = None
+    """What brings the rows, while some are needed."""
+    left_out: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    """``[S]``: tokens with cached rows that were not computed anew."""
+    anew: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    """``[S]``: tokens with cached rows that were."""
+    by_tier: dict[str, int] = field(default_factory=dict)
+    reason: str = "the prompt did not run"
+    divergence: float | None = None
+
+    @property
+    def question(self) -> int:
+        """Where the last piece begins."""
+        return self.pieces.question(self.length)
+
+    def begin(self, work: ScheduledRequest) -> None:
+        """Look for chunks of what is not computed of an admitted prompt."""
+        self.end()
+        self.left_out, self.anew = np.zeros(self.length, dtype=np.bool_), np.zeros(self.length, dtype=np.bool_)
+        found = self.find(work, self)
+        self.task, self.reason = (None, found) if isinstance(found, str) else (found, "")
+
+    def end(self) -> None:
+        """Let go of what brings rows."""
+        if self.task is not None:
+            self.task.close()
+            self.task = None
+
+    def chunk(self, start: int, count: int) -> BlendedChunk | None:
+        """Return how the next ``count`` tokens are blended; None: they are not."""
+        if self.task is None or start >= self.length:
+            return None
+        valid = np.zeros(count, dtype=np.bool_)
+        stop = min(self.length, start + count)
+        valid[: stop - start] = self.task.valid[start:stop]
+        if not valid.any():
+            return None
+        starts = [begin - start for begin, _ in self.pieces.marked if 0 < begin < start + count]
+        question = None
+        if self.pieces.offsets:
+            question = min(max(self.question - start, 0), count)
+        rows = BlendedRows(
+            ratio=self.params.ratio,
+            threshold=self.params.threshold,
+            chunk_starts=tuple(sorted(set(starts))),
+            question_start=question,
+        )
+        return BlendedChunk(self.task, start, valid, rows)
+
+    def ran(self, start: int, left_out_n: NDArray[np.bool_], valid_n: NDArray[np.bool_]) -> None:
+        """Note which rows of a chunk were left out, of those with a cached row."""
+        part = slice(start, start + left_out_n.size)
+        self.left_out[part], self.anew[part] = left_out_n, valid_n & ~left_out_n
+
+    def report(self, work: ScheduledRequest) -> Blend:
+        """Return what was done."""
+        blended = int(self.left_out.sum())
+        return Blend(
+            blended=blended,
+            recomputed=int(self.anew.sum()),
+            exact=work.origin.exact_part(self.length),
+            by_tier=dict(self.by_tier) if blended else {},
+            reason=self.reason,
+            divergence=self.divergence,
+        )
+
+
+class Blending:
+    """The blending of one engine. The caller has the engine's lock."""
+
+    def __init__(self, runner: Runner, stored: StoredState, lead: Sequence[int], layers: tuple[int, ...]) -> None:
+        """``lead``: the ids that stand before each chunk when it is computed. ``layers``: those
+        that select; the first is the check layer."""
+        self._runner, self._stored = runner, stored
+        self.lead = tuple(lead)
+        self._layers = layers
+        self._rotation: Rotation | None = None
+        self._retrievers: OrderedDict[tuple[Hashable, str | None], ChunkRetriever] = OrderedDict()
+        self.metrics = BlendMetrics()
+        self._refusal: str | None = None
+
+    @property
+    def refusal(self) -> str:
+        """Why this model's prompts cannot be blended; empty: they can."""
+        if self._refusal is None:
+            self._refusal = blend_refusal(self._runner, self._stored)
+        return self._refusal
+
+    def checked(self, params: object) -> BlendParams | None:
+        """Return the parameters of a call; ``InvalidArgument`` for anything else, ``Unsupported``
+        for a model that cannot be blended."""
+        if params is None:
+            return None
+        if not isinstance(params, BlendParams):
+            raise InvalidArgument(field="blend", given=params, allowed="BlendParams or None")
+        self.require()
+        return params
+
+    def require(self) -> None:
+        """Raise ``Unsupported`` for a model that cannot be blended."""
+        if self.refusal:
+            raise Unsupported(f"blending: {self.refusal}", field="blend")
+
+    def wish(self, params: BlendParams | None, pieces: Pieces, length: int) -> PromptBlend | None:
+        """Return what a request of ``length`` tokens wishes; None: nothing."""
+        return None if params is None else PromptBlend(params, pieces, length, self._find)
+
+    # -- chunks ------------------------------------------------------------------------------------
+
+    def retriever(self, salt: Hashable, adapter: int | None) -> ChunkRetriever:
+        """Return what finds the chunks of one salt and adapter."""
+        fingerprint = None if adapter is None else self._runner.adapters.get(adapter).fingerprint
+        name = (salt, fingerprint)
+        if name not in self._retrievers:
+            while len(self._retrievers) >= SPACES:
+                self._retrievers.popitem(last=False)[1].close()
+            self._retrievers[name] = self._stored.chunks(salt, fingerprint, self.lead)
+        self._retrievers.move_to_end(name)
+        return self._retrievers[name]
+
+    def _find(self, work: ScheduledRequest, blend: PromptBlend) -> ChunkTask | str:
+        """Look for chunks of a prompt from its first token on that is not computed."""
+        params = blend.params
+        if work.window is not None:
+            return "the session has a window of its own, whose sink is read at other positions"
+        if work.fresh_from is not None:
+            return "logits of the prompt are wanted, so that its tokens run"
+        if len(work.runs.ids) > 1 or (work.tokens.ids[: blend.length] < 0).any():
+            return "the prompt has several adapters, or embeddings"
+        adapter = next(iter(work.runs.ids), None)
+        retriever = self.retriever(work.salt, adapter)
+        ids = work.tokens.ids[: blend.length].copy()
+        end = min(blend.question, blend.length - 1)
+        task = retriever.find(ids, blend.pieces.offsets, begin=work.computed, end=end)
+        count = int(task.valid.sum())
+        if count >= params.least:
+            blend.by_tier = dict(task.by_tier)
+            return task
+        task.close()
+        rest = max(0, end - work.computed)
+        if rest < params.least:
+            return f"{rest} tokens are neither reused exactly nor part of the question; least is {params.least}"
+        return f"{count} tokens have a state to be reused; least is {params.least}"
+
+    def missing(self, work: ScheduledRequest, blend: PromptBlend) -> list[Ids]:
+        """Return the chunks of a prompt's segments that are not kept."""
+        retriever = self.retriever(work.salt, next(iter(work.runs.ids), None))
+        return [ids for ids in self.chunks_of(work.tokens.ids, blend.pieces.marked) if not retriever.has(ids)]
+
+    @staticmethod
+    def chunks_of(ids: Ids, marked: Iterable[tuple[int, int]]) -> list[Ids]:
+        """Return the ids of the chunks of segments, each once."""
+        found: dict[bytes, Ids] = {}
+        for begin, end in marked:
+            for start, stop in cuts(end - begin):
+                part = ids[begin + start : begin + stop].copy()
+                found.setdefault(part.tobytes(), part)
+        return list(found.values())
+
+    def capture(self, ids: Ids, salt: Hashable, adapter: int | None) -> ChunkCapture:
+        """Return what takes the rows of a chunk while it is computed behind the lead."""
+        return self.retriever(salt, adapter).capture(ids)
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def forward(self, scheduled: Scheduled) -> BlendedForward | None:
+        """Return how a step is blended; None: not at all."""
+        chunks: list[BlendedChunk | None] = [
+            None if work.blend is None else work.blend.chunk(work.computed, len(chunk.tokens))
+            for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True)
+        ]
+        if not any(chunks):
+            return None
+        if self._rotation is None:
+            self._rotation = Rotation.of(self._runner.state)
+        policy = BlendPolicy(layers=self._layers, min_tokens=0)
+        counts = [len(chunk.tokens) for chunk in scheduled.step.chunks]
+        return BlendedForward(self._runner.state, policy, self._rotation, counts, chunks)
+
+    def ran(self, scheduled: Scheduled, forward: BlendedForward) -> None:
+        """Note what a blended step did, before its tokens count as computed."""
+        for index, work in enumerate(scheduled.requests):
+            chunk = forward.chunks[index]
+            if chunk is None or work.blend is None:
+                continue
+            left_out = forward.left_out(index)
+            work.blend.ran(work.computed, left_out, chunk.valid_n)
+            if left_out.any():
+                first = work.computed + int(np.argmax(left_out))
+                work.origin = replace(work.origin, inexact_from=work.origin.exact_part(first))
+            self.metrics.blended.inc(int(left_out.sum()))
+            self.metrics.recomputed.inc(int((chunk.valid_n & ~left_out).sum()))
+
+    def close(self) -> None:
+        """End the threads that load chunks."""
+        for retriever in self._retrievers.values():
+            retriever.close()
+        self._retrievers.clear()

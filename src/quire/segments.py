@@ -1,0 +1,77 @@
+"""Segments of prompts whose state is reused wherever they stand, and how much of it is mended.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from quire.config import check_int, check_real
+from quire.errors import InvalidArgument
+
+SelectName: TypeAlias = Literal["auto", "v", "k", "kv_rel", "first_k", "query", "v_query"]
+"""Methods that select the tokens which are computed anew; ``auto`` is the one that measures
+best."""
+
+AUTO: SelectName = "v_query"
+"""What ``auto`` is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a prompt that comes in other prompts too, in other places: a document, a tool's
+    result. It is tokenised by itself."""
+
+    content: str | Sequence[int]
+    """Text, or token ids."""
+
+    def __post_init__(self) -> None:
+        content = self.content
+        if isinstance(content, str):
+            return
+        if isinstance(content, (bytes, bytearray)) or not hasattr(content, "__len__"):
+            raise InvalidArgument(field="segment", given=content, allowed="text, or a sequence of token ids")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlendParams:
+    """How the state of segments is reused. The result is approximate, and marked so."""
+
+    ratio: float = 0.15
+    """Part of the tokens with reused state that are computed anew, 0 to 1; 1: all of them. The
+    last segment, and tokens without reused state, are computed besides."""
+    select: SelectName = "auto"
+    """Which tokens these are."""
+    threshold: float | None = None
+    """Only tokens of a higher score are computed anew, at most ``ratio`` of them; None: the ratio
+    decides alone."""
+    least: int = 256
+    """Tokens with reusable state below which a prompt is computed in full."""
+    keep: bool = True
+    """Whether segments whose state is not there are computed for later prompts, when nothing else
+    runs."""
+    verify: float = 0.0
+    """Part of the requests, 0 to 1, whose prompt is also computed in full, to report how far the
+    next token's distribution is off (``Blend.divergence``)."""
+
+    def __post_init__(self) -> None:
+        _check_part("ratio", self.ratio)
+        _check_part("verify", self.verify)
+        if self.select not in get_args(SelectName):
+            raise InvalidArgument(field="select", given=self.select, allowed=", ".join(get_args(SelectName)))
+        if self.threshold is not None:
+            check_real("threshold", self.threshold, above=0, up_to=1e30)
+        check_int("least", self.least, 1)
+        if not isinstance(self.keep, bool):
+            raise InvalidArgument(field="keep", given=self.keep, allowed="True or False")
+
+
+def _check_part(name: str, value: Any) -> None:
+    if value != 0 or isinstance(value, bool):
+        try:
+            check_real(name, value, above=0, up_to=1)
+        except InvalidArgument:
+            raise InvalidArgument(field=name, given=value, allowed="a number in [0, 1]") from None
