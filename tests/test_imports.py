@@ -38,6 +38,7 @@ LAYERS = (
     {"ops"},
     {"kernels", "kv", "nn"},
     {"store"},
+    {"blend"},
     {"models"},
     {"runner"},
     {"branches"},
