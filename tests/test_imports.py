@@ -39,6 +39,7 @@ LAYERS = (
     {"ops"},
     {"kernels", "kv", "nn"},
     {"store"},
+    {"blend"},
     {"models"},
     {"runner"},
     {"branches"},

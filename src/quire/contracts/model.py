@@ -25,7 +25,7 @@ class Pass(Protocol):
 
     @property
     def positions_T(self) -> Tensor:
-        """int32 ``[T]``: the true position of each new token in its sequence."""
+        """int32 ``[T]``: the true position of each new token that runs, in its sequence."""
 
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         """Store K and V of the new tokens, attend over all that each may see.
@@ -96,6 +96,28 @@ class OpenPass(Pass, Protocol):
 
     def capture_weights(self) -> None:
         """Keep the attention weights of every layer from now on."""
+
+    def narrow(self, rows: NDArray[np.int64]) -> None:
+        """Let only these of the T new tokens go on: from now on T of the verbs above is their
+        number.
+
+        ``rows``: indices into the forward's new tokens, ascending, some of each entry; of an
+        earlier call, if there was one, a part. A query still sees all keys up to its own position.
+        Rows that are left out must be given to each layer that runs later (``write_rows``).
+
+        ``InvalidArgument``: other rows. ``Unsupported``: a token tree, a sequence with a window, a
+        mask, positions or captured weights of the caller's, cross and recurrent layers, keys
+        that are rotated when read; none of these can follow either. ``FailedPrecondition``: the
+        forward is over."""
+
+    def write_rows(self, layer_id: int, rows: NDArray[np.int64], k: Tensor, v: Tensor | None) -> None:
+        """Store rows of new tokens for a layer that has not run yet; it then need not compute them.
+
+        ``rows``: as for ``narrow``, any of the forward's new tokens. ``k [n, Hkv, Dk]``, rotated at
+        its positions, and ``v [n, Hkv, Dv]`` have the state's dtype. Of a latent layer k is the
+        whole row, ``[n, R + Dr]``, and v None. Rows that run are overwritten.
+        ``InvalidArgument``: other rows or tensors. ``FailedPrecondition``: the layer has run, or
+        the forward is over."""
 
     def wait_for_layers(self, wait: Callable[[int], None]) -> None:
         """Call ``wait`` with the id of each layer that is reached before an import has brought all

@@ -29,6 +29,8 @@ class ObjectKind(enum.StrEnum):
     """Rows of a run of tokens in the layers that keep all tokens."""
     STOP = "stop"
     """What the other layers (windows, recurrent ones) need to go on at one position."""
+    CHUNK = "chunk"
+    """Rows of a piece of text in all layers, computed by itself, for any place in a prompt."""
     RECORD = "record"
     """A document without tensors: a commit, a name."""
 
@@ -39,12 +41,13 @@ class ObjectKey:
 
     parent: bytes
     """The digest of all tokens up to the last boundary of chunks before those of the object; of
-    records the digest of their kind."""
+    records the digest of their kind; of chunks that of all that they depend on but their tokens."""
     kind: ObjectKind
     count: int
     """Tokens behind ``parent`` that the object reaches to; 0 for records."""
     digest: bytes
-    """The digest of all tokens that the object depends on; of records, of their name or content."""
+    """The digest of all tokens that the object depends on; of records, of their name or content; of
+    chunks what ``blend.chunks`` says."""
 
     @property
     def name(self) -> str:

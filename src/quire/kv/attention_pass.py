@@ -19,14 +19,16 @@ from torch import Tensor
 
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
 from quire.contracts.layers import LatentAttention, RopeSpec
-from quire.errors import FailedPrecondition, InvalidArgument
+from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv import plans
+from quire.kv.chosen_rows import ChosenRows, narrow_refusal
 from quire.kv.forward_need import ForwardNeed
 from quire.kv.imports import Import
 from quire.kv.layer_classes import Layer, key_value_spec
 from quire.kv.pages import PageIds
 from quire.kv.parts import StateParts
 from quire.kv.plans import Batch, Keys, Masks, Prepared
+from quire.kv.storage import check_tensor, geometry
 from quire.ops.attention import attention_weights, merge
 from quire.ops.rope import rotate, rotate_last
 from quire.types import SeqId
@@ -52,6 +54,7 @@ class AttentionPass:
     def __init__(self, state: StateParts, need: ForwardNeed) -> None:
         self._state = state
         self.batch: Batch = plans.batch_of(need, state.device)
+        """The new tokens that run."""
         self._tables: list[list[PageIds]] = [
             [state.table.get(seq_id).tables[index].pages for seq_id in need.seq_ids]
             for index in range(len(state.classes))
@@ -60,6 +63,9 @@ class AttentionPass:
             torch.from_numpy(plans.new_slots(self.batch, tables, state.page_size)).to(state.device)
             for tables in self._tables
         ]
+        """Of all new tokens."""
+        self._whole, self._running_slots = self.batch, self.slots
+        self.chosen = ChosenRows(self.batch.starts)
         self._prepared: dict[tuple[Keys | MaskedKeys, int], Prepared] = {}
         self._raw: dict[tuple[Keys, int], Raw] = {}
         self._rotations: dict[tuple[RopeSpec, bool], tuple[Tensor, Tensor]] = {}
@@ -174,6 +180,7 @@ class AttentionPass:
         """Use one mask for all layers, laid out as for ``attention_with_fused_qkv``;
         ``InvalidArgument`` for another."""
         plans.check_mask(mask, self._state.device)
+        self.chosen.require_all("a mask")
         self._mask = plans.cut_mask(mask, self.batch)
         self._prepared = {key: value for key, value in self._prepared.items() if key[0] in ("past", "own")}
         self._raw.clear()
@@ -181,6 +188,7 @@ class AttentionPass:
     def use_positions(self, positions: NDArray[np.int64]) -> None:
         """Rotate the new tokens at these positions, ``[T]`` of 0 or more, else ``InvalidArgument``.
         Their indices still decide what they see. For layers that ``position_refusal`` allows."""
+        self.chosen.require_all("positions")
         if positions.shape != (self.batch.num_tokens,) or positions.min() < 0:
             raise InvalidArgument(
                 f"{positions.size} positions, the least of which is {positions.min(initial=0)}; {self.batch.num_tokens} of 0 or more are "
@@ -192,7 +200,48 @@ class AttentionPass:
 
     def capture_weights(self) -> None:
         """Keep the attention weights of every layer from now on, which computes them once more."""
+        self.chosen.require_all("captured weights")
         self.capturing = True
+
+    # -- rows that go on ---------------------------------------------------------------------------
+
+    def narrow(self, rows: NDArray[np.int64]) -> None:
+        """See ``contracts.model.OpenPass``."""
+        self._require_current()
+        if reason := narrow_refusal(self._state, self.batch):
+            raise Unsupported(f"narrow: {reason}")
+        if self._mask is not None or self.capturing or self._places_T is not self.batch.positions_T:
+            raise Unsupported("narrow: the forward has a mask, positions or captured weights, which are of all rows")
+        if not self.chosen.choose(rows):
+            return
+        self.batch = plans.narrowed(self._whole, rows)
+        rows_S = torch.from_numpy(rows).to(self._state.device)
+        self._running_slots = [slots_T.index_select(0, rows_S) for slots_T in self.slots]
+        self._places_T, self._relative_T = self.batch.positions_T, None
+        self._prepared.clear()
+        self._rotations.clear()
+
+    def write_rows(self, layer_id: int, rows: NDArray[np.int64], k: Tensor, v: Tensor | None) -> None:
+        """See ``contracts.model.OpenPass``."""
+        layer = self._state.rows_layer(layer_id, "write_rows")
+        self.chosen.check(rows)
+        shape, state = geometry(layer.spec), self._state
+        if shape.latent != (v is None):
+            needed = "None: the row is k" if shape.latent else "a tensor"
+            raise InvalidArgument(field="v", given=type(v).__name__, allowed=needed)
+        if v is None:
+            check_tensor(f"k of layer {layer_id}", k, state.dtype, (len(rows), shape.key_dim), state.device)
+            k = k.unsqueeze(1)
+        else:
+            for name, given, width in (("k", k, shape.key_dim), ("v", v, shape.value_dim)):
+                wanted = (len(rows), shape.kv_heads, width)
+                check_tensor(f"{name} of layer {layer_id}", given, state.dtype, wanted, state.device)
+        self.require_open(layer_id)
+        if layer_id in self.written:
+            raise FailedPrecondition(f"write_rows: layer {layer_id} has run in this forward; give its rows before")
+        slots_N = self.slots[layer.class_index].index_select(0, torch.from_numpy(rows).to(state.device))
+        state.classes[layer.class_index].storage.write(layer.index, slots_N, k, v)
+        self.chosen.give(layer_id, rows)
 
     # -- what blocks call --------------------------------------------------------------------------
 
@@ -270,11 +319,14 @@ class AttentionPass:
 
     def require_open(self, layer_id: int) -> None:
         """Raise ``FailedPrecondition`` if the forward is over, or the layer has not come."""
+        self._require_current()
+        if self.awaited:
+            self.require_come(layer_id)
+
+    def _require_current(self) -> None:
         if not self.is_open:
             # Its slots may belong to somebody else by now.
             raise FailedPrecondition("this forward is over; take the pass of the open one")
-        if self.awaited:
-            self.require_come(layer_id)
 
     def require_come(self, layer_id: int) -> None:
         """Wait for what imports have not brought yet of a layer; ``FailedPrecondition`` if it has
@@ -293,7 +345,10 @@ class AttentionPass:
 
     def write(self, layer_id: int, layer: Layer, k_THD: Tensor, v_THD: Tensor | None = None) -> None:
         """Store the rows of the new tokens as they are; a latent layer has no ``v``."""
-        self._state.classes[layer.class_index].storage.write(layer.index, self.slots[layer.class_index], k_THD, v_THD)
+        if layer_id not in self.written:
+            self.chosen.require_given(layer_id)
+        slots_T = self._running_slots[layer.class_index]
+        self._state.classes[layer.class_index].storage.write(layer.index, slots_T, k_THD, v_THD)
         self.written.add(layer_id)
 
     # -- the parts of attention --------------------------------------------------------------------
@@ -323,6 +378,7 @@ class AttentionPass:
         coarse: bool = False,
     ) -> AttentionState:
         """Attend over new tokens of the same sequence; store nothing. ``coarse``: the backend's."""
+        self.chosen.require_all("attention over given new tokens")
         layer = self._state.layer(layer_id)
         prepared = self.masked("own", layer.class_index, masks)
         q_sink = self._sink_queries(prepared, layer, q_THD)

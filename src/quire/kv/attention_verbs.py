@@ -197,6 +197,7 @@ class StateAttention(OpenState):
         check_mask(mask, self.device)
         if self.current_pass is None:
             return None
+        self.current_pass.chosen.require_all("a mask")
         return cut_mask(mask, self.current_pass.batch, own=of == "own")
 
 

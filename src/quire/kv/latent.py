@@ -56,7 +56,7 @@ def attend(
         keys = pass_.prepared("fused", layer.class_index)
         q, q_sink = absorbed(keys)
         pass_.weights[layer_id] = attention_weights(keys.plan, q, layer.k_SHD, layer.scoring, q_sink_THD=q_sink)
-    if (batch.counts == 1).all():
+    if (batch.counts == 1).all() or pass_.chosen.rows is not None:
         everything = pass_.prepared("fused", layer.class_index)
         q, q_sink = absorbed(everything)
         out_THR = state.backend.run(

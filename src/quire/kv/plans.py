@@ -40,9 +40,11 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The new tokens of a forward."""
+    """The new tokens of a forward, or those of them that run (``narrowed``)."""
 
     counts: NDArray[np.int64]
+    added: NDArray[np.int64]
+    """``[B]``: tokens that the forward appends: ``counts``, and those that do not run"""
     bases: NDArray[np.int64]
     """``[B]``: committed tokens"""
     stored: NDArray[np.int64]
@@ -88,6 +90,7 @@ def batch_of(need: ForwardNeed, device: torch.device) -> Batch:
             evicted = None
     return Batch(
         counts,
+        counts,
         bases,
         stored,
         starts,
@@ -98,6 +101,21 @@ def batch_of(need: ForwardNeed, device: torch.device) -> Batch:
         device,
         torch.from_numpy(positions).to(device),
         int(positions.max()),
+    )
+
+
+def narrowed(batch: Batch, rows: NDArray[np.int64]) -> Batch:
+    """Return the batch of these rows only: ascending, some of each entry, without trees and
+    windows."""
+    starts = np.searchsorted(rows, batch.starts)
+    positions = batch.positions[rows]
+    return replace(
+        batch,
+        counts=np.diff(starts),
+        starts=starts,
+        positions=positions,
+        positions_T=torch.from_numpy(positions).to(batch.device),
+        max_position=int(positions.max()),
     )
 
 
@@ -116,14 +134,15 @@ def new_slots(batch: Batch, tables: Sequence[PageIds], page_size: int) -> NDArra
 def planned(
     batch: Batch, keys: Keys, tables: Sequence[PageIds], page_size: int, layer_window: int | None
 ) -> ForwardPlan:
-    """Plan the new tokens over these keys. Of ``own`` the pool is the new rows, a page one row."""
-    size, number, origins = page_size, batch.stored + batch.counts, np.zeros_like(batch.counts)
+    """Plan the new tokens over these keys. Of ``own`` the pool is the rows of all tokens that the
+    forward appends, a page one row."""
+    size, number, origins = page_size, batch.stored + batch.added, np.zeros_like(batch.counts)
     if keys == "past":
         number = batch.stored
         tables = [table[: pages_for(old, size)] for table, old in zip(tables, number.tolist(), strict=True)]
     elif keys == "own":
-        size, number, origins = 1, batch.counts, batch.bases
-        rows = itertools.pairwise(batch.starts.tolist())
+        size, number, origins = 1, batch.added, batch.bases
+        rows = itertools.pairwise([0, *np.cumsum(batch.added).tolist()])
         tables = [np.arange(start, stop, dtype=np.int32) for start, stop in rows]
     rules: list[KeyRule | None] = [None] * len(batch.trees)
     for entry, tree in enumerate(batch.trees):

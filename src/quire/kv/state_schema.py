@@ -231,7 +231,7 @@ POSITIONS = integers(0, 2**31 - 1)
 
 OBJECT = record(
     {"kind": text, "name": text, "model": MODEL, "layout_hash": text, "tokens": TOKENS, "adapters": RUNS},
-    {"sequence": _sequence},
+    {"sequence": _sequence, "chunk": record({"lead": TOKENS, "position": integer(), "exact": flag})},
 )
 RECORD = record({"kind": text, "name": text, "document": mapping})
 

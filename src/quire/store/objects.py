@@ -32,10 +32,15 @@ class Contents:
     """The ids behind the key's parent that the object depends on."""
     adapters: Sequence[Sequence[Any]]
     """``[from position, fingerprint]`` among these tokens; [] for the base model alone."""
+    lead: Sequence[int] | None = None
+    """Of a chunk: the ids before its tokens when it was computed, whose rows it does not have."""
 
     def metadata(self, key: ObjectKey) -> dict[str, Any]:
         """Return the metadata of the object."""
+        lead = self.lead
+        chunk = {} if lead is None else {"chunk": {"lead": list(lead), "position": len(lead), "exact": True}}
         return {
+            **chunk,
             "kind": "object",
             "name": key.name,
             "model": dict(self.model),

@@ -1,0 +1,1 @@
+"""Blending of cached K and V (``docs/blend.md``)."""
