@@ -38,6 +38,7 @@ LAYERS = (
     {"ops"},
     {"kernels", "kv", "nn"},
     {"store"},
+    {"blend"},
     {"models"},
     {"runner"},
     {"branches"},
@@ -58,6 +59,7 @@ APART = {"kernels", "kv", "nn"}
 STRANGERS = {("models", "kv")}
 """A model sees a pass, never the state behind it."""
 WITHOUT_TORCH = (
+    "blend.selection",
     "kv.pages",
     "kv.sequences",
     "kv.sequence_table",
