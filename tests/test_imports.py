@@ -61,6 +61,7 @@ APART = {"kernels", "kv", "nn"}
 STRANGERS = {("models", "kv")}
 """A model sees a pass, never the state behind it."""
 WITHOUT_TORCH = (
+    "blend.selection",
     "kv.pages",
     "kv.sequences",
     "kv.sequence_table",

@@ -1,0 +1,257 @@
+"""How wrong a cached row seems at a layer that selects: one class for each measure.
+
+Letters: A rows that are alive, C candidates among them; Hq, Hkv query and KV heads; D head size; R
+requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.blend.selection import Selection
+from quire.errors import InvalidArgument, Unsupported
+from quire.registry import Registry
+
+QUERY_ROWS = 64
+"""Rows of a question whose attention is computed at a time; bounds the memory of the weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScoreInputs:
+    """One layer, as far as its projection, norms and RoPE. Heads are those of this rank."""
+
+    layer_id: int
+    selection: Selection
+    """Before it selects at this layer."""
+    candidates: Tensor
+    """``selection.scored`` on the model's device, int64 ``[C]``."""
+    positions: Tensor
+    """``[A]``: of each row in its sequence."""
+    fresh_q: Tensor
+    """``[A, Hq, D]``"""
+    fresh_k: Tensor
+    """``[A, Hkv, D]``, rotated at ``positions``."""
+    fresh_v: Tensor
+    """``[A, Hkv, Dv]``"""
+    cached_k: Tensor | None
+    """``[A, Hkv, D]``, moved to ``positions``; anything, even NaN, where a row is no candidate.
+    None: the score does not read it."""
+    cached_v: Tensor | None
+    """As ``cached_k``, without a rotation."""
+    scale: float
+    """Of a query's product with a key."""
+    window: int | None = None
+    """A query at p sees keys at positions > p - window; None: all before it."""
+    all_reduce: Callable[[Tensor], Tensor] | None = None
+    """Sums a tensor over the ranks of tensor parallelism, replicated heads counted once."""
+
+    def over_ranks(self, sums: Tensor) -> Tensor:
+        return sums if self.all_reduce is None else self.all_reduce(sums)
+
+
+class Score(Protocol):
+    """A measure that orders candidates."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Which cached tensors it reads, of "k" and "v"."""
+
+    def scores(self, inputs: ScoreInputs) -> Tensor:
+        """Return one score for each candidate, float32 ``[C]``; the highest are computed anew."""
+
+
+SCORES: Registry[Score] = Registry("score")
+"""Scores by the name that a policy gives."""
+
+
+def score_of(name: str) -> Score:
+    """Return the score of this name; ``InvalidArgument`` with those that there are."""
+    found = SCORES.get(name)
+    if found is None:
+        raise InvalidArgument(field="score", given=name, allowed=f"one of {', '.join(SCORES)}")
+    return found
+
+
+def _cached(name: str, given: Tensor | None) -> Tensor:
+    """Return a cached tensor that a score reads; ``InvalidArgument`` if it was not given."""
+    if given is None:
+        raise InvalidArgument(field=name, given=None, allowed="a tensor, since the score reads it")
+    return given
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """Return the sum of squares of each row, float32 ``[A]``, of float32 rows that may be
+    overwritten."""
+    return rows.square_().flatten(1).sum(-1)
+
+
+def _deviations(fresh: Tensor, cached: Tensor, candidates: Tensor) -> Tensor:
+    """Return the squared distance of each candidate's rows, summed over heads, float32 ``[C]``.
+
+    All rows are compared: gathering wide rows costs more than the others' sums."""
+    return _squares(fresh.float() - cached.float())[candidates]
+
+
+class ValueDeviation:
+    """``v``: the squared distance of fresh and cached V (CacheBlend, EuroSys 2025)."""
+
+    needs = frozenset({"v"})
+
+    def scores(self, inputs: ScoreInputs) -> Tensor:
+        return inputs.over_ranks(_deviations(inputs.fresh_v, _cached("cached_v", inputs.cached_v), inputs.candidates))
+
+
+class KeyDeviation:
+    """``k``: the squared distance of fresh K and cached K at its new place."""
+
+    needs = frozenset({"k"})
+
+    def scores(self, inputs: ScoreInputs) -> Tensor:
+        return inputs.over_ranks(_deviations(inputs.fresh_k, _cached("cached_k", inputs.cached_k), inputs.candidates))
+
+
+class RelativeDeviation:
+    """``kv_rel``: the squared distances of K and of V, each over the cached row's square."""
+
+    needs = frozenset({"k", "v"})
+
+    def scores(self, inputs: ScoreInputs) -> Tensor:
+        cached_k, cached_v = _cached("cached_k", inputs.cached_k), _cached("cached_v", inputs.cached_v)
+        at = inputs.candidates
+        sums = inputs.over_ranks(
+            torch.stack(
+                (
+                    _deviations(inputs.fresh_k, cached_k, at),
+                    _deviations(inputs.fresh_v, cached_v, at),
+                    _squares(cached_k.to(torch.float32, copy=True))[at],
+                    _squares(cached_v.to(torch.float32, copy=True))[at],
+                )
+            )
+        )
+        return sums[0] / sums[2] + sums[1] / sums[3]
+
+
+class FirstRows:
+    """``first_k``: nearness to the beginning of the row's chunk (EPIC, ICML 2025).
+
+    Row j of a chunk scores 1 / (1 + j), so that a threshold of 1 / (k + 1.5) means its first k
+    rows. Rows before all ``chunk_starts`` score 0."""
+
+    needs: frozenset[str] = frozenset()
+
+    def scores(self, inputs: ScoreInputs) -> Tensor:
+        rows = inputs.selection.candidates
+        starts = inputs.selection.chunk_starts
+        scores = np.zeros(len(rows), dtype=np.float32)
+        for request, span in inputs.selection.candidate_spans():
+            known = starts[request]
+            if known is None:
+                raise InvalidArgument(
+                    field="chunk_starts", given=None, allowed="rows where chunks begin, since the score reads them"
+                )
+            if known:
+                begins = np.asarray(known)
+                chunk = np.searchsorted(begins, rows[span], side="right") - 1
+                scores[span] = np.where(chunk >= 0, 1.0 / (1 + rows[span] - begins[chunk]), 0.0)
+        return torch.from_numpy(scores).to(inputs.fresh_k.device)
+
+
+def _masses(inputs: ScoreInputs) -> Tensor:
+    """Return this rank's masses, float32 ``[C]``."""
+    cached_k = _cached("cached_k", inputs.cached_k)
+    if inputs.fresh_q.shape[-1] != cached_k.shape[-1]:
+        raise Unsupported(
+            f"score: queries of {inputs.fresh_q.shape[-1]} columns cannot be compared with keys of "
+            f"{cached_k.shape[-1]}, as in latent layers; choose 'v', 'k', 'kv_rel' or 'first_k'",
+            field="score",
+        )
+    at = inputs.candidates
+    keys = inputs.fresh_k.float().index_copy(0, at, cached_k[at].float())
+    mass = keys.new_zeros(len(keys))
+    counts, questions = inputs.selection.counts.tolist(), inputs.selection.question_counts
+    group = inputs.fresh_q.shape[1] // keys.shape[1]
+    bounds = np.cumsum(counts).tolist()
+    for request, _ in inputs.selection.candidate_spans():
+        stop = bounds[request]
+        start = stop - counts[request]
+        keys_HDN = keys[start:stop].permute(1, 2, 0)
+        places_N = inputs.positions[start:stop]
+        for first in range(max(start, stop - questions[request]), stop, QUERY_ROWS):
+            last = min(stop, first + QUERY_ROWS)
+            q_MHGD = inputs.fresh_q[first:last].float().reshape(last - first, -1, group, keys.shape[-1])
+            q_HXD = q_MHGD.permute(1, 2, 0, 3).flatten(1, 2) * inputs.scale
+            logits_HGMN = (q_HXD @ keys_HDN).view(len(q_HXD), group, last - first, -1)
+            gap_MN = inputs.positions[first:last, None] - places_N
+            hidden_MN = gap_MN < 0
+            if inputs.window is not None:
+                hidden_MN |= gap_MN >= inputs.window
+            weights = logits_HGMN.masked_fill_(hidden_MN, -torch.inf).softmax(-1)
+            mass[start:stop] += weights.sum((0, 1, 2))
+    return mass[at]
+
+
+class QueryMass:
+    """``query``: the attention that the question's rows pay to the row, over cached keys.
+
+    The sum over heads and rows of the question of softmax weights. Keys are cached ones of
+    candidates and fresh ones of other rows of the batch; those of a context before it are not
+    seen."""
+
+    needs = frozenset({"k"})
+
+    def scores(self, inputs: ScoreInputs) -> Tensor:
+        return inputs.over_ranks(_masses(inputs))
+
+
+class WeightedDeviation:
+    """``v_query``: ``v`` times the square root of ``query``: what is wrong and is looked at."""
+
+    needs = frozenset({"k", "v"})
+
+    def scores(self, inputs: ScoreInputs) -> Tensor:
+        wrong = _deviations(inputs.fresh_v, _cached("cached_v", inputs.cached_v), inputs.candidates)
+        sums = inputs.over_ranks(torch.stack((wrong, _masses(inputs))))
+        return sums[0] * sums[1].sqrt()
+
+
+class RandomScore:
+    """``random``: a floor for comparisons. One seed and layer give a row of a batch one score."""
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+
+    def scores(self, inputs: ScoreInputs) -> Tensor:
+        rows = inputs.selection.candidates
+        drawn = np.random.default_rng((self._seed, inputs.layer_id)).random(int(inputs.selection.alive[-1]) + 1)
+        return torch.from_numpy(drawn[rows].astype(np.float32)).to(inputs.fresh_k.device)
+
+
+class StatedScore:
+    """Scores that the caller knows, one for each row of the batch: an oracle's, or 1 for rows of a
+    list. Register it under a name to use it by a policy."""
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, scores_T: Sequence[float] | Tensor) -> None:
+        self._scores_T = torch.as_tensor(scores_T, dtype=torch.float32)
+
+    def scores(self, inputs: ScoreInputs) -> Tensor:
+        rows = torch.from_numpy(inputs.selection.candidates)
+        return self._scores_T[rows].to(inputs.fresh_k.device)
+
+
+SCORES.register("v", ValueDeviation())
+SCORES.register("k", KeyDeviation())
+SCORES.register("kv_rel", RelativeDeviation())
+SCORES.register("first_k", FirstRows())
+SCORES.register("query", QueryMass())
+SCORES.register("v_query", WeightedDeviation())
+SCORES.register("random", RandomScore())
