@@ -43,7 +43,6 @@ LAYERS = (
     {"models"},
     {"runner"},
     {"branches"},
-    {"blend"},
     {"executor"},
     {"engine"},
     {"build"},

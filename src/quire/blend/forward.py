@@ -19,33 +19,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.blend.retriever import RowsPiece
 from quire.blend.rotation import Rotation
-from quire.blend.scores import Score, ScoreInputs, score_of
+from quire.blend.scores import ScoreInputs, score_of
 from quire.blend.selection import BlendedRows, BlendPolicy, Selection
 from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import KeyValueAttention, LatentAttention
 from quire.contracts.model import Block, LatentExpansion, OpenPass, Pass
-from quire.errors import QuireError, Unsupported
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CachedRows:
-    """Adjacent rows of one layer, as they were captured."""
-
-    start: int
-    """Position in the prompt of the first one."""
-    k: Tensor
-    """``[n, Hkv, D]``, of a latent layer the part that is rotated, ``[n, 1, Dr]``."""
-    v: Tensor
-    """``[n, Hkv, D]``, of a latent layer the latent, ``[n, 1, R]``."""
-    original_start: int
-    """Position at which K of the first one was rotated."""
+from quire.errors import BlendLoadError, QuireError, Unsupported
 
 
 class RowSource(Protocol):
     """Cached rows of one prompt."""
 
-    def pieces(self, layer_id: int) -> Sequence[CachedRows]:
+    def pieces(self, layer_id: int) -> Sequence[RowsPiece]:
         """Wait for a layer's rows, and return them. ``BlendLoadError``: they do not come."""
 
 
@@ -59,6 +46,8 @@ class BlendedChunk:
     valid_n: NDArray[np.bool_]
     """Which of the chunk's rows have a cached one."""
     rows: BlendedRows
+    score: str
+    """Name of what orders the candidates."""
 
 
 class BlendedForward:
@@ -75,16 +64,17 @@ class BlendedForward:
         """``counts``: rows of each chunk of the step. ``chunks``: how each is blended; None: all of
         its rows run."""
         self._state, self._policy, self._rotation = state, policy, rotation
-        self._chunks = chunks
+        self.chunks = chunks
         self._starts = np.concatenate(([0], np.cumsum(counts)))
         valid = [
             np.zeros(count, dtype=np.bool_) if one is None else one.valid_n
             for count, one in zip(counts, chunks, strict=True)
         ]
-        self._valid_T = np.concatenate(valid)
-        self._selection = Selection(policy, counts, self._valid_T, [None if one is None else one.rows for one in chunks])
-        self._score: Score = score_of(policy.score)
+        rows = [None if one is None else one.rows for one in chunks]
+        self._selection = Selection(policy, counts, np.concatenate(valid), rows)
         self._narrowed = False
+        self.failed: int | None = None
+        """The chunk whose cached rows did not come, after a ``BlendLoadError``."""
 
     @property
     def alive(self) -> NDArray[np.int64]:
@@ -96,89 +86,147 @@ class BlendedForward:
         """Rows of each chunk that run now."""
         return self._selection.counts.tolist()
 
-    def first_left_out(self, chunk: int) -> int | None:
-        """Return the position of a chunk's first row that does not run; None: all run."""
-        start, stop = self._starts[chunk : chunk + 2].tolist()
-        alive = self.alive[np.searchsorted(self.alive, start) : np.searchsorted(self.alive, stop)] - start
-        one = self._chunks[chunk]
-        if one is None or alive.size == stop - start:
-            return None
-        return one.start + int(np.setdiff1d(np.arange(stop - start), alive, assume_unique=True)[0])
+    def left_out(self, chunk: int) -> NDArray[np.bool_]:
+        """Return which rows of a chunk do not run, bool ``[n]``."""
+        return self._left_out()[self._starts[chunk] : self._starts[chunk + 1]]
 
-    def enter(self, layer: int, block: Block, x_AE: Tensor, pass_: OpenPass) -> Tensor:
-        """Return the rows of x that enter a block. Called for each, in order."""
-        if layer in self._policy.layers:
-            x_AE = self._select(layer, block, x_AE, pass_)
-        elif self._narrowed:
-            self._fill(layer, pass_)
-        return x_AE
+    def _left_out(self) -> NDArray[np.bool_]:
+        left_T = np.ones(int(self._starts[-1]), dtype=np.bool_)
+        left_T[self.alive] = False
+        return left_T
 
-    def _select(self, layer: int, block: Block, x_AE: Tensor, pass_: OpenPass) -> Tensor:
-        selection = self._selection
+    def enter(self, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass) -> Tensor:
+        """See ``RowChoice``."""
         if self._narrowed:
             self._fill(layer, pass_)
+        if layer not in self._policy.layers:
+            return x_TE
         probe = ProjectionPass(self._state, layer, pass_.positions_T)
-        fresh = project(block, x_AE, probe)  # type: ignore[arg-type]
-        pass_.append(layer, fresh.k_AHD, fresh.v_AHD)
-        if selection.candidates.size:
-            scores = self._score.scores(self._inputs(layer, fresh, pass_)).cpu().numpy()
-        else:
-            scores = np.empty(0, dtype=np.float32)
-        kept = selection.select(layer, scores)
-        if kept.size == x_AE.shape[0]:
-            return x_AE
-        pass_.narrow(selection.alive)
+        fresh = project(block, x_TE, probe)
+        fresh = Projected(fresh.q_AHD, pass_.turn(layer, fresh.k_AHD), fresh.v_AHD)
+        # Of all rows, also those that do not go on: what is computed beats what was kept.
+        self._write(layer, self.alive, fresh.k_AHD, fresh.v_AHD, pass_)
+        kept = self._selection.select(layer, self._scores(layer, fresh, pass_))
+        if kept.size == x_TE.shape[0]:
+            return x_TE
+        pass_.narrow(self.alive)
         self._narrowed = True
-        return x_AE.index_select(0, torch.from_numpy(kept).to(x_AE.device))
+        return x_TE.index_select(0, torch.from_numpy(kept).to(x_TE.device))
+
+    # -- selection ---------------------------------------------------------------------------------
+
+    def _scores(self, layer: int, fresh: Projected, pass_: OpenPass) -> NDArray[np.float32]:
+        """Return the scores of all candidates, each by the measure that its request asks for."""
+        selection = self._selection
+        found = np.zeros(selection.candidates.size, dtype=np.float32)
+        if not found.size:
+            return found
+        chunk_of_C = np.searchsorted(self._starts, selection.candidates, side="right") - 1
+        names = [None if one is None else one.score for one in self.chunks]
+        wanted = sorted({name for index in set(chunk_of_C.tolist()) if (name := names[index]) is not None})
+        scores = {name: score_of(name) for name in wanted}
+        needs = frozenset().union(*(score.needs for score in scores.values()))
+        inputs = self._inputs(layer, fresh, pass_, needs)
+        for name, score in scores.items():
+            own = np.array([names[index] == name for index in chunk_of_C])
+            found[own] = score.scores(inputs).float().cpu().numpy()[own]
+        return found
+
+    def _inputs(self, layer: int, fresh: Projected, pass_: OpenPass, needs: frozenset[str]) -> ScoreInputs:
+        spec, device = self._state.layer_spec(layer), fresh.v_AHD.device
+        cached: dict[str, Tensor | None] = {"k": None, "v": None}
+        if needs:
+            place = np.full(int(self._starts[-1]), -1, dtype=np.int64)
+            place[self.alive] = np.arange(self.alive.size)
+            for name in needs:
+                like = fresh.k_AHD if name == "k" else fresh.v_AHD
+                cached[name] = like.new_zeros(like.shape)
+            for chunk in range(len(self.chunks)):
+                for piece, rows in self._parts(layer, chunk):
+                    at = place[rows]
+                    index = torch.from_numpy(np.flatnonzero(at >= 0)).to(device)
+                    into = torch.from_numpy(at[at >= 0]).to(device)
+                    for name in needs:
+                        x = self._moved(layer, piece, index) if name == "k" else piece.v.index_select(0, index)
+                        target = cached[name]
+                        assert target is not None
+                        target.index_copy_(0, into, x.to(target.dtype))
+        assert isinstance(spec, (KeyValueAttention, LatentAttention))
+        return ScoreInputs(
+            layer_id=layer,
+            selection=self._selection,
+            candidates=torch.from_numpy(self._selection.scored).to(device),
+            positions=pass_.positions_T,
+            fresh_q=pass_.turn(layer, fresh.q_AHD),
+            fresh_k=fresh.k_AHD,
+            fresh_v=fresh.v_AHD,
+            cached_k=cached["k"],
+            cached_v=cached["v"],
+            scale=spec.scale if isinstance(spec, KeyValueAttention) else 1.0,
+            window=spec.layer_window if isinstance(spec, KeyValueAttention) else None,
+        )
+
+    # -- cached rows -------------------------------------------------------------------------------
+
+    def _moved(self, layer: int, piece: RowsPiece, index: Tensor) -> Tensor:
+        """Return K of some rows of a piece, at their places in the prompt."""
+        k = piece.k.index_select(0, index)
+        return self._rotation.moved(layer, k, piece.original + index, piece.start - piece.original)
 
     def _fill(self, layer: int, pass_: OpenPass) -> None:
         """Give a layer the cached rows of those that do not run."""
-        latent = isinstance(self._state.layer_spec(layer), LatentAttention)
-        runs_T = np.zeros(int(self._starts[-1]), dtype=np.bool_)
-        runs_T[self.alive] = True
+        left_T = self._left_out()
         rows: list[NDArray[np.int64]] = []
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        for part, batch_rows in self._parts(layer):
-            left = np.flatnonzero(~runs_T[batch_rows])
-            if not left.size:
-                continue
-            index = torch.from_numpy(left).to(part.k.device)
-            k = self._rotation.moved(
-                layer, part.k.index_select(0, index), part.original_start + index, part.start - part.original_start
-            )
-            rows.append(batch_rows[left])
-            keys.append(k)
-            values.append(part.v.index_select(0, index))
-        if not rows:
-            return
-        order = np.concatenate(rows)
-        k, v = torch.cat(keys), torch.cat(values)
-        if latent:
-            pass_.write_rows(layer, order, torch.cat((v, k), -1).squeeze(1), None)
-        else:
-            pass_.write_rows(layer, order, k, v)
+        for chunk in range(len(self.chunks)):
+            wanted = int(left_T[self._starts[chunk] : self._starts[chunk + 1]].sum())
+            for piece, batch_rows in self._parts(layer, chunk) if wanted else ():
+                left = np.flatnonzero(left_T[batch_rows])
+                if not left.size:
+                    continue
+                index = torch.from_numpy(left).to(piece.k.device)
+                rows.append(batch_rows[left])
+                keys.append(self._moved(layer, piece, index))
+                values.append(piece.v.index_select(0, index))
+                wanted -= left.size
+            if wanted:
+                self.failed = chunk
+                raise BlendLoadError(f"layer {layer}: {wanted} rows that were promised did not come")
+        self._write(layer, np.concatenate(rows), torch.cat(keys), torch.cat(values), pass_)
 
-    def _parts(self, layer: int) -> list[tuple[CachedRows, NDArray[np.int64]]]:
-        """Return the cached rows of a layer that are of this batch, with their rows in it, in
-        order."""
-        found: list[tuple[CachedRows, NDArray[np.int64]]] = []
-        for chunk, (begin, end) in zip(self._chunks, zip(self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True), strict=True):
-            if chunk is None:
-                continue
-            stop = chunk.start + end - begin
-            for piece in chunk.source.pieces(layer):
-                first = max(piece.start, chunk.start)
-                last = min(piece.start + piece.k.shape[0], stop)
-                if first < last:
-                    some = slice(first - piece.start, last - piece.start)
-                    cut = CachedRows(first, piece.k[some], piece.v[some], piece.original_start + some.start)
-                    found.append((cut, begin + np.arange(first - chunk.start, last - chunk.start)))
+    def _write(self, layer: int, rows: NDArray[np.int64], k_NHD: Tensor, v_NHD: Tensor, pass_: OpenPass) -> None:
+        k_NHD, v_NHD = k_NHD.to(self._state.dtype), v_NHD.to(self._state.dtype)
+        if isinstance(self._state.layer_spec(layer), LatentAttention):
+            pass_.write_rows(layer, rows, torch.cat((v_NHD, k_NHD), -1).squeeze(1), None)
+        else:
+            pass_.write_rows(layer, rows, k_NHD, v_NHD)
+
+    def _parts(self, layer: int, chunk: int) -> list[tuple[RowsPiece, NDArray[np.int64]]]:
+        """Return the cached rows of a layer that are a chunk's, and which rows of the batch they
+        are for."""
+        one, begin, end = self.chunks[chunk], int(self._starts[chunk]), int(self._starts[chunk + 1])
+        if one is None:
+            return []
+        try:
+            pieces = one.source.pieces(layer)
+        except Exception as error:
+            self.failed = chunk
+            if isinstance(error, BlendLoadError):
+                raise
+            raise BlendLoadError(f"layer {layer} of cached rows: {error}") from error
+        found: list[tuple[RowsPiece, NDArray[np.int64]]] = []
+        for piece in pieces:
+            first, last = max(piece.start, one.start), min(piece.start + piece.k.shape[0], one.start + end - begin)
+            if first < last:
+                some = slice(first - piece.start, last - piece.start)
+                cut = RowsPiece(first, piece.k[some], piece.v[some], piece.original + some.start)
+                found.append((cut, begin + np.arange(first - one.start, last - one.start)))
         return found
 
 
-class Projected(Exception):
-    """What a block gives to attention, before rotation. It ends the block."""
+class Projected(Exception):  # noqa: N818  (it is no error)
+    """What a block gives to attention. It ends the block."""
 
     def __init__(self, q_AHD: Tensor, k_AHD: Tensor, v_AHD: Tensor) -> None:
         super().__init__()

@@ -102,6 +102,14 @@ class StoredState:
             self._roots[name] = root_key(self._model, self._layout_hash, dtype, salt, layout.chunk)
         return Chain.of(self._roots[name], ids_T, runs, layout.chunk)
 
+    def chunk_keys(self, salt: Hashable, adapter: str | None, lead: Sequence[int]) -> ChunkKeys:
+        """Return the keys of chunks of one salt and adapter (its fingerprint), behind a lead."""
+        assert self.layout is not None  # It makes the fields of the model.
+        dtype = str(getattr(self.runner.model, "dtype", ""))
+        return ChunkKeys.of(
+            model=self._model, layout_hash=self._layout_hash, dtype=dtype, salt=repr(salt), adapter=adapter, lead=lead, private=is_private(salt)
+        )
+
     def _chain_of(self, branch: Branch, length: int) -> Chain:
         runs = fingerprint_runs(branch.runs, lambda one: self.runner.adapters.get(one).fingerprint)
         # What a session's window has let go of makes its state another one.

@@ -119,6 +119,10 @@ class OpenPass(Pass, Protocol):
         ``InvalidArgument``: other rows or tensors. ``FailedPrecondition``: the layer has run, or
         the forward is over."""
 
+    def turn(self, layer_id: int, x_THD: Tensor) -> Tensor:
+        """Return queries, or keys, of the new tokens that run, rotated as the layer rotates them.
+        ``x [T, H, D]``; of a latent layer its last columns turn."""
+
     def wait_for_layers(self, wait: Callable[[int], None]) -> None:
         """Call ``wait`` with the id of each layer that is reached before an import has brought all
         of it (``KVState.publish_import``). It returns once the layer has come, or raises."""

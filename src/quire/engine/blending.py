@@ -9,27 +9,73 @@ Letters: S tokens of a prompt; n tokens of a step's chunk.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from quire.blend.chunks import ChunkCapture, ChunkKeys, cuts
+from quire.blend.chunk_capture import ChunkCapture
+from quire.blend.chunk_catalog import ChunkCatalog
+from quire.blend.chunks import ChunkKeys, ChunkLayout, cuts
 from quire.blend.forward import BlendedChunk, BlendedForward
 from quire.blend.retriever import ChunkRetriever, ChunkTask
 from quire.blend.rotation import Rotation
 from quire.blend.selection import BlendedRows, BlendPolicy
 from quire.branches.history import Ids
+from quire.branches.stored_state import StoredState
+from quire.contracts.layers import KeyValueAttention
 from quire.engine.segmented_prompts import Pieces
+from quire.engine.tokenizer import Tokenizer
 from quire.errors import BlendLoadError, InvalidArgument, Unsupported
 from quire.outputs import Blend
+from quire.metrics import EngineMetrics
+from quire.runner.local import Runner
 from quire.segments import AUTO, BlendParams
+
+logger = logging.getLogger("quire.engine")
 
 if TYPE_CHECKING:
     from quire.engine.scheduler import Scheduled
     from quire.engine.scheduled_request import ScheduledRequest
+
+
+CHECK_LAYER = 2
+"""The layer behind whose projection rows are selected, from 0 on."""
+
+
+def lead_of(tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Return the ids that stand before a chunk: those that begin a prompt, or else the token that
+    ends a text, so that the chunk's first token is not the first of its sequence."""
+    if tokenizer is None:
+        return ()
+    ids = tuple(one for one in tokenizer.encode("") if one not in tokenizer.eos_ids)
+    return ids or tokenizer.eos_ids[:1]
+
+
+def _nothing() -> NDArray[np.bool_]:
+    return np.zeros(0, dtype=np.bool_)
+
+
+def blend_refusal(runner: Runner) -> str:
+    """Return why a model's prompts cannot be blended; empty: they can."""
+    specs, state = runner.model.layer_specs, runner.state
+    kinds = {spec.kind for spec in specs}
+    if "recurrent" in kinds:
+        return "a recurrent state cannot be moved to another place, and its layers need every token; prefixes are reused exactly"
+    if "cross" in kinds:
+        return "cross layers keep what an encoder read, which stands nowhere in the prompt"
+    if any(isinstance(spec, KeyValueAttention) and spec.caller_rotates for spec in specs):
+        return "the model rotates queries and keys by a rule of its own"
+    if any(isinstance(spec, KeyValueAttention) and spec.rope_mode == "inline" for spec in specs):
+        return "keys are stored raw and rotated when they are read"
+    if len(specs) != len(runner.model.blocks) or len(state.geometry.layer_ids) != len(specs):
+        return "some of its blocks have no keys and values of their own"
+    return ""
 
 
 @dataclass(eq=False, slots=True)
@@ -44,10 +90,12 @@ class PromptBlend:
     """Looks for chunks of what is not computed; returns why there is nothing to blend with."""
     task: ChunkTask | None = None
     """What brings the rows, while some are needed."""
-    left_out: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
-    """``[S]``: tokens with cached rows that were not computed anew."""
-    anew: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
-    """``[S]``: tokens with cached rows that were."""
+    valid: NDArray[np.bool_] = field(default_factory=_nothing)
+    """``[S]``: tokens with cached rows."""
+    left_out: NDArray[np.bool_] = field(default_factory=_nothing)
+    """``[S]``: those that were not computed anew."""
+    anew: NDArray[np.bool_] = field(default_factory=_nothing)
+    """``[S]``: those that were."""
     by_tier: dict[str, int] = field(default_factory=dict)
     reason: str = "the prompt did not run"
     divergence: float | None = None
@@ -60,9 +108,13 @@ class PromptBlend:
     def begin(self, work: ScheduledRequest) -> None:
         """Look for chunks of what is not computed of an admitted prompt."""
         self.end()
-        self.left_out, self.anew = np.zeros(self.length, dtype=np.bool_), np.zeros(self.length, dtype=np.bool_)
+        self.valid, self.left_out, self.anew = (np.zeros(self.length, dtype=np.bool_) for _ in range(3))
         found = self.find(work, self)
-        self.task, self.reason = (None, found) if isinstance(found, str) else (found, "")
+        if isinstance(found, str):
+            self.reason = found
+            return
+        self.task, self.reason = found, ""
+        self.valid, self.by_tier = found.valid_mask.numpy() != 0, dict(found.tokens_by_tier)
 
     def end(self) -> None:
         """Let go of what brings rows."""
@@ -76,20 +128,21 @@ class PromptBlend:
             return None
         valid = np.zeros(count, dtype=np.bool_)
         stop = min(self.length, start + count)
-        valid[: stop - start] = self.task.valid[start:stop]
+        valid[: stop - start] = self.valid[start:stop]
         if not valid.any():
             return None
         starts = [begin - start for begin, _ in self.pieces.marked if 0 < begin < start + count]
         question = None
         if self.pieces.offsets:
             question = min(max(self.question - start, 0), count)
+        select = AUTO if self.params.select == "auto" else self.params.select
         rows = BlendedRows(
             ratio=self.params.ratio,
             threshold=self.params.threshold,
             chunk_starts=tuple(sorted(set(starts))),
             question_start=question,
         )
-        return BlendedChunk(self.task, start, valid, rows)
+        return BlendedChunk(self.task, start, valid, rows, select)
 
     def ran(self, start: int, left_out_n: NDArray[np.bool_], valid_n: NDArray[np.bool_]) -> None:
         """Note which rows of a chunk were left out, of those with a cached row."""
@@ -112,22 +165,22 @@ class PromptBlend:
 class Blending:
     """The blending of one engine. The caller has the engine's lock."""
 
-    def __init__(self, runner: Runner, stored: StoredState, lead: Sequence[int], layers: tuple[int, ...]) -> None:
-        """``lead``: the ids that stand before each chunk when it is computed. ``layers``: those
-        that select; the first is the check layer."""
+    def __init__(self, runner: Runner, stored: StoredState, lead: Sequence[int], metrics: EngineMetrics) -> None:
+        """``lead``: the ids that stand before each chunk when it is computed."""
         self._runner, self._stored = runner, stored
         self.lead = tuple(lead)
-        self._layers = layers
+        self._layers = (min(CHECK_LAYER, len(runner.model.blocks) - 1),)
         self._rotation: Rotation | None = None
-        self._retrievers: OrderedDict[tuple[Hashable, str | None], ChunkRetriever] = OrderedDict()
-        self.metrics = BlendMetrics()
+        self._metrics = metrics
         self._refusal: str | None = None
 
     @property
     def refusal(self) -> str:
         """Why this model's prompts cannot be blended; empty: they can."""
         if self._refusal is None:
-            self._refusal = blend_refusal(self._runner, self._stored)
+            self._refusal = blend_refusal(self._runner) or (
+                "" if self._stored.store is not None else "there is nowhere to keep chunks; set host_memory or store"
+            )
         return self._refusal
 
     def checked(self, params: object) -> BlendParams | None:
@@ -151,16 +204,25 @@ class Blending:
 
     # -- chunks ------------------------------------------------------------------------------------
 
-    def retriever(self, salt: Hashable, adapter: int | None) -> ChunkRetriever:
-        """Return what finds the chunks of one salt and adapter."""
+    def _keys(self, salt: Hashable, adapter: int | None) -> ChunkKeys:
+        """Return the keys of the chunks of one salt and adapter."""
         fingerprint = None if adapter is None else self._runner.adapters.get(adapter).fingerprint
-        name = (salt, fingerprint)
-        if name not in self._retrievers:
-            while len(self._retrievers) >= SPACES:
-                self._retrievers.popitem(last=False)[1].close()
-            self._retrievers[name] = self._stored.chunks(salt, fingerprint, self.lead)
-        self._retrievers.move_to_end(name)
-        return self._retrievers[name]
+        return self._stored.chunk_keys(salt, fingerprint, self.lead)
+
+    def _retriever(self, salt: Hashable, adapter: int | None) -> ChunkRetriever:
+        state = self._runner.state
+        return ChunkRetriever(self.catalog, self.layout, self._keys(salt, adapter), device=state.device)
+
+    @cached_property
+    def catalog(self) -> ChunkCatalog:
+        """Which chunks the tiers have."""
+        assert self._stored.store is not None
+        return ChunkCatalog(self._stored.store)
+
+    @cached_property
+    def layout(self) -> ChunkLayout:
+        """The tensors of a chunk."""
+        return ChunkLayout(self._runner.state)
 
     def _find(self, work: ScheduledRequest, blend: PromptBlend) -> ChunkTask | str:
         """Look for chunks of a prompt from its first token on that is not computed."""
@@ -171,25 +233,29 @@ class Blending:
             return "logits of the prompt are wanted, so that its tokens run"
         if len(work.runs.ids) > 1 or (work.tokens.ids[: blend.length] < 0).any():
             return "the prompt has several adapters, or embeddings"
-        adapter = next(iter(work.runs.ids), None)
-        retriever = self.retriever(work.salt, adapter)
-        ids = work.tokens.ids[: blend.length].copy()
         end = min(blend.question, blend.length - 1)
-        task = retriever.find(ids, blend.pieces.offsets, begin=work.computed, end=end)
-        count = int(task.valid.sum())
-        if count >= params.least:
-            blend.by_tier = dict(task.by_tier)
-            return task
-        task.close()
         rest = max(0, end - work.computed)
         if rest < params.least:
-            return f"{rest} tokens are neither reused exactly nor part of the question; least is {params.least}"
-        return f"{count} tokens have a state to be reused; least is {params.least}"
+            return f"{rest} tokens are neither reused exactly nor part of the question; at least {params.least} must be"
+        task = self._retriever(work.salt, next(iter(work.runs.ids), None)).new_request(
+            [torch.from_numpy(work.tokens.ids[: blend.length].copy())],
+            [blend.pieces.offsets],
+            wanted=[range(work.computed, end)],
+            first_layer=self._layers[0],
+        )
+        if (count := int(task.valid_mask.sum())) >= params.least:
+            return task
+        task.close()
+        return f"{count} tokens have a state to be reused; at least {params.least} must have one"
 
     def missing(self, work: ScheduledRequest, blend: PromptBlend) -> list[Ids]:
         """Return the chunks of a prompt's segments that are not kept."""
-        retriever = self.retriever(work.salt, next(iter(work.runs.ids), None))
-        return [ids for ids in self.chunks_of(work.tokens.ids, blend.pieces.marked) if not retriever.has(ids)]
+        keys = self._keys(work.salt, next(iter(work.runs.ids), None))
+        return [
+            ids
+            for ids in self.chunks_of(work.tokens.ids, blend.pieces.marked)
+            if not self.catalog.has(keys.key(ids))
+        ]
 
     @staticmethod
     def chunks_of(ids: Ids, marked: Iterable[tuple[int, int]]) -> list[Ids]:
@@ -203,7 +269,7 @@ class Blending:
 
     def capture(self, ids: Ids, salt: Hashable, adapter: int | None) -> ChunkCapture:
         """Return what takes the rows of a chunk while it is computed behind the lead."""
-        return self.retriever(salt, adapter).capture(ids)
+        return ChunkCapture(self.catalog, self.layout, self._keys(salt, adapter), ids.tolist())
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -232,11 +298,19 @@ class Blending:
             if left_out.any():
                 first = work.computed + int(np.argmax(left_out))
                 work.origin = replace(work.origin, inexact_from=work.origin.exact_part(first))
-            self.metrics.blended.inc(int(left_out.sum()))
-            self.metrics.recomputed.inc(int((chunk.valid_n & ~left_out).sum()))
+            self._metrics.blended_tokens.inc(int(left_out.sum()))
+            self._metrics.recomputed_tokens.inc(int((chunk.valid_n & ~left_out).sum()))
+
+    def failed(self, scheduled: Scheduled, forward: BlendedForward, error: BlendLoadError) -> None:
+        """Give up the chunks of the prompt whose rows did not come; the step runs again without."""
+        assert forward.failed is not None
+        blend = scheduled.requests[forward.failed].blend
+        assert blend is not None
+        logger.warning("%s; the prompt is computed in full", error)
+        blend.end()
+        blend.reason = str(error)
 
     def close(self) -> None:
-        """End the threads that load chunks."""
-        for retriever in self._retrievers.values():
-            retriever.close()
-        self._retrievers.clear()
+        """End the threads that know which chunks there are."""
+        if "catalog" in self.__dict__:
+            self.catalog.close()

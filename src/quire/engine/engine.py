@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 
+from quire.blend.forward import BlendedForward
 from quire.branches.adapter_keys import AdapterKey, users
 from quire.branches.state_loads import LoadFailed
 from quire.engine.page_use import OWNERS, PageUse, page_use
@@ -24,7 +25,7 @@ from quire.engine.prompts import embeddings_of
 from quire.engine.request_book import RequestBook
 from quire.engine.scheduler import Scheduled
 from quire.engine.sequence_request import SequenceRequest
-from quire.errors import FailedPrecondition, QuireError
+from quire.errors import BlendLoadError, FailedPrecondition, QuireError
 from quire.interrupts import check, uninterrupted
 from quire.outputs import Miss
 from quire.runner.local import Extras, StepOutput
@@ -115,8 +116,14 @@ class Engine(RequestBook):
     def _execute(self, scheduled: Scheduled) -> list[SequenceRequest]:
         """Run a step and take in its results. If that fails, its requests end and others go on."""
         try:
+            blended = self.blending.forward(scheduled)
             try:
-                output = self._run(scheduled)
+                output = self._run(scheduled, blended)
+            except BlendLoadError as error:
+                # Nothing has run. What the chunks of these prompts lack is computed.
+                assert blended is not None
+                self.blending.failed(scheduled, blended, error)
+                return []
             except LoadFailed:
                 # Nothing has run. The request whose state did not come begins again, others go on.
                 for work in scheduled.requests:
@@ -124,6 +131,8 @@ class Engine(RequestBook):
                 return []
             for work in scheduled.requests if self.stored.open else ():
                 self.scheduler.settle(work)
+            if blended is not None:
+                self.blending.ran(scheduled, blended)
             self.scheduler.computed(scheduled)
             for request in map(self._requests.__getitem__, scheduled.requests):
                 if request.hints is not None:
@@ -137,17 +146,17 @@ class Engine(RequestBook):
             self._repair()
             return failed
 
-    def _run(self, scheduled: Scheduled) -> StepOutput:
+    def _run(self, scheduled: Scheduled, blended: BlendedForward | None) -> StepOutput:
         """Run the forward of a step, with the embeddings of its placeholders."""
         embeddings = embeddings_of(
             work.tokens.media.embeddings(chunk.tokens)
             for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True)
         )
         coming = [chunk.seq for chunk in scheduled.step.chunks if chunk.seq in self.stored.open]
-        if embeddings is None and not coming:
+        if embeddings is None and not coming and blended is None:
             return self.runner.execute(scheduled.step)
         follow = partial(self.stored.wait, coming) if coming else None
-        return self.runner.execute(scheduled.step, Extras(embeddings=embeddings, await_layer=follow))
+        return self.runner.execute(scheduled.step, Extras(embeddings=embeddings, await_layer=follow, rows=blended))
 
     def _repair(self) -> None:
         """Correct what requests count as computed, after an interrupted step."""
@@ -309,4 +318,5 @@ class Engine(RequestBook):
             for session in list(self.branches.sessions.values()):
                 self.forget(session)
             self.reset_prefix_cache()
+            self.blending.close()
             self.stored.close()

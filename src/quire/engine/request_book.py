@@ -16,6 +16,7 @@ from quire.branches.media import NO_MEDIA, Media
 from quire.branches.past_prefixes import PastPrefixes
 from quire.branches.prefix_cache import RadixCache
 from quire.branches.stored_state import StoredState
+from quire.engine.blending import Blending, PromptBlend, lead_of
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.grammars import Grammars
@@ -96,6 +97,7 @@ class RequestBook:
         self.sampling = SamplingStep(
             eos_ids=self.eos_ids, grammars=self.grammars, metrics=self.metrics, finish=self._finish, fail=self._fail
         )
+        self.blending = Blending(runner, self.stored, lead_of(tokenizer), metrics=self.metrics)
         self.branches = SessionBranches(runner, cache=self.cache, tier=self.stored, metrics=self.metrics)
         self.pins = Pins(runner.state, self.branches.sessions, limits.max_num_batched_tokens)
         self.prefix_pins = PrefixPins(self.branches, self.pins)
@@ -159,6 +161,7 @@ class RequestBook:
         adapter: int | None = None,
         media: Media = NO_MEDIA,
         hints: CacheHints = NO_HINTS,
+        blend: PromptBlend | None = None,
     ) -> list[SequenceRequest]:
         """Queue a prompt; return one ``SequenceRequest`` per sample.
 
@@ -166,7 +169,7 @@ class RequestBook:
         fails, and its state is used as far as it agrees. ``key`` is the salt; only requests of the
         same salt and adapters share cached prefixes. ``adapter`` is the id of a loaded adapter
         for all tokens. A session has both. ``media`` holds the embeddings of ids below 0; those of
-        a session's own tokens are known.
+        a session's own tokens are known. ``blend``: how cached state of its segments is used.
 
         Everything is checked here: ``InvalidArgument``, ``ResourceExhausted`` (never fits),
         ``Unsupported``, ``NotFound``, ``FailedPrecondition`` (an embedding that must run is gone),
@@ -201,6 +204,7 @@ class RequestBook:
             ]
             leader = samples[0]
             leader.siblings = samples[1:]
+            leader.work.blend = blend
             for sample in samples:
                 sample.work.priority = hints.priority
             self._take_hints(leader, hints, in_session=session is not None)
@@ -423,6 +427,8 @@ class RequestBook:
         # Other threads read these without the lock: unfinished, or with all of the above.
         request.stop_reason, request.finish_reason = stop, reason
         self.scheduler.finish(request.work)
+        if request.work.blend is not None:
+            request.work.blend.end()
         # What has not come by now is computed when it is needed.
         self.stored.settle(request.work)
         self._requests.pop(request.work, None)

@@ -35,6 +35,7 @@ def request_output(
         cache_note=cache_note(first),
         reuse=reuse_of(first.work, tokenizer),
         hints=() if first.hints is None else tuple(first.hints.results),
+        blend=None if first.work.blend is None else first.work.blend.report(first.work),
         metrics=RequestMetrics(
             arrival_time=first.arrival,
             first_token_time=min(stamps, default=None),

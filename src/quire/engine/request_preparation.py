@@ -195,7 +195,7 @@ class RequestPreparation:
                             adapter=prepared.adapter,
                             media=prepared.media_of(number),
                             hints=prepared.hints,
-                            blend=self._engine.blending.wish(prepared.blend, prepared.pieces_of(number)),
+                            blend=self._engine.blending.wish(prepared.blend, prepared.pieces_of(number), tokens.size),
                         )
                     )
             except BaseException:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.branches.adapter_keys import salt_of
 from quire.branches.branch import Branch
@@ -17,6 +17,9 @@ from quire.engine.reuse_note import ReuseNote
 from quire.errors import PoolExhausted, ResourceExhausted
 from quire.outputs import Miss
 from quire.types import BASE, LogitsWanted
+
+if TYPE_CHECKING:
+    from quire.engine.blending import PromptBlend
 
 BACKGROUND = 2**31 - 1
 """The priority of what runs only if nothing else does: lower than any other."""
@@ -69,6 +72,8 @@ class ScheduledRequest(Branch):
     is_ready: Callable[[], bool] | None = None
     """Tells whether it can take part in a step while something is made for it; None: always."""
 
+    blend: PromptBlend | None = None
+    """How cached state of its segments is used; None: not at all."""
     question: Any = None
     """The question what tiers have of its tokens; None: it was not asked, or is of no use."""
 

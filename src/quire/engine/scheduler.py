@@ -293,6 +293,8 @@ class Scheduler:
             self._apply(Remove(request.seq))
         request.seq = None
         request.computed = 0
+        if request.blend is not None:
+            request.blend.end()
 
     def _admit(self, batch: StepDraft, failed: list[Failure]) -> None:
         index, seated = 0, self._seated
@@ -319,6 +321,8 @@ class Scheduler:
                     self._detach(request)
                 return
             self._bring(request, attached)
+            if request.blend is not None:
+                request.blend.begin(request)
             del self.waiting[index]
             request.status = Status.RUNNING
             request.admitted = True
@@ -479,7 +483,7 @@ class Scheduler:
         ids = request.tokens.ids[: self._limit(request)]
         held = -1
         for other in self.running:
-            if other.remaining <= 1 or not other.cacheable or other.key != request.key:
+            if other.remaining <= 1 or not other.cacheable or other.blend or other.key != request.key:
                 continue
             common = common_prefix(ids, other.tokens.ids)
             if common < DUPLICATE_PREFIX:

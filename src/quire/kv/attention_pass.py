@@ -121,6 +121,13 @@ class AttentionPass:
         cos, sin = self._rotation(spec, relative)
         return rotate(x_THD, cos, sin, interleaved=spec.interleaved)
 
+    def turn(self, layer_id: int, x_THD: Tensor) -> Tensor:
+        """See ``contracts.model.OpenPass``."""
+        layer = self._state.layer(layer_id)
+        if isinstance(layer.spec, LatentAttention):
+            return self.turn_last(x_THD, layer.spec.rope)
+        return x_THD if layer.turning is None else self._turn(x_THD, layer.turning)
+
     def turn_last(self, x_THD: Tensor, spec: RopeSpec | None, *, relative: bool = False) -> Tensor:
         """Rotate the last rotary columns of every head, as latent layers have them."""
         if spec is None:

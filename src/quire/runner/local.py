@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.kv_state import ModelState
-from quire.contracts.model import Model, OpenPass
+from quire.contracts.model import Block, Model, OpenPass
 from quire.errors import InvalidArgument, Unsupported
 from quire.interrupts import uninterrupted
 from quire.kv.rule_table import position_refusal, weights_refusal
@@ -36,6 +36,21 @@ from quire.types import (
     SetWindow,
     Step,
 )
+
+class RowChoice(Protocol):
+    """What lets only some rows of a forward go on from some block on (``OpenPass.narrow``)."""
+
+    @property
+    def alive(self) -> Ids:
+        """Rows of the batch that run now, ascending; the last one of each chunk among them."""
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """How many of them each chunk has."""
+
+    def enter(self, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass) -> Tensor:
+        """Return the rows of x that enter a block. Called for each block, in order."""
+
 
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -67,6 +82,8 @@ class Extras:
     """Called with the id of each layer that the step reaches before an import has brought all of
     it (``KVState.publish_import``). It returns once the layer has come. What it raises undoes the
     forward; None, or a layer that has not come then: ``FailedPrecondition`` does."""
+    rows: RowChoice | None = None
+    """Which rows run from some block on; None: all do."""
 
 
 NO_EXTRAS = Extras()
@@ -145,6 +162,8 @@ class LocalRunner:
             )
         if extras.positions is not None and (reason := position_refusal(self.model.layer_specs)):
             raise Unsupported(f"positions: {reason}")
+        if extras.rows is not None:
+            _check_choice(step, extras)
         if extras.attention_weights and (reason := weights_refusal(self.model.layer_specs, len(self.model.blocks))):
             raise Unsupported(f"attention weights: {reason}; leave output_attentions False")
         tokens = np.concatenate([np.asarray(chunk.tokens, dtype=np.int64) for chunk in step.chunks])
@@ -162,10 +181,14 @@ class LocalRunner:
                 self.adapters.activate(adapters, counts, np.diff(starts).tolist())
                 pass_ = self._open_pass(extras)
                 x_TE = self._embed(tokens, placeholders, extras)
-                for block in self.model.blocks:
+                for layer, block in enumerate(self.model.blocks):
+                    if extras.rows is not None:
+                        x_TE = self._entering(extras.rows, layer, block, x_TE, pass_, step)
                     x_TE = block(x_TE, pass_)
                     if extras.hidden_states:
                         hidden.append(x_TE)
+                if extras.rows is not None:
+                    index = np.searchsorted(extras.rows.alive, np.arange(len(tokens)) if index is None else index)
                 x_RE = x_TE if index is None else x_TE.index_select(0, torch.from_numpy(index).to(self.device))
             # Outside of inference mode: callers may write to the results.
             with torch.no_grad():
@@ -185,6 +208,16 @@ class LocalRunner:
         finally:
             self.adapters.deactivate()
         return StepOutput(logits_RV, starts, states, weights)
+
+    def _entering(
+        self, rows: RowChoice, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass, step: Step
+    ) -> Tensor:
+        """Return the rows that enter a block; how adapters change it is planned for these."""
+        entering_SE = rows.enter(layer, block, x_TE, pass_)
+        if entering_SE.shape[0] != x_TE.shape[0]:
+            head_counts = [int(chunk.logits == "last") for chunk in step.chunks]
+            self.adapters.activate([chunk.adapter for chunk in step.chunks], rows.counts, head_counts)
+        return entering_SE
 
     def _head_to(self, x_RE: Tensor, places: Sequence[Tensor], most: int) -> None:
         """Write the logits of all rows to their places, ``most`` rows at a time."""
@@ -257,6 +290,19 @@ class LocalRunner:
                 self.state.commit_accepted_token_tree_nodes(seqs, leaves)
             case SetWindow(seq, window, sink):
                 self.state.enable_sliding_window_for_seq(seq, window, sink)
+
+
+def _check_choice(step: Step, extras: Extras) -> None:
+    """Refuse what asks for all rows of a forward of which only some go on."""
+    for field, asked in (
+        ("mask", extras.mask is not None),
+        ("positions", extras.positions is not None),
+        ("hidden_states", extras.hidden_states),
+        ("attention_weights", extras.attention_weights),
+        ("logits", any(chunk.logits == "all" for chunk in step.chunks)),
+    ):
+        if asked:
+            raise Unsupported(f"{field} are of all rows, and only some of this forward's go on", field=field)
 
 
 def check_chunks(chunks: Sequence[Chunk]) -> None:
