@@ -292,7 +292,7 @@ class Scheduler:
                 self._cache.remove(request.seq)
             self._apply(Remove(request.seq))
         request.seq = None
-        request.computed = 0
+        request.recede(0)
 
     def _admit(self, batch: StepDraft, failed: list[Failure]) -> None:
         index, seated = 0, self._seated
@@ -481,7 +481,7 @@ class Scheduler:
         for other in self.running:
             if other.remaining <= 1 or not other.cacheable or other.key != request.key:
                 continue
-            common = common_prefix(ids, other.tokens.ids)
+            common = other.origin.exact_part(common_prefix(ids, other.tokens.ids))
             if common < DUPLICATE_PREFIX:
                 continue
             if held < 0:
