@@ -181,9 +181,10 @@ def test_prompts_of_the_executor_begin_with_the_exact_part(make_llm: MakeLLM, ll
     llm.executor.share_prefixes = True
     cache = rough(llm).as_cache()
     before = free_pages(llm)
-    llm.executor.prefill(PrefillInput(input_ids=torch.tensor([[*PROMPT, 1]]), logits="last"))
+    other = llm.executor.prefill(PrefillInput(input_ids=torch.tensor([[*PROMPT, 1]]), logits="last")).kv_cache
     assert before - free_pages(llm) == (41 - EXACT + 3) // 4
     cache.release()
+    llm.executor.release_cache(other.cache_id)
 
 
 def test_commits(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:
