@@ -34,6 +34,7 @@ def describe(path: Path) -> dict[str, Any]:
             "model": metadata["model"],
             "adapters": metadata["adapters"],
             "exact": metadata.get("exact"),
+            "exact_tokens": metadata.get("exact_tokens"),
             "modified": metadata.get("modified"),
             "sequences": [_sequence(tokens, sequence) for tokens, sequence in _rows(metadata, path)],
         }
@@ -89,12 +90,11 @@ def print_description(found: Mapping[str, Any]) -> None:
     """Print tables on stdout."""
     model = found["model"]
     config, weights = (str(model.get(name))[:16] for name in ("config", "weights"))
-    exact = "approximate" if found["exact"] is False else "modified by hand" if found["modified"] else "exact"
     rows = [
         ("kind", found["kind"]),
         ("model", f"{model.get('architecture')}, config {config}, weights {weights}"),
         ("adapters", found["adapters"] or "none"),
-        ("state", exact),
+        ("state", _origin(found)),
         ("bytes", f"{found['bytes']:,} in the file, {found['state_bytes']:,} of state in {found['tensors']} tensors"),
         ("checksums", found["checksums"]),
     ]
@@ -103,6 +103,22 @@ def print_description(found: Mapping[str, Any]) -> None:
         rows.append((f"sequence {number}", f"{sequence['num_tokens']} tokens{window}"))
         rows += [("", line) for line in _lines_of(sequence)]
     print_tables(folding_table("", "", rows=rows, box=None, show_header=False, title=str(found["file"])))
+
+
+def _origin(found: Mapping[str, Any]) -> str:
+    """Describe how far the state is what the tokens give; in a KV cache row by row."""
+    if found["kind"] == "session":
+        return _origin_of(found["exact"], found["exact_tokens"], found["modified"])
+    count = len(found["sequences"])
+    usual = {"exact": True, "exact_tokens": None, "modified": False}
+    told = list(map(_origin_of, *(found[name] or [value] * count for name, value in usual.items())))
+    return told[0] if len({*told}) == 1 else ", ".join(f"row {row} {one}" for row, one in enumerate(told))
+
+
+def _origin_of(exact: bool, exact_tokens: int | None, modified: bool) -> str:
+    if not exact:
+        return f"approximate from token {exact_tokens} on" if exact_tokens else "approximate"
+    return "modified by hand" if modified else "exact"
 
 
 def _lines_of(sequence: Mapping[str, Any]) -> Iterator[str]:

@@ -87,6 +87,25 @@ def test_what_a_branch_owes() -> None:
 
 
 def test_only_what_tokens_give_is_shared() -> None:
-    assert COMPUTED.is_shareable
-    for origin in (Origin(exact=False), Origin(modified=True), Origin(private=True)):
-        assert not origin.is_shareable
+    assert COMPUTED.shareable(5) == 5
+    assert Origin(modified=True).shareable(5) == Origin(private=True).shareable(5) == 0
+    assert Origin(inexact_from=0).shareable(5) == 0
+    assert Origin(inexact_from=3).shareable(5) == 3
+    assert Origin(inexact_from=3).shareable(2) == 2
+
+
+def test_what_comes_before_the_first_inexact_token_is_exact() -> None:
+    origin = Origin(inexact_from=3, private=True)
+    assert not origin.exact
+    assert origin.cut(4) is origin
+    assert origin.cut(3) == Origin(private=True)
+    parent = Branch(tokens=TokenHistory(range(6)), computed=6, origin=origin)
+    for length, exact in ((6, False), (4, False), (3, True), (1, True)):
+        child = Branch()
+        child.become(parent, length, None)
+        assert child.origin == origin.cut(length)
+        assert child.origin.exact == exact
+    parent.recede(4)
+    assert (parent.computed, parent.origin) == (4, origin)
+    parent.recede(3)
+    assert (parent.computed, parent.origin) == (3, Origin(private=True))

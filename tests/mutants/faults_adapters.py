@@ -71,8 +71,8 @@ MUTANTS = (
     Mutant(
         name="executors-share-across-adapters",
         file="branches/prefix_sharing.py",
-        old="common = row.runs.agreed(wanted, common_prefix(row.tokens.ids, ids))",
-        new="common = common_prefix(row.tokens.ids, ids)",
+        old="            common = row.runs.agreed(wanted, common)\n",
+        new="",
         tests=("executor/test_adapters.py::test_shared_prefixes_are_of_one_adapter",),
     ),
     Mutant(

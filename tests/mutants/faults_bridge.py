@@ -8,15 +8,15 @@ MUTANTS = (
     Mutant(
         name="prompts-begin-with-salted-rows",
         file="branches/prefix_sharing.py",
-        old=" not row.origin.is_shareable or",
-        new="",
+        old="row.tokens.ids[: row.origin.shareable(len(row.tokens))]",
+        new="row.tokens.ids",
         tests=("engine/test_bridge.py::test_salted_tokens_and_windows_are_no_prefix_for_prompts",),
     ),
     Mutant(
         name="prompts-begin-with-windowed-rows",
         file="branches/prefix_sharing.py",
-        old=" or row.window != pool.facts.row_window",
-        new="",
+        old="if row.window != pool.facts.row_window",
+        new="if False",
         tests=("engine/test_bridge.py::test_salted_tokens_and_windows_are_no_prefix_for_prompts",),
     ),
     Mutant(
@@ -57,8 +57,8 @@ MUTANTS = (
     Mutant(
         name="written-rows-become-plain-sessions",
         file="engine/row_sessions.py",
-        old="Origin(exact=state.origin.exact, modified=fixed), fixed",
-        new="Origin(exact=state.origin.exact, modified=False), False",
+        old="replace(state.origin, modified=fixed, private=False), fixed",
+        new="replace(state.origin, modified=False, private=False), False",
         tests=("engine/test_bridge.py::test_a_state_that_was_written_into",),
     ),
     Mutant(

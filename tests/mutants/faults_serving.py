@@ -140,8 +140,8 @@ SESSIONS = (
     Mutant(
         name="fork-counts-what-a-window-lost",
         file="engine/session_branches.py",
-        old="child.seq, child.computed = self.fork_of(parent.seq, held), held",
-        new="child.seq, child.computed = self.fork_of(parent.seq, held), min(parent.computed, held + 1)",
+        old="child.recede(held)",
+        new="child.recede(min(parent.computed, held + 1))",
         tests=("engine/test_sessions.py::test_fork",),
     ),
     Mutant(

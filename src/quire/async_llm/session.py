@@ -49,6 +49,8 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
     window = shared(Session.window)
     adapter = shared(Session.adapter)
     num_computed = shared(Session.num_computed)
+    exact = shared(Session.exact)
+    exact_tokens = shared(Session.exact_tokens)
     last_commit = shared(Session.last_commit)
 
     async def pages(self) -> tuple[int, int]:

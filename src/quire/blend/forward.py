@@ -10,7 +10,7 @@ heads; D head size; E model width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.blend.retriever import RowsPiece
-from quire.blend.rotation import Rotation
+from quire.blend.rotation import KeyMove
 from quire.blend.scores import ScoreInputs, score_of
 from quire.blend.selection import BlendedRows, BlendPolicy, Selection
 from quire.contracts.kv_state import ModelState
-from quire.contracts.layers import KeyValueAttention, LatentAttention
+from quire.contracts.layers import KeyValueAttention, LatentAttention, RopeSpec
 from quire.contracts.model import Block, LatentExpansion, OpenPass, Pass
 from quire.errors import BlendLoadError, QuireError, Unsupported
+from quire.ops.rope import RotaryTable
 
 
 class RowSource(Protocol):
@@ -57,13 +58,14 @@ class BlendedForward:
         self,
         state: ModelState,
         policy: BlendPolicy,
-        rotation: Rotation,
+        tables: Callable[[RopeSpec], RotaryTable],
         counts: Sequence[int],
         chunks: Sequence[BlendedChunk | None],
     ) -> None:
         """``counts``: rows of each chunk of the step. ``chunks``: how each is blended; None: all of
-        its rows run."""
-        self._state, self._policy, self._rotation = state, policy, rotation
+        its rows run. ``tables``: those that the state rotates with."""
+        self._state, self._policy, self._tables = state, policy, tables
+        self._moves: dict[Hashable, KeyMove] = {}
         self.chunks = chunks
         self._starts = np.concatenate(([0], np.cumsum(counts)))
         valid = [
@@ -170,8 +172,17 @@ class BlendedForward:
 
     def _moved(self, layer: int, piece: RowsPiece, index: Tensor) -> Tensor:
         """Return K of some rows of a piece, at their places in the prompt."""
-        k = piece.k.index_select(0, index)
-        return self._rotation.moved(layer, k, piece.original + index, piece.start - piece.original)
+        spec = self._state.layer_spec(layer)
+        assert isinstance(spec, (KeyValueAttention, LatentAttention))
+        k_NHD, rope = piece.k.index_select(0, index), spec.rope
+        if rope is None or spec.rope_mode == "none":
+            return k_NHD
+        # In all layers of one rotation the same rows make the same move, but at the check layer.
+        name = (rope, piece.start, piece.original, index.numel(), layer in self._policy.layers)
+        if name not in self._moves:
+            offsets = index.cpu().numpy()
+            self._moves[name] = KeyMove(self._tables(rope), piece.original + offsets, piece.start + offsets)
+        return self._moves[name](k_NHD)
 
     def _fill(self, layer: int, pass_: OpenPass) -> None:
         """Give a layer the cached rows of those that do not run."""

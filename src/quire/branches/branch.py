@@ -7,7 +7,7 @@ be given up. What is left to run is ``len(tokens) - computed``; preempting is ``
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.branches.history import TokenHistory
 from quire.kv.windows import Window
@@ -18,17 +18,32 @@ from quire.types import BASE, AdapterRuns, SeqId
 class Origin:
     """How a branch's state came to be, where its tokens alone do not say it."""
 
-    exact: bool = True
-    """False if the state went through another dtype."""
+    inexact_from: int | None = None
+    """The first token whose state is not what the tokens give, and neither is that of later ones; 0
+    after another dtype. None: all state is what they give."""
     modified: bool = False
     """Whether the state was written into: running its tokens again would give another one."""
     private: bool = False
     """Whether the tokens have a salt of their own, so that no other branch may share them."""
 
     @property
-    def is_shareable(self) -> bool:
-        """Whether other prompts may begin with this state."""
-        return self.exact and not (self.modified or self.private)
+    def exact(self) -> bool:
+        """Whether all state is what the tokens give, as far as nothing was written into it."""
+        return self.inexact_from is None
+
+    def exact_part(self, length: int) -> int:
+        """Return how many of the first ``length`` tokens come before ``inexact_from``."""
+        return length if self.inexact_from is None else min(length, self.inexact_from)
+
+    def shareable(self, length: int) -> int:
+        """Return with how many of the first ``length`` tokens other prompts may begin."""
+        return 0 if self.modified or self.private else self.exact_part(length)
+
+    def cut(self, length: int) -> Origin:
+        """Return the origin of the state of the first ``length`` tokens."""
+        if self.inexact_from is None or self.inexact_from < length:
+            return self
+        return replace(self, inexact_from=None)
 
 
 COMPUTED = Origin()
@@ -71,11 +86,15 @@ class Branch:
         """Return the adapters of the first ``length`` tokens; of none the base model."""
         return self.runs.cut(length) if length else BASE
 
+    def recede(self, length: int) -> None:
+        """Note that the state of the first ``length`` tokens is left, and no other."""
+        self.computed, self.origin = length, self.origin.cut(length)
+
     def become(self, other: Branch, length: int, seq: SeqId | None) -> None:
         """Become the first ``length`` tokens of another branch, copying none of them. ``seq`` holds
         the state of all of these; None: nothing does yet."""
         self.tokens, self.window = other.tokens.fork(length), other.window
         self.runs = other.runs_before(length)
-        self.origin = other.origin if length else COMPUTED
+        self.origin = other.origin.cut(length) if length else COMPUTED
         self.mark = None if other.mark is None or other.mark > length else other.mark
         self.seq, self.computed = seq, 0 if seq is None else length

@@ -48,9 +48,10 @@ def _longest(pool: CachePool, ids: Ids, adapter: int | None, places: Ids) -> tup
     wanted = BASE.then(0, adapter)
     for cache in list(pool.caches.values()):
         for row in cache.rows:
-            if not row.origin.is_shareable or row.window != pool.facts.row_window:
+            if row.window != pool.facts.row_window:
                 continue
-            common = row.runs.agreed(wanted, common_prefix(row.tokens.ids, ids))
+            common = common_prefix(row.tokens.ids[: row.origin.shareable(len(row.tokens))], ids)
+            common = row.runs.agreed(wanted, common)
             stood = np.arange(common) if row.positions is None else row.positions.ids[:common]
             common = common_prefix(stood, places[:common])
             if common > best[1]:

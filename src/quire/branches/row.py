@@ -101,7 +101,7 @@ class Row(Branch):
         self.cuts.append((revision, length))
         self.runs = self.runs_before(length)
         self.positions = _first(self.positions, length)
-        self.origin = self.origin if length else COMPUTED
+        self.origin = self.origin.cut(length) if length else COMPUTED
         self.tokens.truncate(length)
         self.computed = length
 

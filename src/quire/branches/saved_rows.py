@@ -77,7 +77,7 @@ class SavedRow:
     def fill(self, branch: Branch, count: int) -> None:
         """Let a branch have the first ``count`` tokens, of which nothing is computed yet."""
         branch.tokens = TokenHistory(np.full(count, UNKNOWN) if self.ids is None else self.ids[:count])
-        branch.runs, branch.window, branch.origin = self.runs, self.window, self.origin
+        branch.runs, branch.window, branch.origin = self.runs, self.window, self.origin.cut(self.length)
 
 
 def read_rows(
@@ -148,6 +148,7 @@ def _as_cache(session: Mapping[str, Any]) -> dict[str, Any]:
         if own != (expected := (window.size, window.sink, "token") if window else (None, 0, "token")):
             raise DataLoss(f"the state file's sequence has window, sink and eviction {own}, and its session {expected}")
     of_rows = {name: [session[name]] for name in ("adapters", "tokens", "exact", "modified")}
+    of_rows["exact_tokens"] = [session.get("exact_tokens")]
     return {
         **{name: session[name] for name in ("model", "window")},
         **of_rows,
@@ -191,9 +192,20 @@ def _saved_row(
         window=window,
         runs=_runs(_of_row(found, "adapters", row, []), total, runner, what, of_session),
         origin=Origin(
-            exact=_of_row(found, "exact", row, True) and not converted, modified=_of_row(found, "modified", row, False)
+            inexact_from=0 if converted else _inexact_from(found, row, length),
+            modified=_of_row(found, "modified", row, False),
         ),
     )
+
+
+def _inexact_from(found: Mapping[str, Any], row: int, length: int) -> int | None:
+    exact, tokens = _of_row(found, "exact", row, True), _of_row(found, "exact_tokens", row, None)
+    if tokens is not None and (exact or tokens >= length):
+        raise DataLoss(
+            f"the state of {length} tokens has exact {exact} and exact_tokens {tokens}; a number below that is expected "
+            "where exact is false, and null elsewhere"
+        )
+    return None if exact else tokens or 0
 
 
 def _ids(listed: list[int] | None, length: int, vocab_size: int, *, owed: bool) -> Ids | None:

@@ -49,6 +49,7 @@ def dump(cache: CacheRows) -> bytes:
         tensors.append(found)
     histories = [written(row.runs, cache.pool.fingerprint_of) for row in cache.rows]
     positions = [None if row.positions is None else row.positions.ids.tolist() for row in cache.rows]
+    inexact = [row.origin.inexact_from for row in cache.rows]
     is_placed = any(one is not None for one in positions)
     metadata: dict[str, Any] = {
         "kind": KV_CACHE_WITH_POSITIONS if is_placed else KV_CACHE,
@@ -63,6 +64,7 @@ def dump(cache: CacheRows) -> bytes:
         **({"positions": positions} if is_placed else {}),
         "tokens": [row.tokens.ids.tolist() if row.tokens.is_known else None for row in cache.rows],
         "exact": [row.origin.exact for row in cache.rows],
+        **({"exact_tokens": inexact} if any(one is not None for one in inexact) else {}),
         "modified": [row.origin.modified for row in cache.rows],
         "rows": rows,
     }

@@ -122,7 +122,8 @@ class StoredState:
         return Contents(self._model, self._layout_hash, tokens, adapters)
 
     def _is_kept(self, branch: Branch) -> bool:
-        """Return whether a branch's state may be found by its tokens."""
+        """Return whether a branch's state may be found by its tokens. Of one that is exact in part
+        nothing is: what came before was kept when it was all there was."""
         return self.store is not None and branch.origin.exact and not branch.modified and not self.layout.refusal
 
     # -- writing -----------------------------------------------------------------------------------
@@ -428,7 +429,7 @@ class StoredState:
         if loading is None:
             return Miss.NONE
         loading.end()
-        length, branch.seq, branch.computed = branch.computed, None, 0
+        length, branch.seq, branch.computed = branch.computed, None, 0  # it is exact: tiers keep no other
         try:
             if loading.error is None:
                 self.runner.state.finish_import(loading.seq)

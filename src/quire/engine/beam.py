@@ -131,8 +131,7 @@ class BeamSearch:
             work = requests[0].work
             self._arrival, self._num_cached = work.arrival, work.num_cached
             first, branches = self._beams[0].branch, self._engine.branches
-            if first.seq is not None:
-                branches.keep(first.seq, self._prompt, branches.key_of(first))
+            branches.share(first, branches.key_of(first), live=True, keep=True)
         following = self._choose()
         if self._is_over([hypothesis for _, hypothesis in following]):
             self.done = True
@@ -240,12 +239,11 @@ class BeamSearch:
         with self._engine.lock:
             if not self.done:
                 self._end("cancelled")
-            engine, cache = self._engine, self._engine.cache
+            engine = self._engine
             idle = (branch for branch in self._branches if branch.seq is not None and not branch.busy)
             kept = next(idle, None) if self._error is None else None
-            if kept is not None and kept.seq is not None and cache is not None:
-                held = kept.tokens.ids[: kept.computed]
-                engine.branches.remove_all(cache.insert(kept.seq, held, engine.branches.key_of(kept)))
+            if kept is not None and engine.cache is not None:
+                engine.branches.share(kept, engine.branches.key_of(kept), live=False)
                 kept.seq, kept.computed = None, 0
             for branch in self._branches:
                 engine.forget(branch)

@@ -24,16 +24,16 @@ from quire.blend.chunk_catalog import ChunkCatalog
 from quire.blend.chunks import ChunkKeys, ChunkLayout, cuts
 from quire.blend.forward import BlendedChunk, BlendedForward
 from quire.blend.retriever import ChunkRetriever, ChunkTask
-from quire.blend.rotation import Rotation
 from quire.blend.selection import BlendedRows, BlendPolicy
 from quire.branches.history import Ids
 from quire.branches.stored_state import StoredState
-from quire.contracts.layers import KeyValueAttention
+from quire.contracts.layers import KeyValueAttention, RopeSpec
 from quire.engine.segmented_prompts import Pieces
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import BlendLoadError, InvalidArgument, Unsupported
 from quire.outputs import Blend
 from quire.metrics import EngineMetrics
+from quire.ops.rope import RotaryTable
 from quire.runner.local import Runner
 from quire.segments import AUTO, BlendParams
 
@@ -170,7 +170,7 @@ class Blending:
         self._runner, self._stored = runner, stored
         self.lead = tuple(lead)
         self._layers = (min(CHECK_LAYER, len(runner.model.blocks) - 1),)
-        self._rotation: Rotation | None = None
+        self._tables: dict[RopeSpec, RotaryTable] = {}
         self._metrics = metrics
         self._refusal: str | None = None
 
@@ -281,11 +281,15 @@ class Blending:
         ]
         if not any(chunks):
             return None
-        if self._rotation is None:
-            self._rotation = Rotation.of(self._runner.state)
         policy = BlendPolicy(layers=self._layers, min_tokens=0)
         counts = [len(chunk.tokens) for chunk in scheduled.step.chunks]
-        return BlendedForward(self._runner.state, policy, self._rotation, counts, chunks)
+        return BlendedForward(self._runner.state, policy, self._table, counts, chunks)
+
+    def _table(self, rope: RopeSpec) -> RotaryTable:
+        """Return the rows with which the state rotates; rows of equal rules are equal."""
+        if rope not in self._tables:
+            self._tables[rope] = RotaryTable(rope, self._runner.state.device)
+        return self._tables[rope]
 
     def ran(self, scheduled: Scheduled, forward: BlendedForward) -> None:
         """Note what a blended step did, before its tokens count as computed."""

@@ -163,7 +163,7 @@ class Engine(RequestBook):
         for work in self.scheduler.running:
             if work.seq is not None:
                 held = self.runner.state.sequence_length(work.seq)
-                work.computed = self.branches.pop(work.seq, held, min(held, len(work.tokens) - 1))
+                work.recede(self.branches.pop(work.seq, held, min(held, len(work.tokens) - 1)))
 
     def _cancel_pending(self) -> list[SequenceRequest]:
         changed: list[SequenceRequest] = []
@@ -226,15 +226,14 @@ class Engine(RequestBook):
         if work.reuse_note.missed is not Miss.NONE:
             self.metrics.reuse_misses.inc(work.reuse_note.missed)
         if self.cache is not None and work.cacheable and work.seq is not None:
-            held = work.tokens.ids[: work.computed]
-            self.branches.remove_all(self.cache.insert(work.seq, held, work.key, live=True))
-            self.branches.keep(work.seq, held, work.key)
+            self.branches.share(work, work.key, live=True, keep=True)
             self.stored.keep(work, again=True)
 
     def _fork_sample(self, leader: SequenceRequest, sibling: SequenceRequest) -> SequenceRequest:
         if leader.work.seq is None:
             raise QuireError("a prompt was computed without a sequence")
         sibling.work.seq, sibling.work.computed = self.branches.fork_of(leader.work.seq), leader.work.computed
+        sibling.work.origin = leader.work.origin
         sibling.work.num_cached, sibling.work.num_replayed = leader.work.num_cached, leader.work.num_replayed
         sibling.work.reuse_note = leader.work.reuse_note
         self._requests[sibling.work] = sibling

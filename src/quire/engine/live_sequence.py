@@ -115,6 +115,18 @@ class LiveSequence(Labelled):
         return self._state.modified
 
     @property
+    def exact(self) -> bool:
+        """Whether its state is what its tokens give, apart from what ``modified`` tells. False:
+        some went through another dtype, or was blended. It becomes exact again where it is
+        computed again: after a rewind to ``exact_tokens`` or before, or once it was dropped."""
+        return self._state.origin.exact
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many of its first tokens have exact state; all of them, if ``exact``."""
+        return self._state.origin.exact_part(len(self))
+
+    @property
     def last_commit(self) -> str | None:
         """The id of the commit that it was made from, or was committed as last; a fork has that of
         its parent."""

@@ -95,7 +95,9 @@ class PrefixPins:
         length if there is none."""
         seq, kept = work.seq, 0
         if seq is not None:
-            kept = self._branches.runner.state.nearest_reachable(seq, min(length, work.computed))
+            kept = self._branches.runner.state.nearest_reachable(
+                seq, work.origin.exact_part(min(length, work.computed))
+            )
         found = cache.find(work.tokens.ids[:length], work.key)
         if found is not None and found[1] > kept:
             seq, kept = found

@@ -455,7 +455,7 @@ class RequestBook:
             self.branches.remove(work.seq)
         else:
             self.stored.keep(work)
-            self.branches.remove_all(self.cache.insert(work.seq, work.tokens.ids[: work.computed], work.key))
+            self.branches.share(work, work.key, live=False)
         work.seq = None
 
     def give_up(self, rank: Rank) -> bool:

@@ -6,8 +6,9 @@ the adapter of each, and the state's origin (``quire.branches.branch.Origin``).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quire.branches.adapter_keys import private_salt
-from quire.branches.branch import Origin
 from quire.branches.cache_rows import CacheRows
 from quire.branches.going_back import require_again
 from quire.branches.row import are_indices
@@ -48,11 +49,12 @@ def fork_to_session(engine: Engine, cache: CacheRows, picked: int, length: int) 
     cache.commit_chains()
     # A cache does not keep the embeddings that stood at placeholders.
     fixed = state.modified or bool((state.tokens.ids < 0).any())
-    state.origin, state.pinned = Origin(exact=state.origin.exact, modified=fixed), fixed
+    state.origin, state.pinned = replace(state.origin, modified=fixed, private=False), fixed
     kv, position = engine.runner.state, engine.runner.state.nearest_reachable(source.seq, length)
     if position < length:
         require_again(kv, source, position, length, loaded, f"row {picked}: ", since=0)
     state.mark = None
     if position:
-        state.seq, state.computed = engine.branches.fork_of(source.seq, position), position
+        state.seq = engine.branches.fork_of(source.seq, position)
+    state.recede(position)
     return state

@@ -62,6 +62,7 @@ def parts(
         "model": identity.fields(),
         "adapters": runs,
         "exact": state.origin.exact,
+        **({} if state.origin.exact else {"exact_tokens": state.origin.inexact_from}),
         "modified": state.modified,
         "window": None if state.window is None else [state.window.size, state.window.sink],
         "tokens": tokens,
@@ -83,8 +84,8 @@ def require_computed(state: SessionBranch) -> None:
 
 
 def needs_state(state: SessionBranch) -> bool:
-    """Return whether a session's tokens do not give its state: it was written into, it went through
-    another dtype, or embeddings stand in it, which only this process has."""
+    """Return whether a session's tokens do not give its state: it was written into, it is not
+    exact, or embeddings stand in it, which only this process has."""
     return state.modified or not state.origin.exact or bool((state.tokens.ids < 0).any())
 
 

@@ -292,7 +292,7 @@ class Scheduler:
                 self._cache.remove(request.seq)
             self._apply(Remove(request.seq))
         request.seq = None
-        request.computed = 0
+        request.recede(0)
         if request.blend is not None:
             request.blend.end()
 
@@ -485,7 +485,7 @@ class Scheduler:
         for other in self.running:
             if other.remaining <= 1 or not other.cacheable or other.blend or other.key != request.key:
                 continue
-            common = common_prefix(ids, other.tokens.ids)
+            common = other.origin.exact_part(common_prefix(ids, other.tokens.ids))
             if common < DUPLICATE_PREFIX:
                 continue
             if held < 0:

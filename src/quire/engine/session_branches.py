@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.branches import spare_states
 from quire.branches.adapter_keys import AdapterKey, prefix_key, runs_of_session
-from quire.branches.branch import COMPUTED
+from quire.branches.branch import COMPUTED, Branch
 from quire.branches.going_back import nearest
 from quire.branches.history import common_prefix
 from quire.branches.media import Media
@@ -94,12 +94,19 @@ class SessionBranches:
             self.cache.truncate(seq, kept)
         return kept
 
-    def keep(self, seq: SeqId, tokens: NDArray[np.int64], key: Hashable) -> None:
-        """Let the prefix cache hold a growing sequence's present end, if windows would release
-        it."""
-        if self.cache is None or not self.runner.state.forgets:
+    def share(self, branch: Branch, key: Hashable, *, live: bool, keep: bool = False) -> None:
+        """Let prompts find what a branch has computed, up to the first token whose state is not
+        what the tokens give. A branch that is not ``live`` gives up its sequence. ``keep``: the
+        present end of a live one, too, if windows would release it."""
+        seq, exact = branch.seq, branch.origin.exact_part(branch.computed)
+        if self.cache is None or seq is None or (live and not exact):
             return
-        self.remove_all(self.cache.insert(self.fork_of(seq), tokens, key))
+        if not live:
+            exact = self.pop(seq, branch.computed, exact)
+        held = branch.tokens.ids[:exact]
+        self.remove_all(self.cache.insert(seq, held, key, live=live))
+        if keep and branch.origin.exact and self.runner.state.forgets:
+            self.remove_all(self.cache.insert(self.fork_of(seq), held, key))
 
     def fingerprint_of(self, adapter: int) -> str:
         """Return a loaded adapter's fingerprint; ``NotFound``."""
@@ -138,7 +145,8 @@ class SessionBranches:
         agreed = parent.runs.agreed(child.runs, length)
         held = self.reach(parent, agreed)
         if parent.seq is not None and held:
-            child.seq, child.computed = self.fork_of(parent.seq, held), held
+            child.seq = self.fork_of(parent.seq, held)
+            child.recede(held)
         else:
             child.origin, child.mark = COMPUTED, None
         self.hold(child)
@@ -180,7 +188,7 @@ class SessionBranches:
             return
         kept, found = self.reach(session, length), self.found(session, length)
         if found is None or found[1] <= kept:
-            session.computed = self.pop(session.seq, session.computed, length)
+            session.recede(self.pop(session.seq, session.computed, length))
             return
         # Another sequence is nearer: the session goes on from a fork of that.
         fork = self.fork_of(*found)
@@ -240,9 +248,8 @@ class SessionBranches:
         """Give a session's pages back; its tokens stay, to be computed again when needed."""
         if session.seq is not None:
             self.remove(session.seq)
-        session.seq, session.computed = None, 0
-        if not session.origin.exact:
-            session.origin = replace(session.origin, exact=True)
+        session.seq = None
+        session.recede(0)
 
     def lend(self, session: SessionBranch, request: SequenceRequest) -> None:
         """Let the request work on the session's sequence, as far as it agrees; at least one token
@@ -266,7 +273,7 @@ class SessionBranches:
         request.session, session.request = session, request
         if session.modified and session.seq is not None and (self.runner.state.forgets or session.window is not None):
             request.way_back = self.fork_of(session.seq)
-        work.seq, work.computed = session.seq, session.computed
+        work.seq, work.computed, work.origin = session.seq, session.computed, session.origin
         work.admitted = session.seq is not None
         work.num_cached = session.computed
         work.num_replayed = max(0, work.known - session.computed)
@@ -296,7 +303,8 @@ class SessionBranches:
         work = request.work
         session.request = None
         session.seq, work.seq = work.seq, None
-        session.computed = work.computed if session.seq is not None else 0
+        session.origin = work.origin
+        session.recede(work.computed if session.seq is not None else 0)
         if request.succeeded:
             count = len(work.tokens) if request.kept is None else request.num_prompt + request.kept
             tokens = work.tokens.fork(count)
@@ -315,17 +323,16 @@ class SessionBranches:
                 session.logits = None
                 runs = runs_of_session(session.runs, session.computed, session.adapter)
                 same = session.runs.agreed(runs, session.computed)
-                session.computed = 0 if session.seq is None else self.pop(session.seq, session.computed, same)
+                session.recede(0 if session.seq is None else self.pop(session.seq, session.computed, same))
                 session.runs = runs
         if request.way_back is not None:
             self.remove(request.way_back)
             request.way_back = None
         self.hold(session)
         if self.cache is not None and session.seq is not None and session.computed and work.cacheable:
-            held, key = session.tokens.ids[: session.computed], self.key_of(session)
-            self.remove_all(self.cache.insert(session.seq, held, key, live=True))
-            if request.params is not None or len(work.tokens) - work.num_cached >= KEEP_TOKENS:
-                self.keep(session.seq, held, key)
+            key, parts_here = self.key_of(session), len(work.tokens) - work.num_cached >= KEEP_TOKENS
+            self.share(session, key, live=True, keep=request.params is not None or parts_here)
+            if request.params is not None or parts_here:
                 self.tier.keep(session)
 
     def _return_to(self, session: SessionBranch, request: SequenceRequest, length: int) -> None:
@@ -335,7 +342,7 @@ class SessionBranches:
         if way_back is None or session.seq is None or session.computed <= length:
             self.rewind(session, length)
         elif self.runner.state.nearest_reachable(session.seq, length) == length:
-            session.computed = self.pop(session.seq, session.computed, length)
+            session.recede(self.pop(session.seq, session.computed, length))
         else:
             self.remove(session.seq)
             session.seq, request.way_back = way_back, None
@@ -378,9 +385,8 @@ class SessionBranches:
         idle = next((session for session in self.sessions.values() if session.droppable), None)
         if idle is None:
             return False
-        # What went through another dtype becomes exact if it is computed again.
-        if idle.origin.exact:
-            self.tier.save(idle)
+        # What is not exact becomes so if it is computed again.
+        self.tier.save(idle)
         self.drop(idle)
         return True
 

@@ -206,7 +206,8 @@ SESSION = record(
         "tokens": TOKENS,
         "positions": row(integer(), integer()),
         "sequence": nullable(_sequence),
-    }
+    },
+    {"exact_tokens": nullable(integer())},
 )
 
 CACHE: Mapping[str, Check] = {
@@ -223,7 +224,11 @@ CACHE: Mapping[str, Check] = {
     "rows": list_of(_sequence),
 }
 
-ORIGINS: Mapping[str, Check] = {"exact": list_of(flag), "modified": list_of(flag)}
+ORIGINS: Mapping[str, Check] = {
+    "exact": list_of(flag),
+    "exact_tokens": list_of(nullable(integer())),
+    "modified": list_of(flag),
+}
 """Of each row; files from before sessions could be caches do not have them."""
 
 POSITIONS = integers(0, 2**31 - 1)

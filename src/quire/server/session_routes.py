@@ -271,6 +271,8 @@ async def _summary(context: Context, held: HeldSession) -> dict[str, Any] | None
         "shared_pages": shared,
         "pinned": session.pinned,
         "modified": session.modified,
+        "exact": session.exact,
+        "exact_tokens": session.exact_tokens,
         "last_commit": session.last_commit,
         "window": None if session.window is None else dict(zip(("window", "sink"), session.window, strict=True)),
         "in_use": held.busy,
