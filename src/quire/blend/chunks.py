@@ -11,24 +11,19 @@ Letters: n tokens of a chunk; Hkv heads; Dk, Dv head sizes; R, Dr columns of a l
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from quire.blend.token_sums import WINDOW, TokenSums
-from quire.contracts.kv_state import Export, ModelState, TensorPlan
-from quire.contracts.layers import LatentAttention
-from quire.contracts.store import Blob, ObjectKey, ObjectKind
+from quire.blend.token_sums import TokenSums
+from quire.contracts.kv_state import ModelState
+from quire.contracts.store import ObjectKey
 from quire.errors import InvalidArgument
-from quire.kv.statefile import StateFile
 from quire.store.keys import root_key
-from quire.store.objects import Contents, pack, tensor_name, unpack
+from quire.store.objects import Contents
 
 Ids = NDArray[np.int64]
 

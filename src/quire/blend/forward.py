@@ -236,7 +236,7 @@ class BlendedForward:
         return found
 
 
-class Projected(Exception):  # noqa: N818  (it is no error)
+class Projected(Exception):
     """What a block gives to attention. It ends the block."""
 
     def __init__(self, q_AHD: Tensor, k_AHD: Tensor, v_AHD: Tensor) -> None:

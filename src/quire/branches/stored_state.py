@@ -13,11 +13,12 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from quire.blend.chunks import ChunkKeys
 from quire.branches.adapter_keys import is_private
 from quire.branches.branch import Branch
 from quire.branches.history import UNKNOWN, Ids
@@ -107,7 +108,13 @@ class StoredState:
         assert self.layout is not None  # It makes the fields of the model.
         dtype = str(getattr(self.runner.model, "dtype", ""))
         return ChunkKeys.of(
-            model=self._model, layout_hash=self._layout_hash, dtype=dtype, salt=repr(salt), adapter=adapter, lead=lead, private=is_private(salt)
+            model=self._model,
+            layout_hash=self._layout_hash,
+            dtype=dtype,
+            salt=repr(salt),
+            adapter=adapter,
+            lead=lead,
+            private=is_private(salt),
         )
 
     def _chain_of(self, branch: Branch, length: int) -> Chain:

@@ -31,17 +31,17 @@ from quire.contracts.layers import KeyValueAttention, RopeSpec
 from quire.engine.segmented_prompts import Pieces
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import BlendLoadError, InvalidArgument, Unsupported
-from quire.outputs import Blend
 from quire.metrics import EngineMetrics
 from quire.ops.rope import RotaryTable
+from quire.outputs import Blend
 from quire.runner.local import Runner
 from quire.segments import AUTO, BlendParams
 
 logger = logging.getLogger("quire.engine")
 
 if TYPE_CHECKING:
-    from quire.engine.scheduler import Scheduled
     from quire.engine.scheduled_request import ScheduledRequest
+    from quire.engine.scheduler import Scheduled
 
 
 CHECK_LAYER = 2
@@ -252,9 +252,7 @@ class Blending:
         """Return the chunks of a prompt's segments that are not kept."""
         keys = self._keys(work.salt, next(iter(work.runs.ids), None))
         return [
-            ids
-            for ids in self.chunks_of(work.tokens.ids, blend.pieces.marked)
-            if not self.catalog.has(keys.key(ids))
+            ids for ids in self.chunks_of(work.tokens.ids, blend.pieces.marked) if not self.catalog.has(keys.key(ids))
         ]
 
     @staticmethod

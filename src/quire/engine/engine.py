@@ -22,9 +22,9 @@ from quire.branches.adapter_keys import AdapterKey, users
 from quire.branches.state_loads import LoadFailed
 from quire.engine.page_use import OWNERS, PageUse, page_use
 from quire.engine.prompts import embeddings_of
-from quire.engine.request_book import RequestBook
 from quire.engine.scheduler import Scheduled
 from quire.engine.sequence_request import SequenceRequest
+from quire.engine.unsampled_runs import UnsampledRuns
 from quire.errors import BlendLoadError, FailedPrecondition, QuireError
 from quire.interrupts import check, uninterrupted
 from quire.outputs import Miss
@@ -38,7 +38,7 @@ ANSWER_SECONDS = 0.02
 """The longest wait for tiers' answers while nothing can run. Then the engine looks around again."""
 
 
-class Engine(RequestBook):
+class Engine(UnsampledRuns):
     """Continuous batching over one runner."""
 
     @property
@@ -137,6 +137,8 @@ class Engine(RequestBook):
             for request in map(self._requests.__getitem__, scheduled.requests):
                 if request.hints is not None:
                     request.hints.ran(request.work, self.prefix_pins.pin)
+                if request.capture is not None and request.work.seq is not None:
+                    request.capture.ran(request.work.seq, request.work.computed)
             return self._sample_step(scheduled, output)
         except Exception as error:
             logger.exception("a step of %d tokens failed; its requests end", scheduled.step.num_tokens)

@@ -81,9 +81,7 @@ class RequestPreparation:
             media.append(embeddings)
             pieces.append(parts)
         key, texts = cache_key(cache_salt), texts_of(listed)
-        return self._checked(
-            PreparedPrompts(ids, texts, params, key, chosen, media, sessions, hinted, pieces, blend)
-        )
+        return self._checked(PreparedPrompts(ids, texts, params, key, chosen, media, sessions, hinted, pieces, blend))
 
     def prepare_chat(
         self,

@@ -436,7 +436,7 @@ class Scheduler:
 
     def _ask(self, request: ScheduledRequest) -> None:
         """Ask what tiers have of a request that holds no state."""
-        if self._tier is not None and request.seq is None:
+        if self._tier is not None and request.seq is None and request.cacheable:
             request.question = self._tier.ask(request)
 
     def _is_coming(self, request: ScheduledRequest) -> bool:

@@ -18,6 +18,7 @@ from quire.types import BASE, SeqId
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quire.blend.chunk_capture import ChunkCapture
     from quire.engine.detokenizer import IncrementalDetokenizer
     from quire.engine.grammar_matcher import GrammarMatcher
     from quire.engine.prompt_logprobs import PromptLogprobs
@@ -52,6 +53,8 @@ class SequenceRequest:
     on_logits: OnLogits | None = None
     hints: RequestHints | None = None
     """What its caller said about its state, on the first sample of a prompt."""
+    capture: ChunkCapture | None = None
+    """What takes the rows of a chunk while it is computed."""
     way_back: SeqId | None = None
     """A fork of the session's sequence as it was lent, if nothing else brings that state back."""
     siblings: list[SequenceRequest] = field(default_factory=list)

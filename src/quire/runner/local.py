@@ -37,6 +37,7 @@ from quire.types import (
     Step,
 )
 
+
 class RowChoice(Protocol):
     """What lets only some rows of a forward go on from some block on (``OpenPass.narrow``)."""
 
@@ -209,9 +210,7 @@ class LocalRunner:
             self.adapters.deactivate()
         return StepOutput(logits_RV, starts, states, weights)
 
-    def _entering(
-        self, rows: RowChoice, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass, step: Step
-    ) -> Tensor:
+    def _entering(self, rows: RowChoice, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass, step: Step) -> Tensor:
         """Return the rows that enter a block; how adapters change it is planned for these."""
         entering_SE = rows.enter(layer, block, x_TE, pass_)
         if entering_SE.shape[0] != x_TE.shape[0]:

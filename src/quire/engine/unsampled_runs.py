@@ -1,0 +1,125 @@
+"""Requests without sampling: sessions that take tokens in, prefixes and chunks computed ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.branches.history import Ids, TokenHistory
+from quire.branches.media import NO_MEDIA, Media
+from quire.engine.request_book import RequestBook
+from quire.engine.scheduled_request import BACKGROUND, ScheduledRequest
+from quire.engine.sequence_request import OnLogits, SequenceRequest, SessionBranch
+from quire.engine.session_branches import media_of
+from quire.errors import FailedPrecondition
+from quire.hints import NO_HINTS, CacheHints
+from quire.types import BASE
+
+
+class UnsampledRuns(RequestBook):
+    """The requests of an engine, and those whose state alone is wanted."""
+
+    def submit_run(
+        self,
+        session: SessionBranch,
+        tokens: NDArray[np.int64],
+        *,
+        tail: Sequence[int] = (),
+        media: Media = NO_MEDIA,
+        on_logits: OnLogits | None = None,
+        fresh_from: int | None = None,
+        all_logits: bool = False,
+        arrival: int | None = None,
+    ) -> SequenceRequest:
+        """Queue a run without sampling, after which the session's tokens are these and ``tail``.
+
+        ``on_logits`` gets the logits of the last token, or with ``all_logits`` of every one that
+        runs: at least those from ``fresh_from`` on. A ``QuireError`` from it ends the request.
+        ``arrival`` is the place in the queue of an earlier request that this one continues.
+        ``media`` is as in ``submit``, of the tail too.
+        """
+        media = media_of(session, tokens, media)
+        self.checks_of(session).length(len(tokens) + len(tail), None)
+        with self.lock:
+            self.pins.check(session, len(tokens), session.account)
+            work = ScheduledRequest(
+                tokens=TokenHistory(tokens, media),
+                reusable=True,
+                wants="none" if on_logits is None else ("all" if all_logits else "last"),
+                fresh_from=fresh_from,
+            )
+            request = SequenceRequest(self._name(None), work, len(tokens), None, tail=tuple(tail), on_logits=on_logits)
+            self.branches.lend(session, request)
+            self._enqueue(request, [request], arrival)
+            return request
+
+    def submit_prefix(
+        self,
+        tokens: NDArray[np.int64],
+        *,
+        key: Hashable = None,
+        adapter: int | None = None,
+        media: Media = NO_MEDIA,
+        hints: CacheHints = NO_HINTS,
+        only_idle: bool = False,
+        most: int | None = None,
+    ) -> SequenceRequest:
+        """Queue a run without sampling whose state the prefix cache gets, as if it were a finished
+        prompt's. Arguments and errors are those of ``submit``.
+
+        ``only_idle``: it is cancelled as soon as anything else is to run, and takes no room from
+        idle sessions. It is cancelled at once if it cannot begin now, or if more than ``most``
+        tokens of it (None: any number) would have to run.
+        """
+        self.checks.tokens(tokens, media)
+        self.checks.length(tokens.size, None)
+        if self.cache is None:
+            raise FailedPrecondition("the prefix cache is off, which would hold it; set enable_prefix_caching")
+        with self.lock:
+            self.runner.adapters.check([adapter])
+            runs = BASE.then(0, adapter)
+            work = ScheduledRequest(
+                tokens=TokenHistory(tokens, media),
+                key=self.branches.prefix_key(key, runs),
+                runs=runs,
+                reusable=True,
+                wants="none",
+                priority=hints.priority or BACKGROUND,
+            )
+            request = SequenceRequest(self._name(None), work, len(tokens), None)
+            if only_idle:
+                work.num_cached = self.cache.peek(tokens[:-1], work.key)
+                if not self.scheduler.idle or (most is not None and tokens.size - work.num_cached > most):
+                    request.finish_reason = "cancelled"
+                    return request
+            self._take_hints(request, hints, in_session=False)
+            self._enqueue(request, [request])
+            self.yielding = request if only_idle else None
+            return request
+
+    def submit_chunk(
+        self, ids: Ids, *, key: Hashable, adapter: int | None, priority: int = 0
+    ) -> SequenceRequest | None:
+        """Queue the computation of a chunk's tokens by themselves, whose rows the store gets; None:
+        it has them. ``key`` is the salt. ``Unsupported``, ``NotFound``, ``ResourceExhausted``."""
+        with self.lock:
+            self.runner.adapters.check([adapter])
+            capture = self.blending.capture(ids, key, adapter)
+            if capture.is_stored:
+                return None
+            tokens = np.array(capture.ids, dtype=np.int64)
+            self.checks.tokens(tokens)
+            self.checks.length(tokens.size, None)
+            work = ScheduledRequest(
+                tokens=TokenHistory(tokens),
+                key=key,
+                runs=BASE.then(0, adapter),
+                wants="none",
+                cacheable=False,
+                priority=priority,
+            )
+            request = SequenceRequest(self._name(None), work, tokens.size, None, capture=capture)
+            self._enqueue(request, [request])
+            return request
