@@ -8,7 +8,7 @@ changed nothing. Each class also derives from the builtin that a caller expects,
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 CONTEXT_FULL = "context_length_exceeded"
@@ -102,7 +102,12 @@ class DataLoss(QuireError):
 
 
 class BlendLoadError(DataLoss):
-    """Loading failed for a layer that a blend retriever had promised."""
+    """A layer that a blend retriever had promised cannot be loaded; ``requests`` holds the indices
+    of the requests concerned. Run the step again with their chunks invalid."""
+
+    def __init__(self, message: str = "", requests: Collection[int] = ()) -> None:
+        super().__init__(message)
+        self.requests: tuple[int, ...] = tuple(sorted(requests))
 
 
 class TierError(QuireError, OSError):

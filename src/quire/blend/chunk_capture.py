@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import torch
+
 from quire.blend.chunk_catalog import ChunkCatalog
 from quire.blend.chunks import ChunkKeys, ChunkLayout
-from quire.contracts.store import ObjectKey
+from quire.errors import FailedPrecondition
 from quire.types import SeqId
 
 
@@ -18,25 +21,50 @@ class ChunkCapture:
     """
 
     def __init__(self, catalog: ChunkCatalog, layout: ChunkLayout, keys: ChunkKeys, tokens: Sequence[int]) -> None:
-        """``InvalidArgument`` unless there are ``LEAST`` to ``MOST`` tokens; ``Unsupported`` if the
-        layout refuses chunks."""
-        self.ids: list[int] = [*keys.lead, *tokens]
+        """``InvalidArgument`` unless there are ``LEAST`` to ``MOST`` tokens."""
+        self._tokens = np.array(tokens, np.int64)
+        self.key = keys.key(self._tokens)
+        self.ids: list[int] = [*keys.lead, *self._tokens.tolist()]
         """What is to be run."""
-        self.key: ObjectKey
-        raise NotImplementedError
+        self._catalog, self._layout, self._keys = catalog, layout, keys
+        self._rows: dict[int, dict[str, torch.Tensor]] = {}
+        self._done = len(keys.lead)
 
     @property
     def is_stored(self) -> bool:
         """Whether the chunk is in the store, so that nothing needs to run."""
-        raise NotImplementedError
+        return self._catalog.has(self.key)
 
     def ran(self, seq: SeqId, computed: int) -> None:
-        """Copy the rows that are new among the first ``computed`` of ``ids``. What it has already
-        is not copied again, as when a sequence starts anew. ``FailedPrecondition``: a layer has let
-        go of rows that were not copied (after a reuse of state, a layer with a window has)."""
-        raise NotImplementedError
+        """Copy the rows that are new among the first ``computed`` of ``ids``. What it has is not
+        copied again, as when a sequence starts anew. ``FailedPrecondition``: a layer does not hold
+        some of them, as one with a window after a reuse of state; nothing is copied then."""
+        lead, start, stop = len(self._keys.lead), self._done, min(computed, len(self.ids))
+        if start >= stop:
+            return
+        export = self._layout.state.open_export(seq)
+        for layer in self._layout.layers:
+            if not any(held.start <= start and stop <= held.stop for held in export.held(layer)):
+                raise FailedPrecondition(
+                    f"rows {start}..{stop - 1} of a chunk are not all in layer {layer}, which holds {export.held(layer)}; "
+                    "run the chunk from its start without reuse, and take its rows after each forward"
+                )
+        if not self._rows:
+            for layer in self._layout.layers:
+                plan = self._layout.plan(layer, self._tokens.size).items()
+                self._rows[layer] = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in plan}
+        for layer, tensors in self._rows.items():
+            for name, rows in export.rows(layer, start, stop).items():
+                tensors[name][start - lead : stop - lead].copy_(rows)
+        self._done = stop
 
     def store(self) -> bool:
-        """Put the chunk into the store; return whether a tier takes it. ``FailedPrecondition``: not
-        all rows were copied."""
-        raise NotImplementedError
+        """Put the chunk into the store, unless it is there; return whether it is.
+        ``FailedPrecondition``: not all rows were copied."""
+        if self.is_stored:
+            return True
+        if self._done < len(self.ids):
+            raise FailedPrecondition(f"{self._done} of the chunk's {len(self.ids)} tokens have run; run all of them")
+        blob = self._layout.pack(self._keys, self._tokens, self._rows)
+        self._rows = {}
+        return self._catalog.put(self.key, blob, private=self._keys.private)

@@ -1,10 +1,61 @@
-"""Which chunks the tiers have: lists of keys that are asked for in the background."""
+"""Which chunks the tiers have: lists of keys, asked for in the background.
+
+A list is kept, and asked for again when it is used and older than ``FRESH_SECONDS``. What this
+process writes or misses is in it at once.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
 from quire.blend.chunk_matching import KnownChunks
-from quire.contracts.store import Blob, ObjectKey
+from quire.blend.errands import Errands
+from quire.contracts.store import Blob, ObjectKey, ObjectKind
+from quire.store.memory import MemoryTier
 from quire.store.stack import Store
+
+DEFAULT_BYTES = 1 << 30
+"""Of host memory, for chunks where no store was configured."""
+FRESH_SECONDS = 1.0
+LOOK_SECONDS = 0.25
+"""How long a prompt waits for the first list."""
+LIST_SECONDS = 10.0
+"""How long a tier may take for a list. Nothing waits meanwhile."""
+PARENTS = 256
+"""Lists that are kept."""
+WAITING_BYTES = 1 << 30
+"""Bytes of chunks that may wait to be handed to the store, which has a queue of its own."""
+
+Listing = list[dict[ObjectKey, str]]
+
+
+def store_of_chunks(store: Store | None) -> Store:
+    """Return where chunks are kept: the configured store, or a new one in memory, which the caller
+    closes."""
+    return Store([MemoryTier(DEFAULT_BYTES)]) if store is None else store
+
+
+@dataclass(slots=True)
+class _List:
+    """What is known to be under one parent."""
+
+    tiers: dict[ObjectKey, str] = field(default_factory=dict)
+    changes: dict[ObjectKey, str | None] = field(default_factory=dict)
+    """What was written, and what was missed (None), since the list was last asked for."""
+    chunks: KnownChunks | None = None
+    """Made of ``tiers``; None: not yet."""
+    asked: float | None = None
+    """When it was last asked for."""
+    until: float = 0.0
+    """When the wait for the first answer is over."""
+    pending: bool = False
+    answered: bool = False
 
 
 class ChunkCatalog:
@@ -12,29 +63,123 @@ class ChunkCatalog:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self._lists: OrderedDict[bytes, _List] = OrderedDict()
+        self._changed = threading.Condition()
+        """Guards all that is here, and is told of answers."""
+        self._asking, self._writing = Errands("quire-chunks"), Errands("quire-chunk-write")
+        self.loading = Errands("quire-chunk-load")
+        """Where tasks load layers before they are asked for."""
+        self._waiting = 0
+        """Bytes."""
 
     def ask(self, parent: bytes) -> None:
-        """Have the chunks under a parent listed, unless they were within the last second."""
-        raise NotImplementedError
+        """Have the chunks under a parent listed, unless they were within ``FRESH_SECONDS``."""
+        with self._changed:
+            found, now = self._list(parent), time.monotonic()
+            if found.asked is None:
+                found.until = now + LOOK_SECONDS
+            elif found.pending or now < found.asked + FRESH_SECONDS:
+                return
+            found.pending, found.asked, found.changes = True, now, {}
+        self._asking.add(partial(self._ask, parent, found))
 
     def known(self, parent: bytes) -> KnownChunks:
         """Return what is known to be under a parent, and ask again in the background. The first
-        time it waits for the answer, ``LOOK_SECONDS`` at most, unless ``ask`` was earlier."""
-        raise NotImplementedError
+        answer is waited for, until ``LOOK_SECONDS`` after the first ``ask``."""
+        self.ask(parent)
+        with self._changed:
+            found = self._list(parent)
+            self._changed.wait_for(lambda: found.answered, max(0.0, found.until - time.monotonic()))
+            if found.chunks is None:
+                found.chunks = KnownChunks(parent, found.tiers.copy())
+            return found.chunks
 
     def has(self, key: ObjectKey) -> bool:
-        """Return whether a chunk is there, as far as is known."""
-        raise NotImplementedError
+        """Return whether a chunk is there, as far as is known. Memory is asked itself."""
+        memory = self.store.memory
+        if memory is not None and memory.contains_now([key])[0]:
+            return True
+        tier = self.known(key.parent).tiers.get(key)
+        return self.store.known(key) or (tier is not None and (memory is None or tier != memory.kind))
 
     def put(self, key: ObjectKey, blob: Blob, *, private: bool) -> bool:
-        """Keep a chunk: in memory at once, and unless it is private in durable tiers, which a
+        """Keep a chunk: in memory at once, and in durable tiers, unless it is private, which a
         thread writes. Return False if no tier takes it."""
-        raise NotImplementedError
+        memory, size = self.store.memory, memoryview(blob).nbytes
+        is_near = self.store.put(key, blob, durable=False)
+        with self._changed:
+            is_written = self.store.is_durable and not private and self._waiting + size <= WAITING_BYTES
+            if is_written:
+                self._waiting += size
+            elif self.store.is_durable and not private:
+                self.store.metrics.dropped.inc()
+        if is_near and memory is not None:
+            self._change(key, memory.kind)
+        if is_written:
+            self._writing.add(partial(self._write, key, blob))
+        return is_near or is_written
 
     def drop(self, key: ObjectKey) -> None:
         """Forget a chunk that did not come."""
-        raise NotImplementedError
+        self._change(key, None)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all chunks are handed to the store; return whether they are. ``Store.flush``
+        then waits for the tiers."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, timeout)
 
     def close(self) -> None:
-        """End the threads. The store stays open."""
-        raise NotImplementedError
+        """End the threads. The store stays open. What it was not handed is lost."""
+        for one in (self._asking, self._writing, self.loading):
+            one.close()
+
+    def _list(self, parent: bytes) -> _List:
+        """Return the list of a parent. The caller has the lock."""
+        found = self._lists.setdefault(parent, _List())
+        self._lists.move_to_end(parent)
+        if len(self._lists) > PARENTS:
+            self._lists.popitem(last=False)
+        return found
+
+    def _change(self, key: ObjectKey, tier: str | None) -> None:
+        with self._changed:
+            found = self._list(key.parent)
+            found.changes[key], found.chunks = tier, None
+            _apply(found.tiers, {key: tier})
+
+    # ------------------------------------------------------------------ threads
+
+    def _ask(self, parent: bytes, asked: _List) -> None:
+        # The answer comes on the store's loop, which has other things to do than to sort it.
+        answer = self.store.children([parent], timeout=LIST_SECONDS)
+        answer.add_done_callback(lambda ended: self._asking.add(partial(self._answered, asked, ended)))
+
+    def _answered(self, asked: _List, answer: Future[Listing]) -> None:
+        found = {key: tier for key, tier in answer.result()[0].items() if key.kind is ObjectKind.CHUNK}
+        with self._changed:
+            _apply(found, asked.changes)
+            if found != asked.tiers:
+                asked.tiers, asked.chunks = found, None
+            asked.pending, asked.answered = False, True
+            self._changed.notify_all()
+
+    def _write(self, key: ObjectKey, blob: Blob) -> None:
+        try:
+            if not self.store.known(key):
+                self.store.put(key, blob, durable=True, wait=True)
+                with self._changed:
+                    self._list(key.parent).asked = 0.0  # a list has it from now on
+                self.ask(key.parent)
+        finally:
+            with self._changed:
+                self._waiting -= memoryview(blob).nbytes
+                self._changed.notify_all()
+
+
+def _apply(tiers: dict[ObjectKey, str], changes: Mapping[ObjectKey, str | None]) -> None:
+    for key, tier in changes.items():
+        if tier is None:
+            tiers.pop(key, None)
+        else:
+            tiers[key] = tier

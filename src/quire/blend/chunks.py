@@ -2,45 +2,31 @@
 
 A chunk is found by its tokens, wherever they stand in a prompt. All chunks that one prompt can use
 stand under one parent in the store, so that the list of their keys is the index. A key's digest is
-20 bytes: 4 of a hash of the first ``WINDOW`` tokens, 4 of a hash of all tokens, both of which a
-prompt's sums give for every place at once (``quire.blend.token_sums``), and 12 of BLAKE2b over
-parent and tokens, which decide. The tokens themselves are compared when a chunk is loaded.
+20 bytes: 4 of a hash of the first ``WINDOW`` tokens (0 if it has fewer), 4 of a hash of all tokens,
+both of which a prompt's sums give for all places at once (``blend.token_sums``), and 12 of BLAKE2b
+over parent and tokens, which decide. The tokens themselves are compared when a chunk is loaded.
 
 Letters: n tokens of a chunk; Hkv heads; Dk, Dv head sizes; R, Dr columns of a latent row.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import numpy as np
-from numpy.typing import NDArray
+from torch import Tensor
 
-from quire.blend.token_sums import TokenSums
-from quire.contracts.kv_state import ModelState
-from quire.contracts.store import ObjectKey
-from quire.errors import InvalidArgument
+from quire.blend.chunk_matching import LEAST, MOST
+from quire.blend.token_sums import Ids, TokenSums
+from quire.contracts.kv_state import ModelState, TensorPlan
+from quire.contracts.layers import LatentAttention
+from quire.contracts.store import Blob, ObjectKey
+from quire.errors import InvalidArgument, Unsupported
+from quire.kv.statefile import StateFile
 from quire.store.keys import root_key
-from quire.store.objects import Contents
-
-Ids = NDArray[np.int64]
-
-LEAST = 16
-"""Tokens of a chunk, at least, and rows of it that a place in a prompt needs to be worth it."""
-MOST = 8192
-"""Tokens of a chunk, at most: longer pieces of text are cut."""
-
-
-def cuts(n: int) -> list[tuple[int, int]]:
-    """Return the ranges of the chunks of a segment of ``n`` tokens, each computed by itself: as few
-    as ``MOST`` allows, as equal as can be, the longer ones first. None below ``LEAST``."""
-    count = -(-n // MOST)
-    if n < LEAST:
-        return []
-    ends = [-(-n * index // count) for index in range(count + 1)]
-    return list(zip(ends[:-1], ends[1:], strict=True))
+from quire.store.objects import Contents, pack, read_tensors, tensor_name, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,29 +63,80 @@ class ChunkKeys:
         parent = root_key(model, layout_hash, dtype, ("chunks", salt, adapter, ids), 0)
         return cls(dict(model), layout_hash, adapter, ids, private, parent)
 
-    def key(self, ids: Ids) -> ObjectKey:
-        """Return the key of the chunk of ``n`` tokens. ``InvalidArgument`` unless ``n`` is within
-        ``LEAST`` and ``MOST``."""
-        if not LEAST <= ids.size <= MOST:
-            raise InvalidArgument(field="tokens", given=ids.size, allowed=f"{LEAST} to {MOST} of a chunk")
-        sums = TokenSums(ids)
-        return sums.key(self.parent, 0, ids.size)
+    def key(self, ids_n: Ids) -> ObjectKey:
+        """Return the key of a chunk. ``InvalidArgument`` unless it has ``LEAST`` to ``MOST``
+        tokens."""
+        if not LEAST <= ids_n.size <= MOST:
+            raise InvalidArgument(field="tokens", given=ids_n.size, allowed=f"{LEAST} to {MOST} ids of a chunk")
+        return TokenSums(ids_n).key(self.parent, 0, ids_n.size)
 
-    def contents(self, ids: Ids) -> Contents:
+    def contents(self, ids_n: Ids) -> Contents:
         """Return what the object of a chunk must be of."""
         adapters = [] if self.adapter is None else [[0, self.adapter]]
-        return Contents(self.model, self.layout_hash, ids.tolist(), adapters, self.lead)
+        return Contents(self.model, self.layout_hash, ids_n.tolist(), adapters, self.lead)
 
 
 class ChunkLayout:
     """The tensors of a chunk of one KV state: all layers with rows, one after the other."""
 
     def __init__(self, state: ModelState) -> None:
+        """``Unsupported`` for a state of which there are no chunks (``refusal``)."""
+        if reason := refusal(state):
+            raise Unsupported(f"chunks: {reason}")
         self.state = state
-        self.layers: tuple[int, ...] = state.geometry.layer_ids
-        raise NotImplementedError
+        self.layers = state.geometry.layer_ids
+        """Ascending."""
+        self._specs = dict(zip(self.layers, state.geometry.specs, strict=True))
+        self.row_bytes = sum(
+            math.prod(one.shape) * one.dtype.itemsize for layer in self.layers for one in self.plan(layer, 1).values()
+        )
+        """Bytes of one token."""
 
-    @property
-    def refusal(self) -> str:
-        """Why there are no chunks of this state; empty: there are."""
-        raise NotImplementedError
+    def require(self, layer_id: int) -> None:
+        """Raise ``InvalidArgument`` for a layer that there is not."""
+        if layer_id not in self._specs:
+            allowed = f"a layer from {self.layers[0]} to {self.layers[-1]}"
+            raise InvalidArgument(field="layer_id", given=layer_id, allowed=allowed)
+
+    def plan(self, layer: int, n: int) -> dict[str, TensorPlan]:
+        """Return a layer's tensors in a chunk."""
+        spec, dtype = self._specs[layer], self.state.dtype
+        if isinstance(spec, LatentAttention):
+            return {"latent": TensorPlan((n, spec.row_dim), dtype)}
+        heads = spec.num_kv_heads
+        return {
+            "k": TensorPlan((n, heads, spec.head_dim), dtype),
+            "v": TensorPlan((n, heads, spec.value_dim), dtype),
+        }
+
+    def split(self, layer: int, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return K and V ``[n, Hkv, D]`` of rows; of latent ones the part that is rotated,
+        ``[n, 1, Dr]``, and the latent, ``[n, 1, R]``. They share memory with ``tensors``."""
+        spec = self._specs[layer]
+        if isinstance(spec, LatentAttention):
+            rows = tensors["latent"].unsqueeze(1)
+            return rows[..., spec.value_dim :], rows[..., : spec.value_dim]
+        return tensors["k"], tensors["v"]
+
+    def pack(self, keys: ChunkKeys, ids_n: Ids, rows: Mapping[int, Mapping[str, Tensor]]) -> bytes:
+        """Return the object of a chunk. ``rows``: its tensors by layer and name."""
+        plan = {layer: self.plan(layer, ids_n.size) for layer in self.layers}
+        tensors = ((tensor_name(layer, name), one) for layer in self.layers for name, one in rows[layer].items())
+        return pack(keys.key(ids_n), keys.contents(ids_n), plan, tensors)
+
+    def open(self, key: ObjectKey, contents: Contents, blob: Blob) -> StateFile:
+        """Open the object of a chunk, whose tensors are not read yet. Raise ``Unfit``."""
+        return unpack(key, contents, blob)
+
+    def read(self, key: ObjectKey, file: StateFile, layer: int) -> dict[str, Tensor]:
+        """Return a layer's tensors, verified. Raise ``Unfit``."""
+        return read_tensors(key, file, layer, self.plan(layer, key.count))
+
+
+def refusal(state: ModelState) -> str:
+    """Return why there are no chunks of a state; empty: there are."""
+    if state.recurrent_ids:
+        return "the state of a recurrent layer cannot be moved to another place, and it needs every token"
+    if len(state.geometry.specs) < len(state.get_layout()["layers"]):
+        return "cross layers keep what an encoder read, which tokens do not tell"
+    return ""

@@ -1,60 +1,280 @@
 """``ChunkRetriever``: chunks of prompts, from the tiers to the device, layer by layer.
 
-Letters: R requests; n tokens of a prompt, N of all; Hkv heads; D head size.
+A task holds what it found: bytes and mappings stay readable for as long as something refers to
+them, whatever a tier gives up meanwhile. Objects are fetched by the store; a layer is verified and
+moved when it is asked for, or before that by a thread, ``ahead`` layers. Tasks own no thread, so
+one that is forgotten is gone with all that it holds.
+
+Letters: R requests; n tokens of a prompt, N of all; m rows; Hkv heads; D head size.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import operator
+import threading
+import time
+import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quire.blend.chunk_catalog import ChunkCatalog
+from quire.blend.chunk_matching import Placement
 from quire.blend.chunks import ChunkKeys, ChunkLayout
-from quire.contracts.blend import BlendRetrieverResult
-from quire.contracts.kv_state import Export
+from quire.blend.rows_task import Order, RowsPiece, RowsTask
+from quire.blend.token_sums import Ids
+from quire.contracts.store import ObjectKey
+from quire.errors import BlendLoadError, FailedPrecondition, InvalidArgument
+from quire.kv.statefile import StateFile
+from quire.store.objects import Contents
+from quire.store.records import Unfit
+from quire.store.stack import Found
 
-Order: TypeAlias = Literal["NHD", "HND"]
+SECONDS = 30.0
+AHEAD = 2
+ROUNDS = 4
+"""Matches of one prompt, at most, after chunks turned out to be gone from memory."""
 
 
-class RowsPiece(NamedTuple):
-    """Rows of one layer that stand together, in a prompt and where they were computed."""
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """A chunk of a task."""
+
+    key: ObjectKey
+    contents: Contents
+    answer: Future[Found | None]
+    requests: set[int] = field(default_factory=set)
+    file: StateFile | None = None
+    tier: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Rows of the task that a chunk gives."""
 
     start: int
     """The first one, among all N."""
-    k: Tensor
-    """``[m, Hkv, Dk]``, of a latent layer ``[m, 1, Dr]``. Nobody writes into it."""
-    v: Tensor
-    """``[m, Hkv, Dv]``, of a latent layer ``[m, 1, R]``."""
-    original: int
-    """The position at which the K of the first one was rotated."""
+    skip: int
+    """Rows of the chunk before those."""
+    count: int
+    fetch: _Fetch
 
 
-class ChunkTask:
-    """``BlendRetrieverTask`` over chunks."""
+class ChunkTask(RowsTask):
+    """``BlendRetrieverTask`` over chunks; ``ChunkRetriever.new_request`` makes it."""
 
-    valid_mask: Tensor
-    positions: Tensor
-    """int64 ``[N]`` on the CPU: ``original_positions``."""
-    tokens_by_tier: dict[str, int]
-    """Rows by the kind of the tier that had them when they were looked up."""
+    def __init__(
+        self,
+        retriever: ChunkRetriever,
+        parts: Sequence[_Part],
+        length: int,
+        first_layer: int,
+        tokens_by_tier: dict[str, int],
+    ) -> None:
+        layout, lead = retriever.layout, len(retriever.keys.lead)
+        super().__init__(layout, length, [(one.start, lead + one.skip, one.count) for one in parts], retriever.order)
+        self.tokens_by_tier = tokens_by_tier
+        """Rows by the kind of the tier that was nearest to them."""
+        self._catalog, self._device, self._ahead = retriever.catalog, retriever.device, retriever.ahead
+        self._parts, self._lead = list(parts), lead
+        self._fetches = list({one.fetch.key: one.fetch for one in parts}.values())
+        self.nbytes = sum(one.key.count for one in self._fetches) * layout.row_bytes
+        """Bytes of the chunks' tensors, of all layers."""
+        self._until = time.monotonic() + retriever.seconds
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._opening = threading.Lock()
+        self._changed = threading.Condition()
+        """Guards all below, and is told of each change."""
+        self._loading: set[int] = set()
+        self._queued: set[int] = set()
+        """Layers that the loading thread was given."""
+        self._layers: OrderedDict[int, tuple[list[RowsPiece], torch.cuda.Event | None]] = OrderedDict()
+        """Layers that are there; the one that was used last comes last."""
+        self._next = self._after(layout.layers.index(first_layer))
+        """Layers to load before they are asked for, once all chunks are here."""
+        self._error: BlendLoadError | None = None
+        self._closed = False
+        for one in self._fetches:
+            one.answer.add_done_callback(partial(_told, weakref.ref(self)))
 
     def pieces(self, layer_id: int) -> list[RowsPiece]:
-        """Return the rows of a layer, in order of ``start``, without copies on the CPU. Waits and
+        """Return the rows of a layer, in order of ``start``; on the CPU without a copy. Waits and
         raises as ``result`` does."""
-        raise NotImplementedError
-
-    def result(self, layer_id: int) -> BlendRetrieverResult:
-        raise NotImplementedError
+        self._layout.require(layer_id)
+        with self._changed:
+            while layer_id in self._loading and self._is_open():
+                if not self._changed.wait(self._left()):
+                    raise self._failed(f"layer {layer_id} is not there in time", self._fetches)
+            self._is_open()
+            found = self._layers.get(layer_id)
+            if found is None:
+                self._loading.add(layer_id)
+            else:
+                self._layers.move_to_end(layer_id)
+        if found is None:
+            found = self._load(layer_id)
+        pieces, event = found
+        if event is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(event)
+            for piece in pieces:
+                piece.k.record_stream(current)
+                piece.v.record_stream(current)
+        with self._changed:
+            self._next = self._after(self._layout.layers.index(layer_id) + 1)
+            self._load_ahead()
+        return list(pieces)
 
     def close(self) -> None:
-        raise NotImplementedError
+        """Give up what it holds. Closing again does nothing. Who waits for a layer is told."""
+        with self._changed:
+            self._closed = True
+            self._parts, self._fetches = [], []
+            self._layers.clear()
+            self._changed.notify_all()
+
+    def _after(self, index: int) -> tuple[int, ...]:
+        return self._layout.layers[index : index + self._ahead]
+
+    def _left(self) -> float:
+        return max(0.0, self._until - time.monotonic())
+
+    # ------------------------------------------------------------------ with the condition held
+
+    def _is_open(self) -> bool:
+        """Return True; raise what ended the task."""
+        if self._closed:
+            raise FailedPrecondition("the task is closed; make another one")
+        if self._error is not None:
+            raise BlendLoadError(str(self._error), self._error.requests)
+        return True
+
+    def _failed(self, what: str, fetches: Sequence[_Fetch]) -> BlendLoadError:
+        """Note that chunks do not come, for all layers: rows that were promised are missing."""
+        requests = {one for fetch in fetches for one in fetch.requests}
+        self._error = BlendLoadError(f"{what}; chunks of requests {sorted(requests)} are not valid", requests)
+        for fetch in fetches:
+            self._catalog.drop(fetch.key)
+        self._changed.notify_all()
+        return BlendLoadError(str(self._error), requests)
+
+    def _load_ahead(self) -> None:
+        """Have the next layers loaded, if all chunks are here, so that nothing has to be waited
+        for."""
+        if all(one.answer.done() for one in self._fetches) and self._fetches:
+            for layer in self._next:
+                if layer not in self._queued and layer not in self._layers:
+                    self._queued.add(layer)
+                    self._catalog.loading.add(partial(_load_one, weakref.ref(self), layer))
+
+    # ------------------------------------------------------------------ any thread
+
+    def arrived(self) -> None:
+        """Take notice that a chunk has come, or will not."""
+        with self._changed:
+            self._changed.notify_all()
+            if not self._closed:
+                self._load_ahead()
+
+    def load_early(self, layer: int) -> None:
+        """Load a layer, unless it is there, or another thread is at it."""
+        with self._changed:
+            self._queued.discard(layer)
+            if self._closed or self._error or layer in self._layers or layer in self._loading:
+                return
+            self._loading.add(layer)
+        with contextlib.suppress(BlendLoadError, FailedPrecondition):  # told to whoever asks
+            self._load(layer)
+
+    def _load(self, layer: int) -> tuple[list[RowsPiece], torch.cuda.Event | None]:
+        """Load a layer that is noted as loading."""
+        try:
+            with self._changed:
+                parts, fetches = self._parts, self._fetches
+                while self._is_open() and (late := [one for one in fetches if not one.answer.done()]):
+                    if not self._changed.wait(self._left()):
+                        raise self._failed(f"{len(late)} of {len(fetches)} chunks did not come in time", late)
+            self._open(fetches)
+            loaded = self._read(layer, parts)
+            with self._changed:
+                self._is_open()
+                self._layers[layer] = loaded
+                if self._stream is not None and len(self._layers) > self._ahead + 2:
+                    self._layers.popitem(last=False)
+            return loaded
+        finally:
+            with self._changed:
+                self._loading.discard(layer)
+                self._changed.notify_all()
+
+    def _open(self, fetches: Sequence[_Fetch]) -> None:
+        """Check the headers of chunks, once."""
+        with self._opening:
+            for one in fetches:
+                if one.file is not None:
+                    continue
+                if (found := one.answer.result()) is None:
+                    with self._changed:
+                        raise self._failed(f"object {one.key.name} is not there any more", [one])
+                one.tier = found.tier
+                try:
+                    one.file = self._layout.open(one.key, one.contents, found.blob)
+                except Unfit as error:
+                    raise self._damaged(one, error) from None
+
+    def _read(self, layer: int, parts: Sequence[_Part]) -> tuple[list[RowsPiece], torch.cuda.Event | None]:
+        """Verify a layer, and move its rows to the device."""
+        tensors: dict[ObjectKey, dict[str, Tensor]] = {}
+        for one in {part.fetch.key: part.fetch for part in parts}.values():
+            assert one.file is not None
+            try:
+                tensors[one.key] = self._layout.read(one.key, one.file, layer)
+            except Unfit as error:
+                raise self._damaged(one, error) from None
+        pieces, event = list[RowsPiece](), None
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            for part in parts:
+                rows = {name: one[part.skip : part.skip + part.count] for name, one in tensors[part.fetch.key].items()}
+                k, v = self._layout.split(layer, {name: self._moved(one) for name, one in rows.items()})
+                pieces.append(RowsPiece(part.start, k, v, self._lead + part.skip))
+            if self._stream is not None:
+                event = torch.cuda.Event()
+                event.record(self._stream)
+        return pieces, event
+
+    def _moved(self, rows: Tensor) -> Tensor:
+        """Return rows on the device: on the CPU themselves, else by way of pinned memory, which
+        torch keeps until the copy has been made."""
+        if self._stream is None:
+            return rows
+        staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        return staged.copy_(rows).to(self._device, non_blocking=True)
+
+    def _damaged(self, fetch: _Fetch, error: Unfit) -> BlendLoadError:
+        self._catalog.store.damaged(fetch.key, fetch.tier, error.code or "other")
+        with self._changed:
+            return self._failed(str(error), [fetch])
+
+
+def _told(task: weakref.ref[ChunkTask], answer: Future[Found | None]) -> None:
+    if (found := task()) is not None:
+        found.arrived()
+
+
+def _load_one(task: weakref.ref[ChunkTask], layer: int) -> None:
+    if (found := task()) is not None:
+        found.load_early(layer)
 
 
 class ChunkRetriever:
-    """``BlendRetriever`` over the chunks of one key space."""
+    """``BlendRetriever`` over the chunks of one key space. Cheap to make; any thread."""
 
     def __init__(
         self,
@@ -64,12 +284,15 @@ class ChunkRetriever:
         *,
         device: torch.device | None = None,
         order: Order = "NHD",
-        seconds: float = 30.0,
-        ahead: int = 2,
+        seconds: float = SECONDS,
+        ahead: int = AHEAD,
     ) -> None:
-        """``device``: of the results; None: the CPU. ``seconds``: what a task waits for objects,
-        from its start. ``ahead``: layers that are loaded before they are asked for."""
-        raise NotImplementedError
+        """``device``: of the results; None: that of the state. ``seconds``: how long a task waits
+        for what has not come, from its start. ``ahead``: layers that are loaded before they are
+        asked for."""
+        self.catalog, self.layout, self.keys = catalog, layout, keys
+        self.device = layout.state.device if device is None else device
+        self.order, self.seconds, self.ahead = order, seconds, ahead
 
     def new_request(
         self,
@@ -77,36 +300,80 @@ class ChunkRetriever:
         indices: Sequence[Sequence[int]],
         *,
         wanted: Sequence[range] | None = None,
-        first_layer: int = 0,
+        first_layer: int | None = None,
     ) -> ChunkTask:
         """Do as ``BlendRetriever.new_request`` does. ``wanted``: the rows of each prompt that are
-        of use, one range each; None: all. ``first_layer``: the first one that will be asked for."""
-        raise NotImplementedError
+        of use, one range for each; None: all. ``first_layer``: the first one that will be asked
+        for; None: the model's."""
+        prompts = [_ids(index, prompt) for index, prompt in enumerate(full_prompts)]
+        marks = _marks(prompts, indices)
+        spans = [range(ids.size) for ids in prompts] if wanted is None else list(wanted)
+        allowed = "for each prompt one ascending range in it"
+        if len(spans) != len(prompts) or any(
+            one.step != 1 or not 0 <= one.start <= one.stop <= ids.size
+            for one, ids in zip(spans, prompts, strict=False)
+        ):
+            raise InvalidArgument(field="wanted", given=wanted, allowed=allowed)
+        first = self.layout.layers[0] if first_layer is None else first_layer
+        self.layout.require(first)
+        parts, fetches, by_tier = list[_Part](), dict[ObjectKey, _Fetch](), dict[str, int]()
+        base = 0
+        for index, (ids, offsets, span) in enumerate(zip(prompts, marks, spans, strict=True)):
+            for place, tier in self._find(ids, offsets, span, fetches):
+                fetches[place.key].requests.add(index)
+                count = place.stop - place.start
+                parts.append(_Part(base + place.start, place.skip, count, fetches[place.key]))
+                by_tier[tier] = by_tier.get(tier, 0) + count
+            base += ids.size
+        return ChunkTask(self, parts, base, first, by_tier)
+
+    def _find(
+        self, ids: Ids, offsets: Sequence[int], span: range, fetches: dict[ObjectKey, _Fetch]
+    ) -> list[tuple[Placement, str]]:
+        """Return the chunks of a prompt and their tiers, all of which are being fetched. What
+        memory has given up since it was listed is known at once, and something else may fit."""
+        known = self.catalog.known(self.keys.parent)
+        for _ in range(ROUNDS):
+            found = known.match(ids, offsets, span.start, span.stop)
+            places = {one.key: one for one in found if one.key not in fetches}
+            answers = self.catalog.store.get(list(places))
+            gone = set[ObjectKey]()
+            for (key, one), answer in zip(places.items(), answers, strict=True):
+                if answer.done() and answer.result() is None:
+                    gone.add(key)
+                    self.catalog.drop(key)
+                else:
+                    tokens = ids[one.origin : one.origin + key.count]
+                    fetches[key] = _Fetch(key, self.keys.contents(tokens), answer)
+            if not gone:
+                break
+            known = known.without(gone)
+        return [(one, known.tiers[one.key]) for one in found if one.key not in gone]
 
 
-class Move(NamedTuple):
-    """Rows of a sequence that stand somewhere else in a prompt."""
-
-    start: int
-    """Where they stand in the prompt."""
-    source: int
-    """Where they stand in the sequence."""
-    count: int
-
-
-class SequenceTask:
-    """``BlendRetrieverTask`` over a live sequence: ``valid_mask``, ``positions``, ``pieces``,
-    ``result`` and ``close`` as of ``ChunkTask``. Rows are read when a layer is asked for."""
+def _ids(index: int, prompt: object) -> Ids:
+    """Return the ids of a prompt."""
+    kinds = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+    fits = isinstance(prompt, Tensor) and prompt.dim() == 1 and prompt.dtype in kinds and prompt.device.type == "cpu"
+    if not fits:
+        allowed = "an integer tensor [n] on the CPU"
+        raise InvalidArgument(field=f"full_prompts.{index}", given=prompt, allowed=allowed)
+    assert isinstance(prompt, Tensor)
+    return prompt.to(torch.int64, copy=True).numpy()
 
 
-class SequenceRetriever:
-    """Rows of a live sequence as a source of blending. No store has a part in it."""
-
-    def __init__(self, layout: ChunkLayout, export: Export, *, order: Order = "NHD") -> None:
-        """``export`` must stay readable until the tasks are closed (see ``Export``)."""
-        raise NotImplementedError
-
-    def new_task(self, length: int, moves: Sequence[Move]) -> SequenceTask:
-        """Return a task over a prompt of ``length`` tokens. ``InvalidArgument``: moves that
-        overlap, or leave the prompt or what all layers of the sequence hold."""
-        raise NotImplementedError
+def _marks(prompts: Sequence[Ids], indices: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the offsets of each prompt's segments."""
+    if len(indices) != len(prompts):
+        raise InvalidArgument(field="indices", given=indices, allowed=f"{len(prompts)} lists, one for each prompt")
+    found = list[list[int]]()
+    for index, (ids, offsets) in enumerate(zip(prompts, indices, strict=True)):
+        try:
+            marks = [operator.index(one) for one in offsets]
+        except TypeError:
+            marks = [-1]
+        if any(one > other for one, other in itertools.pairwise([0, *marks, ids.size])):
+            allowed = f"offsets from 0 to {ids.size} that do not descend"
+            raise InvalidArgument(field=f"indices.{index}", given=offsets, allowed=allowed)
+        found.append(marks)
+    return found

@@ -78,7 +78,7 @@ def _powers(base: int, count: int) -> NDArray[np.uint64]:
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return values of which each bit depends on all of the given ones (the finaliser of
     SplitMix64, https://prng.di.unimi.it/splitmix64.c)."""
-    values = (values + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(1)
+    values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

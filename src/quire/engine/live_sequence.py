@@ -222,7 +222,9 @@ class LiveSequence(Labelled):
             return np.array(self._tokenizer("text").encode(text, add_special_tokens=False), dtype=np.int64), NO_MEDIA
         if isinstance(text, (Mapping, ExecutorInputs)):
             return read_prompt(text, self._engine.runner.model.hidden_size)
-        return as_token_ids(text), NO_MEDIA
+        if is_segmented(text):
+            return read_segments(text, lambda part, _: self._encode(part)[0])[0], NO_MEDIA  # type: ignore[arg-type]
+        return as_token_ids(text), NO_MEDIA  # type: ignore[arg-type]
 
     def _submit_first(self, tokens: NDArray[Any], length: int, media: Media = NO_MEDIA) -> SequenceRequest | None:
         """Queue a run of the first ``length`` tokens; return None if they are computed already. The

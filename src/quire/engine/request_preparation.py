@@ -27,7 +27,7 @@ from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.hints import NO_HINTS, CacheHints
 from quire.outputs import RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
-from quire.segments import BlendParams
+from quire.segments import BlendParams, Segment
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """One conversation."""
@@ -134,7 +134,7 @@ class RequestPreparation:
             with naming_prompt(number, len(listed)):
                 if isinstance(prompt, (Mapping, ExecutorInputs)):
                     raise Unsupported("beam_search takes text and token ids, and no embeddings")
-                tokens = self._encode(prompt, self._engine.checks)
+                tokens, _, _ = self._read(prompt, self._engine.checks)
                 self._engine.checks.tokens(tokens)
                 self._engine.checks.params(stopping)
                 self._engine.checks.length(tokens.size, stopping)
@@ -166,6 +166,24 @@ class RequestPreparation:
             only_idle=only_idle,
             most=most,
         )
+
+    def submit_warm(
+        self, segments: Sequence[Segment | Text], *, adapter: str | None, cache_salt: str | None
+    ) -> list[tuple[int, list[SequenceRequest]]]:
+        """Check and encode segments; queue the computation of those of which nothing is kept.
+        Return, for each, its tokens and the requests that compute them."""
+        self._require_open("warm")
+        self._engine.blending.require()
+        chosen, key = self._adapter(adapter), cache_key(cache_salt)
+        if isinstance(segments, (str, Segment)) or not isinstance(segments, Sequence):
+            raise InvalidArgument(field="segments", given=segments, allowed="a list of segments, text or token ids")
+        ids: list[NDArray[np.int64]] = []
+        for number, segment in enumerate(segments):
+            with naming_prompt(number, len(segments)):
+                content = segment.content if isinstance(segment, Segment) else segment
+                ids.append(self._encode(content, self._engine.checks, begins=False))
+                self._engine.checks.tokens(ids[-1])
+        return self._engine.submit_chunks(ids, key=key, adapter=chosen)
 
     def submit(self, prepared: PreparedPrompts, request_id: str | None = None) -> list[list[SequenceRequest]]:
         """Queue prompts, all or none, for the engine's steps; return the samples of each.

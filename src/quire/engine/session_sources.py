@@ -119,7 +119,7 @@ class SessionSources(RequestPreparation):
         require_bool("pin", pin)
         kept = checked_window(window, sink, self.model.layer_specs, self._engine.max_model_len)
         key = cache_key(cache_salt)
-        tokens, media = self._read(prompt, self._engine.checks if kept is None else None)
+        tokens, media, _ = self._read(prompt, self._engine.checks if kept is None else None)
         self._engine.checks.tokens(tokens, media)
         # Under the lock the adapter stays loaded until the session is known to use it.
         with self._engine.lock:

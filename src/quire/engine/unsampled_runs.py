@@ -123,3 +123,35 @@ class UnsampledRuns(RequestBook):
             request = SequenceRequest(self._name(None), work, tokens.size, None, capture=capture)
             self._enqueue(request, [request])
             return request
+
+    def submit_chunks(
+        self, segments: Sequence[Ids], *, key: Hashable, adapter: int | None
+    ) -> list[tuple[int, list[SequenceRequest]]]:
+        """Queue the computation of all chunks of segments that the store lacks, or of none. Return,
+        for each segment, its tokens and these requests."""
+        found: list[tuple[int, list[SequenceRequest]]] = []
+        with self.lock:
+            try:
+                for ids in segments:
+                    found.append((ids.size, []))
+                    for chunk in chunks_of(ids, [(0, ids.size)]):
+                        if (request := self.submit_chunk(chunk, key=key, adapter=adapter)) is not None:
+                            found[-1][1].append(request)
+            except BaseException:
+                self.end(request for _, requests in found for request in requests)
+                raise
+        return found
+
+    def keep_chunks(self, work: ScheduledRequest) -> None:
+        """Have the chunks of a blended prompt that are not kept computed, when nothing else runs."""
+        blend = work.blend
+        if blend is None or not blend.params.keep:
+            return
+        for ids in self.blending.missing(work, blend):
+            if self._later >= LATER:
+                return
+            try:
+                request = self.submit_chunk(ids, key=work.salt, adapter=next(iter(work.runs.ids), None), priority=BACKGROUND)
+            except QuireError as error:
+                logger.debug("a chunk of %d tokens is not kept: %s", ids.size, error)
+                return

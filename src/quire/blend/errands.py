@@ -1,0 +1,58 @@
+"""``Errands``: a daemon thread for work that nothing waits for at exit."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+logger = logging.getLogger("quire.blend")
+
+Calls = SimpleQueue[Callable[[], None] | None]
+CLOSE_SECONDS = 2.0
+
+
+class Errands:
+    """Calls, one after the other, on a thread that starts with the first one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: Calls = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Run a call when those before it have ended; after ``close``: do nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._thread is None:
+                self._thread = threading.Thread(target=_run, args=(self._calls,), name=self._name, daemon=True)
+                self._thread.start()
+                weakref.finalize(self, self._calls.put, None).atexit = False
+        self._calls.put(call)
+
+    def close(self) -> None:
+        """Leave out what waits, and end with the present call, which is waited for for at most
+        ``CLOSE_SECONDS``."""
+        with self._lock:
+            self._closed = True
+        with contextlib.suppress(Empty):
+            while True:
+                self._calls.get_nowait()
+        self._calls.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_SECONDS)
+
+
+def _run(calls: Calls) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            call()
+        except Exception:
+            logger.exception("work in the background failed")
+        del call  # what it holds must not live until the next one

@@ -1,0 +1,69 @@
+"""``SequenceRetriever``: rows of a live sequence as a source of blending, without a store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.blend.chunks import ChunkLayout
+from quire.blend.rows_task import Order, RowsPiece, RowsTask
+from quire.contracts.kv_state import Export
+from quire.errors import FailedPrecondition, InvalidArgument
+
+
+class Move(NamedTuple):
+    """Rows of a sequence that stand somewhere else in a prompt."""
+
+    start: int
+    """Where they stand in the prompt."""
+    source: int
+    """Where they stand in the sequence."""
+    count: int
+
+
+class SequenceTask(RowsTask):
+    """``BlendRetrieverTask`` over a live sequence. Each call reads its rows."""
+
+    def __init__(self, layout: ChunkLayout, export: Export, length: int, moves: Sequence[Move], order: Order) -> None:
+        super().__init__(layout, length, moves, order)
+        self._export: Export | None = export
+        self._moves = sorted(moves)
+
+    def pieces(self, layer_id: int) -> list[RowsPiece]:
+        """Return the rows of a layer, in order of ``start``; fresh tensors."""
+        self._layout.require(layer_id)
+        if (export := self._export) is None:
+            raise FailedPrecondition("the task is closed; make another one")
+        found = list[RowsPiece]()
+        for start, source, count in self._moves:
+            k, v = self._layout.split(layer_id, export.rows(layer_id, source, source + count))
+            found.append(RowsPiece(start, k, v, source))
+        return found
+
+    def close(self) -> None:
+        """Let go of the export. Closing again does nothing."""
+        self._export = None
+
+
+class SequenceRetriever:
+    """The rows of one sequence."""
+
+    def __init__(self, layout: ChunkLayout, export: Export, *, order: Order = "NHD") -> None:
+        """``export`` must stay readable until the tasks are closed (see ``Export``)."""
+        self._layout, self._export, self._order = layout, export, order
+
+    def new_task(self, length: int, moves: Sequence[Move]) -> SequenceTask:
+        """Return a task over a prompt of ``length`` tokens, in which rows not moved are not valid.
+        ``InvalidArgument``: moves that overlap there, leave it, or name rows that some layer of the
+        sequence does not hold."""
+        end = 0
+        for one in sorted(moves):
+            if one.count < 1 or one.start < end or one.start + one.count > length or one.source < 0:
+                allowed = f"rows of their own within 0..{length - 1}, from positions of the sequence"
+                raise InvalidArgument(field="moves", given=one, allowed=allowed)
+            end = one.start + one.count
+            for layer in self._layout.layers:
+                held = self._export.held(layer)
+                if not any(part.start <= one.source and one.source + one.count <= part.stop for part in held):
+                    raise InvalidArgument(field="moves", given=one, allowed=f"rows that layer {layer} holds: {held}")
+        return SequenceTask(self._layout, self._export, length, moves, self._order)
