@@ -29,8 +29,8 @@ from quire.engine.engine import Engine
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.page_use import OWNERS
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
-from quire.engine.prompts import Prompt, Prompts
-from quire.engine.request_outputs import prefix_output
+from quire.engine.prompts import Prompt, Prompts, Text
+from quire.engine.request_outputs import prefix_output, warmed
 from quire.engine.request_preparation import Messages as Messages
 from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session_history import SessionHistory
@@ -40,9 +40,10 @@ from quire.interrupts import uninterrupted
 from quire.kv.rules import verbs_of
 from quire.models.catalogue import resolve_adapter
 from quire.models.families import LoadedModel
-from quire.outputs import BeamSearchOutput, RequestOutput
+from quire.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
 from quire.progress import GenerationBar
 from quire.sampling_params import BeamSearchParams, SamplingParams
+from quire.segments import BlendParams, Segment
 from quire.signatures import require_bool
 from quire.store.session_journal import SessionJournal
 
@@ -122,9 +123,15 @@ class LLM(SessionHistory):
         adapter: str | None = None,
         cache_salt: str | None = None,
         hints: CacheHints | None = None,
+        blend: BlendParams | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts: text or token ids, one or many. Return their outputs in their order.
+
+        A list with a ``Segment`` in it is one prompt made of pieces: ``[Segment("a document"),
+        Segment("another"), "a question"]``. With ``blend`` the state that its segments had by
+        themselves is used wherever they stand, mended in part: approximate, and said to be so in
+        ``RequestOutput.blend``. Without, the pieces are one text.
 
         A prompt may have embeddings of images or sounds at placeholders:
         ``{"prompt_token_ids": [5, -1, -1, 7], "multi_modal_data": {"image": rows}}``,
@@ -144,8 +151,36 @@ class LLM(SessionHistory):
         prompts are done and how many of their tokens have run; None: on a terminal, if there are
         several prompts or a long one.
         """
-        prepared = self.prepare(prompts, sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints)
+        prepared = self.prepare(
+            prompts, sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend
+        )
         return self._run(prepared, use_tqdm)
+
+    @uninterrupted
+    def warm(
+        self,
+        segments: Sequence[Segment | Text],
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[WarmedSegment]:
+        """Compute the state that segments have by themselves, as far as it is not kept, for prompts
+        that are blended later. Return what is kept of each.
+
+        It goes into the store, from which it is given up as other state is. ``Unsupported`` for a
+        model that cannot be blended. The first request that fails raises its error, and those of
+        all segments end.
+        """
+        submitted = self.submit_warm(segments, adapter=adapter, cache_salt=cache_salt)
+        requests = [request for _, requests in submitted for request in requests]
+        try:
+            step_tokens = self._engine.scheduler.limits.max_num_batched_tokens
+            with closing(GenerationBar([[one] for one in requests], show=use_tqdm, step_tokens=step_tokens)) as bar:
+                self._engine.run(requests, bar.advance if bar.shown else None)
+        finally:
+            self._engine.end(requests)
+        return warmed(submitted)
 
     @uninterrupted
     def prefetch(

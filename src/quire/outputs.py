@@ -162,6 +162,18 @@ class Blend:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WarmedSegment:
+    """What is kept of a segment (``LLM.warm``)."""
+
+    tokens: int
+    """Its length."""
+    kept: int
+    """Tokens whose state is kept; 0 if it is too short for that."""
+    computed: int
+    """Those of them that ran for it; the others were kept before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
     """A prompt and its continuations."""
 

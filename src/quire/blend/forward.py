@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.blend.retriever import RowsPiece
 from quire.blend.rotation import KeyMove
+from quire.blend.rows_task import RowsPiece
 from quire.blend.scores import ScoreInputs, score_of
 from quire.blend.selection import BlendedRows, BlendPolicy, Selection
 from quire.contracts.kv_state import ModelState
@@ -86,7 +86,7 @@ class BlendedForward:
     @property
     def counts(self) -> list[int]:
         """Rows of each chunk that run now."""
-        return self._selection.counts.tolist()
+        return [int(count) for count in self._selection.counts]
 
     def left_out(self, chunk: int) -> NDArray[np.bool_]:
         """Return which rows of a chunk do not run, bool ``[n]``."""
@@ -262,13 +262,13 @@ class ProjectionPass:
         sizes = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.value_dim]
         q, k, v = torch.split(qkv_TC, sizes, dim=-1)
         heads = ((q, spec.num_heads), (k, spec.num_kv_heads), (v, spec.num_kv_heads))
-        raise Projected(*(x.unflatten(-1, (count, -1)) for x, count in heads))
+        raise Projected(*(x.view(x.shape[0], count, -1) for x, count in heads))
 
     def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> NoReturn:
         """Raise the query, the part of the rows that is rotated, and the latent."""
         spec = self._spec
         assert isinstance(spec, LatentAttention)
-        latent, rotated = rows_TR.unsqueeze(1).split([spec.value_dim, spec.row_dim - spec.value_dim], dim=-1)
+        latent, rotated = torch.split(rows_TR.unsqueeze(1), [spec.value_dim, spec.row_dim - spec.value_dim], dim=-1)
         raise Projected(q_THD, rotated, latent)
 
     def __getattr__(self, name: str) -> NoReturn:

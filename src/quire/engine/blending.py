@@ -20,14 +20,16 @@ import torch
 from numpy.typing import NDArray
 
 from quire.blend.chunk_capture import ChunkCapture
-from quire.blend.chunk_catalog import ChunkCatalog
-from quire.blend.chunks import ChunkKeys, ChunkLayout, cuts
+from quire.blend.chunk_catalog import ChunkCatalog, store_of_chunks
+from quire.blend.chunk_matching import cuts
+from quire.blend.chunks import ChunkKeys, ChunkLayout
 from quire.blend.forward import BlendedChunk, BlendedForward
 from quire.blend.retriever import ChunkRetriever, ChunkTask
 from quire.blend.selection import BlendedRows, BlendPolicy
 from quire.branches.history import Ids
 from quire.branches.stored_state import StoredState
 from quire.contracts.layers import KeyValueAttention, RopeSpec
+from quire.contracts.store import ObjectKey
 from quire.engine.segmented_prompts import Pieces
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import BlendLoadError, InvalidArgument, Unsupported
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from quire.engine.scheduler import Scheduled
 
 
+LATER = 64
+"""Chunks that wait at a time to be computed when nothing else runs."""
 CHECK_LAYER = 2
 """The layer behind whose projection rows are selected, from 0 on."""
 
@@ -76,6 +80,16 @@ def blend_refusal(runner: Runner) -> str:
     if len(specs) != len(runner.model.blocks) or len(state.geometry.layer_ids) != len(specs):
         return "some of its blocks have no keys and values of their own"
     return ""
+
+
+def chunks_of(ids: Ids, marked: Iterable[tuple[int, int]]) -> list[Ids]:
+    """Return the ids of the chunks of segments, each once."""
+    found: dict[bytes, Ids] = {}
+    for begin, end in marked:
+        for start, stop in cuts(end - begin):
+            part = ids[begin + start : begin + stop].copy()
+            found.setdefault(part.tobytes(), part)
+    return list(found.values())
 
 
 @dataclass(eq=False, slots=True)
@@ -172,15 +186,15 @@ class Blending:
         self._layers = (min(CHECK_LAYER, len(runner.model.blocks) - 1),)
         self._tables: dict[RopeSpec, RotaryTable] = {}
         self._metrics = metrics
+        self.under_way: set[ObjectKey] = set()
+        """Chunks that are to be computed."""
         self._refusal: str | None = None
 
     @property
     def refusal(self) -> str:
         """Why this model's prompts cannot be blended; empty: they can."""
         if self._refusal is None:
-            self._refusal = blend_refusal(self._runner) or (
-                "" if self._stored.store is not None else "there is nowhere to keep chunks; set host_memory or store"
-            )
+            self._refusal = blend_refusal(self._runner)
         return self._refusal
 
     def checked(self, params: object) -> BlendParams | None:
@@ -216,8 +230,7 @@ class Blending:
     @cached_property
     def catalog(self) -> ChunkCatalog:
         """Which chunks the tiers have."""
-        assert self._stored.store is not None
-        return ChunkCatalog(self._stored.store)
+        return ChunkCatalog(store_of_chunks(self._stored.store))
 
     @cached_property
     def layout(self) -> ChunkLayout:
@@ -249,21 +262,15 @@ class Blending:
         return f"{count} tokens have a state to be reused; at least {params.least} must have one"
 
     def missing(self, work: ScheduledRequest, blend: PromptBlend) -> list[Ids]:
-        """Return the chunks of a prompt's segments that are not kept."""
+        """Return the chunks of a prompt's segments, but the question, that are neither kept nor
+        being computed; at most as many as leave ``LATER`` to be computed."""
+        if self.refusal or len(work.runs.ids) > 1:
+            return []
         keys = self._keys(work.salt, next(iter(work.runs.ids), None))
-        return [
-            ids for ids in self.chunks_of(work.tokens.ids, blend.pieces.marked) if not self.catalog.has(keys.key(ids))
-        ]
-
-    @staticmethod
-    def chunks_of(ids: Ids, marked: Iterable[tuple[int, int]]) -> list[Ids]:
-        """Return the ids of the chunks of segments, each once."""
-        found: dict[bytes, Ids] = {}
-        for begin, end in marked:
-            for start, stop in cuts(end - begin):
-                part = ids[begin + start : begin + stop].copy()
-                found.setdefault(part.tobytes(), part)
-        return list(found.values())
+        marked = [part for part in blend.pieces.marked if part[1] <= blend.question]
+        found = {keys.key(ids): ids for ids in chunks_of(work.tokens.ids, marked)}
+        lacking = [ids for key, ids in found.items() if not (key in self.under_way or self.catalog.has(key))]
+        return lacking[: max(0, LATER - len(self.under_way))]
 
     def capture(self, ids: Ids, salt: Hashable, adapter: int | None) -> ChunkCapture:
         """Return what takes the rows of a chunk while it is computed behind the lead."""
@@ -316,3 +323,5 @@ class Blending:
         """End the threads that know which chunks there are."""
         if "catalog" in self.__dict__:
             self.catalog.close()
+            if self.catalog.store is not self._stored.store:
+                self.catalog.store.close()

@@ -198,6 +198,8 @@ class Engine(UnsampledRuns):
             if work.remaining:
                 continue
             if request.params is None:
+                if request.capture is not None and request.capture.store():
+                    request.num_kept = request.num_prompt - len(self.blending.lead)
                 self._finish(request, "stop")
                 changed.append(request)
                 continue
@@ -225,6 +227,7 @@ class Engine(UnsampledRuns):
         self.metrics.tokens_replayed.inc(work.num_replayed)
         for tier, count in work.cached_by_tier.items():
             self.metrics.prompt_tokens_reused.inc(tier, count)
+        self.keep_chunks(work)
         if work.reuse_note.missed is not Miss.NONE:
             self.metrics.reuse_misses.inc(work.reuse_note.missed)
         if self.cache is not None and work.cacheable and work.seq is not None:

@@ -18,7 +18,8 @@ from quire.contracts.executor import ExecutorInputs
 from quire.engine.chat_turns import ChatTurns
 from quire.engine.engine import Engine
 from quire.engine.keeping import Keeper
-from quire.engine.prompts import Prompt, read_prompt
+from quire.engine.prompts import Prompt, is_segmented, read_prompt
+from quire.engine.segmented_prompts import read_segments
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.session_labels import Labelled
 from quire.engine.session_repr import session_repr

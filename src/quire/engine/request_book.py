@@ -27,9 +27,9 @@ from quire.engine.prompt_logprobs import PromptLogprobs
 from quire.engine.request_checks import RequestChecks
 from quire.engine.request_hints import RequestHints
 from quire.engine.sampling_step import SamplingStep
-from quire.engine.scheduled_request import BACKGROUND, ScheduledRequest
+from quire.engine.scheduled_request import ScheduledRequest
 from quire.engine.scheduler import Limits, Scheduler
-from quire.engine.sequence_request import OnLogits, SequenceRequest, SessionBranch
+from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.session_branches import SessionBranches, media_of
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
@@ -351,6 +351,8 @@ class RequestBook:
         self.scheduler.finish(request.work)
         if request.work.blend is not None:
             request.work.blend.end()
+        if request.capture is not None:
+            self.blending.under_way.discard(request.capture.key)
         # What has not come by now is computed when it is needed.
         self.stored.settle(request.work)
         self._requests.pop(request.work, None)

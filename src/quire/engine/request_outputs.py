@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from quire.blend.chunk_matching import LEAST
 from quire.branches.history import Ids
 from quire.engine.scheduled_request import ScheduledRequest
 from quire.engine.sequence_request import SequenceRequest
 from quire.engine.tokenizer import Tokenizer
 from quire.ops.sampling import TokenLogprobs
-from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Reuse
+from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Reuse, WarmedSegment
 
 
 def request_output(
@@ -43,6 +44,21 @@ def request_output(
             num_preemptions=sum(sample.work.num_preemptions for sample in samples),
         ),
     )
+
+
+def warmed(submitted: Sequence[tuple[int, Sequence[SequenceRequest]]]) -> list[WarmedSegment]:
+    """Return what is kept of segments, by ``RequestPreparation.submit_warm``. Raise the error of a
+    request that failed."""
+    found = []
+    for tokens, requests in submitted:
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        computed = sum(request.num_kept for request in requests)
+        everything = tokens >= LEAST and all(request.num_kept for request in requests)
+        kept = tokens if everything else computed
+        found.append(WarmedSegment(tokens=tokens, kept=kept, computed=computed))
+    return found
 
 
 def prefix_output(request: SequenceRequest, tokenizer: Tokenizer | None, prompt: str | None = None) -> RequestOutput:

@@ -55,6 +55,8 @@ class SequenceRequest:
     """What its caller said about its state, on the first sample of a prompt."""
     capture: ChunkCapture | None = None
     """What takes the rows of a chunk while it is computed."""
+    num_kept: int = 0
+    """Tokens of the chunk that the store has taken."""
     way_back: SeqId | None = None
     """A fork of the session's sequence as it was lent, if nothing else brings that state back."""
     siblings: list[SequenceRequest] = field(default_factory=list)

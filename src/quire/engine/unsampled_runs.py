@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -9,13 +10,16 @@ from numpy.typing import NDArray
 
 from quire.branches.history import Ids, TokenHistory
 from quire.branches.media import NO_MEDIA, Media
+from quire.engine.blending import chunks_of
 from quire.engine.request_book import RequestBook
 from quire.engine.scheduled_request import BACKGROUND, ScheduledRequest
 from quire.engine.sequence_request import OnLogits, SequenceRequest, SessionBranch
 from quire.engine.session_branches import media_of
-from quire.errors import FailedPrecondition
+from quire.errors import FailedPrecondition, QuireError
 from quire.hints import NO_HINTS, CacheHints
 from quire.types import BASE
+
+logger = logging.getLogger("quire.engine")
 
 
 class UnsampledRuns(RequestBook):
@@ -121,6 +125,7 @@ class UnsampledRuns(RequestBook):
                 priority=priority,
             )
             request = SequenceRequest(self._name(None), work, tokens.size, None, capture=capture)
+            self.blending.under_way.add(capture.key)
             self._enqueue(request, [request])
             return request
 
@@ -143,15 +148,13 @@ class UnsampledRuns(RequestBook):
         return found
 
     def keep_chunks(self, work: ScheduledRequest) -> None:
-        """Have the chunks of a blended prompt that are not kept computed, when nothing else runs."""
+        """Have chunks of a prompt's segments that are not kept computed, when nothing else runs."""
         blend = work.blend
         if blend is None or not blend.params.keep:
             return
         for ids in self.blending.missing(work, blend):
-            if self._later >= LATER:
-                return
             try:
-                request = self.submit_chunk(ids, key=work.salt, adapter=next(iter(work.runs.ids), None), priority=BACKGROUND)
+                self.submit_chunk(ids, key=work.salt, adapter=next(iter(work.runs.ids), None), priority=BACKGROUND)
             except QuireError as error:
                 logger.debug("a chunk of %d tokens is not kept: %s", ids.size, error)
                 return
