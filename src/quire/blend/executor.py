@@ -331,9 +331,9 @@ def _checked_mask(given: Tensor, count: int) -> NDArray[np.bool_]:
 
 def _checked_counts(given: Tensor) -> list[int]:
     """Return the rows of each request."""
+    if given.is_floating_point() or given.is_complex() or given.dim() != 1 or len(given) < 2 or given[0] != 0:
+        raise InvalidArgument(field="query_start_loc", given=given, allowed="integers [R + 1], the first of them 0")
     starts = given.tolist()
-    if given.is_floating_point() or given.dim() != 1 or len(starts) < 2 or starts[0] != 0:
-        raise InvalidArgument(field="query_start_loc", given=starts, allowed="integers [R + 1], the first of them 0")
     counts = [stop - start for start, stop in pairwise(starts)]
     if min(counts) < 1:
         raise InvalidArgument(field="query_start_loc", given=starts, allowed="ascending: each request has a row")
