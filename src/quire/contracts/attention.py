@@ -49,8 +49,10 @@ class KeyRule:
 class ForwardPlan:
     """A ragged batch over one layer class: entry i has ``counts[i]`` queries, ``keys[i]`` keys.
 
-    The queries are the entry's new tokens. A query at position q sees the keys at positions 0..q,
-    or those that the entry's rule allows. Windows then hide some of them:
+    The queries are the entry's new tokens, or some of them (``OpenPass.narrow``): then their
+    positions have gaps, and the keys are those of all its tokens, also behind the last query. A
+    query at position q sees the keys at positions 0..q, or those that the entry's rule allows.
+    Windows then hide some of them:
 
     * ``lows``: row t does not see positions below ``lows[t]``, except those of its sink.
     * ``sinks``: row t also sees positions ``sinks[t, 0] <= position < sinks[t, 1]``, with the query
@@ -76,7 +78,7 @@ class ForwardPlan:
     tables: tuple[NDArray[np.int32], ...]
     """Page ids by address. -1 is a page that no query of the entry sees; it must not be read."""
     positions: NDArray[np.int64]
-    """``[T]``: positions of the new tokens."""
+    """``[T]``: positions of the queries."""
     rules: tuple[KeyRule | None, ...]
     """One for each entry; None: positions decide."""
     lows: NDArray[np.int64] | None = None
@@ -142,9 +144,10 @@ class AttentionBackend(Protocol):
         The result is ``[T, Hq, Dv]``, fresh, contiguous, in the dtype of q; 0 for a row that sees
         no key. ``q [T, Hq, Dk]`` is rotated. ``q_sink`` is the same query at relative positions,
         given if and only if the plan has sinks. ``k_SHD [S, Hkv, Dk]`` and ``v_SHD [S, Hkv, Dv]``
-        are the pool, which already holds the new rows. ``new`` is K and V of the new tokens,
-        ``[T, Hkv, Dk]`` and ``[T, Hkv, Dv]``, equal to the last ``counts[i]`` addresses of each
-        entry, so that a prompt need not be gathered; None if those are not the new tokens.
+        are the pool, which already holds the new rows. ``new`` is K and V of the queries' own
+        tokens, ``[T, Hkv, Dk]`` and ``[T, Hkv, Dv]``, so that a prompt need not be gathered: the
+        last ``counts[i]`` addresses of each entry whose positions end there without a gap. None
+        if the keys are not those of the new tokens.
         ``sinks_H`` (float32 ``[Hq]``) are learned logits that join the softmax without a value.
         """
         ...

@@ -5,6 +5,7 @@ Letters: T new tokens; b entries of a group; n rows, padded; R = b * n; Hq, Hkv 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import reduce
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire.contracts.attention import AttentionState, Scoring
-from quire.kernels.attention_groups import CausalGroup, LongChunk, PagedGroup, Pool
+from quire.kernels.attention_groups import CausalGroup, Keys, LongChunk, PagedGroup, Pool
 from quire.kernels.lse_attention import has_lse_kernel, lse_attention, same_size
 from quire.kernels.row_blocks import RowBlock, Segment
 from quire.ops.attention import merge
@@ -83,20 +84,29 @@ def state_of_long(
     return merge(exact(own), lse_attention(q, past_k, past_v, scoring))
 
 
-def run_block(block: RowBlock, q_NHD: Tensor, pool: Pool, scale: float) -> Tensor:
+def with_keys(blocks: Iterable[RowBlock], pool: Pool) -> Iterator[tuple[RowBlock, Tensor, Tensor]]:
+    """Yield each block with the K and V of its entry, ``[1, Hkv, m, D]``, which are gathered once
+    for neighbours that share them."""
+    keys: Keys | None = None
+    for block in blocks:
+        if block.keys is not keys:
+            keys, (k, v) = block.keys, block.keys.gather(pool)
+        yield block, k, v
+
+
+def run_block(block: RowBlock, q_NHD: Tensor, k_1HMD: Tensor, v_1HMD: Tensor, scale: float) -> Tensor:
     """Return ``[n, Hq, Dv]``; rows without keys are undefined."""
     if len(block.segments) > 1 or has_lse_kernel(q_NHD.device):
-        return state_of_block(block, q_NHD, pool, Scoring(scale)).out
+        return state_of_block(block, q_NHD, k_1HMD, v_1HMD, Scoring(scale)).out
     segment = block.segments[0]
-    k, v = (x[:, :, segment.start : segment.stop] for x in block.keys.gather(pool))
+    k, v = (x[:, :, segment.start : segment.stop] for x in (k_1HMD, v_1HMD))
     q = q_NHD.transpose(0, 1).unsqueeze(0)
     out = sdpa(q, k, v, scale, mask=segment.mask)
     return out[0].transpose(0, 1)
 
 
-def state_of_block(block: RowBlock, q_NHD: Tensor, pool: Pool, scoring: Scoring) -> AttentionState:
-    k, v = block.keys.gather(pool)
-    states = [state_of_segment(segment, q_NHD, k, v, scoring) for segment in block.segments]
+def state_of_block(block: RowBlock, q_NHD: Tensor, k_1HMD: Tensor, v_1HMD: Tensor, scoring: Scoring) -> AttentionState:
+    states = [state_of_segment(segment, q_NHD, k_1HMD, v_1HMD, scoring) for segment in block.segments]
     return states[0] if len(states) == 1 else reduce(merge, states[1:], exact(states[0]))
 
 

@@ -1,7 +1,9 @@
 """Blocks of rows of one entry with different visible keys, each over its own range of keys.
 
-A window of W keys over a chunk of any length thus costs W + block keys for each row. Keys that all
-rows of a block see need no mask. Many of them form a segment, attended alone and merged.
+A window of W keys over a chunk of any length thus costs W + block keys for each row, and rows that
+are no neighbours read few keys behind their own positions. The blocks of an entry share its keys,
+which are gathered once. Keys that all rows of a block see need no mask. Many of them form a
+segment, attended alone and merged.
 
 Letters: n rows of an entry or block; m keys.
 """
@@ -31,7 +33,7 @@ class Segment:
     """Neighbouring keys of a block."""
 
     start: int
-    """Index of the first, counted from the block's first key."""
+    """Index of the first, among the entry's keys."""
     stop: int
     mask: Tensor | None
     """``[1, 1, n, stop - start]``: 0 or -inf in q's dtype, or bool, true: visible. None: all
@@ -47,6 +49,7 @@ class RowBlock:
     start: int
     stop: int
     keys: Keys
+    """Of the entry: the same object in all of its blocks."""
     segments: list[Segment]
 
 
@@ -78,36 +81,41 @@ class BlockPlanner:
     def blocks(self, entry: int) -> list[RowBlock]:
         """Return the blocks of an entry that sees something; rows without keys may be in none."""
         start, stop = int(self.plan.starts[entry]), int(self.plan.starts[entry + 1])
-        size = self._size(entry, start, stop)
-        found = (self._block(entry, first, min(stop, first + size)) for first in range(start, stop, size))
-        return [block for block in found if block is not None]
+        first, last = int(self.part.first[entry]), int(self.part.stop[entry])
+        keys, offset = keys_of([pages_of(self.plan, entry, first, last)], self.plan, first, last)
+        base = first // self.plan.page_size * self.plan.page_size + offset
+        found, size = [], self._size(entry, start, stop)
+        for begin in range(start, stop, size):
+            end = min(stop, begin + size)
+            if segments := self._segments(entry, begin, end, base):
+                found.append(RowBlock(begin, end, keys, segments))
+        return found
 
     def _size(self, entry: int, start: int, stop: int) -> int:
+        """Return the rows of a block: so many that what they see moves by a quarter of it at
+        most."""
         low, high = self.part.low[start:stop], self.part.high[start:stop]
         columns = self.part.columns.get(entry)
-        if columns is None and (low == low[0]).all() and (high == high[0]).all():
+        if columns is None and not np.ptp(low) and not np.ptp(high):
             return stop - start
+        shown = low < high
+        moved = max(int(np.ptp(edge[shown])) for edge in (low, high)) if shown.any() else 0
+        if not moved:
+            # All rows see much the same: a sink, a small tree.
+            return LARGEST_BLOCK
         width = int((high - low).max())
         if columns is not None:
             width = max(width, 0) + int(columns.visible.sum(1).max())
-        if int(self.part.stop[entry] - self.part.first[entry]) <= 2 * width:
-            # All rows see much the same: a sink, a small tree.
-            return LARGEST_BLOCK
-        return min(LARGEST_BLOCK, max(SMALLEST_BLOCK, 1 << (max(1, width // 4) - 1).bit_length()))
+        rows = width * (stop - start - 1) // (4 * moved)
+        return min(LARGEST_BLOCK, max(SMALLEST_BLOCK, 1 << (max(1, rows).bit_length() - 1)))
 
-    def _block(self, entry: int, start: int, stop: int) -> RowBlock | None:
-        spans = self._spans(entry, start, stop)
-        if not spans:
-            return None
-        first, last = spans[0].first, spans[-1].stop
-        keys, offset = keys_of([pages_of(self.plan, entry, first, last)], self.plan, first, last)
-        base = first // self.plan.page_size * self.plan.page_size + offset
+    def _segments(self, entry: int, start: int, stop: int, base: int) -> list[Segment]:
+        """Return the segments of a block; ``base``: the address of the entry's first key."""
         rows = slice(start, stop)
-        segments = [
+        return [
             Segment(span.first - base, span.stop - base, *self._mask(span, self.part.low[rows], self.part.high[rows]))
-            for span in spans
+            for span in self._spans(entry, start, stop)
         ]
-        return RowBlock(start, stop, keys, segments)
 
     def _spans(self, entry: int, start: int, stop: int) -> list[Span]:
         """Return the segments in order of addresses."""

@@ -6,7 +6,8 @@ The batch is cut into groups of one call each:
 * decodes, and apart from them short chunks: pages gathered into a padded tensor, with a mask; a
   single entry with pages in one run is a view of the pool and gathers nothing;
 * long chunks with a past: causal self attention merged with unmasked attention over the past;
-* long chunks with keys hidden by a window, a tree or a mask: blocks of rows (``row_blocks``).
+* long chunks with keys hidden by a window, a tree or a mask, or of rows that are no neighbours:
+  blocks of rows (``row_blocks``).
 
 Invisible pages are in no group: a windowed decode costs its window. A query head group is folded
 into the query rows of a decode, so that K and V are read once per KV head. If parts are merged or
@@ -52,6 +53,7 @@ from quire.kernels.group_attention import (
     state_of_causal,
     state_of_long,
     state_of_paged,
+    with_keys,
 )
 from quire.kernels.lse_attention import has_lse_kernel
 from quire.kernels.row_blocks import BlockPlanner, RowBlock
@@ -270,9 +272,9 @@ def run_part(
     for chunk in part.long:
         rows = slice(chunk.start, chunk.stop)
         out[rows] = state_of_long(chunk, q_THD[rows], k_THD[rows], v_THD[rows], pool, scoring).out
-    for block in part.blocks:
+    for block, k, v in with_keys(part.blocks, pool):
         rows = slice(block.start, block.stop)
-        out[rows] = run_block(block, q_THD[rows], pool, scale)
+        out[rows] = run_block(block, q_THD[rows], k, v, scale)
     return out if part.blind is None else out.index_fill_(0, part.blind, 0.0)
 
 
@@ -314,9 +316,9 @@ def state_of_part(
     for chunk in part.long:
         rows = slice(chunk.start, chunk.stop)
         out[rows], lse[rows] = state_of_long(chunk, q_THD[rows], k_THD[rows], v_THD[rows], pool, scoring)
-    for block in part.blocks:
+    for block, k, v in with_keys(part.blocks, pool):
         rows = slice(block.start, block.stop)
-        out[rows], lse[rows] = state_of_block(block, q_THD[rows], pool, scoring)
+        out[rows], lse[rows] = state_of_block(block, q_THD[rows], k, v, scoring)
     state = AttentionState(out, lse)
     return state if part.blind is None else blinded(state, part.blind)
 

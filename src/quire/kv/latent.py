@@ -3,7 +3,8 @@
 A latent layer keeps one row ``[c_kv | k_pe]`` per token. A query meets it in one of two forms:
 
 * *expanded*: rows become K and V of every head, ``k = [key c_kv | k_pe]`` and ``v = c_kv value``.
-  Cheap where many queries share a new row, so the new tokens of a forward attend to each other so;
+  Cheap where many queries share a new row, so the new tokens of a forward attend to each other so.
+  Where only some of them go on, rows of all would be expanded: if that is worth it;
 * *absorbed*: the query becomes ``[q_nope key | q_pe]`` and attends to the rows themselves, as to
   one KV head whose value is the row's first columns; ``value`` is applied to the result. No stored
   row is expanded, so decodes and queries over the past take this form.
@@ -25,7 +26,7 @@ from quire.contracts.model import LatentExpansion
 from quire.errors import InvalidArgument, Unsupported
 from quire.kv.attention_pass import AttentionPass
 from quire.kv.parts import StateParts
-from quire.kv.plans import Prepared
+from quire.kv.plans import Batch, Prepared
 from quire.ops.attention import attention_weights, merge
 
 
@@ -56,7 +57,8 @@ def attend(
         keys = pass_.prepared("fused", layer.class_index)
         q, q_sink = absorbed(keys)
         pass_.weights[layer_id] = attention_weights(keys.plan, q, layer.k_SHD, layer.scoring, q_sink_THD=q_sink)
-    if (batch.counts == 1).all() or pass_.chosen.rows is not None:
+    narrowed = pass_.chosen.rows is not None
+    if (batch.counts == 1).all() or (narrowed and not _worth_expanding(batch, expansion)):
         everything = pass_.prepared("fused", layer.class_index)
         q, q_sink = absorbed(everything)
         out_THR = state.backend.run(
@@ -70,19 +72,29 @@ def attend(
     if own.plan.sinks is not None:
         q_sink = pass_.turn_last(q_THD, spec.rope, relative=True).to(state.dtype)
     # From the stored rows, so that results do not depend on where a chunk began.
+    if narrowed:
+        rows_T1R = layer.k_SHD.index_select(0, pass_.slots[layer.class_index])
     k_THD, v_THD = _expand(rows_T1R.squeeze(1).to(q_THD.dtype), expansion, state.dtype)
+    new = None if narrowed else (k_THD, v_THD)
     if not batch.stored.any():
-        found = state.backend.run(own.made, q, (k_THD, v_THD), k_THD, v_THD, layer.scoring, q_sink_THD=q_sink)
+        found = state.backend.run(own.made, q, new, k_THD, v_THD, layer.scoring, q_sink_THD=q_sink)
         return found.to(q_THD.dtype)
-    mine = state.backend.run_state(
-        own.made, q, (k_THD, v_THD), k_THD, v_THD, layer.scoring, q_sink_THD=q_sink, coarse=True
-    )
+    mine = state.backend.run_state(own.made, q, new, k_THD, v_THD, layer.scoring, q_sink_THD=q_sink, coarse=True)
     q, q_sink = absorbed(past)
     before = state.backend.run_state(
         past.made, q, None, layer.k_SHD, layer.v_SHD, layer.scoring, q_sink_THD=q_sink, coarse=True
     )
     expanded = AttentionState(_expand_values(before.out.to(q_THD.dtype), expansion), before.lse)
     return merge(AttentionState(mine.out.to(q_THD.dtype), mine.lse), expanded).out
+
+
+def _worth_expanding(batch: Batch, expansion: LatentExpansion) -> bool:
+    """Return whether fewer products are needed if rows of all tokens that the forward appends are
+    expanded for the few that run. These see half of them on average."""
+    _, nope, rank = expansion.key_HDR.shape
+    columns = nope + expansion.value_HRV.shape[2]
+    saved = int((batch.counts * batch.added).sum()) // 2 * (2 * rank - columns)
+    return saved > int(batch.added.sum()) * rank * columns
 
 
 def _check_shapes(
