@@ -59,24 +59,27 @@ class SessionEdits(StateAccess):
         ids, place = self._place("edit", span)
         added = self._replacement(place, new)
         turns = self._turns.edited(ids, place.start, place.stop, added, self._engine.tokenizer)
-        replayed, branch = 0, None
-        try:
-            with self._engine.lock:
-                branch = self._edited("edit", ids, place, added)
+        replayed, engine = 0, self._engine
+        with engine.lock:
+            branch = self._edited("edit", ids, place, added)
+            try:
                 request = self._run(branch, len(branch.tokens) - 1, mode)
-                self._state.successor = branch
+            except BaseException:
+                engine.forget(branch)
+                raise
+            self._state.successor = branch
+        try:
             if request is not None:
                 self._wait(request)
                 replayed = _replayed(request.work.num_cached, len(request.work.tokens), place.start, added.size)
-            with self._engine.lock:
+            with engine.lock:
                 self._take_over(self._open("edit"), branch)
                 self._turns = turns
         finally:
-            with self._engine.lock:
+            with engine.lock:
                 self._state.successor = None
-                if branch is not None:
-                    self._engine.forget(branch)
-        self._engine.metrics.tokens_replayed.inc(replayed)
+                engine.forget(branch)
+        engine.metrics.tokens_replayed.inc(replayed)
         return EditReport(
             removed=place.stop - place.start, added=added.size, replayed=replayed, mode=mode, exact=self.exact
         )
@@ -161,16 +164,12 @@ class SessionEdits(StateAccess):
 
     def _run(self, branch: SessionBranch, length: int, mode: EditMode) -> SequenceRequest | None:
         """Queue a run of the first ``length`` tokens of a branch; None: they are computed."""
-        try:
-            if mode == "blend":
-                return self._blended(branch)
-            if length < 1 or branch.computed >= length:
-                return None
-            ids = branch.tokens.ids
-            return self._engine.submit_run(branch, ids[:length], tail=ids[length:].tolist())
-        except BaseException:
-            self._engine.forget(branch)
-            raise
+        if mode == "blend":
+            return self._blended(branch)
+        if length < 1 or branch.computed >= length:
+            return None
+        ids = branch.tokens.ids
+        return self._engine.submit_run(branch, ids[:length], tail=ids[length:].tolist())
 
     def _require_blending(self) -> None:
         """Refuse what is edited exactly only."""
