@@ -31,6 +31,16 @@ def test_each_token_has_its_adapter(switches: list[tuple[int, int | None]]) -> N
     assert runs.ids == {one for one in naive if one is not None}
 
 
+@given(SWITCHES, st.integers(0, LENGTH), st.integers(0, LENGTH), st.integers(0, 5), st.sampled_from([None, 0, 1]))
+def test_a_piece_is_replaced(
+    switches: list[tuple[int, int | None]], one: int, other: int, count: int, adapter: int | None
+) -> None:
+    (runs, naive), (start, stop) = made(switches), sorted((one, other))
+    found, wanted = runs.spliced(start, stop, count, adapter), [*naive[:start], *[adapter] * count, *naive[stop:]]
+    assert [found.at(position) for position in range(len(wanted))] == wanted
+    assert all(a[0] < b[0] and a[1] != b[1] for a, b in zip(found.runs, found.runs[1:], strict=False))
+
+
 @given(SWITCHES)
 def test_where_a_run_ends(switches: list[tuple[int, int | None]]) -> None:
     runs, naive = made(switches)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from quire.executor.executor import Executor
     from quire.executor.llm_executor import LlmExecutor
     from quire.llm import LLM
-    from quire.outputs import BeamSearchOutput, CompletionOutput, RequestOutput, Reuse
+    from quire.outputs import BeamSearchOutput, CompletionOutput, EditReport, RequestOutput, Reuse
 
 try:
     __version__ = version("quire")
@@ -50,6 +50,7 @@ _LAZY = {
     "RequestOutput": "quire.outputs",
     "BeamSearchOutput": "quire.outputs",
     "CompletionOutput": "quire.outputs",
+    "EditReport": "quire.outputs",
     "Reuse": "quire.outputs",
 }
 
@@ -66,6 +67,7 @@ __all__ = [
     "CheckpointError",
     "CompletionOutput",
     "DataLoss",
+    "EditReport",
     "Executor",
     "FailedPrecondition",
     "InvalidArgument",

@@ -201,6 +201,25 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 
+EditMode = Literal["exact", "blend"]
+"""How what follows an edit comes to its state: run again, or blended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EditReport:
+    """What an edit of a session has done."""
+
+    removed: int
+    """Tokens that were taken out."""
+    added: int
+    """Tokens in their place."""
+    replayed: int
+    """Other tokens that were run again, all or in part."""
+    mode: EditMode
+    exact: bool
+    """Whether all state of the session is what its tokens give."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeamSearchSequence:
     """One continuation that a beam search found."""

@@ -46,6 +46,15 @@ class AdapterRuns:
         """Return the history of the first ``length`` tokens; its last run stays open."""
         return AdapterRuns(tuple(run for run in self.runs if run[0] < length) or self.runs[:1])
 
+    def spliced(self, start: int, stop: int, count: int, adapter: int | None) -> AdapterRuns:
+        """Return this history with ``count`` tokens under ``adapter`` in place of ``start..stop``;
+        later tokens keep their own."""
+        found = self.then(start, adapter if count else self.at(stop)).then(start + count, self.at(stop))
+        for position, later in self.runs:
+            if position > stop:
+                found = found.then(position - stop + start + count, later)
+        return found
+
     def agreed(self, other: AdapterRuns, length: int) -> int:
         """Count the leading tokens, of ``length``, with equal adapters in both histories."""
         edges = sorted({start for start, _ in (*self.runs, *other.runs)})

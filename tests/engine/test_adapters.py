@@ -538,6 +538,15 @@ class Told:
         del self.tokens[to:], self.under[to:]
         self.settle()
 
+    def edit(self, start: int, stop: int, new: Sequence[int]) -> None:
+        cost = self.session.edit_cost((start, stop))
+        report = self.session.edit((start, stop), new)
+        assert (report.removed, report.added, report.exact) == (stop - start, len(new), True)
+        assert report.replayed <= max(cost, len(self.tokens) - stop) or self.world.engine.cache is not None
+        self.tokens[start:stop] = new
+        self.under[start:stop] = [self.adapter] * len(new)
+        self.settle()
+
     def fork(self, at: int | None = None) -> Told:
         length = len(self.tokens) if at is None else at
         child = Told(self.world, self.session.fork(at), self.tokens[:length], self.under[:length], self.adapter)
@@ -954,6 +963,14 @@ class Conversations:
         if len(self.sessions) < 8:
             self.sessions.append(found.fork(self.rng.choice([None, self.rng.randint(1, len(found.tokens))])))
 
+    def edit(self) -> None:
+        found = self.pick()
+        start = self.rng.randint(0, len(found.tokens) - 1)
+        stop = self.rng.randint(start, min(len(found.tokens), start + 10))
+        found.edit(
+            start, stop, self.tokens(10) if stop == len(found.tokens) - start else self.tokens(10)[: stop - start + 1]
+        )
+
     def stream_and_leave(self) -> None:
         found = self.pick()
         stream, new = found.session.stream(greedy(5)), []
@@ -997,7 +1014,16 @@ class Conversations:
             self.sessions.pop(self.rng.randrange(len(self.sessions))).session.close()
 
     def step(self) -> None:
-        verbs = [self.append, self.generate, self.generate, self.switch, self.switch, self.switch, self.rewind]
+        verbs = [
+            self.append,
+            self.generate,
+            self.generate,
+            self.switch,
+            self.switch,
+            self.switch,
+            self.rewind,
+            self.edit,
+        ]
         verbs += [self.fork, self.stream_and_leave, self.logits, self.score, self.save_and_load, self.drop]
         verbs += [self.squeeze, self.serve, self.close]
         self.rng.choice(verbs)()

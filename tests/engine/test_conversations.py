@@ -81,6 +81,19 @@ class Conversations:
         session.rewind(to=to)
         del tokens[to:]
 
+    def edit(self) -> None:
+        session, tokens = self.pick()
+        start = self.rng.randint(0, len(tokens))
+        stop = self.rng.randint(start, min(len(tokens), start + 12))
+        new = self.tokens(12) if self.rng.random() < 0.7 else []
+        length = len(tokens) + len(new) - (stop - start)
+        if not 1 <= length <= MAX_LENGTH:
+            return
+        report = session.edit(range(start, stop), new)
+        assert (report.removed, report.added, report.exact) == (stop - start, len(new), True)
+        assert 0 <= report.replayed < length
+        tokens[start:stop] = new
+
     def score(self) -> None:
         session, tokens = self.pick()
         new = self.tokens(9)
@@ -132,6 +145,9 @@ class Conversations:
             lambda: session.append([97]),
             lambda: session.rewind(to=len(tokens) + 1),
             lambda: session.fork(at=-1),
+            lambda: session.edit((0, len(tokens) + 1), [3]),
+            lambda: session.edit((0, 1), random_tokens(300)),
+            lambda: session.edit((0, 0), [97]),
             lambda: session.generate(greedy(5000)),
             lambda: session.append(random_tokens(300)),
         ]
@@ -147,7 +163,16 @@ class Conversations:
     def step(self) -> None:
         session = None
         verbs = [self.append, self.generate, self.generate, self.sample, self.stream_and_leave, self.fork, self.fork]
-        verbs += [self.rewind, self.score, self.logits, self.save_and_load, self.serve_others, self.cancel]
+        verbs += [
+            self.rewind,
+            self.edit,
+            self.edit,
+            self.score,
+            self.logits,
+            self.save_and_load,
+            self.serve_others,
+            self.cancel,
+        ]
         verbs += [self.refused, self.close]
         # Room for what a verb adds.
         for session, tokens in self.sessions:

@@ -39,7 +39,7 @@ PACKAGE = Path(quire.__file__).parent
 FOLDERS = ("branches", "engine", "executor", "kv", "runner")
 SWEPT = (*(str(PACKAGE / name) + os.sep for name in FOLDERS), str(PACKAGE / "llm.py"), str(PACKAGE / "orphans.py"))
 PARTS = ("session", "live_sequence", "state_access", "session_stream", "session_sources", "request_preparation")
-PARTS = (*PARTS, "session_commits")
+PARTS = (*PARTS, "session_commits", "session_edits")
 HANDS_OVER = (str(PACKAGE / "llm.py"), *(str(PACKAGE / "engine" / f"{name}.py") for name in PARTS))
 """Where verbs hand things over between two locked parts."""
 ENDLESS = 1 << 30
@@ -119,6 +119,10 @@ def rewind(bed: Bed) -> None:
     bed.session.logits()
 
 
+def edit(bed: Bed) -> None:
+    bed.session.edit((5, 9), MORE[:2])
+
+
 def score(bed: Bed) -> None:
     bed.session.score(MORE)
 
@@ -177,7 +181,7 @@ def storing(bed: Bed) -> Iterator[None]:
 
 
 VERBS = (generate, new_session, append, go_on, stream, fork, rewind, score, save_and_load, load, look_and_write, beams)
-VERBS = (*VERBS, execute, hint, commit, checkout)
+VERBS = (*VERBS, execute, hint, commit, checkout, edit)
 
 
 def code_of(frame: FrameType) -> CodeType | None:

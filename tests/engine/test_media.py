@@ -156,7 +156,7 @@ def test_sessions_at_random(make_llm: MakeLLM, bed: Checkpoint, seed: int) -> No
     for step in range(30):
         number = dice.randrange(len(held))
         session, ids, rows = held[number]
-        verb = dice.choice(["image", "text", "generate", "fork", "rewind", "drop", "cut"])
+        verb = dice.choice(["image", "text", "generate", "fork", "rewind", "edit", "edit", "drop", "cut"])
         if verb == "image" or not ids:
             new = rows_of(dice.randrange(1, 6), dice.randrange(3), width)
             given = [*random_tokens(dice.randrange(3), seed=step), *[-1] * len(new)]
@@ -177,6 +177,13 @@ def test_sessions_at_random(make_llm: MakeLLM, bed: Checkpoint, seed: int) -> No
             to = dice.randrange(1, len(ids) + 1)
             session.rewind(to=to)
             ids, rows = ids[:to], rows[: sum(one < 0 for one in ids[:to])]
+        elif verb == "edit":
+            start = dice.randrange(len(ids))
+            stop = dice.randrange(start, len(ids))
+            new = random_tokens(dice.randrange(4), seed=step)
+            session.edit(range(start, stop), new)
+            before, after = sum(one < 0 for one in ids[:start]), sum(one < 0 for one in ids[:stop])
+            ids, rows = [*ids[:start], *new, *ids[stop:]], [*rows[:before], *rows[after:]]
         elif verb == "drop":
             engine_of(llm).branches.drop(session._state)
             llm.reset_prefix_cache()

@@ -126,6 +126,8 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
 
     rewind = awaited(Session.rewind)
     rewind_cost = awaited(Session.rewind_cost)
+    edit = awaited(Session.edit)
+    edit_cost = awaited(Session.edit_cost)
     use_adapter = awaited(Session.use_adapter)
     pin = awaited(Session.pin)
     unpin = awaited(Session.unpin)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from quire.branches.history import Ids
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.sequence_request import SequenceRequest
+from quire.engine.text_places import pieces_of
 from quire.engine.tokenizer import Tokenizer
+from quire.errors import FailedPrecondition
 
 ReadAnswer: TypeAlias = Callable[[str], Mapping[str, Any]]
 """From the text of an answer to its message, whose content is text."""
@@ -89,6 +92,49 @@ class ChatTurns:
         if self._start is not None and self._start > length:
             self._start = None
 
+    def edited(self, ids_T: Ids, start: int, stop: int, new_T: Ids, tokenizer: Tokenizer | None) -> ChatTurns:
+        """Return the turns of a session of the tokens ``ids_T`` after ``start..stop`` have become
+        ``new_T``. ``FailedPrecondition`` unless these stand before or behind all turns, or in the
+        content of one message."""
+        first = 0 if self._start is None else self._start
+        last = self._turns[-1].end if self._turns else first
+        shift, found = new_T.size - (stop - start), self.up_to(len(ids_T))
+        if start >= last:
+            return found
+        if stop <= first:
+            found._start = first + shift
+        else:
+            found._turns = self._with_content(ids_T, start, stop, new_T, tokenizer, first)
+        found._turns = [replace(turn, end=turn.end + shift) if turn.end > start else turn for turn in found._turns]
+        return found
+
+    def _with_content(
+        self, ids_T: Ids, start: int, stop: int, new_T: Ids, tokenizer: Tokenizer | None, first: int
+    ) -> list[Turn]:
+        """Return the turns with the content of that one replaced in which ``start..stop`` is."""
+        edges = [first, *dict.fromkeys(turn.end for turn in self._turns)]
+        begin = max((edge for edge in edges if edge <= start), default=0)
+        end = min(edge for edge in edges if edge > start)
+        found: list[tuple[int, Mapping[str, Any]]] = []
+        if begin >= first and stop <= end and tokenizer is not None:
+            pieces = pieces_of(tokenizer.token_bytes, ids_T[begin:end])
+            before, gone, after = (
+                b"".join(part)
+                for part in (pieces[: start - begin], pieces[start - begin : stop - begin], pieces[stop - begin :])
+            )
+            new = b"".join(pieces_of(tokenizer.token_bytes, new_T))
+            for index, turn in enumerate(self._turns):
+                if turn.end == end:
+                    found += [(index, message) for message in _replaced(turn.message, before, gone, after, new)]
+        if len(found) != 1:
+            raise FailedPrecondition(
+                f"tokens {start}..{stop - 1} are not in the content of one message of the session's chat, which goes on by its "
+                "messages; edit part of one message's content, or rewind to before it"
+            )
+        turns, (index, message) = list(self._turns), found[0]
+        turns[index] = replace(turns[index], message=message)
+        return turns
+
     def end_with_answer(self, length: int) -> bool:
         """Return whether a session of this length ends with an answer of the model."""
         return bool(self._turns) and not self._cut and self._turns[-1].is_answer and self._turns[-1].end == length
@@ -127,3 +173,20 @@ class ChatTurns:
             *(Turn(end=request.num_prompt, message=one) for one in asked.messages),
             Turn(end=length, message=message, is_answer=True),
         ]
+
+
+def _replaced(
+    message: Mapping[str, Any], before: bytes, gone: bytes, after: bytes, new: bytes
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the message with ``gone`` replaced by ``new`` where its content is the text of the
+    tokens around that. Templates may strip contents."""
+    content, whole = message.get("content"), before + gone + after
+    if not isinstance(content, str) or not (text := content.strip().encode(errors="replace")):
+        return
+    at = whole.find(text)
+    while 0 <= at <= len(before):
+        here = len(before) - at
+        if here + len(gone) <= len(text):
+            edited = text[:here] + new + text[here + len(gone) :]
+            yield {**message, "content": content.replace(content.strip(), edited.decode(errors="replace"), 1)}
+        at = whole.find(text, at + 1)

@@ -315,8 +315,9 @@ class RequestBook:
     def forget(self, session: SessionBranch) -> None:
         """End what a closed session does, and give its pages back."""
         with self.lock:
-            if session.request is not None:
-                self._finish(session.request, "cancelled")
+            for one in (session, session.successor):
+                if one is not None and one.request is not None:
+                    self._finish(one.request, "cancelled")
             self.branches.forget(session)
 
     def _fail(self, request: SequenceRequest, error: QuireError) -> SequenceRequest:

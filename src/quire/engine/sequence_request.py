@@ -115,6 +115,8 @@ class SessionBranch(Branch):
     """The account for which it is pinned."""
     request: SequenceRequest | None = None
     """The request that works on the sequence now."""
+    successor: SessionBranch | None = None
+    """The branch that takes its place once it is computed."""
     logits: Tensor | None = None
     """Logits of the next token, float32 ``[V]``, if they were asked for."""
 
@@ -127,9 +129,10 @@ class SessionBranch(Branch):
 
     @property
     def busy(self) -> bool:
-        return self.request is not None
+        """Whether some call works on it, or on its successor."""
+        return self.request is not None or self.successor is not None
 
     @property
     def droppable(self) -> bool:
         """Whether its pages may be taken: they can be had again by computing."""
-        return self.seq is not None and not (self.busy or self.pinned or self.modified)
+        return self.seq is not None and not (self.request is not None or self.pinned or self.modified)

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.branches.adapter_keys import runs_of_session
 from quire.contracts.executor import ExecutorInputs
 from quire.engine.chat_rendering import encode_chat, render_chat, select_template
 from quire.engine.chat_turns import Asked, ReadAnswer
@@ -26,8 +25,8 @@ from quire.engine.next_turn import next_turn_ids, parts_from
 from quire.engine.prompts import Prompt, Text
 from quire.engine.request_outputs import prefix_output, request_output
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
+from quire.engine.session_edits import SessionEdits
 from quire.engine.session_stream import PreparedTurn, SessionStream
-from quire.engine.state_access import StateAccess
 from quire.engine.token_ids import is_integer
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.hints import NO_HINTS, CacheHints, PinAccount
@@ -37,7 +36,7 @@ from quire.sampling_params import SamplingParams
 from quire.types import BASE
 
 
-class Session(StateAccess):
+class Session(SessionEdits):
     """Made by ``LLM.session``. Every method raises ``FailedPrecondition`` once the session is
     closed, and while it is generating. A refused or failed call leaves the session as it was.
     Several threads may use sessions; what runs for one of them holds up no other."""
@@ -95,7 +94,8 @@ class Session(StateAccess):
     def cancel(self) -> bool:
         """End what another thread is running on this session, at the next step. Return False if
         nothing runs. It never waits."""
-        request = self._state.request
+        state = self._state if self._state.successor is None else self._state.successor
+        request = state.request
         return request is not None and self._engine.cancel(request.request_id)
 
     def check_generate(self, params: SamplingParams) -> None:
@@ -293,18 +293,11 @@ class Session(StateAccess):
         return int(value)  # type: ignore[call-overload, no-any-return]
 
     def _cost(self, length: int) -> int:
-        state, branches = self._state, self._engine.branches
-        # The last token there may have run under another adapter than the next ones will.
-        same = state.runs.agreed(runs_of_session(state.runs, length, state.adapter), length)
-        if state.seq is None:
-            held = self._engine.branches.tier.reach(state, same)
-            return max(0, min(length, len(self) - 1) - held) if held else length
-        kept = branches.reach(state, same)
-        if kept < min(same, state.computed) and (found := branches.found(state, same)) is not None:
-            # It is not kept; the prefix cache may have a sequence that is nearer.
-            kept = max(kept, found[1])
+        reached = self._reached(length)
+        if self._state.seq is None and not reached:
+            return length
         # The last token may never have run; then it does not run again either.
-        return max(0, min(length, len(self) - 1) - kept)
+        return max(0, min(length, len(self) - 1) - reached)
 
     # -- chat --------------------------------------------------------------------------------------
 

@@ -1,0 +1,221 @@
+"""Edits of a session: a piece is replaced, and what follows it runs again or is blended.
+
+An edit runs on a fork, which takes the session's place at the end. Until then the session is as it
+was, and its own state may even be given up for the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NoReturn
+
+import numpy as np
+
+from quire.branches.adapter_keys import runs_of_session
+from quire.branches.going_back import why_fixed
+from quire.branches.history import Ids, TokenHistory
+from quire.contracts.executor import ExecutorInputs
+from quire.engine.keeping import kept
+from quire.engine.prompts import Text
+from quire.engine.sequence_request import SequenceRequest, SessionBranch
+from quire.engine.state_access import StateAccess
+from quire.engine.text_places import TextPlace, pieces_of, place_of
+from quire.engine.token_ids import is_integer
+from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.interrupts import uninterrupted
+from quire.outputs import EditMode, EditReport
+
+MODES: tuple[EditMode, ...] = ("exact", "blend")
+
+
+class SessionEdits(StateAccess):
+    """A live sequence of which a piece in the middle can be replaced."""
+
+    @uninterrupted
+    @kept
+    def edit(self, span: range | tuple[int, int] | str, new: Text = "", mode: EditMode = "exact") -> EditReport:
+        """Replace the tokens of ``span`` by ``new``: text, token ids, or nothing.
+
+        ``span`` is a range of positions, a pair (start, stop), or a text that occurs once in the
+        session. What such a text shares a token with is tokenised anew. Special tokens are in no
+        text.
+
+        ``mode`` "exact": what follows is run again, each token under the adapter that it ran under;
+        new tokens run under the session's adapter. Then the session is as if it had always had
+        these tokens. "blend": what follows is kept, moved, and computed anew in part; then the
+        session is not ``exact``.
+
+        The chat of a session goes on with the content of the message in which the span is replaced.
+
+        ``InvalidArgument``: no such span, tokens that are not the model's, or too many.
+        ``FailedPrecondition``: what follows cannot be run again (``set_kv`` wrote into it, an
+        embedding is gone), what leads to the span cannot (as in ``rewind``), or a chat has no one
+        message with the span in its content. ``Unsupported``: no blending on this model.
+        """
+        if mode not in MODES:
+            raise InvalidArgument(field="mode", given=mode, allowed=" or ".join(map(repr, MODES)))
+        if mode == "blend":
+            self._require_blending()
+        ids, place = self._place("edit", span)
+        added = self._replacement(place, new)
+        turns = self._turns.edited(ids, place.start, place.stop, added, self._engine.tokenizer)
+        replayed, engine = 0, self._engine
+        with engine.lock:
+            branch = self._edited("edit", ids, place, added)
+            try:
+                request = self._run(branch, len(branch.tokens) - 1, mode)
+            except BaseException:
+                engine.forget(branch)
+                raise
+            self._state.successor = branch
+        try:
+            if request is not None:
+                self._wait(request)
+                replayed = _replayed(request.work.num_cached, len(request.work.tokens), place.start, added.size)
+            with engine.lock:
+                self._take_over(self._open("edit"), branch)
+                self._turns = turns
+        finally:
+            with engine.lock:
+                self._state.successor = None
+                engine.forget(branch)
+        engine.metrics.tokens_replayed.inc(replayed)
+        return EditReport(
+            removed=place.stop - place.start, added=added.size, replayed=replayed, mode=mode, exact=self.exact
+        )
+
+    def edit_cost(self, span: range | tuple[int, int] | str) -> int:
+        """Return how many tokens taking out ``span`` would run again."""
+        ids, place = self._place("edit_cost", span)
+        added = self._replacement(place, "").size
+        with self._engine.lock:
+            self._idle("edit_cost")
+            length = ids.size - (place.stop - place.start) + added
+            return _replayed(self._reached(place.start), length - 1, place.start, added)
+
+    def _place(self, verb: str, span: object) -> tuple[Ids, TextPlace]:
+        """Return the session's tokens, and which of them are meant."""
+        with self._engine.lock:
+            ids = self._idle(verb).tokens.ids.copy()
+        if isinstance(span, str):
+            return ids, place_of(self._tokenizer(verb), ids, span)
+        start = stop = -1
+        if isinstance(span, range) and span.step == 1:
+            start, stop = span.start, max(span.start, span.stop)
+        elif isinstance(span, (tuple, list)) and len(span) == 2 and all(map(is_integer, span)):
+            start, stop = map(int, span)
+        if not 0 <= start <= stop <= ids.size:
+            raise InvalidArgument(
+                field="span",
+                given=span,
+                allowed=f"a range of positions in 0..{ids.size}, a pair (start, stop), or a text of the session",
+            )
+        return ids, TextPlace(start, stop)
+
+    def _replacement(self, place: TextPlace, new: Text) -> Ids:
+        """Return the tokens that take the place of the present ones."""
+        if isinstance(new, (Mapping, ExecutorInputs)):
+            raise InvalidArgument(field="new", given=new, allowed="text or token ids")
+        try:
+            if isinstance(new, str):
+                text = f"{place.before}{new}{place.after}"
+                found = [self._encode(text if text else [])[0]]
+            else:
+                found = [self._encode(part)[0] for part in (place.before, new, place.after) if len(part)]
+            added = np.concatenate([np.empty(0, dtype=np.int64), *found])
+            self._engine.checks.tokens(added)
+        except InvalidArgument as error:
+            error.field = "new"
+            raise
+        if place.before or place.after:
+            table = self._tokenizer("edit").token_bytes
+            pieces = b"".join(pieces_of(table, added))
+            if not pieces.startswith(place.before.encode()) or not pieces.endswith(place.after.encode()):
+                raise InvalidArgument(
+                    f"the text begins or ends inside of a token, and the rest of that ({place.before!r}, {place.after!r}) has no tokens "
+                    "of its own; give positions",
+                    field="span",
+                )
+        return added
+
+    def _edited(self, verb: str, ids: Ids, place: TextPlace, added: Ids) -> SessionBranch:
+        """Return a fork with the new tokens, and the state of those before the span as far as it is
+        held."""
+        state, engine = self._idle(verb), self._engine
+        if not np.array_equal(state.tokens.ids, ids):
+            raise FailedPrecondition(f"{verb}: the session was changed by another thread meanwhile; call again")
+        if place.stop < ids.size and (reason := why_fixed(state, place.stop, ids.size, engine.runner.adapters.ids)):
+            raise FailedPrecondition(
+                f"{verb}: tokens {place.stop}..{ids.size - 1}, which follow, would have to run again, and {reason}"
+            )
+        tokens = TokenHistory(np.concatenate((ids[: place.start], added, ids[place.stop :])), state.tokens.media)
+        if len(tokens):
+            try:
+                engine.checks_of(state).length(len(tokens), None)
+            except InvalidArgument as error:
+                error.field = "new"
+                raise
+            engine.pins.check(state, len(tokens), state.account)
+        branch = engine.branches.fork(state, place.start)
+        runs = state.runs.spliced(place.start, place.stop, added.size, state.adapter)
+        branch.tokens, branch.runs = tokens, runs_of_session(runs, len(tokens), state.adapter)
+        branch.pinned = state.pinned
+        return branch
+
+    def _run(self, branch: SessionBranch, length: int, mode: EditMode) -> SequenceRequest | None:
+        """Queue a run of the first ``length`` tokens of a branch; None: they are computed."""
+        if mode == "blend":
+            return self._blended(branch)
+        if length < 1 or branch.computed >= length:
+            return None
+        ids = branch.tokens.ids
+        return self._engine.submit_run(branch, ids[:length], tail=ids[length:].tolist())
+
+    def _require_blending(self) -> None:
+        """Refuse what is edited exactly only."""
+        kinds = {spec.kind for spec in self._engine.runner.model.layer_specs}
+        if kinds & {"recurrent", "cross", "window"} or self._state.window is not None:
+            raise Unsupported(
+                "blending moves K and V of single tokens, which recurrent and cross layers, windowed layers and sessions with a window do "
+                "not let it do: hybrids are edited exactly only; give mode='exact'",
+                field="mode",
+                given="blend",
+                allowed="'exact'",
+            )
+
+    def _blended(self, branch: SessionBranch) -> NoReturn:
+        """Queue a blended run of what follows the span."""
+        raise Unsupported(
+            "edits are not blended in this release; give mode='exact'", field="mode", given="blend", allowed="'exact'"
+        )
+
+    def _take_over(self, state: SessionBranch, branch: SessionBranch) -> None:
+        """Let the session be what the branch is, which then holds nothing."""
+        branches = self._engine.branches
+        if state.seq is not None:
+            branches.remove(state.seq)
+        state.become(branch, len(branch.tokens), branch.seq)
+        state.runs, state.logits = branch.runs, None
+        state.recede(branch.computed)
+        branch.seq, branch.computed = None, 0
+        branches.hold(state)
+
+    def _reached(self, length: int) -> int:
+        """Return how many of the first ``length`` tokens keep their state, if the session goes on
+        from there under its adapter."""
+        state, branches = self._state, self._engine.branches
+        # The last token there may have run under another adapter than the next ones will.
+        same = state.runs.agreed(runs_of_session(state.runs, length, state.adapter), length)
+        if state.seq is None:
+            return branches.tier.reach(state, same)
+        reached = branches.reach(state, same)
+        if reached < min(same, state.computed) and (found := branches.found(state, same)) is not None:
+            # It is not kept; the prefix cache may have a sequence that is nearer.
+            reached = max(reached, found[1])
+        return reached
+
+
+def _replayed(held: int, length: int, start: int, added: int) -> int:
+    """Count the tokens from ``held`` to ``length`` that are not among the ``added`` ones."""
+    new = max(0, min(length, start + added) - max(held, start))
+    return max(0, length - held) - new

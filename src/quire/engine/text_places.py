@@ -1,0 +1,74 @@
+"""Where a text stands among the tokens of a session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.branches.history import Ids
+from quire.engine.token_bytes import TokenBytes
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import InvalidArgument, Unsupported
+from quire.signatures import require_text
+
+NO_TEXT = b"\xff"
+"""In place of the bytes of special tokens and embeddings: no text has this byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPlace:
+    """A range of tokens, and the text at its ends that does not belong to what was looked for."""
+
+    start: int
+    stop: int
+    before: str = ""
+    after: str = ""
+
+
+def place_of(tokenizer: Tokenizer, ids_T: Ids, text: str) -> TextPlace:
+    """Return the fewest tokens that hold the only occurrence of a text. ``InvalidArgument`` if it
+    does not occur, or more than once. ``Unsupported``: tokens have no texts of their own."""
+    table = tokenizer.token_bytes
+    if not table.concatenates:
+        raise Unsupported(
+            "the tokens of this model have no texts of their own, so that a text cannot be found among them; give positions",
+            field="span",
+        )
+    pieces = pieces_of(table, ids_T)
+    whole, wanted = b"".join(pieces), require_text("span", text)
+    at = whole.find(wanted) if wanted else -1
+    if at < 0:
+        raise InvalidArgument(
+            field="span", given=text, allowed="a text in the session that special tokens do not divide"
+        )
+    if whole.find(wanted, at + 1) >= 0:
+        raise InvalidArgument(
+            f"the text {text[:80]!r} occurs more than once in the session; give a longer one, or positions",
+            field="span",
+            given=text,
+            allowed="a text that occurs once",
+        )
+    ends_T = np.cumsum([len(piece) for piece in pieces])
+    start = int(np.searchsorted(ends_T, at, side="right"))
+    stop = int(np.searchsorted(ends_T, at + len(wanted))) + 1
+    # Further out, to where whole characters begin and end.
+    while (before := _text(whole[ends_T[start] - len(pieces[start]) : at])) is None and start:
+        start -= 1
+    while (after := _text(whole[at + len(wanted) : ends_T[stop - 1]])) is None and stop < len(pieces):
+        stop += 1
+    if before is None or after is None:
+        raise InvalidArgument(f"the text {text[:80]!r} stands beside part of a character; give positions", field="span")
+    return TextPlace(start, stop, before, after)
+
+
+def pieces_of(table: TokenBytes, ids_T: Ids) -> list[bytes]:
+    """Return the bytes of each token inside a text; ``NO_TEXT`` of those that have none."""
+    return [NO_TEXT if one < 0 or one in table.special_ids else table.piece(one) for one in ids_T.tolist()]
+
+
+def _text(part: bytes) -> str | None:
+    try:
+        return part.decode()
+    except UnicodeDecodeError:
+        return None
