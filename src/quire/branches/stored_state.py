@@ -13,11 +13,12 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from quire.blend.chunks import ChunkKeys
 from quire.branches.adapter_keys import is_private
 from quire.branches.branch import Branch
 from quire.branches.history import UNKNOWN, Ids
@@ -101,6 +102,12 @@ class StoredState:
             dtype = str(getattr(self.runner.model, "dtype", ""))
             self._roots[name] = root_key(self._model, self._layout_hash, dtype, salt, layout.chunk)
         return Chain.of(self._roots[name], ids_T, runs, layout.chunk)
+
+    def chunk_keys(self, salt: Hashable, adapter: str | None, lead: Sequence[int]) -> ChunkKeys:
+        """Return the keys of chunks for prompts with a salt, under the adapter of a fingerprint."""
+        _ = self.layout  # says which model this is
+        of_model = (self._model, self._layout_hash, str(getattr(self.runner.model, "dtype", "")))
+        return ChunkKeys.of(*of_model, salt, adapter=adapter, lead=lead, private=is_private(salt))
 
     def _chain_of(self, branch: Branch, length: int) -> Chain:
         runs = fingerprint_runs(branch.runs, lambda one: self.runner.adapters.get(one).fingerprint)
