@@ -48,11 +48,11 @@ class ChunkKeys:
     @classmethod
     def of(
         cls,
-        *,
         model: Mapping[str, str],
         layout_hash: str,
         dtype: str,
         salt: Hashable,
+        *,
         adapter: str | None = None,
         lead: Sequence[int] = (),
         private: bool = False,

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -88,7 +88,7 @@ class ChunkTask(RowsTask):
         self.nbytes = sum(one.key.count for one in self._fetches) * layout.row_bytes
         """Bytes of the chunks' tensors, of all layers."""
         self._until = time.monotonic() + retriever.seconds
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._opening = threading.Lock()
         self._changed = threading.Condition()
         """Guards all below, and is told of each change."""
@@ -217,27 +217,28 @@ class ChunkTask(RowsTask):
     def _open(self, fetches: Sequence[_Fetch]) -> None:
         """Check the headers of chunks, once."""
         with self._opening:
-            for one in fetches:
-                if one.file is not None:
-                    continue
+            lost = dict[str, _Fetch]()
+            for one in (one for one in fetches if one.file is None):
                 if (found := one.answer.result()) is None:
-                    with self._changed:
-                        raise self._failed(f"object {one.key.name} is not there any more", [one])
+                    lost[f"object {one.key.name} is not there any more"] = one
+                    continue
                 one.tier = found.tier
                 try:
                     one.file = self._layout.open(one.key, one.contents, found.blob)
                 except Unfit as error:
-                    raise self._damaged(one, error) from None
+                    lost[self._damaged(one, error)] = one
+            self._require_all(lost)
 
     def _read(self, layer: int, parts: Sequence[_Part]) -> tuple[list[RowsPiece], torch.cuda.Event | None]:
         """Verify a layer, and move its rows to the device."""
-        tensors: dict[ObjectKey, dict[str, Tensor]] = {}
+        tensors, lost = dict[ObjectKey, dict[str, Tensor]](), dict[str, _Fetch]()
         for one in {part.fetch.key: part.fetch for part in parts}.values():
             assert one.file is not None
             try:
                 tensors[one.key] = self._layout.read(one.key, one.file, layer)
             except Unfit as error:
-                raise self._damaged(one, error) from None
+                lost[self._damaged(one, error)] = one
+        self._require_all(lost)
         pieces, event = list[RowsPiece](), None
         with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
             for part in parts:
@@ -245,7 +246,7 @@ class ChunkTask(RowsTask):
                 k, v = self._layout.split(layer, {name: self._moved(one) for name, one in rows.items()})
                 pieces.append(RowsPiece(part.start, k, v, self._lead + part.skip))
             if self._stream is not None:
-                event = torch.cuda.Event()
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(self._stream)
         return pieces, event
 
@@ -257,10 +258,16 @@ class ChunkTask(RowsTask):
         staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
         return staged.copy_(rows).to(self._device, non_blocking=True)
 
-    def _damaged(self, fetch: _Fetch, error: Unfit) -> BlendLoadError:
+    def _damaged(self, fetch: _Fetch, error: Unfit) -> str:
+        """Have a chunk counted and removed that is of no use, and say so."""
         self._catalog.store.damaged(fetch.key, fetch.tier, error.code or "other")
-        with self._changed:
-            return self._failed(str(error), [fetch])
+        return str(error)
+
+    def _require_all(self, lost: Mapping[str, _Fetch]) -> None:
+        """Raise ``BlendLoadError`` if chunks are lost; the keys say why."""
+        if lost:
+            with self._changed:
+                raise self._failed("; ".join(lost), list(lost.values()))
 
 
 def _told(task: weakref.ref[ChunkTask], answer: Future[Found | None]) -> None:

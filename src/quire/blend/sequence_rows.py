@@ -18,7 +18,7 @@ class Move(NamedTuple):
     """Where they stand in the prompt."""
     source: int
     """Where they stand in the sequence."""
-    count: int
+    length: int
 
 
 class SequenceTask(RowsTask):
@@ -35,8 +35,8 @@ class SequenceTask(RowsTask):
         if (export := self._export) is None:
             raise FailedPrecondition("the task is closed; make another one")
         found = list[RowsPiece]()
-        for start, source, count in self._moves:
-            k, v = self._layout.split(layer_id, export.rows(layer_id, source, source + count))
+        for start, source, length in self._moves:
+            k, v = self._layout.split(layer_id, export.rows(layer_id, source, source + length))
             found.append(RowsPiece(start, k, v, source))
         return found
 
@@ -58,12 +58,12 @@ class SequenceRetriever:
         sequence does not hold."""
         end = 0
         for one in sorted(moves):
-            if one.count < 1 or one.start < end or one.start + one.count > length or one.source < 0:
+            if one.length < 1 or one.start < end or one.start + one.length > length or one.source < 0:
                 allowed = f"rows of their own within 0..{length - 1}, from positions of the sequence"
                 raise InvalidArgument(field="moves", given=one, allowed=allowed)
-            end = one.start + one.count
+            end = one.start + one.length
             for layer in self._layout.layers:
                 held = self._export.held(layer)
-                if not any(part.start <= one.source and one.source + one.count <= part.stop for part in held):
+                if not any(part.start <= one.source and one.source + one.length <= part.stop for part in held):
                     raise InvalidArgument(field="moves", given=one, allowed=f"rows that layer {layer} holds: {held}")
         return SequenceTask(self._layout, self._export, length, moves, self._order)

@@ -53,7 +53,7 @@ class TokenSums:
         whole = self.hashes(np.array([start]), count)
         first = self.hashes(np.array([start]), np.minimum(count, WINDOW)) if stop - start >= WINDOW else whole * 0
         tokens = hashlib.blake2b(parent, digest_size=KEY_BYTES - 8)
-        tokens.update(self._ids[start:stop])
+        tokens.update(self._ids[start:stop].tobytes())
         return first.astype("<u4").tobytes() + whole.astype("<u4").tobytes() + tokens.digest()
 
     def key(self, parent: bytes, start: int, stop: int) -> ObjectKey:

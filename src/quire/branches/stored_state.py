@@ -104,18 +104,10 @@ class StoredState:
         return Chain.of(self._roots[name], ids_T, runs, layout.chunk)
 
     def chunk_keys(self, salt: Hashable, adapter: str | None, lead: Sequence[int]) -> ChunkKeys:
-        """Return the keys of chunks of one salt and adapter (its fingerprint), behind a lead."""
-        assert self.layout is not None  # It makes the fields of the model.
-        dtype = str(getattr(self.runner.model, "dtype", ""))
-        return ChunkKeys.of(
-            model=self._model,
-            layout_hash=self._layout_hash,
-            dtype=dtype,
-            salt=repr(salt),
-            adapter=adapter,
-            lead=lead,
-            private=is_private(salt),
-        )
+        """Return the keys of chunks for prompts with a salt, under the adapter of a fingerprint."""
+        _ = self.layout  # says which model this is
+        of_model = (self._model, self._layout_hash, str(getattr(self.runner.model, "dtype", "")))
+        return ChunkKeys.of(*of_model, salt, adapter=adapter, lead=lead, private=is_private(salt))
 
     def _chain_of(self, branch: Branch, length: int) -> Chain:
         runs = fingerprint_runs(branch.runs, lambda one: self.runner.adapters.get(one).fingerprint)
