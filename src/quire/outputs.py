@@ -215,6 +215,8 @@ class EditReport:
     """Tokens in their place."""
     replayed: int
     """Other tokens that were run again, all or in part."""
+    blended: int = 0
+    """Other tokens whose state was kept and moved: approximate."""
     mode: EditMode
     exact: bool
     """Whether all state of the session is what its tokens give."""

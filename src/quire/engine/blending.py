@@ -25,7 +25,9 @@ from quire.blend.chunk_matching import cuts
 from quire.blend.chunks import ChunkKeys, ChunkLayout
 from quire.blend.forward import BlendedChunk, BlendedForward
 from quire.blend.retriever import ChunkRetriever, ChunkTask
+from quire.blend.rows_task import RowsTask
 from quire.blend.selection import BlendedRows, BlendPolicy
+from quire.blend.sequence_rows import Move, SequenceRetriever
 from quire.branches.history import Ids
 from quire.branches.stored_state import StoredState
 from quire.contracts.layers import KeyValueAttention, RopeSpec
@@ -38,6 +40,7 @@ from quire.ops.rope import RotaryTable
 from quire.outputs import Blend
 from quire.runner.local import Runner
 from quire.segments import AUTO, BlendParams
+from quire.types import SeqId
 
 logger = logging.getLogger("quire.engine")
 
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
     from quire.engine.scheduler import Scheduled
 
 
+ASKING = 32
+"""The last tokens of an edited session, which run, and whose attention tells what matters."""
 LATER = 64
 """Chunks that wait at a time to be computed when nothing else runs."""
 CHECK_LAYER = 2
@@ -100,9 +105,9 @@ class PromptBlend:
     pieces: Pieces
     length: int
     """S"""
-    find: Callable[[ScheduledRequest, PromptBlend], ChunkTask | str]
+    find: Callable[[ScheduledRequest, PromptBlend], RowsTask | str]
     """Looks for chunks of what is not computed; returns why there is nothing to blend with."""
-    task: ChunkTask | None = None
+    task: RowsTask | None = None
     """What brings the rows, while some are needed."""
     valid: NDArray[np.bool_] = field(default_factory=_nothing)
     """``[S]``: tokens with cached rows."""
@@ -127,8 +132,7 @@ class PromptBlend:
         if isinstance(found, str):
             self.reason = found
             return
-        self.task, self.reason = found, ""
-        self.valid, self.by_tier = found.valid_mask.numpy() != 0, dict(found.tokens_by_tier)
+        self.task, self.reason, self.valid = found, "", found.valid_mask.numpy() != 0
 
     def end(self) -> None:
         """Let go of what brings rows."""
@@ -257,9 +261,21 @@ class Blending:
             first_layer=self._layers[0],
         )
         if (count := int(task.valid_mask.sum())) >= params.least:
+            blend.by_tier = dict(task.tokens_by_tier)
             return task
         task.close()
         return f"{count} tokens have a state to be reused; at least {params.least} must have one"
+
+    def moved(self, seq: SeqId, move: Move, params: BlendParams) -> PromptBlend:
+        """Return the blending of tokens whose rows a sequence holds at other positions, and nothing
+        more. The last of them are what its selection asks the attention of."""
+        rows, length = SequenceRetriever(self.layout, self._runner.state.open_export(seq)), move.start + move.length
+        last = max(move.start, length - ASKING)
+
+        def find(work: ScheduledRequest, blend: PromptBlend) -> RowsTask:
+            return rows.new_task(length, [move])
+
+        return PromptBlend(replace(params, keep=False), Pieces((last,)), length, find, by_tier={"pool": move.length})
 
     def missing(self, work: ScheduledRequest, blend: PromptBlend) -> list[Ids]:
         """Return the chunks of a prompt's segments, but the question, that are neither kept nor

@@ -7,14 +7,16 @@ was, and its own state may even be given up for the run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NoReturn
+from dataclasses import dataclass
 
 import numpy as np
 
+from quire.blend.sequence_rows import Move
 from quire.branches.adapter_keys import runs_of_session
 from quire.branches.going_back import why_fixed
 from quire.branches.history import Ids, TokenHistory
 from quire.contracts.executor import ExecutorInputs
+from quire.engine.blending import PromptBlend
 from quire.engine.keeping import kept
 from quire.engine.prompts import Text
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
@@ -23,7 +25,19 @@ from quire.engine.text_places import TextPlace, pieces_of, place_of
 from quire.engine.token_ids import is_integer
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.interrupts import uninterrupted
-from quire.outputs import EditMode, EditReport
+from quire.outputs import Blend, EditMode, EditReport
+from quire.segments import BlendParams
+from quire.types import SeqId
+
+
+@dataclass(frozen=True, slots=True)
+class EditSource:
+    """What an edit's cached rows come from."""
+
+    fork: SeqId
+    """The sequence as it was."""
+    blend: PromptBlend
+
 
 MODES: tuple[EditMode, ...] = ("exact", "blend")
 
@@ -33,7 +47,14 @@ class SessionEdits(StateAccess):
 
     @uninterrupted
     @kept
-    def edit(self, span: range | tuple[int, int] | str, new: Text = "", mode: EditMode = "exact") -> EditReport:
+    def edit(
+        self,
+        span: range | tuple[int, int] | str,
+        new: Text = "",
+        mode: EditMode = "exact",
+        *,
+        blend: BlendParams | None = None,
+    ) -> EditReport:
         """Replace the tokens of ``span`` by ``new``: text, token ids, or nothing.
 
         ``span`` is a range of positions, a pair (start, stop), or a text that occurs once in the
@@ -42,8 +63,8 @@ class SessionEdits(StateAccess):
 
         ``mode`` "exact": what follows is run again, each token under the adapter that it ran under;
         new tokens run under the session's adapter. Then the session is as if it had always had
-        these tokens. "blend": what follows is kept, moved, and computed anew in part; then the
-        session is not ``exact``.
+        these tokens. "blend": what follows is kept, moved, and computed anew in part, as ``blend``
+        says; then the session is not ``exact``. State that is approximate already is not kept.
 
         The chat of a session goes on with the content of the message in which the span is replaced.
 
@@ -54,18 +75,21 @@ class SessionEdits(StateAccess):
         """
         if mode not in MODES:
             raise InvalidArgument(field="mode", given=mode, allowed=" or ".join(map(repr, MODES)))
-        if mode == "blend":
-            self._require_blending()
+        params = self._blending(mode, blend)
         ids, place = self._place("edit", span)
         added = self._replacement(place, new)
         turns = self._turns.edited(ids, place.start, place.stop, added, self._engine.tokenizer)
         replayed, engine = 0, self._engine
         with engine.lock:
             branch = self._edited("edit", ids, place, added)
+            source = None
             try:
-                request = self._run(branch, len(branch.tokens) - 1, mode)
+                if params is not None:
+                    source = self._source(place, added.size, params)
+                request = self._run(branch, len(branch.tokens) - 1, None if source is None else source.blend)
             except BaseException:
                 engine.forget(branch)
+                self._give_back(source)
                 raise
             self._state.successor = branch
         try:
@@ -79,9 +103,16 @@ class SessionEdits(StateAccess):
             with engine.lock:
                 self._state.successor = None
                 engine.forget(branch)
+                self._give_back(source)
         engine.metrics.tokens_replayed.inc(replayed)
+        done = Blend() if source is None or request is None else source.blend.report(request.work)
         return EditReport(
-            removed=place.stop - place.start, added=added.size, replayed=replayed, mode=mode, exact=self.exact
+            removed=place.stop - place.start,
+            added=added.size,
+            replayed=replayed - done.blended,
+            blended=done.blended,
+            mode=mode,
+            exact=self.exact,
         )
 
     def edit_cost(self, span: range | tuple[int, int] | str) -> int:
@@ -162,32 +193,46 @@ class SessionEdits(StateAccess):
         branch.pinned = state.pinned
         return branch
 
-    def _run(self, branch: SessionBranch, length: int, mode: EditMode) -> SequenceRequest | None:
+    def _run(self, branch: SessionBranch, length: int, blend: PromptBlend | None) -> SequenceRequest | None:
         """Queue a run of the first ``length`` tokens of a branch; None: they are computed."""
-        if mode == "blend":
-            return self._blended(branch)
         if length < 1 or branch.computed >= length:
             return None
         ids = branch.tokens.ids
-        return self._engine.submit_run(branch, ids[:length], tail=ids[length:].tolist())
+        return self._engine.submit_run(branch, ids[:length], tail=ids[length:].tolist(), blend=blend)
 
-    def _require_blending(self) -> None:
-        """Refuse what is edited exactly only."""
-        kinds = {spec.kind for spec in self._engine.runner.model.layer_specs}
-        if kinds & {"recurrent", "cross", "window"} or self._state.window is not None:
+    def _blending(self, mode: EditMode, params: BlendParams | None) -> BlendParams | None:
+        """Return how an edit is blended; None: it is exact. Refuse what is edited exactly only."""
+        if mode == "exact":
+            if params is not None:
+                raise InvalidArgument(field="blend", given=params, allowed='None, or mode="blend"')
+            return None
+        params = self._engine.blending.checked(BlendParams() if params is None else params)
+        if self._state.window is not None or any(
+            spec.kind == "window" for spec in self._engine.runner.model.layer_specs
+        ):
             raise Unsupported(
-                "blending moves K and V of single tokens, which recurrent and cross layers, windowed layers and sessions with a window do "
-                "not let it do: hybrids are edited exactly only; give mode='exact'",
+                "what follows an edit is kept by layers that hold all tokens only, and a window has let go of some; give mode='exact'",
                 field="mode",
                 given="blend",
                 allowed="'exact'",
             )
+        return params
 
-    def _blended(self, branch: SessionBranch) -> NoReturn:
-        """Queue a blended run of what follows the span."""
-        raise Unsupported(
-            "edits are not blended in this release; give mode='exact'", field="mode", given="blend", allowed="'exact'"
-        )
+    def _source(self, place: TextPlace, added: int, params: BlendParams) -> EditSource | None:
+        """Return what gives the rows that follow the span; None: nothing does, or they stay where
+        they are."""
+        state, engine = self._state, self._engine
+        exact = state.origin.exact_part(state.computed)
+        if state.seq is None or state.modified or exact <= place.stop:
+            return None
+        fork = engine.branches.fork_of(state.seq)
+        move = Move(place.start + added, place.stop, exact - place.stop)
+        return EditSource(fork, engine.blending.moved(fork, move, params))
+
+    def _give_back(self, source: EditSource | None) -> None:
+        if source is not None:
+            source.blend.end()
+            self._engine.branches.remove(source.fork)
 
     def _take_over(self, state: SessionBranch, branch: SessionBranch) -> None:
         """Let the session be what the branch is, which then holds nothing."""

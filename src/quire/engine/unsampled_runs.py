@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from quire.branches.history import Ids, TokenHistory
 from quire.branches.media import NO_MEDIA, Media
-from quire.engine.blending import chunks_of
+from quire.engine.blending import PromptBlend, chunks_of
 from quire.engine.request_book import RequestBook
 from quire.engine.scheduled_request import BACKGROUND, ScheduledRequest
 from quire.engine.sequence_request import OnLogits, SequenceRequest, SessionBranch
@@ -36,13 +36,14 @@ class UnsampledRuns(RequestBook):
         fresh_from: int | None = None,
         all_logits: bool = False,
         arrival: int | None = None,
+        blend: PromptBlend | None = None,
     ) -> SequenceRequest:
         """Queue a run without sampling, after which the session's tokens are these and ``tail``.
 
         ``on_logits`` gets the logits of the last token, or with ``all_logits`` of every one that
         runs: at least those from ``fresh_from`` on. A ``QuireError`` from it ends the request.
         ``arrival`` is the place in the queue of an earlier request that this one continues.
-        ``media`` is as in ``submit``, of the tail too.
+        ``media`` is as in ``submit``, of the tail too. ``blend``: what gives rows of some tokens.
         """
         media = media_of(session, tokens, media)
         self.checks_of(session).length(len(tokens) + len(tail), None)
@@ -53,6 +54,7 @@ class UnsampledRuns(RequestBook):
                 reusable=True,
                 wants="none" if on_logits is None else ("all" if all_logits else "last"),
                 fresh_from=fresh_from,
+                blend=blend,
             )
             request = SequenceRequest(self._name(None), work, len(tokens), None, tail=tuple(tail), on_logits=on_logits)
             self.branches.lend(session, request)
