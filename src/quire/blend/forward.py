@@ -175,13 +175,13 @@ class BlendedForward:
         spec = self._state.layer_spec(layer)
         assert isinstance(spec, (KeyValueAttention, LatentAttention))
         k_NHD, rope = piece.k.index_select(0, index), spec.rope
-        if rope is None or spec.rope_mode == "none":
+        if rope is None:
             return k_NHD
-        # In all layers of one rotation the same rows make the same move, but at the check layer.
-        name = (rope, piece.start, piece.original, index.numel(), layer in self._policy.layers)
+        # All rows of a piece move by one distance, in all layers of one rotation.
+        name = (rope, piece.original, piece.start, len(k_NHD))
         if name not in self._moves:
-            offsets = index.cpu().numpy()
-            self._moves[name] = KeyMove(self._tables(rope), piece.original + offsets, piece.start + offsets)
+            origins, targets = (np.full(len(k_NHD), at, dtype=np.int64) for at in (piece.original, piece.start))
+            self._moves[name] = KeyMove(self._tables(rope), origins, targets)
         return self._moves[name](k_NHD)
 
     def _fill(self, layer: int, pass_: OpenPass) -> None:

@@ -54,7 +54,7 @@ ASKING = 32
 LATER = 64
 """Chunks that wait at a time to be computed when nothing else runs."""
 CHECK_LAYER = 2
-"""The layer behind whose projection rows are selected, from 0 on."""
+"""The layer behind whose projection rows are selected, from 0 on, unless there is none behind it."""
 
 
 def lead_of(tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ class Blending:
         """``lead``: the ids that stand before each chunk when it is computed."""
         self._runner, self._stored = runner, stored
         self.lead = tuple(lead)
-        self._layers = (min(CHECK_LAYER, len(runner.model.blocks) - 1),)
+        self._layers = (min(CHECK_LAYER, max(0, len(runner.model.blocks) - 2)),)
         self._tables: dict[RopeSpec, RotaryTable] = {}
         self._metrics = metrics
         self.under_way: set[ObjectKey] = set()

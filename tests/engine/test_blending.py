@@ -1,0 +1,443 @@
+"""Blended prompts in the engine.
+
+``TrueRows`` gives cached rows that happen to be true, at other positions: then blending must change
+nothing, whatever rows are chosen. That is the test of masks, positions, rotations and writes, for
+every family. What is approximate is measured elsewhere (``bench/blend_quality.py``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.test_parity import FAMILIES as EVERY
+
+from quire import LLM, FailedPrecondition, InvalidArgument, Unsupported
+from quire.blend.retriever import ChunkTask
+from quire.blend.rotation import KeyMove
+from quire.blend.rows_task import RowsPiece
+from quire.engine.blending import Blending, PromptBlend
+from quire.engine.request_preparation import cache_key
+from quire.engine.scheduled_request import ScheduledRequest
+from quire.errors import BlendLoadError
+from quire.ops.rope import RotaryTable
+from quire.segments import BlendParams, Segment
+
+from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_family, random_tokens, record, token_ids
+
+COUNT = 6
+DOCUMENTS = [random_tokens(length, seed=40 + length) for length in (40, 33, 52, 24)]
+SEGMENTS = [Segment(one) for one in DOCUMENTS]
+QUESTION = random_tokens(9, seed=3)
+
+
+def joined(parts: Sequence[Segment | list[int]]) -> list[int]:
+    return [token for part in parts for token in (part.content if isinstance(part, Segment) else part)]  # type: ignore[misc]
+
+
+def blended(ratio: float = 0.15, **more: Any) -> BlendParams:
+    return BlendParams(**{"ratio": ratio, "least": 1, "keep": False, **more})
+
+
+class TrueRows:
+    """Rows of a prompt as a full computation gives them, moved by ``shift`` positions."""
+
+    def __init__(self, llm: LLM, ids: list[int], valid: np.ndarray[Any, Any], shift: int) -> None:
+        engine = engine_of(llm)
+        state, (request,) = engine.runner.state, engine.submit(np.array([*ids, 0]), greedy(9))
+        while request.work.computed < len(ids):
+            engine.step()
+        # Before the next forward, at which windows let go of rows.
+        assert request.work.seq is not None
+        export, layout = state.open_export(request.work.seq), engine.blending.layout
+        self.valid_mask = torch.from_numpy(valid.astype(np.int32))
+        self.tokens_by_tier = {"memory": int(valid.sum())}
+        places = np.arange(len(ids))
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], valid.astype(np.int8), [0]))))
+        self.rows: dict[int, list[RowsPiece]] = {}
+        for layer in layout.layers:
+            k, v = (x.clone() for x in layout.split(layer, export.rows(layer, 0, len(ids))))
+            rope = state.layer_spec(layer).rope  # type: ignore[union-attr]
+            if rope is not None:
+                k = KeyMove(RotaryTable(rope, k.device), places, places + shift)(k)
+            k[~valid], v[~valid] = float("nan"), float("nan")
+            self.rows[layer] = [
+                RowsPiece(start, k[start:stop], v[start:stop], start + shift) for start, stop in edges.reshape(-1, 2).tolist()
+            ]
+        engine.end([request])
+        engine.reset_prefix_cache()
+        self.closed = 0
+
+    def pieces(self, layer: int) -> list[RowsPiece]:
+        return self.rows[layer]
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def give(monkeypatch: pytest.MonkeyPatch, rows: TrueRows) -> None:
+    """Let all prompts be blended with these rows."""
+
+    def find(self: Blending, work: ScheduledRequest, blend: PromptBlend) -> Any:
+        return rows
+
+    monkeypatch.setattr(Blending, "_find", find)
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Checkpoint]]:
+    yield {}
+
+
+def family(name: str, families: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    if name not in families:
+        families[name] = make_family(name, tmp_path_factory.mktemp(name))
+    return families[name]
+
+
+RECURRENT = ("qwen3-next", "mamba2", "lfm2", "bamba", "falcon-h1", "granite-moe-hybrid")
+
+
+def is_recurrent(name: str) -> bool:
+    return any(name.startswith(one) for one in (*RECURRENT, "granitemoehybrid", "granite-hybrid"))
+
+
+BLENDABLE = [name for name in EVERY if not is_recurrent(name)]
+
+
+@pytest.mark.parametrize("name", BLENDABLE)
+def test_true_rows_change_nothing(
+    name: str, families: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fixed point, for each family: any valid rows, any ratio, whole or in chunks."""
+    checkpoint = family(name, families, tmp_path_factory)
+    ids = random_tokens(90, seed=1)
+    expected = checkpoint.greedy(ids, COUNT)
+    for seed, budget in ((0, 2048), (1, 37)):
+        llm = make_llm(checkpoint, max_num_batched_tokens=budget, page_size=8)
+        if reason := engine_of(llm).blending.refusal:
+            pytest.skip(reason)
+        generator = np.random.default_rng(seed)
+        valid = np.repeat(generator.random(18) < 0.8, 5)
+        valid[85:] = False
+        rows = TrueRows(make_llm(checkpoint, max_num_batched_tokens=2048), ids, valid, shift=29 * seed)
+        with monkeypatch.context() as patch:
+            give(patch, rows)
+            for ratio, select in ((0.0, "v"), (0.2, "k"), (0.3, "first_k"), (1.0, "v")):
+                (output,) = llm.generate(ids, greedy(COUNT), blend=blended(ratio, select=select))
+                assert output.blend is not None
+                assert output.outputs[0].token_ids == expected, f"{ratio} {select}: {output.blend}"
+                assert output.blend.blended + output.blend.recomputed <= valid.sum()
+                assert (output.blend.blended > 0) == (ratio < 1)
+                check(llm)
+
+
+def test_a_wrong_row_changes_something(make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cached rows are read: else the fixed point would hold for nothing."""
+    ids, llm = random_tokens(90, seed=1), make_llm(llama)
+    rows = TrueRows(make_llm(llama), ids, np.arange(90) < 80, shift=3)
+    for pieces in rows.rows.values():
+        for piece in pieces:
+            piece.v[5:60] += 1.0
+    give(monkeypatch, rows)
+    (output,) = llm.generate(ids, greedy(COUNT), blend=blended(0.0))
+    assert output.outputs[0].token_ids != llama.greedy(ids, COUNT)
+
+
+def test_all_is_computed_anew(make_llm: MakeLLM, checkpoint: Checkpoint) -> None:
+    """A ratio of 1 is a full computation, exact and found by others."""
+    llm = make_llm(checkpoint)
+    assert [one.kept for one in llm.warm(SEGMENTS)] == [len(one) for one in DOCUMENTS]
+    for order in ((0, 1, 2), (2, 0, 3), (3, 3, 1)):
+        prompt = [*(SEGMENTS[index] for index in order), QUESTION]
+        (output,) = llm.generate([prompt], greedy(COUNT), blend=blended(1.0))
+        assert output.outputs[0].token_ids == checkpoint.greedy(joined(prompt), COUNT)
+        assert output.blend is not None and output.blend.blended == 0
+        assert output.blend.exact == len(joined(prompt))
+    check(llm)
+
+
+def test_without_blend_segments_are_one_text(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    llm = make_llm(llama)
+    llm.warm(SEGMENTS)
+    prompt = [SEGMENTS[1], DOCUMENTS[0][:5], SEGMENTS[2], QUESTION]
+    one, two = llm.generate([prompt, joined(prompt)], greedy(COUNT))
+    assert one.outputs[0].token_ids == two.outputs[0].token_ids == llama.greedy(joined(prompt), COUNT)
+    assert one.blend is None
+    assert one.prompt_token_ids == joined(prompt)
+    assert llm.generate(prompt, greedy(COUNT))[0].prompt_token_ids == joined(prompt), "a list with a segment is a prompt"
+
+
+def test_counters(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """What is said is what was done: budget, question, holes."""
+    llm = make_llm(llama)
+    llm.warm(SEGMENTS[1:])
+    prompt = [SEGMENTS[0], SEGMENTS[1], DOCUMENTS[0][:7], SEGMENTS[2], QUESTION]
+    kept = len(DOCUMENTS[1]) + len(DOCUMENTS[2])
+    for ratio in (0.0, 0.15, 0.5):
+        llm.reset_prefix_cache()
+        llm.warm(SEGMENTS[1:])
+        recorder = record(llm)
+        (output,) = llm.generate([prompt], greedy(1), blend=blended(ratio, select="v"))
+        found = output.blend
+        assert found is not None
+        cached = output.num_cached_tokens
+        assert found.blended + found.recomputed == kept
+        assert found.recomputed == -int(-ratio * kept // 1)
+        assert found.exact >= len(DOCUMENTS[0]), "what stands before the first kept row"
+        assert found.by_tier == {"memory": kept}
+        assert recorder.num_tokens == len(joined(prompt)) - cached
+    snapshot = engine_of(llm).snapshot()
+    assert snapshot["quire:blended_tokens_total"] > snapshot["quire:recomputed_tokens_total"] > 0
+
+
+def test_the_exact_cache_never_finds_it(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """Nor do tiers, forks are marked, and computing it again makes it exact."""
+    llm = make_llm(llama)
+    llm.warm(SEGMENTS)
+    prompt = [SEGMENTS[0], SEGMENTS[1], SEGMENTS[2], QUESTION]
+    ids = joined(prompt)
+    (first,) = llm.generate([prompt], greedy(COUNT, n=2, temperature=0.7, seed=3), blend=blended(0.1))
+    assert first.blend is not None and first.blend.blended
+    check(llm)
+    (exact,) = llm.generate([ids], greedy(COUNT))
+    assert exact.num_cached_tokens <= first.blend.exact
+    assert exact.outputs[0].token_ids == llama.greedy(ids, COUNT)
+    assert exact.blend is None
+
+
+def test_a_mixed_step(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """Blended prompts beside decodes, ordinary prompts and each other: each as if it were alone."""
+    prompts: list[Any] = [
+        [SEGMENTS[2], SEGMENTS[0], QUESTION],
+        [SEGMENTS[1], QUESTION],
+        random_tokens(50, seed=9),
+        [SEGMENTS[3], SEGMENTS[1], SEGMENTS[0], QUESTION],
+    ]
+    alone = []
+    for prompt in prompts:
+        llm = make_llm(llama)
+        llm.warm(SEGMENTS)
+        alone += llm.generate([prompt], greedy(COUNT), blend=blended(0.3))
+    llm = make_llm(llama, max_num_batched_tokens=512)
+    llm.warm(SEGMENTS)
+    engine = engine_of(llm)
+    (decoding,) = engine.submit(np.array(random_tokens(20)), greedy(20))
+    engine.step()
+    together = llm.generate(prompts, greedy(COUNT), blend=blended(0.3))
+    assert token_ids(together) == token_ids(alone)
+    assert [one.blend for one in together] == [one.blend for one in alone]
+    engine.run([decoding])
+    assert decoding.output_ids == llama.greedy(random_tokens(20), 20)
+    check(llm)
+
+
+def test_what_has_no_chunk_is_kept_for_later(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    llm = make_llm(llama)
+    engine = engine_of(llm)
+    prompt = [SEGMENTS[0], SEGMENTS[1], QUESTION]
+    (output,) = llm.generate([prompt], greedy(COUNT), blend=blended(keep=True))
+    assert output.blend is not None and output.blend.blended == 0
+    assert "0 tokens have a state" in output.blend.reason
+    assert output.outputs[0].token_ids == llama.greedy(joined(prompt), COUNT)
+    while not engine.scheduler.idle:
+        engine.step()
+    (output,) = llm.generate([[SEGMENTS[1], SEGMENTS[0], QUESTION]], greedy(COUNT), blend=blended(0.0))
+    assert output.blend is not None and output.blend.blended == len(DOCUMENTS[0]) + len(DOCUMENTS[1])
+    assert [one.computed for one in llm.warm(SEGMENTS[:2])] == [0, 0]
+    check(llm)
+
+
+@pytest.mark.parametrize("how", ["raises", "lost", "short"])
+def test_rows_that_do_not_come(make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """The prompt is computed in full, others in the step too, and nothing leaks."""
+    llm = make_llm(llama)
+    llm.warm(SEGMENTS)
+    right = ChunkTask.pieces
+
+    def pieces(self: ChunkTask, layer: int) -> list[RowsPiece]:
+        if layer == 1 and int(self.valid_mask.sum()) == 40 + 33:
+            if how == "raises":
+                raise RuntimeError("the disk is gone")
+            if how == "lost":
+                raise BlendLoadError("layer 1 did not come")
+            return right(self, layer)[:1]
+        return right(self, layer)
+
+    monkeypatch.setattr(ChunkTask, "pieces", pieces)
+    prompts = [[SEGMENTS[0], SEGMENTS[1], QUESTION], [SEGMENTS[2], SEGMENTS[3], QUESTION], random_tokens(30)]
+    failing, other, plain = llm.generate(prompts, greedy(COUNT), blend=blended(0.0, select="first_k"))
+    assert failing.outputs[0].token_ids == llama.greedy(joined(prompts[0]), COUNT)  # type: ignore[arg-type]
+    assert failing.blend is not None and failing.blend.blended == 0 and failing.blend.reason
+    assert other.blend is not None and other.blend.blended == 52 + 24
+    assert plain.outputs[0].token_ids == llama.greedy(random_tokens(30), COUNT)
+    check(llm)
+
+
+def test_a_preempted_prompt_is_blended_again(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    prompt = [SEGMENTS[0], SEGMENTS[2], SEGMENTS[1], QUESTION]
+    llm = make_llm(llama)
+    llm.warm(SEGMENTS)
+    (alone,) = llm.generate([prompt], greedy(COUNT), blend=blended(0.2))
+    llm.reset_prefix_cache()
+    llm.warm(SEGMENTS)
+    engine = engine_of(llm)
+    wish = engine.blending.wish(blended(0.2), llm.prepare([prompt], greedy(COUNT)).pieces_of(0), len(joined(prompt)))
+    (request,) = engine.submit(np.array(joined(prompt)), greedy(COUNT), key=cache_key(None), blend=wish)
+    while len(request.output_ids) < 3:
+        engine.step()
+    engine.scheduler.preempt(request.work)
+    check(llm)
+    engine.run([request])
+    assert request.output_ids == alone.outputs[0].token_ids
+    assert not request.work.origin.exact
+    check(llm)
+
+
+def test_a_cancelled_prompt_leaves_nothing(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    llm = make_llm(llama, max_num_batched_tokens=32)
+    llm.warm(SEGMENTS)
+    engine = engine_of(llm)
+    prompt = [SEGMENTS[0], SEGMENTS[2], SEGMENTS[1], QUESTION]
+    wish = engine.blending.wish(blended(0.2), llm.prepare([prompt], greedy(1)).pieces_of(0), len(joined(prompt)))
+    (request,) = engine.submit(np.array(joined(prompt)), greedy(COUNT), key=cache_key(None), blend=wish, request_id="one")
+    engine.step()
+    engine.step()
+    assert wish is not None and wish.task is not None and 0 < request.work.computed < len(joined(prompt))
+    engine.cancel("one")
+    engine.step()
+    assert request.finish_reason == "cancelled" and wish.task is None
+    check(llm)
+    (output,) = llm.generate([joined(prompt)], greedy(COUNT))
+    assert output.outputs[0].token_ids == llama.greedy(joined(prompt), COUNT)
+
+
+def test_salts_and_adapters_keep_their_own(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    llm = make_llm(llama)
+    llm.warm(SEGMENTS, cache_salt="a")
+    prompt = [SEGMENTS[0], SEGMENTS[1], QUESTION]
+    for salt, found in (("b", 0), (None, 0), ("a", 73)):
+        (output,) = llm.generate([prompt], greedy(1), blend=blended(0.0), cache_salt=salt)
+        assert output.blend is not None and output.blend.blended == found
+
+
+@pytest.mark.parametrize("seconds", [0.0])
+def test_a_restart(llama: Checkpoint, tmp_path: Path, make_llm: MakeLLM, seconds: float) -> None:
+    """Chunks are in durable tiers too."""
+    store = [f"file://{tmp_path}/store"]
+    prompt = [SEGMENTS[2], SEGMENTS[0], QUESTION]
+    one = make_llm(llama, store=store)
+    one.warm(SEGMENTS)
+    expected = one.generate([prompt], greedy(COUNT), blend=blended())
+    assert engine_of(one).flush(30)
+    one.close()
+    two = make_llm(llama, store=store, host_memory=0)
+    found = two.generate([prompt], greedy(COUNT), blend=blended())
+    assert token_ids(found) == token_ids(expected)
+    assert found[0].blend is not None and found[0].blend.by_tier == {"disk": 92}
+
+
+def test_refusals(make_llm: MakeLLM, llama: Checkpoint, hybrid: Checkpoint) -> None:
+    llm = make_llm(llama)
+    for name, value in (("ratio", 1.5), ("ratio", True), ("verify", -1), ("select", "best"), ("least", 0), ("keep", 1)):
+        with pytest.raises(InvalidArgument) as caught:
+            BlendParams(**{name: value})
+        assert caught.value.field == name
+    with pytest.raises(InvalidArgument, match="blend"):
+        llm.generate([SEGMENTS], blend=0.15)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=r"prompt\.1"):
+        llm.generate([[SEGMENTS[0], 5]])  # type: ignore[list-item]
+    with pytest.raises(InvalidArgument, match="segments"):
+        llm.warm("text")  # type: ignore[arg-type]
+    other = make_llm(hybrid)
+    recorder = record(other)
+    for call in (
+        lambda: other.generate([[SEGMENTS[0], QUESTION]], greedy(1), blend=blended()),
+        lambda: other.warm(SEGMENTS),
+        lambda: other.session(DOCUMENTS[0]).edit((2, 5), mode="blend"),
+    ):
+        with pytest.raises(Unsupported, match="recurrent"):
+            call()
+    assert not recorder.forwards or recorder.num_tokens <= len(DOCUMENTS[0])
+    (output,) = other.generate([[SEGMENTS[0], QUESTION]], greedy(COUNT))
+    assert output.outputs[0].token_ids == hybrid.greedy(joined([SEGMENTS[0], QUESTION]), COUNT)
+
+
+def test_threads_end(llama: Checkpoint, make_llm: MakeLLM) -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    llm = make_llm(llama)
+    llm.warm(SEGMENTS)
+    llm.generate([[*SEGMENTS, QUESTION]], greedy(1), blend=blended())
+    llm.close()
+    left = {thread.name for thread in threading.enumerate() if thread.is_alive()} - before
+    assert not {name for name in left if "chunk" in name}
+
+
+# -- edits -----------------------------------------------------------------------------------------
+
+
+def test_a_blended_edit_with_all_anew_is_exact(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    llm = make_llm(llama)
+    ids = random_tokens(120, seed=8)
+    session = llm.session(ids)
+    report = session.edit((20, 45), [7, 8, 9], mode="blend", blend=blended(1.0))
+    assert report.exact and session.exact and report.blended == 0
+    wanted = [*ids[:20], 7, 8, 9, *ids[45:]]
+    assert session.tokens == wanted
+    assert session.generate(greedy(COUNT)).outputs[0].token_ids == llama.greedy(wanted, COUNT)
+    check(llm)
+
+
+def test_a_blended_edit_is_marked(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:
+    llm = make_llm(llama)
+    ids = random_tokens(160, seed=8)
+    session = llm.session(ids)
+    recorder = record(llm)
+    report = session.edit((20, 45), mode="blend", blend=blended(0.1))
+    assert not report.exact and not session.exact
+    assert report.blended > 60 and report.removed == 25 and report.added == 0
+    assert recorder.num_tokens == 160 - 25 - 20 - 1
+    assert session.tokens == [*ids[:20], *ids[45:]]
+    answer = session.generate(greedy(COUNT)).outputs[0].token_ids
+    fork = session.fork()
+    assert not fork.exact
+    session.save(tmp_path / "one.quire")
+    assert not llm.load_session(tmp_path / "one.quire").exact
+    (fresh,) = llm.generate([[*ids[:20], *ids[45:]]], greedy(COUNT))
+    assert fresh.num_cached_tokens <= (session._state.origin.inexact_from or 0)
+    assert fresh.outputs[0].token_ids == llama.greedy([*ids[:20], *ids[45:]], COUNT)
+    fork.rewind(to=15)
+    assert fork.exact
+    # What is approximate is not moved once more.
+    again = session.edit((5, 8), mode="blend", blend=blended(0.0))
+    assert again.blended <= 20
+    assert len(answer) == COUNT
+    check(llm)
+
+
+def test_an_edit_whose_rows_are_true(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """Tokens that are replaced by the same ones: every row is true, and stays at its place."""
+    llm = make_llm(llama, enable_prefix_caching=False)
+    ids = random_tokens(120, seed=8)
+    session = llm.session(ids)
+    report = session.edit((20, 45), ids[20:45], mode="blend", blend=blended(0.0))
+    assert report.blended > 0
+    assert session.generate(greedy(COUNT)).outputs[0].token_ids == llama.greedy(ids, COUNT)
+
+
+def test_edits_that_cannot_be_blended(make_llm: MakeLLM, llama: Checkpoint, checkpoints: dict[str, Checkpoint]) -> None:
+    llm = make_llm(llama)
+    session = llm.session(random_tokens(60))
+    with pytest.raises(InvalidArgument, match="blend"):
+        session.edit((2, 4), blend=blended())
+    windowed = make_llm(checkpoints["gemma3"]).session(random_tokens(60))
+    with pytest.raises(Unsupported, match="window"):
+        windowed.edit((2, 4), mode="blend")
+    assert len(windowed) == 60 and windowed.exact
+    with pytest.raises((Unsupported, FailedPrecondition)):
+        llm.session(random_tokens(60), window=32, sink=4).edit((2, 4), mode="blend")
