@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -32,7 +31,6 @@ from tests.blend.small_model import (
     run,
     small_model,
 )
-from tests.exact import Float64
 
 from quire.blend.selection import BlendedRows
 from quire.contracts.blend import BlendOutput
@@ -41,12 +39,7 @@ EXACT = 1e-10
 """How far float64 runs of other shapes may be apart; values are of the size of 1."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def float64() -> Iterator[None]:
-    with Float64():
-        small_model.cache_clear()
-        yield
-    small_model.cache_clear()
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:

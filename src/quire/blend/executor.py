@@ -39,6 +39,8 @@ class _Forward:
 
     starts: Tensor
     """``query_start_loc``, as given."""
+    counts: list[int]
+    """Rows of each request."""
     positions: NDArray[np.int64]
     """``[T]``, of the first layer: where each row stands."""
     valid: NDArray[np.bool_]
@@ -171,24 +173,25 @@ class TensorBlender:
         _check_integers("original_positions", original_positions, total)
         selects = layer_id in self.policy.layers
         selection = forward.selection
-        if layer_id == self.policy.layers[0] and retrieved_k is retrieved_v is None:
+        if layer_id == self.policy.layers[0] and retrieved_k is None and retrieved_v is None:
             nothing = np.zeros_like(forward.valid)
-            selection = Selection(self.policy, selection.counts.tolist(), nothing, forward.requests)
+            selection = Selection(self.policy, forward.counts, nothing, forward.requests)
         reads: frozenset[str] = frozenset()
         if forward.left_out:
             reads = frozenset({"k", "v"})
         elif selects and len(selection.candidates):
             reads = self._score.needs
         cached: dict[str, Tensor] = {}
-        for name in reads:
+        for name in sorted(reads):
             given = retrieved[name]
             if given is None:
                 why = "rows were left out" if forward.left_out else f"score {self.policy.score!r} reads it"
                 raise InvalidArgument(field=f"retrieved_{name}", given=None, allowed=f"a tensor, since {why}")
-            cached[name] = _heads(given, token_dim, widths.heads)
-
+            # Keys of another dtype than the model's become float32, to be rounded once.
+            cached[name] = _heads(given if given.dtype == fresh_k.dtype else given.float(), token_dim, widths.heads)
         if "k" in cached:
-            cached["k"] = self._moved(layer_id, forward, cached["k"], original_positions, fresh_k.dtype)
+            cached["k"] = self._moved(layer_id, forward, cached["k"], original_positions)
+
         k, v = fresh_k, fresh_v
         if forward.left_out:
             k = _joined(cached["k"], fresh_k, forward.alive, token_dim)
@@ -215,7 +218,7 @@ class TensorBlender:
                     window=widths.window,
                     all_reduce=self._all_reduce,
                 )
-                scores = self._score.scores(inputs).cpu().numpy()
+                scores = self._score.scores(inputs).detach().cpu().numpy()
             kept = torch.from_numpy(selection.select(layer_id, scores)).to(device)
             ends = torch.from_numpy(np.cumsum(selection.counts)).to(query_start_loc)
             starts = torch.cat((ends.new_zeros(1), ends))
@@ -239,12 +242,12 @@ class TensorBlender:
         forward = self._forward
         if layer_id == self._first:
             counts = _checked_counts(query_start_loc)
-            _check_integers("positions", positions, sum(counts))
             valid = _checked_mask(valid_mask, sum(counts))
             requests = self._told if self._told is not None else (None,) * len(counts)
             return _Forward(
                 starts=query_start_loc,
-                positions=positions.long().cpu().numpy(),
+                counts=counts,
+                positions=_checked_positions(positions, counts),
                 valid=valid,
                 selection=Selection(self.policy, counts, valid, requests),
                 requests=requests,
@@ -256,26 +259,23 @@ class TensorBlender:
             raise FailedPrecondition(
                 f"blend: layer {layer_id} cannot follow {before}; each layer is blended once, beginning with {self._first}"
             )
-        same = query_start_loc is forward.starts  # Comparing values on a device would wait for it.
-        if not same and query_start_loc.tolist() != forward.starts.tolist():
-            allowed = f"that of layer {self._first}, {forward.starts.tolist()}"
+        # Reading the values of another tensor would wait for its device.
+        if query_start_loc is not forward.starts and _checked_counts(query_start_loc) != forward.counts:
+            allowed = f"that of layer {self._first}, with {forward.counts} rows"
             raise InvalidArgument(field="query_start_loc", given=query_start_loc.tolist(), allowed=allowed)
         if not np.array_equal(_checked_mask(valid_mask, len(forward.valid)), forward.valid):
             raise InvalidArgument(field="valid_mask", given=valid_mask, allowed=f"that of layer {self._first}")
         return forward
 
-    def _moved(
-        self, layer_id: int, forward: _Forward, k_THD: Tensor, original_positions: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        """Return cached keys at the positions of the batch; those of rows without one are any. Keys
-        of another dtype than the model's become float32, to be rounded once."""
+    def _moved(self, layer_id: int, forward: _Forward, k_THD: Tensor, original_positions: Tensor) -> Tensor:
+        """Return cached keys at the positions of the batch; those of rows without one are any."""
         spec = self._layers[layer_id - self._first]
         assert not isinstance(spec, (CrossAttention, Recurrent))
         if spec.rope is None or spec.rope_mode == "inline":
             return k_THD
-        if k_THD.dtype != dtype:
-            k_THD = k_THD.float()
         origins = np.where(forward.valid, original_positions.long().cpu().numpy(), 0)
+        if origins.min() < 0:
+            raise InvalidArgument(field="original_positions", given=int(origins.min()), allowed="positions >= 0")
         if not np.array_equal(origins, forward.origins):
             forward.origins, forward.moves = origins, {}
         move = forward.moves.get(spec.rope)
@@ -319,6 +319,18 @@ def _joined(cached_THD: Tensor, fresh: Tensor, alive: Tensor, token_dim: int) ->
 def _check_integers(name: str, given: Tensor, count: int) -> None:
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool or given.shape != (count,):
         raise InvalidArgument(field=name, given=given, allowed=f"integers [{count}]")
+
+
+def _checked_positions(given: Tensor, counts: list[int]) -> NDArray[np.int64]:
+    """Return a copy of the positions of all rows: the caller may write into its own."""
+    _check_integers("positions", given, sum(counts))
+    positions: NDArray[np.int64] = given.to("cpu", torch.int64, copy=True).numpy()
+    first = np.zeros(len(positions), dtype=np.bool_)
+    first[np.cumsum([0, *counts[:-1]])] = True
+    if (positions < 0).any() or (np.diff(positions)[~first[1:]] < 1).any():
+        allowed = "positions >= 0 that ascend in each request"
+        raise InvalidArgument(field="positions", given=positions.tolist(), allowed=allowed)
+    return positions
 
 
 def _checked_mask(given: Tensor, count: int) -> NDArray[np.bool_]:

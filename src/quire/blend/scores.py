@@ -158,7 +158,7 @@ class FirstRows:
             if known:
                 begins = np.asarray(known)
                 chunk = np.searchsorted(begins, rows[span], side="right") - 1
-                scores[span] = np.where(chunk >= 0, 1.0 / (1 + rows[span] - begins[chunk]), 0.0)
+                scores[span] = np.where(chunk < 0, 0.0, 1.0 / (1 + np.abs(rows[span] - begins[chunk])))
         return torch.from_numpy(scores).to(inputs.fresh_k.device)
 
 

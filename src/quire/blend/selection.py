@@ -111,7 +111,7 @@ class BlendedRows:
         """Raise ``InvalidArgument`` unless this fits a request of ``count`` rows."""
         for name, mask in (("forced", self.forced), ("exact", self.exact)):
             if mask is not None and (mask.dtype != np.bool_ or mask.shape != (count,)):
-                raise InvalidArgument(field=name, given=mask, allowed=f"bool [{count}], one for each row")
+                raise InvalidArgument(field=name, given=mask, allowed=f"a NumPy array, bool [{count}]")
         start = self.question_start
         if start is not None and not (_is_count(start) and start <= count):
             raise InvalidArgument(field="question_start", given=start, allowed=f"a row, 0..{count}")
