@@ -28,6 +28,7 @@ from quire.contracts.attention import AttentionBackend, AttentionState, ForwardP
 from quire.contracts.layers import FullAttention, LatentAttention, WindowedAttention
 from quire.errors import InvalidArgument
 from quire.kernels import group_attention, lse_attention, row_blocks, sdpa
+from quire.kernels.attention_groups import Keys
 from quire.kernels.sdpa import PartGroups, SdpaAttention, SdpaPlan
 from quire.ops.attention import ReferenceAttention, attention_weights
 
@@ -37,11 +38,12 @@ GROUPS = ((1, 1), (4, 1), (2, 2), (2, 4), (1, 8))
 """(KV heads, query heads of each): MHA, GQA, MQA."""
 SIZES = ((8, 8), (5, 5), (16, 6), (3, 7))
 """(Dk, Dv)"""
-Kind = Literal["chain", "own", "late", "past", "any", "tree", "tree own", "tree past", "mask"]
-"""What the keys are: all tokens, the new ones, only the last of these, those before; ``any``: all,
-for queries at any positions in any order; by token tree, by mask.
+Kind = Literal["chain", "own", "late", "past", "some", "any", "tree", "tree own", "tree past", "mask"]
+"""What the keys are: all tokens, the new ones, only the last of these, those before; all, for
+``some`` of the tokens behind ``past`` as queries, or ``any`` positions in any order; by token tree,
+by mask.
 """
-KINDS: tuple[Kind, ...] = ("chain", "own", "late", "past", "any", "tree", "tree own", "tree past", "mask")
+KINDS: tuple[Kind, ...] = ("chain", "own", "late", "past", "some", "any", "tree", "tree own", "tree past", "mask")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,11 @@ def make_entry(entry: Entry, rng: random.Random) -> Made:
         elif entry.kind == "late":
             keys, own = -(-entry.count // 2), False
             origin = entry.past + entry.count - keys
+        elif entry.kind == "some":
+            keys, own = keys + rng.choice([1, entry.count, 3 * entry.count]), rng.random() < 0.2
+            positions = sorted(rng.sample(range(entry.past, keys), entry.count))
+            if own:  # The last keys, though there are others before that do not run.
+                positions = list(range(keys - entry.count, keys))
         elif entry.kind == "any":
             positions, own = [rng.randrange(keys + 3) for _ in positions], False
         elif entry.kind == "past":
@@ -503,6 +510,17 @@ FEATURES: dict[str, tuple[list[Entry], float | None, bool]] = {
         False,
     ),
     "tree over its past": ([Entry(kind="tree past", past=40, count=20, pending=6)], None, False),
+    "some rows": (
+        [Entry(kind="some", past=past, count=n) for past, n in ((0, 20), (30, 40), (9, 5), (3, 1))],
+        None,
+        False,
+    ),
+    "some rows, windows": (
+        [Entry(kind="some", past=past, count=n, layer_window=9) for past, n in ((0, 20), (30, 40), (9, 5), (3, 1))],
+        None,
+        False,
+    ),
+    "some rows beside others": ([*CHUNKS, *DECODES, Entry(kind="some", past=11, count=30)], 1.5, True),
     "any positions": ([Entry(kind="any", past=30, count=count) for count in (1, 9, 20, 20)], None, False),
     "decodes at any positions": ([Entry(kind="any", past=past, count=1) for past in (30, 9, 31)], None, False),
     "masks": ([Entry(kind="mask", past=11, count=9), Entry(kind="mask", past=0, count=30)], None, False),
@@ -805,6 +823,54 @@ def test_long_windowed_chunks_cost_their_windows(window: int, past: int) -> None
         for s in b.segments
         if s.mask is not None
     )
+
+
+def chosen_rows(count: int, keys: int, *, runs: bool, page_size: int = 16) -> ForwardPlan:
+    """One entry of ``keys`` tokens over pages in any order, of which ``count`` rows run."""
+    rng = np.random.default_rng(count)
+    if runs:
+        firsts = rng.choice(keys // 30, count // 30, replace=False) * 30
+        positions = np.sort((firsts[:, None] + np.arange(30)).ravel())
+    else:
+        positions = np.sort(rng.choice(keys, count, replace=False))
+    return ForwardPlan(
+        page_size=page_size,
+        counts=np.array([count]),
+        keys=np.array([keys]),
+        origins=np.zeros(1, dtype=np.int64),
+        starts=np.array([0, count]),
+        tables=(rng.permutation(-(-keys // page_size)).astype(np.int32),),
+        positions=positions,
+        rules=(None,),
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.mark.parametrize("runs", [False, True])
+@pytest.mark.parametrize(("count", "keys"), [(600, 4096), (1200, 6000), (60, 4096)])
+def test_rows_that_are_no_neighbours_cost_what_they_see(
+    count: int, keys: int, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hardly a key behind a row is read for it, keys are gathered once, and masks are small."""
+    plan = chosen_rows(count, keys, runs=runs)
+    prepared: SdpaPlan = SdpaAttention().plan(plan, torch.float32)
+    needed = int((plan.positions + 1).sum())
+    # What the rows of a block see moves by a quarter of the longest; 64 rows are never cut.
+    moved = keys * max(1 / 4, 64 / count)
+    assert needed <= computed(prepared) <= needed + count * moved / 2
+    masks = [s.mask.numel() for b in prepared.window.blocks for s in b.segments if s.mask is not None]
+    assert sum(masks) <= count * (row_blocks.UNMASKED_KEYS + moved)
+    gathered = []
+    gather = Keys.gather
+
+    def counted(self: Keys, pool: Any) -> Any:
+        gathered.append(self.m)
+        return gather(self, pool)
+
+    monkeypatch.setattr(Keys, "gather", counted)
+    k_SHD, v_SHD = torch.randn(2, -(-keys // 16) * 16, 1, 4).unbind(0)
+    SdpaAttention().run(prepared, torch.randn(count, 1, 4), None, k_SHD, v_SHD, Scoring(0.5))
+    assert gathered == [int(plan.positions[-1]) + 1]
 
 
 def test_long_chunks_with_windows() -> None:
