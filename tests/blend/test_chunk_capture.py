@@ -25,6 +25,7 @@ from quire.contracts.store import ObjectKind
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.state import State
 from quire.kv.statefile import read_state
+from quire.store.collection import collect
 from quire.store.files import FileTier
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
@@ -329,6 +330,17 @@ def test_chunks_go_by_use(tmp_path: Path) -> None:
             assert there[0]
             assert there[-1]
             assert not all(there)
+
+
+def test_collections_of_commits_leave_chunks_alone() -> None:
+    shelf = SlowShelf()
+    with bed(shelf) as made:
+        key = made.warm(A).key
+        assert made.catalog.flush(5)
+        assert made.store.flush(5)
+        collected = made.store.direct(collect).result(10)
+        assert (collected.objects, collected.released) == (0, 0)
+        assert list(shelf.held) == [key]
 
 
 def test_threads_of_one_catalog() -> None:

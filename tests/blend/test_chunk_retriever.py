@@ -193,6 +193,31 @@ def test_key_spaces_are_apart() -> None:
             assert not asked(made, (A, [])).valid_mask.any()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_on_a_gpu() -> None:
+    """The same rows, from pinned memory on a stream of its own; old layers are loaded again."""
+    device = torch.device("cuda", 0)
+    with bed(specs=SPECS * 3) as made, bed(specs=SPECS * 3, device=device) as other:
+        for one in (made, other):
+            one.warm(A)
+            one.warm(B)
+        ids = prompt(B, QUESTION, A, QUESTION)
+        mine, theirs = asked(made, ids), asked(other, ids)
+        there = mine.valid_mask.bool()
+        for layer in [*range(9), *range(9)]:
+            host, moved = mine.result(layer), theirs.result(layer)
+            assert host.k is not None
+            assert host.v is not None
+            assert moved.k is not None
+            assert moved.v is not None
+            assert moved.k.device == moved.v.device == moved.original_positions.device == device
+            assert torch.equal(moved.k.cpu()[there], host.k[there])
+            assert torch.equal(moved.v.cpu()[there], host.v[there])
+            assert torch.equal(moved.original_positions.cpu(), host.original_positions)
+        assert len(theirs._layers) <= 4
+
+
 # -- time ------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from tests.mutants import (
     faults_adapters,
     faults_bridge,
+    faults_chunks,
     faults_commands,
     faults_executor,
     faults_hints,
@@ -33,5 +34,6 @@ MUTANTS = (
     *faults_hostile.MUTANTS,
     *faults_reuse.MUTANTS,
     *faults_tiers.MUTANTS,
+    *faults_chunks.MUTANTS,
     *faults_resume.MUTANTS,
 )
