@@ -246,9 +246,26 @@ def test_lists_are_asked_for_once_in_a_while(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(20):
             made.catalog.known(made.keys.parent)
         assert len(asked) == 1
-        monkeypatch.setattr(chunk_catalog, "FRESH_SECONDS", 0.0)
+        found = made.catalog._lists[made.keys.parent]
+        assert time.monotonic() < found.due <= time.monotonic() + 1
+        found.due = 0.0
         made.catalog.known(made.keys.parent)
         until(lambda: len(asked) == 2)
+
+
+def test_slow_lists_are_asked_for_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_catalog, "FRESH_SECONDS", 0.0)
+    shelf = SlowShelf()
+    with bed(shelf) as made:
+        shelf.open["children"].clear()
+        made.catalog.ask(made.keys.parent)
+        time.sleep(0.1)
+        shelf.open["children"].set()
+        found = made.catalog._lists[made.keys.parent]
+        until(lambda: found.answered)
+        made.catalog.ask(made.keys.parent)
+        assert not found.pending
+        assert found.due > time.monotonic() + 0.5
 
 
 def test_the_first_list_is_waited_for_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

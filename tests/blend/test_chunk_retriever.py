@@ -418,6 +418,22 @@ def test_an_object_of_other_tokens_is_not_taken() -> None:
         assert not memory.contains_now([key])[0]
 
 
+def test_whatever_happens_is_a_load_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A defect, or no memory: of all requests with chunks, and said in the log."""
+    with bed(ahead=0) as made:
+        made.warm(A)
+
+        def broken(*given: Any) -> Any:
+            raise MemoryError("none left")
+
+        monkeypatch.setattr(made.layout, "read", broken)
+        task = asked(made, prompt(QUESTION), prompt(A, QUESTION))
+        with pytest.raises(BlendLoadError, match="MemoryError: none left") as raised:
+            task.result(0)
+        assert raised.value.requests == (1,)
+        assert "none left" in caplog.text
+
+
 # -- the end of a task -----------------------------------------------------------------------------
 
 
