@@ -41,6 +41,8 @@ from quire.store.stack import Found
 logger = logging.getLogger("quire.blend")
 
 SECONDS = 30.0
+GRACE_SECONDS = 1.0
+"""What another thread that loads a layer gets besides: the chunks are here then."""
 AHEAD = 2
 ROUNDS = 4
 """Matches of one prompt, at most, after chunks turned out to be gone from memory."""
@@ -113,7 +115,7 @@ class ChunkTask(RowsTask):
         self._layout.require(layer_id)
         with self._changed:
             while layer_id in self._loading and self._is_open():
-                if not self._changed.wait(self._left()):
+                if not self._changed.wait(max(self._left(), GRACE_SECONDS)):
                     raise self._failed(f"layer {layer_id} is not there in time", self._fetches)
             self._is_open()
             found = self._layers.get(layer_id)
