@@ -25,6 +25,7 @@ from quire.contracts.store import ObjectKind
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.state import State
 from quire.kv.statefile import read_state
+from quire.store.collection import collect
 from quire.store.files import FileTier
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
@@ -245,9 +246,26 @@ def test_lists_are_asked_for_once_in_a_while(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(20):
             made.catalog.known(made.keys.parent)
         assert len(asked) == 1
-        monkeypatch.setattr(chunk_catalog, "FRESH_SECONDS", 0.0)
+        found = made.catalog._lists[made.keys.parent]
+        assert time.monotonic() < found.due <= time.monotonic() + 1
+        found.due = 0.0
         made.catalog.known(made.keys.parent)
         until(lambda: len(asked) == 2)
+
+
+def test_slow_lists_are_asked_for_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_catalog, "FRESH_SECONDS", 0.0)
+    shelf = SlowShelf()
+    with bed(shelf) as made:
+        shelf.open["children"].clear()
+        made.catalog.ask(made.keys.parent)
+        time.sleep(0.1)
+        shelf.open["children"].set()
+        found = made.catalog._lists[made.keys.parent]
+        until(lambda: found.answered)
+        made.catalog.ask(made.keys.parent)
+        assert not found.pending
+        assert found.due > time.monotonic() + 0.5
 
 
 def test_the_first_list_is_waited_for_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,6 +347,17 @@ def test_chunks_go_by_use(tmp_path: Path) -> None:
             assert there[0]
             assert there[-1]
             assert not all(there)
+
+
+def test_collections_of_commits_leave_chunks_alone() -> None:
+    shelf = SlowShelf()
+    with bed(shelf) as made:
+        key = made.warm(A).key
+        assert made.catalog.flush(5)
+        assert made.store.flush(5)
+        collected = made.store.direct(collect).result(10)
+        assert (collected.objects, collected.released) == (0, 0)
+        assert list(shelf.held) == [key]
 
 
 def test_threads_of_one_catalog() -> None:

@@ -193,6 +193,31 @@ def test_key_spaces_are_apart() -> None:
             assert not asked(made, (A, [])).valid_mask.any()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_on_a_gpu() -> None:
+    """The same rows, from pinned memory on a stream of its own; old layers are loaded again."""
+    device = torch.device("cuda", 0)
+    with bed(specs=SPECS * 3) as made, bed(specs=SPECS * 3, device=device) as other:
+        for one in (made, other):
+            one.warm(A)
+            one.warm(B)
+        ids = prompt(B, QUESTION, A, QUESTION)
+        mine, theirs = asked(made, ids), asked(other, ids)
+        there = mine.valid_mask.bool()
+        for layer in [*range(9), *range(9)]:
+            host, moved = mine.result(layer), theirs.result(layer)
+            assert host.k is not None
+            assert host.v is not None
+            assert moved.k is not None
+            assert moved.v is not None
+            assert moved.k.device == moved.v.device == moved.original_positions.device == device
+            assert torch.equal(moved.k.cpu()[there], host.k[there])
+            assert torch.equal(moved.v.cpu()[there], host.v[there])
+            assert torch.equal(moved.original_positions.cpu(), host.original_positions)
+        assert len(theirs._layers) <= 4
+
+
 # -- time ------------------------------------------------------------------------------------------
 
 
@@ -391,6 +416,22 @@ def test_an_object_of_other_tokens_is_not_taken() -> None:
         with pytest.raises(BlendLoadError, match="other tokens"):
             task.result(0)
         assert not memory.contains_now([key])[0]
+
+
+def test_whatever_happens_is_a_load_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A defect, or no memory: of all requests with chunks, and said in the log."""
+    with bed(ahead=0) as made:
+        made.warm(A)
+
+        def broken(*given: Any) -> Any:
+            raise MemoryError("none left")
+
+        monkeypatch.setattr(made.layout, "read", broken)
+        task = asked(made, prompt(QUESTION), prompt(A, QUESTION))
+        with pytest.raises(BlendLoadError, match="MemoryError: none left") as raised:
+            task.result(0)
+        assert raised.value.requests == (1,)
+        assert "none left" in caplog.text
 
 
 # -- the end of a task -----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from tests.mutants import (
     faults_adapters,
     faults_blending,
     faults_bridge,
+    faults_chunks,
     faults_commands,
     faults_executor,
     faults_hints,
@@ -34,6 +35,7 @@ MUTANTS = (
     *faults_hostile.MUTANTS,
     *faults_reuse.MUTANTS,
     *faults_tiers.MUTANTS,
+    *faults_chunks.MUTANTS,
     *faults_resume.MUTANTS,
     *faults_blending.MUTANTS,
 )

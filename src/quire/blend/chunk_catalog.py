@@ -1,7 +1,7 @@
 """Which chunks the tiers have: lists of keys, asked for in the background.
 
-A list is kept, and asked for again when it is used and older than ``FRESH_SECONDS``. What this
-process writes or misses is in it at once.
+A list is kept, and asked for again when it is used and older than ``FRESH_SECONDS`` (later, if
+listing takes long). What this process writes or misses is in it at once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from quire.store.stack import Store
 DEFAULT_BYTES = 1 << 30
 """Of host memory, for chunks where no store was configured."""
 FRESH_SECONDS = 1.0
+RESTS = 9
+"""Parts of its time for which a tier that is slow to list is left alone: buckets cost money."""
 LOOK_SECONDS = 0.25
 """How long a prompt waits for the first list."""
 LIST_SECONDS = 10.0
@@ -52,6 +54,8 @@ class _List:
     """Made of ``tiers``; None: not yet."""
     asked: float | None = None
     """When it was last asked for."""
+    due: float = 0.0
+    """When it may be asked for again."""
     until: float = 0.0
     """When the wait for the first answer is over."""
     pending: bool = False
@@ -78,9 +82,9 @@ class ChunkCatalog:
             found, now = self._list(parent), time.monotonic()
             if found.asked is None:
                 found.until = now + LOOK_SECONDS
-            elif found.pending or now < found.asked + FRESH_SECONDS:
+            elif found.pending or now < found.due:
                 return
-            found.pending, found.asked, found.changes = True, now, {}
+            found.pending, found.asked, found.due, found.changes = True, now, now + FRESH_SECONDS, {}
         self._asking.add(partial(self._ask, parent, found))
 
     def known(self, parent: bytes) -> KnownChunks:
@@ -161,7 +165,8 @@ class ChunkCatalog:
             _apply(found, asked.changes)
             if found != asked.tiers:
                 asked.tiers, asked.chunks = found, None
-            asked.pending, asked.answered = False, True
+            asked.pending, asked.answered, now = False, True, time.monotonic()
+            asked.due = max(asked.due, now + RESTS * (now - (asked.asked or now)))
             self._changed.notify_all()
 
     def _write(self, key: ObjectKey, blob: Blob) -> None:
@@ -169,7 +174,7 @@ class ChunkCatalog:
             if not self.store.known(key):
                 self.store.put(key, blob, durable=True, wait=True)
                 with self._changed:
-                    self._list(key.parent).asked = 0.0  # a list has it from now on
+                    self._list(key.parent).due = 0.0  # a list has it from now on
                 self.ask(key.parent)
         finally:
             with self._changed:

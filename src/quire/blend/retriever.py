@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import operator
 import threading
 import time
@@ -31,13 +32,17 @@ from quire.blend.chunks import ChunkKeys, ChunkLayout
 from quire.blend.rows_task import Order, RowsPiece, RowsTask
 from quire.blend.token_sums import Ids
 from quire.contracts.store import ObjectKey
-from quire.errors import BlendLoadError, FailedPrecondition, InvalidArgument
+from quire.errors import BlendLoadError, FailedPrecondition, InvalidArgument, QuireError
 from quire.kv.statefile import StateFile
 from quire.store.objects import Contents
 from quire.store.records import Unfit
 from quire.store.stack import Found
 
+logger = logging.getLogger("quire.blend")
+
 SECONDS = 30.0
+GRACE_SECONDS = 1.0
+"""What another thread that loads a layer gets besides: the chunks are here then."""
 AHEAD = 2
 ROUNDS = 4
 """Matches of one prompt, at most, after chunks turned out to be gone from memory."""
@@ -110,7 +115,7 @@ class ChunkTask(RowsTask):
         self._layout.require(layer_id)
         with self._changed:
             while layer_id in self._loading and self._is_open():
-                if not self._changed.wait(self._left()):
+                if not self._changed.wait(max(self._left(), GRACE_SECONDS)):
                     raise self._failed(f"layer {layer_id} is not there in time", self._fetches)
             self._is_open()
             found = self._layers.get(layer_id)
@@ -209,6 +214,12 @@ class ChunkTask(RowsTask):
                 if self._stream is not None and len(self._layers) > self._ahead + 2:
                     self._layers.popitem(last=False)
             return loaded
+        except QuireError:
+            raise
+        except Exception as error:
+            logger.exception("layer %d of chunks could not be loaded", layer)
+            with self._changed:
+                raise self._failed(f"layer {layer}: {type(error).__name__}: {error}", self._fetches) from None
         finally:
             with self._changed:
                 self._loading.discard(layer)
