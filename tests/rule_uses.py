@@ -176,6 +176,16 @@ def rewind(bed: Bed) -> None:
             session.rewind(to=to)
 
 
+def edit(bed: Bed) -> None:
+    with bed.llm.session(PROMPT) as session:
+        tokens = [*PROMPT, *session.generate(greedy(6)).outputs[0].token_ids]
+        for (start, stop), new in (((20, 24), [3, 4]), ((0, 2), []), ((30, 30), [5]), ((8, 9), [6])):
+            session.edit((start, stop), new)
+            tokens[start:stop] = new
+            bed.goes_on(session, tokens)
+            session.rewind(to=len(tokens))
+
+
 def score(bed: Bed) -> None:
     new = random_tokens(5, seed=3)
     exact_TV, bound = bed.checkpoint.exact_logits([*PROMPT, *new])
@@ -390,6 +400,7 @@ EXACT: dict[str, Callable[[Bed], None]] = {
     "host memory": host_memory,
     "Session.fork": fork,
     "Session.rewind": rewind,
+    "Session.edit": edit,
     "Session.score": score,
     "Session.logits": logits,
     "Session.save and load_session": saved_and_loaded,

@@ -54,6 +54,7 @@ def test_refusals_are_counted(served: Served, error: str, method: str, path: str
         ("score", {"text": "a", "top": 3}, "top"),
         ("fork", {"count": 2}, "count"),
         ("rewind", {"to": 1, "by": 1}, "by"),
+        ("edit", {"span": [0, 1], "text": "", "new": "x"}, "new"),
         ("adapter", {"name": None, "lora_name": "x"}, "lora_name"),
         ("generate", {"max_tokens": 1, "temprature": 0}, "temprature"),
     ],

@@ -119,6 +119,9 @@ class Client(threading.Thread):
         elif kind == 4 and len(tokens) > 3:
             self.coming[name] = tokens[:-1]
             ok(client.post(f"{path}/rewind", json={"n": 1}))
+        elif kind == 5 and self.dice.random() < 0.5:
+            self.coming[name] = [*tokens[:1], 8, *tokens[2:]]
+            ok(client.post(f"{path}/edit", json={"span": [1, 2], "tokens": [8]}))
         elif kind == 5:
             self.making = 2
             for child in ok(client.post(f"{path}/fork", json={"n": 2}))["ids"]:

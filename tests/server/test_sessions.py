@@ -134,7 +134,13 @@ def test_every_verb_does_what_a_session_does(client: httpx.Client, plain: LLM) -
     assert post(client, name, "generate", prompt=MORE, **GREEDY)["choices"][0]["token_ids"] == (
         session.append(MORE).generate(SamplingParams(**GREEDY)).outputs[0].token_ids
     )
+    for span, new in (([2, 4], {"text": "pop"}), ("pop", {"tokens": []}), ([0, 0], {"tokens": [7, 9]})):
+        done = post(client, name, "edit", span=span, **new)
+        wanted = session.edit(span if isinstance(span, str) else (span[0], span[1]), *new.values())
+        numbers = {"id": name, "num_tokens": len(session), "mode": "exact", "exact": True}
+        assert done == {**numbers, "removed": wanted.removed, "added": wanted.added, "replayed": wanted.replayed}
     found = info(client, name)
+    assert (found["exact"], found["exact_tokens"]) == (True, len(session))
     assert found["tokens"] == session.tokens
     assert found["text"] == session.text
     assert ok(client.delete(f"/v1/sessions/{name}")) == {"id": name, "object": "session", "deleted": True}
@@ -366,6 +372,7 @@ def calls(session: str) -> list[tuple[str, str, dict[str, Any] | None]]:
         ("POST", f"{path}/score", {"text": "x"}),
         ("POST", f"{path}/fork", {}),
         ("POST", f"{path}/rewind", {"to": 0}),
+        ("POST", f"{path}/edit", {"span": [0, 0], "text": ""}),
         ("POST", f"{path}/adapter", {"name": None}),
         ("DELETE", path, None),
     ]
@@ -640,6 +647,16 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     ("rewind", {"to": 1, "n": 1}, "to"),
     ("rewind", {"to": 10**6}, "to"),
     ("rewind", {"n": -1}, "n"),
+    ("edit", {"span": [0, 1]}, "text"),
+    ("edit", {"span": [0, 1], "text": "a", "tokens": [1]}, "text"),
+    ("edit", {"text": "a"}, "span"),
+    ("edit", {"span": [0, 10**6], "text": ""}, "span"),
+    ("edit", {"span": [2], "text": ""}, "span"),
+    ("edit", {"span": "not there", "text": ""}, "span"),
+    ("edit", {"span": [0, 1], "tokens": [10**9]}, "tokens"),
+    ("edit", {"span": [0, 1], "tokens": [3] * 5000}, "tokens"),
+    ("edit", {"span": [0, 1], "text": "", "mode": "rough"}, "mode"),
+    ("edit", {"span": [0, 1], "text": "", "mode": "blend"}, "mode"),
     ("adapter", {}, "name"),
     ("generate", {"n": 2}, "n"),
     ("generate", {"temperature": -1}, "temperature"),

@@ -220,6 +220,11 @@ def _session_rewind(found: Combination) -> Cell:
     return Cell(note="; ".join(notes))
 
 
+def _session_edit(found: Combination) -> Cell:
+    notes = filter(None, ("what follows is run again", _session_rewind(found).note))
+    return Cell(note="; ".join(notes))
+
+
 def _session_window(found: Combination) -> Cell:
     if not found.keeps_rows:
         return Cell(WINDOWS_OF_NOTHING)
@@ -282,6 +287,7 @@ USES: dict[str, Callable[[Combination], Cell]] = {
     "host memory": _always(),
     "Session.fork": _session_rewind,
     "Session.rewind": _session_rewind,
+    "Session.edit": _session_edit,
     "Session.score": _always(),
     "Session.logits": _always(),
     "Session.save and load_session": _always(),

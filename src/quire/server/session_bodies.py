@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
+from quire.outputs import EditMode
 from quire.sampling_fields import Surface
 from quire.sampling_params import SamplingParams
 from quire.server.errors import ApiError, bad_field
@@ -19,6 +20,8 @@ Messages = list[dict[str, Any]]
 Labels = dict[str, str]
 
 _IDS = {"type": "array", "items": {"type": "integer"}}
+_PAIR = {**_IDS, "minItems": 2, "maxItems": 2}
+Span = Annotated[str | list[int], WithJsonSchema({"anyOf": [{"type": "string"}, _PAIR]})]
 Prompt = Annotated[str | TokenIds, WithJsonSchema({"anyOf": [{"type": "string"}, _IDS]})]
 
 
@@ -86,6 +89,15 @@ class RewindBody(StrictBody):
     """Number of tokens that are left."""
     n: int | None = None
     """Number of tokens that are removed."""
+
+
+class EditBody(TextBody):
+    """``edit``: ``text`` or ``tokens`` take the place of ``span``; empty ones, of nothing."""
+
+    span: Span
+    """The first position and the one behind the last, or a text that occurs once."""
+    mode: EditMode = "exact"
+    """What follows is run again, or blended."""
 
 
 class CommitBody(StrictBody):

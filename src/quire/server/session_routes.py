@@ -33,6 +33,7 @@ from quire.server.session_bodies import (
     CheckoutBody,
     CommitBody,
     CreateBody,
+    EditBody,
     ForkBody,
     GenerateBody,
     GenerateManyBody,
@@ -367,6 +368,30 @@ async def rewind(session_id: str, body: RewindBody, request: Request) -> Respons
         with _about("n" if body.to is None else "to"):
             replayed = await session.rewind(body.to, body.n)
             return JsonAnswer({"id": session_id, "num_tokens": len(session), "replayed": replayed})
+
+
+@router.post("/{session_id}/edit")
+async def edit(session_id: str, body: EditBody, request: Request) -> Response:
+    """Replace a piece of a session. ``replayed``: other tokens that were run again."""
+    content, given = body.content(), "tokens" if body.text is None else "text"
+    async with _used(request, session_id, "edit") as session:
+        with naming({"span": "span", "mode": "mode"}, given, (InvalidArgument, Unsupported)):
+            span: Any = body.span
+            if not isinstance(span, str):
+                # Beside a text's ends, which may be parts of tokens, it is tokenised with these.
+                content = list(await unless_gone(request, added(_context(request), session, content)))
+            done = await unless_gone(request, session.edit(span, content, body.mode))
+    return JsonAnswer(
+        {
+            "id": session_id,
+            "num_tokens": len(session),
+            "removed": done.removed,
+            "added": done.added,
+            "replayed": done.replayed,
+            "mode": done.mode,
+            "exact": done.exact,
+        }
+    )
 
 
 @router.post("/{session_id}/commit")
