@@ -67,7 +67,8 @@ class TrueRows:
                 k = KeyMove(RotaryTable(rope, k.device), places, places + shift)(k)
             k[~valid], v[~valid] = float("nan"), float("nan")
             self.rows[layer] = [
-                RowsPiece(start, k[start:stop], v[start:stop], start + shift) for start, stop in edges.reshape(-1, 2).tolist()
+                RowsPiece(start, k[start:stop], v[start:stop], start + shift)
+                for start, stop in edges.reshape(-1, 2).tolist()
             ]
         engine.end([request])
         engine.reset_prefix_cache()
@@ -112,7 +113,11 @@ BLENDABLE = [name for name in EVERY if not is_recurrent(name)]
 
 @pytest.mark.parametrize("name", BLENDABLE)
 def test_true_rows_change_nothing(
-    name: str, families: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    families: dict[str, Checkpoint],
+    tmp_path_factory: pytest.TempPathFactory,
+    make_llm: MakeLLM,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The fixed point, for each family: any valid rows, any ratio, whole or in chunks."""
     checkpoint = family(name, families, tmp_path_factory)
@@ -170,7 +175,9 @@ def test_without_blend_segments_are_one_text(make_llm: MakeLLM, llama: Checkpoin
     assert one.outputs[0].token_ids == two.outputs[0].token_ids == llama.greedy(joined(prompt), COUNT)
     assert one.blend is None
     assert one.prompt_token_ids == joined(prompt)
-    assert llm.generate(prompt, greedy(COUNT))[0].prompt_token_ids == joined(prompt), "a list with a segment is a prompt"
+    assert llm.generate(prompt, greedy(COUNT))[0].prompt_token_ids == joined(prompt), (
+        "a list with a segment is a prompt"
+    )
 
 
 def test_counters(make_llm: MakeLLM, llama: Checkpoint) -> None:
@@ -305,7 +312,9 @@ def test_a_cancelled_prompt_leaves_nothing(make_llm: MakeLLM, llama: Checkpoint)
     engine = engine_of(llm)
     prompt = [SEGMENTS[0], SEGMENTS[2], SEGMENTS[1], QUESTION]
     wish = engine.blending.wish(blended(0.2), llm.prepare([prompt], greedy(1)).pieces_of(0), len(joined(prompt)))
-    (request,) = engine.submit(np.array(joined(prompt)), greedy(COUNT), key=cache_key(None), blend=wish, request_id="one")
+    (request,) = engine.submit(
+        np.array(joined(prompt)), greedy(COUNT), key=cache_key(None), blend=wish, request_id="one"
+    )
     engine.step()
     engine.step()
     assert wish is not None and wish.task is not None and 0 < request.work.computed < len(joined(prompt))

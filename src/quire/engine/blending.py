@@ -164,8 +164,9 @@ class PromptBlend:
 
     def ran(self, start: int, left_out_n: NDArray[np.bool_], valid_n: NDArray[np.bool_]) -> None:
         """Note which rows of a chunk were left out, of those with a cached row."""
-        part = slice(start, start + left_out_n.size)
-        self.left_out[part], self.anew[part] = left_out_n, valid_n & ~left_out_n
+        count = min(left_out_n.size, self.length - start)  # Others were generated after the prompt.
+        self.left_out[start : start + count] = left_out_n[:count]
+        self.anew[start : start + count] = (valid_n & ~left_out_n)[:count]
 
     def report(self, work: ScheduledRequest) -> Blend:
         """Return what was done."""
