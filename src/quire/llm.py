@@ -250,6 +250,7 @@ class LLM(SessionHistory):
             with closing(GenerationBar(requests, show=use_tqdm, step_tokens=step_tokens)) as bar:
                 samples = [sample for samples in requests for sample in samples]
                 engine.run(samples, bar.advance if bar.shown else None)
+            engine.run([one.verification for one in samples if one.verification is not None])
         finally:
             for samples in requests:
                 engine.end(samples)

@@ -25,6 +25,7 @@ from quire.outputs import TIERS, Miss
 MetricType: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 # vLLM's buckets in seconds. Three finer ones between tokens: small models are faster than 10 ms.
+DIVERGENCE_BUCKETS = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -299,6 +300,11 @@ class EngineMetrics(MetricGroup):
         self.state_bytes_loaded = Counter("quire:state_bytes_loaded_total", "Bytes of state files read.")
         self.blended_tokens = Counter("quire:blended_tokens_total", "Tokens whose stored state was blended in.")
         self.recomputed_tokens = Counter("quire:recomputed_tokens_total", "Tokens recomputed while blending.")
+        self.blend_divergence = Histogram(
+            "quire:blend_divergence_nats",
+            "KL divergence of the first token's distribution from a full computation's, of blended prompts that were verified.",
+            DIVERGENCE_BUCKETS,
+        )
         self.drafted_tokens = Counter("quire:drafted_tokens_total", "Tokens proposed by speculation.")
         self.accepted_tokens = Counter("quire:accepted_tokens_total", "Proposed tokens that were accepted.")
         self.refusals = LabelledCounter(

@@ -326,6 +326,26 @@ def test_a_cancelled_prompt_leaves_nothing(make_llm: MakeLLM, llama: Checkpoint)
     assert output.outputs[0].token_ids == llama.greedy(joined(prompt), COUNT)
 
 
+def test_verification(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """A share of the prompts is computed in full too; the report says how far off the logits were."""
+    llm = make_llm(llama)
+    llm.warm(SEGMENTS)
+    prompts = [[SEGMENTS[a], SEGMENTS[b], QUESTION] for a, b in ((0, 1), (1, 2), (2, 3), (3, 0))]
+    params = greedy(1, logprobs=97)
+    outputs = llm.generate(prompts, params, blend=blended(0.1, verify=0.5))
+    measured = [one for one in outputs if one.blend is not None and one.blend.divergence is not None]
+    assert len(measured) == 2
+    for output in measured:
+        assert output.blend is not None and output.outputs[0].logprobs is not None
+        full = llama.logits(output.prompt_token_ids)[-1].double().log_softmax(-1)
+        found = torch.tensor([output.outputs[0].logprobs[0][token].logprob for token in range(97)]).double()
+        assert output.blend.divergence == pytest.approx(float((full.exp() * (full - found)).sum()), rel=1e-3, abs=1e-6)
+    assert engine_of(llm).snapshot()["quire:blend_divergence_nats_count"] == 2
+    (exact,) = llm.generate([prompts[0]], greedy(1), blend=blended(1.0, verify=1.0))
+    assert exact.blend is not None and exact.blend.divergence is None, "nothing is off"
+    check(llm)
+
+
 def test_salts_and_adapters_keep_their_own(make_llm: MakeLLM, llama: Checkpoint) -> None:
     llm = make_llm(llama)
     llm.warm(SEGMENTS, cache_salt="a")

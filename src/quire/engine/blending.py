@@ -191,6 +191,8 @@ class Blending:
         self._layers = (min(CHECK_LAYER, max(0, len(runner.model.blocks) - 2)),)
         self._tables: dict[RopeSpec, RotaryTable] = {}
         self._metrics = metrics
+        self._share = 0.0
+        """Verifications that are due."""
         self.under_way: set[ObjectKey] = set()
         """Chunks that are to be computed."""
         self._refusal: str | None = None
@@ -220,6 +222,13 @@ class Blending:
     def wish(self, params: BlendParams | None, pieces: Pieces, length: int) -> PromptBlend | None:
         """Return what a request of ``length`` tokens wishes; None: nothing."""
         return None if params is None else PromptBlend(params, pieces, length, self._find)
+
+    def is_verified(self, blend: PromptBlend) -> bool:
+        """Return whether it is a blended prompt's turn to be computed in full, too."""
+        self._share += blend.params.verify
+        chosen = self._share >= 1
+        self._share -= chosen
+        return chosen
 
     # -- chunks ------------------------------------------------------------------------------------
 

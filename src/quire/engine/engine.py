@@ -208,6 +208,7 @@ class Engine(UnsampledRuns):
                 request.on_logits, work.wants, work.fresh_from = None, "last", None
             if not request.output_ids:
                 self._share_prompt(request)
+                self.verify(request, output.rows(index)[-1])
                 while request.siblings:
                     samples.append(self._fork_sample(request, request.siblings[0]))
                     del request.siblings[0]

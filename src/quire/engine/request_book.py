@@ -304,6 +304,8 @@ class RequestBook:
         with self.lock:
             for request in requests:
                 self._finish(request, "cancelled")
+                if request.verification is not None:
+                    self._finish(request.verification, "cancelled")
 
     def fail_all(self, error: QuireError) -> None:
         """End all requests with the error of a step whose cause is no single request."""

@@ -57,6 +57,8 @@ class SequenceRequest:
     """What takes the rows of a chunk while it is computed."""
     num_kept: int = 0
     """Tokens of the chunk that the store has taken."""
+    verification: SequenceRequest | None = None
+    """The full computation of its prompt, to see how far off a blended one is."""
     way_back: SeqId | None = None
     """A fork of the session's sequence as it was lent, if nothing else brings that state back."""
     siblings: list[SequenceRequest] = field(default_factory=list)

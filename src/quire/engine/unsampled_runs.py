@@ -8,6 +8,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from torch import Tensor
+
 from quire.branches.history import Ids, TokenHistory
 from quire.branches.media import NO_MEDIA, Media
 from quire.engine.blending import PromptBlend, chunks_of
@@ -160,3 +162,22 @@ class UnsampledRuns(RequestBook):
             except QuireError as error:
                 logger.debug("a chunk of %d tokens is not kept: %s", ids.size, error)
                 return
+
+    def verify(self, request: SequenceRequest, logits_V: Tensor) -> None:
+        """Queue the full computation of a blended prompt that gave these logits, if it is this
+        prompt's turn. What they are off goes into its report, and into the metrics."""
+        work, blend = request.work, request.work.blend
+        if blend is None or work.origin.exact or not self.blending.is_verified(blend):
+            return
+        found_V, ids = logits_V.double().log_softmax(-1), work.tokens.ids[: request.num_prompt].copy()
+
+        def compare(position: int, rows_RV: Tensor) -> None:
+            full_V = rows_RV[-1].double().log_softmax(-1)
+            blend.divergence = max(0.0, float((full_V.exp() * (full_V - found_V)).nansum()))
+            self.metrics.blend_divergence.observe(blend.divergence)
+
+        exact = ScheduledRequest(
+            tokens=TokenHistory(ids), key=work.key, runs=work.runs, reusable=True, priority=work.priority
+        )
+        request.verification = SequenceRequest(self._name(None), exact, ids.size, None, on_logits=compare)
+        self._enqueue(request.verification, [request.verification])
