@@ -8,7 +8,7 @@ every family. What is approximate is measured elsewhere (``bench/blend_quality.p
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from quire.engine.request_preparation import cache_key
 from quire.engine.scheduled_request import ScheduledRequest
 from quire.errors import BlendLoadError
 from quire.ops.rope import RotaryTable
+from quire.outputs import Blend, RequestOutput
 from quire.segments import BlendParams, Segment
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_family, random_tokens, record, token_ids
@@ -81,6 +82,11 @@ class TrueRows:
         self.closed += 1
 
 
+def told(output: RequestOutput) -> Blend:
+    assert output.blend is not None
+    return output.blend
+
+
 def give(monkeypatch: pytest.MonkeyPatch, rows: TrueRows) -> None:
     """Let all prompts be blended with these rows."""
 
@@ -91,8 +97,8 @@ def give(monkeypatch: pytest.MonkeyPatch, rows: TrueRows) -> None:
 
 
 @pytest.fixture(scope="session")
-def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Checkpoint]]:
-    yield {}
+def families() -> dict[str, Checkpoint]:
+    return {}
 
 
 def family(name: str, families: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
@@ -135,10 +141,9 @@ def test_true_rows_change_nothing(
             give(patch, rows)
             for ratio, select in ((0.0, "v"), (0.2, "k"), (0.3, "first_k"), (1.0, "v")):
                 (output,) = llm.generate(ids, greedy(COUNT), blend=blended(ratio, select=select))
-                assert output.blend is not None
-                assert output.outputs[0].token_ids == expected, f"{ratio} {select}: {output.blend}"
-                assert output.blend.blended + output.blend.recomputed <= valid.sum()
-                assert (output.blend.blended > 0) == (ratio < 1)
+                assert output.outputs[0].token_ids == expected, f"{ratio} {select}: {told(output)}"
+                assert told(output).blended + told(output).recomputed <= valid.sum()
+                assert (told(output).blended > 0) == (ratio < 1)
                 check(llm)
 
 
@@ -162,8 +167,8 @@ def test_all_is_computed_anew(make_llm: MakeLLM, checkpoint: Checkpoint) -> None
         prompt = [*(SEGMENTS[index] for index in order), QUESTION]
         (output,) = llm.generate([prompt], greedy(COUNT), blend=blended(1.0))
         assert output.outputs[0].token_ids == checkpoint.greedy(joined(prompt), COUNT)
-        assert output.blend is not None and output.blend.blended == 0
-        assert output.blend.exact == len(joined(prompt))
+        assert told(output).blended == 0
+        assert told(output).exact == len(joined(prompt))
     check(llm)
 
 
@@ -191,8 +196,7 @@ def test_counters(make_llm: MakeLLM, llama: Checkpoint) -> None:
         llm.warm(SEGMENTS[1:])
         recorder = record(llm)
         (output,) = llm.generate([prompt], greedy(1), blend=blended(ratio, select="v"))
-        found = output.blend
-        assert found is not None
+        found = told(output)
         cached = output.num_cached_tokens
         assert found.blended + found.recomputed == kept
         assert found.recomputed == -int(-ratio * kept // 1)
@@ -210,10 +214,10 @@ def test_the_exact_cache_never_finds_it(make_llm: MakeLLM, llama: Checkpoint) ->
     prompt = [SEGMENTS[0], SEGMENTS[1], SEGMENTS[2], QUESTION]
     ids = joined(prompt)
     (first,) = llm.generate([prompt], greedy(COUNT, n=2, temperature=0.7, seed=3), blend=blended(0.1))
-    assert first.blend is not None and first.blend.blended
+    assert told(first).blended
     check(llm)
     (exact,) = llm.generate([ids], greedy(COUNT))
-    assert exact.num_cached_tokens <= first.blend.exact
+    assert exact.num_cached_tokens <= told(first).exact
     assert exact.outputs[0].token_ids == llama.greedy(ids, COUNT)
     assert exact.blend is None
 
@@ -249,13 +253,13 @@ def test_what_has_no_chunk_is_kept_for_later(make_llm: MakeLLM, llama: Checkpoin
     engine = engine_of(llm)
     prompt = [SEGMENTS[0], SEGMENTS[1], QUESTION]
     (output,) = llm.generate([prompt], greedy(COUNT), blend=blended(keep=True))
-    assert output.blend is not None and output.blend.blended == 0
-    assert "0 tokens have a state" in output.blend.reason
+    assert told(output).blended == 0
+    assert "0 tokens have a state" in told(output).reason
     assert output.outputs[0].token_ids == llama.greedy(joined(prompt), COUNT)
     while not engine.scheduler.idle:
         engine.step()
     (output,) = llm.generate([[SEGMENTS[1], SEGMENTS[0], QUESTION]], greedy(COUNT), blend=blended(0.0))
-    assert output.blend is not None and output.blend.blended == len(DOCUMENTS[0]) + len(DOCUMENTS[1])
+    assert told(output).blended == len(DOCUMENTS[0]) + len(DOCUMENTS[1])
     assert [one.computed for one in llm.warm(SEGMENTS[:2])] == [0, 0]
     check(llm)
 
@@ -280,8 +284,9 @@ def test_rows_that_do_not_come(make_llm: MakeLLM, llama: Checkpoint, monkeypatch
     prompts = [[SEGMENTS[0], SEGMENTS[1], QUESTION], [SEGMENTS[2], SEGMENTS[3], QUESTION], random_tokens(30)]
     failing, other, plain = llm.generate(prompts, greedy(COUNT), blend=blended(0.0, select="first_k"))
     assert failing.outputs[0].token_ids == llama.greedy(joined(prompts[0]), COUNT)  # type: ignore[arg-type]
-    assert failing.blend is not None and failing.blend.blended == 0 and failing.blend.reason
-    assert other.blend is not None and other.blend.blended == 52 + 24
+    assert told(failing).blended == 0
+    assert told(failing).reason
+    assert told(other).blended == 52 + 24
     assert plain.outputs[0].token_ids == llama.greedy(random_tokens(30), COUNT)
     check(llm)
 
@@ -317,7 +322,9 @@ def test_a_cancelled_prompt_leaves_nothing(make_llm: MakeLLM, llama: Checkpoint)
     )
     engine.step()
     engine.step()
-    assert wish is not None and wish.task is not None and 0 < request.work.computed < len(joined(prompt))
+    assert wish is not None
+    assert wish.task is not None
+    assert 0 < request.work.computed < len(joined(prompt))
     engine.cancel("one")
     engine.step()
     assert request.finish_reason == "cancelled" and wish.task is None
@@ -327,22 +334,22 @@ def test_a_cancelled_prompt_leaves_nothing(make_llm: MakeLLM, llama: Checkpoint)
 
 
 def test_verification(make_llm: MakeLLM, llama: Checkpoint) -> None:
-    """A share of the prompts is computed in full too; the report says how far off the logits were."""
+    """A share of the prompts is computed in full too; the report says how far off logits were."""
     llm = make_llm(llama)
     llm.warm(SEGMENTS)
     prompts = [[SEGMENTS[a], SEGMENTS[b], QUESTION] for a, b in ((0, 1), (1, 2), (2, 3), (3, 0))]
     params = greedy(1, logprobs=97)
     outputs = llm.generate(prompts, params, blend=blended(0.1, verify=0.5))
-    measured = [one for one in outputs if one.blend is not None and one.blend.divergence is not None]
+    measured = [one for one in outputs if told(one).divergence is not None]
     assert len(measured) == 2
     for output in measured:
-        assert output.blend is not None and output.outputs[0].logprobs is not None
+        assert output.outputs[0].logprobs is not None
         full = llama.logits(output.prompt_token_ids)[-1].double().log_softmax(-1)
         found = torch.tensor([output.outputs[0].logprobs[0][token].logprob for token in range(97)]).double()
-        assert output.blend.divergence == pytest.approx(float((full.exp() * (full - found)).sum()), rel=1e-3, abs=1e-6)
+        assert told(output).divergence == pytest.approx(float((full.exp() * (full - found)).sum()), rel=1e-3, abs=1e-6)
     assert engine_of(llm).snapshot()["quire:blend_divergence_nats_count"] == 2
     (exact,) = llm.generate([prompts[0]], greedy(1), blend=blended(1.0, verify=1.0))
-    assert exact.blend is not None and exact.blend.divergence is None, "nothing is off"
+    assert told(exact).divergence is None, "nothing is off"
     check(llm)
 
 
@@ -352,7 +359,7 @@ def test_salts_and_adapters_keep_their_own(make_llm: MakeLLM, llama: Checkpoint)
     prompt = [SEGMENTS[0], SEGMENTS[1], QUESTION]
     for salt, found in (("b", 0), (None, 0), ("a", 73)):
         (output,) = llm.generate([prompt], greedy(1), blend=blended(0.0), cache_salt=salt)
-        assert output.blend is not None and output.blend.blended == found
+        assert told(output).blended == found
 
 
 @pytest.mark.parametrize("seconds", [0.0])
@@ -368,7 +375,7 @@ def test_a_restart(llama: Checkpoint, tmp_path: Path, make_llm: MakeLLM, seconds
     two = make_llm(llama, store=store, host_memory=0)
     found = two.generate([prompt], greedy(COUNT), blend=blended())
     assert token_ids(found) == token_ids(expected)
-    assert found[0].blend is not None and found[0].blend.by_tier == {"disk": 92}
+    assert told(found[0]).by_tier == {"disk": 92}
 
 
 def test_refusals(make_llm: MakeLLM, llama: Checkpoint, hybrid: Checkpoint) -> None:
@@ -467,6 +474,7 @@ def test_edits_that_cannot_be_blended(make_llm: MakeLLM, llama: Checkpoint, chec
     windowed = make_llm(checkpoints["gemma3"]).session(random_tokens(60))
     with pytest.raises(Unsupported, match="window"):
         windowed.edit((2, 4), mode="blend")
-    assert len(windowed) == 60 and windowed.exact
+    assert len(windowed) == 60
+    assert windowed.exact
     with pytest.raises((Unsupported, FailedPrecondition)):
         llm.session(random_tokens(60), window=32, sink=4).edit((2, 4), mode="blend")

@@ -54,7 +54,8 @@ ASKING = 32
 LATER = 64
 """Chunks that wait at a time to be computed when nothing else runs."""
 CHECK_LAYER = 2
-"""The layer behind whose projection rows are selected, from 0 on, unless there is none behind it."""
+"""The layer behind whose projection rows are selected, from 0 on. In short models it is an earlier
+one."""
 
 
 def lead_of(tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-
 from torch import Tensor
 
 from quire.branches.history import Ids, TokenHistory
