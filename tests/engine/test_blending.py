@@ -327,7 +327,8 @@ def test_a_cancelled_prompt_leaves_nothing(make_llm: MakeLLM, llama: Checkpoint)
     assert 0 < request.work.computed < len(joined(prompt))
     engine.cancel("one")
     engine.step()
-    assert request.finish_reason == "cancelled" and wish.task is None
+    assert request.finish_reason == "cancelled"
+    assert wish.task is None
     check(llm)
     (output,) = llm.generate([joined(prompt)], greedy(COUNT))
     assert output.outputs[0].token_ids == llama.greedy(joined(prompt), COUNT)
@@ -422,7 +423,9 @@ def test_a_blended_edit_with_all_anew_is_exact(make_llm: MakeLLM, llama: Checkpo
     ids = random_tokens(120, seed=8)
     session = llm.session(ids)
     report = session.edit((20, 45), [7, 8, 9], mode="blend", blend=blended(1.0))
-    assert report.exact and session.exact and report.blended == 0
+    assert report.exact
+    assert session.exact
+    assert report.blended == 0
     wanted = [*ids[:20], 7, 8, 9, *ids[45:]]
     assert session.tokens == wanted
     assert session.generate(greedy(COUNT)).outputs[0].token_ids == llama.greedy(wanted, COUNT)
@@ -435,8 +438,11 @@ def test_a_blended_edit_is_marked(make_llm: MakeLLM, llama: Checkpoint, tmp_path
     session = llm.session(ids)
     recorder = record(llm)
     report = session.edit((20, 45), mode="blend", blend=blended(0.1))
-    assert not report.exact and not session.exact
-    assert report.blended > 60 and report.removed == 25 and report.added == 0
+    assert not report.exact
+    assert not session.exact
+    assert report.blended > 60
+    assert report.removed == 25
+    assert report.added == 0
     assert recorder.num_tokens == 160 - 25 - 20 - 1
     assert session.tokens == [*ids[:20], *ids[45:]]
     answer = session.generate(greedy(COUNT)).outputs[0].token_ids
