@@ -36,7 +36,6 @@ RATIOS = (0.0, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 class Case:
     """A prompt, what a full prefill makes of it, and the cached rows of its chunks."""
 
-    question: Question
     tokens: Tensor
     full: PlainRun
     k: Tensor
@@ -51,20 +50,27 @@ class Case:
     wrong: Tensor
     """``[n]``: squared distance of cached K and V from the true ones, each layer relative to the
     true ones of the prompt, summed over layers."""
+    question: Question | None = None
 
     def rows(self) -> BlendedRows:
         return BlendedRows(chunk_starts=self.starts, question_start=self.asks)
 
 
-def make_case(model: PlainLlama, question: Question) -> Case:
-    """Compute what a case consists of."""
-    tokens = torch.tensor(question.tokens)
+def make_case(
+    model: PlainLlama,
+    chunks: Sequence[Sequence[int]],
+    ask: Sequence[int],
+    lead: int = BOS,
+    question: Question | None = None,
+) -> Case:
+    """Compute what a case consists of: ``lead``, chunks that were computed alone, ``ask``."""
+    tokens = torch.tensor([lead, *(token for chunk in chunks for token in chunk), *ask])
     full = model.full(tokens)
     k, v = torch.zeros_like(full.k), torch.zeros_like(full.v)
     starts = [1]
-    for chunk in question.chunks:
+    for chunk in chunks:
         start, stop = starts[-1], starts[-1] + len(chunk)
-        alone = model.full(torch.tensor([BOS, *chunk]))
+        alone = model.full(torch.tensor([lead, *chunk]))
         shift = torch.full((len(chunk),), start - 1)
         k[:, start:stop] = model.rotated(alone.k[:, 1:], shift)
         v[:, start:stop] = alone.v[:, 1:]
@@ -72,7 +78,6 @@ def make_case(model: PlainLlama, question: Question) -> Case:
     context = starts[1]
     k[:, :context], v[:, :context] = full.k[:, :context], full.v[:, :context]
     return Case(
-        question,
         tokens,
         full,
         k,
@@ -81,6 +86,7 @@ def make_case(model: PlainLlama, question: Question) -> Case:
         tuple(start - context for start in starts[1:-1]),
         starts[-1] - context,
         deviations(k, full.k) + deviations(v, full.v),
+        question,
     )
 
 
@@ -142,8 +148,8 @@ class Outcome:
     """Token-layers over those of a prefill of all rows behind the context."""
 
 
-def measure(model: PlainLlama, case: Case, method: Method, ratio: float) -> Outcome:
-    """Blend a case, and compare it with the full prefill."""
+def run_blended(model: PlainLlama, case: Case, method: Method, ratio: float) -> tuple[PlainRun, float]:
+    """Blend a case; return its token-layers over those of all rows behind the context, too."""
     policy = BlendPolicy(ratio=ratio, layers=method.layers, layer_ratios=method.factors, min_tokens=0)
     run = model.blended(
         case.tokens,
@@ -155,9 +161,16 @@ def measure(model: PlainLlama, case: Case, method: Method, ratio: float) -> Outc
         case.rows(),
         bottom_right=method.bottom_right,
     )
-    true, ours = (logits.log_softmax(-1) for logits in (case.full.logits[-1], run.logits))
+    whole = (len(case.tokens) - case.context) * model.layers
+    return run, (run.token_layers + method.passes(case, ratio)) / whole
+
+
+def measure(model: PlainLlama, case: Case, method: Method, ratio: float) -> Outcome:
+    """Blend a case, and compare it with the full prefill."""
+    assert case.question is not None
+    run, cost = run_blended(model, case, method, ratio)
+    true, ours = (logits.log_softmax(-1) for logits in (case.full.logits[-1], run.logits[-1]))
     best, own = int(true.argmax()), int(ours.argmax())
-    count = len(case.tokens) - case.context
     chosen = {int(row) for row in run.kept if row < case.context + case.asks}
     order = case.wrong[case.context : case.context + case.asks].argsort(descending=True)[: len(chosen)]
     off = (run.k - case.full.k).square().flatten(1).sum(1) + (run.v - case.full.v).square().flatten(1).sum(1)
@@ -170,7 +183,7 @@ def measure(model: PlainLlama, case: Case, method: Method, ratio: float) -> Outc
         full_right=best == case.question.answer,
         error=tuple((off / whole).sqrt().tolist()),
         recall=len(chosen & {int(row) + case.context for row in order}) / len(chosen) if chosen else 1.0,
-        cost=(run.token_layers + method.passes(case, ratio)) / (count * model.layers),
+        cost=cost,
     )
 
 
@@ -216,10 +229,10 @@ def summary(outcomes: Sequence[Outcome], naive: Sequence[Outcome] | None = None)
 def make_cases(model: PlainLlama, kind: Kind, prompts: int, seed: int) -> list[Case]:
     """Draw ``prompts`` questions of each number of hops."""
     return [
-        make_case(model, make_question(rng, kind, hops))
+        make_case(model, made.chunks, made.ask, question=made)
         for hops in range(MAX_HOPS + 1)
         for rng in [random.Random(f"{seed}/blend/{hops}")]
-        for _ in range(prompts)
+        for made in (make_question(rng, kind, hops) for _ in range(prompts))
     ]
 
 

@@ -27,7 +27,7 @@ class PlainRun:
     """What a forward computed."""
 
     logits: Tensor
-    """``[n, M]`` of a full prefill, ``[M]`` of the last row of others."""
+    """``[S, M]``"""
     k: Tensor
     """``[L, n, Hkv, D]``, rotated at the positions of the prompt."""
     v: Tensor
@@ -154,7 +154,7 @@ class PlainLlama:
             places = torch.arange(n - len(positions), n) if bottom_right else positions
             seen = places[:, None] >= torch.arange(n)
             x = self._rest(x, self._attended(q, long_k[layer], long_v[layer], seen), layer)
-        return PlainRun(self._logits(x[-1]), long_k, long_v, positions, spent)
+        return PlainRun(self._logits(x), long_k, long_v, positions, spent)
 
     def masses(self, tokens: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
         """Run ``rows`` of the prompt alone over cached rows; return their attention ``[L, S, n]``,

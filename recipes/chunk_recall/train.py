@@ -11,7 +11,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 STAGES = (
-    Kind(chunks=1, longest=16),
-    Kind(chunks=2, longest=20, aliases=0.0),
-    Kind(chunks=2, longest=24),
-    Kind(longest=24),
-    Kind(longest=64, distractors=0.05, overridden=0.05),
+    (Kind(chunks=1, longest=16), 6144),
+    (Kind(chunks=2, longest=20, aliases=0.0), 4096),
+    (Kind(chunks=2, longest=24), 4096),
+    (Kind(longest=48, distractors=0.05, overridden=0.05), 4096),
 )
-"""The curriculum; the last stage takes the steps that are left."""
-GOOD_ENOUGH = 0.93
-TOKENS = 2560
-"""Of a step, about: longer prompts come in smaller batches."""
+"""The curriculum: prompts, and about how many tokens of them a step has. The last stage takes the
+steps that are left."""
+GOOD_ENOUGH = 0.91
+"""Share of right answers at which a stage ends."""
+LAST_STAGE = 0.4
+"""Share of the steps after which the last stage has begun at the latest; the learning rate falls
+from then on, linearly, to nothing."""
 QUESTIONS = 4
 """Asked behind a prompt in training."""
 IGNORED = -100
@@ -76,14 +78,14 @@ def build_model(seed: int, layers: int = 5, width: int = 96) -> LlamaForCausalLM
         return LlamaForCausalLM(config)
 
 
-def make_batch(rng: random.Random, kind: Kind) -> Batch:
-    """Draw the prompts of a step, whose chunks are about equally long."""
+def make_batch(rng: random.Random, kind: Kind, tokens: int) -> Batch:
+    """Draw prompts of about so many tokens, whose chunks are about equally long."""
     import torch
 
     longest = rng.randint(kind.shortest, kind.longest)
     kind = replace(kind, shortest=max(kind.shortest, longest // 2), longest=longest)
     rows = []
-    for _ in range(max(1, TOKENS // (kind.chunks * longest))):
+    for _ in range(max(1, tokens // (kind.chunks * longest))):
         prompt = make_prompt(rng, kind)
         ids = prompt.body
         labels = dict(prompt.labels)
@@ -107,13 +109,8 @@ def make_batch(rng: random.Random, kind: Kind) -> Batch:
     return batch
 
 
-def train(
-    steps: int, seed: int, *, stages: Sequence[Kind] = STAGES, minutes: float = float("inf"), report_every: int = 50
-) -> LlamaForCausalLM:
-    """Train from random weights: Muon for the matrices of the blocks, AdamW for the rest.
-
-    The learning rate stays in all stages but the last, and falls there to nothing.
-    """
+def train(steps: int, seed: int, report_every: int = 50) -> LlamaForCausalLM:
+    """Train from random weights: Muon for the matrices of the blocks, AdamW for the rest."""
     import torch
 
     model = build_model(seed)
@@ -126,34 +123,28 @@ def train(
         torch.optim.AdamW(rest, lr=0.003, betas=(0.9, 0.98), weight_decay=0.0),
     )
     rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    stage, entered, recent = 0, 0, 0.0
+    stage, recent = 0, 0.0
     began = time.monotonic()
     for step in range(steps):
-        batch = make_batch(rng, stages[stage])
+        if step >= LAST_STAGE * steps:
+            stage = len(STAGES) - 1
+        batch = make_batch(rng, *STAGES[stage])
         logits = model(input_ids=batch.ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        last = stage == len(stages) - 1
-        done = max((step - entered) / (steps - entered), (time.monotonic() - began) / (60 * minutes)) if last else 0.0
+        scale = min(1.0, (step + 1) / 50, (1 - step / steps) / (1 - LAST_STAGE))
         for optimizer, rate in zip(optimizers, rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 50) * max(0.0, min(1.0, 1.6 * (1 - done)))
+            optimizer.param_groups[0]["lr"] = rate * scale
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if done >= 1.0:
-            break
-        asked = batch.asked > 0
-        right = float((logits.argmax(-1) == batch.labels)[asked].float().mean())
+        right = float((logits.argmax(-1) == batch.labels)[batch.asked > 0].float().mean())
         recent += 0.05 * (right - recent)
         if step % report_every == 0:
-            print(
-                f"step {step}  stage {stage}  loss {loss.item():.3f}  right {recent:.3f}  "
-                f"{time.monotonic() - began:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
-        if recent > GOOD_ENOUGH and not last:
-            stage, entered, recent = stage + 1, step, 0.0
+            said = f"step {step}  stage {stage}  loss {loss.item():.3f}  right {recent:.3f}"
+            print(f"{said}  {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        if recent > GOOD_ENOUGH and stage < len(STAGES) - 1:
+            stage, recent = stage + 1, 0.0
     return model.eval()
 
 
@@ -196,15 +187,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m recipes.chunk_recall.train", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="directory to write; it must not exist")
-    parser.add_argument("--steps", type=int, default=6000, help="optimizer steps, at most")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="time, at most")
+    parser.add_argument("--steps", type=int, default=2600, help="optimizer steps")
     parser.add_argument("--evaluated", type=int, default=300, help="prompts for each number of hops")
+    parser.add_argument("--report-every", type=int, default=50, help="steps between two lines of progress")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
     if chosen.output.exists():
         print(f"error: {chosen.output} exists; choose another directory", file=sys.stderr)
         return 2
-    model = train(chosen.steps, chosen.seed, minutes=chosen.minutes)
+    model = train(chosen.steps, chosen.seed, chosen.report_every)
     save(model, chosen.output)
     model = model.float()
     for name, kind in VARIANTS.items():
