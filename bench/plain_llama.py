@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from quire.blend.scores import Score, ScoreInputs
 from quire.blend.selection import BlendedRows, BlendPolicy, Selection
@@ -64,7 +64,7 @@ class PlainLlama:
         return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self._weights[name], self._eps)
+        return functional.rms_norm(x, x.shape[-1:], self._weights[name], self._eps)
 
     def _projected(self, x: Tensor, layer: int, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y = self._norm(x, f"model.layers.{layer}.input_layernorm.weight")
@@ -81,12 +81,12 @@ class PlainLlama:
         x = x + attended @ self._weights[prefix + "self_attn.o_proj.weight"].T
         y = self._norm(x, prefix + "post_attention_layernorm.weight")
         gate, up, down = (self._weights[prefix + f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        return x + (F.silu(y @ gate.T) * (y @ up.T)) @ down.T
+        return x + (functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         """Attend with ``seen``, bool ``[S, n]``."""
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+        return functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)[0].transpose(0, 1).flatten(1)
 
     def _logits(self, x: Tensor) -> Tensor:
         head = self._weights.get("lm_head.weight", self._weights["model.embed_tokens.weight"])

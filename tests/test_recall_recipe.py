@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,7 +66,7 @@ class TestTask:
         assert len(chunks) == kind.chunks + kind.repeated
         assert all(kind.shortest <= len(chunk) <= kind.longest for chunk in chunks)
         assert all(chunk.count(END) == kind.statements for chunk in chunks)
-        assert prompt.body == [BOS, *sum(chunks, [])]
+        assert prompt.body == [BOS, *(token for chunk in chunks for token in chunk)]
         assert prompt.labels == labels
         assert {key: made.value for key, made in prompt.known.items()} == {key: told[0] for key, told in known.items()}
         for hops in range(3):

@@ -66,6 +66,17 @@ class Kind:
             )
 
 
+VARIANTS = {
+    "default": Kind(),
+    "64": Kind(shortest=64, longest=64),
+    "distractors": Kind(distractors=0.2),
+    "overridden": Kind(overridden=0.2),
+    "repeated": Kind(repeated=True),
+    "permuted": Kind(permuted=True),
+}
+"""Kinds that are measured, by name."""
+
+
 @dataclass(frozen=True)
 class Definition:
     """What a statement says."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .task import ASK, BOS, EOS, MAX_HOPS, WORDS, Kind, make_prompt, make_question
+from .task import ASK, BOS, EOS, MAX_HOPS, VARIANTS, WORDS, Kind, make_prompt, make_question
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -202,16 +202,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps({"kind": name, "accuracy": accuracy(model, kind, chosen.evaluated, chosen.seed)}), flush=True)
     return 0
 
-
-VARIANTS = {
-    "default": Kind(),
-    "64": Kind(shortest=64, longest=64),
-    "distractors": Kind(distractors=0.2),
-    "overridden": Kind(overridden=0.2),
-    "repeated": Kind(repeated=True),
-    "permuted": Kind(permuted=True),
-}
-"""Kinds that are measured after training."""
 
 if __name__ == "__main__":
     sys.exit(main())

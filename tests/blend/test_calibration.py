@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
