@@ -17,7 +17,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.chunk_recall.task import BOS, MAX_HOPS, Kind, Question, make_question
+from recipes.chunk_recall.task import ASK, BOS, MAX_HOPS, Kind, Question, make_prompt, make_question, prompt_of
 
 from plain_llama import PlainLlama, PlainRun
 from quire.blend.scores import Score, StatedScore, score_of
@@ -58,26 +58,56 @@ def make_case(
     question: Question | None = None,
 ) -> Case:
     """Compute what a case consists of: ``lead``, chunks that were computed alone, ``ask``."""
+    alone = [model.full(torch.tensor([lead, *chunk])) for chunk in chunks]
+    k, v = (
+        torch.cat([each[:, 1:] for each in rows], 1) for rows in zip(*((one.k, one.v) for one in alone), strict=True)
+    )
+    lengths = torch.tensor([len(chunk) for chunk in chunks])
+    shifts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    return _case(model, chunks, ask, lead, model.rotated(k, shifts), v, question)
+
+
+def make_edit(model: PlainLlama, rng: random.Random, kind: Kind, dropped: int) -> Case:
+    """Compute a prompt out of which a chunk was taken. Cached rows are those that the others had in
+    the prompt before."""
+    before = make_prompt(rng, kind)
+    after = prompt_of([*before.chunks[:dropped], *before.chunks[dropped + 1 :]])
+    made = rng.choice([made for made in after.known.values() if made.value is not None])
+    assert made.value is not None
+    question = Question(after.chunks, (ASK, made.key), made.value, made.hops)
+    start = 1 + sum(map(len, before.chunks[:dropped]))
+    gone = len(before.chunks[dropped])
+    run = model.full(torch.tensor(before.body))
+    k, v = (torch.cat((rows[:, 1:start], rows[:, start + gone :]), 1) for rows in (run.k, run.v))
+    shifts = torch.where(torch.arange(k.shape[1]) < start - 1, 0, -gone)
+    return _case(model, after.chunks, question.ask, BOS, model.rotated(k, shifts), v, question)
+
+
+def _case(
+    model: PlainLlama,
+    chunks: Sequence[Sequence[int]],
+    ask: Sequence[int],
+    lead: int,
+    k: Tensor,
+    v: Tensor,
+    question: Question | None,
+) -> Case:
+    """Return the case of chunks with cached rows ``k``, ``v`` at their places in the prompt."""
     tokens = torch.tensor([lead, *(token for chunk in chunks for token in chunk), *ask])
     full = model.full(tokens)
-    k, v = torch.zeros_like(full.k), torch.zeros_like(full.v)
-    starts = [1]
-    for chunk in chunks:
-        start, stop = starts[-1], starts[-1] + len(chunk)
-        alone = model.full(torch.tensor([lead, *chunk]))
-        k[:, start:stop] = model.rotated(alone.k[:, 1:], torch.full((len(chunk),), start - 1))
-        v[:, start:stop] = alone.v[:, 1:]
-        starts.append(stop)
-    context = starts[1]
-    k[:, :context], v[:, :context] = full.k[:, :context], full.v[:, :context]
+    context = 1 + len(chunks[0])
+    ends = len(tokens) - len(ask)
+    k = torch.cat((full.k[:, :context], k[:, context - 1 :], torch.zeros_like(full.k[:, ends:])), 1)
+    v = torch.cat((full.v[:, :context], v[:, context - 1 :], torch.zeros_like(full.v[:, ends:])), 1)
+    starts = torch.tensor([len(chunk) for chunk in chunks[1:-1]]).cumsum(0).tolist()
     return Case(
         tokens,
         full,
         k,
         v,
         context,
-        tuple(start - context for start in starts[1:-1]),
-        starts[-1] - context,
+        (0, *(int(start) for start in starts)),
+        ends - context,
         (distances(k, full.k) + distances(v, full.v)).sum(0),
         question,
     )

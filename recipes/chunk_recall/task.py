@@ -149,9 +149,12 @@ def make_prompt(rng: random.Random, kind: Kind) -> RecallPrompt:
         rng.shuffle(order)
     if kind.repeated:
         order.append(rng.choice(order))
-    return RecallPrompt(
-        tuple(chunks[i] for i in order), _resolve([drafts[i] for i in order], [chunks[i] for i in order])
-    )
+    return prompt_of([chunks[i] for i in order])
+
+
+def prompt_of(chunks: Sequence[tuple[int, ...]]) -> RecallPrompt:
+    """Return the prompt of these chunks, read from the first to the last."""
+    return RecallPrompt(tuple(chunks), _resolve(chunks))
 
 
 def _lay_out(rng: random.Random, kind: Kind, draft: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
@@ -171,16 +174,14 @@ def _filler(rng: random.Random, kind: Kind, count: int) -> list[int]:
     ]
 
 
-def _resolve(
-    drafts: Sequence[Sequence[tuple[int, int, int]]], chunks: Sequence[tuple[int, ...]]
-) -> tuple[tuple[Definition, ...], ...]:
+def _resolve(chunks: Sequence[tuple[int, ...]]) -> tuple[tuple[Definition, ...], ...]:
     """Return what each statement says at its place."""
     known: dict[int, Definition] = {}
     resolved = []
-    for draft, chunk in zip(drafts, chunks, strict=True):
-        ends = [index for index, token in enumerate(chunk) if token == END]
+    for chunk in chunks:
         made = []
-        for (key, sign, right), end in zip(draft, ends, strict=True):
+        for end in (index for index, token in enumerate(chunk) if token == END):
+            key, sign, right = chunk[end - STATEMENT + 1 : end]
             if sign == ARROW:
                 made.append(Definition(key, right, 0, end))
             elif right in known:
