@@ -1,0 +1,176 @@
+"""A Llama in plain torch whose prompts can be blended: short, slow, float32, nothing of the engine.
+
+What it shares with the engine is what is measured: ``Selection`` and the scores. Masks are by
+position, or aligned at the bottom right, as CacheBlend's code has it.
+
+Letters: n tokens of a prompt, of which the first C are exact context; T = n - C rows of the
+forward; S rows that go on; L layers; Hq, Hkv heads; D head size; E width; M tokens of a vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+from quire.blend.scores import Score, ScoreInputs
+from quire.blend.selection import BlendedRows, BlendPolicy, Selection
+
+
+@dataclass(frozen=True, eq=False)
+class PlainRun:
+    """What a forward computed."""
+
+    logits: Tensor
+    """``[S, M]``"""
+    k: Tensor
+    """``[L, n, Hkv, D]``, rotated at the positions of the prompt."""
+    v: Tensor
+    kept: Tensor
+    """int64 ``[S]``: rows of the prompt that ran to the end."""
+    token_layers: float
+    """Rows that ran, summed over layers; a row that a selecting layer leaves out counts PROJECTION
+    there."""
+
+
+PROJECTION = 0.1
+"""Share of a layer's linear work that Q, K and V are."""
+
+
+class PlainLlama:
+    """The weights, and forwards of one prompt."""
+
+    def __init__(self, directory: Path) -> None:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        self.layers: int = config["num_hidden_layers"]
+        self.heads: int = config["num_attention_heads"]
+        self.kv_heads: int = config["num_key_value_heads"]
+        self.head_dim: int = config["head_dim"]
+        self._eps: float = config["rms_norm_eps"]
+        theta = config["rope_parameters"]["rope_theta"]
+        self._weights = {name: w.float() for name, w in load_file(directory / "model.safetensors").items()}
+        self._frequencies = theta ** (-torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim)
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Turn rows ``[..., tokens, heads, D]`` by the angles of ``positions`` (negative: back)."""
+        angles = positions.double()[:, None, None] * self._frequencies
+        cos, sin = angles.cos().float(), angles.sin().float()
+        left, right = x.chunk(2, -1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], self._weights[name], self._eps)
+
+    def _projected(self, x: Tensor, layer: int, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self._norm(x, f"model.layers.{layer}.input_layernorm.weight")
+        q, k, v = (
+            (y @ self._weights[f"model.layers.{layer}.self_attn.{name}_proj.weight"].T).unflatten(
+                -1, (-1, self.head_dim)
+            )
+            for name in "qkv"
+        )
+        return self.rotated(q, positions), self.rotated(k, positions), v
+
+    def _rest(self, x: Tensor, attended: Tensor, layer: int) -> Tensor:
+        prefix = f"model.layers.{layer}."
+        x = x + attended @ self._weights[prefix + "self_attn.o_proj.weight"].T
+        y = self._norm(x, prefix + "post_attention_layernorm.weight")
+        gate, up, down = (self._weights[prefix + f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return x + (functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        """Attend with ``seen``, bool ``[S, n]``."""
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+        return functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        head = self._weights.get("lm_head.weight", self._weights["model.embed_tokens.weight"])
+        return self._norm(x, "model.norm.weight") @ head.T
+
+    def full(self, tokens: Tensor) -> PlainRun:
+        """Prefill ``tokens`` in full."""
+        n = len(tokens)
+        positions = torch.arange(n)
+        seen = positions[:, None] >= positions
+        x = self._weights["model.embed_tokens.weight"][tokens]
+        kept = []
+        for layer in range(self.layers):
+            q, k, v = self._projected(x, layer, positions)
+            kept.append((k, v))
+            x = self._rest(x, self._attended(q, k, v, seen), layer)
+        k, v = (torch.stack(each) for each in zip(*kept, strict=True))
+        return PlainRun(self._logits(x), k, v, positions, float(n * self.layers))
+
+    def blended(
+        self,
+        tokens: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: int,
+        policy: BlendPolicy,
+        score: Score,
+        rows: BlendedRows,
+        *,
+        bottom_right: bool = False,
+    ) -> PlainRun:
+        """Run ``tokens`` with cached ``k`` and ``v`` ``[L, n, Hkv, D]``, at the prompt's positions.
+
+        The first ``context`` of them are exact. ``rows`` says what is known of the others; those
+        from ``question_start`` on have no cached one."""
+        n = len(tokens)
+        count = n - context
+        valid = torch.ones(count, dtype=torch.bool)
+        valid[rows.question_start :] = False
+        selection = Selection(policy, [count], valid.numpy(), [rows])
+        positions = torch.arange(context, n)
+        x = self._weights["model.embed_tokens.weight"][tokens[context:]]
+        long_k, long_v = k.clone(), v.clone()
+        spent = 0.0
+        for layer in range(self.layers):
+            q, fresh_k, fresh_v = self._projected(x, layer, positions)
+            long_k[layer, positions], long_v[layer, positions] = fresh_k, fresh_v
+            if layer in policy.layers:
+                inputs = ScoreInputs(
+                    layer_id=layer,
+                    selection=selection,
+                    candidates=torch.from_numpy(selection.scored),
+                    positions=positions,
+                    fresh_q=q,
+                    fresh_k=fresh_k,
+                    fresh_v=fresh_v,
+                    cached_k=k[layer, positions],
+                    cached_v=v[layer, positions],
+                    scale=self.head_dim**-0.5,
+                )
+                kept = torch.from_numpy(selection.select(layer, score.scores(inputs).numpy()))
+                spent += PROJECTION * (len(positions) - len(kept))
+                q, x, positions = q[kept], x[kept], positions[kept]
+            spent += len(positions)
+            places = torch.arange(n - len(positions), n) if bottom_right else positions
+            seen = places[:, None] >= torch.arange(n)
+            x = self._rest(x, self._attended(q, long_k[layer], long_v[layer], seen), layer)
+        return PlainRun(self._logits(x), long_k, long_v, positions, spent)
+
+    def masses(self, tokens: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+        """Run ``rows`` of the prompt alone over cached rows; return their attention ``[L, S, n]``,
+        summed over heads."""
+        positions = rows
+        x = self._weights["model.embed_tokens.weight"][tokens[rows]]
+        seen = positions[:, None] >= torch.arange(len(tokens))
+        found = []
+        for layer in range(self.layers):
+            q, fresh_k, fresh_v = self._projected(x, layer, positions)
+            long_k, long_v = k[layer].clone(), v[layer].clone()
+            long_k[rows], long_v[rows] = fresh_k, fresh_v
+            group = self.heads // self.kv_heads
+            wide_k = long_k.repeat_interleave(group, 1)
+            weights = torch.einsum("shd,nhd->hsn", q, wide_k) * self.head_dim**-0.5
+            weights = weights.masked_fill(~seen, -torch.inf).softmax(-1)
+            found.append(weights.sum(0))
+            x = self._rest(x, self._attended(q, long_k, long_v, seen), layer)
+        return torch.stack(found)

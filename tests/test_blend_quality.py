@@ -1,0 +1,187 @@
+"""Blending measured: that the plain forward is right, that the table is what it says, and that the
+default reaches what it must on the recipe's model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import random
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from bench.blend_cases import (
+    METHODS,
+    NAIVE,
+    Answer,
+    Case,
+    Outcome,
+    answer_plainly,
+    compare,
+    interval,
+    make_case,
+    make_cases,
+    measure,
+    summary,
+)
+from bench.plain_llama import PlainLlama
+from recipes.chunk_recall.task import BOS, Kind, make_question
+from transformers import LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ROOT / "recipes/chunk_recall/model"
+ONE_LAYER = {name: method for name, method in METHODS.items() if not method.factors}
+EXACT_MASK = {name: method for name, method in METHODS.items() if not method.bottom_right}
+ROUNDING = 1e-3
+"""Of float32 logits of about 20."""
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Any:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model() -> PlainLlama:
+    return PlainLlama(KEPT)
+
+
+@pytest.fixture(scope="module")
+def cases(model: PlainLlama) -> list[Case]:
+    with torch.inference_mode():
+        return make_cases(model, Kind(), 40, 1)
+
+
+class TestPlainForward:
+    def test_full_equals_transformers(self, model: PlainLlama, cases: list[Case]) -> None:
+        peer = LlamaForCausalLM.from_pretrained(KEPT, dtype=torch.float32)
+        for case in cases[::30]:
+            torch.testing.assert_close(peer(case.tokens[None]).logits[0], case.full.logits, atol=ROUNDING, rtol=0)
+
+    @pytest.mark.parametrize("name", ONE_LAYER)
+    def test_ratio_1_equals_full(self, model: PlainLlama, cases: list[Case], name: str) -> None:
+        for case in cases[::30]:
+            answer = answer_plainly(model, case, METHODS[name], 1.0)
+            assert answer.run is not None
+            torch.testing.assert_close(answer.logits, case.full.logits[-2:], atol=ROUNDING, rtol=0)
+            torch.testing.assert_close(answer.run.k, case.full.k, atol=ROUNDING, rtol=0)
+            torch.testing.assert_close(answer.run.v, case.full.v, atol=ROUNDING, rtol=0)
+            assert answer.cost == pytest.approx(1.0, abs=0.05)  # a pass over the question is extra
+
+    @pytest.mark.parametrize("name", METHODS)
+    def test_true_cached_rows_change_nothing(self, model: PlainLlama, cases: list[Case], name: str) -> None:
+        """And a mask aligned at the bottom right changes something: rows read later ones."""
+        true = dataclasses.replace(
+            cases[7], k=cases[7].full.k, v=cases[7].full.v, wrong=torch.rand(len(cases[7].tokens))
+        )
+        answer = answer_plainly(model, true, METHODS[name], 0.3)
+        assert answer.run is not None
+        off = max(float((answer.run.k - true.full.k).abs().max()), float((answer.run.v - true.full.v).abs().max()))
+        assert (off > 100 * ROUNDING) == METHODS[name].bottom_right
+        assert torch.allclose(answer.logits, true.full.logits[-2:], atol=ROUNDING) or METHODS[name].bottom_right
+
+    def test_cached_rows_are_those_of_chunks_alone(self, model: PlainLlama) -> None:
+        question = make_question(random.Random(0), Kind(), 1)
+        case = make_case(model, question.chunks, question.ask)
+        start = 1 + len(question.chunks[0])
+        stop = start + len(question.chunks[1])
+        tokens = torch.tensor([BOS, *question.chunks[0], *question.chunks[1]])
+        layer_0 = model.full(tokens)  # where nothing depends on what stands before
+        torch.testing.assert_close(case.k[0, start:stop], layer_0.k[0, start:], atol=ROUNDING, rtol=0)
+        assert float(case.wrong[:start].max()) == 0.0
+        assert float(case.wrong[start:stop].max()) > 0.1
+        assert (case.context, case.starts[0]) == (start, 0)
+        assert case.context + case.asks == len(case.tokens) - 2
+
+
+class TestTable:
+    def test_means(self) -> None:
+        def outcome(hops: int, kl: float, right: bool) -> Outcome:
+            return Outcome(
+                hops=hops, kl=kl, agrees=right, right=right, full_right=True, cost=0.5, errors=(0.0, kl), recall=0.25
+            )
+
+        naive = [outcome(0, 2.0, False), outcome(1, 2.0, False)]
+        row = summary([outcome(0, 0.1, True), outcome(1, 0.3, False)], naive)
+        assert row["kl"] == pytest.approx(0.2)
+        assert (row["kl1"], row["acc0"], row["acc1"], row["recovered"]) == (0.3, 1.0, 0.0, 0.5)
+        assert (row["agree"], row["recall"], row["cost"]) == (0.5, 0.25, 0.5)
+        assert row["errors"] == [0.0, pytest.approx(0.2)]
+        assert "acc2" not in row
+
+    def test_interval_holds_the_mean_and_shrinks(self) -> None:
+        drawn = torch.rand(400, generator=torch.Generator().manual_seed(0)).tolist()
+        (few_low, few_high), (low, high) = interval(drawn[:25]), interval(drawn)
+        assert few_low < low < 0.5 < high < few_high
+        assert high - low == pytest.approx(2 * 1.96 * 12**-0.5 / 20, rel=0.2)  # that of a uniform variable
+
+    def test_kl_and_answers_of_a_backend(self, cases: list[Case]) -> None:
+        case = cases[0]
+        assert case.question is not None
+        same = measure(lambda *_: Answer(case.full.logits[-1:], 1.0), case, NAIVE, 0.0)
+        assert (same.kl, same.agrees, same.cost) == (0.0, True, 1.0)
+        sure = torch.full_like(case.full.logits[-1:], -30.0)
+        sure[0, case.question.answer] = 0.0
+        assert measure(lambda *_: Answer(sure, 1.0), case, NAIVE, 0.0).right
+        wrong = measure(lambda *_: Answer(sure.roll(1), 1.0), case, NAIVE, 0.0)
+        assert not wrong.right
+        assert wrong.kl > 1.0
+
+
+class TestQuality:
+    def test_the_default_reaches_its_goals(self, model: PlainLlama, cases: list[Case]) -> None:
+        """At 15 %: KL at most 0.1, 0.92 right, and 5 times less KL than the method as published."""
+        methods = {name: METHODS[name] for name in ("default", "v c=1, bottom right", "random", "oracle")}
+        rows = {row["method"]: row for row in compare(partial(answer_plainly, model), cases, methods, [0.15])}
+        default, published = rows["default"], rows["v c=1, bottom right"]
+        assert default["kl"] <= 0.1
+        assert default["kl"] * 5 <= published["kl"]
+        assert min(default["acc1"], default["acc2"]) >= 0.92
+        assert published["kl"] < rows["random"]["kl"] <= rows["reuse alone"]["kl"] * 1.1
+        assert max(rows["reuse alone"]["acc1"], rows["reuse alone"]["acc2"]) < 0.6
+
+    def test_more_rows_are_better(self, model: PlainLlama, cases: list[Case]) -> None:
+        rows = compare(partial(answer_plainly, model), cases, {"default": METHODS["default"]}, [0.1, 0.3, 1.0])
+        kls = [row["kl"] for row in rows]
+        assert kls == sorted(kls, reverse=True)
+        assert abs(kls[-1]) < ROUNDING
+
+
+class TestCommand:
+    @pytest.fixture
+    def script(self, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+        monkeypatch.syspath_prepend(str(ROOT / "bench"))
+        return importlib.import_module("blend_quality")
+
+    def run(self, script: ModuleType, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+        sys.argv = ["blend_quality.py", *arguments]
+        script.main()
+        table, line = capsys.readouterr().out.rstrip().rsplit("\n", 1)
+        assert table.startswith("method")
+        return json.loads(line, parse_constant=pytest.fail)
+
+    def test_recall(
+        self, script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", [])
+        found = self.run(script, capsys, "--prompts", "2", "--ratios", "0,0.5", "--methods", "v c=1,oracle")
+        assert found["cases"] == 6
+        assert len(found["rows"]) == 1 + 2 * 3
+        assert all(len(row["errors"]) == 5 for row in found["rows"])
+
+    def test_text(
+        self, script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Blended text is as likely as with full prefill, to a fiftieth."""
+        monkeypatch.setattr(sys, "argv", [])
+        found = self.run(script, capsys, "--text", "--prompts", "3", "--ratios", "0.15", "--methods", "default")
+        full, reuse, default = found["rows"]
+        assert default["perplexity"] == pytest.approx(full["perplexity"], rel=0.02)  # 0.3 % over many files
+        assert default["kl"] < reuse["kl"]
