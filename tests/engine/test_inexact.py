@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire import LLM, DataLoss, Session
+from quire import LLM, CacheHints, DataLoss, Pin, Session
 from quire.branches.branch import Origin
 from quire.contracts.executor import PrefillInput
 from quire.engine import layer_memory
@@ -132,6 +132,20 @@ def test_a_request_that_is_inexact_from_a_token_on(make_llm: MakeLLM, llama: Che
     assert engine.cache.peek(PROMPT[::-1], cache_key(None)) == EXACT
     squeeze(llm)
     assert kept(llm, PROMPT[::-1]) == EXACT, "what the prefix cache had"
+
+
+def test_pins_hold_the_exact_part(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    llm = make_llm(llama, max_num_batched_tokens=EXACT, page_size=4)
+    engine = engine_of(llm)
+    hints = CacheHints(pins=[Pin(tokens=30)])
+    (request,) = engine.submit(np.array(PROMPT), greedy(2), key=cache_key(None), hints=hints)
+    engine.step()
+    request.work.origin = Origin(inexact_from=EXACT)
+    engine.run([request])
+    assert request.hints is not None
+    assert [(one.done, one.tokens) for one in request.hints.results] == [(True, EXACT)]
+    assert engine.cache is not None
+    assert engine.cache.peek(PROMPT, cache_key(None)) == EXACT
 
 
 def test_files_say_how_far(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path, capsys: Any) -> None:

@@ -1,0 +1,92 @@
+"""Faults of state that is exact up to a token, and of edits."""
+
+from __future__ import annotations
+
+from tests.mutants.harness import Mutant
+
+MUTANTS = (
+    Mutant(
+        name="prompts-begin-with-inexact-state",
+        file="engine/session_branches.py",
+        old="seq, exact = branch.seq, branch.origin.exact_part(branch.computed)",
+        new="seq, exact = branch.seq, branch.computed",
+        tests=("engine/test_inexact.py::test_prompts_begin_with_the_exact_part",),
+    ),
+    Mutant(
+        name="what-runs-again-stays-inexact",
+        file="branches/branch.py",
+        old="self.computed, self.origin = length, self.origin.cut(length)",
+        new="self.computed = length",
+        tests=("engine/test_inexact.py::test_what_was_dropped_is_computed_again_and_exact",),
+    ),
+    Mutant(
+        name="requests-forget-that-a-session-is-inexact",
+        file="engine/session_branches.py",
+        old="work.seq, work.computed, work.origin = session.seq, session.computed, session.origin",
+        new="work.seq, work.computed = session.seq, session.computed",
+        tests=("engine/test_inexact.py::test_forks_and_rewinds", "engine/test_inexact.py::test_at_random"),
+    ),
+    Mutant(
+        name="samples-of-an-inexact-prompt-are-exact",
+        file="engine/engine.py",
+        old="        sibling.work.origin = leader.work.origin\n",
+        new="",
+        tests=("engine/test_inexact.py::test_a_request_that_is_inexact_from_a_token_on",),
+    ),
+    Mutant(
+        name="pinned-prefixes-are-inexact",
+        file="engine/prefix_pins.py",
+        old="work.origin.exact_part(min(length, work.computed))",
+        new="min(length, work.computed)",
+        tests=("engine/test_inexact.py::test_pins_hold_the_exact_part",),
+    ),
+    Mutant(
+        name="files-do-not-say-how-far-they-are-exact",
+        file="branches/saved_rows.py",
+        old="return None if exact else tokens or 0",
+        new="return None if exact else 0",
+        tests=("engine/test_inexact.py::test_files_say_how_far",),
+    ),
+    Mutant(
+        name="edits-run-all-under-one-adapter",
+        file="engine/session_edits.py",
+        old="runs = state.runs.spliced(place.start, place.stop, added.size, state.adapter)",
+        new="runs = state.runs.then(place.start, state.adapter)",
+        tests=("engine/test_adapters.py::test_conversations",),
+    ),
+    Mutant(
+        name="an-edited-session-is-free-meanwhile",
+        file="engine/session_edits.py",
+        old="            self._state.successor = branch\n",
+        new="",
+        tests=("engine/test_edits.py::test_failed_and_cancelled_edits",),
+    ),
+    Mutant(
+        name="written-state-behind-an-edit-runs-again",
+        file="engine/session_edits.py",
+        old="if place.stop < ids.size and (",
+        new="if False and (",
+        tests=("engine/test_edits.py::test_what_cannot_run_again",),
+    ),
+    Mutant(
+        name="edits-lose-embeddings",
+        file="engine/session_edits.py",
+        old=", state.tokens.media)",
+        new=")",
+        tests=("engine/test_media.py::test_sessions_at_random",),
+    ),
+    Mutant(
+        name="the-next-turn-undoes-an-edit",
+        file="engine/session_edits.py",
+        old="                self._turns = turns\n",
+        new="",
+        tests=("engine/test_edits.py::test_a_message_of_a_chat",),
+    ),
+    Mutant(
+        name="one-of-several-texts-is-edited",
+        file="engine/text_places.py",
+        old="if whole.find(wanted, at + 1) >= 0:",
+        new="if False:",
+        tests=("engine/test_edits.py::test_a_text_is_taken_out",),
+    ),
+)
