@@ -24,7 +24,9 @@ def stop(path: str) -> ObjectKey:
 
 
 PATHS = ("a", "ab", "abc", "abcd", "abd", "ac", "acd", "b", "bc")
-KEYS = (*map(rows, PATHS), *map(stop, ("a", "ab", "b")), record_key("commit", "x"), record_key("commit", "y"))
+CHUNKS = tuple(ObjectKey(digest("chunks"), ObjectKind.CHUNK, 40, digest(name)) for name in ("chunk 1", "chunk 2"))
+RECORDS = (record_key("commit", "x"), record_key("commit", "y"))
+KEYS = (*map(rows, PATHS), *map(stop, ("a", "ab", "b")), *CHUNKS, *RECORDS)
 PARENTS = tuple(dict.fromkeys(key.parent for key in KEYS))
 
 
