@@ -21,6 +21,7 @@ from quire import LLM, FailedPrecondition, InvalidArgument, Unsupported
 from quire.blend.retriever import ChunkTask
 from quire.blend.rotation import KeyMove
 from quire.blend.rows_task import RowsPiece
+from quire.branches.move_costs import MoveCosts
 from quire.engine.blending import Blending, PromptBlend
 from quire.engine.request_preparation import cache_key
 from quire.engine.scheduled_request import ScheduledRequest
@@ -29,7 +30,18 @@ from quire.ops.rope import RotaryTable
 from quire.outputs import Blend, RequestOutput
 from quire.segments import BlendParams, Segment
 
-from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_family, random_tokens, record, token_ids
+from .conftest import (
+    BYTES_PER_TOKEN,
+    Checkpoint,
+    MakeLLM,
+    check,
+    engine_of,
+    greedy,
+    make_family,
+    random_tokens,
+    record,
+    token_ids,
+)
 
 COUNT = 6
 DOCUMENTS = [random_tokens(length, seed=40 + length) for length in (40, 33, 52, 24)]
@@ -94,6 +106,12 @@ def give(monkeypatch: pytest.MonkeyPatch, rows: TrueRows) -> None:
         return rows
 
     monkeypatch.setattr(Blending, "_find", find)
+
+
+@pytest.fixture(autouse=True)
+def loads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they are depends on how busy the machine is."""
+    monkeypatch.setattr(MoveCosts, "is_worth", lambda self, tokens, roads: True)
 
 
 @pytest.fixture(scope="session")
@@ -352,6 +370,23 @@ def test_verification(make_llm: MakeLLM, llama: Checkpoint) -> None:
     (exact,) = llm.generate([prompts[0]], greedy(1), blend=blended(1.0, verify=1.0))
     assert told(exact).divergence is None, "nothing is off"
     check(llm)
+
+
+def test_what_costs_more_than_it_saves(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    llm = make_llm(llama)
+    llm.warm(SEGMENTS)
+    asked: list[tuple[float, dict[str, int]]] = []
+
+    def is_worth(tokens: float, nbytes: dict[str, int]) -> bool:
+        asked.append((tokens, nbytes))
+        return False
+
+    engine_of(llm).stored.is_worth = is_worth
+    prompt = [SEGMENTS[0], SEGMENTS[1], QUESTION]
+    (output,) = llm.generate([prompt], greedy(COUNT), blend=blended(0.0))
+    assert "takes longer" in told(output).reason
+    assert asked[-1] == (73.0, {"memory": 73 * BYTES_PER_TOKEN})
+    assert output.outputs[0].token_ids == llama.greedy(joined(prompt), COUNT)
 
 
 def test_salts_and_adapters_keep_their_own(make_llm: MakeLLM, llama: Checkpoint) -> None:

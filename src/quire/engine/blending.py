@@ -220,6 +220,10 @@ class Blending:
         if self.refusal:
             raise Unsupported(f"blending: {self.refusal}", field="blend")
 
+    def ask(self, salt: Hashable, adapter: int | None) -> None:
+        """Ask tiers which chunks there are, so that the answer is there when a prompt is admitted."""
+        self.catalog.ask(self._keys(salt, adapter).parent)
+
     def wish(self, params: BlendParams | None, pieces: Pieces, length: int) -> PromptBlend | None:
         """Return what a request of ``length`` tokens wishes; None: nothing."""
         return None if params is None else PromptBlend(params, pieces, length, self._find)
@@ -271,11 +275,20 @@ class Blending:
             wanted=[range(work.computed, end)],
             first_layer=self._layers[0],
         )
-        if (count := int(task.valid_mask.sum())) >= params.least:
-            blend.by_tier = dict(task.tokens_by_tier)
-            return task
-        task.close()
-        return f"{count} tokens have a state to be reused; at least {params.least} must have one"
+        count = int(task.valid_mask.sum())
+        reason = ""
+        if count < params.least:
+            reason = f"{count} tokens have a state to be reused; at least {params.least} must have one"
+        elif not self._stored.is_worth(
+            count * (1 - params.ratio) * (1 - self._layers[0] / len(self._runner.model.blocks)),
+            {tier: tokens * self.layout.row_bytes for tier, tokens in task.tokens_by_tier.items()},
+        ):
+            reason = f"to load the state of {count} tokens takes longer than to compute them"
+        if reason:
+            task.close()
+            return reason
+        blend.by_tier = dict(task.tokens_by_tier)
+        return task
 
     def moved(self, seq: SeqId, move: Move, params: BlendParams) -> PromptBlend:
         """Return the blending of tokens whose rows a sequence holds at other positions, and nothing
@@ -345,6 +358,10 @@ class Blending:
         logger.warning("%s; the prompt is computed in full", error)
         blend.end()
         blend.reason = str(error)
+
+    def flush(self, timeout: float) -> bool:
+        """Hand all chunks to the store; return whether it has them. Call it without the lock."""
+        return "catalog" not in self.__dict__ or self.catalog.flush(timeout)
 
     def close(self) -> None:
         """End the threads that know which chunks there are."""

@@ -308,14 +308,16 @@ class Engine(UnsampledRuns):
     def flush(self, timeout: float) -> bool:
         """Write what only this process has of its state to where it outlives the process, for at
         most ``timeout`` seconds; return whether nothing is left. Any thread may call."""
-        return self.stored.flush(timeout)
+        until = time.monotonic() + timeout
+        handed = self.blending.flush(timeout)
+        return self.stored.flush(max(0.0, until - time.monotonic())) and handed
 
     def shutdown(self) -> None:
         """Cancel what runs, give all pages back, and accept nothing from now on."""
         self.closed = True
         if self.grammars is not None:
             self.grammars.close()
-        self.stored.flush(CLOSE_SECONDS)
+        self.flush(CLOSE_SECONDS)
         with self.lock:
             for samples in list(self._by_id.values()):
                 self.end(samples)

@@ -205,6 +205,8 @@ class RequestBook:
             leader = samples[0]
             leader.siblings = samples[1:]
             leader.work.blend = blend
+            if blend is not None:
+                self.blending.ask(key, adapter)
             for sample in samples:
                 sample.work.priority = hints.priority
             self._take_hints(leader, hints, in_session=session is not None)
