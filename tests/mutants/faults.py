@@ -10,6 +10,7 @@ from tests.mutants import (
     faults_hostile,
     faults_kv,
     faults_models,
+    faults_narrowing,
     faults_outside,
     faults_resume,
     faults_reuse,
@@ -34,4 +35,5 @@ MUTANTS = (
     *faults_reuse.MUTANTS,
     *faults_tiers.MUTANTS,
     *faults_resume.MUTANTS,
+    *faults_narrowing.MUTANTS,
 )
