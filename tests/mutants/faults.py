@@ -13,6 +13,7 @@ from tests.mutants import (
     faults_hostile,
     faults_kv,
     faults_models,
+    faults_narrowing,
     faults_outside,
     faults_resume,
     faults_reuse,
@@ -40,4 +41,5 @@ MUTANTS = (
     *faults_chunks.MUTANTS,
     *faults_resume.MUTANTS,
     *faults_blending.MUTANTS,
+    *faults_narrowing.MUTANTS,
 )

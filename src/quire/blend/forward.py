@@ -149,10 +149,10 @@ class BlendedForward:
                     index = torch.from_numpy(np.flatnonzero(at >= 0)).to(device)
                     into = torch.from_numpy(at[at >= 0]).to(device)
                     for name in needs:
-                        x = self._moved(layer, piece, index) if name == "k" else piece.v.index_select(0, index)
+                        x = self._moved(layer, piece) if name == "k" else piece.v
                         target = cached[name]
                         assert target is not None
-                        target.index_copy_(0, into, x.to(target.dtype))
+                        target.index_copy_(0, into, x.index_select(0, index).to(target.dtype))
         assert isinstance(spec, (KeyValueAttention, LatentAttention))
         return ScoreInputs(
             layer_id=layer,
@@ -170,11 +170,11 @@ class BlendedForward:
 
     # -- cached rows -------------------------------------------------------------------------------
 
-    def _moved(self, layer: int, piece: RowsPiece, index: Tensor) -> Tensor:
-        """Return K of some rows of a piece, at their places in the prompt."""
+    def _moved(self, layer: int, piece: RowsPiece) -> Tensor:
+        """Return K of a piece, at its place in the prompt."""
         spec = self._state.layer_spec(layer)
         assert isinstance(spec, (KeyValueAttention, LatentAttention))
-        k_NHD, rope = piece.k.index_select(0, index), spec.rope
+        k_NHD, rope = piece.k, spec.rope
         if rope is None:
             return k_NHD
         # All rows of a piece move by one distance, in all layers of one rotation.
@@ -185,26 +185,18 @@ class BlendedForward:
         return self._moves[name](k_NHD)
 
     def _fill(self, layer: int, pass_: OpenPass) -> None:
-        """Give a layer the cached rows of those that do not run."""
+        """Give a layer the cached rows of those that do not run, and others of the same pieces,
+        which those that run overwrite: whole pieces are copied as they are."""
         left_T = self._left_out()
-        rows: list[NDArray[np.int64]] = []
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
         for chunk in range(len(self.chunks)):
             wanted = int(left_T[self._starts[chunk] : self._starts[chunk + 1]].sum())
-            for piece, batch_rows in self._parts(layer, chunk) if wanted else ():
-                left = np.flatnonzero(left_T[batch_rows])
-                if not left.size:
-                    continue
-                index = torch.from_numpy(left).to(piece.k.device)
-                rows.append(batch_rows[left])
-                keys.append(self._moved(layer, piece, index))
-                values.append(piece.v.index_select(0, index))
-                wanted -= left.size
+            for piece, rows in self._parts(layer, chunk) if wanted else ():
+                if found := int(left_T[rows].sum()):
+                    self._write(layer, rows, self._moved(layer, piece), piece.v, pass_)
+                    wanted -= found
             if wanted:
                 self.failed = chunk
                 raise BlendLoadError(f"layer {layer}: {wanted} rows that were promised did not come")
-        self._write(layer, np.concatenate(rows), torch.cat(keys), torch.cat(values), pass_)
 
     def _write(self, layer: int, rows: NDArray[np.int64], k_NHD: Tensor, v_NHD: Tensor, pass_: OpenPass) -> None:
         k_NHD, v_NHD = k_NHD.to(self._state.dtype), v_NHD.to(self._state.dtype)

@@ -66,6 +66,8 @@ class AttentionPass:
         """Of all new tokens."""
         self._whole, self._running_slots = self.batch, self.slots
         self.chosen = ChosenRows(self.batch.starts)
+        self._runs: dict[tuple[int, int, int], int | None] = {}
+        """By layer class, first row and count: the first slot of adjacent ones."""
         self._prepared: dict[tuple[Keys | MaskedKeys, int], Prepared] = {}
         self._raw: dict[tuple[Keys, int], Raw] = {}
         self._rotations: dict[tuple[RopeSpec, bool], tuple[Tensor, Tensor]] = {}
@@ -246,9 +248,22 @@ class AttentionPass:
         self.require_open(layer_id)
         if layer_id in self.written:
             raise FailedPrecondition(f"write_rows: layer {layer_id} has run in this forward; give its rows before")
-        slots_N = self.slots[layer.class_index].index_select(0, torch.from_numpy(rows).to(state.device))
-        state.classes[layer.class_index].storage.write(layer.index, slots_N, k, v)
+        storage, slots_T = state.classes[layer.class_index].storage, self.slots[layer.class_index]
+        if (first := self._run_of(layer.class_index, rows)) is not None:
+            storage.write_run(layer.index, first, k, v)
+        else:
+            storage.write(layer.index, slots_T.index_select(0, torch.from_numpy(rows).to(state.device)), k, v)
         self.chosen.give(layer_id, rows)
+
+    def _run_of(self, class_index: int, rows: NDArray[np.int64]) -> int | None:
+        """Return the slot of the first of adjacent rows whose slots are adjacent too; else None."""
+        if not rows.size or rows[-1] - rows[0] != rows.size - 1:
+            return None
+        name = (class_index, int(rows[0]), rows.size)
+        if name not in self._runs:
+            slots = self.slots[class_index][rows[0] : rows[0] + rows.size].cpu().numpy()
+            self._runs[name] = int(slots[0]) if bool((np.diff(slots) == 1).all()) else None
+        return self._runs[name]
 
     # -- what blocks call --------------------------------------------------------------------------
 
