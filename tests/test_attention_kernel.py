@@ -880,6 +880,7 @@ def test_long_chunks_with_windows() -> None:
         Entry(kind="chain", past=350, count=150, layer_window=100),
         Entry(kind="chain", past=37, count=290, window=90, sink=10),
         Entry(kind="tree", past=200, count=100, layer_window=100),
+        Entry(kind="some", past=37, count=140),
     ):
         case = Case([entry], heads=(1, 2), sizes=(4, 4))
         case.check("torch")

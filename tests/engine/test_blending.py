@@ -22,7 +22,8 @@ from quire.blend.retriever import ChunkTask
 from quire.blend.rotation import KeyMove
 from quire.blend.rows_task import RowsPiece
 from quire.branches.move_costs import MoveCosts
-from quire.engine.blending import Blending, PromptBlend
+from quire.engine.blending import Blending
+from quire.engine.prompt_blend import PromptBlend
 from quire.engine.request_preparation import cache_key
 from quire.engine.scheduled_request import ScheduledRequest
 from quire.errors import BlendLoadError
@@ -365,6 +366,7 @@ def test_verification(make_llm: MakeLLM, llama: Checkpoint) -> None:
         assert output.outputs[0].logprobs is not None
         full = llama.logits(output.prompt_token_ids)[-1].double().log_softmax(-1)
         found = torch.tensor([output.outputs[0].logprobs[0][token].logprob for token in range(97)]).double()
+        # Sums of 97 float32 log-probabilities of two implementations.
         assert told(output).divergence == pytest.approx(float((full.exp() * (full - found)).sum()), rel=1e-3, abs=1e-6)
     assert engine_of(llm).snapshot()["quire:blend_divergence_nats_count"] == 2
     (exact,) = llm.generate([prompts[0]], greedy(1), blend=blended(1.0, verify=1.0))
@@ -426,6 +428,8 @@ def test_refusals(make_llm: MakeLLM, llama: Checkpoint, hybrid: Checkpoint) -> N
         llm.generate([[SEGMENTS[0], 5]])  # type: ignore[list-item]
     with pytest.raises(InvalidArgument, match="segments"):
         llm.warm("text")  # type: ignore[arg-type]
+    with pytest.raises(Unsupported, match="prompt_logprobs"):
+        llm.generate([[*SEGMENTS, QUESTION]], greedy(1, prompt_logprobs=1), blend=blended())
     other = make_llm(hybrid)
     recorder = record(other)
     for call in (

@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         name="reruns-of-any-length",
-        file="engine/request_book.py",
+        file="engine/unsampled_runs.py",
         old="(most is not None and tokens.size - work.num_cached > most)",
         new="False",
         tests=("engine/test_idle_runs.py::test_only_so_many_tokens_are_run",),

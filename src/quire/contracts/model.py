@@ -107,15 +107,16 @@ class OpenPass(Pass, Protocol):
 
         ``InvalidArgument``: other rows. ``Unsupported``: a token tree, a sequence with a window, a
         mask, positions or captured weights of the caller's, cross and recurrent layers, keys
-        that are rotated when read; none of these can follow either. ``FailedPrecondition``: the
-        forward is over."""
+        that are rotated when read. None of these can follow either, nor attention over new tokens
+        alone (``self_attention``). ``FailedPrecondition``: the forward is over."""
 
     def write_rows(self, layer_id: int, rows: NDArray[np.int64], k: Tensor, v: Tensor | None) -> None:
         """Store rows of new tokens for a layer that has not run yet; it then need not compute them.
 
         ``rows``: as for ``narrow``, any of the forward's new tokens. ``k [n, Hkv, Dk]``, rotated at
         its positions, and ``v [n, Hkv, Dv]`` have the state's dtype. Of a latent layer k is the
-        whole row, ``[n, R + Dr]``, and v None. Rows that run are overwritten.
+        whole row, ``[n, R + Dr]``, and v None. Rows that run are overwritten. A layer that lacks
+        some of the rows that were left out does not run: ``FailedPrecondition``.
         ``InvalidArgument``: other rows or tensors. ``FailedPrecondition``: the layer has run, or
         the forward is over."""
 

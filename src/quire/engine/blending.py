@@ -10,14 +10,13 @@ Letters: S tokens of a prompt; n tokens of a step's chunk.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from quire.blend.chunk_capture import ChunkCapture
 from quire.blend.chunk_catalog import ChunkCatalog, store_of_chunks
@@ -26,26 +25,26 @@ from quire.blend.chunks import ChunkKeys, ChunkLayout
 from quire.blend.forward import BlendedChunk, BlendedForward
 from quire.blend.retriever import ChunkRetriever, ChunkTask
 from quire.blend.rows_task import RowsTask
-from quire.blend.selection import BlendedRows, BlendPolicy
+from quire.blend.selection import BlendPolicy
 from quire.blend.sequence_rows import Move, SequenceRetriever
+from quire.branches.branch import Branch
 from quire.branches.history import Ids
 from quire.branches.stored_state import StoredState
 from quire.contracts.layers import KeyValueAttention, RopeSpec
 from quire.contracts.store import ObjectKey
+from quire.engine.prompt_blend import PromptBlend
 from quire.engine.segmented_prompts import Pieces
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import BlendLoadError, InvalidArgument, Unsupported
 from quire.metrics import EngineMetrics
 from quire.ops.rope import RotaryTable
-from quire.outputs import Blend
 from quire.runner.local import Runner
-from quire.segments import AUTO, BlendParams
+from quire.segments import BlendParams
 from quire.types import SeqId
 
 logger = logging.getLogger("quire.engine")
 
 if TYPE_CHECKING:
-    from quire.engine.scheduled_request import ScheduledRequest
     from quire.engine.scheduler import Scheduled
 
 
@@ -65,10 +64,6 @@ def lead_of(tokenizer: Tokenizer | None) -> tuple[int, ...]:
         return ()
     ids = tuple(one for one in tokenizer.encode("") if one not in tokenizer.eos_ids)
     return ids or tokenizer.eos_ids[:1]
-
-
-def _nothing() -> NDArray[np.bool_]:
-    return np.zeros(0, dtype=np.bool_)
 
 
 def blend_refusal(runner: Runner) -> str:
@@ -96,90 +91,6 @@ def chunks_of(ids: Ids, marked: Iterable[tuple[int, int]]) -> list[Ids]:
             part = ids[begin + start : begin + stop].copy()
             found.setdefault(part.tobytes(), part)
     return list(found.values())
-
-
-@dataclass(eq=False, slots=True)
-class PromptBlend:
-    """The blending of one prompt."""
-
-    params: BlendParams
-    pieces: Pieces
-    length: int
-    """S"""
-    find: Callable[[ScheduledRequest, PromptBlend], RowsTask | str]
-    """Looks for chunks of what is not computed; returns why there is nothing to blend with."""
-    task: RowsTask | None = None
-    """What brings the rows, while some are needed."""
-    valid: NDArray[np.bool_] = field(default_factory=_nothing)
-    """``[S]``: tokens with cached rows."""
-    left_out: NDArray[np.bool_] = field(default_factory=_nothing)
-    """``[S]``: those that were not computed anew."""
-    anew: NDArray[np.bool_] = field(default_factory=_nothing)
-    """``[S]``: those that were."""
-    by_tier: dict[str, int] = field(default_factory=dict)
-    reason: str = "the prompt did not run"
-    divergence: float | None = None
-
-    @property
-    def question(self) -> int:
-        """Where the last piece begins."""
-        return self.pieces.question(self.length)
-
-    def begin(self, work: ScheduledRequest) -> None:
-        """Look for chunks of what is not computed of an admitted prompt."""
-        self.end()
-        self.valid, self.left_out, self.anew = (np.zeros(self.length, dtype=np.bool_) for _ in range(3))
-        found = self.find(work, self)
-        if isinstance(found, str):
-            self.reason = found
-            return
-        self.task, self.reason, self.valid = found, "", found.valid_mask.numpy() != 0
-
-    def end(self) -> None:
-        """Let go of what brings rows."""
-        if self.task is not None:
-            self.task.close()
-            self.task = None
-
-    def chunk(self, start: int, count: int) -> BlendedChunk | None:
-        """Return how the next ``count`` tokens are blended; None: they are not."""
-        if self.task is None or start >= self.length:
-            return None
-        valid = np.zeros(count, dtype=np.bool_)
-        stop = min(self.length, start + count)
-        valid[: stop - start] = self.valid[start:stop]
-        if not valid.any():
-            return None
-        starts = [begin - start for begin, _ in self.pieces.marked if 0 < begin < start + count]
-        question = None
-        if self.pieces.offsets:
-            question = min(max(self.question - start, 0), count)
-        select = AUTO if self.params.select == "auto" else self.params.select
-        rows = BlendedRows(
-            ratio=self.params.ratio,
-            threshold=self.params.threshold,
-            chunk_starts=tuple(sorted(set(starts))),
-            question_start=question,
-        )
-        return BlendedChunk(self.task, start, valid, rows, select)
-
-    def ran(self, start: int, left_out_n: NDArray[np.bool_], valid_n: NDArray[np.bool_]) -> None:
-        """Note which rows of a chunk were left out, of those with a cached row."""
-        count = min(left_out_n.size, self.length - start)  # Others were generated after the prompt.
-        self.left_out[start : start + count] = left_out_n[:count]
-        self.anew[start : start + count] = (valid_n & ~left_out_n)[:count]
-
-    def report(self, work: ScheduledRequest) -> Blend:
-        """Return what was done."""
-        blended = int(self.left_out.sum())
-        return Blend(
-            blended=blended,
-            recomputed=int(self.anew.sum()),
-            exact=work.origin.exact_part(self.length),
-            by_tier=dict(self.by_tier) if blended else {},
-            reason=self.reason,
-            divergence=self.divergence,
-        )
 
 
 class Blending:
@@ -256,13 +167,11 @@ class Blending:
         """The tensors of a chunk."""
         return ChunkLayout(self._runner.state)
 
-    def _find(self, work: ScheduledRequest, blend: PromptBlend) -> ChunkTask | str:
+    def _find(self, work: Branch, blend: PromptBlend) -> ChunkTask | str:
         """Look for chunks of a prompt from its first token on that is not computed."""
         params = blend.params
         if work.window is not None:
             return "the session has a window of its own, whose sink is read at other positions"
-        if work.fresh_from is not None:
-            return "logits of the prompt are wanted, so that its tokens run"
         if len(work.runs.ids) > 1 or (work.tokens.ids[: blend.length] < 0).any():
             return "the prompt has several adapters, or embeddings"
         end = min(blend.question, blend.length - 1)
@@ -296,12 +205,12 @@ class Blending:
         rows, length = SequenceRetriever(self.layout, self._runner.state.open_export(seq)), move.start + move.length
         last = max(move.start, length - ASKING)
 
-        def find(work: ScheduledRequest, blend: PromptBlend) -> RowsTask:
+        def find(work: Branch, blend: PromptBlend) -> RowsTask:
             return rows.new_task(length, [move])
 
         return PromptBlend(replace(params, keep=False), Pieces((last,)), length, find, by_tier={"pool": move.length})
 
-    def missing(self, work: ScheduledRequest, blend: PromptBlend) -> list[Ids]:
+    def missing(self, work: Branch, blend: PromptBlend) -> list[Ids]:
         """Return the chunks of a prompt's segments, but the question, that are neither kept nor
         being computed; at most as many as leave ``LATER`` to be computed."""
         if self.refusal or len(work.runs.ids) > 1:

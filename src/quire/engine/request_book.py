@@ -16,13 +16,14 @@ from quire.branches.media import NO_MEDIA, Media
 from quire.branches.past_prefixes import PastPrefixes
 from quire.branches.prefix_cache import RadixCache
 from quire.branches.stored_state import StoredState
-from quire.engine.blending import Blending, PromptBlend, lead_of
+from quire.engine.blending import Blending, lead_of
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.grammars import Grammars
 from quire.engine.miss_search import MissSearch
 from quire.engine.pins import Pins, final_length
 from quire.engine.prefix_pins import PrefixPins
+from quire.engine.prompt_blend import PromptBlend
 from quire.engine.prompt_logprobs import PromptLogprobs
 from quire.engine.request_checks import RequestChecks
 from quire.engine.request_hints import RequestHints

@@ -245,6 +245,11 @@ class RequestPreparation:
                 checks.params(chosen)
                 checks.scored(tokens, chosen)
                 checks.length(tokens.size, chosen)
+                if prepared.blend is not None and chosen.prompt_logprobs is not None:
+                    raise Unsupported(
+                        "prompt_logprobs of a blended prompt: not all of its tokens run; leave one of the two out",
+                        field="prompt_logprobs",
+                    )
         return prepared
 
     def _params_for(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -19,7 +19,7 @@ from quire.outputs import Miss
 from quire.types import BASE, LogitsWanted
 
 if TYPE_CHECKING:
-    from quire.engine.blending import PromptBlend
+    from quire.engine.prompt_blend import PromptBlend
 
 BACKGROUND = 2**31 - 1
 """The priority of what runs only if nothing else does: lower than any other."""
@@ -80,6 +80,18 @@ class ScheduledRequest(Branch):
     @property
     def salt(self) -> Hashable:
         return salt_of(self.key)
+
+    def admit(self) -> None:
+        """Run from now on; look for rows to be blended with."""
+        self.status, self.admitted = Status.RUNNING, True
+        if self.blend is not None:
+            self.blend.begin(self)
+
+    def recede(self, length: int) -> None:
+        """See ``Branch``. What goes back to its first token is blended anew later."""
+        Branch.recede(self, length)
+        if self.blend is not None and not length:
+            self.blend.end()
 
     def note_reuse(self) -> None:
         """Count what was found of it, until it is admitted."""

@@ -146,8 +146,7 @@ class Scheduler:
         """Run a request that has its sequence and all of its state: a fork of a running one."""
         request.arrival = self._arrivals
         self._arrivals += 1
-        request.status = Status.RUNNING
-        request.admitted = True
+        request.admit()
         bisect.insort(self.running, request, key=_order)
 
     def finish(self, request: ScheduledRequest) -> None:
@@ -293,8 +292,6 @@ class Scheduler:
             self._apply(Remove(request.seq))
         request.seq = None
         request.recede(0)
-        if request.blend is not None:
-            request.blend.end()
 
     def _admit(self, batch: StepDraft, failed: list[Failure]) -> None:
         index, seated = 0, self._seated
@@ -321,11 +318,8 @@ class Scheduler:
                     self._detach(request)
                 return
             self._bring(request, attached)
-            if request.blend is not None:
-                request.blend.begin(request)
             del self.waiting[index]
-            request.status = Status.RUNNING
-            request.admitted = True
+            request.admit()
             seated += 1
             bisect.insort(self.running, request, key=_order)
             if request.remaining == 1:

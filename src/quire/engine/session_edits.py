@@ -16,8 +16,8 @@ from quire.branches.adapter_keys import runs_of_session
 from quire.branches.going_back import why_fixed
 from quire.branches.history import Ids, TokenHistory
 from quire.contracts.executor import ExecutorInputs
-from quire.engine.blending import PromptBlend
 from quire.engine.keeping import kept
+from quire.engine.prompt_blend import PromptBlend
 from quire.engine.prompts import Text
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.state_access import StateAccess

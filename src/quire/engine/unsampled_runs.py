@@ -11,7 +11,8 @@ from torch import Tensor
 
 from quire.branches.history import Ids, TokenHistory
 from quire.branches.media import NO_MEDIA, Media
-from quire.engine.blending import PromptBlend, chunks_of
+from quire.engine.blending import chunks_of
+from quire.engine.prompt_blend import PromptBlend
 from quire.engine.request_book import RequestBook
 from quire.engine.scheduled_request import BACKGROUND, ScheduledRequest
 from quire.engine.sequence_request import OnLogits, SequenceRequest, SessionBranch

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from quire.contracts.attention import AttentionState, Scoring
 from quire.kernels.attention_groups import CausalGroup, Keys, LongChunk, PagedGroup, Pool
 from quire.kernels.lse_attention import has_lse_kernel, lse_attention, same_size
-from quire.kernels.row_blocks import RowBlock, Segment
+from quire.kernels.row_blocks import KeySpan, RowBlock
 from quire.ops.attention import merge
 
 
@@ -111,7 +111,7 @@ def state_of_block(block: RowBlock, q_NHD: Tensor, k_1HMD: Tensor, v_1HMD: Tenso
 
 
 def state_of_segment(
-    segment: Segment, q_NHD: Tensor, k_1HMD: Tensor, v_1HMD: Tensor, scoring: Scoring
+    segment: KeySpan, q_NHD: Tensor, k_1HMD: Tensor, v_1HMD: Tensor, scoring: Scoring
 ) -> AttentionState:
     some = slice(segment.start, segment.stop)
     state = lse_attention(q_NHD.unsqueeze(0), k_1HMD[:, :, some], v_1HMD[:, :, some], scoring, mask=segment.mask)

@@ -29,7 +29,7 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 64, 512
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class KeySpan:
     """Neighbouring keys of a block."""
 
     start: int
@@ -50,7 +50,7 @@ class RowBlock:
     stop: int
     keys: Keys
     """Of the entry: the same object in all of its blocks."""
-    segments: list[Segment]
+    segments: list[KeySpan]
 
 
 class Span(NamedTuple):
@@ -109,11 +109,11 @@ class BlockPlanner:
         rows = width * (stop - start - 1) // (4 * moved)
         return min(LARGEST_BLOCK, max(SMALLEST_BLOCK, 1 << (max(1, rows).bit_length() - 1)))
 
-    def _segments(self, entry: int, start: int, stop: int, base: int) -> list[Segment]:
+    def _segments(self, entry: int, start: int, stop: int, base: int) -> list[KeySpan]:
         """Return the segments of a block; ``base``: the address of the entry's first key."""
         rows = slice(start, stop)
         return [
-            Segment(span.first - base, span.stop - base, *self._mask(span, self.part.low[rows], self.part.high[rows]))
+            KeySpan(span.first - base, span.stop - base, *self._mask(span, self.part.low[rows], self.part.high[rows]))
             for span in self._spans(entry, start, stop)
         ]
 

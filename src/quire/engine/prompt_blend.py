@@ -1,0 +1,108 @@
+"""``PromptBlend``: what one prompt is blended with, and what came of it.
+
+Letters: S tokens of the prompt; n tokens of a step's chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.blend.forward import BlendedChunk
+from quire.blend.rows_task import RowsTask
+from quire.blend.selection import BlendedRows
+from quire.branches.branch import Branch
+from quire.engine.segmented_prompts import Pieces
+from quire.outputs import Blend
+from quire.segments import AUTO, BlendParams
+
+
+def _nothing() -> NDArray[np.bool_]:
+    return np.zeros(0, dtype=np.bool_)
+
+
+@dataclass(eq=False, slots=True)
+class PromptBlend:
+    """The blending of one prompt."""
+
+    params: BlendParams
+    pieces: Pieces
+    length: int
+    """S"""
+    find: Callable[[Branch, PromptBlend], RowsTask | str]
+    """Looks for chunks of what is not computed; returns why there is nothing to blend with."""
+    task: RowsTask | None = None
+    """What brings the rows, while some are needed."""
+    valid: NDArray[np.bool_] = field(default_factory=_nothing)
+    """``[S]``: tokens with cached rows."""
+    left_out: NDArray[np.bool_] = field(default_factory=_nothing)
+    """``[S]``: those that were not computed anew."""
+    anew: NDArray[np.bool_] = field(default_factory=_nothing)
+    """``[S]``: those that were."""
+    by_tier: dict[str, int] = field(default_factory=dict)
+    reason: str = "the prompt did not run"
+    divergence: float | None = None
+
+    @property
+    def question(self) -> int:
+        """Where the last piece begins."""
+        return self.pieces.question(self.length)
+
+    def begin(self, work: Branch) -> None:
+        """Look for chunks of what is not computed of an admitted prompt."""
+        self.end()
+        self.valid, self.left_out, self.anew = (np.zeros(self.length, dtype=np.bool_) for _ in range(3))
+        found = self.find(work, self)
+        if isinstance(found, str):
+            self.reason = found
+            return
+        self.task, self.reason, self.valid = found, "", found.valid_mask.numpy() != 0
+
+    def end(self) -> None:
+        """Let go of what brings rows."""
+        if self.task is not None:
+            self.task.close()
+            self.task = None
+
+    def chunk(self, start: int, count: int) -> BlendedChunk | None:
+        """Return how the next ``count`` tokens are blended; None: they are not."""
+        if self.task is None or start >= self.length:
+            return None
+        valid = np.zeros(count, dtype=np.bool_)
+        stop = min(self.length, start + count)
+        valid[: stop - start] = self.valid[start:stop]
+        if not valid.any():
+            return None
+        starts = [begin - start for begin, _ in self.pieces.marked if 0 < begin < start + count]
+        question = None
+        if self.pieces.offsets:
+            question = min(max(self.question - start, 0), count)
+        select = AUTO if self.params.select == "auto" else self.params.select
+        rows = BlendedRows(
+            ratio=self.params.ratio,
+            threshold=self.params.threshold,
+            chunk_starts=tuple(sorted(set(starts))),
+            question_start=question,
+        )
+        return BlendedChunk(self.task, start, valid, rows, select)
+
+    def ran(self, start: int, left_out_n: NDArray[np.bool_], valid_n: NDArray[np.bool_]) -> None:
+        """Note which rows of a chunk were left out, of those with a cached row."""
+        count = min(left_out_n.size, self.length - start)  # Others were generated after the prompt.
+        self.left_out[start : start + count] = left_out_n[:count]
+        self.anew[start : start + count] = (valid_n & ~left_out_n)[:count]
+
+    def report(self, work: Branch) -> Blend:
+        """Return what was done."""
+        blended = int(self.left_out.sum())
+        return Blend(
+            blended=blended,
+            recomputed=int(self.anew.sum()),
+            exact=work.origin.exact_part(self.length),
+            by_tier=dict(self.by_tier) if blended else {},
+            reason=self.reason,
+            divergence=self.divergence,
+        )
