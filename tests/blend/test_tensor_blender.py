@@ -408,3 +408,26 @@ def test_raw_keys_are_not_turned() -> None:
     fresh = {name: value[[3, 5]] for name, value in call(1).items() if name.startswith(("fresh", "positions"))}
     out = one.blend(**{**call(1), **fresh})
     assert torch.equal(out.k[4], call(1)["retrieved_k"][4])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("origins", ["cpu", "cuda"])
+def test_a_device_gives_what_the_cpu_gives(origins: str) -> None:
+    def moved(name: str, value: object) -> object:
+        if not isinstance(value, Tensor) or name == "valid_mask":
+            return value
+        return value.to(origins if name == "original_positions" else "cuda")
+
+    one, other = executor(score="v_query", ratio=0.5), executor(score="v_query", ratio=0.5)
+    rows = torch.arange(6)
+    for layer in range(3):
+        fresh = {name: value[rows] for name, value in call(layer).items() if name.startswith(("fresh", "positions"))}
+        here = one.blend(**{**call(layer), **fresh})
+        there = other.blend(**{name: moved(name, value) for name, value in {**call(layer), **fresh}.items()})
+        rows = here.local_indices
+        assert torch.equal(rows, there.local_indices)
+        assert there.kept.device.type == there.k.device.type == "cuda"
+        assert torch.equal(here.v, there.v.cpu())
+        # A rotation of values below 2: a few roundings.
+        assert torch.allclose(here.k, there.k.cpu(), rtol=0, atol=1e-6)
