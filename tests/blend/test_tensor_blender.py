@@ -400,6 +400,37 @@ def test_queries_of_latent_layers_are_refused_by_name(score: str) -> None:
         run(model, blender(model, score=score), prompts)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "protect", "wanted"), [(0.2, True, [2, 6, 9]), (0.2, False, [2, 6]), (0.0, False, [])]
+)
+@pytest.mark.parametrize("spec", [heads(4, 2, rope()), LATENT])
+def test_lmcache_leaves_the_last_row_out(spec: Any, ratio: float, protect: bool, wanted: list[int]) -> None:
+    """Ten valid rows, of which 2 and 6 deviate."""
+    policy = BlendPolicy(ratio=ratio, min_tokens=0, protect_last=protect)
+    one, rows = TensorBlender(policy, (spec,) * 3), torch.arange(10)
+    columns, kv = (12, (1, 4, 8)) if spec is LATENT else (8, (2, 8, 8))
+    for layer in range(3):
+        v = torch.ones(10, kv[0], kv[2])
+        deviating = v.clone()
+        deviating[[2, 6]] += 1
+        out = one.blend(
+            layer,
+            torch.ones(10, kv[0], kv[1]),
+            v,
+            torch.ones(10, dtype=torch.bool),
+            torch.arange(10),
+            torch.ones(len(rows), 4, columns),
+            torch.ones(len(rows), kv[0], kv[1]),
+            deviating[rows],
+            rows,
+            torch.tensor([0, 10], dtype=torch.int32),
+            0,
+        )
+        rows = out.local_indices
+        assert rows.tolist() == (wanted if layer else list(range(10)))
+        assert len(out.k) == len(out.v) == 10
+
+
 def test_raw_keys_are_not_turned() -> None:
     """In RoPE mode ``inline`` K is stored as it was before its rotation."""
     inline = dataclasses.replace(heads(4, 2, YARN), rope_mode="inline")
