@@ -2,6 +2,7 @@
 
 from tests.mutants import (
     faults_adapters,
+    faults_blending,
     faults_bridge,
     faults_commands,
     faults_executor,
@@ -34,4 +35,5 @@ MUTANTS = (
     *faults_reuse.MUTANTS,
     *faults_tiers.MUTANTS,
     *faults_resume.MUTANTS,
+    *faults_blending.MUTANTS,
 )

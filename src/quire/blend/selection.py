@@ -11,6 +11,7 @@ candidates.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -111,7 +112,7 @@ class BlendedRows:
         """Raise ``InvalidArgument`` unless this fits a request of ``count`` rows."""
         for name, mask in (("forced", self.forced), ("exact", self.exact)):
             if mask is not None and (mask.dtype != np.bool_ or mask.shape != (count,)):
-                raise InvalidArgument(field=name, given=mask, allowed=f"bool [{count}], one for each row")
+                raise InvalidArgument(field=name, given=mask, allowed=f"a NumPy array, bool [{count}]")
         start = self.question_start
         if start is not None and not (_is_count(start) and start <= count):
             raise InvalidArgument(field="question_start", given=start, allowed=f"a row, 0..{count}")
@@ -246,8 +247,8 @@ def _check_threshold(given: object) -> None:
 
 
 def _is_finite(given: object) -> bool:
-    return isinstance(given, (int, float)) and not isinstance(given, bool) and math.isfinite(given)
+    return isinstance(given, numbers.Real) and not isinstance(given, bool) and math.isfinite(given)
 
 
 def _is_count(given: object) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and given >= 0
+    return isinstance(given, numbers.Integral) and not isinstance(given, bool) and int(given) >= 0
