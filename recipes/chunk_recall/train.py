@@ -26,7 +26,7 @@ STAGES = (
     (Kind(chunks=1, longest=16), 6144),
     (Kind(chunks=2, longest=20, aliases=0.0), 4096),
     (Kind(chunks=2, longest=24), 4096),
-    (Kind(longest=48, distractors=0.05, overridden=0.05), 4096),
+    (Kind(longest=32), 4096),
 )
 """The curriculum: prompts, and about how many tokens of them a step has. The last stage takes the
 steps that are left."""
@@ -35,7 +35,7 @@ GOOD_ENOUGH = 0.91
 LAST_STAGE = 0.4
 """Share of the steps after which the last stage has begun at the latest; the learning rate falls
 from then on, linearly, to nothing."""
-QUESTIONS = 4
+QUESTIONS = 8
 """Asked behind a prompt in training."""
 IGNORED = -100
 
@@ -91,7 +91,7 @@ def make_batch(rng: random.Random, kind: Kind, tokens: int) -> Batch:
         labels = dict(prompt.labels)
         asked = {}
         for _ in range(QUESTIONS):
-            key = rng.choice([key for hops in range(MAX_HOPS + 1) for key in prompt.keys(hops)])
+            key = rng.choice(rng.choice([keys for hops in range(MAX_HOPS + 1) if (keys := prompt.keys(hops))]))
             made = prompt.known[key]
             ids += [ASK, key]
             assert made.value is not None

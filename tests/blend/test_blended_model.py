@@ -183,8 +183,10 @@ def test_rows_that_are_not_valid_do_not_matter(rubbish: float, kind: str, seed: 
 @settings(max_examples=20)
 @given(kinds, seeds, batch_lengths, st.randoms(use_true_random=False))
 def test_requests_of_a_batch_do_not_meet(kind: str, seed: int, batch: list[list[int]], shuffle: object) -> None:
-    """In any order, among requests with a context, one row, or nothing valid."""
+    """In any order, among requests with a context, nothing valid, or one row that is decoded."""
     model, prompts = random_batch(kind, seed, [*batch, [1], [4]])
+    prompts[-1].valid[:] = False
+    prompts.append(random_prompt(model, np.random.default_rng(seed), [5], context=4))
     prompts[-1].valid[:] = False
     order = list(range(len(prompts)))
     shuffle.shuffle(order)  # type: ignore[attr-defined]

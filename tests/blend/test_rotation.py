@@ -82,6 +82,19 @@ def test_moved_keys_are_those_of_their_new_place(name: str, shift: int, seed: in
     assert torch.equal(stored, kept)
 
 
+@given(st.integers(-1_000_000, 1_000_000))
+def test_one_row_of_cos_and_sin_serves_a_chunk(shift: int) -> None:
+    """An entry of a table is half an ulp off, and so are two operations: 2 * (2 * 2 ** 0.5 + 2) of
+    half an epsilon for two rows of one angle."""
+    origins = np.arange(50) + max(0, -shift)
+    unit = torch.zeros(50, 1, 8)
+    unit[..., 0] = 1
+    table = table_of("default")
+    shared = KeyMove(table, origins, origins + shift)(unit)
+    apart = [KeyMove(table, origins[[row]], origins[[row]] + shift)(unit[[row]]) for row in range(50)]
+    assert (shared - torch.cat(apart)).abs().max() <= 5 * EPS
+
+
 def test_an_error_of_a_table_would_be_seen() -> None:
     """Of one position."""
     spec = SPECS["default"]

@@ -247,6 +247,12 @@ def test_batches_are_checked(field: str, counts: list[int], valid: Any, known: l
     assert refused.value.field == field
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    policy = BlendPolicy(ratio=np.float32(0.5), layers=(np.int64(1),), threshold=np.float64(0.5))  # type: ignore[arg-type]
+    known = BlendedRows(ratio=np.float16(0.25), question_start=np.int32(3))  # type: ignore[arg-type]
+    assert Selection(policy, [4], np.ones(4, dtype=bool), [known]).question_counts == [1]
+
+
 def test_layers_select_once_in_order() -> None:
     policy = BlendPolicy(layers=(1, 3), min_tokens=0)
     selection = Selection(policy, [5], np.ones(5, dtype=bool), [None])

@@ -400,6 +400,37 @@ def test_queries_of_latent_layers_are_refused_by_name(score: str) -> None:
         run(model, blender(model, score=score), prompts)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "protect", "wanted"), [(0.2, True, [2, 6, 9]), (0.2, False, [2, 6]), (0.0, False, [])]
+)
+@pytest.mark.parametrize("spec", [heads(4, 2, rope()), LATENT])
+def test_lmcache_leaves_the_last_row_out(spec: Any, ratio: float, protect: bool, wanted: list[int]) -> None:
+    """Ten valid rows, of which 2 and 6 deviate."""
+    policy = BlendPolicy(ratio=ratio, min_tokens=0, protect_last=protect)
+    one, rows = TensorBlender(policy, (spec,) * 3), torch.arange(10)
+    columns, kv = (12, (1, 4, 8)) if spec is LATENT else (8, (2, 8, 8))
+    for layer in range(3):
+        v = torch.ones(10, kv[0], kv[2])
+        deviating = v.clone()
+        deviating[[2, 6]] += 1
+        out = one.blend(
+            layer,
+            torch.ones(10, kv[0], kv[1]),
+            v,
+            torch.ones(10, dtype=torch.bool),
+            torch.arange(10),
+            torch.ones(len(rows), 4, columns),
+            torch.ones(len(rows), kv[0], kv[1]),
+            deviating[rows],
+            rows,
+            torch.tensor([0, 10], dtype=torch.int32),
+            0,
+        )
+        rows = out.local_indices
+        assert rows.tolist() == (wanted if layer else list(range(10)))
+        assert len(out.k) == len(out.v) == 10
+
+
 def test_raw_keys_are_not_turned() -> None:
     """In RoPE mode ``inline`` K is stored as it was before its rotation."""
     inline = dataclasses.replace(heads(4, 2, YARN), rope_mode="inline")
@@ -408,3 +439,26 @@ def test_raw_keys_are_not_turned() -> None:
     fresh = {name: value[[3, 5]] for name, value in call(1).items() if name.startswith(("fresh", "positions"))}
     out = one.blend(**{**call(1), **fresh})
     assert torch.equal(out.k[4], call(1)["retrieved_k"][4])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("origins", ["cpu", "cuda"])
+def test_a_device_gives_what_the_cpu_gives(origins: str) -> None:
+    def moved(name: str, value: object) -> object:
+        if not isinstance(value, Tensor) or name == "valid_mask":
+            return value
+        return value.to(origins if name == "original_positions" else "cuda")
+
+    one, other = executor(score="v_query", ratio=0.5), executor(score="v_query", ratio=0.5)
+    rows = torch.arange(6)
+    for layer in range(3):
+        fresh = {name: value[rows] for name, value in call(layer).items() if name.startswith(("fresh", "positions"))}
+        here = one.blend(**{**call(layer), **fresh})
+        there = other.blend(**{name: moved(name, value) for name, value in {**call(layer), **fresh}.items()})
+        rows = here.local_indices
+        assert torch.equal(rows, there.local_indices)
+        assert there.kept.device.type == there.k.device.type == "cuda"
+        assert torch.equal(here.v, there.v.cpu())
+        # A rotation of values below 2: a few roundings.
+        assert torch.allclose(here.k, there.k.cpu(), rtol=0, atol=1e-6)

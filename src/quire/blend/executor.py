@@ -6,6 +6,7 @@ V; D columns of a head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -89,7 +90,7 @@ class _Widths:
         heads = self.query_heads if name == "fresh_q" else self.heads
         columns = {"q": self.query_dim, "k": self.key_dim, "v": self.value_dim}[name[-1]]
         if columns is None:
-            columns = given.numel() // (count * heads)
+            columns = math.prod((*given.shape[:token_dim], *given.shape[token_dim + 1 :])) // heads
         flat, by_head = [count, heads * columns], [count, heads, columns]
         if token_dim == 1:
             flat, by_head = [heads * columns, count], [heads, count, columns]

@@ -140,7 +140,7 @@ class RelativeDeviation:
 class FirstRows:
     """``first_k``: nearness to the beginning of the row's chunk (EPIC, ICML 2025).
 
-    Row j of a chunk scores 1 / (1 + j), so that a threshold of 1 / (k + 1.5) means its first k
+    Row j of a chunk scores 1 / (1 + j), so that a threshold of 1 / (k + 0.5) means its first k
     rows. Rows before all ``chunk_starts`` score 0."""
 
     needs: frozenset[str] = frozenset()

@@ -11,6 +11,7 @@ candidates.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -246,8 +247,8 @@ def _check_threshold(given: object) -> None:
 
 
 def _is_finite(given: object) -> bool:
-    return isinstance(given, (int, float)) and not isinstance(given, bool) and math.isfinite(given)
+    return isinstance(given, numbers.Real) and not isinstance(given, bool) and math.isfinite(given)
 
 
 def _is_count(given: object) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and given >= 0
+    return isinstance(given, numbers.Integral) and not isinstance(given, bool) and int(given) >= 0

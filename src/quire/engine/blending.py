@@ -30,7 +30,7 @@ from quire.blend.sequence_rows import Move, SequenceRetriever
 from quire.branches.branch import Branch
 from quire.branches.history import Ids
 from quire.branches.stored_state import StoredState
-from quire.contracts.layers import KeyValueAttention, RopeSpec
+from quire.contracts.layers import KeyValueAttention, LatentAttention, RopeSpec
 from quire.contracts.store import ObjectKey
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.segmented_prompts import Pieces
@@ -124,7 +124,23 @@ class Blending:
         if not isinstance(params, BlendParams):
             raise InvalidArgument(field="blend", given=params, allowed="BlendParams or None")
         self.require()
+        if params.select in ("query", "v_query") and self._is_latent:
+            raise Unsupported(
+                f"select={params.select!r}: queries of latent layers have other columns than the keys that are kept; v, k, kv_rel, first_k "
+                "and auto can be had",
+                field="select",
+            )
         return params
+
+    @property
+    def _is_latent(self) -> bool:
+        """Whether the check layer keeps latents."""
+        return isinstance(self._runner.model.layer_specs[self._layers[0]], LatentAttention)
+
+    def _score(self, params: BlendParams) -> str:
+        if params.select != "auto":
+            return params.select
+        return "v" if self._is_latent else AUTO
 
     def require(self) -> None:
         """Raise ``Unsupported`` for a model that cannot be blended."""
@@ -132,12 +148,12 @@ class Blending:
             raise Unsupported(f"blending: {self.refusal}", field="blend")
 
     def ask(self, salt: Hashable, adapter: int | None) -> None:
-        """Ask tiers which chunks there are, so that the answer is there when a prompt is admitted."""
+        """Ask tiers which chunks there are, so that a prompt need not wait when it is admitted."""
         self.catalog.ask(self._keys(salt, adapter).parent)
 
     def wish(self, params: BlendParams | None, pieces: Pieces, length: int) -> PromptBlend | None:
         """Return what a request of ``length`` tokens wishes; None: nothing."""
-        return None if params is None else PromptBlend(params, pieces, length, self._find)
+        return None if params is None else PromptBlend(params, pieces, length, self._score(params), self._find)
 
     def is_verified(self, blend: PromptBlend) -> bool:
         """Return whether it is a blended prompt's turn to be computed in full, too."""

@@ -17,7 +17,7 @@ from quire.blend.selection import BlendedRows
 from quire.branches.branch import Branch
 from quire.engine.segmented_prompts import Pieces
 from quire.outputs import Blend
-from quire.segments import AUTO, BlendParams
+from quire.segments import BlendParams
 
 
 def _nothing() -> NDArray[np.bool_]:
@@ -32,6 +32,8 @@ class PromptBlend:
     pieces: Pieces
     length: int
     """S"""
+    score: str
+    """Name of what orders its candidates."""
     find: Callable[[Branch, PromptBlend], RowsTask | str]
     """Looks for chunks of what is not computed; returns why there is nothing to blend with."""
     task: RowsTask | None = None
@@ -80,14 +82,13 @@ class PromptBlend:
         question = None
         if self.pieces.offsets:
             question = min(max(self.question - start, 0), count)
-        select = AUTO if self.params.select == "auto" else self.params.select
         rows = BlendedRows(
             ratio=self.params.ratio,
             threshold=self.params.threshold,
             chunk_starts=tuple(sorted(set(starts))),
             question_start=question,
         )
-        return BlendedChunk(self.task, start, valid, rows, select)
+        return BlendedChunk(self.task, start, valid, rows, self.score)
 
     def ran(self, start: int, left_out_n: NDArray[np.bool_], valid_n: NDArray[np.bool_]) -> None:
         """Note which rows of a chunk were left out, of those with a cached row."""
