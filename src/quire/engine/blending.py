@@ -39,7 +39,7 @@ from quire.errors import BlendLoadError, InvalidArgument, Unsupported
 from quire.metrics import EngineMetrics
 from quire.ops.rope import RotaryTable
 from quire.runner.local import Runner
-from quire.segments import BlendParams
+from quire.segments import AUTO, BlendParams
 from quire.types import SeqId
 
 logger = logging.getLogger("quire.engine")
@@ -224,7 +224,14 @@ class Blending:
         def find(work: Branch, blend: PromptBlend) -> RowsTask:
             return rows.new_task(length, [move])
 
-        return PromptBlend(replace(params, keep=False), Pieces((last,)), length, find, by_tier={"pool": move.length})
+        return PromptBlend(
+            replace(params, keep=False),
+            Pieces((last,)),
+            length,
+            self._score(params),
+            find,
+            by_tier={"pool": move.length},
+        )
 
     def missing(self, work: Branch, blend: PromptBlend) -> list[Ids]:
         """Return the chunks of a prompt's segments, but the question, that are neither kept nor

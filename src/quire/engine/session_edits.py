@@ -227,7 +227,11 @@ class SessionEdits(StateAccess):
             return None
         fork = engine.branches.fork_of(state.seq)
         move = Move(place.start + added, place.stop, exact - place.stop)
-        return EditSource(fork, engine.blending.moved(fork, move, params))
+        try:
+            return EditSource(fork, engine.blending.moved(fork, move, params))
+        except BaseException:
+            engine.branches.remove(fork)
+            raise
 
     def _give_back(self, source: EditSource | None) -> None:
         if source is not None:
