@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from quire.blend.scores import Score, ScoreInputs
+from quire.blend.scores import Score, ScoreInputs, attention_mass
 from quire.blend.selection import BlendedRows, BlendPolicy, Selection
 
 
@@ -130,7 +130,11 @@ class PlainLlama:
         positions = torch.arange(context, n)
         x = self._weights["model.embed_tokens.weight"][tokens[context:]]
         long_k, long_v = k.clone(), v.clone()
-        spent = 0.0
+        spent, mass = 0.0, None
+        if "question" in score.needs and rows.question_start is not None:
+            start = context + rows.question_start
+            mass = self.question_mass(tokens, k, v, start, policy.layers[0])
+            spent += self.layers * (n - start)
         for layer in range(self.layers):
             q, fresh_k, fresh_v = self._projected(x, layer, positions)
             long_k[layer, positions], long_v[layer, positions] = fresh_k, fresh_v
@@ -146,6 +150,7 @@ class PlainLlama:
                     cached_k=k[layer, positions],
                     cached_v=v[layer, positions],
                     scale=self.head_dim**-0.5,
+                    question_mass=None if mass is None else mass[positions],
                 )
                 kept = torch.from_numpy(selection.select(layer, score.scores(inputs).numpy()))
                 spent += PROJECTION * (len(positions) - len(kept))
@@ -156,21 +161,18 @@ class PlainLlama:
             x = self._rest(x, self._attended(q, long_k[layer], long_v[layer], seen), layer)
         return PlainRun(self._logits(x), long_k, long_v, positions, spent)
 
-    def masses(self, tokens: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
-        """Run ``rows`` of the prompt alone over cached rows; return their attention ``[L, S, n]``,
-        summed over heads."""
-        positions = rows
-        x = self._weights["model.embed_tokens.weight"][tokens[rows]]
-        seen = positions[:, None] >= torch.arange(len(tokens))
-        found = []
-        for layer in range(self.layers):
-            q, fresh_k, fresh_v = self._projected(x, layer, positions)
-            long_k, long_v = k[layer].clone(), v[layer].clone()
-            long_k[rows], long_v[rows] = fresh_k, fresh_v
-            group = self.heads // self.kv_heads
-            wide_k = long_k.repeat_interleave(group, 1)
-            weights = torch.einsum("shd,nhd->hsn", q, wide_k) * self.head_dim**-0.5
-            weights = weights.masked_fill(~seen, -torch.inf).softmax(-1)
-            found.append(weights.sum(0))
-            x = self._rest(x, self._attended(q, long_k, long_v, seen), layer)
-        return torch.stack(found)
+    def question_mass(self, tokens: Tensor, k: Tensor, v: Tensor, start: int, layer: int) -> Tensor:
+        """Run the rows from ``start`` on alone, over cached rows; return the attention that they
+        pay to each row of the prompt ``[n]``, from ``layer`` on."""
+        places = torch.arange(len(tokens))
+        positions = places[start:]
+        seen = positions[:, None] >= places
+        x = self._weights["model.embed_tokens.weight"][tokens[start:]]
+        mass = torch.zeros(len(tokens))
+        for at in range(self.layers):
+            q, fresh_k, fresh_v = self._projected(x, at, positions)
+            long_k, long_v = (torch.cat((old[at, :start], new)) for old, new in ((k, fresh_k), (v, fresh_v)))
+            if at >= layer:
+                mass += attention_mass(q, long_k, positions, places, self.head_dim**-0.5)
+            x = self._rest(x, self._attended(q, long_k, long_v, seen), at)
+        return mass

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from bench.blend_cases import (
+    DEFAULT,
     METHODS,
     NAIVE,
     Answer,
@@ -138,9 +139,9 @@ class TestTable:
 class TestQuality:
     def test_the_default_reaches_its_goals(self, model: PlainLlama, cases: list[Case]) -> None:
         """At 15 %: KL at most 0.1, 0.92 right, and 5 times less KL than the method as published."""
-        methods = {name: METHODS[name] for name in ("default", "v c=1, bottom right", "random", "oracle")}
+        methods = {name: METHODS[name] for name in (DEFAULT, "v c=1, bottom right", "random", "oracle")}
         rows = {row["method"]: row for row in compare(partial(answer_plainly, model), cases, methods, [0.15])}
-        default, published = rows["default"], rows["v c=1, bottom right"]
+        default, published = rows[DEFAULT], rows["v c=1, bottom right"]
         assert default["kl"] <= 0.1
         assert default["kl"] * 5 <= published["kl"]
         assert min(default["acc1"], default["acc2"]) >= 0.92
@@ -148,7 +149,7 @@ class TestQuality:
         assert max(rows["reuse alone"]["acc1"], rows["reuse alone"]["acc2"]) < 0.6
 
     def test_more_rows_are_better(self, model: PlainLlama, cases: list[Case]) -> None:
-        rows = compare(partial(answer_plainly, model), cases, {"default": METHODS["default"]}, [0.1, 0.3, 1.0])
+        rows = compare(partial(answer_plainly, model), cases, {DEFAULT: METHODS[DEFAULT]}, [0.1, 0.3, 1.0])
         kls = [row["kl"] for row in rows]
         assert kls == sorted(kls, reverse=True)
         assert abs(kls[-1]) < ROUNDING
@@ -181,7 +182,7 @@ class TestCommand:
     ) -> None:
         """Blended text is as likely as with full prefill, to a fiftieth."""
         monkeypatch.setattr(sys, "argv", [])
-        found = self.run(script, capsys, "--text", "--prompts", "3", "--ratios", "0.15", "--methods", "default")
+        found = self.run(script, capsys, "--text", "--prompts", "3", "--ratios", "0.15", "--methods", DEFAULT)
         full, reuse, default = found["rows"]
         assert default["perplexity"] == pytest.approx(full["perplexity"], rel=0.02)  # 0.3 % over many files
         assert default["kl"] < reuse["kl"]

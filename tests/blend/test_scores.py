@@ -56,6 +56,7 @@ def inputs(seed: int, *, window: int | None = None, second: bool = False) -> Sco
         cached_v=cached[1],
         scale=0.5,
         window=window,
+        question_mass=torch.from_numpy(draw.random(count).astype(np.float32)),
     )
 
 
@@ -100,11 +101,14 @@ def wanted(name: str, given: ScoreInputs) -> np.ndarray:
             return k / squares(zeros, given.cached_k, at) + v / squares(zeros, given.cached_v, at)
         case "query":
             return masses(given)
+        case "effect":
+            assert given.question_mass is not None
+            return v * given.question_mass.double().numpy()[at] ** 2
         case _:
             return v * masses(given) ** 0.5
 
 
-@pytest.mark.parametrize("name", ["v", "k", "kv_rel", "query", "v_query"])
+@pytest.mark.parametrize("name", ["v", "k", "kv_rel", "query", "v_query", "effect"])
 @given(st.integers(0, 1000), st.sampled_from([None, 1, 4]), st.booleans())
 def test_scores_are_those_of_loops(name: str, seed: int, window: int | None, second: bool) -> None:
     given_inputs = inputs(seed, window=window, second=second)
@@ -121,12 +125,13 @@ def test_long_questions_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.allclose(score_of("query").scores(inputs(3)), whole, rtol=BOUND)
 
 
-@pytest.mark.parametrize("name", ["v", "k", "kv_rel", "query", "v_query"])
+@pytest.mark.parametrize("name", ["v", "k", "kv_rel", "query", "v_query", "effect"])
 def test_ranks_have_the_scores_of_all_heads(name: str) -> None:
     """Each rank has half of the heads; partial sums are added up before anything else."""
     whole = inputs(8)
     assert whole.cached_k is not None
     assert whole.cached_v is not None
+    assert whole.question_mass is not None
     ranks = [
         dataclasses.replace(
             whole,
@@ -135,6 +140,7 @@ def test_ranks_have_the_scores_of_all_heads(name: str) -> None:
             fresh_v=whole.fresh_v[:, rank : rank + 1],
             cached_k=whole.cached_k[:, rank : rank + 1],
             cached_v=whole.cached_v[:, rank : rank + 1],
+            question_mass=whole.question_mass * (0.25, 0.75)[rank],
         )
         for rank in range(2)
     ]
@@ -183,6 +189,14 @@ def test_stated_and_random_scores_belong_to_rows_of_the_batch() -> None:
     assert len(set(one.tolist())) == len(rows)
     other = score_of("random").scores(dataclasses.replace(given_inputs, layer_id=1))
     assert not torch.equal(one, other)
+
+
+def test_the_effect_on_an_answer_needs_its_mass() -> None:
+    assert score_of("effect").needs == {"v", "question"}
+    for name in ("question_mass", "cached_v"):
+        with pytest.raises(InvalidArgument) as refused:
+            score_of("effect").scores(dataclasses.replace(inputs(1), **{name: None}))
+        assert refused.value.field == name
 
 
 @pytest.mark.parametrize(

@@ -393,6 +393,11 @@ def test_an_unknown_score_is_refused_at_once() -> None:
         executor(score="best")
 
 
+def test_a_score_that_needs_a_forward_of_its_own_is_refused_at_once() -> None:
+    with pytest.raises(Unsupported, match="pass of the question"):
+        executor(score="effect")
+
+
 @pytest.mark.parametrize("score", ["query", "v_query"])
 def test_queries_of_latent_layers_are_refused_by_name(score: str) -> None:
     model, prompts = random_batch("latent", 1, [[5, 5]], holes=False, context=0)

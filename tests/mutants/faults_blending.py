@@ -144,6 +144,13 @@ MUTANTS = (
         tests=("blend/test_scores.py::test_scores_are_those_of_loops",),
     ),
     Mutant(
+        name="mass-of-the-question-not-squared",
+        file="blend/scores.py",
+        old="return sums[0] * sums[1].square()",
+        new="return sums[0] * sums[1]",
+        tests=("blend/test_scores.py::test_scores_are_those_of_loops",),
+    ),
+    Mutant(
         name="ranks-add-up-quotients",
         file="blend/scores.py",
         old="        return sums[0] / sums[2] + sums[1] / sums[3]",

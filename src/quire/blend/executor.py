@@ -115,8 +115,9 @@ class TensorBlender:
         """Take the specs of layers ``first_layer`` and later; heads are those of this rank.
         ``all_reduce`` sums a tensor over ranks, replicated heads counted once.
 
-        ``Unsupported`` for layers whose state cannot stand elsewhere. ``InvalidArgument`` for an
-        unknown score and for a policy that selects before ``first_layer``."""
+        ``Unsupported`` for layers whose state cannot stand elsewhere, and for a score that needs a
+        forward of its own. ``InvalidArgument`` for an unknown score and for a policy that selects
+        before ``first_layer``."""
         for layer_id, spec in enumerate(layers, first_layer):
             if refusal := blend_refusal(spec):
                 raise Unsupported(f"blend: layer {layer_id} {refusal}", field="layers")
@@ -124,6 +125,12 @@ class TensorBlender:
             raise InvalidArgument(field="policy.layers", given=policy.layers, allowed=f"layers from {first_layer} on")
         self.policy = policy
         self._score = score_of(policy.score)
+        if "question" in self._score.needs:
+            raise Unsupported(
+                f"score: '{policy.score}' needs a pass of the question over all layers, before those that are blended; "
+                "choose 'v_query' or 'v'",
+                field="score",
+            )
         self._layers = tuple(layers)
         self._widths = tuple(map(_Widths.of, layers))
         self._first = first_layer

@@ -48,6 +48,9 @@ class ScoreInputs:
     """Of a query's product with a key."""
     window: int | None = None
     """A query at p sees keys at positions > p - window; None: all before it."""
+    question_mass: Tensor | None = None
+    """float32 ``[A]``: ``attention_mass`` of the question's rows, summed over the layers from this
+    one on, when they ran over cached rows before this forward. None: they did not run."""
     all_reduce: Callable[[Tensor], Tensor] | None = None
     """Sums a tensor over the ranks of tensor parallelism, replicated heads counted once."""
 
@@ -60,7 +63,8 @@ class Score(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Which cached tensors it reads, of "k" and "v"."""
+        """Which cached tensors it reads, of "k" and "v"; "question" stands for
+        ``question_mass``."""
 
     def scores(self, inputs: ScoreInputs) -> Tensor:
         """Return one score for each candidate, float32 ``[C]``; the highest are computed anew."""
@@ -162,6 +166,27 @@ class FirstRows:
         return torch.from_numpy(scores).to(inputs.fresh_k.device)
 
 
+def attention_mass(
+    q_MHD: Tensor, k_NHD: Tensor, positions_M: Tensor, positions_N: Tensor, scale: float, window: int | None = None
+) -> Tensor:
+    """Return the attention that M rows of a sequence pay to N of its rows: softmax weights summed
+    over rows and heads, float32 ``[N]``."""
+    group = q_MHD.shape[1] // k_NHD.shape[1]
+    keys_HDN = k_NHD.float().permute(1, 2, 0)
+    mass_N = keys_HDN.new_zeros(keys_HDN.shape[-1])
+    for first in range(0, len(q_MHD), QUERY_ROWS):
+        q_MHGD = q_MHD[first : first + QUERY_ROWS].float().unflatten(1, (-1, group))
+        count = len(q_MHGD)
+        q_HXD = q_MHGD.permute(1, 2, 0, 3).flatten(1, 2) * scale
+        logits_HGMN = (q_HXD @ keys_HDN).view(len(q_HXD), group, count, -1)
+        gap_MN = positions_M[first : first + count, None] - positions_N
+        hidden_MN = gap_MN < 0
+        if window is not None:
+            hidden_MN |= gap_MN >= window
+        mass_N += logits_HGMN.masked_fill_(hidden_MN, -torch.inf).softmax(-1).sum((0, 1, 2))
+    return mass_N
+
+
 def _masses(inputs: ScoreInputs) -> Tensor:
     """Return this rank's masses, float32 ``[C]``."""
     cached_k = _cached("cached_k", inputs.cached_k)
@@ -175,24 +200,15 @@ def _masses(inputs: ScoreInputs) -> Tensor:
     keys = inputs.fresh_k.float().index_copy(0, at, cached_k[at].float())
     mass = keys.new_zeros(len(keys))
     counts, questions = inputs.selection.counts.tolist(), inputs.selection.question_counts
-    group = inputs.fresh_q.shape[1] // keys.shape[1]
     bounds = np.cumsum(counts).tolist()
     for request, _ in inputs.selection.candidate_spans():
         stop = bounds[request]
         start = stop - counts[request]
-        keys_HDN = keys[start:stop].permute(1, 2, 0)
-        places_N = inputs.positions[start:stop]
-        for first in range(max(start, stop - questions[request]), stop, QUERY_ROWS):
-            last = min(stop, first + QUERY_ROWS)
-            q_MHGD = inputs.fresh_q[first:last].float().reshape(last - first, -1, group, keys.shape[-1])
-            q_HXD = q_MHGD.permute(1, 2, 0, 3).flatten(1, 2) * inputs.scale
-            logits_HGMN = (q_HXD @ keys_HDN).view(len(q_HXD), group, last - first, -1)
-            gap_MN = inputs.positions[first:last, None] - places_N
-            hidden_MN = gap_MN < 0
-            if inputs.window is not None:
-                hidden_MN |= gap_MN >= inputs.window
-            weights = logits_HGMN.masked_fill_(hidden_MN, -torch.inf).softmax(-1)
-            mass[start:stop] += weights.sum((0, 1, 2))
+        asking = slice(max(start, stop - questions[request]), stop)
+        places = inputs.positions
+        mass[start:stop] = attention_mass(
+            inputs.fresh_q[asking], keys[start:stop], places[asking], places[start:stop], inputs.scale, inputs.window
+        )
     return mass[at]
 
 
@@ -218,6 +234,21 @@ class WeightedDeviation:
         wrong = _deviations(inputs.fresh_v, _cached("cached_v", inputs.cached_v), inputs.candidates)
         sums = inputs.over_ranks(torch.stack((wrong, _masses(inputs))))
         return sums[0] * sums[1].sqrt()
+
+
+class AnswerEffect:
+    """``effect``: how far a wrong row moves the question's answer, to first order.
+
+    The distance of fresh and cached V times the attention that the question pays to the row in all
+    layers from here on, as ``question_mass`` has it. It is squared, as ``v`` is."""
+
+    needs = frozenset({"v", "question"})
+
+    def scores(self, inputs: ScoreInputs) -> Tensor:
+        mass = _cached("question_mass", inputs.question_mass)[inputs.candidates]
+        wrong = _deviations(inputs.fresh_v, _cached("cached_v", inputs.cached_v), inputs.candidates)
+        sums = inputs.over_ranks(torch.stack((wrong, mass.float())))
+        return sums[0] * sums[1].square()
 
 
 class RandomScore:
@@ -254,4 +285,5 @@ SCORES.register("kv_rel", RelativeDeviation())
 SCORES.register("first_k", FirstRows())
 SCORES.register("query", QueryMass())
 SCORES.register("v_query", WeightedDeviation())
+SCORES.register("effect", AnswerEffect())
 SCORES.register("random", RandomScore())
