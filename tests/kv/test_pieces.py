@@ -65,7 +65,12 @@ def bring(state: State, seq_id: int, layer: int, export: Export, parts: list[ran
         state.import_page_group(seq_id, layer, export.states(layer, export.length))
         return
     for part in pieces(parts, rng):
-        state.import_rows(seq_id, layer, part.start, export.rows(layer, part.start, part.stop))
+        if rng.random() < 0.5:
+            state.import_rows(seq_id, layer, part.start, export.rows(layer, part.start, part.stop))
+        else:
+            split = sorted(pieces([part], rng), key=lambda one: one.start)
+            several = [export.rows(layer, one.start, one.stop) for one in split]
+            state.import_rows(seq_id, layer, part.start, several)
 
 
 @each_combination
@@ -228,6 +233,9 @@ def test_what_an_import_under_way_refuses() -> None:
         (InvalidArgument, partial(state.import_rows, 1, 0, 2, {**some, "k": some["k"].float()}), "float32"),
         (InvalidArgument, partial(state.import_rows, 1, 0, 2, {"k": some["k"]}), "['k', 'v'] expected"),
         (InvalidArgument, partial(state.import_rows, 1, 0, 2, {n: x[:0] for n, x in some.items()}), "one or more"),
+        (InvalidArgument, partial(state.import_rows, 1, 0, 2, []), "one or more"),
+        (InvalidArgument, partial(state.import_rows, 1, 0, 2, [some, {"k": some["k"]}]), "['k', 'v'] expected"),
+        (InvalidArgument, partial(state.import_rows, 1, 0, 8, [some, some]), "8..11"),
         (InvalidArgument, partial(state.import_rows, 1, 7, 2, some), "layer 7"),
         (Unsupported, partial(state.import_rows, 1, 2, 2, some), "'recurrent'"),
         (NotFound, partial(state.import_rows, 5, 0, 2, some), "5"),

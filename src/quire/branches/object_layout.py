@@ -46,16 +46,11 @@ class ObjectLayout:
         self._window_bytes = {layer: row_bytes[layer] for layer in self.window_layers}
         self._seen = {layer: window - 1 for layer, window in windows.items() if window is not None}
         """Tokens before a position that a window sees from there on."""
-
-    @property
-    def refusal(self) -> str:
+        kinds = [state.layer_spec(layer) for layer in self.layers]
+        self.refusal = ""
         """Why the state is no function of tokens; empty: it is one."""
-        kinds = [self._state.layer_spec(layer) for layer in self.layers]
-        if any(isinstance(spec, CrossAttention) for spec in kinds) or len(kinds) < len(
-            self._state.get_layout()["layers"]
-        ):
-            return "cross layers keep what an encoder read, which tokens do not tell"
-        return ""
+        if any(isinstance(spec, CrossAttention) for spec in kinds) or len(kinds) < len(state.get_layout()["layers"]):
+            self.refusal = "cross layers keep what an encoder read, which tokens do not tell"
 
     def plan(self, kind: ObjectKind, n: int, layer: int) -> dict[str, TensorPlan]:
         """Return a layer's tensors in a run of ``n`` tokens, or in a stop at ``n``."""
