@@ -122,6 +122,24 @@ def test_pieces_make_what_an_import_makes(combination: Combination, shared: int,
     assert state.empty()
 
 
+def test_rows_go_where_their_pages_are() -> None:
+    """Also if these do not lie one behind the other."""
+    story, other = (Story(Combination(name="both", kinds=("full", "latent"))) for _ in range(2))
+    story.begun()
+    for seq_id in (10, 11, 12, 13):
+        other.add(seq_id)
+        other.run(seq_id, [], TOKENS[:4])
+    for seq_id in (11, 13, 10, 12):
+        other.state.remove_sequence(seq_id)
+    state, export = other.state, story.state.open_export(0)
+    state.prepare_import(1, state.import_metadata(10))
+    for layer in (0, 1):
+        state.import_rows(1, layer, 0, [export.rows(layer, 0, 1), export.rows(layer, 1, 10)])
+    state.finish_import(1)
+    for layer in (0, 1):
+        assert same_groups(state.open_export(1).rows(layer, 0, 10), export.rows(layer, 0, 10))
+
+
 def test_nothing_comes_of_layers_whose_rows_are_all_shared() -> None:
     """The next token takes a page of its own."""
     story = Story(Combination(name="both", kinds=("full", "window")))

@@ -431,7 +431,7 @@ PIECES = (
         file="kv/import_verbs.py",
         old="            if start < stop and run_of[start] == run_of[stop - 1]:",
         new="            if start < stop:",
-        tests=("kv/test_pieces.py::test_pieces_make_what_an_import_makes",),
+        tests=("kv/test_pieces.py::test_rows_go_where_their_pages_are",),
     ),
     Mutant(
         name="export-follows-the-page-table",
