@@ -127,20 +127,23 @@ class StateLoad:
 
     def _fill(self) -> None:
         pieces = [*self._rows, *self._stops]
-        files: dict[ObjectKey, StateFile] = {}
+        objects: list[Found] = []
         for piece, answer in zip(pieces, self._store.get([one.key for one in pieces]), strict=True):
             if (found := self._fetched(answer)) is None:
                 self.miss = Miss.EVICTED
                 raise LoadFailed(f"object {piece.key.name} is not there any more")
+            objects.append(found)
+        with self._changed:
+            self.is_near = True
+            self._changed.notify_all()
+        files: dict[ObjectKey, StateFile] = {}
+        for piece, found in zip(pieces, objects, strict=True):
             try:
                 files[piece.key] = unpack(piece.key, self._contents(piece), found.blob)
             except Unfit as error:
                 self._drop(piece.key, found.tier, error)
                 raise
             self.nbytes[found.tier] = self.nbytes.get(found.tier, 0) + files[piece.key].nbytes
-        with self._changed:
-            self.is_near = True
-            self._changed.notify_all()
         for layer in self._layout.layers:
             self._check()
             self._put(layer, files)
