@@ -95,6 +95,8 @@ class Engine(RequestBook):
                         scheduled.step.num_tokens, len(scheduled.step.chunks), seconds, waited=bool(ready)
                     )
                     changed += ready
+                if self.stored.store is not None:
+                    self.branches.save_ahead()
             except BaseException:
                 self._repair()
                 raise

@@ -107,6 +107,13 @@ def copy_rows(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
+def _taken(rows_SHD: Tensor, slots: NDArray[np.int64]) -> Tensor:
+    """Return a copy of rows, in one thread if it is small, as ``copy_rows``."""
+    if rows_SHD.is_cpu and slots.size * rows_SHD[0].nbytes < IN_PARALLEL:
+        return torch.from_numpy(rows_SHD.view(torch.uint8).numpy().take(slots, axis=0)).view(rows_SHD.dtype)
+    return rows_SHD.index_select(0, torch.from_numpy(slots).to(rows_SHD.device))
+
+
 class PagedStorage:
     """The rows of all layers of one class. Layers of equal geometry are slices of one tensor
     ``[L, S, H, D]``, so that a copy of pages is one operation for all of them."""
@@ -154,12 +161,11 @@ class PagedStorage:
 
     def read(self, layer: int, slots: NDArray[np.int64]) -> LayerRows:
         """Return fresh tensors ``[N, H, D]`` of these slots."""
-        index = torch.from_numpy(slots).to(self.device)
         rows = self.layers[layer]
-        k_NHD = rows.k.index_select(0, index)
+        k_NHD = _taken(rows.k, slots)
         if self._latent[layer]:
             return LayerRows(k_NHD, k_NHD[..., : rows.v.shape[-1]])
-        return LayerRows(k_NHD, rows.v.index_select(0, index))
+        return LayerRows(k_NHD, _taken(rows.v, slots))
 
     def copy(self, copies: Sequence[SlotCopy]) -> None:
         """Copy slots, in every layer."""
