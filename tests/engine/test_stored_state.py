@@ -982,7 +982,7 @@ def test_random_conversations_with_few_states(
     make_llm: MakeLLM, hybrid: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quiet(monkeypatch)
-    out, back = hybrid_conversations(make_llm, hybrid, 0, 50)
+    out, back = hybrid_conversations(make_llm, hybrid, 3, 50)
     assert out > 30
     assert back > 0
 

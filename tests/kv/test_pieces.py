@@ -65,7 +65,12 @@ def bring(state: State, seq_id: int, layer: int, export: Export, parts: list[ran
         state.import_page_group(seq_id, layer, export.states(layer, export.length))
         return
     for part in pieces(parts, rng):
-        state.import_rows(seq_id, layer, part.start, export.rows(layer, part.start, part.stop))
+        if rng.random() < 0.5:
+            state.import_rows(seq_id, layer, part.start, export.rows(layer, part.start, part.stop))
+        else:
+            split = sorted(pieces([part], rng), key=lambda one: one.start)
+            several = [export.rows(layer, one.start, one.stop) for one in split]
+            state.import_rows(seq_id, layer, part.start, several)
 
 
 @each_combination
@@ -115,6 +120,24 @@ def test_pieces_make_what_an_import_makes(combination: Combination, shared: int,
     other.goes_on(2, TOKENS)
     state.remove_sequence(2)
     assert state.empty()
+
+
+def test_rows_go_where_their_pages_are() -> None:
+    """Also if these do not lie one behind the other."""
+    story, other = (Story(Combination(name="both", kinds=("full", "latent"))) for _ in range(2))
+    story.begun()
+    for seq_id in (10, 11, 12, 13):
+        other.add(seq_id)
+        other.run(seq_id, [], TOKENS[:4])
+    for seq_id in (11, 13, 10, 12):
+        other.state.remove_sequence(seq_id)
+    state, export = other.state, story.state.open_export(0)
+    state.prepare_import(1, state.import_metadata(10))
+    for layer in (0, 1):
+        state.import_rows(1, layer, 0, [export.rows(layer, 0, 1), export.rows(layer, 1, 10)])
+    state.finish_import(1)
+    for layer in (0, 1):
+        assert same_groups(state.open_export(1).rows(layer, 0, 10), export.rows(layer, 0, 10))
 
 
 def test_nothing_comes_of_layers_whose_rows_are_all_shared() -> None:
@@ -228,6 +251,9 @@ def test_what_an_import_under_way_refuses() -> None:
         (InvalidArgument, partial(state.import_rows, 1, 0, 2, {**some, "k": some["k"].float()}), "float32"),
         (InvalidArgument, partial(state.import_rows, 1, 0, 2, {"k": some["k"]}), "['k', 'v'] expected"),
         (InvalidArgument, partial(state.import_rows, 1, 0, 2, {n: x[:0] for n, x in some.items()}), "one or more"),
+        (InvalidArgument, partial(state.import_rows, 1, 0, 2, []), "one or more"),
+        (InvalidArgument, partial(state.import_rows, 1, 0, 2, [some, {"k": some["k"]}]), "['k', 'v'] expected"),
+        (InvalidArgument, partial(state.import_rows, 1, 0, 8, [some, some]), "8..11"),
         (InvalidArgument, partial(state.import_rows, 1, 7, 2, some), "layer 7"),
         (Unsupported, partial(state.import_rows, 1, 2, 2, some), "'recurrent'"),
         (NotFound, partial(state.import_rows, 5, 0, 2, some), "5"),

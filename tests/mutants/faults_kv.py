@@ -420,6 +420,20 @@ PIECES = (
         tests=("kv/test_pieces.py::test_what_an_import_under_way_refuses",),
     ),
     Mutant(
+        name="pieces-of-an-import-all-go-to-the-first",
+        file="kv/import_verbs.py",
+        old="            start, stop = stop, stop + k.shape[0]",
+        new="            start, stop = 0, k.shape[0]",
+        tests=("kv/test_pieces.py::test_pieces_make_what_an_import_makes",),
+    ),
+    Mutant(
+        name="pieces-of-an-import-pass-over-gaps",
+        file="kv/import_verbs.py",
+        old="            if start < stop and run_of[start] == run_of[stop - 1]:",
+        new="            if start < stop:",
+        tests=("kv/test_pieces.py::test_rows_go_where_their_pages_are",),
+    ),
+    Mutant(
         name="export-follows-the-page-table",
         file="kv/exports.py",
         old="[table.pages.copy() for table in sequence.tables]",

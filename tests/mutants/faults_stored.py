@@ -6,6 +6,7 @@ from tests.mutants.harness import Mutant
 
 STORED = "engine/test_stored_state.py"
 FILES = "engine/test_stored_files.py"
+AHEAD = "engine/test_saving_ahead.py"
 
 MUTANTS = (
     Mutant(
@@ -49,5 +50,40 @@ MUTANTS = (
         old="prepare_import(seq, metadata, parent=branch.seq if shared else None, shared=shared)",
         new="prepare_import(seq, metadata)",
         tests=(f"{STORED}::test_rows_are_loaded_behind_shared_pages",),
+    ),
+    Mutant(
+        name="nothing-is-copied-ahead",
+        file="engine/engine.py",
+        old="                    self.branches.save_ahead()",
+        new="                    pass",
+        tests=(f"{AHEAD}::test_what_would_go_next_is_copied_before",),
+    ),
+    Mutant(
+        name="copies-come-after-a-reset",
+        file="branches/stored_state.py",
+        old="            self._bury(cancel=lambda job: not job.durable)\n",
+        new="",
+        tests=(f"{AHEAD}::test_a_reset_ends_copies",),
+    ),
+    Mutant(
+        name="copies-ahead-end-whenever-pages-are-short",
+        file="branches/stored_state.py",
+        old="self._bury(cancel=self._holds_pages)",
+        new="self._bury(cancel=lambda _: True)",
+        tests=(f"{AHEAD}::test_what_is_not_copied_yet_is_copied_at_once",),
+    ),
+    Mutant(
+        name="a-fork-goes-while-it-is-read",
+        file="branches/object_writer.py",
+        old="                self._changed.wait_for(lambda: first not in self._jobs)",
+        new="                self._done.append(self._jobs.popleft())",
+        tests=(f"{AHEAD}::test_jobs_that_are_cancelled_do_not_wait_for_others",),
+    ),
+    Mutant(
+        name="an-eviction-does-not-know-what-was-added",
+        file="engine/session_branches.py",
+        old="            if self.tier.ahead.get(seq) != length:",
+        new="            if seq not in self.tier.ahead:",
+        tests=(f"{AHEAD}::test_idle_sessions_are_copied_before",),
     ),
 )

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from quire.branches.stored_match import StoredPiece
 from quire.contracts.kv_state import Export, ModelState, TensorPlan
 from quire.contracts.layers import CrossAttention
 from quire.contracts.store import ObjectKind
-from quire.store.keys import CHUNK
+from quire.store.keys import CHUNK, Chain
 from quire.store.objects import tensor_name
 from quire.types import SeqId
 
@@ -46,16 +47,11 @@ class ObjectLayout:
         self._window_bytes = {layer: row_bytes[layer] for layer in self.window_layers}
         self._seen = {layer: window - 1 for layer, window in windows.items() if window is not None}
         """Tokens before a position that a window sees from there on."""
-
-    @property
-    def refusal(self) -> str:
+        kinds = [state.layer_spec(layer) for layer in self.layers]
+        self.refusal = ""
         """Why the state is no function of tokens; empty: it is one."""
-        kinds = [self._state.layer_spec(layer) for layer in self.layers]
-        if any(isinstance(spec, CrossAttention) for spec in kinds) or len(kinds) < len(
-            self._state.get_layout()["layers"]
-        ):
-            return "cross layers keep what an encoder read, which tokens do not tell"
-        return ""
+        if any(isinstance(spec, CrossAttention) for spec in kinds) or len(kinds) < len(state.get_layout()["layers"]):
+            self.refusal = "cross layers keep what an encoder read, which tokens do not tell"
 
     def plan(self, kind: ObjectKind, n: int, layer: int) -> dict[str, TensorPlan]:
         """Return a layer's tensors in a run of ``n`` tokens, or in a stop at ``n``."""
@@ -79,6 +75,19 @@ class ObjectLayout:
         state, length = self._state, self._state.sequence_length(seq)
         wanted = {*state.checkpoints(seq), length} if self.recurrent_layers else {length - again, length}
         return sorted(p for p in wanted if p and state.nearest_reachable(seq, p) == p)
+
+    def pieces(self, seq: SeqId, chain: Chain, *, again: bool, whole: bool) -> list[StoredPiece]:
+        """Return the objects of a sequence; ``whole``: it is one. ``again``: as for ``stops``."""
+        length = len(chain.ids)
+        if whole:
+            return [StoredPiece(chain.stop(length), length, length)]
+        found: list[StoredPiece] = []
+        for start in range(0, length, chain.chunk) if self.row_layers else ():
+            end = min(start + chain.chunk, length)
+            found.append(StoredPiece(chain.rows(start, end), start, end))
+        if self.has_stops:
+            found += [StoredPiece(chain.stop(p), p, p) for p in self.stops(seq, again=again)]
+        return found
 
     def nbytes(self, start: int, stop: int) -> int:
         """Return the bytes of a run, or of a stop at ``start == stop``."""

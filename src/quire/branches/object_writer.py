@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from quire.contracts.store import ObjectKey
+from quire.contracts.store import Blob, ObjectKey
 from quire.store.stack import Store
 from quire.types import SeqId
 
@@ -20,9 +21,17 @@ class WriteJob:
     """Objects of one fork, each made when its turn comes."""
 
     seq: SeqId
-    objects: Sequence[tuple[ObjectKey, Callable[[], bytes]]]
+    objects: Sequence[tuple[ObjectKey, Callable[[], Blob]]]
+    durable: bool = True
+    """Whether they go to durable tiers, or else to memory."""
+    source: SeqId | None = None
+    """A sequence that is copied before it has to go; None: the copy is wanted anyway."""
+    tokens: int = 0
     started: bool = False
     cancelled: bool = False
+    nbytes: int = 0
+    """Bytes that were made, in ``seconds``."""
+    seconds: float = 0.0
 
 
 class ObjectWriter:
@@ -31,7 +40,7 @@ class ObjectWriter:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._jobs: deque[WriteJob] = deque()
-        self._done: list[SeqId] = []
+        self._done: list[WriteJob] = []
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="quire-write", daemon=True)
@@ -43,24 +52,22 @@ class ObjectWriter:
             self._jobs.append(job)
             self._changed.notify_all()
 
-    def collect(self, *, cancel: bool = False) -> list[SeqId]:
-        """Return the forks that are not needed any more, each once. ``cancel``: write no more of
-        what waits, and wait for the object that is being made."""
+    def collect(self, cancel: Callable[[WriteJob], bool] = lambda _: False) -> list[WriteJob]:
+        """Return the jobs whose forks are not needed any more, each once. ``cancel``: end these
+        first, and wait for the object of one that is being made."""
         with self._changed:
-            if cancel:
-                for job in self._jobs:
-                    job.cancelled = True
-                self._changed.wait_for(lambda: not self._jobs)
-            done, self._done = self._done, []
+            waiting = [job for job in self._jobs if not job.started and cancel(job)]
+            for job in waiting:
+                job.cancelled = True
+                self._jobs.remove(job)
+            if self._jobs and self._jobs[0].started and cancel(first := self._jobs[0]):
+                first.cancelled = True
+                self._changed.wait_for(lambda: first not in self._jobs)
+            done, self._done = self._done + waiting, []
             return done
 
-    @property
-    def idle(self) -> bool:
-        """Whether everything has been handed to the store."""
-        return not self._jobs
-
     def wait(self, timeout: float) -> bool:
-        """Wait until it is idle; return whether it is."""
+        """Wait until everything has been handed to the store; return whether it has."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs, timeout)
 
@@ -80,18 +87,26 @@ class ObjectWriter:
                 if not self._jobs:
                     return
                 job = self._jobs[0]
+                job.started = True
             self._write(job)
             with self._changed:
                 self._jobs.popleft()
-                self._done.append(job.seq)
+                self._done.append(job)
                 self._changed.notify_all()
 
     def _write(self, job: WriteJob) -> None:
+        memory = None if job.durable else self._store.memory
         try:
             for key, make in job.objects:
                 if job.cancelled:
                     return
-                if not self._store.known(key):
-                    self._store.put(key, make(), durable=True, wait=True)
+                if self._store.known(key) or (memory is not None and memory.contains_now([key])[0]):
+                    continue
+                started = time.perf_counter()
+                blob = make()
+                job.seconds += time.perf_counter() - started
+                job.nbytes += len(blob)
+                if not self._store.put(key, blob, durable=job.durable, wait=True) and not job.durable:
+                    return
         except Exception:
             logger.exception("state could not be written to the store; it will be computed again")

@@ -246,6 +246,10 @@ class RadixCache:
         found = list(islice(self._cached.items(), 1 if self._reach is None else LOOKED_AT))
         return next((seq for seq, entry in found if len(found) > 1 and self._loss(entry) < LITTLE), found[0][0])
 
+    def next_to_go(self, count: int) -> list[SeqId]:
+        """Return the ``count`` least recently used cached sequences, or all if there are fewer."""
+        return list(islice(self._cached, count))
+
     def tokens_of(self, seq: SeqId) -> NDArray[np.int64]:
         """Return the tokens of a sequence, ``[T]``."""
         edges, node = [], self._entry(seq).node

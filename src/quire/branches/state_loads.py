@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from quire.branches.object_layout import ObjectLayout
 from quire.branches.stored_match import StoredPiece
 from quire.contracts.kv_state import ModelState, TensorPlan
-from quire.contracts.store import ObjectKey
+from quire.contracts.store import ObjectKey, ObjectKind
 from quire.errors import QuireError
 from quire.kv.statefile import StateFile
 from quire.outputs import Miss
@@ -126,20 +127,23 @@ class StateLoad:
 
     def _fill(self) -> None:
         pieces = [*self._rows, *self._stops]
-        files: dict[ObjectKey, StateFile] = {}
+        objects: list[Found] = []
         for piece, answer in zip(pieces, self._store.get([one.key for one in pieces]), strict=True):
             if (found := self._fetched(answer)) is None:
                 self.miss = Miss.EVICTED
                 raise LoadFailed(f"object {piece.key.name} is not there any more")
+            objects.append(found)
+        with self._changed:
+            self.is_near = True
+            self._changed.notify_all()
+        files: dict[ObjectKey, StateFile] = {}
+        for piece, found in zip(pieces, objects, strict=True):
             try:
                 files[piece.key] = unpack(piece.key, self._contents(piece), found.blob)
             except Unfit as error:
                 self._drop(piece.key, found.tier, error)
                 raise
             self.nbytes[found.tier] = self.nbytes.get(found.tier, 0) + files[piece.key].nbytes
-        with self._changed:
-            self.is_near = True
-            self._changed.notify_all()
         for layer in self._layout.layers:
             self._check()
             self._put(layer, files)
@@ -181,19 +185,23 @@ class StateLoad:
     def _put(self, layer: int, files: Mapping[ObjectKey, StateFile]) -> None:
         """Write a layer."""
         if layer in self._layout.row_layers:
-            for piece in self._rows:
-                self._put_rows(layer, piece, files[piece.key])
+            self._put_rows(layer, files)
         elif layer in self._layout.window_layers:
             self._put_window(layer, files[self._stops[-1].key])
         else:
             self._put_states(layer, files)
 
-    def _put_rows(self, layer: int, piece: StoredPiece, file: StateFile) -> None:
-        begin, end = max(piece.start, self.shared), min(piece.stop, self._length)
-        if begin < end:
-            tensors = self._tensors(layer, piece, file)
-            cut = {name: one[begin - piece.start : end - piece.start] for name, one in tensors.items()}
-            self._state.import_rows(self.seq, layer, begin, cut)
+    def _put_rows(self, layer: int, files: Mapping[ObjectKey, StateFile]) -> None:
+        plan = cache(lambda count: self._layout.plan(ObjectKind.ROWS, count, layer))
+        found: list[dict[str, Tensor]] = []
+        for piece in self._rows:
+            tensors = self._verified(piece, files[piece.key], layer, plan(piece.stop - piece.start))
+            begin, end = max(piece.start, self.shared), min(piece.stop, self._length)
+            if (begin, end) != (piece.start, piece.stop):
+                tensors = {name: one[begin - piece.start : end - piece.start] for name, one in tensors.items()}
+            found.append(tensors)
+        if found:
+            self._state.import_rows(self.seq, layer, max(self._rows[0].start, self.shared), found)
 
     def _put_window(self, layer: int, file: StateFile) -> None:
         tensors = self._tensors(layer, self._stops[-1], file)

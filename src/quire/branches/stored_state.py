@@ -75,6 +75,7 @@ class StoredState:
         self._writer: ObjectWriter | None = None
         self.forks: set[SeqId] = set()
         """Sequences that stay until their state is written."""
+        self.ahead: dict[SeqId, int] = {}
         self._loader: StateLoader | None = None
         self._loads: dict[SeqId, StateLoad] = {}
         self.open: Collection[SeqId] = self._loads.keys()
@@ -127,25 +128,30 @@ class StoredState:
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def save(self, branch: Branch) -> bool:
+    def save(self, branch: Branch, *, ahead: bool = False) -> bool:
         """See ``Tier``."""
         if branch.seq is None or self.is_coming(branch.seq) or not self._is_kept(branch):
             return False
-        if (branch.tokens.ids[: branch.computed] == UNKNOWN).any():
+        whole = branch.window is not None
+        if (branch.tokens.ids[: branch.computed] == UNKNOWN).any() or (ahead and whole):
             return False
-        return self._save(branch.seq, self._chain_of(branch, branch.computed), whole=branch.window is not None)
+        return self._save(branch.seq, self._chain_of(branch, branch.computed), whole=whole, ahead=ahead)
 
-    def save_prefix(self, seq: SeqId, ids_T: Ids, runs: FingerprintRuns, salt: Hashable) -> bool:
+    def save_prefix(
+        self, seq: SeqId, ids_T: Ids, runs: FingerprintRuns, salt: Hashable, *, ahead: bool = False
+    ) -> bool:
         """See ``Tier``."""
         if self.store is None or self.layout.refusal:
             return False
-        return self._save(seq, self.chain(ids_T, runs, salt), again=True)
+        return self._save(seq, self.chain(ids_T, runs, salt), again=True, ahead=ahead)
 
-    def _save(self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False) -> bool:
+    def _save(self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False, ahead: bool) -> bool:
         store, length = self.store, len(chain.ids)
         if store is None or length < self.least:
             return False
         try:
+            if not ahead and seq in self.ahead:
+                self._bury(cancel=lambda job: job.source == seq)
             started = time.perf_counter()
             wanted = self._missing(seq, chain, again=again, whole=whole)
             if not wanted:
@@ -156,6 +162,9 @@ class StoredState:
             if not self.is_worth(tokens, {TO_MEMORY: 2 * nbytes}):
                 self.metrics.declined.inc()
                 return False
+            if ahead:
+                self._write(seq, chain, wanted, durable=store.memory is None, source=seq, tokens=tokens)
+                return True
             export = self.runner.state.open_export(seq)
             for one in wanted:
                 blob = self._pack_whole(chain, one, seq) if whole else self._pack(chain, one, export)
@@ -168,29 +177,26 @@ class StoredState:
             return False
         return True
 
+    def _write(self, seq: SeqId, chain: Chain, wanted: Sequence[StoredPiece], **job: Any) -> None:
+        """Let a thread write objects of a sequence, from a fork. ``job``: of ``WriteJob``."""
+        assert self.store is not None
+        fork, export = self._exported(seq)
+        self._writer = self._writer or ObjectWriter(self.store)
+        self.forks.add(fork)
+        objects = [(one.key, partial(self._pack, chain, one, export)) for one in wanted]
+        self._writer.add(WriteJob(fork, objects, **job))
+
     def _missing(
         self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False, durable: bool = False
     ) -> list[StoredPiece]:
         """Return the objects of a sequence that no tier is known to have, or no ``durable`` one."""
-        found, store = self._pieces(seq, chain, again=again, whole=whole), self.store
+        found, store = self.layout.pieces(seq, chain, again=again, whole=whole), self.store
         assert store is not None
         found = [one for one in found if not store.known(one.key)]
         if durable or store.memory is None:
             return found
         there = store.memory.contains_now([one.key for one in found])
         return [one for one, is_there in zip(found, there, strict=True) if not is_there]
-
-    def _pieces(self, seq: SeqId, chain: Chain, *, again: bool, whole: bool) -> list[StoredPiece]:
-        """Return the objects of a sequence; ``whole``: it is one."""
-        layout, length = self.layout, len(chain.ids)
-        found = [StoredPiece(chain.stop(length), length, length)] if whole else []
-        if layout.row_layers and not whole:
-            for start in range(0, length, chain.chunk):
-                end = min(start + chain.chunk, length)
-                found.append(StoredPiece(chain.rows(start, end), start, end))
-        if layout.has_stops and not whole:
-            found += [StoredPiece(chain.stop(p), p, p) for p in layout.stops(seq, again=again)]
-        return found
 
     def _pack(self, chain: Chain, piece: StoredPiece, export: Export) -> bytes:
         """Return the bytes of an object of a sequence. Any thread may call."""
@@ -236,11 +242,7 @@ class StoredState:
             if branch.window is not None:
                 store.put(wanted[0].key, self._pack_whole(chain, wanted[0], seq), durable=True)
                 return
-            fork, export = self._exported(seq)
-            if self._writer is None:
-                self._writer = ObjectWriter(store)
-            self.forks.add(fork)
-            self._writer.add(WriteJob(fork, [(one.key, partial(self._pack, chain, one, export)) for one in wanted]))
+            self._write(seq, chain, wanted)
         except Exception:
             logger.exception("the state of %d tokens is not written", branch.computed)
 
@@ -253,10 +255,10 @@ class StoredState:
         if seq is None or branch.computed < self.least:
             return replace(names, length=0), {}, None
         if branch.window is not None:
-            (piece,) = self._pieces(seq, chain, again=False, whole=True)
+            (piece,) = layout.pieces(seq, chain, again=False, whole=True)
             blob = self._pack_whole(chain, piece, seq)
             return replace(names, stops=((piece.stop, len(blob)),)), {piece.key: lambda: blob}, None
-        pieces = self._pieces(seq, chain, again=branch.computed == len(branch.tokens), whole=False)
+        pieces = layout.pieces(seq, chain, again=branch.computed == len(branch.tokens), whole=False)
         stops = tuple((one.stop, layout.nbytes(one.stop, one.stop)) for one in pieces if one.start == one.stop)
         fork, export = self._exported(seq)
         makers = {one.key: partial(self._pack, chain, one, export) for one in pieces}
@@ -268,17 +270,29 @@ class StoredState:
         self.runner.execute(Step(edits=(Fork(seq, fork, -1),)))
         return fork, self.runner.state.open_export(fork)
 
-    def _bury(self, *, cancel: bool = False) -> bool:
-        """Remove the forks of what was written; ``cancel``: of what waits, too."""
-        done = [] if self._writer is None else self._writer.collect(cancel=cancel)
-        for seq in done:
-            self.runner.execute(Step(edits=(Remove(seq),)))
-            self.forks.discard(seq)
+    def _bury(self, cancel: Callable[[WriteJob], bool] = lambda _: False) -> bool:
+        """Remove the forks of what was written, and of jobs to ``cancel``."""
+        done = [] if self._writer is None else self._writer.collect(cancel)
+        for job in done:
+            self.runner.execute(Step(edits=(Remove(job.seq),)))
+            self.forks.discard(job.seq)
+            if job.source is None:
+                continue
+            if job.cancelled:
+                self.ahead.pop(job.source, None)
+            else:
+                self.costs.moved(TO_MEMORY, job.nbytes, job.seconds)
+                self.metrics.saved.inc(job.tokens)
         return bool(done)
 
     def relieve(self) -> bool:
         """See ``Tier``."""
-        return self._bury() or self._bury(cancel=True)
+        return self._bury() or self._bury(cancel=self._holds_pages)
+
+    def _holds_pages(self, job: WriteJob) -> bool:
+        """Return whether a job's fork may hold what its source does not hold."""
+        state, seq = self.runner.state, job.source
+        return seq not in self.ahead or bool(state.recurrent_ids) or state.sequence_length(seq) != self.ahead[seq]
 
     # -- finding -----------------------------------------------------------------------------------
 
@@ -290,15 +304,14 @@ class StoredState:
         chain = self._chain_of(branch, len(branch.tokens))
         return Question(chain, self.store.children(chain.boundaries, timeout=LOOK_SECONDS))
 
-    def _match(self, question: Question, branch: Branch, limit: int) -> Match | None:
+    def _match(self, question: Question, limit: int, *, whole: bool = False) -> Match | None:
         memory = None if self.store is None else self.store.memory
-        return find_match(question, self.layout, memory, limit, whole=branch.window is not None)
+        return find_match(question, self.layout, memory, limit, whole=whole)
 
     def held(self, question: Question, limit: int) -> int:
         """See ``Tier``."""
         if question.held is None and question.is_answered:
-            memory = None if self.store is None else self.store.memory
-            match = find_match(question, self.layout, memory, limit)
+            match = self._match(question, limit)
             question.held = 0 if match is None else match.length
         return question.held or 0
 
@@ -309,14 +322,14 @@ class StoredState:
         assert self.store is not None
         chain = self._chain_of(branch, length)
         question = Question(chain, self.store.children(chain.boundaries, timeout=LOOK_SECONDS))
-        match = self._match(question, branch, length)
+        match = self._match(question, length, whole=branch.window is not None)
         return 0 if match is None else match.length
 
     # -- loading -----------------------------------------------------------------------------------
 
     def bring(self, branch: Branch, question: Question, limit: int) -> Brought:
         """See ``Tier``."""
-        match = self._match(question, branch, limit) if limit > 0 else None
+        match = self._match(question, limit, whole=branch.window is not None) if limit > 0 else None
         computed = branch.computed
         if match is None or match.length < computed + self.least:
             return Brought()
@@ -337,8 +350,7 @@ class StoredState:
         if old is not None:
             self.runner.execute(Step(edits=(Remove(old),)))
         self._loads[loading.seq] = loading
-        if self._loader is None:
-            self._loader = StateLoader()
+        self._loader = self._loader or StateLoader()
         self._loader.add(loading)
         return Brought(match.tokens(loading.shared))
 
@@ -449,6 +461,7 @@ class StoredState:
 
     def drop(self, seq: SeqId) -> None:
         """See ``Tier``."""
+        self.ahead.pop(seq, None)
         if (loading := self._loads.pop(seq, None)) is not None:
             loading.end()
 
@@ -460,18 +473,17 @@ class StoredState:
 
     def snapshot(self) -> dict[str, float]:
         """See ``Tier``."""
-        own = self.metrics.snapshot()
-        return own if self.store is None else own | self.store.snapshot()
+        return self.metrics.snapshot() | ({} if self.store is None else self.store.snapshot())
 
     def forget(self) -> None:
         """Forget what memory keeps. Durable tiers keep theirs."""
         if self.store is not None and self.store.memory is not None:
+            self._bury(cancel=lambda job: not job.durable)
             self.store.memory.clear_now()
 
     def collect(self) -> list[MetricFamily]:
         """Return its metrics and the store's, as families."""
-        own = self.metrics.collect()
-        return own if self.store is None else own + self.store.collect()
+        return self.metrics.collect() + ([] if self.store is None else self.store.collect())
 
     def flush(self, timeout: float) -> bool:
         """Wait until what was to be kept is durable; return whether it is. Call it without the

@@ -33,13 +33,18 @@ class Tier(Protocol):
 
     open: Collection[SeqId]
     """The sequences whose state comes, or has come, and was not settled."""
+    ahead: dict[SeqId, int]
+    """The sequences that were saved ahead, and their tokens then. Others note them here."""
 
-    def save(self, branch: Branch) -> bool:
+    def save(self, branch: Branch, *, ahead: bool = False) -> bool:
         """Copy out the state that a branch is about to lose, if that is worth it and fits. Return
-        whether it can be had again."""
+        whether it can be had again. ``ahead``: begin to do so in the background, for a branch that
+        may lose it soon."""
         ...
 
-    def save_prefix(self, seq: SeqId, ids_T: Ids, runs: FingerprintRuns, salt: Hashable) -> bool:
+    def save_prefix(
+        self, seq: SeqId, ids_T: Ids, runs: FingerprintRuns, salt: Hashable, *, ahead: bool = False
+    ) -> bool:
         """Do what ``save`` does for a sequence of the prefix cache."""
         ...
 

@@ -382,9 +382,12 @@ class KVState(Protocol):
         already, at least in part. ``DataLoss``: checksum. Cost: the bytes of the group.
         """
 
-    def import_rows(self, seq_id: SeqId, group: int, start: int, tensors: Mapping[str, Tensor]) -> None:
+    def import_rows(
+        self, seq_id: SeqId, group: int, start: int, tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
+    ) -> None:
         """(ours) Write rows of tokens of one layer of an import, from position ``start`` on; in any
-        pieces and order, each row once.
+        pieces and order, each row once. ``tensors``: the rows, or tensors of the first, the next
+        and so on.
 
         A piece is one row or more, all of them expected, without a gap. ``InvalidArgument``: else;
         names, shapes or dtypes. ``Unsupported``: a cross or recurrent layer, which comes whole.

@@ -96,6 +96,8 @@ class Engine(UnsampledRuns):
                         scheduled.step.num_tokens, len(scheduled.step.chunks), seconds, waited=bool(ready)
                     )
                     changed += ready
+                if self.stored.store is not None:
+                    self.branches.save_ahead()
             except BaseException:
                 self._repair()
                 raise

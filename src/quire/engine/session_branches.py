@@ -7,6 +7,7 @@ short; a copy of a session's state may go to host memory. The caller holds the e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from quire.branches.going_back import nearest
 from quire.branches.history import common_prefix
 from quire.branches.media import Media
 from quire.branches.past_prefixes import LEAST
-from quire.branches.prefix_cache import RadixCache
+from quire.branches.prefix_cache import LOOKED_AT, RadixCache
 from quire.branches.tiers import Tier
 from quire.engine import layer_memory
 from quire.engine.miss_search import QUOTED
@@ -33,6 +34,8 @@ from quire.outputs import Miss
 from quire.runner.local import Runner
 from quire.types import AdapterRuns, DropCheckpoint, Edit, Fork, Pop, Remove, SeqId, Step
 
+AHEAD = 4
+"""A pool is nearly full if less than one in so many pages is free. As many are copied ahead."""
 KEEP_TOKENS = 32
 """Tokens that a run without sampling must add for a fork of its end to be kept (a prompt's)."""
 
@@ -357,12 +360,33 @@ class SessionBranches:
         self.apply(Remove(seq))
         return True
 
-    def _save_cached(self, seq: SeqId) -> None:
+    def save_ahead(self) -> None:
+        """Let the tier copy what would go next, in the background, if the pool is nearly full: so
+        that nobody waits for the copy when it has to go."""
+        state = self.runner.state
+        if all(AHEAD * free >= size for free, size in zip(state.free_pages(), state.pool_sizes(), strict=True)):
+            return
+        most = math.inf if state.capacity is None else state.capacity / AHEAD
+        cached = [] if self.cache is None else self.cache.next_to_go(LOOKED_AT)
+        idle = {one.seq: one for one in self.sessions.values() if one.droppable and one.origin.exact}
+        for seq in [*cached, *(seq for seq in idle if seq is not None)][:LOOKED_AT]:
+            length = state.sequence_length(seq)
+            if self.tier.ahead.get(seq) != length:
+                self.tier.ahead[seq] = length
+                if seq in idle:
+                    self.tier.save(idle[seq], ahead=True)
+                else:
+                    self._save_cached(seq, ahead=True)
+            most -= length
+            if most <= 0:
+                break
+
+    def _save_cached(self, seq: SeqId, *, ahead: bool = False) -> None:
         """Let the tier keep a sequence of the prefix cache that is about to go."""
         assert self.cache is not None
         key = self.cache.key_of(seq)
         salt, runs = (key.salt, key.runs) if isinstance(key, AdapterKey) else (key, ())
-        self.tier.save_prefix(seq, self.cache.tokens_of(seq), runs, salt)
+        self.tier.save_prefix(seq, self.cache.tokens_of(seq), runs, salt, ahead=ahead)
 
     def demote(self, tokens: NDArray[np.int64], key: Hashable, start: int) -> int:
         """Give up the cached state of these tokens from ``start`` on, as if the pool were short;

@@ -160,16 +160,21 @@ class StateImports(StateExchange):
             elif self.encoders is not None and group in self.encoders.specs:
                 self.encoders.fill(seq_id, group, tensors["k"], tensors["v"])
             else:
-                self._write(found, group, expected or [], tensors)
+                self._write(found, group, expected or [], [tensors])
             found.missing.pop(group, None)
 
-    def import_rows(self, seq_id: SeqId, group: int, start: int, tensors: Mapping[str, Tensor]) -> None:
+    def import_rows(
+        self, seq_id: SeqId, group: int, start: int, tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
+    ) -> None:
         verb = "import_rows"
-        start = check_integer(start, f"{verb}: start", 0)
+        start = stop = check_integer(start, f"{verb}: start", 0)
         spec = self.rows_layer(group, verb).spec
-        count = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0)
-        part = range(start, start + count)
-        _check_tensors(verb, group, tensors, group_plan(spec, count, self.dtype))
+        pieces = [tensors] if isinstance(tensors, Mapping) else tensors
+        for piece in pieces:
+            count = next((tensor.shape[0] for tensor in piece.values() if tensor.dim()), 0)
+            _check_tensors(verb, group, piece, group_plan(spec, count, self.dtype))
+            stop += count
+        part = range(start, stop)
         started = self.imports.get(seq_id)
         expected = started.rows[group] if started else [part]
         if not part or not _holds(expected, part):
@@ -188,7 +193,7 @@ class StateImports(StateExchange):
                     f"{verb}: rows {describe_ranges([part])} of layer {group} were imported already, at least in part; missing: "
                     f"{describe_ranges(found.missing.get(group, []))}"
                 )
-            self._write(found, group, [part], tensors)
+            self._write(found, group, [part], pieces)
             found.has_come(group, part)
 
     @contextmanager
@@ -204,18 +209,24 @@ class StateImports(StateExchange):
                 raise _not_importing(seq_id, verb)
             yield started
 
-    def _write(self, started: Import, group: int, parts: list[range], tensors: Mapping[str, Tensor]) -> None:
+    def _write(self, started: Import, group: int, parts: list[range], pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        """Write ``pieces``, which follow each other, to the positions of ``parts``."""
         layer = self.layer(group)
         pages, storage = started.pages[layer.class_index], self.classes[layer.class_index].storage
         found = [slots_of(pages, part.start, part.stop, self.page_size) for part in parts]
         slots = np.concatenate([*found, np.empty(0, dtype=np.int64)])
         latent = isinstance(layer.spec, LatentAttention)
-        k, v = (tensors["latent"].unsqueeze(1), None) if latent else (tensors["k"], tensors["v"])
-        if slots.size and (np.diff(slots) == 1).all():
-            storage.write_run(layer.index, int(slots[0]), k, v)
-        else:
-            slots_N = torch.from_numpy(slots).to(self.device)
-            storage.write(layer.index, slots_N, k.to(self.device), None if v is None else v.to(self.device))
+        run_of = [0, *np.cumsum(np.diff(slots) != 1).tolist()]
+        """For each row the number of breaks between the slots up to it."""
+        stop = 0
+        for piece in pieces:
+            k, v = (piece["latent"].unsqueeze(1), None) if latent else (piece["k"], piece["v"])
+            start, stop = stop, stop + k.shape[0]
+            if start < stop and run_of[start] == run_of[stop - 1]:
+                storage.write_run(layer.index, int(slots[start]), k, v)
+            else:
+                slots_N = torch.from_numpy(slots[start:stop]).to(self.device)
+                storage.write(layer.index, slots_N, k.to(self.device), None if v is None else v.to(self.device))
 
     def pending_layers(self, seq_id: SeqId) -> list[int]:
         self.table.get(seq_id)
@@ -250,11 +261,13 @@ class StateImports(StateExchange):
                 f"sequences {sorted(importing)} are importing, and imports of {sorted(self.imports)} noted"
             )
         for seq_id, started in self.imports.items():
-            for layer in set(started.missing).intersection(self.layer_ids):
+            with started.lock:  # Another thread may be writing rows.
+                missing = dict(started.missing)
+            for layer in missing.keys() & set(self.layer_ids):
                 index = self.layer(layer).class_index
                 own, pool = started.pages[index], self.table.pools[index]
                 table = self.table.get(seq_id).tables[index].pages[: own.size]
-                for part in started.missing[layer]:
+                for part in missing[layer]:
                     pages = slice(part.start // self.page_size, pages_for(part.stop, self.page_size))
                     if (own[pages] != table[pages]).any() or (pool.references[own[pages]] != 1).any():
                         raise QuireError(

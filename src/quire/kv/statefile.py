@@ -228,6 +228,8 @@ class StateFile:
     def __init__(self, view: memoryview, label: str, expected_version: int, limits: HeaderLimits | None = None) -> None:
         self._header = read_header(view, label, expected_version, limits)
         self._view: memoryview | None = view
+        self._flat: Tensor | None = None
+        """All of ``_view``; None: no tensor was asked for yet."""
         self._label = label
 
     @property
@@ -258,8 +260,11 @@ class StateFile:
         spec = self._header.specs.get(name)
         if spec is None:
             raise NotFound(f"{self._label} has no tensor {name!r}; it holds {some(self._header.specs)}")
-        flat = _as_tensor(self._slice(name))
-        if flat.data_ptr() % spec.dtype.itemsize:
+        begin, end = self._span(name)
+        if self._flat is None:
+            self._flat = _as_tensor(self._open_view())
+        flat = self._flat[begin:end]
+        if begin % spec.dtype.itemsize or flat.data_ptr() % spec.dtype.itemsize:
             flat = flat.clone()
         return flat.view(spec.dtype).view(spec.shape)
 
@@ -267,21 +272,25 @@ class StateFile:
         """Compare these tensors, without any all of them, with their checksums. ``DataLoss`` names
         the first that differs."""
         for name in names or self._header.checksums:
-            expected, found = self._header.checksums[name], checksum(self._slice(name))
+            begin, end = self._span(name)
+            expected, found = self._header.checksums[name], checksum(self._open_view()[begin:end])
             if found != expected:
                 raise DataLoss(
                     f"{self._label}: tensor {name!r} is damaged: checksum {expected!r:.80} expected, {found!r} found"
                 )
 
-    def _slice(self, name: str) -> memoryview:
+    def _span(self, name: str) -> tuple[int, int]:
+        begin, end = self._header.spans[name]
+        return self._header.data_start + begin, self._header.data_start + end
+
+    def _open_view(self) -> memoryview:
         if self._view is None:
             raise FailedPrecondition(f"{self._label} is closed; open it again to read tensors")
-        begin, end = self._header.spans[name]
-        return self._view[self._header.data_start + begin : self._header.data_start + end]
+        return self._view
 
     def close(self) -> None:
         """Close the file; its mapping ends with the last tensor taken from it. May be repeated."""
-        self._view = None
+        self._view = self._flat = None
 
     def __enter__(self) -> StateFile:
         return self

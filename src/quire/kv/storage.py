@@ -92,6 +92,28 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, w
         raise ResourceExhausted(f"{what} {size:.2f} GiB more on {device} than there is; {advice}") from error
 
 
+IN_PARALLEL = 4 << 20
+"""Bytes from which on torch copies host memory, with several threads. These wait for each other. If
+the processors have other work, that takes many times longer than a smaller copy."""
+
+
+def copy_rows(target: Tensor, source: Tensor) -> None:
+    """Copy rows between tensors of one shape and type, on any devices. Other threads of Python run
+    meanwhile."""
+    is_small = source.nbytes < IN_PARALLEL and source.dtype == target.dtype
+    if is_small and source.is_cpu and target.is_cpu and source.is_contiguous() and target.is_contiguous():
+        np.copyto(target.view(torch.uint8).numpy(), source.detach().view(torch.uint8).numpy())
+    else:
+        target.copy_(source)
+
+
+def _taken(rows_SHD: Tensor, slots: NDArray[np.int64]) -> Tensor:
+    """Return a copy of rows, in one thread if it is small, as ``copy_rows``."""
+    if rows_SHD.is_cpu and slots.size * rows_SHD[0].nbytes < IN_PARALLEL:
+        return torch.from_numpy(rows_SHD.view(torch.uint8).numpy().take(slots, axis=0)).view(rows_SHD.dtype)
+    return rows_SHD.index_select(0, torch.from_numpy(slots).to(rows_SHD.device))
+
+
 class PagedStorage:
     """The rows of all layers of one class. Layers of equal geometry are slices of one tensor
     ``[L, S, H, D]``, so that a copy of pages is one operation for all of them."""
@@ -133,18 +155,17 @@ class PagedStorage:
     def write_run(self, layer: int, start: int, k_NHD: Tensor, v_NHD: Tensor | None = None) -> None:
         """Write rows, on any device, to slots in a row; several times faster than ``write``."""
         rows = self.layers[layer]
-        rows.k[start : start + len(k_NHD)].copy_(k_NHD)
+        copy_rows(rows.k[start : start + len(k_NHD)], k_NHD)
         if v_NHD is not None:
-            rows.v[start : start + len(v_NHD)].copy_(v_NHD)
+            copy_rows(rows.v[start : start + len(v_NHD)], v_NHD)
 
     def read(self, layer: int, slots: NDArray[np.int64]) -> LayerRows:
         """Return fresh tensors ``[N, H, D]`` of these slots."""
-        index = torch.from_numpy(slots).to(self.device)
         rows = self.layers[layer]
-        k_NHD = rows.k.index_select(0, index)
+        k_NHD = _taken(rows.k, slots)
         if self._latent[layer]:
             return LayerRows(k_NHD, k_NHD[..., : rows.v.shape[-1]])
-        return LayerRows(k_NHD, rows.v.index_select(0, index))
+        return LayerRows(k_NHD, _taken(rows.v, slots))
 
     def copy(self, copies: Sequence[SlotCopy]) -> None:
         """Copy slots, in every layer."""
