@@ -63,7 +63,7 @@ class SessionEdits(StateAccess):
         with engine.lock:
             branch = self._edited("edit", ids, place, added)
             try:
-                request = self._run(branch, len(branch.tokens) - 1, mode)
+                request = self._blended(branch, place, added.size) if mode == "blend" else self._run(branch)
             except BaseException:
                 engine.forget(branch)
                 raise
@@ -162,14 +162,12 @@ class SessionEdits(StateAccess):
         branch.pinned = state.pinned
         return branch
 
-    def _run(self, branch: SessionBranch, length: int, mode: EditMode) -> SequenceRequest | None:
-        """Queue a run of the first ``length`` tokens of a branch; None: they are computed."""
-        if mode == "blend":
-            return self._blended(branch)
-        if length < 1 or branch.computed >= length:
+    def _run(self, branch: SessionBranch) -> SequenceRequest | None:
+        """Queue a run of all tokens but the last of a branch; None: they are computed."""
+        ids, last = branch.tokens.ids, len(branch.tokens) - 1
+        if last < 1 or branch.computed >= last:
             return None
-        ids = branch.tokens.ids
-        return self._engine.submit_run(branch, ids[:length], tail=ids[length:].tolist())
+        return self._engine.submit_run(branch, ids[:last], tail=ids[last:].tolist())
 
     def _require_blending(self) -> None:
         """Refuse what is edited exactly only."""
@@ -183,8 +181,9 @@ class SessionEdits(StateAccess):
                 allowed="'exact'",
             )
 
-    def _blended(self, branch: SessionBranch) -> NoReturn:
-        """Queue a blended run of what follows the span."""
+    def _blended(self, branch: SessionBranch, place: TextPlace, added: int) -> NoReturn:
+        """Queue a run of a branch whose tokens behind the ``added`` ones take their cached state
+        from the session's sequence, where they stand from ``place.stop`` on."""
         raise Unsupported(
             "edits are not blended in this release; give mode='exact'", field="mode", given="blend", allowed="'exact'"
         )
