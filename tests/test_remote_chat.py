@@ -68,6 +68,14 @@ LINES = [
     "class Stack:",
     "/rewind 1",
     "/rewind 5",
+    "class Queue:",
+    "/edit Queue => Pile",
+    "/edit nothing of that => x",
+    "/edit Pile",
+    "/text",
+    "/edit def add(a, b) =>",
+    "/text",
+    "/rewind 1",
     "/nonsense",
     "/fork other",
     "/stats",
@@ -192,6 +200,25 @@ def test_a_full_context_and_the_ways_on(folder: str, request: pytest.FixtureRequ
         assert texts[2] == texts[3]
         model.close()
     asyncio.run(served_llm.close())
+
+
+def test_turns_behind_an_edit_are_taken_back(pair: tuple[Served, Path]) -> None:
+    """They begin elsewhere then."""
+    _, path = pair
+    with LLM(path, **OPTIONS) as local:
+        chat = TerminalChat(local, SamplingParams(**FIELDS))
+        chat.take("value_one = 1")
+        chat.take("value_two = 2")
+        chat.take("/fork other")
+        chat.take("/switch main")
+        chat.take("/edit value_one => x")
+        assert [turn.line for turn in chat._branch.turns] == ["x = 1", "value_two = 2"]
+        assert "value_one" not in chat._session.text
+        chat.take("/rewind 1")
+        left = chat._session.text
+        chat.take("/switch other")
+        chat.take("/rewind 1")
+        assert left == chat._session.text.replace("value_one", "x")
 
 
 def test_an_interrupted_answer_ends_on_the_server_and_can_be_taken_back(

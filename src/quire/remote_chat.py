@@ -264,6 +264,9 @@ class RemoteSession:
         own = [value for name, value in answer.items() if name not in ("id", "num_tokens")]
         return own[0] if len(own) == 1 else answer if own else None
 
+    def edit(self, span: str, new: str) -> None:
+        self._post("/edit", span=span, text=new)
+
     def use_adapter(self, name: str | None) -> None:
         self._post("/adapter", name=name)
         self.adapter = name

@@ -24,6 +24,7 @@ HELP = """\
 /switch NAME   go on in another copy
 /rewind N      take back the last N turns (yours and the answer) of this chat; text that was loaded has no turns
 /drop N        forget the N oldest turns, or the oldest one, when the context is full; text that was loaded goes first
+/edit OLD => NEW  replace a text that occurs once, in a line or an answer; what follows is run again
 /text          the whole text of this conversation
 /save FILE     write the conversation's state to a file
 /load FILE     go on from a state file, under the file's name
@@ -94,6 +95,7 @@ class TerminalChat:
             "/switch": self._switch,
             "/rewind": self._rewind,
             "/drop": self._drop,
+            "/edit": self._edit,
             "/text": lambda _: self._say(self._session.text),
             "/save": self._save,
             "/load": self._load,
@@ -261,6 +263,24 @@ class TerminalChat:
         count = _number("/drop", text or "1", most, f"{what} can be forgotten", "forget")
         self._rebuild(branch, branch.turns[count - branch.loaded :])
         self._say(f"{len(branch.turns)} turns are left, {len(branch.session)} tokens")
+
+    def _edit(self, text: str) -> None:
+        old, arrow, new = text.partition(" =>")
+        branch, new = self._branch, new.removeprefix(" ")
+        held = [index for index, turn in enumerate(branch.turns) if old in turn.line or old in turn.answer]
+        if not arrow or len(held) != bool(branch.turns):
+            raise InvalidArgument(
+                f"/edit {text!r}; OLD => NEW is needed, and OLD is in {len(held)} turns of this chat, where it must be in one line or "
+                "answer"
+            )
+        before = len(branch.session)
+        branch.session.edit(span=old, new=new)
+        shift = len(branch.session) - before
+        for index, turn in enumerate(branch.turns):
+            start = turn.start if turn.start is None or index <= held[0] else turn.start + shift
+            line, answer = turn.line.replace(old, new), turn.answer.replace(old, new)
+            branch.turns[index] = replace(turn, line=line, answer=answer, start=start)
+        self._say(f"{len(branch.session)} tokens")
 
     def _save(self, path: str) -> None:
         file = _file("/save", path)

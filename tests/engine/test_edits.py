@@ -370,9 +370,33 @@ def test_edits_that_no_message_has(chatty: LLM) -> None:  # noqa: F811
         with pytest.raises(FailedPrecondition, match="content of one message"):
             session.edit(span, [])
         assert (state_of(session), session._turns.written()) == before
-    twice = chatty.session()
-    twice.chat([user("fox"), user("fox")], greedy(1))
-    place = twice.text.rindex("fox")
-    assert place > 0
-    with pytest.raises(InvalidArgument, match="more than once"):
-        twice.edit("fox", "cat")
+
+
+def test_messages_that_say_the_same(chatty: LLM) -> None:  # noqa: F811
+    """Positions tell which one is meant, unless something else may say the same."""
+    tokenizer = chatty.tokenizer
+    assert tokenizer is not None
+
+    def edited(messages: list[str], text: str, which: int, new: str) -> Session:
+        """Edit the tokens of one of a text's occurrences."""
+        session = chatty.session()
+        session.chat([user(one) for one in messages], greedy(1))
+        pieces = [tokenizer.token_text(token) for token in session.tokens]
+        ends, whole, place = np.cumsum([len(piece) for piece in pieces]), "".join(pieces), -1
+        for _ in range(which + 1):
+            place = whole.index(text, place + 1)
+        start, stop = np.searchsorted(ends, place, "right"), np.searchsorted(ends, place + len(text)) + 1
+        rest = "".join(pieces[start:stop]).split(text)
+        session.edit((int(start), int(stop)), f"{rest[0]}{new}{rest[1]}")
+        return session
+
+    same = ["zebra zebra", "one zebra", "zebra zebra"]
+    for which, wanted in (
+        (0, ["cat zebra", *same[1:]]),
+        (2, [same[0], "one cat", same[2]]),
+        (4, [*same[:2], "zebra cat"]),
+    ):
+        session = edited(same, "zebra", which, "cat")
+        assert [turn.message["content"] for turn in session._turns._turns[:3]] == wanted
+    with pytest.raises(FailedPrecondition, match="content of one message"):
+        edited(["user", "more"], "user", 1, "role")

@@ -83,6 +83,13 @@ MUTANTS = (
         tests=("engine/test_edits.py::test_a_message_of_a_chat",),
     ),
     Mutant(
+        name="edits-take-any-message-that-says-so",
+        file="engine/chat_turns.py",
+        old=" and len(places) == texts.count(text):",
+        new=":",
+        tests=("engine/test_edits.py::test_messages_that_say_the_same",),
+    ),
+    Mutant(
         name="one-of-several-texts-is-edited",
         file="engine/text_places.py",
         old="if whole.find(wanted, at + 1) >= 0:",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from quire.branches.history import Ids
+import numpy as np
+
+from quire.branches.history import Ids, common_prefix
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.sequence_request import SequenceRequest
 from quire.engine.text_places import pieces_of
@@ -111,28 +114,37 @@ class ChatTurns:
     def _with_content(
         self, ids_T: Ids, start: int, stop: int, new_T: Ids, tokenizer: Tokenizer | None, first: int
     ) -> list[Turn]:
-        """Return the turns with the content of that one replaced in which ``start..stop`` is."""
-        edges = [first, *dict.fromkeys(turn.end for turn in self._turns)]
-        begin = max((edge for edge in edges if edge <= start), default=0)
-        end = min(edge for edge in edges if edge > start)
-        found: list[tuple[int, Mapping[str, Any]]] = []
-        if begin >= first and stop <= end and tokenizer is not None:
-            pieces = pieces_of(tokenizer.token_bytes, ids_T[begin:end])
-            before, gone, after = (
-                b"".join(part)
-                for part in (pieces[: start - begin], pieces[start - begin : stop - begin], pieces[stop - begin :])
+        """Return the turns with the content of that one replaced in which ``start..stop`` is. Only
+        the last one's end is sure: what came before may have been tokenised anew."""
+        turns, last, found = list(self._turns), self._turns[-1].end, []
+        texts = [_text_of(turn.message) for turn in turns]
+        if first <= start and stop <= last and tokenizer is not None:
+            table = tokenizer.token_bytes
+            before, gone, after, new = (
+                b"".join(pieces_of(table, part))
+                for part in (ids_T[first:start], ids_T[start:stop], ids_T[stop:last], new_T)
             )
-            new = b"".join(pieces_of(tokenizer.token_bytes, new_T))
-            for index, turn in enumerate(self._turns):
-                if turn.end == end:
-                    found += [(index, message) for message in _replaced(turn.message, before, gone, after, new)]
+            # Tokens at the ends may also hold what the template writes around the content.
+            same = _same(gone, new)
+            before, gone, new = before + gone[:same], gone[same:], new[same:]
+            same = _same(gone[::-1], new[::-1])
+            gone, new, after = gone[: len(gone) - same], new[: len(new) - same], gone[len(gone) - same :] + after
+            whole, at = before + gone + after, len(before)
+            for text in set(texts) - {b""}:
+                places = [one.start() for one in re.finditer(re.escape(text), whole)]
+                for number, place in enumerate(places):
+                    # As often as there are messages that say so, or it is not known which is which.
+                    if place <= at and at + len(gone) <= place + len(text) and len(places) == texts.count(text):
+                        edited = text[: at - place] + new + text[at - place + len(gone) :]
+                        found.append((text, number, edited.decode(errors="replace")))
         if len(found) != 1:
             raise FailedPrecondition(
                 f"tokens {start}..{stop - 1} are not in the content of one message of the session's chat, which goes on by its "
                 "messages; edit part of one message's content, or rewind to before it"
             )
-        turns, (index, message) = list(self._turns), found[0]
-        turns[index] = replace(turns[index], message=message)
+        text, number, content = found[0]
+        index = [index for index, one in enumerate(texts) if one == text][number]
+        turns[index] = replace(turns[index], message={**turns[index].message, "content": content})
         return turns
 
     def end_with_answer(self, length: int) -> bool:
@@ -175,18 +187,12 @@ class ChatTurns:
         ]
 
 
-def _replaced(
-    message: Mapping[str, Any], before: bytes, gone: bytes, after: bytes, new: bytes
-) -> Iterator[Mapping[str, Any]]:
-    """Yield the message with ``gone`` replaced by ``new`` where its content is the text of the
-    tokens around that. Templates may strip contents."""
-    content, whole = message.get("content"), before + gone + after
-    if not isinstance(content, str) or not (text := content.strip().encode(errors="replace")):
-        return
-    at = whole.find(text)
-    while 0 <= at <= len(before):
-        here = len(before) - at
-        if here + len(gone) <= len(text):
-            edited = text[:here] + new + text[here + len(gone) :]
-            yield {**message, "content": content.replace(content.strip(), edited.decode(errors="replace"), 1)}
-        at = whole.find(text, at + 1)
+def _same(one: bytes, other: bytes) -> int:
+    """Count the equal bytes at the beginning."""
+    return common_prefix(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
+
+
+def _text_of(message: Mapping[str, Any]) -> bytes:
+    """Return the content of a message as templates may write it: stripped; empty if it is none."""
+    content = message.get("content")
+    return content.strip().encode(errors="replace") if isinstance(content, str) else b""

@@ -86,7 +86,7 @@ class SessionEdits(StateAccess):
             try:
                 if params is not None:
                     source = self._source(place, added.size, params)
-                request = self._run(branch, len(branch.tokens) - 1, None if source is None else source.blend)
+                request = self._run(branch, None if source is None else source.blend)
             except BaseException:
                 engine.forget(branch)
                 self._give_back(source)
@@ -193,12 +193,12 @@ class SessionEdits(StateAccess):
         branch.pinned = state.pinned
         return branch
 
-    def _run(self, branch: SessionBranch, length: int, blend: PromptBlend | None) -> SequenceRequest | None:
-        """Queue a run of the first ``length`` tokens of a branch; None: they are computed."""
-        if length < 1 or branch.computed >= length:
+    def _run(self, branch: SessionBranch, blend: PromptBlend | None) -> SequenceRequest | None:
+        """Queue a run of all tokens but the last of a branch; None: they are computed."""
+        ids, last = branch.tokens.ids, len(branch.tokens) - 1
+        if last < 1 or branch.computed >= last:
             return None
-        ids = branch.tokens.ids
-        return self._engine.submit_run(branch, ids[:length], tail=ids[length:].tolist(), blend=blend)
+        return self._engine.submit_run(branch, ids[:last], tail=ids[last:].tolist(), blend=blend)
 
     def _blending(self, mode: EditMode, params: BlendParams | None) -> BlendParams | None:
         """Return how an edit is blended; None: it is exact. Refuse what is edited exactly only."""
