@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from tests.blend.small_model import LATENT, YARN, heads, rope, run
 from torch import Tensor
 
 from quire.blend.executor import TensorBlender
+from quire.blend.scores import SCORES, ScoreInputs
 from quire.blend.selection import BlendedRows, BlendPolicy
 from quire.contracts.blend import BlendExecutor, BlendOutput
 from quire.contracts.layers import CrossAttention, Recurrent, StateTensor
@@ -164,6 +165,58 @@ def test_keys_of_another_dtype_are_rounded_once() -> None:
     wide = other.blend(**{**call(2), **fresh, "retrieved_k": stored.float()})
     assert half.k.dtype == half.v.dtype == torch.float32
     assert torch.equal(half.k, wide.k)
+
+
+def test_keys_of_a_wider_cache_are_rounded_once() -> None:
+    """They are moved in float32, and then become the model's float16."""
+    changes = {"fresh_k": call(2)["fresh_k"][[3, 5]], "positions": call(2)["positions"][[3, 5]]}
+    found = []
+    for dtype in (torch.float16, torch.float32):
+        one = executor()
+        for layer in range(2):
+            one.blend(**call(layer))
+        fresh = {f"fresh_{name}": call(2)[f"fresh_{name}"][[3, 5]].to(dtype) for name in "qkv"}
+        found.append(one.blend(**{**call(2), **changes, **fresh}).k)
+    assert found[0].dtype == torch.float16
+    assert torch.equal(found[0], found[1].half())
+
+
+class Spy:
+    """A score that keeps what it is given."""
+
+    needs = frozenset({"k", "v"})
+
+    def __init__(self) -> None:
+        self.seen: list[ScoreInputs] = []
+
+    def scores(self, inputs: ScoreInputs) -> Tensor:
+        self.seen.append(inputs)
+        return torch.zeros(len(inputs.candidates))
+
+
+@pytest.fixture
+def spy() -> Iterator[Spy]:
+    yield SCORES.register("spy", Spy())
+    SCORES.remove("spy")
+
+
+def test_scores_get_the_layer(spy: Spy) -> None:
+    spec = dataclasses.replace(heads(4, 2, rope(), 7), sm_scale=0.3)
+    policy = BlendPolicy(score="spy", min_tokens=0, layers=(0, 1), ratio=0.5)
+    one, rows = TensorBlender(policy, (spec,) * 2), torch.arange(6)
+    for layer in range(2):
+        fresh = {name: value[rows] for name, value in call(layer).items() if name.startswith(("fresh", "positions"))}
+        out = one.blend(**{**call(layer), **fresh})
+        inputs = spy.seen[layer]
+        assert (inputs.layer_id, inputs.scale, inputs.window) == (layer, 0.3, 7)
+        assert torch.equal(inputs.positions, call(0)["positions"][rows])
+        assert torch.equal(inputs.fresh_q, fresh["fresh_q"])
+        assert inputs.cached_k is not None
+        assert inputs.cached_v is not None
+        assert torch.equal(inputs.cached_v, call(layer)["retrieved_v"][rows])
+        assert len(inputs.cached_k) == len(rows)
+        rows = out.local_indices.clone()
+        out.local_indices.zero_()  # What was returned is the caller's.
 
 
 def test_nothing_retrieved_is_nothing_valid() -> None:
