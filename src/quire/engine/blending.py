@@ -178,6 +178,7 @@ class PromptBlend:
             by_tier=dict(self.by_tier) if blended else {},
             reason=self.reason,
             divergence=self.divergence,
+            unplaced=self.pieces.unplaced,
         )
 
 
@@ -334,7 +335,7 @@ class Blending:
         assert blend is not None
         logger.warning("%s; the prompt is computed in full", error)
         blend.end()
-        blend.reason = str(error)
+        blend.reason = "cached rows did not come; the log says why"  # clients read it, and no paths of files
 
     def close(self) -> None:
         """End the threads that know which chunks there are."""
