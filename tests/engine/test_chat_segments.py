@@ -81,7 +81,8 @@ def test_whatever_is_cut_is_the_prompt(template: str, messages: list[Any], count
         # Such templates write every text, so that only empty ones have no place.
         assert {path for path, content in texts.items() if content.strip()} == set(texts) - set(unplaced)
     if template in ("no signs", "nothing"):
-        assert len(parts) == 1 and set(unplaced) == set(texts)
+        assert len(parts) == 1
+        assert set(unplaced) == set(texts)
 
 
 def test_places() -> None:
@@ -99,7 +100,7 @@ def test_places() -> None:
 def test_texts_that_a_template_changes() -> None:
     """They are no segments, and the others are."""
     messages = [{"role": "user", "content": text, "segment": True} for text in ("a b", "ax", " c ", "dx", "")]
-    text, parts, unplaced, _ = cut(TEMPLATES["some large"], messages)
+    _, parts, unplaced, _ = cut(TEMPLATES["some large"], messages)
     assert [part.content for part in parts if isinstance(part, Segment)] == ["a b", " c "]
     assert unplaced == ("messages.1", "messages.3", "messages.4")
     # Not for ever: each costs a rendering.
@@ -163,7 +164,8 @@ def test_chats_are_blended(chatty: LLM) -> None:  # noqa: F811
     warmed = chatty.warm(DOCUMENTS)
     assert all(one.kept == one.tokens >= 32 for one in warmed)
     (output,) = chatty.chat(messages, greedy(4), blend=params)
-    assert output.blend is not None and output.blend.unplaced == ()
+    assert output.blend is not None
+    assert output.blend.unplaced == ()
     assert output.blend.blended == sum(one.tokens for one in warmed)
     assert output.prompt == plain.prompt
     tokenizer = chatty.tokenizer
