@@ -24,6 +24,7 @@ from quire.errors import (
 )
 from quire.hints import CacheHints, Pin
 from quire.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
+from quire.segments import BlendParams, Segment
 from quire.waiting import DECISION as _DECISION  # noqa: F401  (before anybody loads torch)
 
 if TYPE_CHECKING:
@@ -32,7 +33,15 @@ if TYPE_CHECKING:
     from quire.executor.executor import Executor
     from quire.executor.llm_executor import LlmExecutor
     from quire.llm import LLM
-    from quire.outputs import BeamSearchOutput, CompletionOutput, EditReport, RequestOutput, Reuse
+    from quire.outputs import (
+        BeamSearchOutput,
+        Blend,
+        CompletionOutput,
+        EditReport,
+        RequestOutput,
+        Reuse,
+        WarmedSegment,
+    )
 
 try:
     __version__ = version("quire")
@@ -52,6 +61,8 @@ _LAZY = {
     "CompletionOutput": "quire.outputs",
     "EditReport": "quire.outputs",
     "Reuse": "quire.outputs",
+    "Blend": "quire.outputs",
+    "WarmedSegment": "quire.outputs",
 }
 
 __all__ = [
@@ -61,7 +72,9 @@ __all__ = [
     "AsyncSession",
     "BeamSearchOutput",
     "BeamSearchParams",
+    "Blend",
     "BlendLoadError",
+    "BlendParams",
     "CacheHints",
     "Cancelled",
     "CheckpointError",
@@ -80,9 +93,11 @@ __all__ = [
     "Reuse",
     "SampleDelta",
     "SamplingParams",
+    "Segment",
     "Session",
     "StructuredOutputs",
     "Unsupported",
+    "WarmedSegment",
 ]
 
 

@@ -172,7 +172,7 @@ class LLM(SessionHistory):
         model that cannot be blended. The first request that fails raises its error, and those of
         all segments end.
         """
-        submitted = self.submit_warm(segments, adapter=adapter, cache_salt=cache_salt)
+        submitted = self.prepare_warm(segments, adapter=adapter, cache_salt=cache_salt)()
         requests = [request for _, requests in submitted for request in requests]
         try:
             step_tokens = self._engine.scheduler.limits.max_num_batched_tokens
@@ -226,9 +226,15 @@ class LLM(SessionHistory):
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         hints: CacheHints | None = None,
+        blend: BlendParams | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, rendered with the model's chat template."""
+        """Answer one conversation or many, rendered with the model's chat template.
+
+        With ``blend`` the texts that are marked by ``"segment": True``, beside the ``text`` of a
+        part or the ``content`` of a message, are segments, as in ``generate``. Those that the
+        template does not write as they are, ``RequestOutput.blend.unplaced`` names.
+        """
         prepared = self.prepare_chat(
             messages,
             sampling_params,
@@ -237,6 +243,7 @@ class LLM(SessionHistory):
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             hints=hints,
+            blend=blend,
         )
         return self._run(prepared, use_tqdm)
 
@@ -366,6 +373,7 @@ class LLM(SessionHistory):
             "verbs": verbs_of(kinds),
             "engine": ENGINE_REFUSALS,
             "engine_verbs": ENGINE_VERBS
+            | {"blending": self._engine.blending.refusal}
             | ({} if self.tokenizer is not None else {"structured outputs": "this model has no tokenizer"}),
             "notes": self._parts.notes,
         }

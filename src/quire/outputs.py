@@ -148,6 +148,9 @@ class Blend:
     divergence: float | None = None
     """KL divergence of the next token's distribution from that of a full computation, in nats; None
     if it was not measured (``BlendParams.verify``)."""
+    unplaced: tuple[str, ...] = ()
+    """Paths of texts of messages that were marked and are no segments, since the chat template does
+    not write them as they are: "messages.0.content.1"."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as HTTP replies have it."""
@@ -158,6 +161,7 @@ class Blend:
             "by_tier": dict(self.by_tier),
             "reason": self.reason,
             "divergence": self.divergence,
+            "unplaced": list(self.unplaced),
         }
 
 

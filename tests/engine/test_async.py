@@ -23,11 +23,13 @@ from quire.engine.beam import search
 from quire.engine.session_sources import SessionSources
 from quire.errors import Cancelled
 from quire.sampling_params import BeamSearchParams
+from quire.segments import BlendParams, Segment
 from small_tokenizers import saved
 
 from .conftest import (
     BYTES_PER_TOKEN,
     Checkpoint,
+    MakeLLM,
     assert_empty,
     check,
     greedy,
@@ -939,6 +941,75 @@ def test_what_comes_while_it_closes_is_refused(make: MakeAsync) -> None:
         for task in late:
             with pytest.raises(FailedPrecondition, match="closed"):
                 await task
+
+    asyncio.run(use())
+
+
+# -- blending --------------------------------------------------------------------------------------
+
+SEGMENTS = [Segment(random_tokens(length, seed=length)) for length in (40, 52)]
+
+
+def test_prompts_are_blended(make: MakeAsync, make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """As without the background."""
+    prompt = [SEGMENTS[1], SEGMENTS[0], PROMPT]
+    params = BlendParams(ratio=0.2, least=1, keep=False)
+    plain, llm = make_llm(llama), make()
+    expected = plain.warm(SEGMENTS), plain.generate([prompt], greedy(4), blend=params)
+
+    async def use() -> None:
+        assert await llm.warm(SEGMENTS) == expected[0]
+        assert [one.computed for one in await llm.warm([one.content for one in SEGMENTS])] == [0, 0]
+        assert [one.kept for one in await llm.warm(SEGMENTS, cache_salt="x")] == [40, 52]
+        (output,) = await llm.generate([prompt], greedy(4), blend=params)
+        assert output.blend is not None
+        assert output.blend.blended
+        assert output.blend == expected[1][0].blend
+        assert token_ids([output]) == token_ids(expected[1])
+        stream = llm.stream(prompt, greedy(4), blend=params)
+        assert ids_of([delta async for delta in stream]) == token_ids(expected[1])[0]
+        assert stream.output.blend is not None
+        assert 0 < stream.output.blend.blended <= output.blend.blended
+        for wrong in (llm.generate([prompt], blend=True), llm.warm("text"), anext(llm.stream(prompt, blend=1))):  # type: ignore[arg-type]
+            with pytest.raises(InvalidArgument):
+                await wrong
+
+    asyncio.run(use())
+    assert pages_free(llm)
+    check(llm._llm)
+
+
+def test_a_cancelled_warm_ends(make: MakeAsync) -> None:
+    """Nothing of it runs on, and what it has not kept can be asked for again."""
+    llm = make(max_num_batched_tokens=8, max_num_seqs=1)
+
+    async def use() -> None:
+        task = asyncio.create_task(llm.warm(SEGMENTS))
+        await eventually(lambda: len(llm.engine.blending.under_way) == 2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not llm.engine.has_work
+        assert not llm.engine.blending.under_way
+        assert [one.computed for one in await llm.warm(SEGMENTS)] == [40, 52]
+
+    asyncio.run(use())
+    assert pages_free(llm)
+
+
+def test_a_warm_that_fails_says_so(make: MakeAsync, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make(max_num_seqs=1)
+
+    def broken(step: Any) -> Any:
+        raise ResourceExhausted("no room")
+
+    async def use() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(llm.engine.runner, "execute", broken)
+            with pytest.raises(ResourceExhausted, match="no room"):
+                await llm.warm(SEGMENTS)
+        assert not llm.engine.has_work
+        assert [one.kept for one in await llm.warm(SEGMENTS)] == [40, 52]
 
     asyncio.run(use())
 

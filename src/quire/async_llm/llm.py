@@ -15,13 +15,15 @@ from quire.async_llm.stepper import BeamJob, Job
 from quire.async_llm.stream import AsyncStream, Prepared
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
-from quire.engine.prompts import Prompt, Prompts
+from quire.engine.prompts import Prompt, Prompts, Text
+from quire.engine.request_outputs import warmed
 from quire.engine.sequence_request import SequenceRequest
 from quire.errors import InvalidArgument
 from quire.hints import CacheHints
 from quire.llm import LLM, Messages
-from quire.outputs import BeamSearchOutput, RequestOutput
+from quire.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
 from quire.sampling_params import BeamSearchParams, SamplingParams
+from quire.segments import BlendParams, Segment
 
 
 class ChatOptions(TypedDict, total=False):
@@ -32,6 +34,7 @@ class ChatOptions(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     add_generation_prompt: bool
     hints: CacheHints | None
+    blend: BlendParams | None
 
 
 class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
@@ -60,13 +63,16 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         adapter: str | None = None,
         cache_salt: str | None = None,
         hints: CacheHints | None = None,
+        blend: BlendParams | None = None,
     ) -> list[RequestOutput]:
         """Generate as ``LLM.generate`` does, also from sessions among the prompts. ``request_id``
         names the prompt for ``abort``. Of several, number i is called "name-i"."""
         given = unwrapped(prompts)
         return await self._run(
             "generate",
-            lambda: self._llm.prepare(given, sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints),
+            lambda: self._llm.prepare(
+                given, sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend
+            ),
             request_id,
         )
 
@@ -109,12 +115,15 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         adapter: str | None = None,
         cache_salt: str | None = None,
         hints: CacheHints | None = None,
+        blend: BlendParams | None = None,
     ) -> AsyncStream:
         """Continue one prompt: ``async for delta in llm.stream("text")``. The stream's ``output``
         is the result that ``generate`` would return."""
         return self._stream(
             "stream",
-            lambda: self._llm.prepare([prompt], sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints),
+            lambda: self._llm.prepare(
+                [prompt], sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend
+            ),
             request_id,
         )
 
@@ -144,6 +153,22 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         return AsyncStream(self._background, prepared)
 
     prefetch = awaited(LLM.prefetch)
+
+    async def warm(
+        self, segments: Sequence[Segment | Text], *, adapter: str | None = None, cache_salt: str | None = None
+    ) -> list[WarmedSegment]:
+        """Compute what segments lack, as ``LLM.warm`` does."""
+        submit = await self._background.call(
+            "warm", lambda: self._llm.prepare_warm(segments, adapter=adapter, cache_salt=cache_salt)
+        )
+        submitted: list[tuple[int, list[SequenceRequest]]] = []
+
+        def start() -> list[SequenceRequest]:
+            submitted.extend(submit())
+            return [request for _, requests in submitted for request in requests]
+
+        await self._background.finish(Job(self.engine, start))
+        return warmed(submitted)
 
     async def beam_search(
         self, prompts: Prompts, params: BeamSearchParams, *, adapter: str | None = None, cache_salt: str | None = None

@@ -7,7 +7,6 @@ ENGINE_REFUSALS: dict[str, str] = {
     "LLM(quantization=...)": "quantised weights are not in this release",
     "LLM(tensor_parallel_size=2), LLM(pipeline_parallel_size=2)": "one device runs the whole model in this release",
     "LLM(trust_remote_code=True)": "code of checkpoints is never run",
-    "blending": "blending of cached segments is not in this release",
 }
 """Options that the engine refuses, with reasons, for ``capabilities``."""
 
@@ -26,6 +25,7 @@ ENGINE_VERBS: dict[str, str] = dict.fromkeys(
         "adapters",
         "sessions as KV caches",
         "cache hints",
+        "blending",
     ],
     "",
 )

@@ -289,7 +289,7 @@ class Blending:
         assert blend is not None
         logger.warning("%s; the prompt is computed in full", error)
         blend.end()
-        blend.reason = str(error)
+        blend.reason = "cached rows did not come; the log says why"  # clients read it, and no paths of files
 
     def flush(self, timeout: float) -> bool:
         """Hand all chunks to the store; return whether it has them. Call it without the lock."""

@@ -106,4 +106,5 @@ class PromptBlend:
             by_tier=dict(self.by_tier) if blended else {},
             reason=self.reason,
             divergence=self.divergence,
+            unplaced=self.pieces.unplaced,
         )

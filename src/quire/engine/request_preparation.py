@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +15,7 @@ from quire.branches.media import NO_MEDIA, Media
 from quire.contracts.executor import ExecutorInputs
 from quire.engine.beam import BeamSearch
 from quire.engine.chat_rendering import render_chat, select_template
+from quire.engine.chat_segments import cut_at_segments, without_segments
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions, split_sessions
@@ -93,10 +96,11 @@ class RequestPreparation:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         hints: CacheHints | None = None,
+        blend: BlendParams | None = None,
     ) -> PreparedPrompts:
         """Check, render and encode the arguments of ``chat``, for ``submit``."""
         self._require_open("chat")
-        chosen, hinted = self._adapter(adapter), checked_hints(hints)
+        chosen, hinted, blend = self._adapter(adapter), checked_hints(hints), self._engine.blending.checked(blend)
         if not isinstance(messages, (list, tuple)) or not messages:
             allowed = "a list of messages, or a list of such lists, with at least one message"
             raise InvalidArgument(field="messages", given=messages, allowed=allowed)
@@ -106,8 +110,9 @@ class RequestPreparation:
         if tokenizer is None:
             raise FailedPrecondition("chat needs a tokenizer with a chat template, and this model has no tokenizer")
         template = select_template(tokenizer.chat_templates, with_tools=tools is not None)
-        texts = [
-            render_chat(
+
+        def render(conversation: Messages) -> str:
+            return render_chat(
                 template,
                 conversation,
                 add_generation_prompt=add_generation_prompt,
@@ -115,10 +120,19 @@ class RequestPreparation:
                 max_bytes=self._engine.checks.max_text_bytes,
                 **tokenizer.special_tokens,
             )
-            for conversation in conversations
-        ]
-        ids = [np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64) for text in texts]
-        return self._checked(PreparedPrompts(ids, list(texts), params, cache_key(cache_salt), chosen, hints=hinted))
+
+        texts: list[str | None] = []
+        ids, pieces = [], []
+        for conversation in conversations:
+            bare, marked = without_segments(conversation)
+            texts.append(text := render(bare))
+            parts, unplaced = ([text], ()) if blend is None else cut_at_segments(text, bare, marked, render)
+            # The text holds its special tokens.
+            tokens, found = read_segments(parts, lambda part, first: self._encode(part, None, begins=False))
+            ids.append(tokens)
+            pieces.append(replace(found, unplaced=unplaced))
+        key = cache_key(cache_salt)
+        return self._checked(PreparedPrompts(ids, texts, params, key, chosen, hints=hinted, pieces=pieces, blend=blend))
 
     def prepare_beams(
         self, prompts: Prompts, params: BeamSearchParams, *, adapter: str | None = None, cache_salt: str | None = None
@@ -167,11 +181,11 @@ class RequestPreparation:
             most=most,
         )
 
-    def submit_warm(
+    def prepare_warm(
         self, segments: Sequence[Segment | Text], *, adapter: str | None, cache_salt: str | None
-    ) -> list[tuple[int, list[SequenceRequest]]]:
-        """Check and encode segments; queue the computation of those of which nothing is kept.
-        Return, for each, its tokens and the requests that compute them."""
+    ) -> Callable[[], list[tuple[int, list[SequenceRequest]]]]:
+        """Check and encode segments; return what queues the computation of those that are not kept.
+        That returns, for each, its tokens and the requests that compute them."""
         self._require_open("warm")
         self._engine.blending.require()
         chosen, key = self._adapter(adapter), cache_key(cache_salt)
@@ -183,7 +197,7 @@ class RequestPreparation:
                 content = segment.content if isinstance(segment, Segment) else segment
                 ids.append(self._encode(content, self._engine.checks, begins=False))
                 self._engine.checks.tokens(ids[-1])
-        return self._engine.submit_chunks(ids, key=key, adapter=chosen)
+        return partial(self._engine.submit_chunks, ids, key=key, adapter=chosen)
 
     def submit(self, prepared: PreparedPrompts, request_id: str | None = None) -> list[list[SequenceRequest]]:
         """Queue prompts, all or none, for the engine's steps; return the samples of each.

@@ -28,6 +28,8 @@ class Pieces:
     """Where the second, third, ... piece begins."""
     marked: tuple[tuple[int, int], ...] = ()
     """First token, and the one behind the last, of each segment that is worth keeping."""
+    unplaced: tuple[str, ...] = ()
+    """Paths of marked texts of messages that are no segments (``Blend.unplaced``)."""
 
     def question(self, length: int) -> int:
         """Return where the last piece begins, whose tokens always run; ``length`` of one piece."""

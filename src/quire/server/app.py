@@ -12,7 +12,17 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from quire.async_llm import AsyncLLM
-from quire.server import adapter_routes, branch_routes, chat, completions, errors, session_routes, status, tokens
+from quire.server import (
+    adapter_routes,
+    branch_routes,
+    chat,
+    completions,
+    errors,
+    session_routes,
+    status,
+    tokens,
+    warm_routes,
+)
 from quire.server.context import Context, public_name
 from quire.server.gate import Gate, GateMiddleware
 from quire.server.reruns import Reruns
@@ -66,7 +76,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     )
     app.state.context = context
     errors.install(app)
-    for module in (chat, completions, session_routes, branch_routes, status, tokens, adapter_routes):
+    for module in (chat, completions, warm_routes, session_routes, branch_routes, status, tokens, adapter_routes):
         app.include_router(module.router)
     app.add_middleware(GateMiddleware, gate=gate, settings=settings)
     if settings.allowed_origin:

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.branches.history import common_prefix
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import QuireError
 from quire.server.errors import bad_field
 from quire.server.hint_fields import MOST_MARKS, HintFields, lifetime
@@ -85,17 +84,17 @@ class MarkedHints:
         tools: Tools,
         render: Render,
         prompt: tuple[str, NDArray[np.int64]],
-        tokenizer: Tokenizer,
+        encode: Callable[[int], NDArray[np.int64]],
     ) -> None:
-        """Turn marks into pins. ``prompt``: the rendered text and its tokens."""
+        """Turn marks into pins. ``prompt``: the rendered text and its tokens. ``encode`` returns
+        those of the text's first characters."""
         text, tokens = prompt
         for mark in self.marks:
             place = _place(mark, messages, tools, render, text)
             if place is None:
                 self.hints.refuse("pin", mark.path, "the chat template does not show where this ends")
                 continue
-            before = np.array(tokenizer.encode(text[:place], add_special_tokens=False), dtype=np.int64)
-            if count := common_prefix(before, tokens):
+            if count := common_prefix(encode(place), tokens):
                 self.hints.pin(mark.path, count, mark.seconds)
             else:
                 self.hints.refuse("pin", mark.path, "no token of the prompt stands before it")

@@ -9,20 +9,23 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request
-from numpy.typing import NDArray
 from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
 from quire.engine.chat_rendering import select_template
+from quire.engine.chat_segments import cut_at_segments, first_of, without_segments
 from quire.engine.next_turn import parts_from
 from quire.engine.tokenizer import Tokenizer
+from quire.errors import InvalidArgument
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.segments import Segment
+from quire.server.blend_fields import EncodedPrompt, read_blend
 from quire.server.cache_marks import MarkedHints, without_marks
 from quire.server.context import Context
 from quire.server.conversations import Conversation
-from quire.server.errors import bad_field, naming
-from quire.server.generation import asked_by, check_number, check_prompts, encode, ending, in_texts, sampling_params
+from quire.server.errors import ApiError, bad_field, naming
+from quire.server.generation import asked_by, check_number, check_prompts, ending, in_texts, sampling_params
 from quire.server.harmony import MARKERS, STOPS, in_reasoning, is_harmony
 from quire.server.hint_fields import IN_SESSION, for_prefetch, read_hints
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
@@ -58,11 +61,15 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     tokenizer = context.llm.tokenizer
     if tokenizer is None:
         raise bad_field("messages", "a chat needs a tokenizer with a chat template, and this model has none")
-    hints = read_hints(context, request.state.owner, body)
+    hints, blend = read_hints(context, request.state.owner, body), read_blend(context, body)
     body, prefetching = for_prefetch(body, hints)
     given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
     messages, listed, marks = without_marks(body.messages, given)
-    body = body.model_copy(update={"messages": messages})
+    try:
+        bare, segments = without_segments(messages)
+    except InvalidArgument as error:
+        raise ApiError(400, str(error), param=error.field, code="invalid_argument") from None
+    body = body.model_copy(update={"messages": bare})
     tools = _Tools.of(body, listed)
     params, fields = _params(context, body, tools)
     if body.session_id is not None:
@@ -94,13 +101,15 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
         template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
     chat = Conversation.of(context, body, tokenizer, template, tools.given)
     marked, size = MarkedHints(hints, marks), len(await request.body())
+    wanted = None if blend is None else segments
     # The text is about as long as the body that it is made of.
-    tokens, format, params = await in_texts(
-        context, request, size, lambda: _rendered(context, body, chat, tools, params, marked)
+    prompt, unplaced, format, params = await in_texts(
+        context, request, size, lambda: _rendered(context, body, chat, tools, params, marked, wanted)
     )
+    tokens = prompt.ids
     await check_prompts(context, request, [(tokens, naming(fields, "messages"))], params)
     reply = ChatReply(request, context, body, params, tools, format)
-    reply.hints = hints
+    reply.hints, reply.unplaced = hints, unplaced
     salt = context.salt(request.state.owner, body.cache_salt)
 
     def rerun(message: Mapping[str, Any], output: RequestOutput) -> Run:
@@ -116,10 +125,11 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
 
         return run
 
-    reply.rerun = rerun
+    if blend is None:  # approximate state is of no use to a rerun
+        reply.rerun = rerun
     if prefetching:
-        return await prefetch(request, context, reply, [tokens], adapter=adapter, cache_salt=salt)
-    return await answer(request, context, reply, [tokens], params, adapter=adapter, cache_salt=salt)
+        return await prefetch(request, context, reply, [tokens], blend, adapter=adapter, cache_salt=salt)
+    return await answer(request, context, reply, [prompt.given], params, blend, adapter=adapter, cache_salt=salt)
 
 
 # -- parameters ------------------------------------------------------------------------------------
@@ -217,15 +227,26 @@ def _rendered(
     tools: _Tools,
     params: SamplingParams,
     marked: MarkedHints,
-) -> tuple[NDArray[np.int64], MessageFormat, SamplingParams]:
-    """Return the conversation as a prompt, how its answer is read, and the parameters for that."""
+    segments: Mapping[str, str] | None,
+) -> tuple[EncodedPrompt, tuple[str, ...], MessageFormat, SamplingParams]:
+    """Return the conversation as a prompt, the marked texts that are no segments of it
+    (``Blend.unplaced``), how its answer is read, and the parameters for that. ``segments``: marked
+    texts by their paths; None: it is tokenised as a whole."""
     with naming({}, "messages"):
         render = partial(chat.render, asks=body.add_generation_prompt is not False)
         text = render(chat.messages, chat.tools)
-        # The text holds its special tokens.
-        tokens = encode(chat.tokenizer, text, add_special_tokens=False)
-        marked.find(chat.messages, chat.tools, render, (text, tokens), chat.tokenizer)
-        return tokens, *_reading(context, chat.tokenizer, chat.template, params, tools, text)
+        parts: Sequence[Segment | str] = [text]
+        unplaced: tuple[str, ...] = ()
+        if segments is not None:
+            parts, unplaced = cut_at_segments(text, chat.messages, segments, partial(render, tools=chat.tools))
+
+        def encode(count: int) -> EncodedPrompt:
+            # The text holds its special tokens.
+            return EncodedPrompt.of(chat.tokenizer, first_of(parts, count), begins=False)
+
+        prompt = encode(len(text))
+        marked.find(chat.messages, chat.tools, render, (text, prompt.ids), lambda count: encode(count).ids)
+        return prompt, unplaced, *_reading(context, chat.tokenizer, chat.template, params, tools, text)
 
 
 def _reading(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 from fastapi import APIRouter, Request
-from numpy.typing import NDArray
 from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
 from quire.sampling_params import SamplingParams
+from quire.segments import Segment
+from quire.server.blend_fields import EncodedPrompt, Part, contents, read_blend
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
 from quire.server.generation import (
@@ -19,7 +19,6 @@ from quire.server.generation import (
     asked_by,
     check_number,
     check_prompts,
-    encode,
     ending,
     in_texts,
     sampling_params,
@@ -42,7 +41,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     refuse_unsupported(body)
     if body.echo and context.llm.tokenizer is None:
         raise bad_field("echo", "echo needs a tokenizer, and this model has none")
-    hints = read_hints(context, request.state.owner, body)
+    hints, blend = read_hints(context, request.state.owner, body), read_blend(context, body)
     body, prefetching = for_prefetch(body, hints)
     given, fields = asked_by(context, body)
     params = _params(context, body, given, fields)
@@ -59,14 +58,16 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     adapter = context.adapter_of(body.model)
     prompts = _prompts(body.prompt)
     check_number(context, len(prompts), params.n)
-    tokens = await _encoded(context, request, prompts, fields)
-    await check_prompts(context, request, _named(tokens, fields), params)
+    found = await _encoded(context, request, prompts, fields)
+    ids = [one.ids for one in found]
+    await check_prompts(context, request, _named(ids, fields), params)
     reply = CompletionReply(request, context, body, given, params, prompts)
     reply.hints = hints
     salt = context.salt(request.state.owner, body.cache_salt)
     if prefetching:
-        return await prefetch(request, context, reply, tokens, adapter=adapter, cache_salt=salt)
-    return await answer(request, context, reply, tokens, params, adapter=adapter, cache_salt=salt)
+        return await prefetch(request, context, reply, ids, blend, adapter=adapter, cache_salt=salt)
+    prepared = [one.given for one in found]
+    return await answer(request, context, reply, prepared, params, blend, adapter=adapter, cache_salt=salt)
 
 
 def _params(
@@ -80,27 +81,44 @@ def _params(
     return params
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
-    """Return one prompt or many as a list. Raise ``ApiError`` 400 with the place of a bad one."""
+def _prompts(prompt: Any) -> list[Sequence[Part]]:
+    """Return the parts of one prompt or many. Raise ``ApiError`` 400 with the place of a bad
+    one."""
     if prompt is None:
         raise bad_field("prompt", "prompt is missing: text, token ids, or a list of either is needed")
+    if isinstance(prompt, list) and any(isinstance(part, dict) for part in prompt):
+        return [[_part(part, f"prompt.{number}") for number, part in enumerate(prompt)]]
     listed = [prompt] if _is_one(prompt) else prompt
     if not isinstance(listed, list) or not listed:
         raise bad_field("prompt", f"prompt must be text, token ids, or a list of either, got {prompt!r:.60}")
     for number, item in enumerate(listed):
         if not _is_one(item):
             raise bad_field(f"prompt.{number}", f"prompt.{number} must be text or token ids, got {item!r:.60}")
-    return listed
+    return [[item] for item in listed]
+
+
+def _part(part: Any, where: str) -> Part:
+    """Return a piece of a prompt."""
+    given: dict[str, Any] = part if isinstance(part, dict) else {}
+    content: Any = given.get("text", given.get("tokens"))
+    name, marked = "text" if isinstance(content, str) else "tokens", given.get("segment", False)
+    right = _is_one(content) and given.keys() <= {"type", name, "segment"} and given.get("type", "text") == "text"
+    if not right or not isinstance(marked, bool):
+        raise bad_field(
+            where,
+            f'{where} must be {{"text": "..."}} or {{"tokens": [...]}}, perhaps with "segment": true, got {part!r:.60}',
+        )
+    return Segment(content) if marked else content
 
 
 def _is_one(prompt: Any) -> bool:
-    """Return whether a prompt is text or token ids."""
+    """Return whether a prompt, or a part of it, is text or token ids."""
     return isinstance(prompt, str) or (
         isinstance(prompt, list) and bool(prompt) and all(type(item) is int for item in prompt)
     )
 
 
-def _session_prompt(body: CompletionRequest) -> str | list[int] | None:
+def _session_prompt(body: CompletionRequest) -> Any:
     why = "a session keeps the state of its own prompt; leave it out"
     for name in ("echo", "cache_salt"):
         if getattr(body, name):
@@ -110,7 +128,9 @@ def _session_prompt(body: CompletionRequest) -> str | list[int] | None:
     prompts = _prompts(body.prompt)
     if len(prompts) != 1:
         raise bad_field("prompt", f"a session goes on with one prompt, got {len(prompts)}")
-    return prompts[0]
+    if len(prompts[0]) != 1 or isinstance(prompts[0][0], Segment):
+        raise bad_field("prompt", "a session goes on with text or token ids, and takes no parts")
+    return prompts[0][0]
 
 
 def _named(prompts: Sequence[T], fields: Mapping[str, str]) -> Iterator[tuple[T, Named]]:
@@ -121,21 +141,22 @@ def _named(prompts: Sequence[T], fields: Mapping[str, str]) -> Iterator[tuple[T,
 
 
 async def _encoded(
-    context: Context, request: Request, prompts: Sequence[str | list[int]], fields: Mapping[str, str]
-) -> list[NDArray[np.int64]]:
+    context: Context, request: Request, prompts: Sequence[Sequence[Part]], fields: Mapping[str, str]
+) -> list[EncodedPrompt]:
     """Return the tokens of all prompts. Refuse texts that are too long before that."""
     for prompt, about in _named(prompts, fields):
         with about:
-            context.llm.engine.checks.text(prompt)
+            context.llm.engine.checks.text("".join(one for one in contents(prompt) if isinstance(one, str)))
 
-    def encode_all() -> list[NDArray[np.int64]]:
+    def encode_all() -> list[EncodedPrompt]:
         found = []
         for prompt, about in _named(prompts, fields):
             with about:
-                found.append(encode(context.llm.tokenizer, prompt))
+                found.append(EncodedPrompt.of(context.llm.tokenizer, prompt))
         return found
 
-    return await in_texts(context, request, sum(map(len, prompts)), encode_all)
+    size = sum(len(one) for prompt in prompts for one in contents(prompt))
+    return await in_texts(context, request, size, encode_all)
 
 
 class CompletionReply(Reply):
@@ -151,7 +172,7 @@ class CompletionReply(Reply):
         body: CompletionRequest,
         given: Mapping[str, Any],
         params: SamplingParams,
-        prompts: Sequence[str | list[int]],
+        prompts: Sequence[Sequence[Part]],
     ) -> None:
         """Begin the answer. ``given``: parameters of the body, before an echo changed them."""
         super().__init__(request, context, body, **head_of(context, body))
@@ -180,11 +201,12 @@ class CompletionReply(Reply):
                 tokenizer, [] if self._echo else output.prompt_token_ids, skip_special_tokens=skips
             )
             if self._echo:
-                prompt = self._prompts[number]
                 assert tokenizer is not None  # checked before
-                text = (
-                    prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=skips)
-                ) + text
+                given = [
+                    part if isinstance(part, str) else tokenizer.decode(part, skip_special_tokens=skips)
+                    for part in contents(self._prompts[number])
+                ]
+                text = "".join([*given, text])
                 ids = [*output.prompt_token_ids, *ids]
                 # The first token has no entry, so a prompt of one token has no others.
                 entries = [*(output.prompt_logprobs or [None] * len(output.prompt_token_ids)), *entries]

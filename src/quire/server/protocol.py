@@ -15,13 +15,23 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema, 
 
 from quire.sampling_fields import Surface, declarations_on
 from quire.sampling_params import SamplingParams
+from quire.segments import BlendParams
 from quire.server.errors import bad_field
 
 _TEXT = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer"}}
 
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": _TEXT, "tokens": _IDS, "segment": {"type": "boolean"}},
+    "additionalProperties": False,
+}
+
 Prompt = Annotated[
-    Any, WithJsonSchema({"anyOf": [_TEXT, _IDS, {"type": "array", "items": _TEXT}, {"type": "array", "items": _IDS}]})
+    Any, WithJsonSchema({"anyOf": [_TEXT, _IDS, *({"type": "array", "items": one} for one in (_TEXT, _IDS, _PART))]})
+]
+Blending = Annotated[
+    Any, WithJsonSchema({"anyOf": [{"type": "boolean"}, TypeAdapter(BlendParams).json_schema(), {"type": "null"}]})
 ]
 ToolChoice = Annotated[
     Any,
@@ -149,6 +159,8 @@ class GenerationBody(ParamsBody):
     """What to keep in the pool, to give up, or to bring there."""
     cache_control: dict[str, Any] | None = None
     """Anthropic's mark: keep the state of the whole prompt for ``ttl``, "5m" or "1h"."""
+    blend: Blending = None
+    """Use the state that segments of the prompt have by themselves: approximate. True, or how."""
 
 
 @takes_sampling(Surface.COMPLETIONS)
@@ -156,7 +168,9 @@ class CompletionRequest(GenerationBody):
     """``POST /v1/completions``."""
 
     prompt: Prompt = None
-    """Text, token ids, or a list of texts or of lists of token ids. A session needs none."""
+    """Text, token ids, or a list of texts or of lists of token ids; or one prompt as a list of
+    parts, each with ``text`` or ``tokens``, and with ``segment`` true for what comes in other
+    prompts too. A session needs none."""
     echo: bool | None = None
     """Begin the text and log-probabilities with the prompt. ``max_tokens`` may then be 0."""
 

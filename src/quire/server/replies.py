@@ -23,7 +23,10 @@ from quire.async_llm import SampleDelta
 from quire.errors import QuireError
 from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
+from quire.segments import BlendParams
+from quire.server.blend_fields import blend_body
 from quire.server.context import Context
+from quire.server.errors import bad_field
 from quire.server.events import Chunk, Chunks, EventStream, JsonAnswer, unless_gone
 from quire.server.generation import Source, Usage, deltas, finished, reuse_body, whole
 from quire.server.hint_fields import HintFields
@@ -45,6 +48,8 @@ class Reply(ABC):
     def __init__(self, request: Request, context: Context, body: GenerationBody | ContinueBody, **head: Any) -> None:
         """Begin the answer. ``head``: what it says of itself besides its id, kind and time."""
         self.hints = HintFields()
+        self.unplaced: tuple[str, ...] = ()
+        """``Blend.unplaced``."""
         self.tokenizer = context.llm.tokenizer
         self.outputs: dict[int, RequestOutput] = {}
         self.usage = Usage()
@@ -101,10 +106,12 @@ class Reply(ABC):
 
     def quire(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return what stands beside the usage and OpenAI's clients do not know: what was reused of
-        the prompts that ran, and what was done with hints."""
+        the prompts that ran, how they were blended, and what was done with hints."""
         found: dict[str, Any] = {}
         if ran := [self.outputs[number] for number in sorted(self.outputs)]:
             found["reuse"] = reuse_body(ran, alone=self._alone)
+        if blends := [output.blend for output in outputs if output.blend is not None]:
+            found["blend"] = blend_body([replace(one, unplaced=self.unplaced) for one in blends])
         if hints := self.hints.answers(outputs):
             found["hints"] = hints
         return {"quire": found} if found else {}
@@ -157,19 +164,21 @@ async def answer(
     reply: Reply,
     prompts: Sequence[Any],
     params: SamplingParams,
+    blend: BlendParams | None,
     *,
     adapter: str | None,
     cache_salt: str | None,
 ) -> Response:
-    """Run checked prompts, each an array of token ids, for a client that may go away.
-    ``cache_salt`` is from ``Context.salt``."""
+    """Run checked prompts, each an array of token ids or parts of it, for a client that may go
+    away. ``cache_salt`` is from ``Context.salt``."""
     llm, hints = context.llm, reply.hints.hints
     if reply.stream:
         sources = [
-            llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt, hints=hints) for prompt in prompts
+            llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend)
+            for prompt in prompts
         ]
         return EventStream(reply.chunks(sources), sources)
-    outputs = llm.generate(list(prompts), params, adapter=adapter, cache_salt=cache_salt, hints=hints)
+    outputs = llm.generate(list(prompts), params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend)
     return await _whole(reply, await unless_gone(request, outputs))
 
 
@@ -178,11 +187,16 @@ async def prefetch(
     context: Context,
     reply: Reply,
     prompts: Sequence[NDArray[np.int64]],
+    blend: BlendParams | None,
     *,
     adapter: str | None,
     cache_salt: str | None,
 ) -> Response:
     """Bring checked prompts into the pool, and answer without a token."""
+    if blend is not None:
+        raise bad_field(
+            "blend", "a prefetch computes the prompt in full; leave blend out, or send segments to /v1/warm"
+        )
     outputs = []
     for prompt in prompts:
         run = context.llm.prefetch(prompt.tolist(), adapter=adapter, cache_salt=cache_salt, hints=reply.hints.hints)

@@ -1,0 +1,85 @@
+"""``blend`` in the bodies of requests, prompts made of parts, and what answers say of blending."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.engine.prompts import Text
+from quire.engine.tokenizer import Tokenizer
+from quire.outputs import Blend
+from quire.segments import BlendParams, Segment
+from quire.server.context import Context
+from quire.server.errors import bad_field, naming
+from quire.server.generation import encode
+from quire.server.protocol import GenerationBody
+
+Part: TypeAlias = Segment | Text
+"""A piece of a prompt: text or token ids, perhaps as a segment."""
+
+NAMES = {one.name: f"blend.{one.name}" for one in fields(BlendParams)}
+"""The body's names of parameters."""
+
+
+def read_blend(context: Context, body: GenerationBody) -> BlendParams | None:
+    """Return how a prompt is to be blended; None: not at all. Raise ``ApiError`` 400 for a wrong
+    value, in a session, and for a model that cannot be blended."""
+    given = {} if body.blend is True else body.blend
+    if given is None or given is False:
+        return None
+    if not isinstance(given, dict):
+        raise bad_field("blend", f"blend must be true, false or an object with {', '.join(NAMES)}, got {given!r:.60}")
+    for name in given:
+        if name not in NAMES:
+            raise bad_field(f"blend.{name[:60]}", f"blend may hold {', '.join(NAMES)}, got {name!r:.60}")
+    with naming(NAMES):
+        params = BlendParams(**{name: value for name, value in given.items() if value is not None})
+    if body.session_id is not None:
+        raise bad_field("blend", "blend cannot be given with session_id: edit a session with mode 'blend' instead")
+    with naming({"blend": "blend"}):
+        context.llm.engine.blending.require()
+    return params
+
+
+def contents(parts: Sequence[Part]) -> list[Text]:
+    """Return parts without marks."""
+    return [part.content if isinstance(part, Segment) else part for part in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt as token ids."""
+
+    ids: NDArray[np.int64]
+    given: Any
+    """What ``AsyncLLM.generate`` takes."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, parts: Sequence[Part], *, begins: bool = True) -> EncodedPrompt:
+        """Return a prompt whose parts are tokenised by themselves. ``begins``: the first one with
+        the tokens that begin a prompt."""
+        ids: list[Any] = [
+            encode(tokenizer, content, add_special_tokens=begins and not number)
+            for number, content in enumerate(contents(parts))
+        ]
+        pieces = [Segment(one) if isinstance(part, Segment) else one for part, one in zip(parts, ids, strict=True)]
+        whole = np.concatenate(ids)
+        return cls(whole, pieces if any(isinstance(part, Segment) for part in parts) else whole)
+
+
+def blend_body(found: Sequence[Blend]) -> dict[str, Any]:
+    """Return how prompts were blended; of several the numbers of all, and each under
+    ``prompts``."""
+    bodies = [blend.as_dict() for blend in found]
+    if len(bodies) == 1:
+        return bodies[0]
+    by_tier: Counter[str] = Counter()
+    for blend in found:
+        by_tier.update(blend.by_tier)
+    sums = {name: sum(body[name] for body in bodies) for name in ("blended", "recomputed", "exact")}
+    return {**sums, "by_tier": dict(by_tier), "prompts": bodies}

@@ -1,0 +1,60 @@
+"""``POST /v1/warm``: the state of segments is computed before prompts have them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from quire.server.context import Context
+from quire.server.errors import bad_field, naming
+from quire.server.events import JsonAnswer, unless_gone
+from quire.server.generation import encode, in_texts
+from quire.server.session_bodies import Prompt, StrictBody
+
+router = APIRouter()
+
+
+class WarmBody(StrictBody):
+    """``POST /v1/warm``."""
+
+    segments: list[Prompt]
+    """Texts, or lists of token ids."""
+    model: str | None = None
+    """The model's name or an adapter's; the base model if it is missing."""
+    cache_salt: str | None = None
+    """That of the requests which are to find them."""
+
+
+@router.post("/v1/warm", tags=["blending"])
+async def warm(request: Request, body: WarmBody) -> Response:
+    """Compute the state that segments have by themselves, as far as it is not kept. Of each:
+    ``tokens``, those whose state is ``kept``, and how many were ``computed`` for it."""
+    context: Context = request.app.state.context
+    checks, adapter = context.llm.engine.checks, context.adapter_of(body.model)
+    with naming({"blend": "model"}):
+        context.llm.engine.blending.require()
+    if not body.segments or len(body.segments) > context.settings.max_waiting:
+        raise bad_field(
+            "segments", f"segments must hold 1 to {context.settings.max_waiting} texts, got {len(body.segments)}"
+        )
+    for number, segment in enumerate(body.segments):
+        with naming({}, f"segments.{number}"):
+            checks.text(segment)
+
+    def encode_all() -> list[Any]:
+        found = []
+        for number, segment in enumerate(body.segments):
+            with naming({}, f"segments.{number}"):
+                found.append(encode(context.llm.tokenizer, segment, add_special_tokens=False))
+                checks.tokens(found[-1])
+                checks.length(found[-1].size, None)
+        return found
+
+    ids = await in_texts(context, request, sum(map(len, body.segments)), encode_all)
+    request.state.tokens = {"prompt": sum(one.size for one in ids)}
+    salt = context.salt(request.state.owner, body.cache_salt)
+    kept = await unless_gone(request, context.llm.warm(ids, adapter=adapter, cache_salt=salt))
+    return JsonAnswer({"model": body.model or context.model_name, "segments": [asdict(one) for one in kept]})
