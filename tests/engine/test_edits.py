@@ -116,7 +116,6 @@ def test_what_a_session_is_stays(small: LLM) -> None:
         ({"new": {"prompt_token_ids": [1]}}, InvalidArgument, "new"),
         ({"new": random_tokens(300)}, InvalidArgument, "new"),
         ({"mode": "roughly"}, InvalidArgument, "mode"),
-        ({"mode": "blend"}, Unsupported, "mode"),
     ],
 )
 def test_refusals(small: LLM, given: dict[str, Any], error: type[QuireError], field: str | None) -> None:
@@ -132,13 +131,13 @@ def test_refusals(small: LLM, given: dict[str, Any], error: type[QuireError], fi
 def test_blending_is_refused_where_it_cannot_be(
     make_llm: MakeLLM, checkpoints: dict[str, Checkpoint], hybrid: Checkpoint
 ) -> None:
-    for llm, options in (
-        (make_llm(checkpoints["llama"]), {"window": 9, "sink": 1}),
-        (make_llm(checkpoints["gemma3"]), {}),
-        (make_llm(hybrid, kv_cache_memory="4MiB"), {}),
+    for llm, options, reason in (
+        (make_llm(checkpoints["llama"]), {"window": 9, "sink": 1}, "window has let go"),
+        (make_llm(checkpoints["gemma3"]), {}, "window has let go"),
+        (make_llm(hybrid, kv_cache_memory="4MiB"), {}, "recurrent state cannot be moved"),
     ):
         session = llm.session(PROMPT, **options)  # type: ignore[arg-type]
-        with pytest.raises(Unsupported, match="hybrids are edited exactly only"):
+        with pytest.raises(Unsupported, match=reason):
             session.edit((3, 5), [], mode="blend")
 
 

@@ -175,7 +175,7 @@ def attention_mass(
     keys_HDN = k_NHD.float().permute(1, 2, 0)
     mass_N = keys_HDN.new_zeros(keys_HDN.shape[-1])
     for first in range(0, len(q_MHD), QUERY_ROWS):
-        q_MHGD = q_MHD[first : first + QUERY_ROWS].float().unflatten(1, (-1, group))
+        q_MHGD = q_MHD[first : first + QUERY_ROWS].float().reshape(-1, k_NHD.shape[1], group, q_MHD.shape[2])
         count = len(q_MHGD)
         q_HXD = q_MHGD.permute(1, 2, 0, 3).flatten(1, 2) * scale
         logits_HGMN = (q_HXD @ keys_HDN).view(len(q_HXD), group, count, -1)
