@@ -148,7 +148,7 @@ def test_true_rows_change_nothing(
     checkpoint = family(name, families, tmp_path_factory)
     ids = random_tokens(90, seed=1)
     expected = checkpoint.greedy(ids, COUNT)
-    for seed, budget in ((0, 2048), (1, 37)):
+    for seed, budget in ((0, 2048), (1, 17)):
         llm = make_llm(checkpoint, max_num_batched_tokens=budget, page_size=8)
         if reason := engine_of(llm).blending.refusal:
             pytest.skip(reason)
@@ -331,7 +331,7 @@ def test_a_preempted_prompt_is_blended_again(make_llm: MakeLLM, llama: Checkpoin
 
 
 def test_a_cancelled_prompt_leaves_nothing(make_llm: MakeLLM, llama: Checkpoint) -> None:
-    llm = make_llm(llama, max_num_batched_tokens=32)
+    llm = make_llm(llama, max_num_batched_tokens=16)
     llm.warm(SEGMENTS)
     engine = engine_of(llm)
     prompt = [SEGMENTS[0], SEGMENTS[2], SEGMENTS[1], QUESTION]

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from quire.engine.scheduler import Scheduled
 
 
+DILUTION = 4
+"""Tokens of a blended prompt that cost about what one of another does. So most prompts run in one
+step, in which the question tells which of all their tokens matter."""
 ASKING = 32
 """The last tokens of an edited session, which run, and whose attention tells what matters."""
 LATER = 64
@@ -137,6 +140,12 @@ class Blending:
         """Whether the check layer keeps latents."""
         return isinstance(self._runner.model.layer_specs[self._layers[0]], LatentAttention)
 
+    @property
+    def _most(self) -> int:
+        """Return how many tokens of a blended prompt count as one in a step. Pools of windows are
+        sized by the tokens of a step."""
+        return 1 if self._runner.state.geometry.window_layers else DILUTION
+
     def _score(self, params: BlendParams) -> str:
         if params.select != "auto":
             return params.select
@@ -153,7 +162,9 @@ class Blending:
 
     def wish(self, params: BlendParams | None, pieces: Pieces, length: int) -> PromptBlend | None:
         """Return what a request of ``length`` tokens wishes; None: nothing."""
-        return None if params is None else PromptBlend(params, pieces, length, self._score(params), self._find)
+        return (
+            None if params is None else PromptBlend(params, pieces, length, self._score(params), self._most, self._find)
+        )
 
     def is_verified(self, blend: PromptBlend) -> bool:
         """Return whether it is a blended prompt's turn to be computed in full, too."""

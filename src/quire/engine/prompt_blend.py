@@ -34,6 +34,8 @@ class PromptBlend:
     """S"""
     score: str
     """Name of what orders its candidates."""
+    most: int
+    """Tokens that may count as one in a step's budget while it is blended."""
     find: Callable[[Branch, PromptBlend], RowsTask | str]
     """Looks for chunks of what is not computed; returns why there is nothing to blend with."""
     task: RowsTask | None = None
@@ -47,6 +49,14 @@ class PromptBlend:
     by_tier: dict[str, int] = field(default_factory=dict)
     reason: str = "the prompt did not run"
     divergence: float | None = None
+
+    @property
+    def dilution(self) -> int:
+        """See ``ScheduledRequest``."""
+        if self.task is None:
+            return 1
+        running = self.length - (1 - self.params.ratio) * int(self.valid.sum())
+        return max(1, min(self.most, int(self.length / max(1, running))))
 
     @property
     def question(self) -> int:

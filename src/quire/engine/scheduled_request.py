@@ -81,6 +81,11 @@ class ScheduledRequest(Branch):
     def salt(self) -> Hashable:
         return salt_of(self.key)
 
+    @property
+    def dilution(self) -> int:
+        """Tokens of it that count as one of a step's: most rows of a blended prompt do not run."""
+        return 1 if self.blend is None else self.blend.dilution
+
     def admit(self) -> None:
         """Run from now on; look for rows to be blended with."""
         self.status, self.admitted = Status.RUNNING, True

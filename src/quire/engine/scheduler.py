@@ -344,13 +344,13 @@ class Scheduler:
     def _most(self, request: ScheduledRequest) -> int:
         """Return how many of its tokens a step may take, beside its window if that slides."""
         if request.window is None:
-            most = self.limits.max_num_batched_tokens
+            most = self.limits.max_num_batched_tokens * request.dilution
             return min(most, BACKGROUND_CHUNK) if request.priority == BACKGROUND else most
         return max(1, self._state.largest_step(request.window.size, request.window.sink))
 
     def _count(self, request: ScheduledRequest, batch: StepDraft) -> int:
         """Return how many of its tokens the step may still take, all under one adapter."""
-        room = batch.budget if request.remaining == 1 else batch.budget - batch.kept
+        room = (batch.budget if request.remaining == 1 else batch.budget - batch.kept) * request.dilution
         if request.wants == "all":
             room = min(room, batch.rows)
         if (end := request.runs.end(request.computed)) is not None:

@@ -42,7 +42,8 @@ class StepDraft:
             self.adapters = {one.next_adapter for one in self.requests if one.next_adapter is not None}
 
     def _spend(self, request: ScheduledRequest, count: int) -> None:
-        self.budget -= count
+        spent = -(-abs(count) // request.dilution)
+        self.budget -= spent if count > 0 else -spent
         if request.wants == "all":
             self.rows -= count
 
