@@ -240,6 +240,7 @@ class Blending:
             Pieces((last,)),
             length,
             self._score(params),
+            self._most,
             find,
             by_tier={"pool": move.length},
         )
