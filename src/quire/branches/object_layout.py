@@ -10,11 +10,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from quire.branches.stored_match import StoredPiece
 from quire.contracts.kv_state import Export, ModelState, TensorPlan
 from quire.contracts.layers import CrossAttention
 from quire.contracts.store import ObjectKind
-from quire.store.keys import CHUNK, Chain
+from quire.store.keys import CHUNK, Chain, StoredPiece
 from quire.store.objects import tensor_name
 from quire.types import SeqId
 

@@ -19,12 +19,12 @@ from typing import Any
 from torch import Tensor
 
 from quire.branches.object_layout import ObjectLayout
-from quire.branches.stored_match import StoredPiece
 from quire.contracts.kv_state import ModelState, TensorPlan
 from quire.contracts.store import ObjectKey, ObjectKind
 from quire.errors import QuireError
 from quire.kv.statefile import StateFile
 from quire.outputs import Miss
+from quire.store.keys import StoredPiece
 from quire.store.objects import Contents, read_tensors, unpack
 from quire.store.records import Unfit
 from quire.store.stack import Found, Store

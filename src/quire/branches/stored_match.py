@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from quire.contracts.store import ObjectKey, ObjectKind
-from quire.store.keys import Chain
+from quire.store.keys import Chain, StoredPiece
 from quire.store.memory import MemoryTier
 
 if TYPE_CHECKING:
@@ -16,15 +16,6 @@ if TYPE_CHECKING:
 
 Listing: TypeAlias = Sequence[Mapping[ObjectKey, str]]
 """The objects under each boundary of a chain, and the nearest tier of each."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPiece:
-    """An object of a history: rows ``start..stop - 1``, or a stop at ``start == stop``."""
-
-    key: ObjectKey
-    start: int
-    stop: int
 
 
 @dataclass(slots=True)

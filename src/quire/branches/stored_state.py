@@ -26,7 +26,7 @@ from quire.branches.move_costs import TO_MEMORY, MoveCosts
 from quire.branches.object_layout import ObjectLayout
 from quire.branches.object_writer import ObjectWriter, WriteJob
 from quire.branches.state_loads import LoadFailed, StateLoad, StateLoader, WholeLoad
-from quire.branches.stored_match import Match, Question, StoredPiece, find_match
+from quire.branches.stored_match import Match, Question, find_match
 from quire.branches.tiers import Brought
 from quire.contracts.kv_state import Export
 from quire.contracts.store import ObjectKey, ObjectKind
@@ -38,7 +38,7 @@ from quire.outputs import Miss
 from quire.runner.adapter_history import FingerprintRuns, fingerprint_runs
 from quire.runner.local import Runner
 from quire.store.commits import StateNames
-from quire.store.keys import Chain, root_key
+from quire.store.keys import Chain, StoredPiece, root_key
 from quire.store.objects import Contents, pack, tensor_name, unpack
 from quire.store.records import Unfit
 from quire.store.stack import Store

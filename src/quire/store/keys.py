@@ -53,6 +53,15 @@ def records_of(kind: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """An object of a history: rows ``start..stop - 1``, or a stop at ``start == stop``."""
+
+    key: ObjectKey
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
 class Chain:
     """The keys of one history."""
 
