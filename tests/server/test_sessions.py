@@ -137,7 +137,7 @@ def test_every_verb_does_what_a_session_does(client: httpx.Client, plain: LLM) -
     for span, new in (([2, 4], {"text": "pop"}), ("pop", {"tokens": []}), ([0, 0], {"tokens": [7, 9]})):
         done = post(client, name, "edit", span=span, **new)
         wanted = session.edit(span if isinstance(span, str) else (span[0], span[1]), *new.values())
-        numbers = {"id": name, "num_tokens": len(session), "mode": "exact", "exact": True}
+        numbers = {"id": name, "num_tokens": len(session), "blended": 0, "mode": "exact", "exact": True}
         assert done == {**numbers, "removed": wanted.removed, "added": wanted.added, "replayed": wanted.replayed}
     found = info(client, name)
     assert (found["exact"], found["exact_tokens"]) == (True, len(session))
