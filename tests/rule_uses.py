@@ -19,7 +19,7 @@ from tests.exact import Float64
 from tests.rule_beds import OPTIONS, PROMPT, Bed, causal_mask, refused
 from torch import Tensor
 
-from quire import AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputs
+from quire import AsyncLLM, BeamSearchParams, BlendParams, SamplingParams, Segment, StructuredOutputs
 from quire.engine.layer_memory import read
 from quire.types import Commit, Fork, Pop, Step, TokenTree
 
@@ -184,6 +184,27 @@ def edit(bed: Bed) -> None:
             tokens[start:stop] = new
             bed.goes_on(session, tokens)
             session.rewind(to=len(tokens))
+
+
+def blend(bed: Bed) -> None:
+    """Cached rows are looked for, and all of them computed anew."""
+    segments = [Segment(random_tokens(length, seed=length)) for length in (20, 24)]
+    bed.llm.warm(segments)
+    params = BlendParams(ratio=1.0, least=1, keep=False)
+    (output,) = bed.llm.generate([[segments[1], segments[0], PROMPT]], greedy(5), blend=params)
+    assert output.blend is not None
+    assert output.blend.recomputed > 0
+    assert bed.checkpoint.continues(output.prompt_token_ids, output.outputs[0].token_ids)
+    (output,) = bed.llm.generate([[segments[0], segments[1], PROMPT]], greedy(5), blend=BlendParams(least=1))
+    assert output.blend is not None
+    assert output.blend.blended > 0
+    (plain,) = bed.llm.generate([output.prompt_token_ids], greedy(5))
+    assert bed.checkpoint.continues(plain.prompt_token_ids, plain.outputs[0].token_ids)
+
+
+def refused_blend(bed: Bed, reason: str) -> None:
+    refused(bed, lambda: bed.llm.generate([[Segment(PROMPT), [5]]], greedy(1), blend=BlendParams()), reason)
+    refused(bed, lambda: bed.llm.warm([PROMPT]), reason)
 
 
 def score(bed: Bed) -> None:
@@ -398,6 +419,7 @@ EXACT: dict[str, Callable[[Bed], None]] = {
     "prefix cache": prefix,
     "preemption": preemption,
     "host memory": host_memory,
+    "blending": blend,
     "Session.fork": fork,
     "Session.rewind": rewind,
     "Session.edit": edit,
@@ -418,6 +440,7 @@ EXACT: dict[str, Callable[[Bed], None]] = {
 """What tries each use where it works."""
 
 REFUSED: dict[str, Callable[[Bed, str], None]] = {
+    "blending": refused_blend,
     "masks": refused_mask,
     "attention weights": refused_weights,
     "windowed sessions": lambda bed, reason: refused(bed, lambda: bed.llm.session(PROMPT, window=9), reason),

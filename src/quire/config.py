@@ -11,6 +11,7 @@ import dataclasses
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -388,7 +389,8 @@ def check_int(name: str, value: Any, low: int | None, high: int | None = None, *
 
 def check_real(name: str, value: Any, *, above: float, up_to: float, unit: str = "") -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and above < value <= up_to):
+    # The bound refuses infinity, and integers that are no floats.
+    if not (is_number and above < value <= min(up_to, sys.float_info.max)):
         raise InvalidArgument(field=name, given=value, allowed=f"a number in ({above}, {up_to}]{unit}")
     return value
 

@@ -79,6 +79,9 @@ ROADS: dict[str, Road] = {
     "generate behind a prompt": ("/v1/sessions/ID/generate", {"prompt": "a b c", **LIMITS}),
     "answer": ("/v1/sessions/ID/generate", {"messages": TURN, **LIMITS}),
     "score": ("/v1/sessions/ID/score", {"text": "a b c"}),
+    "warm": ("/v1/warm", {"segments": [[*range(5, 45)], [*range(6, 46)]]}),
+    "blended completion": ("/v1/completions", {"prompt": [{"tokens": [*range(5, 45)]}], "blend": True, **LIMITS}),
+    "blended chat": ("/v1/chat/completions", {"messages": TURN, "blend": True, **LIMITS}),
 }
 """Path and body of every call that runs something; ID is a session's."""
 GENERATING = {name: road for name, road in ROADS.items() if road[0].endswith(("completions", "generate"))}

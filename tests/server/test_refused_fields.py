@@ -323,7 +323,9 @@ OTHERS: dict[str, list[tuple[Any, Any]]] = {
         ({"span": [0, 1], "tokens": [10**6]}, "tokens"),
         ({"span": [0, 1], "tokens": [-1]}, "tokens"),
         ({"span": [0, 1], "text": "x", "mode": "roughly"}, "mode"),
-        ({"span": [0, 1], "text": "x", "mode": "blend"}, (400, "unsupported", "mode")),
+        ({"span": [0, 1], "text": "x", "blend": True}, "blend"),
+        ({"span": [0, 1], "text": "x", "mode": "blend", "blend": 1}, (400, None, "blend")),
+        ({"span": [0, 1], "text": "x", "mode": "blend", "blend": {"least": 0}}, "blend.least"),
     ],
     "/v1/sessions/ID/adapter": [
         ({}, "name"),

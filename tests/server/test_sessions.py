@@ -137,7 +137,7 @@ def test_every_verb_does_what_a_session_does(client: httpx.Client, plain: LLM) -
     for span, new in (([2, 4], {"text": "pop"}), ("pop", {"tokens": []}), ([0, 0], {"tokens": [7, 9]})):
         done = post(client, name, "edit", span=span, **new)
         wanted = session.edit(span if isinstance(span, str) else (span[0], span[1]), *new.values())
-        numbers = {"id": name, "num_tokens": len(session), "mode": "exact", "exact": True}
+        numbers = {"id": name, "num_tokens": len(session), "blended": 0, "mode": "exact", "exact": True}
         assert done == {**numbers, "removed": wanted.removed, "added": wanted.added, "replayed": wanted.replayed}
     found = info(client, name)
     assert (found["exact"], found["exact_tokens"]) == (True, len(session))
@@ -656,7 +656,8 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     ("edit", {"span": [0, 1], "tokens": [10**9]}, "tokens"),
     ("edit", {"span": [0, 1], "tokens": [3] * 5000}, "tokens"),
     ("edit", {"span": [0, 1], "text": "", "mode": "rough"}, "mode"),
-    ("edit", {"span": [0, 1], "text": "", "mode": "blend"}, "mode"),
+    ("edit", {"span": [0, 1], "text": "", "blend": True}, "blend"),
+    ("edit", {"span": [0, 1], "text": "", "mode": "blend", "blend": {"ratio": 2}}, "blend.ratio"),
     ("adapter", {}, "name"),
     ("generate", {"n": 2}, "n"),
     ("generate", {"temperature": -1}, "temperature"),

@@ -36,6 +36,7 @@ from quire.engine.prompt_blend import PromptBlend
 from quire.engine.segmented_prompts import Pieces
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import BlendLoadError, InvalidArgument, Unsupported
+from quire.kv.rule_table import blending_refusal
 from quire.metrics import EngineMetrics
 from quire.ops.rope import RotaryTable
 from quire.runner.local import Runner
@@ -73,12 +74,9 @@ def blend_refusal(runner: Runner) -> str:
     """Return why a model's prompts cannot be blended; empty: they can."""
     specs, state = runner.model.layer_specs, runner.state
     kinds = {spec.kind for spec in specs}
-    if "recurrent" in kinds:
-        return "a recurrent state cannot be moved to another place, and its layers need every token; prefixes are reused exactly"
-    if "cross" in kinds:
-        return "cross layers keep what an encoder read, which stands nowhere in the prompt"
-    if any(isinstance(spec, KeyValueAttention) and spec.caller_rotates for spec in specs):
-        return "the model rotates queries and keys by a rule of its own"
+    own_rotation = any(isinstance(spec, KeyValueAttention) and spec.caller_rotates for spec in specs)
+    if reason := blending_refusal(kinds, own_rotation=own_rotation):
+        return reason
     if any(isinstance(spec, KeyValueAttention) and spec.rope_mode == "inline" for spec in specs):
         return "keys are stored raw and rotated when they are read"
     if len(specs) != len(runner.model.blocks) or len(state.geometry.layer_ids) != len(specs):

@@ -123,7 +123,8 @@ class Engine(UnsampledRuns):
                 output = self._run(scheduled, blended)
             except BlendLoadError as error:
                 # Nothing has run. What the chunks of these prompts lack is computed.
-                assert blended is not None
+                if blended is None or blended.failed is None:
+                    raise
                 self.blending.failed(scheduled, blended, error)
                 return []
             except LoadFailed:

@@ -220,6 +220,20 @@ def _session_rewind(found: Combination) -> Cell:
     return Cell(note="; ".join(notes))
 
 
+def blending_refusal(kinds: Iterable[str], *, own_rotation: bool) -> str:
+    """Return why prompts are not blended over layers of these kinds; empty: they are."""
+    if "recurrent" in kinds:
+        return "a recurrent state cannot be moved to another place, and its layers need every token; prefixes are reused exactly"
+    if "cross" in kinds:
+        return "cross layers keep what an encoder read, which stands nowhere in the prompt"
+    return "the model rotates queries and keys by a rule of its own" if own_rotation else ""
+
+
+def _blending(found: Combination) -> Cell:
+    reason = blending_refusal(found.kinds, own_rotation=found.own_rotation)
+    return Cell(reason) if reason else Cell(note="with ratio 1; below, approximate and said to be so")
+
+
 def _session_edit(found: Combination) -> Cell:
     notes = filter(None, ("what follows is run again", _session_rewind(found).note))
     return Cell(note="; ".join(notes))
@@ -283,6 +297,7 @@ USES: dict[str, Callable[[Combination], Cell]] = {
     "logits processors": _always(),
     "prompt logprobs": _always(),
     "prefix cache": _prefix,
+    "blending": _blending,
     "preemption": _always(),
     "host memory": _always(),
     "Session.fork": _session_rewind,

@@ -26,12 +26,21 @@ NAMES = {one.name: f"blend.{one.name}" for one in fields(BlendParams)}
 """The body's names of parameters."""
 
 
-def read_blend(context: Context, body: GenerationBody) -> BlendParams | None:
-    """Return how a prompt is to be blended; None: not at all. Raise ``ApiError`` 400 for a wrong
-    value, in a session, and for a model that cannot be blended."""
-    given = {} if body.blend is True else body.blend
+def blend_of(context: Context, body: GenerationBody) -> BlendParams | None:
+    """Return how a body's prompts are to be blended; None: not at all. Raise ``ApiError`` 400 as
+    ``read_blend`` does, and in a session."""
+    params = read_blend(context, body.blend)
+    if params is not None and body.session_id is not None:
+        raise bad_field("blend", "blend cannot be given with session_id; POST /v1/sessions/{id}/edit has a mode for it")
+    return params
+
+
+def read_blend(context: Context, given: Any) -> BlendParams | None:
+    """Return the parameters of a field ``blend``. Raise ``ApiError`` 400 for a wrong value, and for
+    a model that cannot be blended."""
     if given is None or given is False:
         return None
+    given = {} if given is True else given
     if not isinstance(given, dict):
         raise bad_field("blend", f"blend must be true, false or an object with {', '.join(NAMES)}, got {given!r:.60}")
     for name in given:
@@ -39,8 +48,6 @@ def read_blend(context: Context, body: GenerationBody) -> BlendParams | None:
             raise bad_field(f"blend.{name[:60]}", f"blend may hold {', '.join(NAMES)}, got {name!r:.60}")
     with naming(NAMES):
         params = BlendParams(**{name: value for name, value in given.items() if value is not None})
-    if body.session_id is not None:
-        raise bad_field("blend", "blend cannot be given with session_id: edit a session with mode 'blend' instead")
     with naming({"blend": "blend"}):
         context.llm.engine.blending.require()
     return params

@@ -20,7 +20,7 @@ from quire.errors import InvalidArgument
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.segments import Segment
-from quire.server.blend_fields import EncodedPrompt, read_blend
+from quire.server.blend_fields import EncodedPrompt, blend_of
 from quire.server.cache_marks import MarkedHints, without_marks
 from quire.server.context import Context
 from quire.server.conversations import Conversation
@@ -61,7 +61,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     tokenizer = context.llm.tokenizer
     if tokenizer is None:
         raise bad_field("messages", "a chat needs a tokenizer with a chat template, and this model has none")
-    hints, blend = read_hints(context, request.state.owner, body), read_blend(context, body)
+    hints, blend = read_hints(context, request.state.owner, body), blend_of(context, body)
     body, prefetching = for_prefetch(body, hints)
     given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
     messages, listed, marks = without_marks(body.messages, given)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from quire.async_llm import SampleDelta
 from quire.sampling_params import SamplingParams
 from quire.segments import Segment
-from quire.server.blend_fields import EncodedPrompt, Part, contents, read_blend
+from quire.server.blend_fields import EncodedPrompt, Part, blend_of, contents
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
 from quire.server.generation import (
@@ -41,7 +41,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     refuse_unsupported(body)
     if body.echo and context.llm.tokenizer is None:
         raise bad_field("echo", "echo needs a tokenizer, and this model has none")
-    hints, blend = read_hints(context, request.state.owner, body), read_blend(context, body)
+    hints, blend = read_hints(context, request.state.owner, body), blend_of(context, body)
     body, prefetching = for_prefetch(body, hints)
     given, fields = asked_by(context, body)
     params = _params(context, body, given, fields)

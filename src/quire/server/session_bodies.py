@@ -12,7 +12,7 @@ from quire.sampling_fields import Surface
 from quire.sampling_params import SamplingParams
 from quire.server.errors import ApiError, bad_field
 from quire.server.generation import MAX_LOGPROBS, sampling_params
-from quire.server.protocol import Body, ParamsBody, StreamOptions, refuse_fields, takes_sampling
+from quire.server.protocol import Blending, Body, ParamsBody, StreamOptions, refuse_fields, takes_sampling
 
 TokenIds = list[int]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
@@ -98,6 +98,8 @@ class EditBody(TextBody):
     """The first position and the one behind the last, or a text that occurs once."""
     mode: EditMode = "exact"
     """What follows is run again, or blended."""
+    blend: Blending = None
+    """How, in the mode "blend"; true or an object."""
 
 
 class CommitBody(StrictBody):

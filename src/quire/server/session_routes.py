@@ -20,6 +20,7 @@ from quire.async_llm import AsyncSession
 from quire.engine.session_labels import checked_labels, checked_name
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, Unsupported
 from quire.sampling_params import SamplingParams
+from quire.server.blend_fields import read_blend
 from quire.server.branch_routes import commit_object
 from quire.server.context import Context
 from quire.server.errors import ApiError, bad_field, naming
@@ -372,15 +373,18 @@ async def rewind(session_id: str, body: RewindBody, request: Request) -> Respons
 
 @router.post("/{session_id}/edit")
 async def edit(session_id: str, body: EditBody, request: Request) -> Response:
-    """Replace a piece of a session. ``replayed``: other tokens that were run again."""
+    """Replace a piece of a session. Of the other tokens those of ``replayed`` were run again, and
+    those of ``blended`` have their state in a new place: approximate."""
     content, given = body.content(), "tokens" if body.text is None else "text"
+    blend = read_blend(_context(request), body.blend)
     async with _used(request, session_id, "edit") as session:
-        with naming({"span": "span", "mode": "mode"}, given, (InvalidArgument, Unsupported)):
+        fields = {"span": "span", "mode": "mode", "blend": "blend"}
+        with naming(fields, given, (InvalidArgument, Unsupported)):
             span: Any = body.span
             if not isinstance(span, str):
                 # Beside a text's ends, which may be parts of tokens, it is tokenised with these.
                 content = list(await unless_gone(request, added(_context(request), session, content)))
-            done = await unless_gone(request, session.edit(span, content, body.mode))
+            done = await unless_gone(request, session.edit(span, content, body.mode, blend=blend))
     return JsonAnswer(
         {
             "id": session_id,
@@ -388,6 +392,7 @@ async def edit(session_id: str, body: EditBody, request: Request) -> Response:
             "removed": done.removed,
             "added": done.added,
             "replayed": done.replayed,
+            "blended": done.blended,
             "mode": done.mode,
             "exact": done.exact,
         }
