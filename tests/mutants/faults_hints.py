@@ -76,8 +76,8 @@ MUTANTS = (
     Mutant(
         name="marks-are-not-where-they-stand",
         file="server/cache_marks.py",
-        old="before = np.array(tokenizer.encode(text[:place]",
-        new="before = np.array(tokenizer.encode(text[: place // 2]",
+        old="common_prefix(encode(place), tokens)",
+        new="common_prefix(encode(place // 2), tokens)",
         tests=("server/test_hint_fields.py::test_marks_pin_what_stands_before_them",),
     ),
     Mutant(
