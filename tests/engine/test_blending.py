@@ -43,11 +43,13 @@ from .conftest import (
     record,
     token_ids,
 )
+from .test_adapters import Merged, World
 
 COUNT = 6
 DOCUMENTS = [random_tokens(length, seed=40 + length) for length in (40, 33, 52, 24)]
 SEGMENTS = [Segment(one) for one in DOCUMENTS]
 QUESTION = random_tokens(9, seed=3)
+PROMPT = [SEGMENTS[0], SEGMENTS[2], QUESTION]
 
 
 def joined(parts: Sequence[Segment | list[int]]) -> list[int]:
@@ -353,6 +355,17 @@ def test_a_cancelled_prompt_leaves_nothing(make_llm: MakeLLM, llama: Checkpoint)
     assert output.outputs[0].token_ids == llama.greedy(joined(prompt), COUNT)
 
 
+def test_the_question_always_runs(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """Also if it is a known text itself."""
+    llm = make_llm(llama)
+    llm.warm(SEGMENTS)
+    (output,) = llm.generate([[SEGMENTS[1], SEGMENTS[0], SEGMENTS[2]]], greedy(1), blend=blended(0.0))
+    assert told(output).blended == len(DOCUMENTS[1]) + len(DOCUMENTS[0])
+    # Without pieces everything may be reused but the last token.
+    (output,) = llm.generate([joined(SEGMENTS[1:3])], greedy(1), blend=blended(0.0))
+    assert told(output).blended == len(DOCUMENTS[1]) + len(DOCUMENTS[2]) - 1 - output.num_cached_tokens
+
+
 def test_verification(make_llm: MakeLLM, llama: Checkpoint) -> None:
     """A share of the prompts is computed in full too; the report says how far off logits were."""
     llm = make_llm(llama)
@@ -400,8 +413,45 @@ def test_salts_and_adapters_keep_their_own(make_llm: MakeLLM, llama: Checkpoint)
         assert told(output).blended == found
 
 
-@pytest.mark.parametrize("seconds", [0.0])
-def test_a_restart(llama: Checkpoint, tmp_path: Path, make_llm: MakeLLM, seconds: float) -> None:
+def test_adapters_in_one_step(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """Each prompt has its own adapter's chunks, and rows that go on keep their adapters."""
+    merged = Merged(llama)
+
+    def run(names: Sequence[str | None], ratio: float) -> list[tuple[list[int], Blend]]:
+        world = World.of(make_llm(llama), merged)
+        engine, requests = world.engine, []
+        for name in (None, "one"):
+            warming = engine.submit_chunks(
+                [np.array(one) for one in DOCUMENTS], key=cache_key(None), adapter=world.ids.get(name or "")
+            )
+            engine.run([request for _, found in warming for request in found])
+        for name in names:
+            pieces = world.llm.prepare([PROMPT], greedy(1)).pieces_of(0)
+            wish = engine.blending.wish(blended(ratio), pieces, len(joined(PROMPT)))
+            requests += engine.submit(
+                np.array(joined(PROMPT)),
+                greedy(COUNT),
+                key=cache_key(None),
+                adapter=world.ids.get(name or ""),
+                blend=wish,
+            )
+        engine.run(requests)
+        for name, request in zip(names, requests, strict=True):
+            if ratio == 1.0:
+                ids = joined(PROMPT)
+                assert world.continues(ids, [name] * len(ids), request.output_ids, name)
+        check(world.llm)
+        return [(one.output_ids, one.work.blend.report(one.work)) for one in requests if one.work.blend is not None]
+
+    names = ("one", None, "two", "one")
+    run(names, 1.0)
+    together = run(names, 0.2)
+    assert [report.blended > 0 for _, report in together] == [True, True, False, True]
+    assert together[:3] == [run([name], 0.2)[0] for name in names[:3]]
+    assert together[0] != together[1]
+
+
+def test_a_restart(llama: Checkpoint, tmp_path: Path, make_llm: MakeLLM) -> None:
     """Chunks are in durable tiers too."""
     store = [f"file://{tmp_path}/store"]
     prompt = [SEGMENTS[2], SEGMENTS[0], QUESTION]

@@ -2,6 +2,7 @@
 
 from tests.mutants import (
     faults_adapters,
+    faults_blended_engine,
     faults_blending,
     faults_bridge,
     faults_chunks,
@@ -41,5 +42,6 @@ MUTANTS = (
     *faults_chunks.MUTANTS,
     *faults_resume.MUTANTS,
     *faults_blending.MUTANTS,
+    *faults_blended_engine.MUTANTS,
     *faults_narrowing.MUTANTS,
 )

@@ -1,0 +1,208 @@
+"""What blending saves: first tokens of prompts made of cached documents, from memory and from disk,
+beside full prefills and prefix caching; a trace of retrieval with a pool that is too small; edits
+in the middle of a long session.
+
+Documents are random tokens, in a new order for each prompt, so a prefix cache finds one of them at
+most. Rounds of the compared ways alternate, and shares are of medians in one run. How near blended
+answers are is measured by ``bench/blend_quality.py``, on a model that has learned something.
+
+``python bench/blend.py [--models smollm2-135m-32k,llama-3.2-1b] [--tokens 4000] [--rounds 5]
+[--parts first,trace,edit] [--select auto]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from checkpoints import DEFAULT_DIRECTORY, checkpoint
+from quire import LLM, SamplingParams
+from quire.segments import BlendParams, Segment
+from quire_bench.hardware import measure
+from quire_bench.reports import Comparison, Spread, interleave, print_json, print_table, random_prompts
+
+FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+DOCUMENTS = 8
+QUESTION = 32
+"""Tokens."""
+PARTS = ("first", "trace", "edit")
+
+
+def documents(llm: LLM, count: int, tokens: int, seed: int = 0) -> list[Segment]:
+    return [Segment(ids.tolist()) for ids in random_prompts(count, tokens, llm.model.vocab_size, seed=seed)]
+
+
+def ask(llm: LLM, parts: Sequence[Any], blend: BlendParams | None, tokens: int = 1) -> tuple[float, Any]:
+    """Seconds of one prompt, and its output."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    begun = time.perf_counter()
+    (output,) = llm.generate([list(parts)], params, blend=blend, use_tqdm=False)
+    return time.perf_counter() - begun, output
+
+
+def forget(llm: LLM) -> None:
+    """Empty the prefix cache, and nothing else."""
+    engine = llm.engine
+    with engine.lock:
+        engine.branches.clear_cache()
+
+
+def first(path: str, tokens: int, rounds: int, params: BlendParams, dtype: str) -> list[dict[str, Any]]:
+    """First token of a prompt of eight documents: in full, after the first document was cached
+    exactly, and blended, from memory and from disk."""
+    with tempfile.TemporaryDirectory(prefix="quire-blend-") as folder:
+        common: dict[str, Any] = {"dtype": dtype, "kv_cache_memory": "3GiB", "max_model_len": 2 * tokens}
+        with (
+            closing(LLM(path, host_memory="4GiB", **common)) as llm,
+            closing(LLM(path, host_memory=0, store=[f"file://{folder}"], **common)) as disk,
+        ):
+            segments = documents(llm, DOCUMENTS, tokens // DOCUMENTS)
+            question = random_prompts(1, QUESTION, llm.model.vocab_size, seed=7)[0].tolist()
+            for one in (llm, disk):
+                one.warm(segments)
+                one.engine.flush(120)
+            rng, used = random.Random(0), {}
+
+            def prompt() -> list[Any]:
+                return [*rng.sample(segments, len(segments)), question]
+
+            def full() -> float:
+                forget(llm)
+                return ask(llm, prompt(), None)[0]
+
+            def prefix() -> float:
+                forget(llm)
+                parts = prompt()
+                ask(llm, [parts[0], [0]], None)
+                return ask(llm, parts, None)[0]
+
+            def blended(name: str, source: LLM, given: BlendParams) -> Callable[[], float]:
+                def run() -> float:
+                    forget(source)
+                    seconds, output = ask(source, prompt(), given)
+                    used[name] = output.blend
+                    return seconds
+
+                return run
+
+            found = interleave(
+                {
+                    "full prefill": full,
+                    "prefix cache": prefix,
+                    f"blended {params.ratio:.0%}, memory": blended("memory", llm, params),
+                    f"blended {params.ratio:.0%}, disk": blended("disk", disk, params),
+                    "nothing computed anew, memory": blended("nothing", llm, BlendParams(ratio=0.0, select="first_k")),
+                },
+                rounds,
+            )
+    told = {f"blended {params.ratio:.0%}, {name}": used[name] for name in ("memory", "disk")}
+    return [
+        {
+            **row,
+            "tokens": tokens,
+            "kept": told[row["way"]].blended if row["way"] in told else "",
+            "anew": told[row["way"]].recomputed if row["way"] in told else "",
+        }
+        for row in rows_of("first", found)
+    ]
+
+
+def rows_of(part: str, found: Comparison) -> list[dict[str, Any]]:
+    """Each way, with the shares of its rounds' times of the first way's."""
+    return [
+        {
+            "part": part,
+            "way": way,
+            "seconds": round(Spread.of(times).median, 3),
+            "share": str(found.ratios[way]),
+            "times faster": round(1 / found.ratios[way].median, 2),
+        }
+        for way, times in found.seconds.items()
+    ]
+
+
+def trace(path: str, rounds: int, params: BlendParams, dtype: str) -> list[dict[str, Any]]:
+    """Requests of retrieval: four of 24 documents each, in any order, a pool that holds a quarter
+    of the documents."""
+    size, count = 256, 24
+    with closing(LLM(path, dtype=dtype, kv_cache_memory="1GiB", host_memory="4GiB", max_model_len=4096)) as probe:
+        pool = 6 * size * probe.bytes_per_token + 4 * size * probe.bytes_per_token
+    with closing(LLM(path, dtype=dtype, kv_cache_memory=int(pool), host_memory="4GiB", max_model_len=2048)) as llm:
+        segments = documents(llm, count, size)
+        llm.warm(segments)
+        question = random_prompts(64, 16, llm.model.vocab_size, seed=7)
+        answers = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+        def served(blend: BlendParams | None) -> Callable[[], float]:
+            def run() -> float:
+                rng = random.Random(1)
+                prompts = [[*rng.sample(segments, 4), question[i].tolist()] for i in range(12)]
+                begun = time.perf_counter()
+                llm.generate(prompts, answers, blend=blend, use_tqdm=False)
+                return time.perf_counter() - begun
+
+            return run
+
+        found = interleave({"prefix cache": served(None), "blended": served(params)}, rounds)
+    return rows_of("trace", found)
+
+
+def edit(path: str, tokens: int, rounds: int, params: BlendParams, dtype: str) -> list[dict[str, Any]]:
+    """An edit that takes a sixteenth of a session out at a tenth of its length."""
+    with closing(LLM(path, dtype=dtype, kv_cache_memory="6GiB", max_model_len=tokens + 64)) as llm:
+        ids = random_prompts(1, tokens, llm.model.vocab_size)[0].tolist()
+        base = llm.session(ids)
+        span = (tokens // 10, tokens // 10 + tokens // 16)
+
+        def edited(mode: str) -> Callable[[], float]:
+            def run() -> float:
+                forget(llm)
+                with base.fork() as session:
+                    begun = time.perf_counter()
+                    session.edit(span, mode=mode, blend=params if mode == "blend" else None)  # type: ignore[arg-type]
+                    return time.perf_counter() - begun
+
+            return run
+
+        found = interleave({"exact": edited("exact"), "blended": edited("blend")}, rounds)
+    return [{**row, "tokens": tokens} for row in rows_of("edit", found)]
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="smollm2-135m-32k,llama-3.2-1b")
+    parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--edit-tokens", type=int, default=32000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--ratio", type=float, default=0.15)
+    parser.add_argument("--select", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--directory", type=Path, default=DEFAULT_DIRECTORY)
+    given = parser.parse_args()
+    params = BlendParams(ratio=given.ratio, select=given.select, keep=False)
+    rows: list[dict[str, Any]] = []
+    for name in given.models.split(","):
+        path = str(checkpoint(name, directory=given.directory))
+        for part in given.parts.split(","):
+            match part:
+                case "first":
+                    found = first(path, given.tokens, given.rounds, params, given.dtype)
+                case "trace":
+                    found = trace(path, given.rounds, params, given.dtype)
+                case _:
+                    found = edit(path, given.edit_tokens, given.rounds, params, given.dtype)
+            rows += [{"model": name, **row} for row in found]
+            print_table([row for row in rows if row["model"] == name and row["part"] == part])
+    print_json({"bench": "blend", "hardware": measure(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Faults of blended prompts in the engine."""
+
+from __future__ import annotations
+
+from tests.mutants.harness import Mutant
+
+MUTANTS = (
+    Mutant(
+        name="cached-keys-stay-where-they-were",
+        file="blend/forward.py",
+        old="        return self._moves[name](k_NHD)",
+        new="        return k_NHD.clone()",
+        tests=("engine/test_blending.py::test_true_rows_change_nothing",),
+    ),
+    Mutant(
+        name="moves-of-another-piece",
+        file="blend/forward.py",
+        old="name = (rope, piece.original, piece.start, len(k_NHD))",
+        new="name = (rope, len(k_NHD))",
+        tests=("engine/test_blending.py::test_true_rows_change_nothing",),
+    ),
+    Mutant(
+        name="cached-rows-at-the-check-layer",
+        file="blend/forward.py",
+        old="        self._write(layer, self.alive, fresh.k_AHD, fresh.v_AHD, pass_)\n",
+        new="        self._fill(layer, pass_)\n",
+        tests=(
+            "engine/test_blending.py::test_true_rows_change_nothing",
+            "engine/test_blending.py::test_a_wrong_row_changes_something",
+        ),
+    ),
+    Mutant(
+        name="the-head-of-rows-that-did-not-run",
+        file="runner/local.py",
+        old="index = np.searchsorted(extras.rows.alive, np.arange(len(tokens)) if index is None else index)",
+        new="index = np.minimum(np.arange(len(tokens)) if index is None else index, len(extras.rows.alive) - 1)",
+        tests=("engine/test_blending.py::test_a_mixed_step",),
+    ),
+    Mutant(
+        name="adapters-of-rows-that-did-not-run",
+        file="runner/local.py",
+        old="        if entering_SE.shape[0] != x_TE.shape[0]:",
+        new="        if False:",
+        tests=("engine/test_blending.py::test_adapters_in_one_step",),
+    ),
+    Mutant(
+        name="blended-state-is-exact",
+        file="engine/blending.py",
+        old="            if left_out.any():\n",
+        new="            if False:\n",
+        tests=("engine/test_blending.py::test_the_exact_cache_never_finds_it",),
+    ),
+    Mutant(
+        name="the-question-is-not-computed",
+        file="engine/prompt_blend.py",
+        old="            question_start=question,",
+        new="            question_start=None,",
+        tests=("engine/test_blending.py::test_the_question_always_runs",),
+    ),
+    Mutant(
+        name="chunks-of-other-salts",
+        file="branches/stored_state.py",
+        old="ChunkKeys.of(*of_model, salt, adapter=adapter",
+        new="ChunkKeys.of(*of_model, None, adapter=adapter",
+        tests=("engine/test_blending.py::test_salts_and_adapters_keep_their_own",),
+    ),
+    Mutant(
+        name="approximate-state-is-moved-again",
+        file="engine/session_edits.py",
+        old="exact = state.origin.exact_part(state.computed)",
+        new="exact = state.computed",
+        tests=("engine/test_blending.py::test_a_blended_edit_is_marked",),
+    ),
+    Mutant(
+        name="a-divergence-the-other-way-round",
+        file="engine/unsampled_runs.py",
+        old="(full_V.exp() * (full_V - found_V))",
+        new="(found_V.exp() * (found_V - full_V))",
+        tests=("engine/test_blending.py::test_verification",),
+    ),
+    Mutant(
+        name="one-lost-chunk-spoils-all-prompts",
+        file="engine/blending.py",
+        old="        blend = scheduled.requests[forward.failed].blend\n",
+        new="        blend = next(one.blend for one in reversed(scheduled.requests) if one.blend)\n",
+        tests=("engine/test_blending.py::test_rows_that_do_not_come",),
+    ),
+)
