@@ -152,6 +152,10 @@ def test_true_rows_change_nothing(
     checkpoint = family(name, families, tmp_path_factory)
     ids = random_tokens(90, seed=1)
     expected = checkpoint.greedy(ids, COUNT)
+    exact_TV, bound = checkpoint.exact_logits(ids)
+    exact_V = exact_TV[-1].log_softmax(-1)
+    # Rows that are moved there and back are rounded twice more, and so is the sum of exponentials.
+    bound *= 4
     for seed, budget in ((0, 2048), (1, 17)):
         llm = make_llm(checkpoint, max_num_batched_tokens=budget, page_size=8)
         if reason := engine_of(llm).blending.refusal:
@@ -163,8 +167,12 @@ def test_true_rows_change_nothing(
         with monkeypatch.context() as patch:
             give(patch, rows)
             for ratio, select in ((0.0, "v"), (0.2, "k"), (0.3, "first_k"), (1.0, "v")):
-                (output,) = llm.generate(ids, greedy(COUNT), blend=blended(ratio, select=select))
+                params = greedy(COUNT, logprobs=10)
+                (output,) = llm.generate(ids, params, blend=blended(ratio, select=select))
                 assert output.outputs[0].token_ids == expected, f"{ratio} {select}: {told(output)}"
+                assert output.outputs[0].logprobs is not None
+                for token, one in output.outputs[0].logprobs[0].items():
+                    assert abs(one.logprob - float(exact_V[token])) <= bound
                 assert told(output).blended + told(output).recomputed <= valid.sum()
                 assert (told(output).blended > 0) == (ratio < 1)
                 check(llm)
