@@ -221,7 +221,7 @@ class Outcome:
     cost: float
     errors: tuple[float, ...] = ()
     """Relative Frobenius error of K and V together, by layer."""
-    recall: float = float("nan")
+    recall: float | None = None
     """Of the rows that are most wrong, as many as were chosen: the share that was chosen."""
 
 
@@ -232,7 +232,7 @@ def measure(backend: Backend, case: Case, method: Method, ratio: float) -> Outco
     true, ours = (logits[-1].log_softmax(-1) for logits in (case.full.logits, answer.logits))
     best, own = int(true.argmax()), int(ours.argmax())
     errors: tuple[float, ...] = ()
-    recall = float("nan")
+    recall = None
     if (run := answer.run) is not None:
         ends = case.context + case.asks
         chosen = {int(row) for row in run.kept if row < ends}
@@ -278,10 +278,11 @@ def summary(outcomes: Sequence[Outcome], naive: Sequence[Outcome]) -> dict[str, 
             [one.full_right for one in outcomes],
         )
     )
-    row["recovered"] = (got - least) / (most - least) if most > least else float("nan")
+    row["recovered"] = (got - least) / (most - least) if most > least else None
     row["agree"] = statistics.fmean(one.agrees for one in outcomes)
-    row["recall"] = statistics.fmean(one.recall for one in outcomes)
-    row["errors"] = [statistics.fmean(layer) for layer in zip(*(one.errors for one in outcomes), strict=True)]
+    if recalls := [one.recall for one in outcomes if one.recall is not None]:
+        row["recall"] = statistics.fmean(recalls)
+        row["errors"] = [statistics.fmean(layer) for layer in zip(*(one.errors for one in outcomes), strict=True)]
     row["cost"] = statistics.fmean(one.cost for one in outcomes)
     return row
 

@@ -27,12 +27,13 @@ STAGES = (
     (Kind(chunks=2, longest=20, aliases=0.0), 4096),
     (Kind(chunks=2, longest=24), 4096),
     (Kind(longest=32), 4096),
+    (Kind(longest=64, distractors=0.03, overridden=0.03), 4096),
 )
 """The curriculum: prompts, and about how many tokens of them a step has. The last stage takes the
 steps that are left."""
 GOOD_ENOUGH = 0.91
 """Share of right answers at which a stage ends."""
-LAST_STAGE = 0.4
+LAST_STAGE = 0.7
 """Share of the steps after which the last stage has begun at the latest; the learning rate falls
 from then on, linearly, to nothing."""
 QUESTIONS = 8
@@ -190,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m recipes.chunk_recall.train", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="directory to write; it must not exist")
-    parser.add_argument("--steps", type=int, default=2600, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps")
     parser.add_argument("--start", type=Path, help="a model to train on from, in the last stage")
     parser.add_argument("--evaluated", type=int, default=300, help="prompts for each number of hops")
     parser.add_argument("--report-every", type=int, default=50, help="steps between two lines of progress")
