@@ -136,7 +136,7 @@ class Method:
 
 NAIVE = Method("random", (0,))
 """With a ratio of 0: cached rows as they are, only the question is computed."""
-DEFAULT = "effect c=2"
+DEFAULT = "v_or_question c=2"
 METHODS: dict[str, Method] = {
     "random": Method("random"),
     "first_k": Method("first_k"),
@@ -147,8 +147,8 @@ METHODS: dict[str, Method] = {
     "v_query c=1": Method("v_query"),
     "v c=2": Method("v", (2,)),
     "v_query c=2": Method("v_query", (2,)),
-    "effect c=1": Method("effect"),
-    "effect c=2": Method("effect", (2,)),
+    "v_or_question c=1": Method("v_or_question"),
+    "v_or_question c=2": Method("v_or_question", (2,)),
     "oracle": Method("oracle"),
     "oracle c=2": Method("oracle", (2,)),
 }

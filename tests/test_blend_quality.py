@@ -195,7 +195,7 @@ class TestCommand:
         self, script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sys, "argv", [])
-        found = self.run(script, capsys, "--prompts", "2", "--ratios", "0,0.5", "--methods", "effect,random")
+        found = self.run(script, capsys, "--prompts", "2", "--ratios", "0,0.5", "--methods", "_or_,random")
         assert found["cases"] == 6
         assert len(found["rows"]) == 1 + 2 * 3
         assert all(len(row["errors"]) == 5 for row in found["rows"])

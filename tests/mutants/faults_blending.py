@@ -144,11 +144,18 @@ MUTANTS = (
         tests=("blend/test_scores.py::test_scores_are_those_of_loops",),
     ),
     Mutant(
-        name="mass-of-the-question-not-squared",
+        name="wrong-and-read-instead-of-either",
         file="blend/scores.py",
-        old="return sums[0] * sums[1].square()",
-        new="return sums[0] * sums[1]",
-        tests=("blend/test_scores.py::test_scores_are_those_of_loops",),
+        old="return 1 / places.amin(0)",
+        new="return 1 / places.amax(0)",
+        tests=("blend/test_scores.py::test_wrong_rows_and_read_rows_share_the_budget",),
+    ),
+    Mutant(
+        name="undefined-deviations-are-lowest",
+        file="blend/scores.py",
+        old=".nan_to_num(nan=torch.inf)",
+        new=".nan_to_num()",
+        tests=("blend/test_scores.py::test_wrong_rows_and_read_rows_share_the_budget",),
     ),
     Mutant(
         name="ranks-add-up-quotients",
