@@ -175,8 +175,9 @@ def attention_mass(
     keys_HDN = k_NHD.float().permute(1, 2, 0)
     mass_N = keys_HDN.new_zeros(keys_HDN.shape[-1])
     for first in range(0, len(q_MHD), QUERY_ROWS):
-        q_MHGD = q_MHD[first : first + QUERY_ROWS].float().unflatten(1, (-1, group))
-        count = len(q_MHGD)
+        some_MHD = q_MHD[first : first + QUERY_ROWS].float()
+        count = len(some_MHD)
+        q_MHGD = some_MHD.reshape(count, -1, group, some_MHD.shape[-1])
         q_HXD = q_MHGD.permute(1, 2, 0, 3).flatten(1, 2) * scale
         logits_HGMN = (q_HXD @ keys_HDN).view(len(q_HXD), group, count, -1)
         gap_MN = positions_M[first : first + count, None] - positions_N
