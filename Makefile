@@ -49,6 +49,8 @@ bench: $(VENV)/.stamp-test  ## Benchmarks with transformers as a peer (takes hou
 	$(BIN)/python bench/recurrence.py
 	$(BIN)/python bench/states.py
 	$(BIN)/python bench/latent.py
+	$(BIN)/python bench/blend_quality.py
+	$(BIN)/python bench/blend_quality.py --text --prompts 60
 	$(BIN)/python bench/adapters.py --peer peft
 	$(BIN)/python bench/serve.py
 	$(BIN)/python bench/soak.py

@@ -136,7 +136,7 @@ class Method:
 
 NAIVE = Method("random", (0,))
 """With a ratio of 0: cached rows as they are, only the question is computed."""
-DEFAULT = "effect c=2"
+DEFAULT = "v_or_question c=2"
 METHODS: dict[str, Method] = {
     "random": Method("random"),
     "first_k": Method("first_k"),
@@ -147,8 +147,8 @@ METHODS: dict[str, Method] = {
     "v_query c=1": Method("v_query"),
     "v c=2": Method("v", (2,)),
     "v_query c=2": Method("v_query", (2,)),
-    "effect c=1": Method("effect"),
-    "effect c=2": Method("effect", (2,)),
+    "v_or_question c=1": Method("v_or_question"),
+    "v_or_question c=2": Method("v_or_question", (2,)),
     "oracle": Method("oracle"),
     "oracle c=2": Method("oracle", (2,)),
 }
@@ -186,6 +186,28 @@ def answer_plainly(model: PlainLlama, case: Case, method: Method, ratio: float) 
     return Answer(run.logits[case.asks - count :], run.token_layers / (count * model.layers), run)
 
 
+class PlainProbes:
+    """Forwards of cases for calibration (``quire.blend.calibration.ProbeForward``)."""
+
+    def __init__(self, model: PlainLlama) -> None:
+        self._model = model
+
+    def deviations(self, case: Case) -> Tensor:
+        """See ``ProbeForward``."""
+        rows = slice(case.context, case.context + case.asks)
+        value = (case.v - case.full.v).square().flatten(2).sum(-1)
+        both = distances(case.k, case.full.k) + distances(case.v, case.full.v)
+        return torch.stack((value[:, rows], both[:, rows]))
+
+    def answers(self, case: Case, policy: BlendPolicy | None) -> Tensor:
+        """See ``ProbeForward``."""
+        count = len(case.tokens) - case.context
+        if policy is None:
+            return case.full.logits[case.asks - count :]
+        run = self._model.blended(case.tokens, case.k, case.v, case.context, policy, score_of(policy.score), case.rows)
+        return run.logits[case.asks - count :]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """One blended prompt."""
@@ -199,7 +221,7 @@ class Outcome:
     cost: float
     errors: tuple[float, ...] = ()
     """Relative Frobenius error of K and V together, by layer."""
-    recall: float = float("nan")
+    recall: float | None = None
     """Of the rows that are most wrong, as many as were chosen: the share that was chosen."""
 
 
@@ -210,7 +232,7 @@ def measure(backend: Backend, case: Case, method: Method, ratio: float) -> Outco
     true, ours = (logits[-1].log_softmax(-1) for logits in (case.full.logits, answer.logits))
     best, own = int(true.argmax()), int(ours.argmax())
     errors: tuple[float, ...] = ()
-    recall = float("nan")
+    recall = None
     if (run := answer.run) is not None:
         ends = case.context + case.asks
         chosen = {int(row) for row in run.kept if row < ends}
@@ -256,10 +278,11 @@ def summary(outcomes: Sequence[Outcome], naive: Sequence[Outcome]) -> dict[str, 
             [one.full_right for one in outcomes],
         )
     )
-    row["recovered"] = (got - least) / (most - least) if most > least else float("nan")
+    row["recovered"] = (got - least) / (most - least) if most > least else None
     row["agree"] = statistics.fmean(one.agrees for one in outcomes)
-    row["recall"] = statistics.fmean(one.recall for one in outcomes)
-    row["errors"] = [statistics.fmean(layer) for layer in zip(*(one.errors for one in outcomes), strict=True)]
+    if recalls := [one.recall for one in outcomes if one.recall is not None]:
+        row["recall"] = statistics.fmean(recalls)
+        row["errors"] = [statistics.fmean(layer) for layer in zip(*(one.errors for one in outcomes), strict=True)]
     row["cost"] = statistics.fmean(one.cost for one in outcomes)
     return row
 

@@ -14,6 +14,7 @@ default] [--text]``
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipes.chunk_recall.task import VARIANTS
+from recipes.chunk_recall.task import VARIANTS, Kind
 
-from blend_cases import METHODS, answer_plainly, compare, make_cases
+from blend_cases import DEFAULT, METHODS, PlainProbes, answer_plainly, compare, make_cases, make_edit
 from blend_text import BUNDLED, compare_text, text_cases
 from plain_llama import PlainLlama
+from quire.blend.calibration import PROBES, check_quality, choose_check_layer
+from quire.blend.selection import BlendPolicy
 from quire.errors import InvalidArgument
 from quire_bench.reports import print_json, print_table
 
@@ -40,7 +43,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200, help="for each number of hops; files with --text")
     parser.add_argument("--ratios", default=",".join(map(str, RATIOS)))
     parser.add_argument("--methods", default="", help="names that contain one of these; empty: all")
-    parser.add_argument("--kind", choices=list(VARIANTS), default="default", help="of prompts")
+    parser.add_argument(
+        "--kind",
+        choices=[*VARIANTS, "edit"],
+        default="default",
+        help="of prompts; edit: a second chunk of six was taken out",
+    )
     parser.add_argument("--text", action="store_true", help="perplexity of Python sources, by the bundled model")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--seed", type=int, default=0)
@@ -57,11 +65,25 @@ def main() -> None:
         rows = compare_text(partial(answer_plainly, model), cases, methods, ratios)
     else:
         model = PlainLlama(given.model)
-        cases = make_cases(model, VARIANTS[given.kind], given.prompts, given.seed)
+        if given.kind == "edit":
+            rng = random.Random(f"{given.seed}/edit")
+            cases = [make_edit(model, rng, Kind(chunks=6), 1) for _ in range(3 * given.prompts)]
+        else:
+            cases = make_cases(model, VARIANTS[given.kind], given.prompts, given.seed)
         rows = compare(partial(answer_plainly, model), cases, methods, ratios)
+    found = choose_check_layer(PlainProbes(model), cases[::8], 0.15)
+    default = BlendPolicy(score=METHODS[DEFAULT].score, layers=METHODS[DEFAULT].layers, min_tokens=0)
+    gate = check_quality(PlainProbes(model), cases[:: max(1, len(cases) // PROBES)], default)
     print_table([{name: value for name, value in row.items() if name != "errors"} for row in rows])
     print_json(
-        {"bench": "blend_quality", "kind": "text" if given.text else given.kind, "cases": len(cases), "rows": rows}
+        {
+            "bench": "blend_quality",
+            "kind": "text" if given.text else given.kind,
+            "cases": len(cases),
+            "check_layer": found,
+            "gate": gate,
+            "rows": rows,
+        }
     )
 
 

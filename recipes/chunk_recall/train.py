@@ -27,12 +27,13 @@ STAGES = (
     (Kind(chunks=2, longest=20, aliases=0.0), 4096),
     (Kind(chunks=2, longest=24), 4096),
     (Kind(longest=32), 4096),
+    (Kind(longest=64, distractors=0.03, overridden=0.03), 4096),
 )
 """The curriculum: prompts, and about how many tokens of them a step has. The last stage takes the
 steps that are left."""
 GOOD_ENOUGH = 0.91
 """Share of right answers at which a stage ends."""
-LAST_STAGE = 0.4
+LAST_STAGE = 0.7
 """Share of the steps after which the last stage has begun at the latest; the learning rate falls
 from then on, linearly, to nothing."""
 QUESTIONS = 8
@@ -109,11 +110,14 @@ def make_batch(rng: random.Random, kind: Kind, tokens: int) -> Batch:
     return batch
 
 
-def train(steps: int, seed: int, report_every: int = 50) -> LlamaForCausalLM:
-    """Train from random weights: Muon for the matrices of the blocks, AdamW for the rest."""
+def train(steps: int, seed: int, report_every: int = 50, start: Path | None = None) -> LlamaForCausalLM:
+    """Train from random weights, or in the last stage alone from a model: Muon for the matrices of
+    the blocks, AdamW for the rest."""
     import torch
+    from transformers import LlamaForCausalLM
 
-    model = build_model(seed)
+    model = build_model(seed) if start is None else LlamaForCausalLM.from_pretrained(start, dtype=torch.float32).train()
+    last_stage = LAST_STAGE if start is None else 0.0
     rng = random.Random(f"{seed}/train")
     named = dict(model.named_parameters())
     matrices = [p for name, p in named.items() if p.ndim == 2 and ".layers." in name]
@@ -126,14 +130,14 @@ def train(steps: int, seed: int, report_every: int = 50) -> LlamaForCausalLM:
     stage, recent = 0, 0.0
     began = time.monotonic()
     for step in range(steps):
-        if step >= LAST_STAGE * steps:
+        if step >= last_stage * steps:
             stage = len(STAGES) - 1
         batch = make_batch(rng, *STAGES[stage])
         logits = model(input_ids=batch.ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scale = min(1.0, (step + 1) / 50, (1 - step / steps) / (1 - LAST_STAGE))
+        scale = min(1.0, (step + 1) / 50, (1 - step / steps) / (1 - last_stage))
         for optimizer, rate in zip(optimizers, rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * scale
             optimizer.step()
@@ -187,7 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m recipes.chunk_recall.train", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="directory to write; it must not exist")
-    parser.add_argument("--steps", type=int, default=2600, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps")
+    parser.add_argument("--start", type=Path, help="a model to train on from, in the last stage")
     parser.add_argument("--evaluated", type=int, default=300, help="prompts for each number of hops")
     parser.add_argument("--report-every", type=int, default=50, help="steps between two lines of progress")
     parser.add_argument("--seed", type=int, default=0)
@@ -195,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.output.exists():
         print(f"error: {chosen.output} exists; choose another directory", file=sys.stderr)
         return 2
-    model = train(chosen.steps, chosen.seed, chosen.report_every)
+    model = train(chosen.steps, chosen.seed, chosen.report_every, chosen.start)
     save(model, chosen.output)
     model = model.float()
     for name, kind in VARIANTS.items():

@@ -101,14 +101,21 @@ def wanted(name: str, given: ScoreInputs) -> np.ndarray:
             return k / squares(zeros, given.cached_k, at) + v / squares(zeros, given.cached_v, at)
         case "query":
             return masses(given)
-        case "effect":
+        case "v_or_question":
             assert given.question_mass is not None
-            return v * given.question_mass.double().numpy()[at] ** 2
+            mass = given.question_mass.double().numpy()[at]
+            found = np.zeros(len(at))
+            for _, span in given.selection.candidate_spans():
+                for order in (v[span], mass[span]):
+                    for row, one in enumerate(order):
+                        place = 1 + sum(other > one for other in order)
+                        found[span][row] = max(found[span][row], 1 / place)
+            return found
         case _:
             return v * masses(given) ** 0.5
 
 
-@pytest.mark.parametrize("name", ["v", "k", "kv_rel", "query", "v_query", "effect"])
+@pytest.mark.parametrize("name", ["v", "k", "kv_rel", "query", "v_query", "v_or_question"])
 @given(st.integers(0, 1000), st.sampled_from([None, 1, 4]), st.booleans())
 def test_scores_are_those_of_loops(name: str, seed: int, window: int | None, second: bool) -> None:
     given_inputs = inputs(seed, window=window, second=second)
@@ -125,7 +132,7 @@ def test_long_questions_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.allclose(score_of("query").scores(inputs(3)), whole, rtol=BOUND)
 
 
-@pytest.mark.parametrize("name", ["v", "k", "kv_rel", "query", "v_query", "effect"])
+@pytest.mark.parametrize("name", ["v", "k", "kv_rel", "query", "v_query", "v_or_question"])
 def test_ranks_have_the_scores_of_all_heads(name: str) -> None:
     """Each rank has half of the heads; partial sums are added up before anything else."""
     whole = inputs(8)
@@ -191,11 +198,31 @@ def test_stated_and_random_scores_belong_to_rows_of_the_batch() -> None:
     assert not torch.equal(one, other)
 
 
-def test_the_effect_on_an_answer_needs_its_mass() -> None:
-    assert score_of("effect").needs == {"v", "question"}
+def test_wrong_rows_and_read_rows_share_the_budget() -> None:
+    rows = BlendedRows(question_start=11)
+    selection = Selection(BlendPolicy(ratio=0.4, min_tokens=0), [12], np.ones(12, dtype=bool), [rows])
+    wrong, read = torch.zeros(12), torch.zeros(12)
+    wrong[[1, 2, 3, 4]] = torch.tensor([9.0, torch.nan, 7.0, 6.0])
+    read[[2, 7, 8, 9]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
+    found = score_of("v_or_question").scores(
+        dataclasses.replace(
+            inputs(0),
+            selection=selection,
+            candidates=torch.from_numpy(selection.scored),
+            fresh_v=wrong[:, None, None].sqrt(),
+            cached_v=torch.zeros(12, 1, 1),
+            question_mass=read,
+        )
+    )
+    assert (1 / found).tolist()[:5] == [5, 2, 1, 3, 4]
+    assert selection.alive[selection.select(1, found)].tolist() == [1, 2, 3, 7, 8, 11]
+
+
+def test_what_the_question_reads_must_be_known() -> None:
+    assert score_of("v_or_question").needs == {"v", "question"}
     for name in ("question_mass", "cached_v"):
         with pytest.raises(InvalidArgument) as refused:
-            score_of("effect").scores(dataclasses.replace(inputs(1), **{name: None}))
+            score_of("v_or_question").scores(dataclasses.replace(inputs(1), **{name: None}))
         assert refused.value.field == name
 
 

@@ -448,7 +448,7 @@ def test_an_unknown_score_is_refused_at_once() -> None:
 
 def test_a_score_that_needs_a_forward_of_its_own_is_refused_at_once() -> None:
     with pytest.raises(Unsupported, match="pass of the question"):
-        executor(score="effect")
+        executor(score="v_or_question")
 
 
 @pytest.mark.parametrize("score", ["query", "v_query"])

@@ -175,8 +175,9 @@ def attention_mass(
     keys_HDN = k_NHD.float().permute(1, 2, 0)
     mass_N = keys_HDN.new_zeros(keys_HDN.shape[-1])
     for first in range(0, len(q_MHD), QUERY_ROWS):
-        q_MHGD = q_MHD[first : first + QUERY_ROWS].float().reshape(-1, k_NHD.shape[1], group, q_MHD.shape[2])
-        count = len(q_MHGD)
+        some_MHD = q_MHD[first : first + QUERY_ROWS].float()
+        count = len(some_MHD)
+        q_MHGD = some_MHD.reshape(count, -1, group, some_MHD.shape[-1])
         q_HXD = q_MHGD.permute(1, 2, 0, 3).flatten(1, 2) * scale
         logits_HGMN = (q_HXD @ keys_HDN).view(len(q_HXD), group, count, -1)
         gap_MN = positions_M[first : first + count, None] - positions_N
@@ -236,19 +237,27 @@ class WeightedDeviation:
         return sums[0] * sums[1].sqrt()
 
 
-class AnswerEffect:
-    """``effect``: how far a wrong row moves the question's answer, to first order.
+class WrongOrRead:
+    """``v_or_question``: by turns the row that is most wrong and the row that the question reads
+    most.
 
-    The distance of fresh and cached V times the attention that the question pays to the row in all
-    layers from here on, as ``question_mass`` has it. It is squared, as ``v`` is."""
+    In the order of ``v`` and in that of ``question_mass`` the n-th candidate of a request scores
+    1 / n, and of its two scores a candidate has the higher. So half of a budget goes to each, and
+    neither a question that reads through other rows nor a model whose V says little at this layer
+    spoils all of it."""
 
     needs = frozenset({"v", "question"})
 
     def scores(self, inputs: ScoreInputs) -> Tensor:
         mass = _cached("question_mass", inputs.question_mass)[inputs.candidates]
         wrong = _deviations(inputs.fresh_v, _cached("cached_v", inputs.cached_v), inputs.candidates)
-        sums = inputs.over_ranks(torch.stack((wrong, mass.float())))
-        return sums[0] * sums[1].square()
+        sums = inputs.over_ranks(torch.stack((wrong, mass.float()))).nan_to_num(nan=torch.inf)
+        places = torch.empty_like(sums)
+        for _, span in inputs.selection.candidate_spans():
+            order = sums[:, span].argsort(dim=-1, descending=True, stable=True)
+            count = torch.arange(1.0, 1 + order.shape[-1], device=sums.device).expand(2, -1)
+            places[:, span] = torch.empty_like(sums[:, span]).scatter_(-1, order, count)
+        return 1 / places.amin(0)
 
 
 class RandomScore:
@@ -285,5 +294,5 @@ SCORES.register("kv_rel", RelativeDeviation())
 SCORES.register("first_k", FirstRows())
 SCORES.register("query", QueryMass())
 SCORES.register("v_query", WeightedDeviation())
-SCORES.register("effect", AnswerEffect())
+SCORES.register("v_or_question", WrongOrRead())
 SCORES.register("random", RandomScore())
