@@ -1,6 +1,6 @@
 """What keeping state outside of the pool costs and saves: resumption after a killed process, from
-disk and from memory; decoding while state is written; loading that overlaps with computing; a trace
-of agents' sessions with a pool of a tenth of what they need.
+disk and from memory; decoding while state is written; loading that overlaps with computing;
+evictions to memory; a trace of agents' sessions with a pool of a tenth of what they need.
 
 The first process computes a prompt and is killed; the second one, over the same directory, is asked
 for the same prompt with a few tokens more. Shares are seconds to the first token over those of the
@@ -8,7 +8,7 @@ whole prompt without a store, each in the same run. The trace is run with tiers 
 turn; all texts are compared.
 
 ``python bench/stores.py [--models smollm2-135m-32k,bamba-150m] [--tokens 32768] [--rounds 3]
-[--parts resume,decode,overlap,trace]``
+[--parts resume,decode,overlap,evict,trace]``
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from quire_bench.reports import Spread, interleave, print_json, print_table, ran
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 MORE = 8
 """Tokens by which a resumed prompt is longer."""
-PARTS = ("resume", "decode", "overlap", "trace")
+PARTS = ("resume", "decode", "overlap", "evict", "trace")
 POOL = "4GiB"
 
 
@@ -220,6 +220,39 @@ def overlap(path: str, tokens: int, rounds: int, base: Path | None) -> dict[str,
     }
 
 
+# -- evictions -------------------------------------------------------------------------------------
+
+
+def evictions(path: str, tokens: int, rounds: int) -> dict[str, Any]:
+    """Seconds for which the engine stands still while a prompt's state leaves the pool for memory:
+    copied before, as it is in a nearly full pool, and copied only then."""
+    with closing(LLM(path, kv_cache_memory="256MiB", host_memory=0)) as probe:
+        pool = tokens * probe.bytes_per_token * 9 // 8
+    before, then, processor = [], [], []
+    with closing(started(path, host_memory="8GiB", kv_cache_memory=pool)) as llm:
+        engine = llm._engine
+        engine.stored.is_worth = lambda *_: True
+        for turn in range(rounds):
+            first_token(llm, prompt_of(llm, tokens, seed=turn))
+            engine.flush(600)
+            for found in (before, then):
+                with engine.lock:
+                    begun, used = time.perf_counter(), time.thread_time()
+                    assert engine.branches.evict()
+                    found.append(time.perf_counter() - begun)
+                    processor.append(time.thread_time() - used)
+                if found is before:
+                    # Back into the pool, and out of memory, so that all of it has to be copied.
+                    first_token(llm, prompt_of(llm, tokens, seed=turn))
+                    engine.flush(600)
+                    engine.stored.store.memory.clear_now()
+    return {
+        "evict_copied_before_seconds": Spread.of(before),
+        "evict_copied_then_seconds": Spread.of(then),
+        "evict_processor_seconds": [Spread.of(processor[0::2]).median, Spread.of(processor[1::2]).median],
+    }
+
+
 # -- a trace of agents -----------------------------------------------------------------------------
 
 
@@ -315,6 +348,8 @@ def main() -> None:
             }
         if "overlap" in parts:
             found |= overlap(path, given.tokens, given.rounds, given.store_dir)
+        if "evict" in parts:
+            found |= evictions(path, given.tokens, given.rounds)
         if "trace" in parts:
             found["trace"] = trace(path, given.sessions, given.store_dir)
         print_table([{"model": name, "what": key, "value": value} for key, value in found.items()])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from quire.contracts.kv_state import Export
 from quire.contracts.layers import FullAttention, WindowedAttention
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.kernels.sdpa import SdpaAttention
+from quire.kv import storage
 from quire.kv.rule_table import COMBINATIONS, Combination
 from quire.kv.state import State
 
@@ -138,6 +140,24 @@ def test_rows_go_where_their_pages_are() -> None:
     state.finish_import(1)
     for layer in (0, 1):
         assert same_groups(state.open_export(1).rows(layer, 0, 10), export.rows(layer, 0, 10))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("parallel", [0, 1 << 30])
+def test_rows_are_copied_to_the_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, parallel: int) -> None:
+    """In one thread and in several, of any strides."""
+    monkeypatch.setattr(storage, "IN_PARALLEL", parallel)
+    spec = FullAttention(num_heads=4, num_kv_heads=2, head_dim=3, value_dim=5)
+    pool = storage.PagedStorage([spec, spec], 12, dtype, torch.device("cpu"))
+    k_NHD, v_NHD = torch.randn(6, 2, 3).to(dtype), torch.randn(2, 6, 5).to(dtype).transpose(0, 1)
+    pool.write_run(1, 4, k_NHD, v_NHD)
+    found = pool.read(1, np.array([9, 4, 11]))
+    assert same_bits(found.k[:2], k_NHD[[5, 0]])
+    assert same_bits(found.v[:2], v_NHD[[5, 0]])
+    assert not found.k[2].any()
+    assert not any(part.any() for part in pool.layers[0])
+    found.k.fill_(7)
+    assert same_bits(pool.layers[1].k[4:10], k_NHD)
 
 
 def test_nothing_comes_of_layers_whose_rows_are_all_shared() -> None:

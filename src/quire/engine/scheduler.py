@@ -355,7 +355,7 @@ class Scheduler:
             room = min(room, batch.rows)
         if (end := request.runs.end(request.computed)) is not None:
             room = min(room, end - request.computed)
-        if (stop := next((stop for stop in request.stops if stop > request.computed), None)) is not None:
+        if request.stops and (stop := next((one for one in request.stops if one > request.computed), None)):
             room = min(room, stop - request.computed)
         return max(0, min(request.remaining, room, self._most(request)))
 
@@ -435,7 +435,7 @@ class Scheduler:
 
     def _is_coming(self, request: ScheduledRequest) -> bool:
         """Return whether some of its state has still to come from a tier."""
-        return self._tier is not None and self._tier.is_coming(request.seq)
+        return self._tier is not None and bool(self._tier.open) and self._tier.is_coming(request.seq)
 
     def _is_followed(self, request: ScheduledRequest) -> bool:
         """Return whether a forward may run behind its state, which is coming."""
