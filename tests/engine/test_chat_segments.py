@@ -71,7 +71,9 @@ def test_whatever_is_cut_is_the_prompt(template: str, messages: list[Any], count
     kept = first_of(parts, count)
     assert "".join(contents(kept)) == text[:count]
     assert [type(part) for part in kept] == [type(part) for part in parts]
-    whole = {text for content in texts.values() for text in (content, content.strip())}
+    whole = {
+        text for content in texts.values() for text in (content, content.lstrip(), content.rstrip(), content.strip())
+    }
     found = [part.content for part in parts if isinstance(part, Segment)]
     assert set(found) <= whole - {""}
     assert set(unplaced) <= set(texts)
@@ -114,6 +116,20 @@ def test_texts_that_a_template_changes() -> None:
     bare, texts = without_segments(many)
     assert cut_at_segments(render(bare), bare, texts, render) == (["<|user|>X<|end|>" * 30], tuple(texts))
     assert len(renderings) <= 5
+
+
+def test_templates_see_no_marks() -> None:
+    messages = [{"role": "user", "content": [marked("a b"), {"type": "text", "text": "c", "segment": None}]}]
+    text, parts, _, _ = cut("{% for m in messages %}{{ m | tojson }}{% endfor %}", messages)
+    assert text == '{"role": "user", "content": "a b\\nc"}'
+    assert Segment("a b") in parts
+    messages[0]["segment"] = False
+    parts_template = (
+        "{% for m in messages %}{{ m.role }}{% for p in m.content %}{{ p | tojson }}{% endfor %}{% endfor %}"
+    )
+    text, _, unplaced, _ = cut(parts_template, messages)
+    assert text == 'user{"type": "text", "text": "a b"}{"type": "text", "text": "c"}'
+    assert unplaced == ()
 
 
 def test_signs_in_messages() -> None:

@@ -15,6 +15,7 @@ from tests.mutants import (
     faults_outside,
     faults_resume,
     faults_reuse,
+    faults_segments,
     faults_serving,
     faults_stored,
     faults_tiers,
@@ -38,4 +39,5 @@ MUTANTS = (
     *faults_chunks.MUTANTS,
     *faults_resume.MUTANTS,
     *faults_blending.MUTANTS,
+    *faults_segments.MUTANTS,
 )

@@ -76,8 +76,8 @@ MUTANTS = (
     Mutant(
         name="marks-are-not-where-they-stand",
         file="server/cache_marks.py",
-        old="before = np.array(tokenizer.encode(text[:place]",
-        new="before = np.array(tokenizer.encode(text[: place // 2]",
+        old="common_prefix(encode(place), tokens)",
+        new="common_prefix(encode(place // 2), tokens)",
         tests=("server/test_hint_fields.py::test_marks_pin_what_stands_before_them",),
     ),
     Mutant(
@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         name="reruns-of-any-length",
-        file="engine/request_book.py",
+        file="engine/unsampled_runs.py",
         old="(most is not None and tokens.size - work.num_cached > most)",
         new="False",
         tests=("engine/test_idle_runs.py::test_only_so_many_tokens_are_run",),

@@ -8,22 +8,22 @@ MUTANTS = (
     Mutant(
         name="streams-of-the-server-without-their-salt",
         file="server/replies.py",
-        old="llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt, hints=hints)",
+        old="llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend)",
         new="llm.stream(prompt, params, adapter=adapter, hints=hints)",
         tests=("server/test_completions.py::test_cached_tokens",),
     ),
     Mutant(
         name="streams-without-their-salt",
         file="async_llm/llm.py",
-        old="self._llm.prepare([prompt], sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints)",
-        new="self._llm.prepare([prompt], sampling_params, adapter=adapter)",
+        old="[prompt], sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints",
+        new="[prompt], sampling_params, adapter=adapter",
         tests=("engine/test_async.py::test_salts_are_those_of_their_verbs",),
     ),
     Mutant(
         name="chats-without-their-salt",
         file="engine/request_preparation.py",
-        old="ids, list(texts), params, cache_key(cache_salt), chosen",
-        new="ids, list(texts), params, cache_key(None), chosen",
+        old="ids, texts, params, key, chosen, hints=hinted, pieces=pieces",
+        new="ids, texts, params, cache_key(None), chosen, hints=hinted, pieces=pieces",
         tests=("engine/test_async.py::test_chats",),
     ),
     Mutant(
