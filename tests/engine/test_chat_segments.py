@@ -32,6 +32,7 @@ TEMPLATES = {
     "no signs": PLAIN + "{% for m in messages %}{% if '" + SIGN + "' in m.content %}{{ raise_exception('no') }}"
     "{% endif %}{% endfor %}",
     "lengths": "{% for m in messages %}{{ m.content | length }} {{ m.content }}{% endfor %}",
+    "tails": "{% for m in messages %}{{ m.content }}{{ '!' if 'x' in m.content }}{% endfor %}",
     "nothing": "{% set m = messages %}",
 }
 
