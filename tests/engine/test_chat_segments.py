@@ -106,6 +106,8 @@ def test_texts_that_a_template_changes() -> None:
     _, parts, unplaced, _ = cut(TEMPLATES["some large"], messages)
     assert [part.content for part in parts if isinstance(part, Segment)] == ["a b", " c "]
     assert unplaced == ("messages.1", "messages.3", "messages.4")
+    text, parts, unplaced, _ = cut(TEMPLATES["tails"], messages[:2])
+    assert (text, parts, unplaced) == ("a bax!", [Segment("a b"), "ax!"], ("messages.1",))
     # Not for ever: each costs a rendering.
     many = [{"role": "user", "content": "x", "segment": True}] * 30
     renderings = []

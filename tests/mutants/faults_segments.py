@@ -25,7 +25,7 @@ MUTANTS = (
         file="engine/chat_segments.py",
         old="or [text] if at == len(text) else number",
         new="or [text]",
-        tests=(CHATS + "test_whatever_is_cut_is_the_prompt",),
+        tests=(CHATS + "test_texts_that_a_template_changes",),
     ),
     Mutant(
         name="templates-see-marks-of-segments",
