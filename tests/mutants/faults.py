@@ -25,6 +25,7 @@ MUTANTS = (
     *faults_kv.MUTANTS,
     *faults_models.MUTANTS,
     *faults_serving.MUTANTS,
+    *faults_segments.MUTANTS,
     *faults_stored.MUTANTS,
     *faults_adapters.MUTANTS,
     *faults_executor.MUTANTS,
@@ -39,5 +40,4 @@ MUTANTS = (
     *faults_chunks.MUTANTS,
     *faults_resume.MUTANTS,
     *faults_blending.MUTANTS,
-    *faults_segments.MUTANTS,
 )
