@@ -607,7 +607,6 @@ def test_what_the_engine_refuses_is_refused(llm: LLM) -> None:
             lambda: LLM("tiny-python", pipeline_parallel_size=2),
         ],
         "LLM(trust_remote_code=True)": [lambda: LLM("tiny-python", trust_remote_code=True)],
-        "blending": [],  # there is nothing to call
     }
     assert set(calls) == set(llm.capabilities()["engine"])
     for refused in calls.values():

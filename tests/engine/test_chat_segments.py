@@ -32,6 +32,7 @@ TEMPLATES = {
     "no signs": PLAIN + "{% for m in messages %}{% if '" + SIGN + "' in m.content %}{{ raise_exception('no') }}"
     "{% endif %}{% endfor %}",
     "lengths": "{% for m in messages %}{{ m.content | length }} {{ m.content }}{% endfor %}",
+    "tails": "{% for m in messages %}{{ m.content }}{{ '!' if 'x' in m.content }}{% endfor %}",
     "nothing": "{% set m = messages %}",
 }
 
@@ -71,7 +72,9 @@ def test_whatever_is_cut_is_the_prompt(template: str, messages: list[Any], count
     kept = first_of(parts, count)
     assert "".join(contents(kept)) == text[:count]
     assert [type(part) for part in kept] == [type(part) for part in parts]
-    whole = {text for content in texts.values() for text in (content, content.strip())}
+    whole = {
+        text for content in texts.values() for text in (content, content.lstrip(), content.rstrip(), content.strip())
+    }
     found = [part.content for part in parts if isinstance(part, Segment)]
     assert set(found) <= whole - {""}
     assert set(unplaced) <= set(texts)
@@ -103,6 +106,8 @@ def test_texts_that_a_template_changes() -> None:
     _, parts, unplaced, _ = cut(TEMPLATES["some large"], messages)
     assert [part.content for part in parts if isinstance(part, Segment)] == ["a b", " c "]
     assert unplaced == ("messages.1", "messages.3", "messages.4")
+    text, parts, unplaced, _ = cut(TEMPLATES["tails"], messages[:2])
+    assert (text, parts, unplaced) == ("a bax!", [Segment("a b"), "ax!"], ("messages.1",))
     # Not for ever: each costs a rendering.
     many = [{"role": "user", "content": "x", "segment": True}] * 30
     renderings = []
@@ -114,6 +119,20 @@ def test_texts_that_a_template_changes() -> None:
     bare, texts = without_segments(many)
     assert cut_at_segments(render(bare), bare, texts, render) == (["<|user|>X<|end|>" * 30], tuple(texts))
     assert len(renderings) <= 5
+
+
+def test_templates_see_no_marks() -> None:
+    messages = [{"role": "user", "content": [marked("a b"), {"type": "text", "text": "c", "segment": None}]}]
+    text, parts, _, _ = cut("{% for m in messages %}{{ m | tojson }}{% endfor %}", messages)
+    assert text == '{"role": "user", "content": "a b\\nc"}'
+    assert Segment("a b") in parts
+    messages[0]["segment"] = False
+    parts_template = (
+        "{% for m in messages %}{{ m.role }}{% for p in m.content %}{{ p | tojson }}{% endfor %}{% endfor %}"
+    )
+    text, _, unplaced, _ = cut(parts_template, messages)
+    assert text == 'user{"type": "text", "text": "a b"}{"type": "text", "text": "c"}'
+    assert unplaced == ()
 
 
 def test_signs_in_messages() -> None:

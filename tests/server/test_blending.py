@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quire import AsyncLLM, BlendParams, SamplingParams, Segment
 from quire.blend.retriever import ChunkTask
-from quire.server.blend_fields import blend_body
+from quire.server.blend_fields import EncodedPrompt, blend_body
 from quire.server.settings import ServerSettings
 
 from .conftest import Served, pages_free, serving, wait_for
@@ -209,15 +209,17 @@ def test_texts_without_a_place_are_named(chat_served: Served) -> None:
 def test_marks_of_both_kinds(chat_served: Served) -> None:
     """``cache_control`` and ``segment`` on one part: each does what it does alone, also where a
     pin ends behind a place at which the prompt is cut."""
-    warm(chat_served, *DOCUMENTS)
-    messages = about(*DOCUMENTS)
+    documents = [DOCUMENTS[0], "    return self.items\n" * 16]
+    warm(chat_served, *documents)
+    messages = about(*documents)
     messages[0]["content"][1]["cache_control"] = {"type": "ephemeral"}
     answer = post(chat_served, "chat/completions", messages=messages, blend={**BLEND, "ratio": 1}, **LIMITS)
     (hint,) = answer["quire"]["hints"]
     tokenizer = chat_served.llm.tokenizer
     assert tokenizer is not None
-    pieces = ("<|user|>", DOCUMENTS[0], "\n", DOCUMENTS[1])
+    pieces = ("<|user|>", documents[0], "\n", documents[1])
     tokens = sum(len(tokenizer.encode(one, add_special_tokens=False)) for one in pieces)
+    assert tokens > len(tokenizer.encode("".join(pieces), add_special_tokens=False)), "cut, it has other tokens"
     assert (hint["id"], hint["status"], hint["tokens"]) == ("messages.0.content.1", "done", tokens)
     assert answer["quire"]["blend"]["recomputed"] > 60
 
@@ -437,6 +439,30 @@ def test_keys_see_their_own(apart: Served, shared: Served) -> None:
     warm(shared, *DOCUMENTS)
     assert blended(shared, "second") == kept
     assert [one["computed"] for one in warm(shared, *DOCUMENTS, key="second")] == [0, 0]
+
+
+# -- pieces ----------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer: 1 begins a prompt, and each letter is a token."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + [ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_pieces_are_tokenised_by_themselves(begins: bool) -> None:
+    """Only the first begins a prompt."""
+    letters: Any = Letters()
+    found = EncodedPrompt.of(letters, ["ab", Segment("c"), [7, 8], Segment([9]), ""], begins=begins)
+    start = [1] * begins
+    assert found.ids.tolist() == [*start, 97, 98, 99, 7, 8, 9]
+    assert [isinstance(one, Segment) for one in found.given] == [False, True, False, True, False]
+    pieces = [list(one.content if isinstance(one, Segment) else one) for one in found.given]
+    assert pieces == [[*start, 97, 98], [99], [7, 8], [9], []]
+    # Without segments it is one prompt, and no list of several.
+    assert EncodedPrompt.of(letters, ["ab", [7]], begins=begins).given.tolist() == [*start, 97, 98, 7]
 
 
 def test_sums_of_nothing() -> None:

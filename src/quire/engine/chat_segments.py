@@ -62,7 +62,7 @@ def cut_at_segments(
 ) -> tuple[Parts, tuple[str, ...]]:
     """Return a prompt's text with segments in the places of marked texts, and the paths of those
     that have no place: the template leaves them out, or writes them in another way than as they
-    are, or without white space at their ends. ``messages`` have no marks; ``render`` made the text
+    are, or without white space at an end or both. ``messages`` have no marks; ``render`` made the text
     of them."""
     signed = [path for path, content in marked.items() if content.strip()]
     for _ in range(TRIES if signed and SIGN not in text else 0):
@@ -117,7 +117,8 @@ def _filled(text: str, pieces: Sequence[str], contents: Sequence[str]) -> Parts 
     parts: list[Segment | str] = [pieces[0]]
     number: int | None = None
     for number, own in zip(map(int, pieces[1::2]), pieces[2::2], strict=True):
-        for content in (contents[number], contents[number].strip()):
+        given = contents[number]
+        for content in (given, given.lstrip(), given.rstrip(), given.strip()):
             if text.startswith(content, at) and text.startswith(own, at + len(content)):
                 break
         else:
