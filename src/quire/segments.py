@@ -16,8 +16,8 @@ SelectName: TypeAlias = Literal["auto", "v", "k", "kv_rel", "first_k", "query", 
 """Methods that select the tokens which are computed anew; ``auto`` is the one that measures
 best."""
 
-AUTO: SelectName = "v_query"
-"""What ``auto`` is."""
+AUTO: SelectName = "v"
+"""What ``auto`` is: the best of those that need no pass of their own (``docs/blend.md``)."""
 
 
 @dataclass(frozen=True, slots=True)

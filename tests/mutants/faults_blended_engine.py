@@ -52,7 +52,7 @@ MUTANTS = (
     ),
     Mutant(
         name="chunks-of-other-salts",
-        file="branches/stored_state.py",
+        file="branches/state_keys.py",
         old="ChunkKeys.of(*of_model, salt, adapter=adapter",
         new="ChunkKeys.of(*of_model, None, adapter=adapter",
         tests=("engine/test_blending.py::test_salts_and_adapters_keep_their_own",),

@@ -39,7 +39,7 @@ MUTANTS = (
     ),
     Mutant(
         name="sessions-with-different-windows-share",
-        file="branches/stored_state.py",
+        file="branches/state_keys.py",
         old="branch.salt if branch.window is None else (branch.salt, branch.window.size, branch.window.sink)",
         new="branch.salt",
         tests=(f"{STORED}::test_a_session_with_a_window_comes_back",),

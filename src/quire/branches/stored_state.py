@@ -10,21 +10,18 @@ Letters: T tokens of a history.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from quire.blend.chunks import ChunkKeys
 from quire.branches.adapter_keys import is_private
 from quire.branches.branch import Branch
 from quire.branches.history import UNKNOWN, Ids
 from quire.branches.move_costs import TO_MEMORY, MoveCosts
-from quire.branches.object_layout import ObjectLayout
 from quire.branches.object_writer import ObjectWriter, WriteJob
+from quire.branches.state_keys import StateKeys
 from quire.branches.state_loads import LoadFailed, StateLoad, StateLoader, WholeLoad
 from quire.branches.stored_match import Match, Question, find_match
 from quire.branches.tiers import Brought
@@ -35,11 +32,11 @@ from quire.kv.sequencefile import with_groups
 from quire.metrics import MetricFamily
 from quire.models.fingerprint import ModelIdentity
 from quire.outputs import Miss
-from quire.runner.adapter_history import FingerprintRuns, fingerprint_runs
+from quire.runner.adapter_history import FingerprintRuns
 from quire.runner.local import Runner
 from quire.store.commits import StateNames
-from quire.store.keys import Chain, StoredPiece, root_key
-from quire.store.objects import Contents, pack, tensor_name, unpack
+from quire.store.keys import Chain, StoredPiece
+from quire.store.objects import pack, tensor_name, unpack
 from quire.store.records import Unfit
 from quire.store.stack import Store
 from quire.types import Fork, Remove, SeqId, Step
@@ -52,26 +49,20 @@ WHOLE_SECONDS = 2.0
 """How long the object of a session with a window may take to come. Nothing runs meanwhile."""
 LEAST = 32
 """Tokens that tiers must have beyond the pool to be worth a load."""
-ROOTS = 1024
-"""Salts whose root keys are remembered."""
 
 
-class StoredState:
+class StoredState(StateKeys):
     """See the module. ``store`` None: nothing is kept outside of the pool."""
 
     def __init__(self, runner: Runner, store: Store | None = None, identity: ModelIdentity | None = None) -> None:
         """Make a tier; ``identity`` None: what is kept serves this process only."""
-        self.runner = runner
+        # What outlives the process needs the digest of the weights, and nothing else does.
+        super().__init__(runner, identity if store is not None and store.is_durable else None)
         self.store = store
         self.costs = MoveCosts()
         self.metrics = self.costs.metrics
         self.least = LEAST
         self.is_worth: Callable[[float, dict[str, int]], bool] = self.costs.is_worth
-        self._identity = identity
-        self._layout: ObjectLayout | None = None
-        self._layout_hash = ""
-        self._model: Mapping[str, str] = {}
-        self._roots: OrderedDict[str, bytes] = OrderedDict()
         self._writer: ObjectWriter | None = None
         self.forks: set[SeqId] = set()
         """Sequences that stay until their state is written."""
@@ -79,47 +70,6 @@ class StoredState:
         self._loader: StateLoader | None = None
         self._loads: dict[SeqId, StateLoad] = {}
         self.open: Collection[SeqId] = self._loads.keys()
-
-    # -- keys --------------------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> ObjectLayout:
-        """The objects of this state."""
-        if self._layout is None:
-            # The digest of the weights reads all of them: only what outlives the process needs it.
-            durable = self.store is not None and self.store.is_durable and self._identity is not None
-            own = {"architecture": "", "config": "", "weights": secrets.token_hex(16)}
-            self._model = self._identity.fields() if durable and self._identity is not None else own
-            self._layout_hash = self.runner.state.get_layout_hash()
-            self._layout = ObjectLayout(self.runner.state)
-        return self._layout
-
-    def chain(self, ids_T: Ids, runs: FingerprintRuns, salt: Hashable) -> Chain:
-        """Return the keys of a history."""
-        layout, name = self.layout, repr(salt)
-        if name not in self._roots:
-            if len(self._roots) >= ROOTS:
-                self._roots.popitem(last=False)
-            dtype = str(getattr(self.runner.model, "dtype", ""))
-            self._roots[name] = root_key(self._model, self._layout_hash, dtype, salt, layout.chunk)
-        return Chain.of(self._roots[name], ids_T, runs, layout.chunk)
-
-    def chunk_keys(self, salt: Hashable, adapter: str | None, lead: Sequence[int]) -> ChunkKeys:
-        """Return the keys of chunks for prompts with a salt, under the adapter of a fingerprint."""
-        _ = self.layout  # says which model this is
-        of_model = (self._model, self._layout_hash, str(getattr(self.runner.model, "dtype", "")))
-        return ChunkKeys.of(*of_model, salt, adapter=adapter, lead=lead, private=is_private(salt))
-
-    def _chain_of(self, branch: Branch, length: int) -> Chain:
-        runs = fingerprint_runs(branch.runs, lambda one: self.runner.adapters.get(one).fingerprint)
-        # What a session's window has let go of makes its state another one.
-        salt = branch.salt if branch.window is None else (branch.salt, branch.window.size, branch.window.sink)
-        return self.chain(branch.tokens.ids[:length].copy(), runs, salt)
-
-    def _contents(self, chain: Chain, piece: StoredPiece) -> Contents:
-        """Return what an object must be of."""
-        tokens, adapters = chain.between(piece.stop - piece.key.count, piece.stop)
-        return Contents(self._model, self._layout_hash, tokens, adapters)
 
     def _is_kept(self, branch: Branch) -> bool:
         """Return whether a branch's state may be found by its tokens. Of one that is exact in part

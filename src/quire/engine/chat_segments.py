@@ -62,8 +62,8 @@ def cut_at_segments(
 ) -> tuple[Parts, tuple[str, ...]]:
     """Return a prompt's text with segments in the places of marked texts, and the paths of those
     that have no place: the template leaves them out, or writes them in another way than as they
-    are, or without white space at an end or both. ``messages`` have no marks; ``render`` made the text
-    of them."""
+    are, or without white space at an end or both. ``messages`` have no marks; ``render`` made the
+    text of them."""
     signed = [path for path, content in marked.items() if content.strip()]
     for _ in range(TRIES if signed and SIGN not in text else 0):
         try:

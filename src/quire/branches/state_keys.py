@@ -1,0 +1,72 @@
+"""``StateKeys``: the keys of one engine's state in stores, by what it depends on."""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+
+from quire.blend.chunks import ChunkKeys
+from quire.branches.adapter_keys import is_private
+from quire.branches.branch import Branch
+from quire.branches.history import Ids
+from quire.branches.object_layout import ObjectLayout, StoredPiece
+from quire.models.fingerprint import ModelIdentity
+from quire.runner.adapter_history import FingerprintRuns, fingerprint_runs
+from quire.runner.local import Runner
+from quire.store.keys import Chain, root_key
+from quire.store.objects import Contents
+
+ROOTS = 1024
+"""Salts whose roots are kept."""
+
+
+class StateKeys:
+    """The keys of histories and of chunks, and what their objects must be of."""
+
+    def __init__(self, runner: Runner, identity: ModelIdentity | None) -> None:
+        """``identity`` None: what is kept serves this process only. Its digest of the weights reads
+        all of them."""
+        self.runner = runner
+        self._identity = identity
+        self._layout: ObjectLayout | None = None
+        self._layout_hash = ""
+        self._model: Mapping[str, str] = {}
+        self._roots: OrderedDict[str, bytes] = OrderedDict()
+
+    @property
+    def layout(self) -> ObjectLayout:
+        """The objects of this state."""
+        if self._layout is None:
+            own = {"architecture": "", "config": "", "weights": secrets.token_hex(16)}
+            self._model = own if self._identity is None else self._identity.fields()
+            self._layout_hash = self.runner.state.get_layout_hash()
+            self._layout = ObjectLayout(self.runner.state)
+        return self._layout
+
+    def chain(self, ids_T: Ids, runs: FingerprintRuns, salt: Hashable) -> Chain:
+        """Return the keys of a history."""
+        layout, name = self.layout, repr(salt)
+        if name not in self._roots:
+            if len(self._roots) >= ROOTS:
+                self._roots.popitem(last=False)
+            dtype = str(getattr(self.runner.model, "dtype", ""))
+            self._roots[name] = root_key(self._model, self._layout_hash, dtype, salt, layout.chunk)
+        return Chain.of(self._roots[name], ids_T, runs, layout.chunk)
+
+    def chunk_keys(self, salt: Hashable, adapter: str | None, lead: Sequence[int]) -> ChunkKeys:
+        """Return the keys of chunks for prompts with a salt, under the adapter of a fingerprint."""
+        _ = self.layout  # says which model this is
+        of_model = (self._model, self._layout_hash, str(getattr(self.runner.model, "dtype", "")))
+        return ChunkKeys.of(*of_model, salt, adapter=adapter, lead=lead, private=is_private(salt))
+
+    def _chain_of(self, branch: Branch, length: int) -> Chain:
+        runs = fingerprint_runs(branch.runs, lambda one: self.runner.adapters.get(one).fingerprint)
+        # What a session's window has let go of makes its state another one.
+        salt = branch.salt if branch.window is None else (branch.salt, branch.window.size, branch.window.sink)
+        return self.chain(branch.tokens.ids[:length].copy(), runs, salt)
+
+    def _contents(self, chain: Chain, piece: StoredPiece) -> Contents:
+        """Return what an object must be of."""
+        tokens, adapters = chain.between(piece.stop - piece.key.count, piece.stop)
+        return Contents(self._model, self._layout_hash, tokens, adapters)
