@@ -156,6 +156,7 @@ def test_rows_are_copied_to_the_bit(monkeypatch: pytest.MonkeyPatch, dtype: torc
     assert same_bits(found.v[:2], v_NHD[[5, 0]])
     assert not found.k[2].any()
     assert not any(part.any() for part in pool.layers[0])
+    assert pool.read(1, np.empty(0, dtype=np.int64)).v.shape == (0, 2, 5)
     found.k.fill_(7)
     assert same_bits(pool.layers[1].k[4:10], k_NHD)
 

@@ -109,7 +109,7 @@ def copy_rows(target: Tensor, source: Tensor) -> None:
 
 def _taken(rows_SHD: Tensor, slots: NDArray[np.int64]) -> Tensor:
     """Return a copy of rows, in one thread if it is small, as ``copy_rows``."""
-    if rows_SHD.is_cpu and slots.size * rows_SHD[0].nbytes < IN_PARALLEL:
+    if rows_SHD.is_cpu and 0 < slots.size * rows_SHD.shape[1:].numel() * rows_SHD.itemsize < IN_PARALLEL:
         return torch.from_numpy(rows_SHD.view(torch.uint8).numpy().take(slots, axis=0)).view(rows_SHD.dtype)
     return rows_SHD.index_select(0, torch.from_numpy(slots).to(rows_SHD.device))
 
