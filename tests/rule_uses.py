@@ -187,13 +187,13 @@ def edit(bed: Bed) -> None:
 
 
 def blend(bed: Bed) -> None:
-    """Cached rows are looked for, and all of them computed anew."""
+    """With ratio 1 all is computed anew; below, no other prompt finds what is approximate."""
     segments = [Segment(random_tokens(length, seed=length)) for length in (20, 24)]
     bed.llm.warm(segments)
     params = BlendParams(ratio=1.0, least=1, keep=False)
     (output,) = bed.llm.generate([[segments[1], segments[0], PROMPT]], greedy(5), blend=params)
     assert output.blend is not None
-    assert output.blend.recomputed > 0
+    assert output.blend.blended == 0
     assert bed.checkpoint.continues(output.prompt_token_ids, output.outputs[0].token_ids)
     (output,) = bed.llm.generate([[segments[0], segments[1], PROMPT]], greedy(5), blend=BlendParams(least=1))
     assert output.blend is not None

@@ -46,11 +46,9 @@ def read_blend(context: Context, given: Any) -> BlendParams | None:
     for name in given:
         if name not in NAMES:
             raise bad_field(f"blend.{name[:60]}", f"blend may hold {', '.join(NAMES)}, got {name!r:.60}")
-    with naming(NAMES):
+    with naming({"blend": "blend", **NAMES}):
         params = BlendParams(**{name: value for name, value in given.items() if value is not None})
-    with naming({"blend": "blend"}):
-        context.llm.engine.blending.require()
-    return params
+        return context.llm.engine.blending.checked(params)
 
 
 def contents(parts: Sequence[Part]) -> list[Text]:
