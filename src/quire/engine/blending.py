@@ -62,11 +62,13 @@ one."""
 
 
 def lead_of(tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the ids that stand before a chunk: those that begin a prompt, or else the token that
-    ends a text, so that the chunk's first token is not the first of its sequence."""
+    """Return the ids that stand before a chunk, so that its first token is not the first of its
+    sequence: those that begin a prompt, BOS, or the token that ends a text."""
     if tokenizer is None:
         return ()
     ids = tuple(one for one in tokenizer.encode("") if one not in tokenizer.eos_ids)
+    if not ids and tokenizer.bos_id is not None:
+        ids = (tokenizer.bos_id,)
     return ids or tokenizer.eos_ids[:1]
 
 
