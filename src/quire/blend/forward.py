@@ -159,7 +159,8 @@ class BlendedForward:
             selection=self._selection,
             candidates=torch.from_numpy(self._selection.scored).to(device),
             positions=pass_.positions_T,
-            fresh_q=pass_.turn(layer, fresh.q_AHD),
+            # Only what reads keys asks what queries see of them.
+            fresh_q=pass_.turn(layer, fresh.q_AHD) if "k" in needs else fresh.q_AHD,
             fresh_k=fresh.k_AHD,
             fresh_v=fresh.v_AHD,
             cached_k=cached["k"],
