@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+from recipes.chunk_recall.task import BOS, Kind, Question, make_question
 
 from quire import LLM, BlendParams, Segment
-from recipes.chunk_recall.task import BOS, Kind, Question, make_question
 
 from .conftest import assert_empty, check, engine_of, greedy
 

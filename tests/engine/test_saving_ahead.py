@@ -69,28 +69,6 @@ def test_what_would_go_next_is_copied_before(make_llm: MakeLLM, checkpoint: Chec
     check_store(llm)
 
 
-def test_idle_sessions_are_copied_before(make_llm: MakeLLM, llama: Checkpoint) -> None:
-    """As far as they have come; what is added is copied then."""
-    llm = make_llm(llama, pool=96, page_size=4, enable_prefix_caching=False)
-    force(llm)
-    session = llm.session(PROMPTS[0] + PROMPTS[1] + PROMPTS[2])
-    session.generate(greedy(2))
-    stored = stored_of(llm)
-    branch = next(iter(engine_of(llm).branches.sessions.values()))
-    assert stored.ahead == {branch.seq: branch.computed}
-    session.append(random_tokens(5))
-    session.generate(greedy(2))
-    assert stored.ahead == {branch.seq: branch.computed}
-    assert engine_of(llm).flush(SECONDS)
-    threads = made(llm)
-    squeeze(llm)
-    assert branch.seq is None
-    assert not threads
-    tokens = list(session.tokens)
-    assert session.generate(greedy(4)).outputs[0].token_ids == llama.greedy(tokens, 4)
-    check_store(llm)
-
-
 def test_what_is_not_copied_yet_is_copied_at_once(
     make_llm: MakeLLM, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

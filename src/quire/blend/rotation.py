@@ -30,7 +30,7 @@ class KeyMove:
         for name, positions in (("origins_T", origins_T), ("targets_T", targets_T)):
             if positions.size and positions.min() < 0:
                 raise InvalidArgument(field=name, given=int(positions.min()), allowed="positions >= 0")
-        self.table = table
+        self._interleaved = table.spec.interleaved
         self._count = len(origins_T)
         shifts = targets_T - origins_T
         self._moves = bool(shifts.any())
@@ -61,7 +61,7 @@ class KeyMove:
         if not self._moves:
             return k_THD.clone()
         turn = rotate_last if last else rotate
-        moved = turn(k_THD, self._cos_T1R, self._sin_T1R, interleaved=self.table.spec.interleaved)
+        moved = turn(k_THD, self._cos_T1R, self._sin_T1R, interleaved=self._interleaved)
         if self._staying is not None:
             moved.index_copy_(0, self._staying, k_THD.index_select(0, self._staying))
         return moved

@@ -78,14 +78,13 @@ class StoredState(StateKeys):
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def save(self, branch: Branch, *, ahead: bool = False) -> bool:
+    def save(self, branch: Branch) -> bool:
         """See ``Tier``."""
         if branch.seq is None or self.is_coming(branch.seq) or not self._is_kept(branch):
             return False
-        whole = branch.window is not None
-        if (branch.tokens.ids[: branch.computed] == UNKNOWN).any() or (ahead and whole):
+        if (branch.tokens.ids[: branch.computed] == UNKNOWN).any():
             return False
-        return self._save(branch.seq, self._chain_of(branch, branch.computed), whole=whole, ahead=ahead)
+        return self._save(branch.seq, self._chain_of(branch, branch.computed), whole=branch.window is not None)
 
     def save_prefix(
         self, seq: SeqId, ids_T: Ids, runs: FingerprintRuns, salt: Hashable, *, ahead: bool = False
@@ -95,7 +94,7 @@ class StoredState(StateKeys):
             return False
         return self._save(seq, self.chain(ids_T, runs, salt), again=True, ahead=ahead)
 
-    def _save(self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False, ahead: bool) -> bool:
+    def _save(self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False, ahead: bool = False) -> bool:
         store, length = self.store, len(chain.ids)
         if store is None or length < self.least:
             return False

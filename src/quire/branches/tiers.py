@@ -36,16 +36,16 @@ class Tier(Protocol):
     ahead: dict[SeqId, int]
     """The sequences that were saved ahead, and their tokens then. Others note them here."""
 
-    def save(self, branch: Branch, *, ahead: bool = False) -> bool:
+    def save(self, branch: Branch) -> bool:
         """Copy out the state that a branch is about to lose, if that is worth it and fits. Return
-        whether it can be had again. ``ahead``: begin to do so in the background, for a branch that
-        may lose it soon."""
+        whether it can be had again."""
         ...
 
     def save_prefix(
         self, seq: SeqId, ids_T: Ids, runs: FingerprintRuns, salt: Hashable, *, ahead: bool = False
     ) -> bool:
-        """Do what ``save`` does for a sequence of the prefix cache."""
+        """Do what ``save`` does for a sequence of the prefix cache. ``ahead``: begin to do so in
+        the background, for one that may go soon."""
         ...
 
     def keep(self, branch: Branch, *, again: bool = False) -> None:

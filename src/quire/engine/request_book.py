@@ -409,7 +409,7 @@ class RequestBook:
 
     def loose(self) -> set[SeqId]:
         """Return the sequences that it could give up, as a ``Giver``."""
-        return self.branches.loose()
+        return self.branches.loose() | self.stored.forks
 
     def _ages(self) -> dict[SeqId, int]:
         """Return the engine's sequences and when each was used, without those of written states."""

@@ -429,8 +429,8 @@ class Scheduler:
         return limit if request.fresh_from is None else min(limit, request.fresh_from)
 
     def _ask(self, request: ScheduledRequest) -> None:
-        """Ask what tiers have of a request that holds no state."""
-        if self._tier is not None and request.seq is None and request.cacheable:
+        """Ask what tiers have of a request that holds no state, unless it wants none of it."""
+        if self._tier is not None and request.seq is None and (request.cacheable or request.window is not None):
             request.question = self._tier.ask(request)
 
     def _is_coming(self, request: ScheduledRequest) -> bool:

@@ -361,22 +361,18 @@ class SessionBranches:
         return True
 
     def save_ahead(self) -> None:
-        """Let the tier copy what would go next, in the background, if the pool is nearly full: so
-        that nobody waits for the copy when it has to go."""
+        """Let the tier copy cached prefixes that would go next, in the background, if the pool is
+        nearly full: so that nobody waits for the copy when they have to go. Idle sessions may go
+        on, and a copy's fork would make them split a page."""
         state = self.runner.state
         if all(AHEAD * free >= size for free, size in zip(state.free_pages(), state.pool_sizes(), strict=True)):
             return
         most = math.inf if state.capacity is None else state.capacity / AHEAD
-        cached = [] if self.cache is None else self.cache.next_to_go(LOOKED_AT)
-        idle = {one.seq: one for one in self.sessions.values() if one.droppable and one.origin.exact}
-        for seq in [*cached, *(seq for seq in idle if seq is not None)][:LOOKED_AT]:
+        for seq in () if self.cache is None else self.cache.next_to_go(LOOKED_AT):
             length = state.sequence_length(seq)
             if self.tier.ahead.get(seq) != length:
                 self.tier.ahead[seq] = length
-                if seq in idle:
-                    self.tier.save(idle[seq], ahead=True)
-                else:
-                    self._save_cached(seq, ahead=True)
+                self._save_cached(seq, ahead=True)
             most -= length
             if most <= 0:
                 break

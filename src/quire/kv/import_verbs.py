@@ -170,6 +170,8 @@ class StateImports(StateExchange):
         start = stop = check_integer(start, f"{verb}: start", 0)
         spec = self.rows_layer(group, verb).spec
         pieces = [tensors] if isinstance(tensors, Mapping) else tensors
+        if not pieces:
+            raise InvalidArgument(f"{verb}: tensors are no piece; one or more are needed", field="tensors")
         for piece in pieces:
             count = next((tensor.shape[0] for tensor in piece.values() if tensor.dim()), 0)
             _check_tensors(verb, group, piece, group_plan(spec, count, self.dtype))
