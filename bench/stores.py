@@ -8,7 +8,7 @@ whole prompt without a store, each in the same run. The trace is run with tiers 
 turn; all texts are compared.
 
 ``python bench/stores.py [--models smollm2-135m-32k,bamba-150m] [--tokens 32768] [--rounds 3]
-[--parts resume,decode,overlap,evict,trace]``
+[--parts resume,decode,overlap,evict,trace] [--vllm PYTHON]``
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -30,6 +29,7 @@ from typing import Any
 
 import torch
 
+from agent_trace import ANSWER, AgentTrace, Played
 from checkpoints import DEFAULT_DIRECTORY, DRAWN, SHAPES, checkpoint, drawn
 from quire import LLM, SamplingParams
 from quire.errors import QuireError
@@ -256,60 +256,56 @@ def evictions(path: str, tokens: int, rounds: int) -> dict[str, Any]:
 # -- a trace of agents -----------------------------------------------------------------------------
 
 
-def trace(path: str, sessions: int, base: Path | None) -> dict[str, Any]:
-    """Sessions of agents that pause, fork and come back, with and without tiers."""
-    rng = random.Random(0)
-    system = 512
-    turns: list[tuple[int, int, int]] = []
-    """(session, tokens of new text, the session whose history it goes on from)"""
-    lengths = dict.fromkeys(range(sessions), system)
-    for index in range(sessions):
-        for _ in range(rng.randint(2, 4)):
-            turns.append((index, rng.randint(64, 256), index))
-    rng.shuffle(turns)
-    turns = [(s, n, rng.randrange(sessions) if rng.random() < 0.1 else parent) for s, n, parent in turns]
-    total = sum(count for _, count, _ in turns) + system * sessions
-    answer = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-
-    def run(**options: Any) -> tuple[float, list[float], list[Any], dict[str, float]]:
-        with closing(started(path, **options)) as llm:
-            shared = prompt_of(llm, system // 2, seed=7)
-            histories = {index: shared + prompt_of(llm, system // 2, seed=100 + index) for index in lengths}
-            firsts, texts = [], []
-            begun = time.perf_counter()
-            for at in range(0, len(turns), 4):
-                batch = turns[at : at + 4]
-                prompts = []
-                for number, (session, count, parent) in enumerate(batch):
-                    if parent != session:
-                        histories[session] = list(histories[parent])  # a sub-agent
-                    histories[session] = histories[session] + prompt_of(llm, count, seed=1000 + at + number)
-                    prompts.append(list(histories[session]))
-                outputs = llm.generate(prompts, answer, use_tqdm=False)
-                for (session, _, _), output in zip(batch, outputs, strict=True):
-                    histories[session] = histories[session] + output.outputs[0].token_ids
-                    firsts.append(output.metrics.time_to_first_token or 0.0)
-                    texts.append(output.outputs[0].token_ids)
-            return time.perf_counter() - begun, firsts, texts, llm.metrics()
-
-    pool = {"kv_cache_memory": 0}
+def trace(path: str, sessions: int, base: Path | None, vllm: str | None) -> dict[str, Any]:
+    """Sessions of agents that pause, fork and come back, with and without tiers, and on vLLM."""
     with closing(LLM(path, kv_cache_memory="256MiB", host_memory=0)) as probe:
-        pool["kv_cache_memory"] = max(probe.bytes_per_token * total // 10, 64 << 20)
-    plain, plain_firsts, plain_texts, _ = run(**pool)
+        vocabulary, per_token = probe.model.vocab_size, probe.bytes_per_token
+    agents = AgentTrace(sessions, vocabulary)
+    pool = max(per_token * agents.tokens // 10, 64 << 20)
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+
+    def run(**options: Any) -> tuple[Played, dict[str, float]]:
+        with closing(started(path, kv_cache_memory=pool, **options)) as llm:
+
+            def generate(prompts: list[list[int]]) -> list[tuple[list[int], float]]:
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                return [(one.outputs[0].token_ids, one.metrics.time_to_first_token or 0.0) for one in outputs]
+
+            return agents.play(generate), llm.metrics()
+
+    plain, _ = run()
     with folder(base) as directory:
-        tiers, firsts, texts, metrics = run(**pool, store=["memory://1GiB", f"file://{directory}"], host_memory=None)
-    return {
+        tiers, metrics = run(store=["memory://1GiB", f"file://{directory}"], host_memory=None)
+    found = {
         "sessions": sessions,
-        "turns": len(turns),
-        "pool_bytes": pool["kv_cache_memory"],
-        "throughput_ratio": plain / tiers,
-        "first_token_ratio": Spread.of(firsts).median / Spread.of(plain_firsts).median,
-        "first_token_seconds": Spread.of(firsts),
-        "plain_first_token_seconds": Spread.of(plain_firsts),
+        "turns": len(agents.turns),
+        "pool_bytes": pool,
+        "throughput_ratio": plain.seconds / tiers.seconds,
+        "first_token_ratio": tiers.first / plain.first,
+        "first_token_seconds": Spread.of(tiers.firsts),
+        "plain_first_token_seconds": Spread.of(plain.firsts),
         "loaded_tokens": metrics["quire:store_tokens_loaded_total"],
         "declined": metrics["quire:store_loads_declined_total"],
-        "same": sum(a == b for a, b in zip(texts, plain_texts, strict=True)) / len(texts),
+        "same": equal(tiers.answers, plain.answers),
     }
+    if vllm is not None:
+        given = [path, sessions, vocabulary, pool // per_token]
+        script = Path(__file__).with_name("agent_trace_vllm.py")
+        done = subprocess.run([vllm, str(script), *map(str, given)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise QuireError(f"vLLM ended with {done.returncode}: {done.stderr[-2000:]}")
+        peer = json.loads(done.stdout.splitlines()[-1])
+        found |= {
+            "throughput_over_vllm": peer["seconds"] / tiers.seconds,
+            "first_token_over_vllm": tiers.first / peer["first"],
+            "same_as_vllm": equal(tiers.answers, peer["answers"]),
+        }
+    return found
+
+
+def equal(one: list[list[int]], other: list[list[int]]) -> float:
+    """Return the share of answers that are the same."""
+    return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
 
 
 def path_of(name: str, directory: Path) -> str:
@@ -327,6 +323,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--sessions", type=int, default=200)
+    parser.add_argument(
+        "--vllm", metavar="PYTHON", help="the interpreter of an environment with vLLM, to play the trace too"
+    )
     parser.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY)
     parser.add_argument(
         "--store-dir", type=Path, default=None, help="where stores are made; by default the temporary one"
@@ -351,7 +350,7 @@ def main() -> None:
         if "evict" in parts:
             found |= evictions(path, given.tokens, given.rounds)
         if "trace" in parts:
-            found["trace"] = trace(path, given.sessions, given.store_dir)
+            found["trace"] = trace(path, given.sessions, given.store_dir, given.vllm)
         print_table([{"model": name, "what": key, "value": value} for key, value in found.items()])
         results[name] = found
     print_json(results)

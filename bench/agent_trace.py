@@ -1,0 +1,88 @@
+"""A trace of agents' sessions, to be played by any runtime: each session has a system prompt of
+which half is common to all, comes back after others, and sometimes goes on from the history of
+another one, as a sub-agent does.
+
+Nothing of Quire is imported, so that a peer in an environment of its own plays the same trace.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+SYSTEM = 512
+"""Tokens of a system prompt."""
+ANSWER = 24
+"""Tokens of an answer."""
+AT_ONCE = 4
+"""Requests at a time."""
+
+Generate = Callable[[list[list[int]]], list[tuple[list[int], float]]]
+"""Answers prompts of token ids: for each the ids of the answer, and seconds to the first one."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of a session."""
+
+    session: int
+    parent: int
+    """The session whose history it goes on from."""
+    text: tuple[int, ...]
+    """Ids that are new."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a runtime made of a trace."""
+
+    seconds: float
+    firsts: list[float]
+    """Seconds to the first token, by turn."""
+    answers: list[list[int]]
+
+    @property
+    def first(self) -> float:
+        """The median of the seconds to the first token."""
+        return statistics.median(self.firsts)
+
+
+class AgentTrace:
+    """The turns of ``sessions`` agents over ids below ``vocab_size``; equal for equal arguments."""
+
+    def __init__(self, sessions: int, vocab_size: int, seed: int = 0) -> None:
+        rng = random.Random(seed)
+
+        def text(tokens: int) -> tuple[int, ...]:
+            return tuple(rng.randrange(3, vocab_size) for _ in range(tokens))
+
+        common = text(SYSTEM // 2)
+        self._starts = [[*common, *text(SYSTEM // 2)] for _ in range(sessions)]
+        turns = [(one, rng.randint(64, 256)) for one in range(sessions) for _ in range(rng.randint(2, 4))]
+        rng.shuffle(turns)
+        self.turns = [
+            Turn(one, rng.randrange(sessions) if rng.random() < 0.1 else one, text(tokens)) for one, tokens in turns
+        ]
+        self.tokens = SYSTEM * sessions + sum(len(turn.text) for turn in self.turns)
+        """Tokens of all sessions, without answers."""
+
+    def play(self, generate: Generate) -> Played:
+        """Ask for all turns, ``AT_ONCE`` at a time, each behind the answers so far."""
+        histories = [list(start) for start in self._starts]
+        firsts: list[float] = []
+        answers: list[list[int]] = []
+        begun = time.perf_counter()
+        for at in range(0, len(self.turns), AT_ONCE):
+            batch = self.turns[at : at + AT_ONCE]
+            prompts = []
+            for turn in batch:
+                histories[turn.session] = [*histories[turn.parent], *turn.text]
+                prompts.append(histories[turn.session])
+            for turn, (answer, first) in zip(batch, generate(prompts), strict=True):
+                histories[turn.session] = [*histories[turn.session], *answer]
+                firsts.append(first)
+                answers.append(answer)
+        return Played(time.perf_counter() - begun, firsts, answers)
