@@ -71,4 +71,18 @@ MUTANTS = (
         new="(found_V.exp() * (found_V - full_V))",
         tests=("engine/test_blending.py::test_verification",),
     ),
+    Mutant(
+        name="ranks-choose-by-their-own-heads",
+        file="blend/scores.py",
+        old="return sums if self.all_reduce is None else self.all_reduce(sums)",
+        new="return sums",
+        tests=("blend/test_ranks.py::test_ranks_choose_as_one_does",),
+    ),
+    Mutant(
+        name="prompts-with-nothing-cached-are-blended",
+        file="engine/blending.py",
+        old="        if count < params.least:\n",
+        new="        if False:\n",
+        tests=("engine/test_blended_invariants.py::test_a_miss_costs_next_to_nothing",),
+    ),
 )

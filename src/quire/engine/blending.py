@@ -48,6 +48,7 @@ from quire.types import SeqId
 logger = logging.getLogger("quire.engine")
 
 if TYPE_CHECKING:
+    from quire.engine.scheduled_request import ScheduledRequest
     from quire.engine.scheduler import Scheduled
 
 
@@ -247,7 +248,7 @@ class Blending:
             by_tier={"pool": move.length},
         )
 
-    def missing(self, work: Branch, blend: PromptBlend) -> list[Ids]:
+    def missing(self, work: ScheduledRequest, blend: PromptBlend) -> list[Ids]:
         """Return the chunks of a prompt, but of the question, that are neither kept nor being
         computed; at most as many as leave ``LATER`` to be computed."""
         if self.refusal or len(work.runs.ids) > 1:
