@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,11 @@ from recipes.chunk_recall.task import ASK, BOS, MAX_HOPS, Kind, Question, make_p
 from plain_llama import PlainLlama, PlainRun
 from quire.blend.scores import Score, StatedScore, score_of
 from quire.blend.selection import BlendedRows, BlendPolicy
+
+CONTINUED = 64
+"""Greedy tokens that are compared."""
+ROUNDING = 1e-9
+"""Squared distances of rows, relative to their squares, that float32 makes at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +48,8 @@ class Case:
     wrong: Tensor
     """``[n]``: squared distance of cached K and V from the true ones, each over its layer's mean
     row, summed over layers."""
+    continuation: Tensor
+    """``[CONTINUED]``: the greedy tokens behind the full prefill."""
     question: Question | None = None
     """Where there is a right answer."""
 
@@ -94,7 +102,7 @@ def _case(
 ) -> Case:
     """Return the case of chunks with cached rows ``k``, ``v`` at their places in the prompt."""
     tokens = torch.tensor([lead, *(token for chunk in chunks for token in chunk), *ask])
-    full = model.full(tokens)
+    full = model.full(tokens, len(ask))
     context = 1 + len(chunks[0])
     ends = len(tokens) - len(ask)
     k = torch.cat((full.k[:, :context], k[:, context - 1 :], torch.zeros_like(full.k[:, ends:])), 1)
@@ -109,6 +117,7 @@ def _case(
         (0, *(int(start) for start in starts)),
         ends - context,
         (distances(k, full.k) + distances(v, full.v)).sum(0),
+        model.continuation(full, CONTINUED),
         question,
     )
 
@@ -163,6 +172,8 @@ class Answer:
     cost: float
     run: PlainRun | None = None
     """Rows and their K and V, where a backend shows them."""
+    common: int | None = None
+    """Tokens of its greedy continuation until it leaves that of the full prefill."""
 
 
 Backend = Callable[[Case, Method, float], Answer]
@@ -183,7 +194,8 @@ def answer_plainly(model: PlainLlama, case: Case, method: Method, ratio: float) 
         bottom_right=method.bottom_right,
     )
     count = len(case.tokens) - case.context
-    return Answer(run.logits[case.asks - count :], run.token_layers / (count * model.layers), run)
+    cost = run.token_layers / (count * model.layers)
+    return Answer(run.logits[case.asks - count :], cost, run, model.common(run, case.continuation))
 
 
 class PlainProbes:
@@ -221,8 +233,14 @@ class Outcome:
     cost: float
     errors: tuple[float, ...] = ()
     """Relative Frobenius error of K and V together, by layer."""
+    attention: tuple[float, ...] = ()
+    """As ``errors``, of the attention outputs of the question's rows."""
     recall: float | None = None
     """Of the rows that are most wrong, as many as were chosen: the share that was chosen."""
+    common: int | None = None
+    token_layers: float = 0.0
+    read_bytes: int = 0
+    """See ``PlainRun``."""
 
 
 def measure(backend: Backend, case: Case, method: Method, ratio: float) -> Outcome:
@@ -232,17 +250,14 @@ def measure(backend: Backend, case: Case, method: Method, ratio: float) -> Outco
     true, ours = (logits[-1].log_softmax(-1) for logits in (case.full.logits, answer.logits))
     best, own = int(true.argmax()), int(ours.argmax())
     errors: tuple[float, ...] = ()
-    recall = None
+    attention, recall = errors, None
     if (run := answer.run) is not None:
         ends = case.context + case.asks
         chosen = {int(row) for row in run.kept if row < ends}
         order = case.wrong[case.context : ends].argsort(descending=True)[: len(chosen)] + case.context
         recall = len(chosen & set(order.tolist())) / len(chosen) if chosen else 1.0
-        off, whole = (
-            sum(each.square().flatten(1).sum(1) for each in pair)
-            for pair in ((run.k - case.full.k, run.v - case.full.v), (case.full.k, case.full.v))
-        )
-        errors = tuple((off / whole).sqrt().tolist())
+        errors = relative_errors((run.k, run.v), (case.full.k, case.full.v))
+        attention = relative_errors([run.attended], [case.full.attended])
     return Outcome(
         hops=case.question.hops,
         kl=float((true.exp() * (true - ours)).sum()),
@@ -251,8 +266,34 @@ def measure(backend: Backend, case: Case, method: Method, ratio: float) -> Outco
         full_right=best == case.question.answer,
         cost=answer.cost,
         errors=errors,
+        attention=attention,
         recall=recall,
+        common=answer.common,
+        token_layers=0.0 if run is None else run.token_layers,
+        read_bytes=0 if run is None else run.read_bytes,
     )
+
+
+def relative_errors(ours: Sequence[Tensor], true: Sequence[Tensor]) -> tuple[float, ...]:
+    """Return the Frobenius error of tensors ``[L, ...]`` together, by layer, relative to the true
+    ones."""
+    off = sum((own - one).square().flatten(1).sum(1) for own, one in zip(ours, true, strict=True))
+    whole = sum(one.square().flatten(1).sum(1) for one in true)
+    return tuple((off / whole).sqrt().tolist())
+
+
+def rank_correlations(cases: Sequence[Case]) -> list[list[float | None]]:
+    """Return Spearman's correlation of the rows' deviations in each two layers ``[L, L]``, the mean
+    over cases; None where a layer has no deviation but rounding."""
+    found = []
+    for case in cases:
+        rows = slice(case.context, case.context + case.asks)
+        deviations = (distances(case.k, case.full.k) + distances(case.v, case.full.v))[:, rows]
+        ranks = deviations.argsort(-1).argsort(-1).double()
+        ranks[deviations.amax(-1) < ROUNDING] = torch.nan
+        found.append(torch.corrcoef(ranks))
+    means = torch.stack(found).mean(0).tolist()
+    return [[one if one == one else None for one in row] for row in means]
 
 
 def interval(values: Sequence[float], draws: int = 1000) -> tuple[float, float]:
@@ -267,7 +308,7 @@ def summary(outcomes: Sequence[Outcome], naive: Sequence[Outcome]) -> dict[str, 
     """Return the means of a method at a ratio; ``naive`` are the outcomes of ``NAIVE``."""
     by_hops = [[one for one in outcomes if one.hops == hops] for hops in range(MAX_HOPS + 1)]
     low, high = interval([one.kl for one in outcomes])
-    row: dict[str, object] = {"kl": statistics.fmean(one.kl for one in outcomes), "low": low, "high": high}
+    row: dict[str, Any] = {"kl": statistics.fmean(one.kl for one in outcomes), "low": low, "high": high}
     row |= {f"kl{hops}": statistics.fmean(one.kl for one in some) for hops, some in enumerate(by_hops) if some}
     row |= {f"acc{hops}": statistics.fmean(one.right for one in some) for hops, some in enumerate(by_hops) if some}
     got, least, most = (
@@ -282,7 +323,14 @@ def summary(outcomes: Sequence[Outcome], naive: Sequence[Outcome]) -> dict[str, 
     row["agree"] = statistics.fmean(one.agrees for one in outcomes)
     if recalls := [one.recall for one in outcomes if one.recall is not None]:
         row["recall"] = statistics.fmean(recalls)
-        row["errors"] = [statistics.fmean(layer) for layer in zip(*(one.errors for one in outcomes), strict=True)]
+        row["errors"], row["attention_errors"] = (
+            [statistics.fmean(layer) for layer in zip(*each, strict=True)]
+            for each in ([one.errors for one in outcomes], [one.attention for one in outcomes])
+        )
+        row["attention"] = statistics.fmean(row["attention_errors"])
+        row["common"] = statistics.fmean(one.common for one in outcomes if one.common is not None)
+        row["token_layers"] = statistics.fmean(one.token_layers for one in outcomes)
+        row["bytes"] = statistics.fmean(one.read_bytes for one in outcomes)
     row["cost"] = statistics.fmean(one.cost for one in outcomes)
     return row
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from recipes.chunk_recall.task import VARIANTS, Kind
 
-from blend_cases import DEFAULT, METHODS, PlainProbes, answer_plainly, compare, make_cases, make_edit
+from blend_cases import DEFAULT, METHODS, PlainProbes, answer_plainly, compare, make_cases, make_edit, rank_correlations
 from blend_text import BUNDLED, compare_text, text_cases
 from plain_llama import PlainLlama
 from quire.blend.calibration import PROBES, check_quality, choose_check_layer
@@ -34,6 +34,8 @@ from quire.errors import InvalidArgument
 from quire_bench.reports import print_json, print_table
 
 MODEL = Path(__file__).resolve().parents[1] / "recipes/chunk_recall/model"
+WIDE = ("errors", "attention_errors", "token_layers")
+"""What the JSON line has besides the table."""
 RATIOS = (0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 
 
@@ -74,7 +76,7 @@ def main() -> None:
     found = choose_check_layer(PlainProbes(model), cases[::8], 0.15)
     default = BlendPolicy(score=METHODS[DEFAULT].score, layers=METHODS[DEFAULT].layers, min_tokens=0)
     gate = check_quality(PlainProbes(model), cases[:: max(1, len(cases) // PROBES)], default)
-    print_table([{name: value for name, value in row.items() if name != "errors"} for row in rows])
+    print_table([{name: value for name, value in row.items() if name not in WIDE} for row in rows])
     print_json(
         {
             "bench": "blend_quality",
@@ -82,6 +84,7 @@ def main() -> None:
             "cases": len(cases),
             "check_layer": found,
             "gate": gate,
+            "rank_correlations": rank_correlations(cases),
             "rows": rows,
         }
     )

@@ -36,6 +36,10 @@ class PlainRun:
     token_layers: float
     """Rows that ran, summed over layers; a row that a selecting layer leaves out counts PROJECTION
     there."""
+    attended: Tensor
+    """``[L, Q, Hq * D]``: attention outputs of the last Q rows, those of the question."""
+    read_bytes: int = 0
+    """Of cached K and V."""
 
 
 PROJECTION = 0.1
@@ -92,8 +96,8 @@ class PlainLlama:
         head = self._weights.get("lm_head.weight", self._weights["model.embed_tokens.weight"])
         return self._norm(x, "model.norm.weight") @ head.T
 
-    def full(self, tokens: Tensor) -> PlainRun:
-        """Prefill ``tokens`` in full."""
+    def full(self, tokens: Tensor, asks: int = 1) -> PlainRun:
+        """Prefill ``tokens`` in full; the last ``asks`` are the question."""
         n = len(tokens)
         positions = torch.arange(n)
         seen = positions[:, None] >= positions
@@ -101,10 +105,39 @@ class PlainLlama:
         kept = []
         for layer in range(self.layers):
             q, k, v = self._projected(x, layer, positions)
-            kept.append((k, v))
-            x = self._rest(x, self._attended(q, k, v, seen), layer)
-        k, v = (torch.stack(each) for each in zip(*kept, strict=True))
-        return PlainRun(self._logits(x), k, v, positions, float(n * self.layers))
+            attended = self._attended(q, k, v, seen)
+            kept.append((k, v, attended[-asks:]))
+            x = self._rest(x, attended, layer)
+        k, v, asked = (torch.stack(each) for each in zip(*kept, strict=True))
+        return PlainRun(self._logits(x), k, v, positions, float(n * self.layers), asked)
+
+    def behind(self, k: Tensor, v: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Run ``tokens`` behind rows of K and V ``[L, n, Hkv, D]``. Return their logits, and K and
+        V of all."""
+        positions = torch.arange(k.shape[1], k.shape[1] + len(tokens))
+        seen = positions[:, None] >= torch.arange(k.shape[1] + len(tokens))
+        x = self._weights["model.embed_tokens.weight"][tokens]
+        rows = []
+        for layer in range(self.layers):
+            q, *fresh = self._projected(x, layer, positions)
+            rows.append([torch.cat((old[layer], new)) for old, new in zip((k, v), fresh, strict=True)])
+            x = self._rest(x, self._attended(q, *rows[-1], seen), layer)
+        k, v = (torch.stack(each) for each in zip(*rows, strict=True))
+        return self._logits(x), k, v
+
+    def continuation(self, run: PlainRun, count: int) -> Tensor:
+        """Return the ``count`` greedy tokens behind a prompt."""
+        found, k, v = [run.logits[-1:].argmax(-1)], run.k, run.v
+        while len(found) < count:
+            logits, k, v = self.behind(k, v, found[-1])
+            found.append(logits.argmax(-1))
+        return torch.cat(found)
+
+    def common(self, run: PlainRun, continuation: Tensor) -> int:
+        """Return how many greedy tokens behind a prompt are those of ``continuation``. One forward
+        tells: up to the first other token both have read the same."""
+        logits = torch.cat((run.logits[-1:], self.behind(run.k, run.v, continuation[:-1])[0]))
+        return int((logits.argmax(-1) == continuation).long().cumprod(0).sum())
 
     def blended(
         self,
@@ -130,15 +163,20 @@ class PlainLlama:
         positions = torch.arange(context, n)
         x = self._weights["model.embed_tokens.weight"][tokens[context:]]
         long_k, long_v = k.clone(), v.clone()
-        spent, mass = 0.0, None
+        spent, mass, read, asked = 0.0, None, 0, list[Tensor]()
+        asks = 1 if rows.question_start is None else count - rows.question_start
+        row_bytes = k[0, 0].nbytes  # of V as well
         if "question" in score.needs and rows.question_start is not None:
             start = context + rows.question_start
             mass = self.question_mass(tokens, k, v, start, policy.layers[0])
             spent += self.layers * (n - start)
+            read += 2 * self.layers * (count - asks) * row_bytes
         for layer in range(self.layers):
             q, fresh_k, fresh_v = self._projected(x, layer, positions)
             long_k[layer, positions], long_v[layer, positions] = fresh_k, fresh_v
+            read += 2 * (count - len(positions)) * row_bytes
             if layer in policy.layers:
+                read += len(score.needs & {"k", "v"}) * int(selection.scored.size) * row_bytes
                 inputs = ScoreInputs(
                     layer_id=layer,
                     selection=selection,
@@ -158,8 +196,10 @@ class PlainLlama:
             spent += len(positions)
             places = torch.arange(n - len(positions), n) if bottom_right else positions
             seen = places[:, None] >= torch.arange(n)
-            x = self._rest(x, self._attended(q, long_k[layer], long_v[layer], seen), layer)
-        return PlainRun(self._logits(x), long_k, long_v, positions, spent)
+            attended = self._attended(q, long_k[layer], long_v[layer], seen)
+            asked.append(attended[-asks:])
+            x = self._rest(x, attended, layer)
+        return PlainRun(self._logits(x), long_k, long_v, positions, spent, torch.stack(asked), read)
 
     def question_mass(self, tokens: Tensor, k: Tensor, v: Tensor, start: int, layer: int) -> Tensor:
         """Run the rows from ``start`` on alone, over cached rows; return the attention that they

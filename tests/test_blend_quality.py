@@ -7,7 +7,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 import random
+import statistics
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,19 +25,24 @@ from recipes.chunk_recall.task import BOS, Kind, make_question
 from transformers import LlamaForCausalLM
 
 from blend_cases import (
+    CONTINUED,
     DEFAULT,
     METHODS,
     NAIVE,
     Answer,
     Case,
+    Method,
     Outcome,
     PlainProbes,
     answer_plainly,
     compare,
+    distances,
     interval,
     make_case,
     make_cases,
     measure,
+    rank_correlations,
+    relative_errors,
     summary,
 )
 from plain_llama import PlainLlama
@@ -82,6 +89,8 @@ class TestPlainForward:
             torch.testing.assert_close(answer.run.k, case.full.k, atol=ROUNDING, rtol=0)
             torch.testing.assert_close(answer.run.v, case.full.v, atol=ROUNDING, rtol=0)
             assert answer.cost == pytest.approx(1.0, abs=0.05)  # a pass over the question is extra
+            torch.testing.assert_close(answer.run.attended, case.full.attended, atol=ROUNDING, rtol=0)
+            assert answer.common == CONTINUED
 
     @pytest.mark.parametrize("name", METHODS)
     def test_true_cached_rows_change_nothing(self, model: PlainLlama, cases: list[Case], name: str) -> None:
@@ -94,6 +103,35 @@ class TestPlainForward:
         off = max(float((answer.run.k - true.full.k).abs().max()), float((answer.run.v - true.full.v).abs().max()))
         assert (off > 100 * ROUNDING) == METHODS[name].bottom_right
         assert torch.allclose(answer.logits, true.full.logits[-2:], atol=ROUNDING) or METHODS[name].bottom_right
+
+    def test_what_is_read_and_run(self, model: PlainLlama, cases: list[Case]) -> None:
+        """Values at the check layer, K and V of the rows that are left out behind it."""
+        case = cases[3]
+        count, row = len(case.tokens) - case.context, case.k[0, 0].nbytes
+        for layer, ratio in ((1, 0.15), (2, 0.3), (2, 1.0)):
+            run = answer_plainly(model, case, Method("v", (layer,)), ratio).run
+            assert run is not None
+            left = count - len(run.kept)
+            assert left == case.asks - math.ceil(ratio * case.asks)
+            assert run.read_bytes == row * (case.asks + 2 * left * (model.layers - layer - 1))
+            assert run.token_layers == pytest.approx(
+                count * layer + len(run.kept) * (model.layers - layer) + 0.1 * left
+            )
+
+    def test_continuations(self, model: PlainLlama, cases: list[Case]) -> None:
+        """Those of full prefills of longer and longer prompts; the common part ends where a token
+        differs, whatever comes behind it."""
+        case, run = cases[5], cases[5].full
+        tokens = case.tokens
+        for token in case.continuation[:6]:
+            assert model.full(tokens).logits[-1].argmax() == token
+            tokens = torch.cat((tokens, token[None]))
+        assert len(case.continuation) == CONTINUED
+        assert model.common(run, case.continuation) == CONTINUED
+        for at in (0, 1, 40):
+            other = case.continuation.clone()
+            other[at] = (other[at] + 1) % 50
+            assert model.common(run, other) == at
 
     def test_cached_rows_are_those_of_chunks_alone(self, model: PlainLlama) -> None:
         question = make_question(random.Random(0), Kind(), 1)
@@ -113,7 +151,18 @@ class TestTable:
     def test_means(self) -> None:
         def outcome(hops: int, kl: float, right: bool) -> Outcome:
             return Outcome(
-                hops=hops, kl=kl, agrees=right, right=right, full_right=True, cost=0.5, errors=(0.0, kl), recall=0.25
+                hops=hops,
+                kl=kl,
+                agrees=right,
+                right=right,
+                full_right=True,
+                cost=0.5,
+                errors=(0.0, kl),
+                attention=(0.5, kl),
+                recall=0.25,
+                common=64 if right else 2,
+                token_layers=30.0,
+                read_bytes=100 * (hops + 1),
             )
 
         naive = [outcome(0, 2.0, False), outcome(1, 2.0, False)]
@@ -122,7 +171,43 @@ class TestTable:
         assert (row["kl1"], row["acc0"], row["acc1"], row["recovered"]) == (0.3, 1.0, 0.0, 0.5)
         assert (row["agree"], row["recall"], row["cost"]) == (0.5, 0.25, 0.5)
         assert row["errors"] == [0.0, pytest.approx(0.2)]
+        assert (row["attention_errors"], row["attention"]) == ([0.5, pytest.approx(0.2)], pytest.approx(0.35))
+        assert (row["common"], row["token_layers"], row["bytes"]) == (33, 30, 150)
         assert "acc2" not in row
+
+    def test_errors_are_relative_and_by_layer(self) -> None:
+        true = torch.tensor([[[3.0, 4.0]], [[0.0, 2.0]]])
+        assert relative_errors([true + torch.tensor([1.0, 0.0])], [true]) == pytest.approx((0.2, 0.5))
+        both = relative_errors([true, 0 * true], [true, true])
+        assert both == pytest.approx((0.5**0.5, 0.5**0.5))
+
+    def test_attention_of_the_question(self, model: PlainLlama, cases: list[Case]) -> None:
+        """No error where nothing cached is read, and the error of the rows that were compared."""
+        found = measure(partial(answer_plainly, model), cases[60], NAIVE, 0.0)
+        run = answer_plainly(model, cases[60], NAIVE, 0.0).run
+        assert run is not None
+        assert run.attended.shape == (5, len(cases[60].tokens) - cases[60].context - cases[60].asks, 96)
+        off = (run.attended[3] - cases[60].full.attended[3]).norm() / cases[60].full.attended[3].norm()
+        assert found.attention[3] == pytest.approx(float(off))
+        assert found.attention[0] < ROUNDING < found.attention[3]
+
+    def test_rank_correlations(self, cases: list[Case]) -> None:
+        """Those of the definition; None for layer 0, whose rows depend on nothing before them."""
+        found = rank_correlations(cases[:3])
+        for one, other in ((1, 2), (2, 4), (3, 3)):
+            expected = []
+            for case in cases[:3]:
+                off = distances(case.k, case.full.k) + distances(case.v, case.full.v)
+                rows = range(case.context, case.context + case.asks)
+                a, b = (
+                    {row: rank for rank, row in enumerate(sorted(rows, key=off[at].tolist().__getitem__))}
+                    for at in (one, other)
+                )
+                squares = sum((a[row] - b[row]) ** 2 for row in rows)
+                expected.append(1 - 6 * squares / (len(rows) * (len(rows) ** 2 - 1)))
+            assert found[one][other] == pytest.approx(statistics.fmean(expected))
+        assert found[0] == [None] * 5
+        assert [row[0] for row in found] == [None] * 5
 
     def test_interval_holds_the_mean_and_shrinks(self) -> None:
         drawn = torch.rand(400, generator=torch.Generator().manual_seed(0)).tolist()
@@ -198,7 +283,9 @@ class TestCommand:
         found = self.run(script, capsys, "--prompts", "2", "--ratios", "0,0.5", "--methods", "_or_,random")
         assert found["cases"] == 6
         assert len(found["rows"]) == 1 + 2 * 3
-        assert all(len(row["errors"]) == 5 for row in found["rows"])
+        assert all(len(row["errors"]) == len(row["attention_errors"]) == 5 for row in found["rows"])
+        assert all({"attention", "common", "recovered", "bytes", "token_layers"} <= set(row) for row in found["rows"])
+        assert len(found["rank_correlations"]) == 5
 
     def test_text(
         self, script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

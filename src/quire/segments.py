@@ -51,8 +51,8 @@ class BlendParams:
     least: int = 256
     """Tokens with reusable state below which a prompt is computed in full."""
     keep: bool = True
-    """Whether segments whose state is not there are computed for later prompts, when nothing else
-    runs."""
+    """Whether text whose state is not there is computed for later prompts, when nothing else runs:
+    segments as wholes, other text behind what is reused exactly in chunks of about 256 tokens."""
     verify: float = 0.0
     """Part of the requests, 0 to 1, whose prompt is also computed in full, to report how far the
     next token's distribution is off (``Blend.divergence``)."""

@@ -22,6 +22,7 @@ from tests.mutants import (
     faults_serving,
     faults_stored,
     faults_tiers,
+    faults_unmarked_text,
 )
 
 MUTANTS = (
@@ -42,6 +43,7 @@ MUTANTS = (
     *faults_reuse.MUTANTS,
     *faults_tiers.MUTANTS,
     *faults_chunks.MUTANTS,
+    *faults_unmarked_text.MUTANTS,
     *faults_resume.MUTANTS,
     *faults_blending.MUTANTS,
     *faults_blended_engine.MUTANTS,

@@ -71,4 +71,33 @@ MUTANTS = (
         new="(found_V.exp() * (found_V - full_V))",
         tests=("engine/test_blending.py::test_verification",),
     ),
+    Mutant(
+        name="ranks-choose-by-their-own-heads",
+        file="blend/scores.py",
+        old="return sums if self.all_reduce is None else self.all_reduce(sums)",
+        new="return sums",
+        tests=("blend/test_ranks.py::test_ranks_choose_as_one_does",),
+    ),
+    Mutant(
+        name="prompts-with-nothing-cached-are-blended",
+        file="engine/blending.py",
+        old="        if count < params.least:\n",
+        new="        if False:\n",
+        tests=("engine/test_blended_invariants.py::test_a_miss_costs_next_to_nothing",),
+    ),
+    Mutant(
+        name="masks-aligned-at-the-bottom-right",
+        file="kv/plans.py",
+        old="        positions=positions,\n        positions_T=torch.from_numpy(positions).to(batch.device),\n        max_position",
+        new="        positions=np.arange(rows.size) + np.repeat(batch.stored + batch.added - starts[1:], np.diff(starts)),\n"
+        "        positions_T=torch.from_numpy(positions).to(batch.device),\n        max_position",
+        tests=("engine/test_blended_invariants.py::test_every_family",),
+    ),
+    Mutant(
+        name="chunks-of-another-place",
+        file="blend/retriever.py",
+        old="pieces.append(RowsPiece(part.start, k, v, self._lead + part.skip))",
+        new="pieces.append(RowsPiece(part.start, k, v, part.skip + 1))",
+        tests=("engine/test_blended_invariants.py::test_every_family",),
+    ),
 )

@@ -10,9 +10,10 @@ Letters: S tokens of a prompt; n tokens of a step's chunk.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +28,7 @@ from quire.blend.retriever import ChunkRetriever, ChunkTask
 from quire.blend.rows_task import RowsTask
 from quire.blend.selection import BlendPolicy
 from quire.blend.sequence_rows import Move, SequenceRetriever
+from quire.blend.unmarked_text import SeenText, content_cuts, gaps
 from quire.branches.branch import Branch
 from quire.branches.history import Ids
 from quire.branches.stored_state import StoredState
@@ -46,6 +48,7 @@ from quire.types import SeqId
 logger = logging.getLogger("quire.engine")
 
 if TYPE_CHECKING:
+    from quire.engine.scheduled_request import ScheduledRequest
     from quire.engine.scheduler import Scheduled
 
 
@@ -53,7 +56,8 @@ DILUTION = 4
 """Tokens of a blended prompt that cost about what one of another does. So most prompts run in one
 step, in which the question tells which of all their tokens matter."""
 ASKING = 32
-"""The last tokens of an edited session, which run, and whose attention tells what matters."""
+"""The last tokens of an edited session, which run, and whose attention tells what matters. Of a
+prompt of one piece those that are taken for its question, of which there is no chunk."""
 LATER = 64
 """Chunks that wait at a time to be computed when nothing else runs."""
 CHECK_LAYER = 2
@@ -110,6 +114,7 @@ class Blending:
         """Verifications that are due."""
         self.under_way: set[ObjectKey] = set()
         """Chunks that are to be computed."""
+        self._seen = SeenText()
         self._refusal: str | None = None
 
     @property
@@ -243,16 +248,39 @@ class Blending:
             by_tier={"pool": move.length},
         )
 
-    def missing(self, work: Branch, blend: PromptBlend) -> list[Ids]:
-        """Return the chunks of a prompt's segments, but the question, that are neither kept nor
-        being computed; at most as many as leave ``LATER`` to be computed."""
+    def missing(self, work: ScheduledRequest, blend: PromptBlend) -> list[Ids]:
+        """Return the chunks of a prompt, but of the question, that are neither kept nor being
+        computed; at most as many as leave ``LATER`` to be computed."""
         if self.refusal or len(work.runs.ids) > 1:
             return []
         keys = self._keys(work.salt, next(iter(work.runs.ids), None))
         marked = [part for part in blend.pieces.marked if part[1] <= blend.question]
-        found = {keys.key(ids): ids for ids in chunks_of(work.tokens.ids, marked)}
-        lacking = [ids for key, ids in found.items() if not (key in self.under_way or self.catalog.has(key))]
-        return lacking[: max(0, LATER - len(self.under_way))]
+        text, found = work.tokens.ids[: blend.length], dict[ObjectKey, Ids]()
+        unmarked = ((ids, False) for ids in self._unmarked(text, blend, work.num_cached, keys))
+        for ids, is_marked in chain(((ids, True) for ids in chunks_of(text, marked)), unmarked):
+            if len(found) + len(self.under_way) >= LATER:
+                break
+            key = keys.key(ids)
+            if key in found or key in self.under_way or self.catalog.has(key):
+                continue
+            if is_marked or self._seen.admits(key, ids):
+                found[key] = ids
+        return list(found.values())
+
+    def _unmarked(self, ids_S: Ids, blend: PromptBlend, cached: int, keys: ChunkKeys) -> Iterator[Ids]:
+        """Yield the chunks of a prompt's text behind ``cached`` tokens that is neither marked, nor
+        part of the question, nor in a chunk."""
+        if (ids_S < 0).any():
+            return
+        pieces, lead = blend.pieces, len(self.lead)
+        begin = max(cached, lead if tuple(ids_S[:lead].tolist()) == self.lead else 0)
+        end = blend.question if pieces.offsets else blend.length - ASKING
+        known = self.catalog.known(keys.parent).match(ids_S, pieces.offsets, begin, end)
+        taken = [*pieces.marked, *((one.start, one.stop) for one in known), *((at, at) for at in pieces.offsets)]
+        for low, high in gaps(begin, end, taken):
+            # Where a prompt of one piece asks is not known: its documents end before.
+            cuts = content_cuts(ids_S[low:high], to_end=high < end or bool(pieces.offsets))
+            yield from chunks_of(ids_S[low:high], cuts)
 
     def capture(self, ids: Ids, salt: Hashable, adapter: int | None) -> ChunkCapture:
         """Return what takes the rows of a chunk while it is computed behind the lead."""
