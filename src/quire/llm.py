@@ -227,7 +227,7 @@ class LLM(SessionHistory):
             given.append((ids, pieces))
         length = blend_calibration.probe_length(engine)
         if texts is None:
-            with tqdm(total=probes, desc="Sampling", unit="text", disable=not show) as bar:
+            with tqdm(total=probes * length, desc="Sampling", unit="token", disable=not show) as bar:
                 given = blend_calibration.sampled_texts(engine, probes, length, bar.update)
         made = blend_calibration.probes_of(engine, given, probes)
         with tqdm(total=2 * len(made), desc="Probing", unit="probe", disable=not show) as bar:

@@ -52,7 +52,7 @@ class BlendParams:
     computed in full. None: ``ratio`` says it."""
     gate: bool = True
     """Whether the prompt is computed in full if the model was calibrated, and too far off at this
-    ratio. ``target`` and other ways to ``select`` have no gate."""
+    ratio. ``target``, ``threshold`` and other ways to ``select`` have no gate."""
     select: SelectName = "auto"
     """Which tokens these are."""
     threshold: float | None = None

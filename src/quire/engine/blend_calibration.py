@@ -61,8 +61,8 @@ ASKING = 64
 KIND, VERSION = "blend calibration", 1
 """Of records."""
 
-Advance = Callable[[], object]
-"""Shows progress."""
+Advance = Callable[[int], object]
+"""Shows progress by so much."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,24 +231,24 @@ def run_chunks(engine: Engine, chunks: Sequence[Chunk], extras: Extras = NO_EXTR
 
 
 def sampled_texts(engine: Engine, count: int, length: int, advance: Advance) -> list[tuple[Ids, Pieces]]:
-    """Return texts of ``length`` tokens that the model samples behind the lead, always the same
-    ones. ``advance`` is called for each."""
+    """Return texts of ``length`` tokens that the model samples behind the lead, or behind any one
+    token, always the same ones. ``advance`` counts these tokens."""
     generator, limits, texts = torch.Generator().manual_seed(0), engine.scheduler.limits, list[list[int]]()
     lead = list(engine.blending.lead)
     first = lead or torch.randint(engine.runner.model.vocab_size, (count,), generator=generator).tolist()
-    total = len(lead) + length
+    total = max(1, len(lead)) + length
     while len(texts) < count:
         many = min(count - len(texts), limits.max_num_seqs, max(1, engine.checks.pool_tokens // (2 * total)))
         many = min(many, max(1, limits.max_num_batched_tokens // max(1, len(lead))))
         some = [list(lead) or [first[len(texts) + row]] for row in range(many)]
-        _sample(engine, some, total, generator)
+        _sample(engine, some, total, generator, advance)
         texts += some
-        for _ in some:
-            advance()
     return [(np.array(text, dtype=np.int64), Pieces()) for text in texts]
 
 
-def _sample(engine: Engine, texts: Sequence[list[int]], length: int, generator: torch.Generator) -> None:
+def _sample(
+    engine: Engine, texts: Sequence[list[int]], length: int, generator: torch.Generator, advance: Advance
+) -> None:
     """Continue texts up to a length, at temperature 1."""
     seqs = [engine.runner.new_seq() for _ in texts]
     with engine.lock:
@@ -263,6 +263,7 @@ def _sample(engine: Engine, texts: Sequence[list[int]], length: int, generator: 
             for text, (token,) in zip(texts, torch.multinomial(chances, 1, generator=generator).tolist(), strict=True):
                 text.append(token)
             done = now
+            advance(len(texts))
     finally:
         with engine.lock:
             engine.runner.execute(Step(edits=tuple(map(Remove, seqs))))
@@ -271,7 +272,7 @@ def _sample(engine: Engine, texts: Sequence[list[int]], length: int, generator: 
 def calibrate(
     engine: Engine, probes: Sequence[BlendProbe], limits: QualityLimits, advance: Advance, *, sampled: bool
 ) -> BlendCalibration:
-    """Measure, and choose the check layer. ``advance`` is called twice for each probe."""
+    """Measure, and choose the check layer. ``advance`` counts each probe twice."""
     runs, layers = ProbeRuns(engine), len(engine.runner.model.blocks)
     tried = layers_to_try(layers)
     by_layer = _measure(runs, probes, [(tried[0], 0.0), *((layer, LAYER_RATIO) for layer in tried)], layers, advance)
@@ -291,7 +292,7 @@ def _measure(
         true_QM, rows = runs.full(probe), runs.rows(probe)
         for deviations, (layer, ratio) in zip(found, ways, strict=True):
             deviations.append(deviation(true_QM, runs.blended(probe, rows, layer, ratio)))
-        advance()
+        advance(1)
     return [BlendQuality.of(one, layers, *way) for one, way in zip(found, ways, strict=True)]
 
 

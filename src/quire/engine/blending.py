@@ -190,7 +190,8 @@ class Blending:
                 else ratio
             )
         ratio = DEFAULT_RATIO if params.ratio is None else params.ratio
-        if found is None or not params.gate or self._score(params) != AUTO or ratio == 1:
+        is_measured = self._score(params) == AUTO and params.threshold is None
+        if found is None or not params.gate or not is_measured or ratio == 1:
             return ratio
         return found.refusal(ratio) or ratio
 
