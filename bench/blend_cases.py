@@ -198,28 +198,6 @@ def answer_plainly(model: PlainLlama, case: Case, method: Method, ratio: float) 
     return Answer(run.logits[case.asks - count :], cost, run, model.common(run, case.continuation))
 
 
-class PlainProbes:
-    """Forwards of cases for calibration (``quire.blend.calibration.ProbeForward``)."""
-
-    def __init__(self, model: PlainLlama) -> None:
-        self._model = model
-
-    def deviations(self, case: Case) -> Tensor:
-        """See ``ProbeForward``."""
-        rows = slice(case.context, case.context + case.asks)
-        value = (case.v - case.full.v).square().flatten(2).sum(-1)
-        both = distances(case.k, case.full.k) + distances(case.v, case.full.v)
-        return torch.stack((value[:, rows], both[:, rows]))
-
-    def answers(self, case: Case, policy: BlendPolicy | None) -> Tensor:
-        """See ``ProbeForward``."""
-        count = len(case.tokens) - case.context
-        if policy is None:
-            return case.full.logits[case.asks - count :]
-        run = self._model.blended(case.tokens, case.k, case.v, case.context, policy, score_of(policy.score), case.rows)
-        return run.logits[case.asks - count :]
-
-
 @dataclass(frozen=True)
 class Outcome:
     """One blended prompt."""

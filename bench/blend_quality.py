@@ -25,11 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from recipes.chunk_recall.task import VARIANTS, Kind
 
-from blend_cases import DEFAULT, METHODS, PlainProbes, answer_plainly, compare, make_cases, make_edit, rank_correlations
+from blend_cases import METHODS, answer_plainly, compare, make_cases, make_edit, rank_correlations
 from blend_text import BUNDLED, compare_text, text_cases
 from plain_llama import PlainLlama
-from quire.blend.calibration import PROBES, check_quality, choose_check_layer
-from quire.blend.selection import BlendPolicy
 from quire.errors import InvalidArgument
 from quire_bench.reports import print_json, print_table
 
@@ -73,17 +71,12 @@ def main() -> None:
         else:
             cases = make_cases(model, VARIANTS[given.kind], given.prompts, given.seed)
         rows = compare(partial(answer_plainly, model), cases, methods, ratios)
-    found = choose_check_layer(PlainProbes(model), cases[::8], 0.15)
-    default = BlendPolicy(score=METHODS[DEFAULT].score, layers=METHODS[DEFAULT].layers, min_tokens=0)
-    gate = check_quality(PlainProbes(model), cases[:: max(1, len(cases) // PROBES)], default)
-    print_table([{name: value for name, value in row.items() if name not in WIDE} for row in rows])
+        print_table([{name: value for name, value in row.items() if name not in WIDE} for row in rows])
     print_json(
         {
             "bench": "blend_quality",
             "kind": "text" if given.text else given.kind,
             "cases": len(cases),
-            "check_layer": found,
-            "gate": gate,
             "rank_correlations": rank_correlations(cases),
             "rows": rows,
         }

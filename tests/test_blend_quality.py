@@ -33,7 +33,6 @@ from blend_cases import (
     Case,
     Method,
     Outcome,
-    PlainProbes,
     answer_plainly,
     compare,
     distances,
@@ -46,8 +45,6 @@ from blend_cases import (
     summary,
 )
 from plain_llama import PlainLlama
-from quire.blend.calibration import PROBES, check_quality, choose_check_layer
-from quire.blend.selection import BlendPolicy
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "recipes/chunk_recall/model"
@@ -246,21 +243,6 @@ class TestQuality:
         kls = [row["kl"] for row in rows]
         assert kls == sorted(kls, reverse=True)
         assert abs(kls[-1]) < ROUNDING
-
-
-class TestCalibration:
-    def test_values_tell_nothing_at_layer_1_of_this_model(self, model: PlainLlama, cases: list[Case]) -> None:
-        found = choose_check_layer(PlainProbes(model), cases[::4], 0.15)
-        assert found.layer == 2
-        assert found.recalls[2] > 1.5 * found.recalls[1]
-
-    def test_the_gate_passes_the_default_and_not_the_method_as_published(
-        self, model: PlainLlama, cases: list[Case]
-    ) -> None:
-        probes = [case for case in cases if case.question is not None and case.question.hops][:PROBES]
-        default = BlendPolicy(score=METHODS[DEFAULT].score, layers=METHODS[DEFAULT].layers, min_tokens=0)
-        assert check_quality(PlainProbes(model), probes, default).enough
-        assert not check_quality(PlainProbes(model), probes, BlendPolicy(min_tokens=0)).enough
 
 
 class TestCommand:

@@ -386,7 +386,7 @@ def test_the_package_runs_as_a_module() -> None:
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ("quire ca", ["capabilities"]),
+        ("quire ca", ["calibrate", "capabilities"]),
         ("quire bench s", ["serve", "state"]),
         ("quire chat --chat", ["--chat-template"]),
     ],
@@ -591,6 +591,32 @@ def test_output_that_cannot_be_written(arguments: list[str]) -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment)
     assert done.returncode == 2
     assert done.stderr == b"quire: output cannot be written: No space left on device\n"
+
+
+def test_a_calibration_is_there_for_later_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.py"
+    text.write_text("def area(width, height):\n    return width * height\n\n" * 20)
+    options = ["--dtype", "float32", "--kv-cache-memory", "16MiB"]
+    kept = [*options, "--state-dir", str(tmp_path / "state")]
+    asked = ["calibrate", "tiny-python", "--probes", "1", "--texts", str(text)]
+    assert run(*asked, *options, monkeypatch=monkeypatch) == 0
+    out = capsys.readouterr().out
+    assert "not kept; give --state-dir" in out
+    assert "mean KL" in out
+    assert run("capabilities", "--model", "tiny-python", *kept, monkeypatch=monkeypatch) == 0
+    assert "blending: not calibrated" in capsys.readouterr().out
+    assert run(*asked, *kept, "--json", monkeypatch=monkeypatch) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.pop("kept")
+    assert (found["probes"], found["sampled"]) == (1, False)
+    assert run("capabilities", "--model", "tiny-python", *kept, "--json", monkeypatch=monkeypatch) == 0
+    assert json.loads(capsys.readouterr().out)["blend_calibration"] == found
+    assert run("capabilities", "--model", "tiny-python", *kept, monkeypatch=monkeypatch) == 0
+    assert f"checked at layer {found['layer']}; 1 probes at a ratio of 0.15" in capsys.readouterr().out
+    assert run("calibrate", "--texts", str(tmp_path / "no"), monkeypatch=monkeypatch) == 2
+    assert "--texts: " in capsys.readouterr().err
 
 
 def test_what_the_engine_refuses_is_refused(llm: LLM) -> None:

@@ -55,6 +55,7 @@ FIXED_NAMES = {
     "state_bytes_loaded_total": "counter",
     "blended_tokens_total": "counter",
     "recomputed_tokens_total": "counter",
+    "blend_calibrated": "gauge",
     "blend_divergence_nats": "histogram",
     "drafted_tokens_total": "counter",
     "accepted_tokens_total": "counter",

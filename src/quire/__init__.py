@@ -29,6 +29,7 @@ from quire.waiting import DECISION as _DECISION  # noqa: F401  (before anybody l
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM, AsyncSession, SampleDelta
+    from quire.blend.calibration import BlendCalibration, QualityLimits
     from quire.engine.session import Session
     from quire.executor.executor import Executor
     from quire.executor.llm_executor import LlmExecutor
@@ -62,6 +63,8 @@ _LAZY = {
     "EditReport": "quire.outputs",
     "Reuse": "quire.outputs",
     "Blend": "quire.outputs",
+    "BlendCalibration": "quire.blend.calibration",
+    "QualityLimits": "quire.blend.calibration",
     "WarmedSegment": "quire.outputs",
 }
 
@@ -73,6 +76,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "Blend",
+    "BlendCalibration",
     "BlendLoadError",
     "BlendParams",
     "CacheHints",
@@ -87,6 +91,7 @@ __all__ = [
     "LlmExecutor",
     "NotFound",
     "Pin",
+    "QualityLimits",
     "QuireError",
     "RequestOutput",
     "ResourceExhausted",

@@ -42,6 +42,10 @@ from quire.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from quire.llm import LLM
 
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="A bundled model, a directory or a Hugging Face id.")
+]
+
 app = typer.Typer(
     help="Run language models whose memory is a value: fork it, rewind it, save it, look into it.",
     no_args_is_help=True,
@@ -170,9 +174,7 @@ def chat(
 
 @command(app, "server", "engine")
 def serve(
-    name: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A bundled model, a directory or a Hugging Face id.")
-    ] = None,
+    name: ModelArgument = None,
     **options: Any,
 ) -> None:
     """Serve a model over HTTP: OpenAI's endpoints, and sessions to fork, rewind and save.
@@ -258,6 +260,37 @@ def capabilities(
     with _load(model, chosen) as llm:
         own = combination_of(llm.model.layer_specs, len(llm.engine.runner.model.blocks))
         print_capabilities(llm.capabilities(), own, as_json=as_json)
+
+
+@command(app, "engine")
+def calibrate(
+    model: ModelArgument = None,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A file of text that is like the prompts' documents; may be repeated. Default: the model's own."
+        ),
+    ] = None,
+    probes: Annotated[int | None, typer.Option(help="Prompts that are tried. Default: 32.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    **options: Any,
+) -> None:
+    """Measure how far blended answers of a model are off, by check layer and ratio.
+
+    With --state-dir or --store, later processes use what is found.
+    """
+    from quire.blend.calibration import PROBES
+    from quire.inspection import print_calibration
+
+    model, chosen = chosen_model(model, options)
+    try:
+        read = None if texts is None else [path.read_text(encoding="utf-8") for path in texts]
+    except (OSError, UnicodeError) as error:
+        raise InvalidArgument(f"--texts: {error}", field="texts") from error
+    with _load(model, chosen) as llm:
+        found = llm.calibrate_blending(read, probes=PROBES if probes is None else probes)
+        store = llm.engine.stored.store
+    print_calibration(found, kept=store is not None and store.is_durable, as_json=as_json)
 
 
 @command(app)

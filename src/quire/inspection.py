@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.blend.calibration import BlendCalibration
 from quire.errors import DataLoss
 from quire.kv.rule_table import Cell, Combination, rules_of, tables
 from quire.kv.rule_text import as_markdown, as_text
 from quire.kv.state_schema import check_metadata
 from quire.kv.statefile import read_state
+from quire.segments import DEFAULT_RATIO
 from quire.tables import folding_table, print_tables
 
 
@@ -142,7 +144,7 @@ def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: b
     executor = None if found["executor"] is None else dataclasses.asdict(found["executor"])
     rules = rules_of(own)
     if as_json:
-        told = {name: found[name] for name in ("verbs", "engine_verbs", "engine", "notes")}
+        told = {name: found[name] for name in ("verbs", "engine_verbs", "engine", "notes", "blend_calibration")}
         every = {title: {name: _as_json(cells) for name, cells in rows.items()} for title, rows in tables().items()}
         own_rules = {name: _as_json(cells) for name, cells in rules.items()}
         whole = {"executor": executor, **told, "rules": {"kinds": own.kinds, **own_rules, "tables": every}}
@@ -150,6 +152,9 @@ def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: b
         return
     for note in found["notes"]:
         print(note)
+    if not found["engine_verbs"]["blending"]:
+        document = found["blend_calibration"]
+        print(f"blending: {calibration_told(None if document is None else BlendCalibration.read(document))}")
     if executor is not None:
         facts = [(name, _plain(value)) for name, value in executor.items() if name != "refusals"]
         print_tables(folding_table("capability", "value", title="Executor", rows=facts))
@@ -162,6 +167,39 @@ def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: b
     refusals = [*(executor["refusals"] if executor is not None else ()), *found["engine"].items()]
     print_tables(folding_table("asked for", "why not", title="Refused by executor and engine", rows=refusals))
     print("quire capabilities --all prints the table for every kind of model.")
+
+
+def calibration_told(found: BlendCalibration | None) -> str:
+    """Describe a calibration in a line."""
+    if found is None:
+        return "not calibrated (quire calibrate, or LLM.calibrate_blending)"
+    usual = found.at(DEFAULT_RATIO)
+    verdict = "on" if usual.passes(found.limits) else "off"
+    return f"{verdict}, checked at layer {found.layer}; {found.told(usual)}"
+
+
+def print_calibration(found: BlendCalibration, *, kept: bool, as_json: bool) -> None:
+    """Print what ``LLM.calibrate_blending`` returned."""
+    if as_json:
+        print(json.dumps(found.document() | {"kept": kept}))
+        return
+    rows = [
+        (
+            one.layer,
+            f"{one.ratio:g}",
+            f"{one.mean_kl:.3g}",
+            f"{one.agreement:.1%}",
+            f"{one.worst_agreement:.0%}",
+            f"{one.cost:.2f}",
+        )
+        for one in found.qualities
+    ]
+    columns = ("check layer", "ratio", "mean KL (nats)", "top token agrees", "in the worst probe", "cost")
+    print_tables(folding_table(*columns, rows=rows, title="Blended answers beside full computations"))
+    print(f"blending: {calibration_told(found)}")
+    if found.sampled:
+        print("The model wrote these probes; texts like those of its use (--texts) tell more.")
+    print("kept in the store" if kept else "not kept; give --state-dir or --store for later processes to use it")
 
 
 def print_rules(*, markdown: bool) -> None:

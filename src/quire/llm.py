@@ -21,15 +21,17 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from tqdm import tqdm
 
+from quire.blend.calibration import PROBES, BlendCalibration, QualityLimits
 from quire.build import build
 from quire.config import EngineConfig, check_int
+from quire.engine import blend_calibration
 from quire.engine.abilities import ENGINE_REFUSALS, ENGINE_VERBS
 from quire.engine.beam import search
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.page_use import OWNERS
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
-from quire.engine.prompts import Prompt, Prompts, Text
+from quire.engine.prompts import Prompt, Prompts, SegmentedPrompt, Text, naming_prompt
 from quire.engine.request_outputs import prefix_output, warmed
 from quire.engine.request_preparation import Messages as Messages
 from quire.engine.sequence_request import SequenceRequest
@@ -109,6 +111,8 @@ class LLM(SessionHistory):
             raise
         self._executor: Executor | None = None
         try:
+            if not parts.engine.blending.refusal and blend_calibration.is_kept(parts.engine):
+                parts.engine.blending.calibration = blend_calibration.kept_calibration(parts.engine)
             for name, path in (config.adapters or {}).items():
                 self.load_adapter(name, path)
         except BaseException:
@@ -181,6 +185,64 @@ class LLM(SessionHistory):
         finally:
             self._engine.end(requests)
         return warmed(submitted)
+
+    @uninterrupted
+    def calibrate_blending(
+        self,
+        texts: Sequence[Text | SegmentedPrompt] | None = None,
+        *,
+        probes: int = PROBES,
+        limits: QualityLimits | None = None,
+        use_tqdm: bool | None = None,
+    ) -> BlendCalibration:
+        """Measure how far blended answers are from full computations; return what was found, which
+        holds for prompts from now on: the check layer, ratios for ``BlendParams(target=...)``, and
+        whether prompts are blended at all (``limits``, by default ``QualityLimits()``).
+
+        ``probes`` prompts are run in full and blended, with several check layers and ratios. They
+        are made of ``texts``: prompts of pieces, as in ``generate``, are taken as they are; of
+        others each 576 tokens, or as many as there is room for, make four chunks and a question.
+        None: texts that the model samples. Those of the use at hand tell more. Nothing of them is
+        kept.
+
+        A store that outlives the process keeps what was found, for later processes with this model.
+        Adapters are not measured. ``Unsupported`` for a model that cannot be blended;
+        ``ResourceExhausted``: there is no room for a probe. ``use_tqdm`` shows progress on stderr;
+        None: on a terminal.
+        """
+        self._require_open("calibrate_blending")
+        engine, chosen = self._engine, QualityLimits() if limits is None else limits
+        engine.blending.require()
+        check_int("probes", probes, 1)
+        if not isinstance(chosen, QualityLimits):
+            raise InvalidArgument(field="limits", given=limits, allowed="QualityLimits or None")
+        if texts is not None and (isinstance(texts, str) or not isinstance(texts, Sequence) or not texts):
+            raise InvalidArgument(field="texts", given=texts, allowed="a list of texts, at least one, or None")
+        show = sys.stderr.isatty() if use_tqdm is None else use_tqdm
+        given = []
+        for number, text in enumerate(texts or ()):
+            with naming_prompt(number, len(texts or ())):
+                ids, _, pieces = self._read(text, None)
+                engine.checks.tokens(ids)
+            given.append((ids, pieces))
+        length = blend_calibration.probe_length(engine)
+        if texts is None:
+            with tqdm(total=probes * length, desc="Sampling", unit="token", disable=not show) as bar:
+                given = blend_calibration.sampled_texts(engine, probes, length, bar.update)
+        made = blend_calibration.probes_of(engine, given, probes)
+        with tqdm(total=2 * len(made), desc="Probing", unit="probe", disable=not show) as bar:
+            found = blend_calibration.calibrate(engine, made, chosen, bar.update, sampled=texts is None)
+        with engine.lock:
+            engine.blending.calibration = found
+        if blend_calibration.is_kept(engine):
+            blend_calibration.keep_calibration(engine, found)
+        return found
+
+    @property
+    def blend_calibration(self) -> BlendCalibration | None:
+        """What ``calibrate_blending`` found, here or in an earlier process; None: nothing did."""
+        self._require_open("blend_calibration")
+        return self._engine.blending.calibration
 
     @uninterrupted
     def prefetch(
@@ -376,6 +438,7 @@ class LLM(SessionHistory):
             | {"blending": self._engine.blending.refusal}
             | ({} if self.tokenizer is not None else {"structured outputs": "this model has no tokenizer"}),
             "notes": self._parts.notes,
+            "blend_calibration": None if (found := self._engine.blending.calibration) is None else found.document(),
         }
 
     def status(self) -> dict[str, Any]:

@@ -300,6 +300,7 @@ class EngineMetrics(MetricGroup):
         self.state_bytes_loaded = Counter("quire:state_bytes_loaded_total", "Bytes of state files read.")
         self.blended_tokens = Counter("quire:blended_tokens_total", "Tokens whose stored state was blended in.")
         self.recomputed_tokens = Counter("quire:recomputed_tokens_total", "Tokens recomputed while blending.")
+        self.blend_calibrated = Gauge("quire:blend_calibrated", "1 if the model's blending was calibrated.")
         self.blend_divergence = Histogram(
             "quire:blend_divergence_nats",
             "KL divergence of the first token's distribution from a full computation's, of blended prompts that were verified.",

@@ -16,6 +16,8 @@ SelectName: TypeAlias = Literal["auto", "v", "k", "kv_rel", "first_k", "query", 
 """Methods that select the tokens which are computed anew; ``auto`` is the one that measures
 best."""
 
+DEFAULT_RATIO = 0.15
+
 AUTO: SelectName = "v"
 """What ``auto`` is: the best of those that need no pass of their own (``docs/blend.md``)."""
 
@@ -40,9 +42,17 @@ class Segment:
 class BlendParams:
     """How the state of segments is reused. The result is approximate, and marked so."""
 
-    ratio: float = 0.15
+    ratio: float | None = None
     """Part of the tokens with reused state that are computed anew, 0 to 1; 1: all of them. The
-    last segment, and tokens without reused state, are computed besides."""
+    last segment, and tokens without reused state, are computed besides. None: 0.15, or what
+    ``target`` says."""
+    target: float | None = None
+    """Nats: the least ratio is taken whose mean KL divergence from full computations was at most
+    this when the model was calibrated (``LLM.calibrate_blending``). If none was, the prompt is
+    computed in full. None: ``ratio`` says it."""
+    gate: bool = True
+    """Whether the prompt is computed in full if the model was calibrated, and too far off at this
+    ratio. ``target``, ``threshold`` and other ways to ``select`` have no gate."""
     select: SelectName = "auto"
     """Which tokens these are."""
     threshold: float | None = None
@@ -58,15 +68,24 @@ class BlendParams:
     next token's distribution is off (``Blend.divergence``)."""
 
     def __post_init__(self) -> None:
-        _check_part("ratio", self.ratio)
+        if self.ratio is not None:
+            _check_part("ratio", self.ratio)
         _check_part("verify", self.verify)
         if self.select not in get_args(SelectName):
             raise InvalidArgument(field="select", given=self.select, allowed=", ".join(get_args(SelectName)))
         if self.threshold is not None:
             check_real("threshold", self.threshold, above=0, up_to=1e30)
         check_int("least", self.least, 1)
-        if not isinstance(self.keep, bool):
-            raise InvalidArgument(field="keep", given=self.keep, allowed="True or False")
+        for name, value in (("keep", self.keep), ("gate", self.gate)):
+            if not isinstance(value, bool):
+                raise InvalidArgument(field=name, given=value, allowed="True or False")
+        if self.target is not None:
+            check_real("target", self.target, above=0, up_to=1e30)
+            if self.ratio is not None or self.threshold is not None or self.select != "auto":
+                raise InvalidArgument(
+                    "target says how much is computed anew, as it was measured for select='auto'; leave ratio, threshold and select out",
+                    field="target",
+                )
 
 
 def _check_part(name: str, value: Any) -> None:

@@ -5,6 +5,7 @@ from tests.mutants import (
     faults_blended_engine,
     faults_blending,
     faults_bridge,
+    faults_calibration,
     faults_chunks,
     faults_commands,
     faults_edits,
@@ -46,6 +47,7 @@ MUTANTS = (
     *faults_unmarked_text.MUTANTS,
     *faults_resume.MUTANTS,
     *faults_blending.MUTANTS,
+    *faults_calibration.MUTANTS,
     *faults_blended_engine.MUTANTS,
     *faults_narrowing.MUTANTS,
 )

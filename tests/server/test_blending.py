@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire import AsyncLLM, BlendParams, SamplingParams, Segment
+from quire import AsyncLLM, BlendCalibration, BlendParams, QualityLimits, SamplingParams, Segment
+from quire.blend.calibration import BlendQuality
 from quire.blend.retriever import ChunkTask
 from quire.server.blend_fields import EncodedPrompt, blend_body
 from quire.server.settings import ServerSettings
@@ -242,6 +244,10 @@ BAD: list[tuple[Any, str]] = [
     ({"least": 1.5}, "blend.least"),
     ({"keep": 1}, "blend.keep"),
     ({"verify": 2}, "blend.verify"),
+    ({"gate": 1}, "blend.gate"),
+    ({"target": 0}, "blend.target"),
+    ({"target": 0.1, "ratio": 0.15}, "blend.target"),
+    ({"target": 0.1}, "blend.target"),  # the model is not calibrated
     ({"rate": 0.2}, "blend.rate"),
 ]
 PARTS: list[tuple[Any, str]] = [
@@ -285,6 +291,37 @@ def test_refusals(chat_served: Served) -> None:
     for path, body in ROADS.values():
         assert refusal(chat_served, path, **body, blend=True, kv_hints=prefetch, max_tokens=0)[::2] == (400, "blend")
     assert chat_served.llm.engine.snapshot()["quire:prompt_tokens_total"] == ran
+
+
+def test_a_target(chat_served: Served) -> None:
+    """What was measured beforehand decides; without that the answer names who measures."""
+    answer = chat_served.client.post("/v1/completions", json={"prompt": PROMPT, "blend": {"target": 0.1}})
+    assert "quire calibrate" in answer.json()["error"]["message"]
+    blending, limits = chat_served.llm.engine.blending, QualityLimits()
+    layer = blending.check_layer
+    qualities = tuple(
+        BlendQuality(layer=layer, ratio=ratio, mean_kl=kl, agreement=1.0, worst_agreement=1.0, cost=0.5)
+        for ratio, kl in ((0.0, 0.5), (0.5, 0.05))
+    )
+    blending.calibration = BlendCalibration(layer=layer, probes=32, sampled=False, limits=limits, qualities=qualities)
+    try:
+        assert "quire:blend_calibrated 1.0" in chat_served.client.get("/metrics").text
+        for given, recomputed, reason in (
+            ({"target": 0.6}, 0.0, ""),
+            ({"target": 0.1}, 0.5, ""),
+            ({"target": 0.01}, 0.0, "no calibrated ratio has a mean KL of at most 0.01 nats"),
+            ({"ratio": 0.2}, 0.0, "mean KL 0.5 nats (limit 0.1)"),
+        ):
+            warm(chat_served, *DOCUMENTS, cache_salt=str(given))
+            body = {"prompt": PROMPT, "blend": {**given, "least": 1, "keep": False}, "cache_salt": str(given)}
+            answer = post(chat_served, "completions", **body, **LIMITS)
+            found = answer["quire"]["blend"]
+            assert reason in found["reason"]
+            assert (found["blended"] == 0) == bool(reason)
+            whole = found["blended"] + found["recomputed"]
+            assert found["recomputed"] == math.ceil(recomputed * whole - 1e-9)
+    finally:
+        blending.calibration = None
 
 
 def test_sessions_are_not_blended(chat_served: Served) -> None:

@@ -1,65 +1,63 @@
-"""What probes tell of a model: which layer should check, and whether blended answers are good
-enough.
+"""What probes tell of a model's blending: which layer should check, and how far answers are off.
 
-A probe is a prompt of chunks and a question. ``ProbeForward`` runs it, in full and blended; what a
-probe is, is its affair. Letters: L layers; C candidates; Q rows of the question; M tokens of a
-vocabulary.
+A probe is a prompt of chunks and a question; its answers are logits of the question's rows.
+Letters: L layers; Q rows of the question; M tokens of a vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import torch
-from torch import Tensor
-
-from quire.blend.selection import BlendPolicy, check_ratio
+from quire.blend.selection import check_ratio
 from quire.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PROJECTION = 0.1
 """Share of a layer's linear work that Q, K and V are, about: what a check layer spends on rows that
 it leaves out."""
 PROBES = 32
-"""Probes that decide whether blending is enabled."""
-
-P = TypeVar("P", contravariant=True)
-
-
-class ProbeForward(Protocol[P]):
-    """Forwards of probes."""
-
-    def deviations(self, probe: P) -> Tensor:
-        """Return how wrong the candidates' cached rows are, ``[2, L, C]``, C >= 1.
-
-        [0] is the squared distance of cached V from V of a full prefill. [1] is that of K and of V,
-        each over the mean squared row of its layer."""
-
-    def answers(self, probe: P, policy: BlendPolicy | None) -> Tensor:
-        """Return the logits of the question's rows ``[Q, M]``, Q >= 1; None: of a full prefill."""
+"""Probes of a calibration, by default."""
+RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
+"""Ratios that are measured at the chosen layer."""
+LAYER_RATIO = 0.15
+"""The ratio at which layers are compared."""
+LAYERS_TRIED = 4
+MOST_KL = 1e6
+"""Nats. It stands for all that is more, or no number at all, which JSON does not have."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckLayer:
-    """A check layer, and what was measured of each layer that could be one."""
+class Deviation(NamedTuple):
+    """How far the answers to one probe are off."""
 
-    layer: int
-    recalls: tuple[float, ...]
-    """By layer: of the rows that are most wrong over all layers, as many as the ratio allows, the
-    share that the deviation of V at this layer chooses."""
-    costs: tuple[float, ...]
-    """By layer: ``linear_cost``."""
+    kl: float
+    """Nats from the true answers to ours, on average over Q."""
+    agreement: float
+    """Share of Q with the same most likely token."""
 
 
-@dataclass(frozen=True, kw_only=True)
+def deviation(true_QM: Tensor, ours_QM: Tensor) -> Deviation:
+    """Compare two sets of logits."""
+    true, ours = (logits.double().log_softmax(-1) for logits in (true_QM, ours_QM))
+    # A token that neither can be gives 0 times (-inf + inf).
+    kl = math.nan if (true.isnan() | ours.isnan()).any() else float((true.exp() * (true - ours)).nansum(-1).mean())
+    agreement = float((true.argmax(-1) == ours.argmax(-1)).double().mean())
+    return Deviation(max(0.0, kl) if kl < MOST_KL else MOST_KL, agreement)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class QualityLimits:
-    """What probes must reach."""
+    """What probes must reach, so that prompts are blended."""
 
     mean_kl: float = 0.1
-    """Nats from a full prefill's answers to blended ones, at most, on average."""
+    """Nats from a full computation's answers to blended ones, at most, on average."""
     worst_agreement: float = 0.5
-    """Share of a probe's question rows with the same most likely token, at least, in each probe."""
+    """Share of a probe's question with the same most likely token, at least, in each probe."""
 
     def __post_init__(self) -> None:
         if not self.mean_kl >= 0:
@@ -67,26 +65,89 @@ class QualityLimits:
         check_ratio("worst_agreement", self.worst_agreement)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BlendQuality:
-    """How near the blended answers of probes were."""
+    """How far the answers to all probes are off, with one check layer and ratio."""
 
+    layer: int
+    ratio: float
     mean_kl: float
-    """Over the probes, of the mean over a probe's question rows."""
+    """Nats, on average over probes."""
+    agreement: float
+    """Share of questions' rows with the same most likely token, on average over probes."""
     worst_agreement: float
+    """The least of these shares."""
+    cost: float
+    """Linear work of the model, of that of a full computation."""
+
+    @classmethod
+    def of(cls, found: Sequence[Deviation], layers: int, layer: int, ratio: float) -> Self:
+        """Return what the probes tell of a model of L layers."""
+        shares = [one.agreement for one in found]
+        return cls(
+            layer=layer,
+            ratio=ratio,
+            mean_kl=fmean(one.kl for one in found),
+            agreement=fmean(shares),
+            worst_agreement=min(shares),
+            cost=linear_cost(layers, layer, ratio),
+        )
+
+    def passes(self, limits: QualityLimits) -> bool:
+        """Return whether this is near enough."""
+        return self.mean_kl <= limits.mean_kl and self.worst_agreement >= limits.worst_agreement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlendCalibration:
+    """What ``LLM.calibrate_blending`` measured of a model, without adapters."""
+
+    layer: int
+    """The check layer: that behind whose projection rows are selected, from 0 on."""
     probes: int
+    sampled: bool
+    """Whether the model wrote the probes itself. If it uses no earlier chunk there, as one that was
+    trained to answer may, they show no loss."""
     limits: QualityLimits
+    """What the measured quality must reach, so that prompts are blended."""
+    qualities: tuple[BlendQuality, ...]
+    """All that was measured: several layers at one ratio, and several ratios at ``layer``."""
 
     @property
-    def enough(self) -> bool:
-        """Whether blending may be enabled. A KL that is not finite is not enough."""
-        return self.mean_kl <= self.limits.mean_kl and self.worst_agreement >= self.limits.worst_agreement
+    def ratios(self) -> tuple[BlendQuality, ...]:
+        """What was measured at ``layer``, by ratio."""
+        return tuple(sorted((one for one in self.qualities if one.layer == self.layer), key=lambda one: one.ratio))
 
-    def __str__(self) -> str:
+    def at(self, ratio: float) -> BlendQuality:
+        """Return the quality of the largest measured ratio that is at most ``ratio``."""
+        return [one for one in self.ratios if one.ratio <= ratio][-1]
+
+    def ratio_for(self, target: float) -> float | None:
+        """Return the smallest ratio with a mean KL of at most ``target`` nats; None: none has."""
+        return next((one.ratio for one in self.ratios if one.mean_kl <= target), None)
+
+    def refusal(self, ratio: float) -> str:
+        """Return why prompts are not blended at a ratio; empty: they are."""
+        found = self.at(ratio)
+        return "" if found.passes(self.limits) else f"the model's calibration refuses it: {self.told(found)}"
+
+    def told(self, found: BlendQuality) -> str:
+        """Describe a quality beside its limits."""
         return (
-            f"{self.probes} probes: mean KL {self.mean_kl:.3g} nats (limit {self.limits.mean_kl:g}), worst agreement "
-            f"{self.worst_agreement:.0%} (limit {self.limits.worst_agreement:.0%})"
+            f"{self.probes} probes at a ratio of {found.ratio:g}, mean KL {found.mean_kl:.3g} nats (limit "
+            f"{self.limits.mean_kl:g}), worst agreement {found.worst_agreement:.0%} (limit {self.limits.worst_agreement:.0%})"
         )
+
+    def document(self) -> dict[str, Any]:
+        """Return it in JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Self:
+        """Return what ``document`` gave, perhaps in another process."""
+        limits = QualityLimits(**document["limits"])
+        qualities = tuple(BlendQuality(**one) for one in document["qualities"])
+        return cls(**{**document, "limits": limits, "qualities": qualities})
 
 
 def linear_cost(layers: int, check_layer: int, share: float) -> float:
@@ -95,45 +156,26 @@ def linear_cost(layers: int, check_layer: int, share: float) -> float:
     return (check_layer + PROJECTION * (1 - share) + (layers - check_layer) * share) / layers
 
 
-def choose_check_layer(forward: ProbeForward[P], probes: Sequence[P], ratio: float) -> CheckLayer:
-    """Return the layer with the highest product of recall and of the work that is saved.
-
-    A later layer knows better which rows are wrong, and leaves less to be saved. At layer 0 nothing
-    is wrong yet: 1 is the first that can check. Ties go to the earlier layer."""
-    check_ratio("ratio", ratio)
-    _check_probes(probes)
-    recalls = torch.stack([_recalls(forward.deviations(probe), ratio) for probe in probes]).mean(0).tolist()
-    costs = [linear_cost(len(recalls), layer, ratio) for layer in range(len(recalls))]
-    best = max(range(1, len(recalls)), key=lambda layer: recalls[layer] * (1 - costs[layer]), default=0)
-    return CheckLayer(layer=best, recalls=tuple(recalls), costs=tuple(costs))
+def default_layer(layers: int) -> int:
+    """Return the check layer of a model of L layers that is not calibrated."""
+    return min(2, max(0, layers - 2))
 
 
-def _recalls(deviations_2LC: Tensor, ratio: float) -> Tensor:
-    """Return the recall of each layer, float64 ``[L]``."""
-    value_LC, wrong_C = deviations_2LC[0].double(), deviations_2LC[1].double().sum(0)
-    count = max(1, round(ratio * wrong_C.numel()))
-    oracle_C = torch.zeros_like(wrong_C).index_fill_(0, wrong_C.topk(count).indices, 1.0)
-    return oracle_C[value_LC.topk(count).indices].mean(-1)
+def layers_to_try(layers: int) -> range:
+    """Return the check layers worth trying, of a model of L layers. At layer 0 nothing is wrong
+    yet, and the last one saves nothing."""
+    return range(1, min(LAYERS_TRIED, layers - 2) + 1) or range(default_layer(layers), default_layer(layers) + 1)
 
 
-def check_quality(
-    forward: ProbeForward[P], probes: Sequence[P], policy: BlendPolicy, limits: QualityLimits | None = None
-) -> BlendQuality:
-    """Blend probes, and compare their answers with those of full prefills."""
-    _check_probes(probes)
-    kls, agreements = [], []
-    for probe in probes:
-        true, ours = (forward.answers(probe, each).double().log_softmax(-1) for each in (None, policy))
-        kls.append(torch.nn.functional.kl_div(ours, true, log_target=True, reduction="batchmean").item())
-        agreements.append((true.argmax(-1) == ours.argmax(-1)).double().mean().item())
-    return BlendQuality(
-        mean_kl=sum(kls) / len(kls),
-        worst_agreement=min(agreements),
-        probes=len(probes),
-        limits=limits or QualityLimits(),
-    )
+def choose_layer(found: Sequence[BlendQuality], reused: float) -> int:
+    """Return the layer with the highest product of the part of the KL that it removes and of the
+    work that it saves. ``reused``: the mean KL of reuse alone, in nats.
 
+    A later layer knows better which rows are wrong, and leaves less to be saved. Ties go to the
+    earlier one."""
 
-def _check_probes(probes: Sequence[object]) -> None:
-    if not probes:
-        raise InvalidArgument(field="probes", given=probes, allowed="at least one")
+    def worth(one: BlendQuality) -> float:
+        removed = 1 - one.mean_kl / reused if reused > 0 else 1.0
+        return max(0.0, removed) * (1 - one.cost)
+
+    return max(sorted(found, key=lambda one: one.layer), key=worth).layer

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from quire.blend.calibration import BlendCalibration, default_layer
 from quire.blend.chunk_capture import ChunkCapture
 from quire.blend.chunk_catalog import ChunkCatalog, store_of_chunks
 from quire.blend.chunk_matching import cuts
@@ -42,7 +43,7 @@ from quire.kv.rule_table import blending_refusal
 from quire.metrics import EngineMetrics
 from quire.ops.rope import RotaryTable
 from quire.runner.local import Runner
-from quire.segments import AUTO, BlendParams
+from quire.segments import AUTO, DEFAULT_RATIO, BlendParams
 from quire.types import SeqId
 
 logger = logging.getLogger("quire.engine")
@@ -60,9 +61,6 @@ ASKING = 32
 prompt of one piece those that are taken for its question, of which there is no chunk."""
 LATER = 64
 """Chunks that wait at a time to be computed when nothing else runs."""
-CHECK_LAYER = 2
-"""The layer behind whose projection rows are selected, from 0 on. In short models it is an earlier
-one."""
 
 
 def lead_of(tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -107,7 +105,8 @@ class Blending:
         """``lead``: the ids that stand before each chunk when it is computed."""
         self._runner, self._stored = runner, stored
         self.lead = tuple(lead)
-        self._layers = (min(CHECK_LAYER, max(0, len(runner.model.blocks) - 2)),)
+        self.calibration: BlendCalibration | None = None
+        """What was measured of this model; None: nothing."""
         self._tables: dict[RopeSpec, RotaryTable] = {}
         self._metrics = metrics
         self._share = 0.0
@@ -132,6 +131,12 @@ class Blending:
         if not isinstance(params, BlendParams):
             raise InvalidArgument(field="blend", given=params, allowed="BlendParams or None")
         self.require()
+        if params.target is not None and self.calibration is None:
+            raise Unsupported(
+                f"target={params.target:g}: this model is not calibrated; llm.calibrate_blending() or quire calibrate does that, and a "
+                "ratio needs none",
+                field="target",
+            )
         if params.select in ("query", "v_query") and self._is_latent:
             raise Unsupported(
                 f"select={params.select!r}: queries of latent layers have other columns than the keys that are kept; v, k, kv_rel, first_k "
@@ -141,9 +146,14 @@ class Blending:
         return params
 
     @property
+    def check_layer(self) -> int:
+        """The layer behind whose projection rows are selected."""
+        return default_layer(len(self._runner.model.blocks)) if self.calibration is None else self.calibration.layer
+
+    @property
     def _is_latent(self) -> bool:
         """Whether the check layer keeps latents."""
-        return isinstance(self._runner.model.layer_specs[self._layers[0]], LatentAttention)
+        return isinstance(self._runner.model.layer_specs[self.check_layer], LatentAttention)
 
     @property
     def _most(self) -> int:
@@ -165,9 +175,30 @@ class Blending:
 
     def wish(self, params: BlendParams | None, pieces: Pieces, length: int) -> PromptBlend | None:
         """Return what a request of ``length`` tokens wishes; None: nothing."""
-        return (
-            None if params is None else PromptBlend(params, pieces, length, self._score(params), self._most, self._find)
-        )
+        if params is None:
+            return None
+        ratio = self._ratio(params)
+        if isinstance(ratio, str):
+            reason, params = ratio, replace(params, keep=False)
+            return PromptBlend(params, pieces, length, 1.0, self._score(params), 1, lambda work, blend: reason)
+        return PromptBlend(params, pieces, length, ratio, self._score(params), self._most, self._find)
+
+    def _ratio(self, params: BlendParams) -> float | str:
+        """Return how much of what could be reused is computed anew, or why nothing is reused."""
+        found, target = self.calibration, params.target
+        if target is not None and found is not None:
+            nearest = min(found.ratios, key=lambda one: one.mean_kl)
+            ratio = found.ratio_for(target)
+            return (
+                f"no calibrated ratio has a mean KL of at most {target:g} nats: {found.told(nearest)}"
+                if ratio is None
+                else ratio
+            )
+        ratio = DEFAULT_RATIO if params.ratio is None else params.ratio
+        is_measured = self._score(params) == AUTO and params.threshold is None
+        if found is None or not params.gate or not is_measured or ratio == 1:
+            return ratio
+        return found.refusal(ratio) or ratio
 
     def is_verified(self, blend: PromptBlend) -> bool:
         """Return whether it is a blended prompt's turn to be computed in full, too."""
@@ -177,6 +208,11 @@ class Blending:
         return chosen
 
     # -- chunks ------------------------------------------------------------------------------------
+
+    @property
+    def scope(self) -> str:
+        """A digest of the model and all else that public chunks depend on, beside their tokens."""
+        return self._keys(None, None).parent.hex()
 
     def _keys(self, salt: Hashable, adapter: int | None) -> ChunkKeys:
         """Return the keys of the chunks of one salt and adapter."""
@@ -212,14 +248,14 @@ class Blending:
             [torch.from_numpy(work.tokens.ids[: blend.length].copy())],
             [blend.pieces.offsets],
             wanted=[range(work.computed, end)],
-            first_layer=self._layers[0],
+            first_layer=self.check_layer,
         )
         count = int(task.valid_mask.sum())
         reason = ""
         if count < params.least:
             reason = f"{count} tokens have a state to be reused; at least {params.least} must have one"
         elif not self._stored.is_worth(
-            count * (1 - params.ratio) * (1 - self._layers[0] / len(self._runner.model.blocks)),
+            count * (1 - blend.ratio) * (1 - self.check_layer / len(self._runner.model.blocks)),
             {tier: tokens * self.layout.row_bytes for tier, tokens in task.tokens_by_tier.items()},
         ):
             reason = f"to load the state of {count} tokens takes longer than to compute them"
@@ -242,6 +278,7 @@ class Blending:
             replace(params, keep=False),
             Pieces((last,)),
             length,
+            DEFAULT_RATIO if params.ratio is None else params.ratio,
             self._score(params),
             self._most,
             find,
@@ -296,8 +333,13 @@ class Blending:
         ]
         if not any(chunks):
             return None
-        policy = BlendPolicy(layers=self._layers, min_tokens=0)
-        counts = [len(chunk.tokens) for chunk in scheduled.step.chunks]
+        return self.forward_of([len(chunk.tokens) for chunk in scheduled.step.chunks], chunks, self.check_layer)
+
+    def forward_of(
+        self, counts: Sequence[int], chunks: Sequence[BlendedChunk | None], check_layer: int
+    ) -> BlendedForward:
+        """Return the blended forward of chunks of so many tokens, each blended as it says."""
+        policy = BlendPolicy(layers=(check_layer,), min_tokens=0)
         return BlendedForward(self._runner.state, policy, self._table, counts, chunks)
 
     def _table(self, rope: RopeSpec) -> RotaryTable:

@@ -296,6 +296,7 @@ class Engine(UnsampledRuns):
             metrics.kv_cache_usage.set(use.usage)
             for owner in OWNERS:
                 getattr(metrics, f"pages_{owner}").set(getattr(use, owner))
+            metrics.blend_calibrated.set(self.blending.calibration is not None)
             metrics.pages_shared.set(state.num_shared_pages())
             metrics.adapters_loaded.set(len(self.runner.adapters.ids))
             metrics.adapters_resident.set(len(self.runner.adapters.resident))

@@ -32,6 +32,8 @@ class PromptBlend:
     pieces: Pieces
     length: int
     """S"""
+    ratio: float
+    """Part of the rows with a cached one that are computed anew."""
     score: str
     """Name of what orders its candidates."""
     most: int
@@ -55,7 +57,7 @@ class PromptBlend:
         """See ``ScheduledRequest``."""
         if self.task is None:
             return 1
-        running = self.length - (1 - self.params.ratio) * int(self.valid.sum())
+        running = self.length - (1 - self.ratio) * int(self.valid.sum())
         return max(1, min(self.most, int(self.length / max(1, running))))
 
     @property
@@ -93,7 +95,7 @@ class PromptBlend:
         if self.pieces.offsets:
             question = min(max(self.question - start, 0), count)
         rows = BlendedRows(
-            ratio=self.params.ratio,
+            ratio=self.ratio,
             threshold=self.params.threshold,
             chunk_starts=tuple(sorted(set(starts))),
             question_start=question,

@@ -206,6 +206,8 @@ class SessionEdits(StateAccess):
             if params is not None:
                 raise InvalidArgument(field="blend", given=params, allowed='None, or mode="blend"')
             return None
+        if params is not None and params.target is not None:
+            raise Unsupported("target: a calibration is of prompts; an edit takes a ratio", field="target")
         params = self._engine.blending.checked(BlendParams() if params is None else params)
         if self._state.window is not None or any(
             spec.kind == "window" for spec in self._engine.runner.model.layer_specs
