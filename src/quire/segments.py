@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from quire.config import check_int, check_real
 from quire.errors import InvalidArgument
 
-SelectName: TypeAlias = Literal["auto", "v", "k", "kv_rel", "first_k", "query", "v_query"]
+SelectName: TypeAlias = Literal["auto", "v", "k", "kv_rel", "first_k", "query", "v_query", "v_or_question"]
 """Methods that select the tokens which are computed anew; ``auto`` is the one that measures
 best."""
 
@@ -64,6 +64,9 @@ class BlendParams:
             raise InvalidArgument(field="select", given=self.select, allowed=", ".join(get_args(SelectName)))
         if self.threshold is not None:
             check_real("threshold", self.threshold, above=0, up_to=1e30)
+            if self.select == "v_or_question":
+                allowed = "None: v_or_question only orders tokens; give ratio"
+                raise InvalidArgument(field="threshold", given=self.threshold, allowed=allowed)
         check_int("least", self.least, 1)
         if not isinstance(self.keep, bool):
             raise InvalidArgument(field="keep", given=self.keep, allowed="True or False")
