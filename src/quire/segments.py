@@ -16,8 +16,8 @@ SelectName: TypeAlias = Literal["auto", "v", "k", "kv_rel", "first_k", "query", 
 """Methods that select the tokens which are computed anew; ``auto`` is the one that measures
 best."""
 
-AUTO: SelectName = "v"
-"""What ``auto`` is: the best of those that need no pass of their own (``docs/blend.md``)."""
+AUTO: SelectName = "v_or_question"
+"""What ``auto`` is, if there is no threshold; then it is ``v``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class BlendParams:
     """Which tokens these are."""
     threshold: float | None = None
     """Only tokens of a higher score are computed anew, at most ``ratio`` of them; None: the ratio
-    decides alone."""
+    decides alone. ``v_or_question`` has none: its scores are places in an order."""
     least: int = 256
     """Tokens with reusable state below which a prompt is computed in full."""
     keep: bool = True

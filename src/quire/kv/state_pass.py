@@ -43,7 +43,9 @@ class StatePass(AttentionPass):
         for chosen in (rows, asking):
             self.chosen.check(chosen)
         if not (rows.size and np.isin(asking, rows, assume_unique=True).all()):
-            raise InvalidArgument(field="asking", given=asking, allowed="a part of rows, of which there is at least one")
+            raise InvalidArgument(
+                field="asking", given=asking, allowed="a part of rows, of which there is at least one"
+            )
         if self.chosen.rows is not None or self.written:
             raise FailedPrecondition("rehearse: the forward is narrowed, or a layer has run; rehearse before")
         return Rehearsal(self, rows, asking, first_layer)
