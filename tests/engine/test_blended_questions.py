@@ -160,6 +160,7 @@ def test_the_mass_is_that_of_the_layers_that_select_and_later(
     weights = llama.model(ids, output_attentions=True).attentions
     (first,) = engine_of(llm).blending._layers
     wanted = torch.stack([one[0, :, -len(QUESTION) :].sum((0, 1)) for one in weights[first:]]).sum(0)
+    # Sharp weights of another implementation, float32, summed over layers, heads and 9 rows.
     assert torch.allclose(masses[0], wanted.detach(), atol=1e-3, rtol=1e-3)
 
 

@@ -81,6 +81,7 @@ def test_any_rows_of_any_entries(backend: str, examples: int) -> None:
                     if layer >= first_layer and asks.size:
                         new = weights_HnK[:, asks, entries[entry][0] :].double().sum((0, 1)).numpy()
                         masses[starts[entry] : starts[entry + 1]] += new
+        # Sums of at most 5 * 4 * 35 weights of 1e-6 relative error each.
         assert np.allclose(rehearsal.mass_T.numpy(), masses, atol=1e-4, rtol=1e-4)
         pair.layer(0, pair.random(0, int(starts[-1])))
         # Of what was given some may stay.
@@ -142,9 +143,11 @@ def test_latent_rows(backend: str) -> None:
     turned_TR = opened.turn_last(rows_TR.unsqueeze(1), spec.rope).squeeze(1)
     rehearsal.write_rows(some.LAYER, others, turned_TR[others], None)
     found = rehearsal.attend_latent(some.LAYER, q_THD[index], rows_TR[index], some.expansion)
+    # Two forms of one sum, float32, of values near 1.
     assert torch.allclose(found, expected[index], atol=1e-4, rtol=1e-4)
     first, second, _ = every.weights[some.LAYER]
     wanted = torch.cat((first[:, [8, 29], 7:].sum((0, 1)), second[:, 3].sum(0), torch.zeros(3)))
+    # Sums of at most 3 * 4 weights.
     assert torch.allclose(rehearsal.mass_T, wanted, atol=1e-4, rtol=1e-4)
 
 

@@ -107,11 +107,16 @@ class Rehearsal(StatePass):
         assert parts.table.forward is not None
         need = parts.table.forward.need
         entries = np.flatnonzero(np.diff(np.searchsorted(rows, starts)))
-        some = {
-            name: tuple(getattr(need, name)[entry] for entry in entries)
-            for name in ("seq_ids", "lengths", "stored", "counts", "trees", "windows")
-        }
-        super().__init__(parts, replace(need, **some), None)
+        some = replace(
+            need,
+            seq_ids=tuple(need.seq_ids[entry] for entry in entries),
+            lengths=tuple(need.lengths[entry] for entry in entries),
+            stored=tuple(need.stored[entry] for entry in entries),
+            counts=tuple(need.counts[entry] for entry in entries),
+            trees=tuple(need.trees[entry] for entry in entries),
+            windows=tuple(need.windows[entry] for entry in entries),
+        )
+        super().__init__(parts, some, None)
         self._forward, self._first_layer, self._wait = forward, first_layer, forward._wait
         self._at = np.concatenate([np.arange(starts[entry], starts[entry + 1]) for entry in entries])
         """Where each of this pass's rows is among the forward's."""

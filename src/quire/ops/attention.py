@@ -160,9 +160,10 @@ def weight_sums(
     sums_M = keys_HDM.new_zeros(keys_HDM.shape[-1])
     some = max(1, WEIGHTS_AT_ONCE // max(1, heads * group * len(sums_M)))
     for first in range(0, len(q_NHD), some):
-        q_nHGD = q_NHD[first : first + some].float().unflatten(1, (heads, group))
+        q_nHD = q_NHD[first : first + some].float()
+        q_nHGD = q_nHD.reshape(len(q_nHD), heads, group, -1)
         q_HXD = q_nHGD.permute(1, 2, 0, 3).flatten(1, 2) * scoring.scale
-        scores_HGnM = (q_HXD @ keys_HDM).unflatten(1, (group, -1))
+        scores_HGnM = (q_HXD @ keys_HDM).view(heads, group, len(q_nHD), -1)
         if scoring.softcap is not None:
             scores_HGnM = scoring.softcap * torch.tanh(scores_HGnM / scoring.softcap)
         scores_HGnM.masked_fill_(~visible_NM[first : first + some], -torch.inf)
