@@ -19,7 +19,6 @@ from quire.engine.segmented_prompts import Pieces
 from quire.outputs import Blend
 from quire.segments import BlendParams
 
-
 MOST_ASKING = 1 / 3
 """Part of a step's tokens up to which the rows that must run do so twice, the first time to tell
 what they read."""

@@ -18,9 +18,9 @@ from quire.contracts.model import LatentExpansion
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv import latent
 from quire.kv.attention_pass import AttentionPass
-from quire.kv.layer_classes import Layer
 from quire.kv.encoders import EncoderPass
 from quire.kv.forward_need import ForwardNeed
+from quire.kv.layer_classes import Layer
 from quire.kv.parts import StateParts
 from quire.kv.recurrent import Gates, RecurrentPass
 from quire.kv.rules import RECURRENT_REFUSAL, layer_refusal
