@@ -225,7 +225,7 @@ class Blending:
             return reason
         blend.by_tier = dict(task.tokens_by_tier)
         if tuple(work.tokens.ids[: len(self.lead)].tolist()) == self.lead:
-            # A chunk that stands behind its lead, where it was computed, has read what it would read.
+            # A chunk behind its lead, where it was computed, has read there what it reads here.
             at_home = task.positions.numpy() == np.arange(blend.length)
             blend.exact = at_home & (task.valid_mask.numpy() != 0)
         return task
