@@ -12,14 +12,14 @@ from typing import Any, Literal, TypeAlias, get_args
 from quire.config import check_int, check_real
 from quire.errors import InvalidArgument
 
-SelectName: TypeAlias = Literal["auto", "v", "k", "kv_rel", "first_k", "query", "v_query"]
+SelectName: TypeAlias = Literal["auto", "v", "k", "kv_rel", "first_k", "query", "v_query", "v_or_question"]
 """Methods that select the tokens which are computed anew; ``auto`` is the one that measures
 best."""
 
 DEFAULT_RATIO = 0.15
 
-AUTO: SelectName = "v"
-"""What ``auto`` is: the best of those that need no pass of their own (``docs/blend.md``)."""
+AUTO: SelectName = "v_or_question"
+"""What ``auto`` is, if there is no threshold; then it is ``v``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class BlendParams:
     """Which tokens these are."""
     threshold: float | None = None
     """Only tokens of a higher score are computed anew, at most ``ratio`` of them; None: the ratio
-    decides alone."""
+    decides alone. ``v_or_question`` has none: its scores are places in an order."""
     least: int = 256
     """Tokens with reusable state below which a prompt is computed in full."""
     keep: bool = True
@@ -75,6 +75,9 @@ class BlendParams:
             raise InvalidArgument(field="select", given=self.select, allowed=", ".join(get_args(SelectName)))
         if self.threshold is not None:
             check_real("threshold", self.threshold, above=0, up_to=1e30)
+            if self.select == "v_or_question":
+                allowed = "None: v_or_question only orders tokens; give ratio"
+                raise InvalidArgument(field="threshold", given=self.threshold, allowed=allowed)
         check_int("least", self.least, 1)
         for name, value in (("keep", self.keep), ("gate", self.gate)):
             if not isinstance(value, bool):

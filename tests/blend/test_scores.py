@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.blend import scores as scores_module
 from quire.blend.scores import SCORES, ScoreInputs, StatedScore, score_of
 from quire.blend.selection import BlendedRows, BlendPolicy, Selection
 from quire.errors import InvalidArgument, Unsupported
+from quire.ops import attention as attention_module
 
 BOUND = 64 * torch.finfo(torch.float32).eps
 """Relative; sums of fewer than 64 terms of one sign."""
@@ -128,7 +128,7 @@ def test_scores_are_those_of_loops(name: str, seed: int, window: int | None, sec
 
 def test_long_questions_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = score_of("query").scores(inputs(3))
-    monkeypatch.setattr(scores_module, "QUERY_ROWS", 2)
+    monkeypatch.setattr(attention_module, "WEIGHTS_AT_ONCE", 100)
     assert torch.allclose(score_of("query").scores(inputs(3)), whole, rtol=BOUND)
 
 

@@ -18,10 +18,13 @@ import torch
 from tests.test_parity import FAMILIES as EVERY
 
 from quire import LLM, FailedPrecondition, InvalidArgument, Unsupported
+from quire.blend.forward import BlendedForward
 from quire.blend.retriever import ChunkTask
 from quire.blend.rotation import KeyMove
 from quire.blend.rows_task import RowsPiece
 from quire.branches.move_costs import MoveCosts
+from quire.contracts.model import OpenPass, RehearsalPass
+from quire.engine import prompt_blend
 from quire.engine.blending import Blending
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.request_preparation import cache_key
@@ -29,7 +32,7 @@ from quire.engine.scheduled_request import ScheduledRequest
 from quire.errors import BlendLoadError
 from quire.ops.rope import RotaryTable
 from quire.outputs import Blend, RequestOutput
-from quire.segments import BlendParams, Segment
+from quire.segments import BlendParams, Segment, SelectName
 
 from .conftest import (
     BYTES_PER_TOKEN,
@@ -113,6 +116,19 @@ def give(monkeypatch: pytest.MonkeyPatch, rows: TrueRows) -> None:
     monkeypatch.setattr(Blending, "_find", find)
 
 
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each rehearsal runs, from now on."""
+    found: list[int] = []
+    right = BlendedForward.rehearse
+
+    def rehearse(self: BlendedForward, pass_: OpenPass) -> RehearsalPass:
+        found.append(self.rehearsed.size)
+        return right(self, pass_)
+
+    monkeypatch.setattr(BlendedForward, "rehearse", rehearse)
+    return found
+
+
 @pytest.fixture(autouse=True)
 def loads_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether they are depends on how busy the machine is."""
@@ -166,7 +182,9 @@ def test_true_rows_change_nothing(
         rows = TrueRows(make_llm(checkpoint, max_num_batched_tokens=2048), ids, valid, shift=29 * seed)
         with monkeypatch.context() as patch:
             give(patch, rows)
-            for ratio, select in ((0.0, "v"), (0.2, "k"), (0.3, "first_k"), (1.0, "v")):
+            patch.setattr(prompt_blend, "MOST_ASKING", 1.0)
+            rehearsals = counted(patch)
+            for ratio, select in ((0.0, "v"), (0.2, "k"), (0.3, "first_k"), (0.4, "v_or_question"), (1.0, "v")):
                 params = greedy(COUNT, logprobs=10)
                 (output,) = llm.generate(ids, params, blend=blended(ratio, select=select))
                 assert output.outputs[0].token_ids == expected, f"{ratio} {select}: {told(output)}"
@@ -176,6 +194,7 @@ def test_true_rows_change_nothing(
                 assert told(output).blended + told(output).recomputed <= valid.sum()
                 assert (told(output).blended > 0) == (ratio < 1)
                 check(llm)
+            assert len(rehearsals) == 1 or seed == 1, "in small pieces the last one may have no choice"
 
 
 def test_a_wrong_row_changes_something(make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,13 +309,16 @@ def test_what_has_no_chunk_is_kept_for_later(make_llm: MakeLLM, llama: Checkpoin
     while not engine.scheduler.idle:
         engine.step()
     (output,) = llm.generate([[SEGMENTS[1], SEGMENTS[0], QUESTION]], greedy(COUNT), blend=blended(0.0))
-    assert told(output).blended == len(DOCUMENTS[0]) + len(DOCUMENTS[1])
+    assert (told(output).exact, told(output).blended) == (len(DOCUMENTS[1]), len(DOCUMENTS[0]))
     assert [one.computed for one in llm.warm(SEGMENTS[:2])] == [0, 0]
     check(llm)
 
 
+@pytest.mark.parametrize("select", ["first_k", "v_or_question"])
 @pytest.mark.parametrize("how", ["raises", "lost", "short"])
-def test_rows_that_do_not_come(make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_rows_that_do_not_come(
+    make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, how: str, select: SelectName
+) -> None:
     """The prompt is computed in full, others in the step too, and nothing leaks."""
     llm = make_llm(llama)
     llm.warm(SEGMENTS)
@@ -313,11 +335,11 @@ def test_rows_that_do_not_come(make_llm: MakeLLM, llama: Checkpoint, monkeypatch
 
     monkeypatch.setattr(ChunkTask, "pieces", pieces)
     prompts = [[SEGMENTS[0], SEGMENTS[1], QUESTION], [SEGMENTS[2], SEGMENTS[3], QUESTION], random_tokens(30)]
-    failing, other, plain = llm.generate(prompts, greedy(COUNT), blend=blended(0.0, select="first_k"))
+    failing, other, plain = llm.generate(prompts, greedy(COUNT), blend=blended(0.01, select=select))
     assert failing.outputs[0].token_ids == llama.greedy(joined(prompts[0]), COUNT)  # type: ignore[arg-type]
     assert told(failing).blended == 0
     assert told(failing).reason
-    assert told(other).blended == 52 + 24
+    assert (told(other).exact >= 52, told(other).blended) == (True, 23)
     assert plain.outputs[0].token_ids == llama.greedy(random_tokens(30), COUNT)
     check(llm)
 
@@ -370,7 +392,7 @@ def test_the_question_always_runs(make_llm: MakeLLM, llama: Checkpoint) -> None:
     llm = make_llm(llama)
     llm.warm(SEGMENTS)
     (output,) = llm.generate([[SEGMENTS[1], SEGMENTS[0], SEGMENTS[2]]], greedy(1), blend=blended(0.0))
-    assert told(output).blended == len(DOCUMENTS[1]) + len(DOCUMENTS[0])
+    assert (told(output).exact, told(output).blended) == (len(DOCUMENTS[1]), len(DOCUMENTS[0]))
     # Without pieces everything may be reused but the last token.
     (output,) = llm.generate([joined(SEGMENTS[1:3])], greedy(1), blend=blended(0.0))
     assert told(output).blended == len(DOCUMENTS[1]) + len(DOCUMENTS[2]) - 1 - output.num_cached_tokens
@@ -418,7 +440,7 @@ def test_salts_and_adapters_keep_their_own(make_llm: MakeLLM, llama: Checkpoint)
     llm = make_llm(llama)
     llm.warm(SEGMENTS, cache_salt="a")
     prompt = [SEGMENTS[0], SEGMENTS[1], QUESTION]
-    for salt, found in (("b", 0), (None, 0), ("a", 73)):
+    for salt, found in (("b", 0), (None, 0), ("a", 33)):
         (output,) = llm.generate([prompt], greedy(1), blend=blended(0.0), cache_salt=salt)
         assert told(output).blended == found
 
@@ -482,6 +504,8 @@ def test_refusals(make_llm: MakeLLM, llama: Checkpoint, hybrid: Checkpoint) -> N
         with pytest.raises(InvalidArgument) as caught:
             BlendParams(**{name: value})
         assert caught.value.field == name
+    with pytest.raises(InvalidArgument, match="only orders"):
+        BlendParams(select="v_or_question", threshold=0.5)
     with pytest.raises(InvalidArgument, match="blend"):
         llm.generate([SEGMENTS], blend=0.15)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match=r"prompt\.1"):

@@ -139,8 +139,8 @@ MUTANTS = (
     Mutant(
         name="questions-see-what-comes-behind-them",
         file="blend/scores.py",
-        old="hidden_MN = gap_MN < 0",
-        new="hidden_MN = gap_MN < -99",
+        old="visible_MN = gap_MN >= 0",
+        new="visible_MN = gap_MN >= -99",
         tests=("blend/test_scores.py::test_scores_are_those_of_loops",),
     ),
     Mutant(

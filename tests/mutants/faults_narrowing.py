@@ -39,8 +39,8 @@ MUTANTS = (
     Mutant(
         name="some-rows-given-count-as-all",
         file="kv/chosen_rows.py",
-        old="there |= self._given[layer_id]",
-        new="there[:] = True",
+        old="there = self.given(layer_id).copy()",
+        new="there = np.ones(int(self._starts[-1]), dtype=np.bool_)",
         tests=("kv/test_narrowing.py::test_a_layer_that_lacks_rows_is_refused",),
     ),
     Mutant(

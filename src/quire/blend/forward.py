@@ -2,7 +2,8 @@
 
 Before the check layer all rows of a batch run. There the block is run as far as its projection, the
 rows that go on are chosen from its Q, K and V, and the block runs with these. Behind it the others
-have cached rows.
+have cached rows. Where a score asks what the question reads, the rows that must run do so before
+all this, alone and over the cached rows of all layers.
 
 Letters: T rows of the batch; S rows that go on; n rows of a chunk; A rows that are alive; Hq, Hkv
 heads; D head size; E model width.
@@ -10,7 +11,7 @@ heads; D head size; E model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -25,7 +26,7 @@ from quire.blend.scores import ScoreInputs, score_of
 from quire.blend.selection import BlendedRows, BlendPolicy, Selection
 from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import KeyValueAttention, LatentAttention, RopeSpec
-from quire.contracts.model import Block, LatentExpansion, OpenPass, Pass
+from quire.contracts.model import Block, LatentExpansion, OpenPass, Pass, RehearsalPass
 from quire.errors import BlendLoadError, QuireError, Unsupported
 from quire.ops.rope import RotaryTable
 
@@ -75,6 +76,14 @@ class BlendedForward:
         rows = [None if one is None else one.rows for one in chunks]
         self._selection = Selection(policy, counts, np.concatenate(valid), rows)
         self._narrowed = False
+        self._rehearsal: RehearsalPass | None = None
+        edges = np.searchsorted(self._selection.candidates, self._starts)
+        self._asked = [
+            index
+            for index, one in enumerate(chunks)
+            if one is not None and "question" in score_of(one.score).needs and edges[index] < edges[index + 1]
+        ]
+        """Chunks whose questions run before the forward."""
         self.failed: int | None = None
         """The chunk whose cached rows did not come, after a ``BlendLoadError``."""
 
@@ -92,6 +101,25 @@ class BlendedForward:
         """Return which rows of a chunk do not run, bool ``[n]``."""
         return self._left_out()[self._starts[chunk] : self._starts[chunk + 1]]
 
+    @property
+    def rehearsed(self) -> NDArray[np.int64]:
+        """See ``RowChoice``: of chunks that are asked what matters, the rows that must run."""
+        must = self._selection.must
+        return must[np.isin(np.searchsorted(self._starts, must, side="right") - 1, self._asked)]
+
+    def rehearse(self, pass_: OpenPass) -> RehearsalPass:
+        """See ``RowChoice``."""
+        ends, counts = self._starts[1:], self._selection.question_counts
+        asking = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in self._asked])
+        self._rehearsal = pass_.rehearse(self.rehearsed, asking, self._policy.layers[0])
+        return self._rehearsal
+
+    def give(self, layer: int, pass_: OpenPass) -> None:
+        """See ``RowChoice``. They stay for the forward."""
+        others_T = np.ones(int(self._starts[-1]), dtype=np.bool_)
+        others_T[self._selection.must] = False
+        self._fill(layer, pass_, self._asked, others_T)
+
     def _left_out(self) -> NDArray[np.bool_]:
         left_T = np.ones(int(self._starts[-1]), dtype=np.bool_)
         left_T[self.alive] = False
@@ -100,7 +128,8 @@ class BlendedForward:
     def enter(self, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass) -> Tensor:
         """See ``RowChoice``."""
         if self._narrowed:
-            self._fill(layer, pass_)
+            given = () if self._rehearsal is None else self._asked
+            self._fill(layer, pass_, [one for one in range(len(self.chunks)) if one not in given], self._left_out())
         if layer not in self._policy.layers:
             return x_TE
         probe = ProjectionPass(self._state, layer, pass_.positions_T)
@@ -137,7 +166,8 @@ class BlendedForward:
     def _inputs(self, layer: int, fresh: Projected, pass_: OpenPass, needs: frozenset[str]) -> ScoreInputs:
         spec, device = self._state.layer_spec(layer), fresh.v_AHD.device
         cached: dict[str, Tensor | None] = {"k": None, "v": None}
-        if needs:
+        mass_T = None if self._rehearsal is None else self._rehearsal.mass_T
+        if needs := needs & cached.keys():
             place = np.full(int(self._starts[-1]), -1, dtype=np.int64)
             place[self.alive] = np.arange(self.alive.size)
             for name in needs:
@@ -167,6 +197,7 @@ class BlendedForward:
             cached_v=cached["v"],
             scale=spec.scale if isinstance(spec, KeyValueAttention) else 1.0,
             window=spec.layer_window if isinstance(spec, KeyValueAttention) else None,
+            question_mass=None if mass_T is None else mass_T[torch.from_numpy(self.alive).to(device)],
         )
 
     # -- cached rows -------------------------------------------------------------------------------
@@ -185,11 +216,10 @@ class BlendedForward:
             self._moves[name] = KeyMove(self._tables(rope), origins, targets)
         return self._moves[name](k_NHD)
 
-    def _fill(self, layer: int, pass_: OpenPass) -> None:
+    def _fill(self, layer: int, pass_: OpenPass, chunks: Iterable[int], left_T: NDArray[np.bool_]) -> None:
         """Give a layer the cached rows of those that do not run, and others of the same pieces,
         which those that run overwrite: whole pieces are copied as they are."""
-        left_T = self._left_out()
-        for chunk in range(len(self.chunks)):
+        for chunk in chunks:
             wanted = int(left_T[self._starts[chunk] : self._starts[chunk + 1]].sum())
             for piece, rows in self._parts(layer, chunk) if wanted else ():
                 if found := int(left_T[rows].sum()):

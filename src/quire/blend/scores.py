@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from quire.blend.selection import Selection
+from quire.contracts.attention import Scoring
 from quire.errors import InvalidArgument, Unsupported
+from quire.ops.attention import weight_sums
 from quire.registry import Registry
-
-QUERY_ROWS = 64
-"""Rows of a question whose attention is computed at a time; bounds the memory of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -171,21 +170,11 @@ def attention_mass(
 ) -> Tensor:
     """Return the attention that M rows of a sequence pay to N of its rows: softmax weights summed
     over rows and heads, float32 ``[N]``."""
-    group = q_MHD.shape[1] // k_NHD.shape[1]
-    keys_HDN = k_NHD.float().permute(1, 2, 0)
-    mass_N = keys_HDN.new_zeros(keys_HDN.shape[-1])
-    for first in range(0, len(q_MHD), QUERY_ROWS):
-        some_MHD = q_MHD[first : first + QUERY_ROWS].float()
-        count = len(some_MHD)
-        q_MHGD = some_MHD.reshape(count, -1, group, some_MHD.shape[-1])
-        q_HXD = q_MHGD.permute(1, 2, 0, 3).flatten(1, 2) * scale
-        logits_HGMN = (q_HXD @ keys_HDN).view(len(q_HXD), group, count, -1)
-        gap_MN = positions_M[first : first + count, None] - positions_N
-        hidden_MN = gap_MN < 0
-        if window is not None:
-            hidden_MN |= gap_MN >= window
-        mass_N += logits_HGMN.masked_fill_(hidden_MN, -torch.inf).softmax(-1).sum((0, 1, 2))
-    return mass_N
+    gap_MN = positions_M[:, None] - positions_N
+    visible_MN = gap_MN >= 0
+    if window is not None:
+        visible_MN &= gap_MN < window
+    return weight_sums(q_MHD, k_NHD, visible_MN, Scoring(scale))
 
 
 def _masses(inputs: ScoreInputs) -> Tensor:

@@ -180,6 +180,11 @@ class Selection:
         return np.searchsorted(self.alive, self.candidates)
 
     @property
+    def must(self) -> NDArray[np.int64]:
+        """Rows of the batch that must run, ascending."""
+        return np.flatnonzero(self._must)
+
+    @property
     def question_counts(self) -> list[int]:
         """How many of the last alive rows of each request ask the question, at least 1."""
         starts = [known.question_start for known in self._known]

@@ -110,6 +110,18 @@ class OpenPass(Pass, Protocol):
         that are rotated when read. None of these can follow either, nor attention over new tokens
         alone (``self_attention``). ``FailedPrecondition``: the forward is over."""
 
+    def rehearse(self, rows: NDArray[np.int64], asking: NDArray[np.int64], first_layer: int) -> RehearsalPass:
+        """Return a pass of some of the forward's new tokens alone, to run before the first layer
+        does. What it stores is not a row of the forward: each layer needs these rows again.
+
+        ``rows``: indices into the forward's new tokens, ascending; of entries without any nothing
+        runs. Others of these entries must be given to each layer before it runs
+        (``write_rows`` of this pass), and stay given. ``asking``: those of ``rows`` whose attention
+        is summed, in layers ``first_layer`` and later.
+
+        ``InvalidArgument``: other rows. ``Unsupported``: as for ``narrow``. ``FailedPrecondition``:
+        the forward is over or narrowed, or a layer has run."""
+
     def write_rows(self, layer_id: int, rows: NDArray[np.int64], k: Tensor, v: Tensor | None) -> None:
         """Store rows of new tokens for a layer that has not run yet; it then need not compute them.
 
@@ -127,6 +139,15 @@ class OpenPass(Pass, Protocol):
     def wait_for_layers(self, wait: Callable[[int], None]) -> None:
         """Call ``wait`` with the id of each layer that is reached before an import has brought all
         of it (``KVState.publish_import``). It returns once the layer has come, or raises."""
+
+
+class RehearsalPass(Pass, Protocol):
+    """A pass of some rows of a forward, before it."""
+
+    @property
+    def mass_T(self) -> Tensor:
+        """float32 ``[T]``: the attention that the asking rows pay to each of the forward's new
+        tokens, summed over rows, heads and the layers that have run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

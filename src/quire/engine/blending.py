@@ -162,7 +162,9 @@ class Blending:
         return 1 if self._runner.state.geometry.window_layers else DILUTION
 
     def _score(self, params: BlendParams) -> str:
-        return AUTO if params.select == "auto" else params.select
+        if params.select != "auto":
+            return params.select
+        return AUTO if params.threshold is None else "v"
 
     def require(self) -> None:
         """Raise ``Unsupported`` for a model that cannot be blended."""
@@ -248,7 +250,7 @@ class Blending:
             [torch.from_numpy(work.tokens.ids[: blend.length].copy())],
             [blend.pieces.offsets],
             wanted=[range(work.computed, end)],
-            first_layer=self.check_layer,
+            first_layer=0 if blend.score == "v_or_question" else self.check_layer,
         )
         count = int(task.valid_mask.sum())
         reason = ""
@@ -263,6 +265,10 @@ class Blending:
             task.close()
             return reason
         blend.by_tier = dict(task.tokens_by_tier)
+        if tuple(work.tokens.ids[: len(self.lead)].tolist()) == self.lead:
+            # A chunk behind its lead, where it was computed, has read there what it reads here.
+            at_home = task.positions.numpy() == np.arange(blend.length)
+            blend.exact = at_home & (task.valid_mask.numpy() != 0)
         return task
 
     def moved(self, seq: SeqId, move: Move, params: BlendParams) -> PromptBlend:
@@ -355,12 +361,15 @@ class Blending:
             if chunk is None or work.blend is None:
                 continue
             left_out = forward.left_out(index)
-            work.blend.ran(work.computed, left_out, chunk.valid_n)
+            anew = chunk.valid_n & ~left_out
+            if chunk.rows.exact is not None:
+                left_out &= ~chunk.rows.exact
+            work.blend.ran(work.computed, left_out, anew)
             if left_out.any():
                 first = work.computed + int(np.argmax(left_out))
                 work.origin = replace(work.origin, inexact_from=work.origin.exact_part(first))
             self._metrics.blended_tokens.inc(int(left_out.sum()))
-            self._metrics.recomputed_tokens.inc(int((chunk.valid_n & ~left_out).sum()))
+            self._metrics.recomputed_tokens.inc(int(anew.sum()))
 
     def failed(self, scheduled: Scheduled, forward: BlendedForward, error: BlendLoadError) -> None:
         """Give up the chunks of the prompt whose rows did not come; the step runs again without."""

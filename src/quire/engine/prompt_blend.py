@@ -19,6 +19,10 @@ from quire.engine.segmented_prompts import Pieces
 from quire.outputs import Blend
 from quire.segments import BlendParams
 
+MOST_ASKING = 1 / 3
+"""Part of a step's tokens up to which the rows that must run do so twice, the first time to tell
+what they read."""
+
 
 def _nothing() -> NDArray[np.bool_]:
     return np.zeros(0, dtype=np.bool_)
@@ -44,8 +48,10 @@ class PromptBlend:
     """What brings the rows, while some are needed."""
     valid: NDArray[np.bool_] = field(default_factory=_nothing)
     """``[S]``: tokens with cached rows."""
+    exact: NDArray[np.bool_] = field(default_factory=_nothing)
+    """``[S]``: those of them whose rows are what a full computation gives."""
     left_out: NDArray[np.bool_] = field(default_factory=_nothing)
-    """``[S]``: those that were not computed anew."""
+    """``[S]``: those that were not computed anew, and are not exact."""
     anew: NDArray[np.bool_] = field(default_factory=_nothing)
     """``[S]``: those that were."""
     by_tier: dict[str, int] = field(default_factory=dict)
@@ -68,7 +74,7 @@ class PromptBlend:
     def begin(self, work: Branch) -> None:
         """Look for chunks of what is not computed of an admitted prompt."""
         self.end()
-        self.valid, self.left_out, self.anew = (np.zeros(self.length, dtype=np.bool_) for _ in range(3))
+        self.valid, self.exact, self.left_out, self.anew = (np.zeros(self.length, dtype=np.bool_) for _ in range(4))
         found = self.find(work, self)
         if isinstance(found, str):
             self.reason = found
@@ -85,9 +91,9 @@ class PromptBlend:
         """Return how the next ``count`` tokens are blended; None: they are not."""
         if self.task is None or start >= self.length:
             return None
-        valid = np.zeros(count, dtype=np.bool_)
+        valid, exact = np.zeros((2, count), dtype=np.bool_)
         stop = min(self.length, start + count)
-        valid[: stop - start] = self.valid[start:stop]
+        valid[: stop - start], exact[: stop - start] = self.valid[start:stop], self.exact[start:stop]
         if not valid.any():
             return None
         starts = [begin - start for begin, _ in self.pieces.marked if 0 < begin < start + count]
@@ -97,16 +103,28 @@ class PromptBlend:
         rows = BlendedRows(
             ratio=self.ratio,
             threshold=self.params.threshold,
+            exact=exact,
             chunk_starts=tuple(sorted(set(starts))),
             question_start=question,
         )
-        return BlendedChunk(self.task, start, valid, rows, self.score)
+        return BlendedChunk(self.task, start, valid, rows, self._score(start + count, rows, valid))
 
-    def ran(self, start: int, left_out_n: NDArray[np.bool_], valid_n: NDArray[np.bool_]) -> None:
-        """Note which rows of a chunk were left out, of those with a cached row."""
+    def _score(self, stop: int, rows: BlendedRows, valid: NDArray[np.bool_]) -> str:
+        """Return the name of what orders the candidates of a step's chunk that ends at ``stop``.
+        ``v`` takes the place of what asks the question where no row of that is in this chunk, and
+        where asking does not pay or decides nothing."""
+        if self.score != "v_or_question":
+            return self.score
+        others = valid[: rows.question_start]
+        asks = stop > min(self.question, self.length - 1) and 0 < self.ratio < 1
+        return self.score if asks and valid.size - others.sum() <= MOST_ASKING * valid.size else "v"
+
+    def ran(self, start: int, left_out_n: NDArray[np.bool_], anew_n: NDArray[np.bool_]) -> None:
+        """Note which rows of a chunk were left out that are not exact, and which were computed
+        anew."""
         count = min(left_out_n.size, self.length - start)  # Others were generated after the prompt.
         self.left_out[start : start + count] = left_out_n[:count]
-        self.anew[start : start + count] = (valid_n & ~left_out_n)[:count]
+        self.anew[start : start + count] = anew_n[:count]
 
     def report(self, work: Branch) -> Blend:
         """Return what was done."""
@@ -115,7 +133,7 @@ class PromptBlend:
             blended=blended,
             recomputed=int(self.anew.sum()),
             exact=work.origin.exact_part(self.length),
-            by_tier=dict(self.by_tier) if blended else {},
+            by_tier=dict(self.by_tier) if blended or (self.exact.any() and not self.reason) else {},
             reason=self.reason,
             divergence=self.divergence,
             unplaced=self.pieces.unplaced,

@@ -216,11 +216,7 @@ class AttentionPass:
 
     def narrow(self, rows: NDArray[np.int64]) -> None:
         """See ``contracts.model.OpenPass``."""
-        self._require_current()
-        if reason := narrow_refusal(self._state, self.batch):
-            raise Unsupported(f"narrow: {reason}")
-        if self._mask is not None or self.capturing or self._places_T is not self.batch.positions_T:
-            raise Unsupported("narrow: the forward has a mask, positions or captured weights, which are of all rows")
+        self.require_all_alike("narrow")
         if not self.chosen.choose(rows):
             return
         self.batch = plans.narrowed(self._whole, rows)
@@ -229,6 +225,14 @@ class AttentionPass:
         self._places_T, self._relative_T = self.batch.positions_T, None
         self._prepared.clear()
         self._rotations.clear()
+
+    def require_all_alike(self, verb: str) -> None:
+        """Raise ``Unsupported`` if no rows of this forward can run without the others."""
+        self._require_current()
+        if reason := narrow_refusal(self._state, self.batch):
+            raise Unsupported(f"{verb}: {reason}")
+        if self._mask is not None or self.capturing or self._places_T is not self.batch.positions_T:
+            raise Unsupported(f"{verb}: the forward has a mask, positions or captured weights, which are of all rows")
 
     def write_rows(self, layer_id: int, rows: NDArray[np.int64], k: Tensor, v: Tensor | None) -> None:
         """See ``contracts.model.OpenPass``."""
@@ -334,10 +338,22 @@ class AttentionPass:
             prepared.made, q_turned_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink, sinks_H=layer.sinks_H
         )
         if self.capturing:
-            self.weights[layer_id] = attention_weights(
-                prepared.plan, q_turned_THD, k_SHD, scoring, q_sink_THD=q_sink, sinks_H=layer.sinks_H
-            )
+            self.weigh(layer_id, prepared.plan, q_turned_THD, k_SHD, scoring, q_sink, layer.sinks_H)
         return out_THD if dtype == state.dtype else out_THD.to(dtype)
+
+    def weigh(
+        self,
+        layer_id: int,
+        plan: ForwardPlan,
+        q_THD: Tensor,
+        k_SHD: Tensor,
+        scoring: Scoring,
+        q_sink_THD: Tensor | None,
+        sinks_H: Tensor | None = None,
+    ) -> None:
+        """Keep the attention weights of a layer."""
+        found = attention_weights(plan, q_THD, k_SHD, scoring, q_sink_THD=q_sink_THD, sinks_H=sinks_H)
+        self.weights[layer_id] = found
 
     def require_open(self, layer_id: int) -> None:
         """Raise ``FailedPrecondition`` if the forward is over, or the layer has not come."""

@@ -54,14 +54,21 @@ class ChosenRows:
         """Note that the layer has these rows."""
         self._given.setdefault(layer_id, np.zeros(int(self._starts[-1]), dtype=np.bool_))[rows] = True
 
+    def given(self, layer_id: int) -> NDArray[np.bool_]:
+        """Return which rows the layer was given, bool ``[T]``."""
+        return self._given.get(layer_id, np.zeros(int(self._starts[-1]), dtype=np.bool_))
+
+    def take_back(self, layer_id: int, rows: Rows) -> None:
+        """Note that something else was stored in the places of these rows."""
+        if layer_id in self._given:
+            self._given[layer_id][rows] = False
+
     def require_given(self, layer_id: int) -> None:
         """Raise ``FailedPrecondition`` if the layer lacks some of the rows that do not run."""
         if self.rows is None:
             return
-        there = np.zeros(int(self._starts[-1]), dtype=np.bool_)
+        there = self.given(layer_id).copy()
         there[self.rows] = True
-        if layer_id in self._given:
-            there |= self._given[layer_id]
         lacking = np.flatnonzero(~there)
         if lacking.size:
             raise FailedPrecondition(

@@ -27,7 +27,7 @@ from quire.errors import InvalidArgument, Unsupported
 from quire.kv.attention_pass import AttentionPass
 from quire.kv.parts import StateParts
 from quire.kv.plans import Batch, Prepared
-from quire.ops.attention import attention_weights, merge
+from quire.ops.attention import merge
 
 
 def attend(
@@ -56,7 +56,7 @@ def attend(
         # From absorbed scores over all rows.
         keys = pass_.prepared("fused", layer.class_index)
         q, q_sink = absorbed(keys)
-        pass_.weights[layer_id] = attention_weights(keys.plan, q, layer.k_SHD, layer.scoring, q_sink_THD=q_sink)
+        pass_.weigh(layer_id, keys.plan, q, layer.k_SHD, layer.scoring, q_sink)
     narrowed = pass_.chosen.rows is not None
     if (batch.counts == 1).all() or (narrowed and not _worth_expanding(batch, expansion)):
         everything = pass_.prepared("fused", layer.class_index)

@@ -5,19 +5,26 @@ Letters: T new tokens; Hq, Hkv heads; K, V sizes of keys and values; C channels;
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Unpack
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.contracts.attention import ForwardPlan, Scoring
 from quire.contracts.model import LatentExpansion
-from quire.errors import FailedPrecondition, Unsupported
+from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv import latent
 from quire.kv.attention_pass import AttentionPass
 from quire.kv.encoders import EncoderPass
 from quire.kv.forward_need import ForwardNeed
+from quire.kv.layer_classes import Layer
 from quire.kv.parts import StateParts
 from quire.kv.recurrent import Gates, RecurrentPass
 from quire.kv.rules import RECURRENT_REFUSAL, layer_refusal
+from quire.ops.attention import visible_keys, weight_sums
 
 
 class StatePass(AttentionPass):
@@ -29,6 +36,19 @@ class StatePass(AttentionPass):
         self._encoders: EncoderPass | None = None
         if parts.encoders is not None:
             self._encoders = EncoderPass(parts.encoders, need.seq_ids, self.batch, parts.backend)
+
+    def rehearse(self, rows: NDArray[np.int64], asking: NDArray[np.int64], first_layer: int) -> Rehearsal:
+        """See ``contracts.model.OpenPass``."""
+        self.require_all_alike("rehearse")
+        for chosen in (rows, asking):
+            self.chosen.check(chosen)
+        if not (rows.size and np.isin(asking, rows, assume_unique=True).all()):
+            raise InvalidArgument(
+                field="asking", given=asking, allowed="a part of rows, of which there is at least one"
+            )
+        if self.chosen.rows is not None or self.written:
+            raise FailedPrecondition("rehearse: the forward is narrowed, or a layer has run; rehearse before")
+        return Rehearsal(self, rows, asking, first_layer)
 
     def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
         """See ``contracts.model.Pass``."""
@@ -73,6 +93,94 @@ class StatePass(AttentionPass):
         recurrent = self.recurrent(f"convolve of layer {layer_id}")
         self.require_open(layer_id)
         return recurrent.convolve(layer_id, state_id, x_TC, weight_CW, bias_C)
+
+
+class Rehearsal(StatePass):
+    """Some rows of a forward alone (``contracts.model.RehearsalPass``).
+
+    Letters: N keys that a query of an entry sees."""
+
+    def __init__(
+        self, forward: StatePass, rows: NDArray[np.int64], asking: NDArray[np.int64], first_layer: int
+    ) -> None:
+        parts, starts = forward._state, forward.batch.starts
+        assert parts.table.forward is not None
+        need = parts.table.forward.need
+        entries = np.flatnonzero(np.diff(np.searchsorted(rows, starts)))
+        some = replace(
+            need,
+            seq_ids=tuple(need.seq_ids[entry] for entry in entries),
+            lengths=tuple(need.lengths[entry] for entry in entries),
+            stored=tuple(need.stored[entry] for entry in entries),
+            counts=tuple(need.counts[entry] for entry in entries),
+            trees=tuple(need.trees[entry] for entry in entries),
+            windows=tuple(need.windows[entry] for entry in entries),
+        )
+        super().__init__(parts, some, None)
+        self._forward, self._first_layer, self._wait = forward, first_layer, forward._wait
+        self._at = np.concatenate([np.arange(starts[entry], starts[entry + 1]) for entry in entries])
+        """Where each of this pass's rows is among the forward's."""
+        self._firsts = [int(starts[entry]) for entry in entries]
+        """Where the rows of each entry begin there."""
+        self.narrow(np.searchsorted(self._at, rows))
+        self._asks = np.isin(rows, asking, assume_unique=True)
+        """Of each row that runs: whether its attention is summed."""
+        self.capturing = True
+        self._seen: dict[int, list[tuple[Tensor, ...]]] = {}
+        """By layer class, of each entry that asks: its n asking rows among those that run, the
+        slots of the N keys, which of them each query sees ``[n, N]``, those of N that are new
+        tokens, and which rows of the forward these are."""
+        self.mass_T = torch.zeros(int(starts[-1]), device=parts.device)
+
+    def _require_current(self) -> None:
+        self._forward._require_current()
+
+    def write_rows(self, layer_id: int, rows: NDArray[np.int64], k: Tensor, v: Tensor | None) -> None:
+        """See ``contracts.model.OpenPass``; ``rows`` are the forward's."""
+        self._forward.write_rows(layer_id, rows, k, v)
+
+    def write(self, layer_id: int, layer: Layer, k_THD: Tensor, v_THD: Tensor | None = None) -> None:
+        """Store the rows that run, in the places of the forward's."""
+        chosen = self._forward.chosen
+        self.chosen.give(layer_id, np.flatnonzero(chosen.given(layer_id)[self._at]))
+        super().write(layer_id, layer, k_THD, v_THD)
+        chosen.take_back(layer_id, self._at if self.chosen.rows is None else self._at[self.chosen.rows])
+
+    def weigh(
+        self,
+        layer_id: int,
+        plan: ForwardPlan,
+        q_THD: Tensor,
+        k_SHD: Tensor,
+        scoring: Scoring,
+        q_sink_THD: Tensor | None,
+        sinks_H: Tensor | None = None,
+    ) -> None:
+        """Add the asking rows' weights to the masses."""
+        if layer_id < self._first_layer:
+            return
+        for rows, slots_N, visible_nN, new, into in self._seen_by(self._state.layer(layer_id).class_index, plan):
+            q_nHD, k_NHD = q_THD.index_select(0, rows), k_SHD.index_select(0, slots_N)
+            sums_N = weight_sums(q_nHD, k_NHD, visible_nN, scoring, sinks_H)
+            self.mass_T.index_add_(0, into, sums_N.index_select(0, new))
+
+    def _seen_by(self, class_index: int, plan: ForwardPlan) -> list[tuple[Tensor, ...]]:
+        """Return what the asking rows see in the layers of one class (``_seen``)."""
+        if class_index in self._seen:
+            return self._seen[class_index]
+        found, size = self._seen.setdefault(class_index, []), plan.page_size
+        for entry, table in enumerate(plan.tables):
+            rows = int(plan.starts[entry]) + np.flatnonzero(self._asks[plan.starts[entry] : plan.starts[entry + 1]])
+            if not rows.size:
+                continue
+            visible = visible_keys(plan, entry)[0][rows - plan.starts[entry]]
+            seen = np.flatnonzero(visible.any(0))
+            slots = table[seen // size].astype(np.int64) * size + seen % size
+            new = np.flatnonzero(seen >= self.batch.stored[entry])
+            into = self._firsts[entry] + seen[new] - int(self.batch.stored[entry])
+            arrays = (rows, slots, visible[:, seen], new, into)
+            found.append(tuple(torch.from_numpy(x).to(self._state.device) for x in arrays))
+        return found
 
 
 class OpenState(StateParts):

@@ -145,6 +145,35 @@ def attention_weights(
     return result
 
 
+WEIGHTS_AT_ONCE = 2**24
+"""Weights that ``weight_sums`` has in memory, where one query has fewer of them."""
+
+
+def weight_sums(
+    q_NHD: Tensor, k_MHD: Tensor, visible_NM: Tensor, scoring: Scoring, sinks_H: Tensor | None = None
+) -> Tensor:
+    """Return the weights of keys, summed over queries and heads: float32 ``[M]``. Each query sees a
+    key. Weights and ``sinks_H`` are as in ``attention_weights``; some queries are weighed at a
+    time."""
+    heads, group = k_MHD.shape[1], q_NHD.shape[1] // k_MHD.shape[1]
+    keys_HDM = k_MHD.float().permute(1, 2, 0)
+    sums_M = keys_HDM.new_zeros(keys_HDM.shape[-1])
+    some = max(1, WEIGHTS_AT_ONCE // max(1, heads * group * len(sums_M)))
+    for first in range(0, len(q_NHD), some):
+        q_nHD = q_NHD[first : first + some].float()
+        q_nHGD = q_nHD.reshape(len(q_nHD), heads, group, -1)
+        q_HXD = q_nHGD.permute(1, 2, 0, 3).flatten(1, 2) * scoring.scale
+        scores_HGnM = (q_HXD @ keys_HDM).view(heads, group, len(q_nHD), -1)
+        if scoring.softcap is not None:
+            scores_HGnM = scoring.softcap * torch.tanh(scores_HGnM / scoring.softcap)
+        scores_HGnM.masked_fill_(~visible_NM[first : first + some], -torch.inf)
+        if sinks_H is not None:
+            sinks_HGn1 = sinks_H.float().view(heads, group, 1, 1).expand(*scores_HGnM.shape[:3], 1)
+            scores_HGnM = torch.cat((scores_HGnM, sinks_HGn1), -1)
+        sums_M += scores_HGnM.softmax(-1).sum((0, 1, 2))[: len(sums_M)]
+    return sums_M
+
+
 class ReferenceAttention:
     """The backend that defines the others: entry by entry, explicit masks, float32 or better."""
 

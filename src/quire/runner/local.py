@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.kv_state import ModelState
-from quire.contracts.model import Block, Model, OpenPass
+from quire.contracts.model import Block, Model, OpenPass, Pass
 from quire.errors import InvalidArgument, Unsupported
 from quire.interrupts import uninterrupted
 from quire.kv.rule_table import position_refusal, weights_refusal
@@ -48,6 +48,17 @@ class RowChoice(Protocol):
     @property
     def counts(self) -> Sequence[int]:
         """How many of them each chunk has."""
+
+    @property
+    def rehearsed(self) -> Ids:
+        """Rows of the batch that run through all blocks before the forward, alone, ascending; they
+        tell which of the others matter."""
+
+    def rehearse(self, pass_: OpenPass) -> Pass:
+        """Return the pass in which they do (``OpenPass.rehearse``)."""
+
+    def give(self, layer: int, pass_: OpenPass) -> None:
+        """Write what the rehearsal of a layer needs."""
 
     def enter(self, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass) -> Tensor:
         """Return the rows of x that enter a block. Called for each block, in order."""
@@ -182,6 +193,9 @@ class LocalRunner:
                 self.adapters.activate(adapters, counts, np.diff(starts).tolist())
                 pass_ = self._open_pass(extras)
                 x_TE = self._embed(tokens, placeholders, extras)
+                if extras.rows is not None and extras.rows.rehearsed.size:
+                    self._rehearse(extras.rows, x_TE, pass_, adapters, counts)
+                    self.adapters.activate(adapters, counts, np.diff(starts).tolist())
                 for layer, block in enumerate(self.model.blocks):
                     if extras.rows is not None:
                         x_TE = self._entering(extras.rows, layer, block, x_TE, pass_, step)
@@ -209,6 +223,18 @@ class LocalRunner:
         finally:
             self.adapters.deactivate()
         return StepOutput(logits_RV, starts, states, weights)
+
+    def _rehearse(
+        self, choice: RowChoice, x_TE: Tensor, pass_: OpenPass, adapters: Sequence[int | None], counts: Sequence[int]
+    ) -> None:
+        """Run some rows alone, before the forward."""
+        rows = choice.rehearsed
+        running = np.diff(np.searchsorted(rows, np.concatenate(([0], np.cumsum(counts)))))
+        self.adapters.activate(adapters, running.tolist(), [0] * len(counts))
+        rehearsal, x_SE = choice.rehearse(pass_), x_TE.index_select(0, torch.from_numpy(rows).to(self.device))
+        for layer, block in enumerate(self.model.blocks):
+            choice.give(layer, pass_)
+            x_SE = block(x_SE, rehearsal)
 
     def _entering(self, rows: RowChoice, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass, step: Step) -> Tensor:
         """Return the rows that enter a block; how adapters change it is planned for these."""

@@ -1,0 +1,217 @@
+"""Prompts whose questions tell what is computed anew, and chunks that are exact where they stand.
+
+That the fixed point holds with such a selection too is in ``test_blending``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire import LLM
+from quire.blend import forward as forward_module
+from quire.blend.forward import BlendedForward
+from quire.blend.scores import StatedScore, score_of
+from quire.engine.blending import ASKING, Blending
+from quire.engine.scheduler import Scheduled
+from quire.segments import AUTO, Segment
+
+from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
+from .test_blending import (
+    COUNT,
+    DOCUMENTS,
+    PROMPT,
+    QUESTION,
+    SEGMENTS,
+    blended,
+    counted,
+    joined,
+    loads_are_worth_it,  # noqa: F401
+    told,
+)
+
+RECALL = Path(__file__).resolve().parents[2] / "recipes/chunk_recall/model"
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str | None], list[int], list[Tensor]]]:
+    """Of each blended step: the scores of its chunks, the rows that went on, and the state of its
+    first sequence behind it, by layer."""
+    found: list[tuple[list[str | None], list[int], list[Tensor]]] = []
+    right = Blending.ran
+
+    def ran(self: Blending, scheduled: Scheduled, forward: BlendedForward) -> None:
+        work, state = scheduled.requests[0], self._runner.state
+        assert work.seq is not None
+        export, end = state.open_export(work.seq), work.computed + len(scheduled.step.chunks[0].tokens)
+        rows = [part.clone() for layer in self.layout.layers for part in export.rows(layer, 0, end).values()]
+        names = [None if one is None else one.score for one in forward.chunks]
+        found.append((names, forward.alive.tolist(), rows))
+        right(self, scheduled, forward)
+
+    monkeypatch.setattr(Blending, "ran", ran)
+    return found
+
+
+def test_the_state_is_that_of_the_same_rows_given(
+    make_llm: MakeLLM,
+    llama: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: list[tuple[list[str | None], list[int], list[Tensor]]],
+) -> None:
+    """Nothing of the rehearsal is left: the rows that it chose, given by name, give the same state
+    to the bit."""
+
+    def run(select: str) -> None:
+        llm = make_llm(llama)
+        llm.warm(SEGMENTS)
+        llm.generate([PROMPT], greedy(1), blend=blended(0.3, select=select))
+        check(llm)
+
+    rehearsals = counted(monkeypatch)
+    run("v_or_question")
+    assert rehearsals == [len(QUESTION)]
+    run("v")
+    ((names, rows, state), (_, others, _)) = steps
+    assert names == ["v_or_question"]
+    assert rows != others, "the question changes what is chosen"
+    steps.clear()
+    chosen = np.isin(np.arange(len(joined(PROMPT))), rows).astype(np.float32)
+    monkeypatch.setattr(forward_module, "score_of", lambda name: StatedScore(chosen))
+    run("k")
+    ((_, found, again),) = steps
+    assert found == rows
+    assert len(rehearsals) == 1
+    assert all(torch.equal(one, other) for one, other in zip(state, again, strict=True))
+
+
+def test_where_v_takes_its_place(
+    make_llm: MakeLLM, llama: Checkpoint, steps: list[tuple[list[str | None], list[int], list[Tensor]]]
+) -> None:
+    """A piece without a row of the question, one of which most rows have no cached one, and ratios
+    that leave no choice."""
+    cases: list[tuple[list[Segment | list[int]], float, int, list[str]]] = [
+        ([SEGMENTS[0], SEGMENTS[2], SEGMENTS[1], QUESTION], 0.2, 16, ["v", "v_or_question"]),
+        ([SEGMENTS[0], SEGMENTS[2], QUESTION], 0.0, 2048, ["v"]),
+        ([SEGMENTS[0], SEGMENTS[2], QUESTION], 1.0, 2048, ["v"]),
+        ([SEGMENTS[0], SEGMENTS[2], random_tokens(45, seed=5)], 0.2, 2048, ["v_or_question"]),
+        ([SEGMENTS[0], SEGMENTS[2], random_tokens(47, seed=5)], 0.2, 2048, ["v"]),
+        ([joined([SEGMENTS[0], SEGMENTS[2]])], 0.2, 2048, ["v_or_question"]),
+    ]
+    for prompt, ratio, budget, expected in cases:
+        llm = make_llm(llama, max_num_batched_tokens=budget, page_size=8)
+        llm.warm(SEGMENTS)
+        steps.clear()
+        asked = [prompt] if len(prompt) > 1 else joined(prompt)
+        llm.generate(asked, greedy(1), blend=blended(ratio, select="v_or_question"))
+        names = [name for names, _, _ in steps for name in names if name is not None]
+        assert names[0] == expected[0]
+        assert names[-1] == expected[-1]
+        check(llm)
+
+
+def test_a_threshold_is_one_of_deviations(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    blending = engine_of(make_llm(llama)).blending
+    assert blending._score(blended()) == AUTO
+    assert blending._score(blended(threshold=0.5)) == "v"
+
+
+def test_edits_ask_their_last_tokens(
+    make_llm: MakeLLM,
+    llama: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: list[tuple[list[str | None], list[int], list[Tensor]]],
+) -> None:
+    rehearsals = counted(monkeypatch)
+    session = make_llm(llama).session(random_tokens(240, seed=8))
+    report = session.edit((20, 45), [7, 8], mode="blend", blend=blended(0.2, select="v_or_question"))
+    assert report.blended
+    assert [names for names, _, _ in steps] == [["v_or_question"]]
+    assert rehearsals == [ASKING + 2], "and what took the span's place"
+
+
+def test_the_mass_is_that_of_the_layers_that_select_and_later(
+    make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt all of whose cached rows are true it is that of a full computation's weights."""
+    llm = make_llm(llama)
+    llm.warm(SEGMENTS)
+    prompt = [SEGMENTS[0], QUESTION]  # The chunk is exact where it stands, and so no candidate.
+    monkeypatch.setattr(Blending, "_find", found_not_exact(Blending._find))
+    masses: list[Tensor] = []
+
+    class Watched:
+        needs = score_of("v_or_question").needs
+
+        def scores(self, inputs: forward_module.ScoreInputs) -> Tensor:
+            assert inputs.question_mass is not None
+            masses.append(inputs.question_mass)
+            return score_of("v_or_question").scores(inputs)
+
+    monkeypatch.setattr(forward_module, "score_of", lambda name: Watched())
+    llm.generate([prompt], greedy(1), blend=blended(0.2, select="v_or_question"))
+    ids = torch.tensor([joined(prompt)])
+    llama.model.set_attn_implementation("eager")
+    weights = llama.model(ids, output_attentions=True).attentions
+    (first,) = engine_of(llm).blending._layers
+    wanted = torch.stack([one[0, :, -len(QUESTION) :].sum((0, 1)) for one in weights[first:]]).sum(0)
+    # Sharp weights of another implementation, float32, summed over layers, heads and 9 rows.
+    assert torch.allclose(masses[0], wanted.detach(), atol=1e-3, rtol=1e-3)
+
+
+def found_not_exact(right: Callable[..., object]) -> Callable[..., object]:
+    def find(self: Blending, work: object, blend: object) -> object:
+        found = right(self, work, blend)
+        blend.exact[:] = False  # type: ignore[attr-defined]
+        return found
+
+    return find
+
+
+# -- chunks that are exact -------------------------------------------------------------------------
+
+
+def test_a_chunk_where_it_was_computed_is_exact(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """It is never computed anew, it counts as exact, and other prompts find it."""
+    llm = make_llm(llama)
+    for ratio in (0.0, 0.5, 0.9):
+        llm.reset_prefix_cache()
+        llm.warm(SEGMENTS)
+        (output,) = llm.generate([[*SEGMENTS[:2], QUESTION]], greedy(1), blend=blended(ratio))
+        found = told(output)
+        assert output.num_cached_tokens == 0
+        assert found.exact >= 40
+        assert found.recomputed == -int(-ratio * 33 // 1)
+        assert found.blended == 33 - found.recomputed
+        assert found.by_tier == {"memory": 73}
+        prompt = [*DOCUMENTS[0], *random_tokens(20, seed=6)]
+        (other,) = llm.generate([prompt], greedy(COUNT))
+        assert other.num_cached_tokens >= 40 - 15
+        assert other.outputs[0].token_ids == llama.greedy(prompt, COUNT)
+        check(llm)
+    llm.reset_prefix_cache()
+    llm.warm(SEGMENTS)
+    (alone,) = llm.generate([[SEGMENTS[2], QUESTION]], greedy(COUNT), blend=blended(0.0))
+    assert told(alone).blended == 0
+    assert told(alone).exact == 52 + len(QUESTION)
+    assert told(alone).by_tier in ({"memory": 52}, {})
+    assert alone.outputs[0].token_ids == llama.greedy(joined([SEGMENTS[2], QUESTION]), COUNT)
+
+
+def test_only_behind_its_lead() -> None:
+    llm = LLM(RECALL, dtype="float32", device="cpu", kv_cache_memory="32MiB", max_model_len=512)
+    (lead,) = engine_of(llm).blending.lead
+    chunk, question = [7 + row % 5 for row in range(40)], [9, 8, 9]
+    for before, exact in (([lead], 1 + 40), ([lead + 1], 1), ([lead, lead], 2), ([], 0)):
+        llm.reset_prefix_cache()
+        llm.warm([Segment(chunk)])
+        parts = [before, Segment(chunk), Segment(chunk), question] if before else [Segment(chunk), question]
+        (output,) = llm.generate([parts], greedy(1), blend=blended(0.0))
+        assert told(output).exact == exact
+        assert told(output).blended == (40 if exact > 40 or not before else 80)
+    llm.close()
