@@ -52,8 +52,9 @@ from quire.types import Add, Chunk, Pop, Remove, SeqId, Step
 
 logger = logging.getLogger("quire.engine")
 
-CHUNKS = 4
-"""Of a probe that is made of a text; a question of half a chunk follows them."""
+CHUNKS = 5
+"""Of a probe that is made of a text; the first is computed, and a question of half a chunk follows
+them."""
 LONGEST = 128
 """Tokens of such a chunk, at most."""
 ASKING = 64
@@ -195,6 +196,7 @@ class ProbeRuns:
         length = len(probe.ids)
         blend = PromptBlend(BlendParams(), probe.pieces, length, ratio, AUTO, 1, lambda work, blend: rows)
         blend.task, blend.valid = rows, rows.valid_mask.numpy() != 0
+        blend.exact = np.zeros_like(blend.valid)
         chosen = self._engine.blending.forward_of([length], [blend.chunk(0, length)], layer)
         with self._sequence(probe.ids, Extras(rows=chosen)) as seq:
             # A forward of some rows has no logits but the last one's. The question runs once more,
