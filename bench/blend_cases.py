@@ -145,7 +145,7 @@ class Method:
 
 NAIVE = Method("random", (0,))
 """With a ratio of 0: cached rows as they are, only the question is computed."""
-DEFAULT = "v_or_question c=2"
+DEFAULT = "v c=2"
 METHODS: dict[str, Method] = {
     "random": Method("random"),
     "first_k": Method("first_k"),

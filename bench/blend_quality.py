@@ -71,7 +71,7 @@ def main() -> None:
         else:
             cases = make_cases(model, VARIANTS[given.kind], given.prompts, given.seed)
         rows = compare(partial(answer_plainly, model), cases, methods, ratios)
-        print_table([{name: value for name, value in row.items() if name not in WIDE} for row in rows])
+    print_table([{name: value for name, value in row.items() if name not in WIDE} for row in rows])
     print_json(
         {
             "bench": "blend_quality",

@@ -18,8 +18,8 @@ best."""
 
 DEFAULT_RATIO = 0.15
 
-AUTO: SelectName = "v_or_question"
-"""What ``auto`` is, if there is no threshold; then it is ``v``."""
+AUTO: SelectName = "v"
+"""What ``auto`` is: at equal cost none does better (``docs/blend.md``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from quire.blend.forward import BlendedForward
 from quire.blend.scores import StatedScore, score_of
 from quire.engine.blending import ASKING, Blending
 from quire.engine.scheduler import Scheduled
-from quire.segments import AUTO, Segment
+from quire.segments import Segment
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 from .test_blending import (
@@ -115,12 +115,6 @@ def test_where_v_takes_its_place(
         check(llm)
 
 
-def test_a_threshold_is_one_of_deviations(make_llm: MakeLLM, llama: Checkpoint) -> None:
-    blending = engine_of(make_llm(llama)).blending
-    assert blending._score(blended()) == AUTO
-    assert blending._score(blended(threshold=0.5)) == "v"
-
-
 def test_edits_ask_their_last_tokens(
     make_llm: MakeLLM,
     llama: Checkpoint,
@@ -158,7 +152,7 @@ def test_the_mass_is_that_of_the_layers_that_select_and_later(
     ids = torch.tensor([joined(prompt)])
     llama.model.set_attn_implementation("eager")
     weights = llama.model(ids, output_attentions=True).attentions
-    (first,) = engine_of(llm).blending._layers
+    first = engine_of(llm).blending.check_layer
     wanted = torch.stack([one[0, :, -len(QUESTION) :].sum((0, 1)) for one in weights[first:]]).sum(0)
     # Sharp weights of another implementation, float32, summed over layers, heads and 9 rows.
     assert torch.allclose(masses[0], wanted.detach(), atol=1e-3, rtol=1e-3)

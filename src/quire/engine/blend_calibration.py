@@ -52,9 +52,8 @@ from quire.types import Add, Chunk, Pop, Remove, SeqId, Step
 
 logger = logging.getLogger("quire.engine")
 
-CHUNKS = 5
-"""Of a probe that is made of a text; the first is computed, and a question of half a chunk follows
-them."""
+CHUNKS = 4
+"""Of a probe that is made of a text; a question of half a chunk follows them."""
 LONGEST = 128
 """Tokens of such a chunk, at most."""
 ASKING = 64
