@@ -4,11 +4,14 @@ for every kind of state; whatever happens to the files.
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ import pytest
 from tests.store.servers import RedisServer
 
 from quire import LLM
+from quire.branches.stored_state import StoredState
 from quire.store import keys
 
 from .conftest import Checkpoint, MakeLLM, engine_of, greedy, random_tokens
@@ -109,7 +113,43 @@ def test_sessions_are_found_by_their_tokens(start: Callable[..., LLM], checkpoin
     second.close()
 
 
-@pytest.mark.parametrize("what", ["weights", "dtype", "salt", "version", "chunk"])
+def test_a_session_with_a_window_is_written_while_it_goes_on(
+    start: Callable[..., LLM], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the thread that writes, from what it held then; a commit packs without the engine, too."""
+    opened, seen, pack = threading.Event(), list[str](), StoredState._pack_whole
+
+    def held(self: StoredState, *given: Any) -> bytes:
+        seen.append(threading.current_thread().name)
+        assert opened.wait(30)
+        assert not engine_of(first).lock.owned
+        return pack(self, *given)
+
+    monkeypatch.setattr(StoredState, "_pack_whole", held)
+    first = start(checkpoint)
+    session = first.session(random_tokens(50), window=24, sink=4)
+    session.generate(greedy(9))
+    texts, wanted = [session.tokens], []
+    for _ in range(2):
+        wanted.append(session.generate(greedy(30)).outputs[0].token_ids)
+        texts.append(session.tokens)
+    opened.set()
+    flush(first)
+    assert set(seen) == {"quire-write"}
+    session.commit("one")
+    first.close()
+    second = start(checkpoint)
+    assert second.checkout("one").tokens == texts[-1]
+    for text, tokens in zip(texts, wanted, strict=False):
+        before = second.metrics()["quire:store_tokens_loaded_total"]
+        again = second.session([*text, *tokens[:1]], window=24, sink=4)
+        assert again.generate(greedy(29)).outputs[0].token_ids == tokens[1:]
+        # What it held when its call ended; a run computes at least one token.
+        assert second.metrics()["quire:store_tokens_loaded_total"] - before == len(text) - 1
+        check_store(second)
+
+
+@pytest.mark.parametrize("what", ["weights", "rope", "dtype", "salt", "version", "chunk"])
 def test_what_differs_is_not_found(
     start: Callable[..., LLM],
     llama: Checkpoint,
@@ -133,6 +173,13 @@ def test_what_differs_is_not_found(
             peer.lm_head.weight.data[3, 3] += 1
             peer.save_pretrained(tmp_path / "other")
             model = Checkpoint(tmp_path / "other", peer)
+        case "rope":
+            peer = llama.model
+            shutil.copytree(llama.path, tmp_path / "other")
+            config = json.loads((tmp_path / "other/config.json").read_text())
+            config["rope_parameters"]["rope_theta"] *= 2
+            (tmp_path / "other/config.json").write_text(json.dumps(config))
+            model = Checkpoint(tmp_path / "other", peer)
         case "dtype":
             options["kv_dtype"] = "bfloat16"
         case "version":
@@ -142,7 +189,7 @@ def test_what_differs_is_not_found(
         stored_of(second).layout.chunk = 2 * CHUNK
     found = reused(second, prompt, cache_salt="other" if what == "salt" else None)
     assert found[1] == 0
-    if what != "dtype":
+    if what not in ("dtype", "rope"):
         assert found[0] == (answer if what != "weights" else model.greedy(prompt, COUNT))
     second.close()
     assert files(directory)
