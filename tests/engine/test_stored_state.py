@@ -1003,7 +1003,7 @@ def hybrid_conversations(make_llm: MakeLLM, hybrid: Checkpoint, seed: int, turns
 def test_random_conversations_with_few_states(
     make_llm: MakeLLM, hybrid: Checkpoint, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """With a prefix cache, of which copies are made ahead, and without. Some turns out of step, too:
+    """With a prefix cache, of which copies are made ahead, and without. Some turns are out of step:
     there only the tokens are the same each time.
     """
     quiet(monkeypatch)
