@@ -10,13 +10,6 @@ AHEAD = "engine/test_saving_ahead.py"
 
 MUTANTS = (
     Mutant(
-        name="windowed-sessions-are-read-while-they-go-on",
-        file="branches/stored_state.py",
-        old="[*self._makers(fork, chain, wanted, whole=whole).items()]",
-        new="[*self._makers(seq, chain, wanted, whole=whole).items()]",
-        tests=("engine/test_stored_files.py::test_a_session_with_a_window_is_written_while_it_goes_on",),
-    ),
-    Mutant(
         name="windowed-sessions-are-not-written",
         file="engine/session_branches.py",
         old="if is_end and (work.cacheable or session.window is not None):",
