@@ -57,6 +57,23 @@ def test_generate_streams_the_continuation_and_nothing_else(
     assert "tok/s" not in out
 
 
+def test_stores_and_the_state_directory_are_flags_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the order in which they are given."""
+    import quire.async_llm
+    import quire.server.serving
+
+    seen: list[Any] = []
+    monkeypatch.setattr(quire.async_llm, "AsyncLLM", lambda model, **options: (model, options))
+    monkeypatch.setattr(quire.server.serving, "serve", lambda llm, settings: seen.append(llm))
+    urls = ["memory://4GiB", f"file://{tmp_path}/quire?size=200GiB", "redis://localhost"]
+    flags = [word for url in urls for word in ("--store", url)]
+    assert run("serve", "tiny-python", *flags, "--state-dir", str(tmp_path), monkeypatch=monkeypatch) == 0
+    ((model, options),) = seen
+    assert (model, list(options["store"]), str(options["state_dir"])) == ("tiny-python", urls, str(tmp_path))
+
+
 def test_generate_reads_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import io
 

@@ -87,6 +87,15 @@ class CacheHints:
 NO_HINTS = CacheHints()
 
 
+def checked_hints(hints: object) -> CacheHints:
+    """Return hints, none for None; ``InvalidArgument`` for anything else."""
+    if hints is None:
+        return NO_HINTS
+    if not isinstance(hints, CacheHints):
+        raise InvalidArgument(field="hints", given=hints, allowed="CacheHints or None")
+    return hints
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HintResult:
     """What was done with one hint."""

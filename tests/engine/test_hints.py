@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire import LLM, CacheHints, InvalidArgument, Pin
+from quire import LLM, CacheHints, InvalidArgument, Pin, Session
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.scheduled_request import BACKGROUND
 from quire.errors import FailedPrecondition
@@ -20,6 +20,7 @@ from quire.types import BASE
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, token_ids
 from .test_scheduler import World
+from .test_stored_state import force, squeeze
 
 
 class Clock:
@@ -171,18 +172,99 @@ def test_what_cannot_be_pinned_says_why(make_llm: MakeLLM, llama: Checkpoint) ->
         llm.prefetch(random_tokens(20))
 
 
-def test_a_session_takes_a_priority_only(small: LLM) -> None:
-    with small.session(random_tokens(20)) as session:
-        hints = CacheHints(pins=[Pin(name="a")], demote=3, priority=2)
-        output = small.generate([session], greedy(2), hints=hints)[0]
-        assert [(result.hint, result.done) for result in output.hints] == [
-            ("priority", True),
-            ("pin", False),
-            ("demote", False),
-        ]
-        assert "pin" in output.hints[1].reason
-        assert len(session) == 22
-    assert len(engine_of(small).prefix_pins) == 0
+def test_a_session_takes_hints(make_llm: MakeLLM, checkpoint: Checkpoint) -> None:
+    """Their prompt is all that it holds; what is pinned outlives its state, and itself."""
+    llm = make_llm(checkpoint, host_memory=0)
+    prompt = random_tokens(60)
+    session = llm.session(prompt)
+    hints = CacheHints(pins=[Pin(name="a"), Pin(tokens=40, name="b")], priority=2)
+    output = session.generate(greedy(4), hints=hints)
+    assert {(one.hint, one.name, one.done) for one in output.hints} == {
+        ("priority", "", True),
+        ("pin", "a", True),
+        ("pin", "b", True),
+    }
+    held = {one.name: one.tokens for one in pinned(output)}
+    assert held["a"] == 60
+    forgets = engine_of(llm).runner.state.forgets
+    assert held["b"] == 40 or forgets
+    squeeze(llm)
+    assert session.num_computed == 0
+    assert session.generate(greedy(4)).reuse.by_tier == {"pool": 60}
+    session.close()
+    squeeze(llm)
+    assert cached(llm, [*prompt, 1]) == 60
+    assert cached(llm, prompt[:50]) == (0 if forgets and not held["b"] else 49 if not forgets else held["b"])
+    check(llm)
+
+
+@pytest.mark.parametrize("start", [0, 20])
+def test_a_session_whose_state_is_demoted_goes_on(make_llm: MakeLLM, checkpoint: Checkpoint, start: int) -> None:
+    """It comes back from memory, or is computed, at its next use."""
+    for host in (0, None):
+        llm = make_llm(checkpoint, host_memory=host)
+        if host is None:
+            force(llm)
+        session = llm.session(random_tokens(60))
+        output = session.generate(greedy(4), hints=CacheHints(demote=start))
+        assert [(one.hint, one.done) for one in output.hints] == [("demote", True)]
+        assert output.hints[0].tokens == 63 - start
+        kept = session.num_computed
+        assert kept == start or (engine_of(llm).runner.state.forgets and kept < start)
+        assert (llm.generate(session.tokens, greedy(1))[0].reuse.by_tier.get("memory", 0) > 0) == (host is None)
+        text = session.tokens
+        assert session.generate(greedy(4)).outputs[0].token_ids == checkpoint.greedy(text, 4)
+        check(llm)
+
+
+def test_what_a_session_does_not_take_says_why(small: LLM) -> None:
+    hints = CacheHints(pins=[Pin()], demote=0)
+    windowed = small.session(random_tokens(20), window=16, sink=2)
+    output = windowed.generate(greedy(2), hints=hints)
+    assert [(one.hint, one.done) for one in output.hints] == [("pin", False), ("demote", True)]
+    assert "pin the session" in output.hints[0].reason
+    held = small.session(random_tokens(30))
+    held.pin()
+    output = held.generate(greedy(2), hints=CacheHints(demote=0))
+    assert (output.hints[0].tokens, held.num_computed) == (0, 31)
+    assert "only this prompt" in output.hints[0].reason
+    for call in (held.generate, held.stream):
+        with pytest.raises(InvalidArgument, match="CacheHints"):
+            call(hints=3)  # type: ignore[operator]
+    for verb in (lambda: held.append([1], priority=2**31), lambda: held.compute(priority="1")):  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgument) as caught:
+            verb()
+        assert caught.value.field == "priority"
+    windowed.close()
+    held.close()
+
+
+def test_computing_says_what_was_reused(small: LLM) -> None:
+    """As a prefetch does."""
+    prompt = random_tokens(40)
+    session = small.session()
+    assert session.compute().cached == 0
+    session.append(prompt)
+    assert session.compute().by_tier == {"pool": 39}
+    squeeze(small)
+    small.generate(prompt[:20], greedy(1))
+    assert session.compute().cached == 20
+    assert session.num_computed == 39
+    session.close()
+
+
+def test_an_urgent_session_comes_first(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """Also with what is appended before."""
+    llm = make_llm(llama, max_num_batched_tokens=8)
+    engine, seen = engine_of(llm), []
+    submit = engine._enqueue
+    engine._enqueue = lambda first, *given: (seen.append(first.work.priority), submit(first, *given))[1]  # type: ignore
+    session = llm.session([1, 2, 3])
+    session.append(random_tokens(20), priority=-4)
+    session.generate(greedy(1), hints=CacheHints(priority=-3))
+    squeeze(llm)
+    session.compute(priority=5)
+    assert seen == [0, -4, -3, 5]
 
 
 def test_a_request_that_ends_early_refuses_its_pins(make_llm: MakeLLM, llama: Checkpoint) -> None:
@@ -434,6 +516,7 @@ class PinLife:
         self.stems = [random_tokens(50, seed=one) for one in range(3)]
         self.pinned: dict[tuple[int, str, tuple[int, ...]], float] = {}
         self.refused = 0
+        self.sessions: dict[str, Session] = {}
 
     def prompt(self) -> list[int]:
         stem = self.rng.choice(self.stems)
@@ -464,7 +547,11 @@ class PinLife:
             priority=rng.choice((-1, 0, 3)),
             account=self.accounts[whose],
         )
-        if rng.random() < 0.25:
+        if rng.random() < 0.3:
+            output = self.turn(prompt, salt, hints)
+            prompt = output.prompt_token_ids
+            assert self.model.continues(prompt, output.outputs[0].token_ids)
+        elif rng.random() < 0.25:
             output = self.llm.prefetch(prompt, cache_salt=salt, hints=hints)
         else:
             output = self.llm.generate(prompt, greedy(2), cache_salt=salt, hints=hints)[0]
@@ -480,6 +567,17 @@ class PinLife:
                 assert result.tokens <= min(pin.tokens, len(prompt))
                 name = (whose, salt, tuple(prompt[: result.tokens]))
                 self.pinned[name] = max(self.pinned.get(name, 0.0), self.clock.now + pin.ttl)
+
+    def turn(self, prompt: list[int], salt: str, hints: CacheHints) -> RequestOutput:
+        """One of a session that has been there for some time, or of a new one."""
+        if salt not in self.sessions:
+            self.sessions[salt] = self.llm.session(prompt, cache_salt=salt)
+        else:
+            self.sessions[salt].append(prompt[-3:], priority=hints.priority)
+        output = self.sessions[salt].generate(greedy(2), hints=hints)
+        if len(self.sessions[salt]) > 70:
+            self.sessions.pop(salt).close()
+        return output
 
     def look(self) -> None:
         engine = engine_of(self.llm)

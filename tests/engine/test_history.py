@@ -44,6 +44,7 @@ from .conftest import (
 )
 from .test_media import image, rows_of
 from .test_session_chat import TEMPLATE, user
+from .test_stored_state import squeeze
 
 PROMPT = random_tokens(45)
 CHUNK = 8
@@ -204,6 +205,26 @@ def test_what_tokens_do_not_give_is_kept_whole(stored: MakeStored, llama: Checkp
     with pytest.raises(DataLoss, match="is gone, and tokens do not give its state"):
         last.checkout("seen")
     assert not engine_of(last).branches.sessions
+
+
+def test_a_kind_of_state_that_no_tokens_give(stored: MakeStored, llama: Checkpoint, tmp_path: Path) -> None:
+    """Cross layers keep what an encoder read: nothing is found by tokens, and a commit is whole."""
+    llm = stored(llama)
+    engine_of(llm).stored.layout.refusal = "cross layers"
+    session = llm.session(PROMPT)
+    next_tokens(session, 4)
+    assert session.commit("one").modified
+    llm.generate(random_tokens(40, seed=7), greedy(1))
+    squeeze(llm)
+    assert len(states(tmp_path / "store")) == 1
+    wanted = next_tokens(session)
+    llm.close()
+    again = stored(llama)
+    engine_of(again).stored.layout.refusal = "cross layers"
+    recorder, found = record(again), again.checkout("one")
+    assert found.num_computed == 48
+    assert next_tokens(found) == wanted
+    assert recorder.num_tokens == 6
 
 
 def test_another_dtype_stays_approximate(stored: MakeStored, make_llm: MakeLLM, llama: Checkpoint) -> None:

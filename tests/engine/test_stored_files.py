@@ -4,26 +4,36 @@ for every kind of state; whatever happens to the files.
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from tests.store.servers import RedisServer
 
-from quire import LLM
+from quire import LLM, InvalidArgument
+from quire.branches.stored_state import StoredState
+from quire.contracts.store import ObjectKey
+from quire.kv.statefile import read_state
+from quire.outputs import TIERS
 from quire.store import keys
 
 from .conftest import Checkpoint, MakeLLM, engine_of, greedy, random_tokens
 from .test_conversations import Conversations
 from .test_family_conversations import family as family
 from .test_family_conversations import sizes
+from .test_media import image, rows_of
+from .test_named_adapters import directories as directories
 from .test_stored_state import CHUNK, check_store, stored_of
 
 COUNT = 6
@@ -58,7 +68,7 @@ def flush(llm: LLM) -> None:
     assert engine_of(llm).flush(30)
 
 
-def reused(llm: LLM, prompt: list[int], **options: Any) -> tuple[list[int], int]:
+def reused(llm: LLM, prompt: Any, **options: Any) -> tuple[list[int], int]:
     """The next tokens, and how many of the prompt came from the disk."""
     (output,) = llm.generate(prompt, greedy(COUNT), **options)
     return output.outputs[0].token_ids, output.reuse.by_tier.get("disk", 0)
@@ -109,7 +119,43 @@ def test_sessions_are_found_by_their_tokens(start: Callable[..., LLM], checkpoin
     second.close()
 
 
-@pytest.mark.parametrize("what", ["weights", "dtype", "salt", "version", "chunk"])
+def test_a_session_with_a_window_is_written_while_it_goes_on(
+    start: Callable[..., LLM], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the thread that writes, from what it held then; a commit packs without the engine, too."""
+    opened, seen, pack = threading.Event(), list[str](), StoredState._pack_whole
+
+    def held(self: StoredState, *given: Any) -> bytes:
+        seen.append(threading.current_thread().name)
+        assert opened.wait(30)
+        assert not engine_of(first).lock.owned
+        return pack(self, *given)
+
+    monkeypatch.setattr(StoredState, "_pack_whole", held)
+    first = start(checkpoint)
+    session = first.session(random_tokens(50), window=24, sink=4)
+    session.generate(greedy(9))
+    texts, wanted = [session.tokens], []
+    for _ in range(2):
+        wanted.append(session.generate(greedy(30)).outputs[0].token_ids)
+        texts.append(session.tokens)
+    opened.set()
+    flush(first)
+    assert set(seen) == {"quire-write"}
+    session.commit("one")
+    first.close()
+    second = start(checkpoint)
+    assert second.checkout("one").tokens == texts[-1]
+    for text, tokens in zip(texts, wanted, strict=False):
+        before = second.metrics()["quire:store_tokens_loaded_total"]
+        again = second.session([*text, *tokens[:1]], window=24, sink=4)
+        assert again.generate(greedy(29)).outputs[0].token_ids == tokens[1:]
+        # What it held when its call ended; a run computes at least one token.
+        assert second.metrics()["quire:store_tokens_loaded_total"] - before == len(text) - 1
+        check_store(second)
+
+
+@pytest.mark.parametrize("what", ["weights", "rope", "dtype", "salt", "version", "chunk"])
 def test_what_differs_is_not_found(
     start: Callable[..., LLM],
     llama: Checkpoint,
@@ -133,6 +179,13 @@ def test_what_differs_is_not_found(
             peer.lm_head.weight.data[3, 3] += 1
             peer.save_pretrained(tmp_path / "other")
             model = Checkpoint(tmp_path / "other", peer)
+        case "rope":
+            peer = llama.model
+            shutil.copytree(llama.path, tmp_path / "other")
+            config = json.loads((tmp_path / "other/config.json").read_text())
+            config["rope_parameters"]["rope_theta"] *= 2
+            (tmp_path / "other/config.json").write_text(json.dumps(config))
+            model = Checkpoint(tmp_path / "other", peer)
         case "dtype":
             options["kv_dtype"] = "bfloat16"
         case "version":
@@ -142,13 +195,55 @@ def test_what_differs_is_not_found(
         stored_of(second).layout.chunk = 2 * CHUNK
     found = reused(second, prompt, cache_salt="other" if what == "salt" else None)
     assert found[1] == 0
-    if what != "dtype":
+    if what not in ("dtype", "rope"):
         assert found[0] == (answer if what != "weights" else model.greedy(prompt, COUNT))
     second.close()
     assert files(directory)
     monkeypatch.undo()
     third = start(llama)
     assert reused(third, prompt) == (answer, 60 - 60 % CHUNK if 60 - 60 % CHUNK > 59 else 59)
+
+
+def test_state_belongs_to_its_adapter(
+    start: Callable[..., LLM], llama: Checkpoint, directories: dict[str, Path]
+) -> None:
+    """Whatever it is called, and whatever else is loaded."""
+    first = start(llama)
+    first.load_adapter("it", directories["one"])
+    prompt = random_tokens(60)
+    answer, _ = reused(first, prompt, adapter="it")
+    assert answer != llama.greedy(prompt, COUNT), "the adapter shows"
+    first.close()
+    second = start(llama)
+    second.load_adapter("it", directories["two"])
+    assert reused(second, prompt) == (llama.greedy(prompt, COUNT), 0)
+    assert reused(second, prompt, adapter="it")[1] == 0
+    second.load_adapter("other", directories["one"])
+    assert reused(second, prompt, adapter="other") == (answer, 59)
+
+
+def test_images_are_found_by_their_data(start: Callable[..., LLM], checkpoint: Checkpoint) -> None:
+    """In another process, too; another image at the same place is another prompt."""
+    begin, end = random_tokens(20), random_tokens(20, seed=4)
+    prompts = [image([*begin, -1, -1, -1, *end], rows_of(3, seed=seed)) for seed in (1, 2)]
+    first = start(checkpoint)
+    answer, none = reused(first, prompts[0])
+    assert none == 0
+    first.close()
+    second = start(checkpoint)
+    other, found = reused(second, prompts[1])
+    assert found <= len(begin)
+    second.reset_prefix_cache()
+    assert reused(second, prompts[0]) == (answer, 42)
+    third = start(checkpoint, store=[])
+    assert reused(third, prompts[1]) == (other, 0)
+    check_store(second)
+
+
+@pytest.mark.parametrize(("page_size", "chunk"), [(4, 256), (100, 200), (300, 300)])
+def test_runs_are_cut_where_pages_are(make_llm: MakeLLM, llama: Checkpoint, page_size: int, chunk: int) -> None:
+    llm = make_llm(llama, page_size=page_size, kv_cache_memory="4MiB")
+    assert stored_of(llm).layout.chunk == chunk
 
 
 def test_two_engines_at_once(start: Callable[..., LLM], llama: Checkpoint) -> None:
@@ -195,7 +290,25 @@ def swapped(path: Path, rng: random.Random) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("fault", [flipped, cut, emptied, gone, swapped])
+def of_version(number: int) -> Callable[[Path, random.Random], None]:
+    """Whole files of another version of the format."""
+
+    def change(path: Path, rng: random.Random) -> None:
+        del rng
+        data = bytearray(path.read_bytes())
+        end = 8 + int.from_bytes(data[:8], "little")
+        head = bytes(data[:end]).replace(rb"\"version\":1", rb"\"version\":%d" % number)
+        assert head != data[:end]
+        digest = xxhash.xxh3_128_hexdigest(head[:44] + b"0" * 32 + head[76:]).encode()
+        path.write_bytes(head[:44] + digest + head[76:] + data[end:])
+        with pytest.raises(InvalidArgument, match="version"):
+            read_state(path)
+
+    change.__name__ = f"version_{number}"
+    return change
+
+
+@pytest.mark.parametrize("fault", [flipped, cut, emptied, gone, swapped, of_version(0), of_version(2)])
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_damaged_files_are_misses(
     start: Callable[..., LLM], checkpoint: Checkpoint, directory: Path, fault: Any, share: float
@@ -213,6 +326,8 @@ def test_damaged_files_are_misses(
     for prompt, answer in zip(prompts, answers, strict=True):
         assert reused(second, prompt)[0] == answer == checkpoint.greedy(prompt, COUNT)
         check_store(second)
+    if share == 1.0 and (fault is flipped or fault.__name__.startswith("version")):  # the others are gone
+        assert second.metrics()["quire:store_damaged_total"] > 0
     second.close()
     third = start(checkpoint)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -357,6 +472,8 @@ class StoredConversations(Conversations):
         super().__init__(start(), checkpoint, seed, folder)
         self.start = start
         self.loaded = 0.0
+        self.seen: set[str] = set()
+        """The tiers that state came from."""
         self.branches: dict[str, list[int]] = {}
         """The tokens of each branch's last commit."""
 
@@ -365,11 +482,18 @@ class StoredConversations(Conversations):
         while engine_of(self.llm).runner.room.make():
             pass
 
+    def note(self) -> None:
+        """Note what came from where, at the end of an engine."""
+        found = self.llm.metrics()
+        self.loaded += found["quire:store_tokens_loaded_total"]
+        names = (tier for tier in TIERS if found.get(f'quire:prompt_tokens_reused_total{{tier="{tier}"}}'))
+        self.seen.update(names)
+
     def restart(self) -> None:
         """End the process, as it were, and begin again with the same tokens."""
         if self.rng.random() < 0.5:
             flush(self.llm)
-        self.loaded += self.llm.metrics()["quire:store_tokens_loaded_total"]
+        self.note()
         self.llm.close()
         self.llm = self.start()
         self.sessions = [(self.llm.session(tokens), tokens) for _, tokens in self.sessions]
@@ -414,7 +538,8 @@ def converse(
     steps: int,
     folder: Path,
     tiers: list[str],
-) -> float:
+    kind: type[StoredConversations] = StoredConversations,
+) -> StoredConversations:
     rng = random.Random(seed)
     known = sizes(model, make_llm)
     options = {
@@ -424,18 +549,43 @@ def converse(
         "store": tiers,
         "host_memory": None if any(tier.startswith("memory") for tier in tiers) else 0,
     }
-    conversations = StoredConversations(lambda: start(model, **options), model, seed, folder)
+    conversations = kind(lambda: start(model, **options), model, seed, folder)
     for _ in range(steps):
         conversations.step()
     conversations.restart()
     conversations.finish()
-    return conversations.loaded + conversations.llm.metrics()["quire:store_tokens_loaded_total"]
+    conversations.note()
+    return conversations
 
 
 def test_conversations(
     start: Callable[..., LLM], make_llm: MakeLLM, family: Checkpoint, tmp_path: Path, directory: Path
 ) -> None:
-    assert converse(start, make_llm, family, 11, 24, tmp_path, [f"file://{directory}"]) > 0
+    assert converse(start, make_llm, family, 11, 24, tmp_path, [f"file://{directory}"]).loaded > 0
+
+
+class TieredConversations(StoredConversations):
+    """Conversations that lose what near tiers have, so that each has its turn."""
+
+    def evict(self) -> None:
+        super().evict()
+        store = stored_of(self.llm).store
+        assert store is not None
+        flush(self.llm)
+        if self.rng.random() < 0.7 and store.memory is not None:
+            store.memory.clear_now()
+        if self.rng.random() < 0.5:
+            names = [path.stem for path in files(self.folder / "store") if "-record-" not in path.name]
+            store.direct(lambda tier: tier.remove([ObjectKey.parse(name) for name in names])).result(30)
+
+
+def test_conversations_over_all_tiers(
+    start: Callable[..., LLM], make_llm: MakeLLM, checkpoint: Checkpoint, tmp_path: Path, redis: RedisServer
+) -> None:
+    tiers = ["memory://300KiB", f"file://{tmp_path / 'store'}", redis.url]
+    found = converse(start, make_llm, checkpoint, 5, 40, tmp_path, tiers, TieredConversations)
+    assert found.loaded > 0
+    assert {"memory", "disk", "redis"} <= found.seen
 
 
 @pytest.mark.slow
@@ -446,4 +596,4 @@ def test_long_conversations(
     tiers = [f"file://{directory}?size=2MiB"]
     if seed % 2:
         tiers.insert(0, "memory://300KiB")
-    assert converse(start, make_llm, family, seed, 300, tmp_path, tiers) > 0
+    assert converse(start, make_llm, family, seed, 300, tmp_path, tiers).loaded > 0

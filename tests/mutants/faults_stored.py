@@ -10,6 +10,13 @@ AHEAD = "engine/test_saving_ahead.py"
 
 MUTANTS = (
     Mutant(
+        name="windowed-sessions-are-not-written",
+        file="engine/session_branches.py",
+        old="if is_end and (work.cacheable or session.window is not None):",
+        new="if is_end and work.cacheable:",
+        tests=("engine/test_stored_files.py::test_a_session_with_a_window_is_written_while_it_goes_on",),
+    ),
+    Mutant(
         name="keys-without-their-salt",
         file="store/keys.py",
         old='{**made_of, "salt": salt}',

@@ -318,20 +318,101 @@ def test_a_null_mark_is_none(chat_served: Served) -> None:
 # -- sessions, streams, clients --------------------------------------------------------------------
 
 
-def test_sessions_say_that_they_keep_their_own(chat_served: Served) -> None:
-    name = chat_served.client.post("/v1/sessions", json={}).json()["id"]
-    answer = post(
-        chat_served,
-        "chat/completions",
-        session_id=name,
-        messages=[{"role": "user", "content": "a", "cache_control": MARK}],
-        priority=3,
-        kv_hints=envelope(action("kv.pin"), action("kv.demote"), action("kv.prefetch")),
-    )
-    assert {one["hint"] for one in hints(answer)} == {"pin", "demote", "prefetch", "priority"}
-    assert {one["status"] for one in hints(answer)} == {"refused"}
-    assert len(hints(answer)) == 5
-    assert chat_served.client.delete(f"/v1/sessions/{name}").status_code == 200
+@pytest.mark.parametrize("road", ["chat/completions", "completions", "sessions", "batch"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_sessions_take_them(chat_served: Served, road: str, stream: bool) -> None:
+    """A pin is of all that the session holds, and outlives it."""
+    client, llm = chat_served.client, chat_served.llm
+    names = [client.post("/v1/sessions", json={"prompt": TEXT}).json()["id"] for _ in range(1 + (road == "batch"))]
+    (name, *_), chat = names, road in ("chat/completions", "sessions")
+    body: dict[str, Any] = {
+        "priority": 3,
+        "kv_hints": envelope(
+            action("kv.pin", {"end": 9}, action_id="begin"), action("kv.demote", {"start": 12}), action("kv.prefetch")
+        ),
+        "cache_control": {"type": "ephemeral", "ttl": "1h"},
+        "stream": stream,
+    }
+    if chat:
+        body["messages"] = [{"role": "user", "content": "a", "cache_control": MARK}]
+    match road:
+        case "sessions":
+            path = f"sessions/{name}/generate"
+        case "batch":
+            path, body["ids"] = "sessions/generate", names
+        case _:
+            path, body["session_id"] = road, name
+    answer = last(chat_served, path, **body) if stream else post(chat_served, path, **body)
+    found = hints(answer)
+    assert {one["status"] for one in found} == {"done"}
+    kinds = ["demote", "pin", "pin", *(["pin"] if chat else []), "prefetch", "priority"]
+    assert sorted(one["hint"] for one in found) == sorted(kinds * len(names))
+    assert {one.get("prompt") for one in found} == ({0, 1} if road == "batch" else {None})
+    held = {one["id"]: one["tokens"] for one in found if one["hint"] == "pin"}
+    size = held["cache_control"]
+    assert held["begin"] == 9
+    assert held.get("messages.0", size) == size > 12
+    tokens = client.get(f"/v1/sessions/{name}").json()["tokens"]
+    for one in names:
+        assert client.delete(f"/v1/sessions/{one}").status_code == 200
+    evict_all(llm)
+    assert cached(post(chat_served, "completions", prompt=[*tokens[:size], 5])) == size
+
+
+def last(served: Served, path: str, **body: Any) -> Any:
+    """The last event of a stream."""
+    answer = served.client.post(f"/v1/{path}", json={**LIMITS, **body})
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return json.loads(lines[-1])
+
+
+def test_a_session_that_is_demoted_and_brought_back(served: Served) -> None:
+    client = served.client
+    name = client.post("/v1/sessions", json={"prompt": TEXT}).json()["id"]
+    path = f"sessions/{name}/generate"
+
+    def computed() -> int:
+        return int(client.get(f"/v1/sessions/{name}").json()["num_computed"])
+
+    post(served, path, kv_hints=envelope(action("kv.demote")))
+    assert computed() == 0
+    fetch = envelope(action("kv.prefetch", action_id="back"), action("kv.pin"))
+    answer = post(served, path, max_tokens=0, kv_hints=fetch)
+    size = answer["num_tokens"]
+    assert computed() == size - 1
+    assert answer["choices"][0]["token_ids"] == []
+    assert answer["usage"]["completion_tokens"] == 0
+    assert sum(answer["quire"]["reuse"]["by_tier"].values()) == answer["quire"]["reuse"]["cached"]
+    pin, fetched = hints(answer)
+    assert (pin["status"], fetched) == ("refused", {"hint": "prefetch", "id": "back", "status": "done", "tokens": size})
+    for more, param in (({"prompt": "x"}, "prompt"), ({"stream": True}, "stream"), ({"kv_hints": None}, "max_tokens")):
+        refused = client.post(f"/v1/{path}", json={"max_tokens": 0, "kv_hints": fetch, **more})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert client.get(f"/v1/sessions/{name}").json()["in_use"] is None
+    assert client.delete(f"/v1/sessions/{name}").status_code == 200
+
+
+def test_malformed_ones_of_sessions_are_refused(served: Served) -> None:
+    name = served.client.post("/v1/sessions", json={"prompt": TEXT}).json()["id"]
+    bodies: list[tuple[dict[str, Any], str]] = [
+        ({"priority": 2**31}, "priority"),
+        ({"cache_control": {"type": "x"}}, "cache_control"),
+        ({"kv_hints": envelope(action("kv.pin", {"end": 0}))}, "kv_hints.actions.0.payload.end"),
+        (
+            {"messages": [{"role": "user", "content": "a", "cache_control": {"type": "x"}}]},
+            "messages.0.cache_control",
+        ),
+    ]
+    for body, param in bodies:
+        for path, more in ((f"sessions/{name}/generate", {}), ("sessions/generate", {"ids": [name]})):
+            if more and "messages" in body:
+                continue
+            answer = served.client.post(f"/v1/{path}", json={**LIMITS, **body, **more})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert len(served.client.get(f"/v1/sessions/{name}").json()["tokens"]) > 3
+    assert served.client.delete(f"/v1/sessions/{name}").status_code == 200
 
 
 @pytest.mark.parametrize("with_usage", [False, True])

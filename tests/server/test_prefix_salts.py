@@ -12,7 +12,10 @@ import pytest
 
 from quire import AsyncLLM
 from quire.branches.adapter_keys import AdapterKey
+from quire.contracts.store import ObjectKey
 from quire.server.settings import ServerSettings
+from quire.store.memory import MemoryTier
+from quire.store.stack import Store
 
 from .conftest import Served, pages_free, serving, wait_for
 
@@ -128,6 +131,39 @@ def test_no_road_leads_to_what_another_key_left(apart: Served, looks: list[Any],
     assert not salts["first"] & salts["second"]
     # Whoever comes without a key, in the same process, has another salt too.
     assert ("", None) not in salts["first"] | salts["second"]
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_no_road_asks_a_store_for_what_another_key_left(
+    apart: Served, chat_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, road: str
+) -> None:
+    """So no answer, and not the time that one takes, says what another key has there."""
+    seen: set[bytes] = set()
+
+    def watch(kind: type, name: str) -> None:
+        right = getattr(kind, name)
+
+        def watched(self: Any, what: Any, *given: Any, **named: Any) -> Any:
+            asked = [what] if isinstance(what, ObjectKey) else what
+            seen.update(one.parent if isinstance(one, ObjectKey) else one for one in asked)
+            return right(self, what, *given, **named)
+
+        monkeypatch.setattr(kind, name, watched)
+
+    for verb in ("children", "get", "contains", "put", "remove", "pin"):
+        watch(Store, verb)
+        watch(MemoryTier, f"{verb}_now")
+    monkeypatch.setattr(chat_llm.engine.stored, "least", 1)
+    found: dict[str, set[bytes]] = {}
+    for key in KEYS:
+        seen.clear()
+        ROADS[road](apart, key)
+        with chat_llm.engine.lock:
+            while chat_llm.engine.runner.room.make():
+                pass
+        found[key] = set(seen)
+        assert found[key], "the store was not asked"
+    assert not found["first"] & found["second"]
 
 
 @pytest.mark.parametrize("road", ["completion", "streamed completion", "chat", "streamed chat"])

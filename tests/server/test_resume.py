@@ -194,6 +194,51 @@ def test_kill_a_thousand_times(plain_folder: Path, oracle: LLM, tmp_path: Path, 
     kill_and_resume(plain_folder, tmp_path, oracle, 26, 100 * seed + 7)
 
 
+@pytest.mark.parametrize("ending", ["kill", "terminate"])
+def test_a_chat_client_that_sends_its_history_again(chat_folder: Path, tmp_path: Path, ending: str) -> None:
+    """It knows nothing of sessions. Its history is loaded and not computed."""
+    openai = pytest.importorskip("openai")
+    messages = [{"role": "user", "content": "def area(width, height):\n    return width * height\n\n" * 6}]
+    states = tmp_path / "state/store"
+
+    def asked(found: Killable) -> Any:
+        with openai.OpenAI(base_url=f"{found.url}/v1", api_key="none", timeout=60) as client:
+            answer = client.chat.completions.create(
+                model="tiny-chat", messages=messages, temperature=0, max_tokens=12, extra_body={"ignore_eos": True}
+            )
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        return answer
+
+    def is_written(tokens: int) -> bool:
+        """Whether the rows of so many tokens are durable."""
+        counts = [int(path.name.split("-rows-")[1].split("-")[0]) for path in states.rglob("*-rows-*.quire")]
+        return max(counts, default=0) >= tokens
+
+    with killable(chat_folder, tmp_path / "state", options=SMALL, served_model_name="tiny-chat") as found:
+        first = asked(found)
+        computed = first.usage.total_tokens - 1
+        assert 64 < computed < 256
+        if ending == "kill":
+            wait_for(lambda: is_written(computed))
+            found.kill()
+        else:
+            assert found.terminate() == 0
+            assert is_written(computed)
+    messages.append({"role": "user", "content": "print(area(2, 3))"})
+    with killable(chat_folder, tmp_path / "state", options=SMALL, served_model_name="tiny-chat") as found:
+        second = asked(found)
+        reuse = second.quire["reuse"]
+        assert set(reuse["by_tier"]) == {"disk"}
+        # All of the prompt, and the answer as far as the template writes it as the model did.
+        assert reuse["cached"] >= first.usage.prompt_tokens
+        text = found.client.get("/metrics").text
+        assert f'quire:prompt_tokens_reused_total{{tier="disk"}} {reuse["cached"]}' in text
+    with LLM(chat_folder, **OPTIONS) as oracle:
+        params = SamplingParams(max_tokens=12, **GREEDY)
+        wanted = [oracle.chat(messages[:end], params)[0].outputs[0].text for end in (1, 3)]
+    assert [first.choices[0].message.content, second.choices[0].message.content] == wanted
+
+
 # -- SIGTERM ---------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from quire.engine.request_outputs import request_output
 from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session import Session
 from quire.engine.session_stream import PreparedTurn
+from quire.hints import CacheHints
 from quire.sampling_params import SamplingParams
 
 
@@ -59,9 +60,9 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
 
     # -- running -----------------------------------------------------------------------------------
 
-    async def append(self, text: Prompt) -> Self:
+    async def append(self, text: Prompt, *, priority: int = 0) -> Self:
         """Add text or tokens as ``Session.append`` does, and return the session."""
-        await self._background.call("append", lambda: self._session.append(text))
+        await self._background.call("append", lambda: self._session.append(text, priority=priority))
         return self
 
     compute = awaited(Session.compute)
@@ -72,9 +73,9 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
     prefetch_next_turn = awaited(Session.prefetch_next_turn)
     score = awaited(Session.score)
 
-    def stream(self, params: SamplingParams | None = None) -> AsyncStream:
+    def stream(self, params: SamplingParams | None = None, *, hints: CacheHints | None = None) -> AsyncStream:
         """Continue as a stream: ``async for delta in session.stream()``."""
-        return self._stream("stream", lambda: self._session.prepare(params))
+        return self._stream("stream", lambda: self._session.prepare(params, hints=hints))
 
     def stream_chat(
         self,
@@ -82,9 +83,10 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
         params: SamplingParams | None = None,
         *,
         answer: ReadAnswer | None = None,
+        hints: CacheHints | None = None,
     ) -> AsyncStream:
         """Answer messages as a stream, as ``Session.stream_chat`` does."""
-        return self._stream("chat", lambda: self._session.prepare_chat(messages, params, answer=answer))
+        return self._stream("chat", lambda: self._session.prepare_chat(messages, params, answer=answer, hints=hints))
 
     def _stream(self, verb: str, prepare: Callable[[], PreparedTurn]) -> AsyncStream:
         engine = self._background.llm.engine

@@ -6,7 +6,7 @@ Letters: n tokens of a run; p the position of a stop.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
@@ -101,6 +101,15 @@ class ObjectLayout:
         """Yield the tensors of the rows of tokens ``start..stop - 1``, as they are read."""
         for layer in self.row_layers:
             for name, tensor in export.rows(layer, start, stop).items():
+                yield tensor_name(layer, name), tensor
+
+    def whole(self, export: Export, plan: Mapping[int, Mapping[str, TensorPlan]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors of a sequence, as they are read. ``plan``: of ``plan_import``."""
+        for layer, group in plan.items():
+            rows = {} if layer in self.recurrent_layers else export.held_rows(layer)
+            for name in group:
+                state, _, position = name.partition("@")
+                tensor = rows[name] if rows else export.states(layer, int(position or export.length))[state]
                 yield tensor_name(layer, name), tensor
 
     def stop(self, export: Export, p: int) -> Iterator[tuple[str, Tensor]]:

@@ -10,11 +10,12 @@ Letters: T tokens of a history.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from quire.branches.adapter_keys import is_private
 from quire.branches.branch import Branch
@@ -25,7 +26,7 @@ from quire.branches.state_keys import StateKeys
 from quire.branches.state_loads import LoadFailed, StateLoad, StateLoader, WholeLoad
 from quire.branches.stored_match import Match, Question, find_match
 from quire.branches.tiers import Brought
-from quire.contracts.kv_state import Export
+from quire.contracts.kv_state import Export, TensorPlan
 from quire.contracts.store import ObjectKey, ObjectKind
 from quire.errors import DataLoss, InvalidArgument, ResourceExhausted
 from quire.kv.sequencefile import with_groups
@@ -36,13 +37,14 @@ from quire.runner.adapter_history import FingerprintRuns
 from quire.runner.local import Runner
 from quire.store.commits import StateNames
 from quire.store.keys import Chain, StoredPiece
-from quire.store.objects import pack, tensor_name, unpack
+from quire.store.objects import pack, unpack
 from quire.store.records import Unfit
 from quire.store.stack import Store
 from quire.types import Fork, Remove, SeqId, Step
 
 logger = logging.getLogger("quire.engine")
 
+Plans: TypeAlias = Mapping[int, Mapping[str, TensorPlan]]
 LOOK_SECONDS = 0.25
 """How long a prompt waits for the tiers to say what they have."""
 WHOLE_SECONDS = 2.0
@@ -114,10 +116,8 @@ class StoredState(StateKeys):
             if ahead:
                 self._write(seq, chain, wanted, durable=store.memory is None, source=seq, tokens=tokens)
                 return True
-            export = self.runner.state.open_export(seq)
-            for one in wanted:
-                blob = self._pack_whole(chain, one, seq) if whole else self._pack(chain, one, export)
-                if not store.put(one.key, blob, durable=store.memory is None):
+            for key, make in self._makers(seq, chain, wanted, whole=whole).items():
+                if not store.put(key, make(), durable=store.memory is None):
                     return False
             self.costs.moved(TO_MEMORY, nbytes, time.perf_counter() - started)
             self.metrics.saved.inc(tokens)
@@ -126,14 +126,15 @@ class StoredState(StateKeys):
             return False
         return True
 
-    def _write(self, seq: SeqId, chain: Chain, wanted: Sequence[StoredPiece], **job: Any) -> None:
+    def _write(
+        self, seq: SeqId, chain: Chain, wanted: Sequence[StoredPiece], *, whole: bool = False, **job: Any
+    ) -> None:
         """Let a thread write objects of a sequence, from a fork. ``job``: of ``WriteJob``."""
         assert self.store is not None
-        fork, export = self._exported(seq)
+        fork = self._fork(seq)
         self._writer = self._writer or ObjectWriter(self.store)
         self.forks.add(fork)
-        objects = [(one.key, partial(self._pack, chain, one, export)) for one in wanted]
-        self._writer.add(WriteJob(fork, objects, **job))
+        self._writer.add(WriteJob(fork, [*self._makers(fork, chain, wanted, whole=whole).items()], **job))
 
     def _missing(
         self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False, durable: bool = False
@@ -147,6 +148,24 @@ class StoredState(StateKeys):
         there = store.memory.contains_now([one.key for one in found])
         return [one for one, is_there in zip(found, there, strict=True) if not is_there]
 
+    def _makers(
+        self, seq: SeqId, chain: Chain, pieces: Sequence[StoredPiece], *, whole: bool
+    ) -> dict[ObjectKey, Callable[[], bytes]]:
+        """Return what makes the bytes of each object of a sequence, in any thread, as long as the
+        sequence stays as it is. ``whole``: it has a window, and one object of all that it holds."""
+        export = self.runner.state.open_export(seq)
+        if not whole:
+            return {one.key: partial(self._pack, chain, one, export) for one in pieces}
+        described = self._described(seq)
+        return {one.key: partial(self._pack_whole, chain, one, export, *described) for one in pieces}
+
+    def _described(self, seq: SeqId) -> tuple[dict[str, Any], Plans]:
+        """Return what an import needs to know of a sequence with a window, and its tensors."""
+        state = self.runner.state
+        sequence = state.get_checkpoint_metadata(seq, checksums=False)
+        del sequence["groups"]
+        return sequence, state.plan_import(sequence)
+
     def _pack(self, chain: Chain, piece: StoredPiece, export: Export) -> bytes:
         """Return the bytes of an object of a sequence. Any thread may call."""
         layout, kind = self.layout, piece.key.kind
@@ -156,18 +175,16 @@ class StoredState(StateKeys):
         tensors = layout.rows(export, piece.start, piece.stop) if rows else layout.stop(export, n)
         return pack(piece.key, self._contents(chain, piece), plan, tensors)
 
-    def _pack_whole(self, chain: Chain, piece: StoredPiece, seq: SeqId) -> bytes:
-        """Return the bytes of all that a sequence with a window holds."""
-        state = self.runner.state
-        sequence = state.get_checkpoint_metadata(seq, checksums=False)
-        del sequence["groups"]
-        plan = state.plan_import(sequence)
-        tensors = (
-            (tensor_name(layer, name), tensor)
-            for layer in plan
-            for name, tensor in state.export_page_group(seq, layer).items()
-        )
-        return pack(piece.key, self._contents(chain, piece), plan, tensors, sequence=sequence)
+    def _pack_whole(
+        self,
+        chain: Chain,
+        piece: StoredPiece,
+        export: Export,
+        sequence: Mapping[str, Any],
+        plan: Plans,
+    ) -> bytes:
+        """Return the bytes of all that a sequence with a window holds. Any thread may call."""
+        return pack(piece.key, self._contents(chain, piece), plan, self.layout.whole(export, plan), sequence=sequence)
 
     def keep(self, branch: Branch, *, again: bool = False) -> None:
         """See ``Tier``."""
@@ -188,10 +205,7 @@ class StoredState(StateKeys):
             wanted = self._missing(seq, chain, again=again, whole=branch.window is not None, durable=True)
             if not wanted:
                 return
-            if branch.window is not None:
-                store.put(wanted[0].key, self._pack_whole(chain, wanted[0], seq), durable=True)
-                return
-            self._write(seq, chain, wanted)
+            self._write(seq, chain, wanted, whole=branch.window is not None)
         except Exception:
             logger.exception("the state of %d tokens is not written", branch.computed)
 
@@ -203,21 +217,21 @@ class StoredState(StateKeys):
         names = StateNames(root=chain.boundaries[0].hex(), chunk=chain.chunk, length=branch.computed)
         if seq is None or branch.computed < self.least:
             return replace(names, length=0), {}, None
-        if branch.window is not None:
-            (piece,) = layout.pieces(seq, chain, again=False, whole=True)
-            blob = self._pack_whole(chain, piece, seq)
-            return replace(names, stops=((piece.stop, len(blob)),)), {piece.key: lambda: blob}, None
-        pieces = layout.pieces(seq, chain, again=branch.computed == len(branch.tokens), whole=False)
+        whole, fork = branch.window is not None, self._fork(seq)
+        pieces = layout.pieces(seq, chain, again=branch.computed == len(branch.tokens), whole=whole)
+        makers = self._makers(fork, chain, pieces, whole=whole)
+        if whole:
+            plan = [one for group in self._described(fork)[1].values() for one in group.values()]
+            nbytes = sum(math.prod(one.shape) * one.dtype.itemsize for one in plan)
+            return replace(names, stops=((branch.computed, nbytes),)), makers, fork
         stops = tuple((one.stop, layout.nbytes(one.stop, one.stop)) for one in pieces if one.start == one.stop)
-        fork, export = self._exported(seq)
-        makers = {one.key: partial(self._pack, chain, one, export) for one in pieces}
         return replace(names, row_bytes=layout.row_bytes, stops=stops), makers, fork
 
-    def _exported(self, seq: SeqId) -> tuple[SeqId, Export]:
-        """Return a fork of a sequence, which nothing gives up, and how it is read."""
+    def _fork(self, seq: SeqId) -> SeqId:
+        """Return a fork of a sequence, which nothing gives up."""
         fork = self.runner.new_seq()
         self.runner.execute(Step(edits=(Fork(seq, fork, -1),)))
-        return fork, self.runner.state.open_export(fork)
+        return fork
 
     def _bury(self, cancel: Callable[[WriteJob], bool] = lambda _: False) -> bool:
         """Remove the forks of what was written, and of jobs to ``cancel``."""

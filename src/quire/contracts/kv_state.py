@@ -98,6 +98,10 @@ class Export(Protocol):
         of ``export_page_group``; fresh. ``InvalidArgument``: not all are held. ``Unsupported``: a
         cross or recurrent layer. Cost: the bytes."""
 
+    def held_rows(self, layer: int) -> dict[str, Tensor]:
+        """Return the rows of all ``held`` positions of a layer, as ``export_page_group`` does.
+        Errors and cost: as ``rows``."""
+
     def states(self, layer: int, position: int) -> dict[str, Tensor]:
         """Return ``state.i`` of a recurrent layer at one of ``positions``; fresh.
         ``InvalidArgument``: another position. ``Unsupported``: another kind of layer."""

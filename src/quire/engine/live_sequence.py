@@ -227,13 +227,16 @@ class LiveSequence(Labelled):
             return read_segments(text, lambda part, _: self._encode(part)[0])[0], NO_MEDIA  # type: ignore[arg-type]
         return as_token_ids(text), NO_MEDIA  # type: ignore[arg-type]
 
-    def _submit_first(self, tokens: NDArray[Any], length: int, media: Media = NO_MEDIA) -> SequenceRequest | None:
+    def _submit_first(
+        self, tokens: NDArray[Any], length: int, media: Media = NO_MEDIA, *, priority: int = 0
+    ) -> SequenceRequest | None:
         """Queue a run of the first ``length`` tokens; return None if they are computed already. The
         session becomes all of ``tokens``. ``media`` holds embeddings that it does not have yet."""
         state = self._state
         if length < 1 or (state.seq is not None and state.computed >= length):
             return None
-        return self._engine.submit_run(state, tokens[:length], tail=tokens[length:].tolist(), media=media)
+        tail = tokens[length:].tolist()
+        return self._engine.submit_run(state, tokens[:length], tail=tail, media=media, priority=priority)
 
     def _wait(self, request: SequenceRequest) -> None:
         """Run a request to its end. Raise its error, and ``Cancelled`` for a cancelled run."""
@@ -243,12 +246,13 @@ class LiveSequence(Labelled):
         if request.finish_reason == "cancelled" and request.params is None:
             raise Cancelled("the session's call was cancelled; the session is as it was before")
 
-    def _compute(self, verb: str) -> None:
-        """Run all tokens but the last one, as far as they are not computed."""
+    def _compute(self, verb: str, *, priority: int = 0) -> SequenceRequest | None:
+        """Run all tokens but the last one, as far as they are not computed. None: they were."""
         with self._engine.lock:
-            request = self._submit_first(self._idle(verb).tokens.ids, len(self) - 1)
+            request = self._submit_first(self._idle(verb).tokens.ids, len(self) - 1, priority=priority)
         if request is not None:
             self._wait(request)
+        return request
 
     def _catch_up(self, verb: str, length: int) -> None:
         """Make the state hold exactly the first ``length`` tokens: all, or all but the last."""

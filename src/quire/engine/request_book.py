@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -210,7 +211,7 @@ class RequestBook:
                 self.blending.ask(key, adapter)
             for sample in samples:
                 sample.work.priority = hints.priority
-            self._take_hints(leader, hints, in_session=session is not None)
+            self._take_hints(leader, hints)
             if params.prompt_logprobs is not None:
                 leader.prompt_logprobs = PromptLogprobs(tokens, params.prompt_logprobs)
                 leader.on_logits = leader.prompt_logprobs.take
@@ -230,10 +231,10 @@ class RequestBook:
         self._finish(self.yielding, "cancelled")
         return True
 
-    def _take_hints(self, request: SequenceRequest, hints: CacheHints, *, in_session: bool) -> None:
+    def _take_hints(self, request: SequenceRequest, hints: CacheHints) -> None:
         if hints is NO_HINTS:
             return
-        request.hints = RequestHints(hints, request.num_prompt, in_session=in_session)
+        request.hints = RequestHints(hints, request.num_prompt)
         if self.runner.state.forgets:
             request.work.stops = request.hints.stops
 
@@ -374,7 +375,14 @@ class RequestBook:
             self._by_id.pop(request.request_id, None)
             for sample in samples:
                 if sample.hints is not None:
-                    sample.hints.ended([one.work for one in samples], self.branches.demote)
+                    sample.hints.ended(partial(self._demote, samples))
+
+    def _demote(self, samples: Sequence[SequenceRequest], start: int) -> int:
+        """Give up what the pool holds of a finished prompt, and of its session, from ``start``
+        on; return how many tokens that were."""
+        works, session = [one.work for one in samples if one.work.cacheable], samples[0].session
+        own = 0 if session is None else self.branches.shorten(session, start)
+        return max(own, sum(self.branches.demote(work.tokens.ids, work.key, start) for work in works))
 
     def _release(self, request: SequenceRequest) -> None:
         """Keep the finished sequence for others, or give its pages back."""

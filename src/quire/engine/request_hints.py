@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
 
 from quire.engine.scheduled_request import ScheduledRequest
 from quire.errors import QuireError
@@ -15,26 +12,19 @@ from quire.hints import CacheHints, HintResult, Pin, PinAccount
 PrefixName: TypeAlias = tuple[PinAccount, Hashable, bytes]
 """Account, key and a digest of the tokens of a pinned prefix."""
 
-IN_SESSION = "a session keeps its own state; pin or close the session"
-
 
 class RequestHints:
     """What is left to do, and the results so far. The caller holds the engine's lock."""
 
-    def __init__(self, wanted: CacheHints, num_prompt: int, *, in_session: bool) -> None:
-        """``num_prompt``: tokens of the prompt. In a session all but the priority is refused."""
+    def __init__(self, wanted: CacheHints, num_prompt: int) -> None:
+        """``num_prompt``: tokens of the prompt; of a session, all that it has."""
         self._wanted = wanted
-        self._in_session = in_session
         self.results: list[HintResult] = []
         places = [(num_prompt if pin.tokens is None else min(pin.tokens, num_prompt), pin) for pin in wanted.pins]
         self._waiting: list[tuple[int, Pin]] = sorted(places, key=lambda place: place[0])
         self._made: list[PrefixName] = []
         if wanted.priority:
             self.results.append(HintResult(hint="priority"))
-        if in_session:
-            self._refuse(IN_SESSION)
-            if wanted.demote is not None:
-                self.results.append(HintResult(hint="demote", done=False, reason=IN_SESSION))
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -63,21 +53,18 @@ class RequestHints:
         """Give up what was pinned of a state that is not fit to be used, by ``PrefixPins.drop``."""
         for made in self._made:
             drop(made)
-        if not self._in_session:
-            self.results = [result for result in self.results if result.hint != "pin"]
-            self._waiting = [(0, pin) for pin in self._wanted.pins]
-            self._refuse("the request failed")
+        self.results = [result for result in self.results if result.hint != "pin"]
+        self._waiting = [(0, pin) for pin in self._wanted.pins]
+        self._refuse("the request failed")
 
-    def ended(
-        self, works: Sequence[ScheduledRequest], demote: Callable[[NDArray[np.int64], Hashable, int], int]
-    ) -> None:
-        """Do what is to be done at the end of the request, with all of its samples, by
-        ``SessionBranches.demote``."""
+    def ended(self, demote: Callable[[int], int]) -> None:
+        """Do what is to be done at the end of the request. ``demote`` gives up what only it uses
+        from a position on, and returns how many tokens that were."""
         self._refuse("the prompt did not run that far")
         start = self._wanted.demote
-        if start is None or self._in_session:
+        if start is None:
             return
-        given_up = sum(demote(work.tokens.ids, work.key, start) for work in works if work.cacheable)
+        given_up = demote(start)
         reason = "" if given_up else f"nothing that only this prompt uses is held beyond {start} tokens"
         self.results.append(HintResult(hint="demote", tokens=given_up, reason=reason))
 

@@ -27,7 +27,7 @@ from quire.engine.sequence_request import SequenceRequest
 from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.hints import NO_HINTS, CacheHints
+from quire.hints import CacheHints, checked_hints
 from quire.outputs import RequestOutput
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.segments import BlendParams, Segment
@@ -308,15 +308,6 @@ def cache_key(salt: str | None) -> Hashable:
     if salt is not None and not isinstance(salt, str):
         raise InvalidArgument(field="cache_salt", given=salt, allowed="a string")
     return (salt.owner if isinstance(salt, OwnedSalt) else "", salt)
-
-
-def checked_hints(hints: object) -> CacheHints:
-    """Return hints, none for None; ``InvalidArgument`` for anything else."""
-    if hints is None:
-        return NO_HINTS
-    if not isinstance(hints, CacheHints):
-        raise InvalidArgument(field="hints", given=hints, allowed="CacheHints or None")
-    return hints
 
 
 def texts_of(prompts: Sequence[Prompt]) -> list[str | None]:

@@ -17,21 +17,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.config import check_int
 from quire.contracts.executor import ExecutorInputs
 from quire.engine.chat_rendering import encode_chat, render_chat, select_template
 from quire.engine.chat_turns import Asked, ReadAnswer
 from quire.engine.keeping import kept
 from quire.engine.next_turn import next_turn_ids, parts_from
 from quire.engine.prompts import Prompt, Text
-from quire.engine.request_outputs import prefix_output, request_output
+from quire.engine.request_outputs import prefix_output, request_output, reuse_of
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.session_edits import SessionEdits
 from quire.engine.session_stream import PreparedTurn, SessionStream
 from quire.engine.token_ids import is_integer
 from quire.errors import FailedPrecondition, InvalidArgument
-from quire.hints import NO_HINTS, CacheHints, PinAccount
+from quire.hints import MOST_PRIORITY, NO_HINTS, CacheHints, PinAccount, checked_hints
 from quire.interrupts import uninterrupted
-from quire.outputs import RequestOutput
+from quire.outputs import RequestOutput, Reuse
 from quire.sampling_params import SamplingParams
 from quire.types import BASE
 
@@ -43,9 +44,11 @@ class Session(SessionEdits):
 
     @uninterrupted
     @kept
-    def append(self, text: Prompt) -> Self:
+    def append(self, text: Prompt, *, priority: int = 0) -> Self:
         """Add text or token ids (no BOS), perhaps with embeddings, and run them.
-        ``quire.engine.prompts.read_prompt`` describes prompts with embeddings."""
+        ``quire.engine.prompts.read_prompt`` describes prompts with embeddings; ``priority`` is
+        that of ``CacheHints``."""
+        check_int("priority", priority, -MOST_PRIORITY, MOST_PRIORITY)
         new, media = self._encode(text)
         with self._engine.lock:
             state = self._idle("append")
@@ -54,7 +57,7 @@ class Session(SessionEdits):
             self._engine.checks.tokens(new, media)
             length = len(self) + new.size
             self._engine.checks_of(state).length(length, None)
-            request = self._submit_first(np.append(state.tokens.ids, new), length - 1, media)
+            request = self._submit_first(np.append(state.tokens.ids, new), length - 1, media, priority=priority)
             if request is None:
                 state.tokens.media |= media
                 state.tokens.extend(new)
@@ -65,30 +68,33 @@ class Session(SessionEdits):
 
     # -- generating --------------------------------------------------------------------------------
 
-    def generate(self, params: SamplingParams | None = None) -> RequestOutput:
-        """Continue. The new tokens stay in the session, except a stop token or stop string."""
-        return self._generate(self._check_params("generate", len(self), params))
+    def generate(self, params: SamplingParams | None = None, *, hints: CacheHints | None = None) -> RequestOutput:
+        """Continue. The new tokens stay in the session, except a stop token or stop string.
+        ``hints`` are those of ``LLM.generate``; their prompt is all that the session holds."""
+        return self._generate(self._check_params("generate", len(self), params), checked_hints(hints))
 
     @uninterrupted
     @kept
-    def _generate(self, params: SamplingParams) -> RequestOutput:
+    def _generate(self, params: SamplingParams, hints: CacheHints) -> RequestOutput:
         with self._engine.lock:
-            request = self._submit(self._idle("generate").tokens.ids, params)
+            request = self._submit(self._idle("generate").tokens.ids, params, hints=hints)
         return self._result(request)
 
-    def stream(self, params: SamplingParams | None = None) -> SessionStream:
+    def stream(self, params: SamplingParams | None = None, *, hints: CacheHints | None = None) -> SessionStream:
         """Return an iterator that generates token by token.
 
         Leaving its loop early cancels; what was generated stays.
         """
-        return SessionStream(self._engine, *self.prepare(params))
+        return SessionStream(self._engine, *self.prepare(params, hints=hints))
 
-    def prepare(self, params: SamplingParams | None = None) -> PreparedTurn:
+    def prepare(self, params: SamplingParams | None = None, *, hints: CacheHints | None = None) -> PreparedTurn:
         """Check what ``stream`` runs; return how it starts."""
+        hinted = checked_hints(hints)
         with self._engine.lock:
             chosen = self._check_params("stream", len(self), params)
         return PreparedTurn(
-            lambda: self._submit(self._idle("stream").tokens.ids, chosen), lambda _: self._keep(wait=False)
+            lambda: self._submit(self._idle("stream").tokens.ids, chosen, hints=hinted),
+            lambda _: self._keep(wait=False),
         )
 
     def cancel(self) -> bool:
@@ -161,10 +167,14 @@ class Session(SessionEdits):
     # -- probabilities -----------------------------------------------------------------------------
 
     @uninterrupted
-    def compute(self) -> None:
-        """Run all tokens but the last one, as far as they are not computed. The last one runs when
-        its logits are wanted."""
-        self._compute("compute")
+    def compute(self, *, priority: int = 0) -> Reuse:
+        """Run all tokens but the last one, as far as they are not computed; return what was reused.
+        The last one runs when its logits are wanted. ``priority`` is that of ``CacheHints``."""
+        check_int("priority", priority, -MOST_PRIORITY, MOST_PRIORITY)
+        request = self._compute("compute", priority=priority)
+        if request is not None:
+            return reuse_of(request.work, self._engine.tokenizer)
+        return Reuse(cached=self.num_computed, by_tier={"pool": self.num_computed} if self.num_computed else {})
 
     @uninterrupted
     def logits(self) -> Tensor:
@@ -307,6 +317,7 @@ class Session(SessionEdits):
         params: SamplingParams | None = None,
         *,
         answer: ReadAnswer | None = None,
+        hints: CacheHints | None = None,
     ) -> RequestOutput:
         """Add messages, rendered with the model's chat template, and generate the answer.
 
@@ -317,18 +328,23 @@ class Session(SessionEdits):
 
         ``answer`` turns the answer's text into the message that the next turn's template gets, for
         models whose text is not its content. None: ``{"role": "assistant", "content": text}``.
+        ``hints`` are as in ``generate``.
         """
-        return self._chat(messages, self._chosen("chat", params), answer)
+        return self._chat(messages, self._chosen("chat", params), answer, checked_hints(hints))
 
     @uninterrupted
     @kept
     def _chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, answer: ReadAnswer | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams,
+        answer: ReadAnswer | None,
+        hints: CacheHints,
     ) -> RequestOutput:
         asked, tokens = self._ask(messages, params, answer)
         with self._engine.lock:
             self._idle("chat")
-            request = self._submit(tokens, params)
+            request = self._submit(tokens, params, hints=hints)
         try:
             return self._result(request)
         finally:
@@ -340,9 +356,10 @@ class Session(SessionEdits):
         params: SamplingParams | None = None,
         *,
         answer: ReadAnswer | None = None,
+        hints: CacheHints | None = None,
     ) -> SessionStream:
         """Return ``chat`` as a stream. What was generated when its loop is left is the answer."""
-        return SessionStream(self._engine, *self.prepare_chat(messages, params, answer=answer))
+        return SessionStream(self._engine, *self.prepare_chat(messages, params, answer=answer, hints=hints))
 
     def prepare_chat(
         self,
@@ -350,13 +367,15 @@ class Session(SessionEdits):
         params: SamplingParams | None = None,
         *,
         answer: ReadAnswer | None = None,
+        hints: CacheHints | None = None,
     ) -> PreparedTurn:
         """Check and render what ``stream_chat`` runs; return how it starts and ends."""
+        hinted = checked_hints(hints)
         asked, tokens = self._ask(messages, params, answer)
 
         def start() -> SequenceRequest:
             self._idle("chat")
-            return self._submit(tokens, params)
+            return self._submit(tokens, params, hints=hinted)
 
         def end(request: SequenceRequest) -> Future[None] | None:
             self._turns.answered(asked, request, len(self))

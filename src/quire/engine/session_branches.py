@@ -332,11 +332,13 @@ class SessionBranches:
             self.remove(request.way_back)
             request.way_back = None
         self.hold(session)
-        if self.cache is not None and session.seq is not None and session.computed and work.cacheable:
-            key, parts_here = self.key_of(session), len(work.tokens) - work.num_cached >= KEEP_TOKENS
-            self.share(session, key, live=True, keep=request.params is not None or parts_here)
-            if request.params is not None or parts_here:
-                self.tier.keep(session)
+        if self.cache is None or session.seq is None or not session.computed:
+            return
+        is_end = request.params is not None or len(work.tokens) - work.num_cached >= KEEP_TOKENS
+        if work.cacheable:
+            self.share(session, self.key_of(session), live=True, keep=is_end)
+        if is_end and (work.cacheable or session.window is not None):
+            self.tier.keep(session)
 
     def _return_to(self, session: SessionBranch, request: SequenceRequest, length: int) -> None:
         """Take back what is computed after ``length``. If a window has let go of what that needs,
@@ -398,6 +400,19 @@ class SessionBranches:
             if fork is not None:
                 self.remove_all(self.cache.insert(fork, tokens[:kept], key))
             given_up = max(given_up, length - start)
+        return given_up
+
+    def shorten(self, session: SessionBranch, start: int) -> int:
+        """Give up an idle session's state from token ``start`` on, as if the pool were short;
+        return how many tokens it had. One that is pinned, or that tokens do not give, keeps it."""
+        if not session.droppable or session.computed <= start:
+            return 0
+        given_up = session.computed - start
+        self.tier.save(session)
+        if start and session.seq is not None:
+            session.recede(self.pop(session.seq, session.computed, start))
+        else:
+            self.drop(session)
         return given_up
 
     def drop_idle(self) -> bool:

@@ -39,6 +39,7 @@ class UnsampledRuns(RequestBook):
         all_logits: bool = False,
         arrival: int | None = None,
         blend: PromptBlend | None = None,
+        priority: int = 0,
     ) -> SequenceRequest:
         """Queue a run without sampling, after which the session's tokens are these and ``tail``.
 
@@ -57,6 +58,7 @@ class UnsampledRuns(RequestBook):
                 wants="none" if on_logits is None else ("all" if all_logits else "last"),
                 fresh_from=fresh_from,
                 blend=blend,
+                priority=priority,
             )
             request = SequenceRequest(self._name(None), work, len(tokens), None, tail=tuple(tail), on_logits=on_logits)
             self.branches.lend(session, request)
@@ -102,7 +104,7 @@ class UnsampledRuns(RequestBook):
                 if not self.scheduler.idle or (most is not None and tokens.size - work.num_cached > most):
                     request.finish_reason = "cancelled"
                     return request
-            self._take_hints(request, hints, in_session=False)
+            self._take_hints(request, hints)
             self._enqueue(request, [request])
             self.yielding = request if only_idle else None
             return request

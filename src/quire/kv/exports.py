@@ -67,6 +67,13 @@ class SequenceExport:
         slots = slots_of(self.pages[found.class_index], start, stop, self.state.page_size)
         return group_tensors(found.spec, self.state.classes[found.class_index].storage.read(found.index, slots))
 
+    def held_rows(self, layer: int) -> dict[str, Tensor]:
+        found = self.state.rows_layer(layer, "held_rows")
+        pages, size = self.pages[found.class_index], self.state.page_size
+        parts = [slots_of(pages, part.start, part.stop, size) for part in self.ranges[found.class_index]]
+        slots = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
+        return group_tensors(found.spec, self.state.classes[found.class_index].storage.read(found.index, slots))
+
     def states(self, layer: int, position: int) -> dict[str, Tensor]:
         if layer in self.state.stored_specs:
             raise Unsupported(f"states: layer {layer} keeps rows and no state of fixed size; call rows")

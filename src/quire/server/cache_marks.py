@@ -65,6 +65,13 @@ def without_marks(
     return kept, bare, marks
 
 
+def pin_all(hints: HintFields, marks: Sequence[CacheMark]) -> None:
+    """Let marks pin all that a session holds when it answers: what stands before them is not
+    rendered by itself there."""
+    for mark in marks:
+        hints.pin(mark.path, None, mark.seconds)
+
+
 def _bare_tool(tool: dict[str, Any], path: str, plain: Callable[[Any, str], Any]) -> dict[str, Any]:
     """Return a tool without a mark, beside its function or inside of it."""
     found: dict[str, Any] = plain({**tool, "function": plain(tool["function"], path)}, path)

@@ -21,13 +21,13 @@ from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.segments import Segment
 from quire.server.blend_fields import EncodedPrompt, blend_of
-from quire.server.cache_marks import MarkedHints, without_marks
+from quire.server.cache_marks import MarkedHints, pin_all, without_marks
 from quire.server.context import Context
 from quire.server.conversations import Conversation
 from quire.server.errors import ApiError, bad_field, naming
 from quire.server.generation import asked_by, check_number, check_prompts, ending, in_texts, sampling_params
 from quire.server.harmony import MARKERS, STOPS, in_reasoning, is_harmony
-from quire.server.hint_fields import IN_SESSION, for_prefetch, read_hints
+from quire.server.hint_fields import for_prefetch, read_hints
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import MessageFormat, MessageReader, answer_of, message_of
 from quire.server.protocol import ChatRequest, refuse_unsupported
@@ -79,6 +79,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
             format, in_session = _reading(context, tokenizer, template, params, tools, None)
             # The template writes the wrappers of an answer's text itself, or refuses them.
             wrapped = format.harmony or (format.calls is not None and bool(format.calls.wrappers))
+            pin_all(hints, marks)
             source = ClientSessionStream(
                 context,
                 request.state.owner,
@@ -87,12 +88,10 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
                 messages=body.messages,
                 answer=(lambda text: answer_of(text, format)) if wrapped else None,
                 model=body.model,
+                hints=hints.hints,
             )
             reply = ChatReply(request, context, body, params, tools, format)
             reply.rerun = lambda message, output: source.session.prefetch_next_turn
-            hints.refuse_all(IN_SESSION)
-            for mark in marks:
-                hints.refuse("pin", mark.path, IN_SESSION)
             reply.hints = hints
             return await answer_in_session(request, reply, source)
     adapter = context.adapter_of(body.model)

@@ -23,7 +23,7 @@ from quire.server.generation import (
     in_texts,
     sampling_params,
 )
-from quire.server.hint_fields import IN_SESSION, for_prefetch, read_hints
+from quire.server.hint_fields import for_prefetch, read_hints
 from quire.server.logprobs import Offsets, completion_logprobs, prompt_logprobs
 from quire.server.protocol import CompletionRequest, refuse_unsupported
 from quire.server.replies import Reply, answer, answer_in_session, head_of, prefetch
@@ -49,10 +49,15 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         prompt = _session_prompt(body)
         with naming(fields, "session_id"):
             source = ClientSessionStream(
-                context, request.state.owner, body.session_id, params, prompt=prompt, model=body.model
+                context,
+                request.state.owner,
+                body.session_id,
+                params,
+                prompt=prompt,
+                model=body.model,
+                hints=hints.hints,
             )
             reply = CompletionReply(request, context, body, given, params, [])
-            hints.refuse_all(IN_SESSION)
             reply.hints = hints
             return await answer_in_session(request, reply, source)
     adapter = context.adapter_of(body.model)

@@ -16,7 +16,7 @@ from quire.hints import MOST_PRIORITY, MOST_SECONDS, NO_HINTS, PIN_SECONDS, Cach
 from quire.outputs import RequestOutput
 from quire.server.context import Context
 from quire.server.errors import bad_field
-from quire.server.protocol import GenerationBody, KvHintAction
+from quire.server.protocol import HintedBody, KvHintAction
 
 PROTOCOL = "0.1"
 """The version of vLLM's and SGLang's envelope that is read."""
@@ -29,9 +29,8 @@ MOST_PINS = 16
 LIFETIMES = {"5m": 300.0, "1h": 3600.0}
 """Seconds of the lifetimes that a mark may have."""
 SEVERAL_KEYS = "a request may not overtake those of other API keys; give 0 or more"
-IN_SESSION = "a session keeps its own state: pin it, rewind it or delete it; its requests run in order of arrival"
 
-B = TypeVar("B", bound=GenerationBody)
+B = TypeVar("B", bound=HintedBody)
 Answers: TypeAlias = list[dict[str, Any]]
 """What was done with each hint, as clients get it."""
 
@@ -77,23 +76,19 @@ class HintFields:
         """Note a hint that is not followed."""
         self.answered.append(answer_to(hint, name, done=False, reason=reason))
 
-    def refuse_all(self, reason: str) -> None:
-        """Follow none of them."""
+    def refuse_others(self, reason: str) -> None:
+        """Pin and demote nothing."""
         for pin in self.pins:
             self.refuse("pin", self.names[int(pin.name)], reason)
         for name in self.demotions:
             self.refuse("demote", name, reason)
-        for name in self.prefetches:
-            self.refuse("prefetch", name, reason)
-        if self.priority:
-            self.refuse("priority", "priority", reason)
-        self.pins, self.demotions, self.prefetches, self.demote, self.priority = [], [], [], None, 0
+        self.pins, self.demotions, self.demote = [], [], None
 
-    def answers(self, outputs: Sequence[RequestOutput]) -> Answers:
+    def answers(self, outputs: Mapping[int, RequestOutput]) -> Answers:
         """Return what was done, for each of several prompts with its number."""
         found = list(self.answered)
-        for number, output in enumerate(outputs):
-            which = {"prompt": number} if len(outputs) > 1 else {}
+        for number, output in outputs.items():
+            which = {"prompt": number} if number or len(outputs) > 1 else {}
             found += [{**one, **which} for one in self._of(output)]
         return found
 
@@ -123,7 +118,7 @@ def _answer(result: HintResult, name: str) -> dict[str, Any]:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def read_hints(context: Context, owner: str, body: GenerationBody) -> HintFields:
+def read_hints(context: Context, owner: str, body: HintedBody) -> HintFields:
     """Return the hints of a body, all but the marks in its messages and tools. Raise ``ApiError``
     400 for malformed ones."""
     found = HintFields(account=CacheHints(account=context.sessions.account(owner)), longest=context.settings.pinned_ttl)
@@ -158,9 +153,9 @@ def for_prefetch(body: B, hints: HintFields) -> tuple[B, bool]:
     """Return the body, and whether it asks for a prefetch and no tokens: ``max_tokens`` is 0, which
     nothing else may ask for. Raise ``ApiError`` 400 for such a stream."""
     given = [getattr(body, name, None) for name in ("max_tokens", "max_completion_tokens")]
-    if not hints.prefetches or 0 not in given or body.session_id is not None:
+    if not hints.prefetches or 0 not in given or getattr(body, "session_id", None) is not None:
         return body, False
-    if body.stream:
+    if getattr(body, "stream", None):
         raise bad_field("stream", "a prefetch without tokens (max_tokens=0) has nothing to stream; leave stream out")
     return body.model_copy(update={"max_tokens": 1, "max_completion_tokens": None}), True
 

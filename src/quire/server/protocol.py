@@ -141,7 +141,18 @@ class KvHints(Body):
     actions: list[KvHintAction] = Field(max_length=64)
 
 
-class GenerationBody(ParamsBody):
+class HintedBody(Body):
+    """The fields with which a request says how its state is wanted."""
+
+    priority: int | None = None
+    """Lower values run earlier; 0 if it is missing."""
+    kv_hints: KvHints | None = None
+    """What to keep in the pool, to give up, or to bring there."""
+    cache_control: dict[str, Any] | None = None
+    """Anthropic's mark: keep the state of the whole prompt for ``ttl``, "5m" or "1h"."""
+
+
+class GenerationBody(HintedBody, ParamsBody):
     """The fields that both kinds of request have."""
 
     model: str | None = None
@@ -153,12 +164,6 @@ class GenerationBody(ParamsBody):
     response_format: ResponseFormat | None = None
     cache_salt: str | None = None
     session_id: str | None = None
-    priority: int | None = None
-    """Lower values run earlier; 0 if it is missing."""
-    kv_hints: KvHints | None = None
-    """What to keep in the pool, to give up, or to bring there."""
-    cache_control: dict[str, Any] | None = None
-    """Anthropic's mark: keep the state of the whole prompt for ``ttl``, "5m" or "1h"."""
     blend: Blending = None
     """Use the state that segments of the prompt have by themselves: approximate. True, or how."""
 

@@ -112,7 +112,7 @@ class Reply(ABC):
             found["reuse"] = reuse_body(ran, alone=self._alone)
         if blends := [output.blend for output in outputs if output.blend is not None]:
             found["blend"] = blend_body([replace(one, unplaced=self.unplaced) for one in blends])
-        if hints := self.hints.answers(outputs):
+        if hints := self.hints.answers(dict(zip(sorted(self.outputs), outputs, strict=True))):
             found["hints"] = hints
         return {"quire": found} if found else {}
 

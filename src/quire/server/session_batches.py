@@ -15,18 +15,20 @@ from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from quire.async_llm import SampleDelta
 from quire.errors import QuireError
-from quire.outputs import RequestOutput
+from quire.outputs import CompletionOutput, RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context
 from quire.server.errors import ApiError, api_error, bad_field
-from quire.server.events import Chunk
+from quire.server.events import Chunk, JsonAnswer, unless_gone
 from quire.server.generation import deltas, whole
+from quire.server.hint_fields import HintFields, read_hints
 from quire.server.logprobs import Offsets, completion_logprobs
 from quire.server.replies import Reply
-from quire.server.session_bodies import ContinueBody, GenerateManyBody, SamplingBody
+from quire.server.session_bodies import ContinueBody, GenerateBody, GenerateManyBody, SamplingBody
 from quire.server.session_streams import ClientSessionStream
 
 FIELDS: Mapping[str, str] = {name: name for name in SamplingBody.model_fields}
@@ -94,11 +96,13 @@ class SessionBatch(SessionReply):
         if len(set(body.ids)) < len(body.ids):
             twice = Counter(body.ids).most_common(1)[0][0]
             raise bad_field("ids", f"ids: {twice[:60]!r} is given twice; a session goes on in one way at a time")
+        hints = read_hints(context, request.state.owner, body)
         streams = [
-            MemberStream(context, request.state.owner, name, one, model=body.model)
+            MemberStream(context, request.state.owner, name, one, model=body.model, hints=hints.hints)
             for name, one in zip(body.ids, params, strict=True)
         ]
         super().__init__(request, context, body, streams, params, model=context.model_name)
+        self.hints = hints
 
     async def check(self) -> None:
         """Take all sessions and check everything before anything runs. Raise ``ApiError`` that
@@ -160,3 +164,37 @@ class MemberStream(ClientSessionStream):
         except QuireError as error:
             self.failure = api_error(error).body
             return FAILED
+
+
+async def prefetched(
+    request: Request,
+    context: Context,
+    body: GenerateBody,
+    stream: ClientSessionStream,
+    params: SamplingParams,
+    hints: HintFields,
+) -> Response:
+    """Bring the state of a session into the pool, and answer without a token."""
+    if body.prompt is not None or body.messages is not None:
+        name = "prompt" if body.messages is None else "messages"
+        raise bad_field(name, f"a prefetch (max_tokens=0) is of what the session holds; leave {name} out")
+    hints.refuse_others("a prefetch without tokens keeps a session as it is; pin the session, or generate")
+    try:
+        session = await unless_gone(request, stream.take())
+        reuse = await unless_gone(request, session.compute(priority=hints.priority))
+        ids = session.tokens
+        nothing = CompletionOutput(index=0, text="", token_ids=[], finish_reason="length")
+        output = RequestOutput(
+            request_id=request.state.request_id,
+            prompt=None,
+            prompt_token_ids=ids,
+            outputs=[nothing],
+            num_cached_tokens=reuse.cached,
+            reuse=reuse,
+        )
+        model = session.adapter or context.model_name
+        reply = SessionReply(request, context, body, [stream], [params], model=model, session_id=stream.session_id)
+        reply.hints = hints
+        return JsonAnswer(reply.at_once([output]))
+    finally:
+        await stream.aclose()

@@ -12,7 +12,15 @@ from quire.sampling_fields import Surface
 from quire.sampling_params import SamplingParams
 from quire.server.errors import ApiError, bad_field
 from quire.server.generation import MAX_LOGPROBS, sampling_params
-from quire.server.protocol import Blending, Body, ParamsBody, StreamOptions, refuse_fields, takes_sampling
+from quire.server.protocol import (
+    Blending,
+    Body,
+    HintedBody,
+    ParamsBody,
+    StreamOptions,
+    refuse_fields,
+    takes_sampling,
+)
 
 TokenIds = list[int]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
@@ -143,7 +151,7 @@ class SamplingBody(ParamsBody):
             raise bad_field(unknown[0], f"{unknown[0]}: there is no such field in this call")
 
 
-class ContinueBody(SamplingBody):
+class ContinueBody(HintedBody, SamplingBody):
     """How sessions go on. The model's generation_config.json gives the defaults."""
 
     model: str | None = None

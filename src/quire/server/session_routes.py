@@ -22,13 +22,15 @@ from quire.errors import FailedPrecondition, InvalidArgument, NotFound, Unsuppor
 from quire.sampling_params import SamplingParams
 from quire.server.blend_fields import read_blend
 from quire.server.branch_routes import commit_object
+from quire.server.cache_marks import pin_all, without_marks
 from quire.server.context import Context
 from quire.server.errors import ApiError, bad_field, naming
 from quire.server.events import EventStream, JsonAnswer, unless_gone
 from quire.server.generation import added, check_lists, encoded
+from quire.server.hint_fields import for_prefetch, read_hints
 from quire.server.logprobs import finite
 from quire.server.replies import answer_in_session
-from quire.server.session_batches import SessionBatch, SessionReply
+from quire.server.session_batches import SessionBatch, SessionReply, prefetched
 from quire.server.session_bodies import (
     AdapterBody,
     CheckoutBody,
@@ -309,16 +311,31 @@ async def generate(session_id: str, body: GenerateBody, request: Request) -> Res
     """Continue, after a prompt or with an answer to messages. The session keeps the new tokens."""
     context = _context(request)
     check_lists(context, body.sampling()[0])
+    hints, messages = read_hints(context, _owner(request), body), body.messages
+    if messages is not None:
+        messages, _, marks = without_marks(messages, [])
+        pin_all(hints, marks)
+    body, prefetching = for_prefetch(body, hints)
     params = body.params(context.llm.default_params)
     stream = ClientSessionStream(
-        context, _owner(request), session_id, params, prompt=body.prompt, messages=body.messages, model=body.model
+        context,
+        _owner(request),
+        session_id,
+        params,
+        prompt=body.prompt,
+        messages=messages,
+        model=body.model,
+        hints=hints.hints,
     )
+    if prefetching:
+        return await prefetched(request, context, body, stream, params, hints)
     with _about(
         None if body.prompt is None and body.messages is None else "messages" if body.prompt is None else "prompt"
     ):
         await unless_gone(request, stream.begin())
     model = stream.session.adapter or context.model_name
     reply = SessionReply(request, context, body, [stream], [params], model=model, session_id=session_id)
+    reply.hints = hints
     return await answer_in_session(request, reply, stream)
 
 

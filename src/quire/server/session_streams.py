@@ -9,6 +9,7 @@ from typing import Any
 from quire.async_llm import AsyncSession, AsyncStream, SampleDelta
 from quire.engine.chat_turns import ReadAnswer
 from quire.errors import FailedPrecondition, NotFound
+from quire.hints import NO_HINTS, CacheHints
 from quire.orphans import unless_exiting
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
@@ -34,6 +35,7 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         messages: Sequence[Mapping[str, Any]] | None = None,
         answer: ReadAnswer | None = None,
         model: str | None = None,
+        hints: CacheHints = NO_HINTS,
     ) -> None:
         """Prepare to continue, after a prompt (text without BOS, or ids), or to answer messages.
 
@@ -55,6 +57,7 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
         self._messages = messages
         self._answer = answer
         self._model = model
+        self._hints = hints
         self._held: HeldSession | None = None
         self._session: AsyncSession | None = None
         self._stream: AsyncStream | None = None
@@ -128,12 +131,13 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
     async def _begin(self) -> AsyncStream:
         session = await self.take()
         if self._messages is not None:
-            return session.stream_chat(self._messages, self._params, answer=self._answer)
+            return session.stream_chat(self._messages, self._params, answer=self._answer, hints=self._hints)
         if self._prompt is not None:
             before = len(session)
-            await session.append(await added(self._context, session, self._prompt))
+            new = await added(self._context, session, self._prompt)
+            await session.append(new, priority=self._hints.priority)
             self._undo = before
-        return session.stream(self._params)
+        return session.stream(self._params, hints=self._hints)
 
     def _end(self) -> asyncio.Task[None]:
         if self._ended is None:
