@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -16,7 +17,7 @@ from quire.server.generation import Source
 from quire.server.protocol import ChatRequest
 from quire.server.response_body import ResponseRequest, tools_of
 from quire.server.response_items import Item, new_id
-from quire.server.response_store import StoredResponse, response_id
+from quire.server.response_store import PREFIX, StoredResponse
 
 ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 """Codes of failed responses by the status that the error would have had. Others are
@@ -51,13 +52,20 @@ class OutputItems:
 
     def feed(self, delta: Mapping[str, Any]) -> Iterator[Chunk]:
         """Add a delta of the message, and yield its events."""
+        calls = delta.get("tool_calls", ())
+        # What goes on in a call was written before the text of the same delta, other calls behind.
+        yield from self._calls(call for call in calls if call["index"] == self._call)
+        begun = [call for call in calls if "id" in call]
         for field, kind in (("reasoning_content", "reasoning"), ("content", "message")):
             if text := delta.get(field):
                 if not self._open or self.items[-1]["type"] != kind:
                     yield from self._begin(kind)
                 self._part["text"] += text
                 yield self.event(f"{self._part['type']}.delta", **self._place, **_logprobs(kind), delta=text)
-        for call in delta.get("tool_calls", ()):
+        yield from self._calls(begun)
+
+    def _calls(self, calls: Iterable[Mapping[str, Any]]) -> Iterator[Chunk]:
+        for call in calls:
             function = call["function"]
             if call["index"] != self._call:
                 yield from self._begin("function_call", call_id=call["id"], name=function["name"])
@@ -199,7 +207,7 @@ class ResponseReply(ChatReply):
         body, params = self._body, self._params
         text, reasoning = body.text, body.reasoning
         return {
-            "id": response_id(),
+            "id": f"{PREFIX}{secrets.token_hex(16)}",
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",

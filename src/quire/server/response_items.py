@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from pydantic import GetJsonSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema
 
-from quire.server.errors import ApiError, bad_field, validation_error
+from quire.server.errors import bad_field, validation_error
 from quire.server.protocol import Body
 
 Item: TypeAlias = dict[str, Any]
@@ -238,9 +238,3 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
     """Return one text as it is, and several as parts, which the template joins."""
     texts = [part["text"] for part in parts]
     return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
-
-
-def unknown_reference(path: str, name: str) -> ApiError:
-    """Return the answer to a reference to an item that is not stored."""
-    message = f"{path}: there is no stored item {name!r:.80}; send the item itself"
-    return ApiError(404, message, param=path, code="item_not_found")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from quire.engine.kept_sessions import KeptSessions
-from quire.errors import QuireError
+from quire.errors import NotDurable, QuireError
 from quire.server import logs
 from quire.server.errors import ApiError
 from quire.server.events import encode_json
@@ -93,7 +92,7 @@ class Responses:
         written; then it is not stored."""
         found = {"body": stored.body, "items": stored.items, "salt": stored.salt}
         text = await asyncio.to_thread(encode_json, found)
-        name = stored.body["id"]
+        name, written = stored.body["id"], None
         if self._kept is not None:
             record = SessionRecord(
                 id=_kept_id(name),
@@ -103,9 +102,16 @@ class Responses:
                 created=stored.body["created_at"],
                 chat=text.decode(),
             )
-            await asyncio.shield(asyncio.wrap_future(self._kept.writer.write(record)))
+            written = self._kept.writer.write(record)
+        # Before the wait: a client that goes away meanwhile does not undo what is written.
         self._hold(name, owner, text, stored.body)
-        self._make_room()
+        self._make_room([owner])
+        if written is not None:
+            try:
+                await asyncio.shield(asyncio.wrap_future(written))
+            except NotDurable:
+                self._forget(name)
+                raise
 
     async def delete(self, owner: str, name: str) -> None:
         """Forget a response. Raise as ``get`` does, and ``NotDurable`` if the journal cannot forget
@@ -125,17 +131,18 @@ class Responses:
             if owner is not None and record.chat is not None:
                 name = PREFIX + record.id.removeprefix(_KEPT)
                 self._hold(name, owner, record.chat.encode(), json.loads(record.chat)["body"])
-        self._make_room()
+        self._make_room(self._owners)
 
     def _hold(self, name: str, owner: str, text: bytes, body: dict[str, Any]) -> None:
         outputs = [item["id"] for item in body["output"]]
         self._held[name] = _Written(owner, text, outputs)
         self._places |= dict.fromkeys(outputs, name)
 
-    def _make_room(self) -> None:
-        """Drop the oldest responses of owners that have too many, then the oldest of all."""
+    def _make_room(self, owners: Iterable[str]) -> None:
+        """Drop the oldest responses of these owners where they have too many, then the oldest of
+        all."""
         settings = self._settings
-        for owner in self._owners:
+        for owner in owners:
             self._drop(owner, settings.responses_per_key, settings.response_bytes_per_key)
         self._drop(None, settings.max_responses, int(settings.max_response_bytes))
 
@@ -154,11 +161,6 @@ class Responses:
         if (found := self._held.pop(name, None)) is not None:
             for one in found.outputs:
                 self._places.pop(one, None)
-
-
-def response_id() -> str:
-    """Return a new id that cannot be guessed."""
-    return f"{PREFIX}{secrets.token_hex(16)}"
 
 
 def _kept_id(name: str) -> str:

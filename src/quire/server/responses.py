@@ -16,7 +16,7 @@ from quire.server.events import JsonAnswer
 from quire.server.protocol import refuse_fields
 from quire.server.response_body import REFUSED, ResponseRequest, chat_request
 from quire.server.response_events import ResponseReply
-from quire.server.response_items import Item, messages_of, read_items, unknown_reference
+from quire.server.response_items import Item, messages_of, read_items
 
 router = APIRouter(prefix="/v1/responses", tags=["OpenAI"])
 
@@ -47,7 +47,9 @@ async def create(body: ResponseRequest, request: Request) -> Response:
         if item["type"] == "item_reference":
             found = await context.responses.item(owner, item["id"])
             if found is None:
-                raise unknown_reference(f"input.{number}.id", item["id"])
+                path = f"input.{number}.id"
+                message = f"{path}: there is no stored item {item['id']!r:.80}; send the item itself"
+                raise ApiError(404, message, param=path, code="item_not_found")
             item = found
         items.append(item)
     if len(items) == before:
@@ -84,9 +86,11 @@ async def retrieve(
     response_id: str,
     request: Request,
     include: Include = None,
-    stream: Annotated[Literal[False] | None, Query(description="A stored response is not streamed again.")] = None,
+    stream: Annotated[bool, Query(description="Must be false: a stored response is not streamed again.")] = False,
 ) -> Response:
     """Return a stored response."""
+    if stream:
+        raise bad_field("stream", "a stored response is not streamed again; leave stream out", code="unsupported")
     return JsonAnswer((await _context(request).responses.get(request.state.owner, response_id)).body)
 
 
