@@ -18,6 +18,7 @@ from quire.server.settings import ServerSettings
 from .conftest import OPTIONS, Served, serving
 from .test_chat import CALL, WEATHER, capable, says
 from .test_chat import ask as ask_chat
+from .test_disconnects import until_free
 
 __all__ = ["capable", "says"]
 
@@ -471,6 +472,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role", "'user'"),
     ({"input": [{"role": "user", "content": [IMAGE]}]}, "input.0.content.0.type", "text only"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content.0.text", "required"),
+    ({"input": [{"role": "user", "content": [{"type": "output_text"}]}]}, "input.0.content.0.text", "required"),
+    ({"input": [{"role": "user", "content": 3}]}, "input.0.content", "string"),
+    ({"input": [{"type": "reasoning", "content": [{"type": "x"}]}]}, "input.0.content.0.type", "'reasoning_text'"),
     ({"input": [{"type": "web_search_call", "id": "x"}]}, "input.0.type", "'function_call'"),
     ({"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]}, "input.0.call_id", "function_call"),
     (
@@ -498,7 +502,7 @@ def test_what_is_not_taken_is_refused_by_name(
 def fits(value: Any, schema: Any, root: Any) -> bool:
     """Whether a value is valid by those keywords of JSON Schema that the description uses."""
     known = {"title", "description", "default", "$ref", "anyOf", "enum", "const", "type", "items", "properties"}
-    known |= {"required", "additionalProperties", "propertyNames", "maxLength", "maxProperties"}
+    known |= {"required", "additionalProperties", "propertyNames", "maxLength", "maxProperties", "minimum"}
     if isinstance(schema, bool):
         return schema
     assert schema.keys() <= known, schema.keys() - known
@@ -513,6 +517,8 @@ def fits(value: Any, schema: Any, root: Any) -> bool:
     kinds = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict, "array": list}
     kind = kinds.get(schema.get("type"), object if "type" not in schema else type(None))
     if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
+        return False
+    if isinstance(value, int) and value < schema.get("minimum", value):
         return False
     if isinstance(value, str):
         return len(value) <= schema.get("maxLength", len(value))
@@ -544,7 +550,7 @@ def test_the_description_is_as_strict_as_the_checks(chat_client: httpx.Client) -
     for body in good:
         assert fits(body, schema, document), body
     # What depends on values, on other fields or on the model, no schema says.
-    apart = ("max_output_tokens", "temperature", "tool_choice.tools", "input.0.call_id")
+    apart = ("temperature", "tool_choice.tools", "input.0.call_id")
     allowed = [
         field for body, field, _ in REFUSED if field not in apart and fits({"input": SAID, **body}, schema, document)
     ]
@@ -572,6 +578,16 @@ def test_a_failure_in_mid_stream(chat_served: Served, monkeypatch: pytest.Monkey
     assert chat_served.client.get(f"/v1/responses/{found[-1]['response']['id']}").status_code == 404
     left[0] = 1
     assert chat_served.client.post("/v1/responses", json={"input": SAID, "stream": True}).status_code == 500
+
+
+def test_a_client_that_goes_away(chat_served: Served) -> None:
+    body = {"input": SAID, "stream": True, **GREEDY, "max_output_tokens": 4000}
+    with chat_served.client.stream("POST", "/v1/responses", json=body) as answer:
+        (data,) = (line for line, _ in zip(answer.iter_lines(), range(2), strict=False) if line.startswith("data: "))
+        name = json.loads(data.removeprefix("data: "))["response"]["id"]
+        assert chat_served.llm.engine.has_work
+    until_free(chat_served.llm)
+    assert chat_served.client.get(f"/v1/responses/{name}").status_code == 404
 
 
 # -- the official client ---------------------------------------------------------------------------

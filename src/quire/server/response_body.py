@@ -146,7 +146,7 @@ class ResponseRequest(ParamsBody):
     """Whether later responses may go on from this one; true if it is missing."""
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
     tools: Annotated[Any, ShownAs(list[FunctionTool] | None)] = None
     tool_choice: Annotated[Any, ShownAs(Literal["none", "auto", "required"] | FunctionChoice | AllowedTools | None)] = (
         None

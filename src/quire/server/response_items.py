@@ -114,8 +114,8 @@ def checked(given: Any, path: str, kinds: Mapping[str, type[B]], advice: str, *,
     try:
         return kinds[kind].model_validate(given)
     except ValidationError as error:
-        # Of a union the deepest problem is that of the branch which was meant.
-        problems = sorted(error.errors(), key=lambda one: -len(one["loc"]))
+        # Of a union the deepest problem is that of the branch which was meant, whose type is right.
+        problems = sorted(error.errors(), key=lambda one: (one["loc"][-1] == "type", -len(one["loc"])))
         names = {model.__name__ for model in (InputText, OutputText, Refusal)}
         places = [[part for part in one["loc"] if part not in names] for one in problems]
         whole = [{**one, "loc": ("body", *path.split("."), *at)} for one, at in zip(problems, places, strict=True)]

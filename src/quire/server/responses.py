@@ -86,7 +86,9 @@ async def retrieve(
     response_id: str,
     request: Request,
     include: Include = None,
-    stream: Annotated[bool, Query(description="Must be false: a stored response is not streamed again.")] = False,
+    stream: Annotated[
+        bool, Query(description="A stored response is not streamed again.", json_schema_extra={"const": False})
+    ] = False,
 ) -> Response:
     """Return a stored response."""
     if stream:
