@@ -158,6 +158,8 @@ def test_errors_of_routes_that_are_ours() -> None:
         ("max_upload_bytes", [0, "x"]),
         ("max_waiting", [0, -1, 1.5, True]),
         ("max_sessions", [0, "3"]),
+        ("max_responses", [0, "3"]),
+        ("max_response_bytes", [0, "x"]),
         ("session_ttl", [0, -1.0, float("inf"), float("nan"), "1", True]),
         ("drain_seconds", [-1, float("inf"), float("nan"), None]),
     ],

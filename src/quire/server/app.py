@@ -18,6 +18,7 @@ from quire.server import (
     chat,
     completions,
     errors,
+    responses,
     session_routes,
     status,
     tokens,
@@ -26,6 +27,7 @@ from quire.server import (
 from quire.server.context import Context, public_name
 from quire.server.gate import Gate, GateMiddleware
 from quire.server.reruns import Reruns
+from quire.server.response_store import Responses
 from quire.server.session_keeper import SessionKeeper
 from quire.server.sessions import Sessions, StoredBytes
 from quire.server.settings import ServerSettings
@@ -36,6 +38,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     sessions, and leaves ``llm`` to the caller. The routes share ``app.state.context``."""
     settings = settings or ServerSettings()
     gate = Gate(settings.max_waiting)
+    owners = [hashlib.sha256(key.encode()).hexdigest() for key in settings.api_key] or [""]
     context = Context(
         llm=llm,
         settings=settings,
@@ -44,18 +47,19 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         sessions=Sessions(settings),
         stored=StoredBytes(settings),
         reruns=Reruns(llm, settings),
+        responses=Responses(settings, llm.kept, owners),
         started=time.time(),
         adapters=set(llm.config.adapters or ()),
     )
 
     if llm.kept is not None:
-        owners = [hashlib.sha256(key.encode()).hexdigest() for key in settings.api_key] or [""]
         context.sessions.keeper = SessionKeeper(llm, llm.kept, owners, context.salt)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await context.refresh_adapters()
         await context.sessions.resume()
+        await context.responses.resume()
         try:
             yield
         finally:
@@ -76,7 +80,8 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     )
     app.state.context = context
     errors.install(app)
-    for module in (chat, completions, warm_routes, session_routes, branch_routes, status, tokens, adapter_routes):
+    routes = (chat, responses, completions, warm_routes, session_routes, branch_routes, status, tokens, adapter_routes)
+    for module in routes:
         app.include_router(module.router)
     app.add_middleware(GateMiddleware, gate=gate, settings=settings)
     if settings.allowed_origin:

@@ -55,7 +55,16 @@ the template itself and of its limit."""
 @router.post("/v1/chat/completions", tags=["OpenAI"])
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
+    return await answer_chat(request, body)
+
+
+async def answer_chat(
+    request: Request, body: ChatRequest, made: Callable[..., ChatReply] | None = None, *, more: int = 0
+) -> Response:
+    """Answer a chat. ``made`` makes the reply, a ``ChatReply`` by default. ``more``: characters of
+    messages that are not in the request's own body."""
     context: Context = request.app.state.context
+    made = made or ChatReply
     refuse_unsupported(body)
     _check_variables(body)
     tokenizer = context.llm.tokenizer
@@ -90,7 +99,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
                 model=body.model,
                 hints=hints.hints,
             )
-            reply = ChatReply(request, context, body, params, tools, format)
+            reply = made(request, context, body, params, tools, format)
             reply.rerun = lambda message, output: source.session.prefetch_next_turn
             reply.hints = hints
             return await answer_in_session(request, reply, source)
@@ -99,7 +108,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     with naming({}, "messages"):
         template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
     chat = Conversation.of(context, body, tokenizer, template, tools.given)
-    marked, size = MarkedHints(hints, marks), len(await request.body())
+    marked, size = MarkedHints(hints, marks), len(await request.body()) + more
     wanted = None if blend is None else segments
     # The text is about as long as the body that it is made of.
     prompt, unplaced, format, params = await in_texts(
@@ -107,7 +116,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     )
     tokens = prompt.ids
     await check_prompts(context, request, [(tokens, naming(fields, "messages"))], params)
-    reply = ChatReply(request, context, body, params, tools, format)
+    reply = made(request, context, body, params, tools, format)
     reply.hints, reply.unplaced = hints, unplaced
     salt = context.salt(request.state.owner, body.cache_salt)
 

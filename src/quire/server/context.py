@@ -16,6 +16,7 @@ from quire.server.text_threads import Texts
 
 if TYPE_CHECKING:
     from quire.server.reruns import Reruns
+    from quire.server.response_store import Responses
     from quire.server.sessions import Sessions, StoredBytes
 
 
@@ -37,6 +38,7 @@ class Context:
     sessions: Sessions
     stored: StoredBytes
     reruns: Reruns
+    responses: Responses
     texts: Texts = field(default_factory=Texts)
     """The threads that render and tokenise texts."""
     started: float = field(default=0.0)

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import Cancelled, QuireError
-from quire.server.errors import api_error
+from quire.server.errors import ApiError, api_error
 
 logger = logging.getLogger("quire.server")
 
@@ -60,6 +60,8 @@ def _pieced(value: Any) -> bytes:
 class EventStream(Response):
     """A stream of events ``data: {json}``, one for each chunk, then ``data: [DONE]``.
 
+    ``named``: each event has its chunk's ``type`` as its name, and no ``[DONE]`` follows.
+
     The answer begins with the first chunk. An error before it is raised, so that it has its own
     status; a later one becomes an event with OpenAI's error object. The generator of the chunks and
     the streams that it reads are closed before the call returns, whatever ends the answer.
@@ -67,10 +69,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: Chunks, sources: Sequence[Closable]) -> None:
+    def __init__(self, chunks: Chunks, sources: Sequence[Closable], *, named: bool = False) -> None:
         """Take the chunks. ``sources`` are closed even if no chunk was asked for."""
         self._chunks = chunks
         self._sources = sources
+        self._named = named
         self.status_code = 200
         self.background = None
         # X-Accel-Buffering: nginx would collect events otherwise.
@@ -93,22 +96,27 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             if first is not None:
-                await _send_event(send, first)
+                await self._send_event(send, first)
             async for chunk in self._chunks:
-                await _send_event(send, chunk)
+                await self._send_event(send, chunk)
         except Exception as error:
             if isinstance(error, OSError) and not isinstance(error, QuireError):
                 return  # the connection broke, so no error can be sent
-            found = api_error(error)
-            if found.status == 500:
-                logger.error("%s", json.dumps({"event": "failure", "request_id": request_id}), exc_info=error)
-            await _send_event(send, found.body)
-        await send({"type": "http.response.body", "body": LAST_EVENT, "more_body": False})
+            await self._send_event(send, noted(error, request_id).body)
+        await send({"type": "http.response.body", "body": b"" if self._named else LAST_EVENT, "more_body": False})
+
+    async def _send_event(self, send: Send, chunk: Chunk) -> None:
+        name = f"event: {chunk['type']}\n".encode() if self._named else b""
+        body = name + b"data: " + encode_json(chunk) + b"\n\n"
+        await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def _send_event(send: Send, chunk: Chunk) -> None:
-    body = b"data: " + encode_json(chunk) + b"\n\n"
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+def noted(error: Exception, request_id: str | None) -> ApiError:
+    """Return the answer to an error within a stream. One of ours is logged."""
+    found = api_error(error)
+    if found.status == 500:
+        logger.error("%s", json.dumps({"event": "failure", "request_id": request_id}), exc_info=error)
+    return found
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

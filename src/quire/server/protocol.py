@@ -7,7 +7,7 @@ one does not act upon are refused by name (``refuse_unsupported``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -84,12 +84,14 @@ class ParamsBody(Body):
 B = TypeVar("B", bound=ParamsBody)
 
 
-def takes_sampling(surface: Surface) -> Callable[[type[B]], type[B]]:
-    """Give a body the fields that ``SamplingParams`` declares for ``surface``."""
+def takes_sampling(surface: Surface, without: Collection[str] = ()) -> Callable[[type[B]], type[B]]:
+    """Give a body the fields that ``SamplingParams`` declares for ``surface``, but some."""
 
     def decorate(body: type[B]) -> type[B]:
         fields: dict[str, Any] = {}
         for name, (_, found) in declarations_on(SamplingParams, surface).items():
+            if name in without:
+                continue
             kind = found.kind.json | None
             if isinstance(found.kind.json, UnionType):
                 # pydantic's errors name the branches; ``SamplingParams`` refuses in one sentence.

@@ -44,6 +44,8 @@ class Reply(ABC):
     prefix: ClassVar[str]
     object: ClassVar[str]
     chunk_object: ClassVar[str]
+    named_events: ClassVar[bool] = False
+    """Whether the events of a stream have names: its chunks' types."""
 
     def __init__(self, request: Request, context: Context, body: GenerationBody | ContinueBody, **head: Any) -> None:
         """Begin the answer. ``head``: what it says of itself besides its id, kind and time."""
@@ -177,7 +179,7 @@ async def answer(
             llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend)
             for prompt in prompts
         ]
-        return EventStream(reply.chunks(sources), sources)
+        return EventStream(reply.chunks(sources), sources, named=reply.named_events)
     outputs = llm.generate(list(prompts), params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend)
     return await _whole(reply, await unless_gone(request, outputs))
 

@@ -62,6 +62,8 @@ class ServerSettings:
     max_stored_bytes_per_key: int | str | None = option(
         None, f"Those of one API key, at most. {_PER_KEY.format('max_stored_bytes')}"
     )
+    max_responses: int = option(4096, "Stored responses (/v1/responses) at most; the oldest ones go first.")
+    max_response_bytes: int | str = option("256MiB", "Memory for their conversations, at most; the same.")
     share_prefix_cache: bool = option(
         False, "Let API keys find each other's prompts in the prefix cache, which tells a key what others have asked."
     )
@@ -101,12 +103,18 @@ class ServerSettings:
             if not isinstance(folder, (str, Path)) or not os.path.isdir(folder):
                 raise InvalidArgument(field="adapter_dir", given=str(folder), allowed="a directory")
         object.__setattr__(self, "adapter_dir", tuple(map(Path, self.adapter_dir)))
-        for limit in ("max_body_bytes", "max_upload_bytes", "max_stored_bytes", "max_stored_bytes_per_key"):
+        for limit in (
+            "max_body_bytes",
+            "max_upload_bytes",
+            "max_stored_bytes",
+            "max_stored_bytes_per_key",
+            "max_response_bytes",
+        ):
             if self._is_given(limit):
                 size = parse_bytes(getattr(self, limit), name=limit)
                 check_int(limit, size, 1)
                 object.__setattr__(self, limit, size)  # a number from here on
-        for count in ("max_waiting", "max_sessions", "max_sessions_per_key", "max_rerun_tokens"):
+        for count in ("max_waiting", "max_sessions", "max_sessions_per_key", "max_rerun_tokens", "max_responses"):
             if self._is_given(count):
                 check_int(count, getattr(self, count), 1)
         for share in ("max_pinned_share", "max_pinned_share_per_key"):
@@ -137,6 +145,16 @@ class ServerSettings:
         given = self.max_stored_bytes_per_key
         total = int(self.max_stored_bytes)
         return math.ceil(total * self._per_key) if given is None else min(total, int(given))
+
+    @property
+    def responses_per_key(self) -> int:
+        """Stored responses of one API key, at most."""
+        return math.ceil(self.max_responses * self._per_key)
+
+    @property
+    def response_bytes_per_key(self) -> int:
+        """Bytes of their conversations, at most."""
+        return math.ceil(int(self.max_response_bytes) * self._per_key)
 
     @property
     def _per_key(self) -> float:

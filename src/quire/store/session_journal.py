@@ -132,7 +132,8 @@ class SessionRecord:
     """Whether it shares prefixes with no other, whatever the salt."""
     pinned: bool = False
     chat: str | None = None
-    """``ChatTurns.written`` in JSON; None: there are no turns."""
+    """``ChatTurns.written`` in JSON, None: there are no turns; or a stored response, which has
+    nothing else."""
     commit: str | None = None
     """The id of the commit that it was made from, or was committed as last."""
     state: str | None = None
