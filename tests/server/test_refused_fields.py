@@ -154,14 +154,6 @@ OTHERS: dict[str, list[tuple[Any, Any]]] = {
         ({"messages": [{"role": "user", "content": LONG}]}, "messages"),
         ({"messages": [{"role": "user", "content": HUGE}]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages"),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "temperature", "arguments": "{"}}]}
-                ]
-            },
-            "messages",
-        ),
         ({"messages": MESSAGES, "top_logprobs": 1}, (400, None, "top_logprobs")),
         ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),

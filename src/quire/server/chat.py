@@ -46,7 +46,7 @@ OWN_VARIABLES = (
     "add_generation_prompt",
     "reasoning_effort",
     "tokenizer_template",
-    "max_bytes",
+    "text_limit",
 )
 """Names that ``chat_template_kwargs`` may not hold: those of variables with fields of their own, of
 the template itself and of its limit."""
@@ -173,7 +173,8 @@ class _Tools:
                 'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}, '
                 f"got {choice!r:.80}",
             )
-        if not body.tools and choice != "none":
+        # An empty list of tools is what programs send whose tools are all switched off.
+        if not body.tools and choice != "none" and (body.tools is None or choice != "auto"):
             raise bad_field("tool_choice", "tool_choice needs tools; give some")
         one_call = body.parallel_tool_calls is False
         if not tools:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.chat_rendering import render_chat
+from quire.engine.long_texts import TextLimit
 from quire.engine.next_turn import next_turn_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.server.cache_marks import Messages, Tools
@@ -26,8 +27,7 @@ class Conversation:
     messages: Messages
     tools: Tools
     variables: Mapping[str, Any]
-    max_bytes: int | None
-    """Most bytes of a prompt."""
+    text_limit: TextLimit | None
 
     @classmethod
     def of(cls, context: Context, body: ChatRequest, tokenizer: Tokenizer, template: str, tools: Tools) -> Conversation:
@@ -42,7 +42,7 @@ class Conversation:
             messages=body.messages,
             tools=tools,
             variables=variables,
-            max_bytes=context.llm.engine.checks.max_text_bytes,
+            text_limit=context.llm.engine.checks.text_limit,
         )
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, asks: bool) -> str:
@@ -52,7 +52,7 @@ class Conversation:
             messages,
             add_generation_prompt=asks,
             tools=tools,
-            max_bytes=self.max_bytes,
+            text_limit=self.text_limit,
             **self.variables,
         )
 
