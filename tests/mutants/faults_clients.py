@@ -31,4 +31,25 @@ MUTANTS = (
         new='if role == "developer":',
         tests=("test_chat.py::test_developers_are_systems_where_they_are_unknown",),
     ),
+    Mutant(
+        name="objects-stay-open",
+        file="engine/grammar_text.py",
+        old="        close_objects(schema)\n",
+        new="        pass\n",
+        tests=("engine/test_closed_objects.py::test_options_of_json",),
+    ),
+    Mutant(
+        name="combinations-are-closed",
+        file="engine/closed_objects.py",
+        old="                _leave(node, schema, kept_open)\n",
+        new="                pass\n",
+        tests=("engine/test_closed_objects.py::test_which_objects_are_closed",),
+    ),
+    Mutant(
+        name="white-space-by-default",
+        file="engine/grammar_text.py",
+        old="or not wanted.disable_any_whitespace:",
+        new="or wanted.disable_any_whitespace:",
+        tests=("engine/test_closed_objects.py::test_options_of_json",),
+    ),
 )

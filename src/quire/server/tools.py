@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quire.engine.closed_objects import DATA, SCHEMA_MAPS
 from quire.errors import InvalidArgument
 from quire.server import tool_formats
 from quire.server.tool_formats import Offered, Tools
@@ -32,8 +33,6 @@ Grammar = Callable[[Reader, str, Offered], Steps[None]]
 """A grammar that reads calls after a marker ("" without one)."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_SCHEMA_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-_DATA = ("const", "enum", "default", "examples", "example")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,8 +287,8 @@ def _moved(schema: Any, place: str) -> Any:
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and value.startswith("#"):
             moved[key] = place + value[1:]
-        elif key in _SCHEMA_MAPS and isinstance(value, Mapping):
+        elif key in SCHEMA_MAPS and isinstance(value, Mapping):
             moved[key] = {name: _moved(each, place) for name, each in value.items()}
         else:
-            moved[key] = value if key in _DATA else _moved(value, place)
+            moved[key] = value if key in DATA else _moved(value, place)
     return moved
