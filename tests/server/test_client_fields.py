@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ import httpx
 import pytest
 
 from quire import AsyncLLM
+from quire.server.errors import ApiError
+from quire.server.protocol import ChatRequest
+from quire.server.thinking_fields import thinking_variables
 
 from .conftest import OPTIONS, Served, serving
 from .test_chat import MESSAGES, ask
@@ -93,3 +98,112 @@ def test_a_conversation_goes_on(chat_client: httpx.Client, walking: httpx.Client
     for client in (chat_client, walking):
         for more in ({}, {"tools": []}, {"tools": [], "tool_choice": "auto"}, {"tools": [], "tool_choice": "none"}):
             assert ask(client, messages, max_tokens=1, **more)["choices"][0]["message"]["role"] == "assistant"
+
+
+FORMS: list[dict[str, Any]] = [
+    {"regex": "[ab]{4}"},
+    {"ebnf": 'root ::= "a" "b"'},
+    {"guided_regex": "[ab]{4}"},
+    {"guided_grammar": 'start: "a" "b"'},
+    {"guided_choice": ["yes", "no"]},
+    {"guided_json": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}},
+    {
+        "guided_json": '{"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}',
+        "guided_whitespace_pattern": " ",
+    },
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_forms_by_the_names_of_other_servers(chat_client: httpx.Client, path: str, form: dict[str, Any]) -> None:
+    body = {"messages": MESSAGES} if "chat" in path else {"prompt": "x"}
+    answer = chat_client.post(path, json={**body, **form, "guided_json_object": False, "max_tokens": 20, "seed": 1})
+    (choice,) = answer.json()["choices"]
+    text = choice["text"] if "text" in choice else choice["message"]["content"]
+    if "guided_json" in form:
+        space = form.get("guided_whitespace_pattern", "")
+        assert json.loads(text) == {"a": 1}
+        assert text.replace(space, "") == '{"a":1}'
+    else:
+        assert re.fullmatch(r"[ab]{4}|ab|yes|no", text)
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_fields_without_effect(chat_client: httpx.Client, path: str) -> None:
+    body: dict[str, Any] = {"messages": MESSAGES} if "chat" in path else {"prompt": "x"}
+    body |= {"temperature": 0, "max_tokens": 4}
+    more = {"store": True, "metadata": {"a": "b"}, "user": "u", "service_tier": "flex", "verbosity": "low"}
+    more |= {"safety_identifier": "s", "prompt_cache_key": "k", "priority": 3}
+    plain, other = (chat_client.post(path, json=one).json()["choices"] for one in (body, {**body, **more}))
+    assert plain == other
+
+
+def test_the_newer_name_of_max_tokens_counts(chat_client: httpx.Client) -> None:
+    for first, second in ((2, 5), (5, 2), (5, 10**6)):
+        found = {"max_tokens": first, "max_completion_tokens": min(second, 9), "ignore_eos": True}
+        assert ask(chat_client, **found)["usage"]["completion_tokens"] == min(second, 9)
+    assert ask(chat_client, max_tokens=10**9, max_completion_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+SWITCHED = (
+    "{% if enable_thinking is defined and not enable_thinking %}off{% endif %}{{ messages }}{# <think></think> #}"
+)
+EFFORTS = (
+    "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}{{ reasoning_effort }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "found"),
+    [
+        (SWITCHED, {}, {}),
+        (SWITCHED, {"enable_thinking": False}, {"enable_thinking": False}),
+        (SWITCHED, {"enable_thinking": True}, {"enable_thinking": True}),
+        (SWITCHED, {"reasoning": {"enabled": False}}, {"enable_thinking": False}),
+        (SWITCHED, {"reasoning_effort": "none"}, {"enable_thinking": False}),
+        (SWITCHED, {"reasoning_effort": "low"}, "reasoning_effort"),
+        (SWITCHED, {"reasoning_effort": "none", "enable_thinking": True}, "reasoning_effort"),
+        (SWITCHED, {"enable_thinking": True, "reasoning": {"enabled": False}}, "reasoning.enabled"),
+        ("{{ thinking }}", {"enable_thinking": True}, {"thinking": True}),
+        (EFFORTS, {"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        (EFFORTS, {"reasoning": {"effort": "high"}}, {"reasoning_effort": "high"}),
+        (EFFORTS, {"enable_thinking": True}, "enable_thinking"),
+        ("{{ messages }}", {"enable_thinking": False, "reasoning": {"effort": "none"}}, {}),
+        ("{{ messages }}{# <think></think> #}", {"enable_thinking": False}, "enable_thinking"),
+    ],
+)
+def test_reasoning_reaches_the_template_or_is_refused(template: str, fields: dict[str, Any], found: Any) -> None:
+    body = ChatRequest.model_validate({"messages": [], **fields})
+    if isinstance(found, str):
+        with pytest.raises(ApiError) as caught:
+            thinking_variables(body, template)
+        assert (caught.value.status, caught.value.param) == (400, found)
+    else:
+        assert thinking_variables(body, template) == found
+
+
+def test_allow_names_all_methods(chat_client: httpx.Client) -> None:
+    for path, allowed in (
+        ("/v1/sessions", "GET, POST"),
+        ("/v1/sessions/x", "DELETE, GET"),
+        ("/metrics", "GET, HEAD"),
+        ("/v1/chat/completions", "POST"),
+    ):
+        answer = chat_client.put(path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+
+
+def test_head(chat_client: httpx.Client) -> None:
+    for path in ("/metrics", "/health"):
+        answer = chat_client.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert "head" not in chat_client.get("/openapi.json").json()["paths"]["/metrics"]
+
+
+def test_embeddings_are_refused_by_name(chat_client: httpx.Client) -> None:
+    answer = chat_client.post("/v1/embeddings", json={"model": "x", "input": "y"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "unsupported"
+    assert answer.json()["error"]["message"].startswith("embeddings: ")
