@@ -207,3 +207,28 @@ def test_embeddings_are_refused_by_name(chat_client: httpx.Client) -> None:
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "unsupported"
     assert answer.json()["error"]["message"].startswith("embeddings: ")
+
+
+@pytest.mark.parametrize("name", ["CompletionRequest", "ChatRequest"])
+def test_ranges_are_described_as_they_are_checked(chat_client: httpx.Client, name: str) -> None:
+    """What lies outside of a described range is refused by name, and its ends are taken."""
+    path, body = {
+        "CompletionRequest": ("/v1/completions", {"prompt": "x", "max_tokens": 1}),
+        "ChatRequest": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, "logprobs": True}),
+    }[name]
+    fields = chat_client.get("/openapi.json").json()["components"]["schemas"][name]["properties"]
+    seen = set()
+    for field, schema in fields.items():
+        for kind in schema.get("anyOf", ()):
+            number, step = (int, 1) if kind.get("type") == "integer" else (float, 0.5)
+            ends = {
+                number(kind[word]) + sign * step for word, sign in (("minimum", -1), ("maximum", 1)) if word in kind
+            }
+            ends |= {kind["exclusiveMinimum"]} if "exclusiveMinimum" in kind else set()
+            for value in ends:
+                answer = chat_client.post(path, json={**body, field: value})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+                seen.add(field)
+            if "minimum" in kind:
+                assert chat_client.post(path, json={**body, field: number(kind["minimum"])}).status_code == 200, field
+    assert {"temperature", "top_p", "top_k", "n", "seed", "presence_penalty"} <= seen

@@ -103,6 +103,10 @@ def takes_sampling(surface: Surface) -> Callable[[type[B]], type[B]]:
         fields: dict[str, Any] = {}
         for name, (_, found) in declarations_on(SamplingParams, surface).items():
             kind = found.kind.json | None
+            # 0 tokens are taken beside ``echo`` and by a prefetch.
+            if found.kind.bounds is not None and "max_" not in name:
+                described = Field(json_schema_extra=dict(found.kind.bounds))
+                kind = Annotated[found.kind.json, described] | None
             if isinstance(found.kind.json, UnionType):
                 # pydantic's errors name the branches; ``SamplingParams`` refuses in one sentence.
                 kind = Annotated[Any, WithJsonSchema(TypeAdapter(kind).json_schema())]
@@ -257,7 +261,7 @@ class Reasoning(Body):
 class ChatRequest(GenerationBody):
     """``POST /v1/chat/completions``."""
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], Field(json_schema_extra={"minItems": 1})]
     """Each ``{"role": ..., "content": text or text parts, ...}``."""
     logprobs: bool | None = None
     """Return log-probabilities of the tokens, and of ``top_logprobs`` others."""
