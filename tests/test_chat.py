@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import json
 import re
 from functools import cache
 from typing import Any
@@ -204,10 +205,55 @@ def test_arguments_of_tool_calls_as_json_text() -> None:
     template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
     assert render_chat(template, [call]) == '{"x": "é"}'
     assert call["tool_calls"][0]["function"]["arguments"] == '{"x": "é"}'  # type: ignore[index]
-    for bad in ("{", "[1]"):
-        call["tool_calls"] = [{"function": {"name": "f", "arguments": bad}}]
-        with pytest.raises(InvalidArgument, match=r"messages\.0\.tool_calls\.0\.function\.arguments must be"):
-            render_chat(template, [call])
+
+
+@pytest.mark.parametrize("text", ['{"city": "Ro', "{", "[1]", '"a"', "{}}", "[" * 5000, "1" * 5000, "{'a': 1}"])
+def test_arguments_that_are_no_object_are_taken(text: str) -> None:
+    """What a model wrote comes back in the history: as it is, or ``{}`` for whom it cannot be."""
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
+    plain = "{{ messages[0].tool_calls[0].function.arguments }}"
+    assert render_chat(plain, [call]) == text
+    assert json.loads(render_chat(f"{plain[:-2]}| tojson }}}}", [call])) == text
+    for needs in (f"{plain[:-2]}.items() | list }}}}", f"{plain[:-2]}| dictsort }}}}"):
+        assert render_chat(needs, [call]) == "[]"
+    only = f"{{% if {plain[2:-2]} is not mapping %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
+    assert render_chat(only, [call]) == ""
+    with pytest.raises(InvalidArgument, match="refused the messages: no"):
+        render_chat("{{ raise_exception('no') }}", [call])
+
+
+@pytest.mark.parametrize("text", ["", " \n", None])
+def test_no_arguments_are_an_empty_object(text: str | None) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
+    assert render_chat("{{ messages[0].tool_calls[0].function.arguments | tojson }}", [call]) == "{}"
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ({"role": "assistant", "content": None}, ""),
+        ({"role": "assistant"}, ""),
+        ({"role": "assistant", "content": None, "tool_calls": []}, ""),
+        ({"role": "assistant", "content": None, "refusal": "I cannot."}, "I cannot."),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot."}]}, "I cannot."),
+        ({"role": "assistant", "content": [], "reasoning_content": "Hm."}, ""),
+        ({"role": "tool", "tool_call_id": "a", "content": None}, ""),
+    ],
+)
+def test_what_a_server_answered_comes_back(message: dict[str, Any], content: str) -> None:
+    shown = "{{ messages[0].content }}|{{ 'tool_calls' in messages[0] }}"
+    assert render_chat(shown, [message]) == f"{content}|False"
+    walks = "{% for part in messages[0].content %}{{ part.text if part is mapping else part }}{% endfor %}"
+    assert render_chat(walks, [message]) == content
+
+
+def test_developers_are_systems_where_they_are_unknown() -> None:
+    message = {"role": "developer", "content": "Be brief."}
+    assert render_chat("{# developer #}developer {{ messages[0].role }}", [message]) == "developer system"
+    for known in ("m.role == 'developer'", "m.role in ['system', 'developer']"):
+        template = f"{{% for m in messages %}}{{% if {known} %}}{{{{ m.role }}}}{{% endif %}}{{% endfor %}}"
+        assert render_chat(template, [message]) == "developer"
+    assert message["role"] == "developer"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +266,8 @@ def test_arguments_of_tool_calls_as_json_text() -> None:
         ([{"content": "a"}], r"messages\.0\.role must be a non-empty string .* got None"),
         ([{"role": 3, "content": "a"}], r"messages\.0\.role must be .* got 3"),
         ([USER, {"role": "user"}], r"messages\.1 has no content"),
-        ([{"role": "assistant", "content": None}], r"messages\.0 has no content"),
+        ([{"role": "user", "content": None}], r"messages\.0 has no content"),
+        ([{"role": "system"}], r"messages\.0 has no content"),
         ([{"role": "user", "content": 3}], r"messages\.0\.content must be a string or a list of text parts, got 3"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}],

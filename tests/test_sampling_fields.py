@@ -53,7 +53,7 @@ bodies = [(CompletionRequest, "swing", {}), (ChatRequest, "top_swing", {"message
 for body, name, rest in bodies:
     described = body.model_json_schema()["properties"][name]
     assert described["description"] == "How far it swings."
-    assert described["anyOf"] == [{"type": "number"}, {"type": "null"}]
+    assert described["anyOf"] == [{"type": "number", "minimum": 0.0, "maximum": 1.0}, {"type": "null"}]
     for given in (name, "old_swing"):
         values, fields = body(**rest, **{given: 0.25}).sampling()
         assert sampling_params(values, SamplingParams(), fields).swing == 0.25

@@ -61,6 +61,15 @@ class InvalidArgument(QuireError, ValueError):
     """A malformed argument: shape, dtype, range, or an existing id in place of a new one."""
 
 
+def context_full(longest: int, problem: str, field: str | None = None) -> InvalidArgument:
+    """Return the error about what does not fit in the context. ``longest``: tokens that it holds.
+
+    It begins with OpenAI's sentence: clients look for it to shorten a conversation, or to take a
+    model with a longer context."""
+    message = f"This model's maximum context length is {longest} tokens. {problem}"
+    return InvalidArgument(message, field=field, code=CONTEXT_FULL)
+
+
 class AlreadyExists(InvalidArgument):
     """A name that must be new is taken."""
 

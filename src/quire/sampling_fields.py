@@ -47,6 +47,8 @@ class Kind:
     """The value's type in JSON."""
     option: Any = None
     """The value's type on the command line, where it is not ``json``."""
+    bounds: Mapping[str, float] | None = None
+    """The value's range in words of JSON schemas, for descriptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +107,14 @@ def check_fields(params: Any) -> None:
 
 def integer(low: int, high: int | None = None) -> Kind:
     """Return the kind of the integers in ``[low, high]``."""
-    return Kind(lambda name, value: _integer(name, value, low, high), int)
+    bounds = {"minimum": low} | ({} if high is None else {"maximum": high})
+    return Kind(lambda name, value: _integer(name, value, low, high), int, bounds=bounds)
 
 
 def number(low: float, high: float = math.inf, *, open_low: bool = False) -> Kind:
     """Return the kind of finite numbers in ``[low, high]``; ``open_low``: in ``(low, high]``."""
-    return Kind(lambda name, value: _number(name, value, low, high, open_low=open_low), float)
+    bounds = {"exclusiveMinimum" if open_low else "minimum": low} | ({} if high == math.inf else {"maximum": high})
+    return Kind(lambda name, value: _number(name, value, low, high, open_low=open_low), float, bounds=bounds)
 
 
 def is_collection(value: object) -> bool:

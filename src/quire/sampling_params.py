@@ -41,9 +41,16 @@ MAX_GRAMMAR_CHARACTERS = 1_000_000
 """Most characters of a grammar. Grammars that compile in time are far shorter."""
 
 
+FORMS = ("json", "json_object", "regex", "grammar", "choice")
+"""The fields of ``StructuredOutputs`` of which one is given."""
+_SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """The form that a generated text must have, given by exactly one of these fields.
+    """The form that a generated text must have, given by exactly one of the first five fields.
+
+    The others are vLLM's options for JSON. Unlike vLLM's they are on unless they are turned off.
 
     The text is in the grammar's language unless it was cut short: by ``max_tokens`` or the context
     (``finish_reason`` "length"), by a stop string or by a cancel. A text that nothing can follow
@@ -57,9 +64,8 @@ class StructuredOutputs:
 
     json: Mapping[str, Any] | str | type | None = None
     """A JSON schema, or a class with ``model_json_schema`` as pydantic's models are; kept as JSON
-    text. A model with ``extra="forbid"`` allows no other fields. Up to 8 spaces or tabs may stand
-    between tokens of JSON, or one or two line ends and up to 40. The object ``x-guidance`` in a
-    schema holds llguidance's options, such as ``{"whitespace_flexible": false}``."""
+    text. The object ``x-guidance`` in a schema holds llguidance's options, such as
+    ``{"whitespace_flexible": true}``."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
@@ -68,31 +74,59 @@ class StructuredOutputs:
     """A context-free grammar: llguidance's Lark (rule ``start``) or llama.cpp's GBNF (``root``)."""
     choice: Sequence[str] | None = None
     """The possible texts; kept as a tuple without duplicates."""
+    disable_any_whitespace: bool = True
+    """No white space between the tokens of JSON. If false, there may be up to 8 spaces or tabs, or
+    one or two line ends and up to 40; weak models then write nothing else for long."""
+    disable_additional_properties: bool = True
+    """Objects of a JSON schema that name properties have no others, unless their schema has
+    ``additionalProperties``. The parts of a combination (``allOf``) stay as they are."""
+    whitespace_pattern: str | None = None
+    """A regular expression of the white space between the tokens of JSON."""
 
     def __post_init__(self) -> None:
-        require_bool("structured_outputs.json_object", self.json_object)
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        given = {
-            name: value
-            for name, value in values.items()
-            if value is not None and (name, value) != ("json_object", False)
-        }
+        for name in ("json_object", *_SWITCHES):
+            require_bool(f"structured_outputs.{name}", getattr(self, name))
+        given = self.forms
         if len(given) != 1:
             raise InvalidArgument(
-                f"structured_outputs must have exactly one of {', '.join(values)}; got {list(given) or 'none'}",
+                f"structured_outputs must have exactly one of {', '.join(FORMS)}; got {list(given) or 'none'}",
                 field="structured_outputs",
             )
         ((name, value),) = given.items()
+        if self.whitespace_pattern is not None:
+            _text("structured_outputs.whitespace_pattern", self.whitespace_pattern)
+            if name not in ("json", "json_object"):
+                raise InvalidArgument(
+                    f"structured_outputs.whitespace_pattern is for json and json_object, got {name}",
+                    field="structured_outputs.whitespace_pattern",
+                )
         if name == "json_object":
             return
         path = f"structured_outputs.{name}"
         kept = {"json": _schema, "choice": _choices}.get(name, _text)(path, value)
         object.__setattr__(self, name, kept)
         characters = len(kept) if isinstance(kept, str) else sum(map(len, kept))
+        characters += len(self.whitespace_pattern or "")
         if characters > MAX_GRAMMAR_CHARACTERS:
             raise InvalidArgument(
                 f"{path} has {characters} characters; at most {MAX_GRAMMAR_CHARACTERS} are accepted", field=path
             )
+
+    @property
+    def forms(self) -> dict[str, Any]:
+        """The fields that say what the text must be, as far as they are given."""
+        values = {name: getattr(self, name) for name in FORMS}
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and (name, value) != ("json_object", False)
+        }
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """All fields, as arguments of an equal object. They are plain data."""
+        options = {name: getattr(self, name) for name in (*_SWITCHES, "whitespace_pattern")}
+        return self.forms | options
 
 
 def _structured(name: str, value: object) -> StructuredOutputs:

@@ -56,8 +56,8 @@ BAD_PROMPTS = [
     (NESTED, "integers"),
     (np.zeros((2, 2, 2), dtype=int), "integers"),
     (np.array(3), "must be"),
-    (random_tokens(CONTEXT), "context ends at 256"),
-    (random_tokens(CONTEXT + 50), "context ends at 256"),
+    (random_tokens(CONTEXT), "context length is 256"),
+    (random_tokens(CONTEXT + 50), "context length is 256"),
     ("text", "no tokenizer"),
     ([GOOD, "text"], "prompt 1: .*no tokenizer"),
 ]

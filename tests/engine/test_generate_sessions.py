@@ -96,7 +96,12 @@ def test_refusals_come_before_anything_runs(make_llm: MakeLLM, llama: Checkpoint
         (InvalidArgument, "prompt 1 is a session of another LLM", [one, foreign], greedy(2)),
         (FailedPrecondition, "prompt 1: generate: the session is closed", [one, closed], greedy(2)),
         (InvalidArgument, "prompt 1: the prompt is empty", [one, empty], greedy(2)),
-        (InvalidArgument, "prompt 1: max_tokens .* passes the end of the context", [two, one], greedy(CONTEXT - 15)),
+        (
+            InvalidArgument,
+            "prompt 1: This model's maximum context .* max_tokens up to",
+            [two, one],
+            greedy(CONTEXT - 15),
+        ),
         (InvalidArgument, "prompt 0: n is 2; a session continues once", [one, two], drawn(1).replace(n=2)),
         (InvalidArgument, "1 sampling_params for 2 prompts", [one, two], [greedy(2)]),
         (InvalidArgument, "prompts.1 must be text or token ids, got None", [one, None], greedy(2)),

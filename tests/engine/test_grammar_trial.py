@@ -166,6 +166,7 @@ SHORT_AND_COSTLY = [
     {"json": {"allOf": [{}, {}]}},
     {"json": {"not": {}}},
     {"json": {"x-guidance": {"whitespace_pattern": "a"}}},
+    {"json": {}, "whitespace_pattern": "a"},
 ]
 
 

@@ -18,7 +18,7 @@ from quire import LLM, AsyncLLM, BeamSearchParams
 from quire.engine import chat_rendering, long_texts
 from quire.engine import session as session_module
 from quire.engine.chat_rendering import render_chat
-from quire.engine.long_texts import LONG, check, given_up_by, turn
+from quire.engine.long_texts import LONG, TextLimit, check, given_up_by, turn
 from quire.engine.text_bounds import longest_token
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
@@ -88,9 +88,9 @@ def untouched(python_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
 
 
 def too_long(llm: LLM) -> str:
-    most = llm.engine.checks.max_text_bytes
-    assert most is not None
-    return "a" * (most + 1)
+    limit = llm.engine.checks.text_limit
+    assert limit is not None
+    return "a" * (limit.bytes + 1)
 
 
 FACES: dict[str, Callable[[LLM, str], Any]] = {
@@ -105,16 +105,16 @@ FACES: dict[str, Callable[[LLM, str], Any]] = {
 @pytest.mark.parametrize("face", FACES)
 def test_a_text_that_cannot_fit_is_not_tokenised(untouched: LLM, face: str) -> None:
     text = too_long(untouched)
-    with pytest.raises(InvalidArgument, match=f"{len(text)} bytes; 512 tokens fit here"):
+    with pytest.raises(InvalidArgument, match=f"length is 512 tokens.*at least {len(text)} bytes"):
         FACES[face](untouched, text)
     # Two bytes for each of these characters.
-    with pytest.raises(InvalidArgument, match="tokens fit here"):
+    with pytest.raises(InvalidArgument, match="maximum context length is 512 tokens"):
         FACES[face](untouched, "é" * (len(text) // 2 + 1))
 
 
 def test_a_text_at_the_bound_is_tokenised(python_llm: LLM) -> None:
     text = too_long(python_llm)[1:]
-    with pytest.raises(InvalidArgument, match="the context ends at 512"):
+    with pytest.raises(InvalidArgument, match="maximum context length is 512 tokens"):
         python_llm.generate(text)
 
 
@@ -132,9 +132,9 @@ LOOPS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 def test_a_prompt_that_cannot_fit_is_not_rendered_to_its_end() -> None:
     messages = [USER] * 1000
-    assert len(render_chat(LOOPS, messages, max_bytes=5000)) == 5000
+    assert len(render_chat(LOOPS, messages, text_limit=TextLimit(100, 5000))) == 5000
     with pytest.raises(InvalidArgument, match="more than 4999 bytes"):
-        render_chat(LOOPS, messages, max_bytes=4999)
+        render_chat(LOOPS, messages, text_limit=TextLimit(100, 4999))
 
 
 def test_templates_have_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_missing_files_and_wrong_arguments(small: LLM, tmp_path: Path) -> None:
 def test_a_pool_that_is_too_small(make_llm: MakeLLM, llama: Checkpoint) -> None:
     data = make_llm(llama).session(PROMPT).to_bytes()
     refused(make_llm(llama, pool=32), data, ResourceExhausted, "40 prompt tokens|40 tokens")
-    refused(make_llm(llama, max_model_len=32), data, InvalidArgument, "context ends at 32")
+    refused(make_llm(llama, max_model_len=32), data, InvalidArgument, "context length is 32")
     full = make_llm(llama, pool=64)
     with full.session(random_tokens(40, seed=1), pin=True):
         refused(full, data, ResourceExhausted, "page")

@@ -323,13 +323,20 @@ def test_white_space_has_an_end(make_llm: MakeLLM, spelled: Callable[[str], Spel
     model = spelled("byte_level")
     spaces = {token: 60.0 for token, piece in enumerate(model.pieces) if piece and not piece.strip()}
     schema = {"type": "array", "items": {"const": 7}, "maxItems": 2}
+    flexible = {**schema, "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": " ?"}}
     params = greedy(200, ignore_eos=False, logit_bias=spaces)
     llm = make_llm(model.checkpoint)
-    for wanted in (schema, {**schema, "x-guidance": {"whitespace_flexible": False}}):
-        (output,) = llm.generate("x", params.replace(structured_outputs={"json": wanted}))
+    for spaced, wanted in (
+        (False, {"json": schema}),
+        (True, {"json": schema, "disable_any_whitespace": False}),
+        (True, {"json": schema, "whitespace_pattern": " {0,2}"}),
+        (True, {"json": flexible}),
+        (False, {"json": {**schema, "x-guidance": {"whitespace_flexible": False}}, "disable_any_whitespace": False}),
+    ):
+        (output,) = llm.generate("x", params.replace(structured_outputs=wanted))
         assert output.outputs[0].finish_reason == "stop"
         assert json.loads(output.outputs[0].text) in ([], [7], [7, 7])
-        assert any(c.isspace() for c in output.outputs[0].text) == (wanted is schema)
+        assert any(c.isspace() for c in output.outputs[0].text) == spaced
 
 
 # -- nothing else changes it -----------------------------------------------------------------------
@@ -725,8 +732,9 @@ def test_an_object_of_many_optional_properties_can_be_written() -> None:
     tokenizer = Tokenizer.from_directory(resolve_model("tiny-python"))
     assert tokenizer is not None
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(480)}}
+    wanted = StructuredOutputs(json=schema, disable_any_whitespace=False, disable_additional_properties=False)
     grammars = Grammars(tokenizer, tokenizer.token_bytes.size, threads=False)
-    matcher = grammars.matcher(StructuredOutputs(json=schema))
+    matcher = grammars.matcher(wanted)
     for token in tokenizer.encode('{ "p7": "a", "p399": "b"}', add_special_tokens=False):
         assert grammars.allowed({0: matcher}, {0: ()})[0].any(), matcher.reason()
         matcher.accept(token)
@@ -734,7 +742,7 @@ def test_an_object_of_many_optional_properties_can_be_written() -> None:
     # Wherever a text goes: white space and parts of names as they come.
     rng = np.random.default_rng(0)
     for _ in range(4):
-        matcher = grammars.matcher(StructuredOutputs(json=schema))
+        matcher = grammars.matcher(wanted)
         for _ in range(12):
             (words_B,) = grammars.allowed({0: matcher}, {0: ()}).values()
             assert matcher.problem() is None

@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         name="texts-that-cannot-fit-are-tokenised",
         file="engine/request_checks.py",
-        old="        if size > most:\n",
+        old="        if size > limit.bytes:\n",
         new="        if False:\n",
         tests=("engine/test_long_texts.py::test_a_text_that_cannot_fit_is_not_tokenised",),
     ),

@@ -237,11 +237,91 @@ def test_forced_calls(chat_client: httpx.Client, named: bool) -> None:
     assert len([part for part in parts if part["arguments"]]) > 2, "arguments are given as they are written"
 
 
-def test_forced_calls_that_are_cut_short_are_content(chat_client: httpx.Client) -> None:
-    (found,) = ask(chat_client, tools=[WEATHER], tool_choice="required", max_tokens=3)["choices"]
-    assert found["finish_reason"] == "length"
-    assert "tool_calls" not in found["message"]
-    assert found["message"]["content"].startswith("[")
+def test_forced_calls_that_are_cut_short_are_no_content(chat_client: httpx.Client) -> None:
+    """What there is of them is in the call, or nowhere."""
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice, size in (("required", 3), ("required", 14), (named, 1), (named, 4)):
+        body = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": size, "seed": 3}
+        (found,) = ask(chat_client, **body)["choices"]
+        assert found["finish_reason"] == "length"
+        assert not found["message"]["content"]
+        assert same(streamed(chat_client, **body)[0]["message"], found["message"])
+        for call in found["message"].get("tool_calls", ()):
+            assert '{"city":"Paris"}{"city":"Rome"}'.find(call["function"]["arguments"]) >= 0
+
+
+FORM: dict[str, Any] = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "ok",
+        "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]},
+    },
+}
+TOOL_CALL = 1
+"""The token of "<tool_call>", a special one."""
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_tools_together_with_a_form(capable: Served, calls: bool) -> None:
+    """One or the other by one grammar, whatever the model would like better."""
+    body = {"tools": [WEATHER], "response_format": FORM, "parallel_tool_calls": False, "seed": 3, "max_tokens": 300}
+    body |= {"logit_bias": {str(TOOL_CALL): 100 if calls else -100}}
+    (found,) = ask(capable.client, **body)["choices"]
+    message = found["message"]
+    if calls:
+        (call,) = message["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) in ({"city": "Rome"}, {"city": "Paris"})
+        assert (message["content"], found["finish_reason"]) == (None, "tool_calls")
+    else:
+        assert json.loads(message["content"]) in ({"ok": True}, {"ok": False})
+        assert ("tool_calls" in message, found["finish_reason"]) == (False, "stop")
+    assert same(streamed(capable.client, **body)[0]["message"], message)
+    cut = ask(capable.client, **{**body, "max_tokens": 3})["choices"][0]["message"]
+    assert bool(cut["content"]) == (not calls)
+    plain = ask(capable.client, **body, tool_choice="none")["choices"][0]["message"]
+    assert json.loads(plain["content"]) in ({"ok": True}, {"ok": False})
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_some_of_the_tools_are_allowed(capable: Served) -> None:
+    """Forced calls are of these, in the prompt for all; else the template sees these alone."""
+    body = {"tools": [WEATHER, TIME], "seed": 3, "max_tokens": 300, "parallel_tool_calls": False}
+    every = ask(capable.client, **body, tool_choice="required")["usage"]["prompt_tokens"]
+    for name in ("time", "weather"):
+        found = ask(capable.client, **body, tool_choice=allowed("required", name))
+        assert found["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == name
+        assert found["usage"]["prompt_tokens"] == every
+    said = {"messages": MESSAGES, "max_tokens": 1}
+    one = ask(capable.client, **{**said, "tools": [TIME]})["usage"]["prompt_tokens"]
+    found = ask(capable.client, **{**said, "tools": [WEATHER, TIME], "tool_choice": allowed("auto", "time")})
+    assert found["usage"]["prompt_tokens"] == one
+    form = {**body, "response_format": FORM, "logit_bias": {str(TOOL_CALL): 100}}
+    message = ask(capable.client, **form, tool_choice=allowed("auto", "time"))["choices"][0]["message"]
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "time"
+    assert json.loads(call["function"]["arguments"]) == {}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_forced_call_wins_over_a_form(capable: Served, choice: Any) -> None:
+    body = {"tools": [WEATHER], "response_format": FORM, "tool_choice": choice, "parallel_tool_calls": False}
+    message = ask(capable.client, **body, seed=3, max_tokens=300)["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"]["name"] == "weather"
+
+
+def test_forms_that_tools_cannot_be_with(chat_client: httpx.Client, capable: Served) -> None:
+    """An unknown format of calls; a schema that is none; a form under another name."""
+    assert refused(chat_client, tools=[WEATHER], response_format=FORM)["param"] == "response_format"
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}
+    error = refused(capable.client, tools=[WEATHER], response_format=schema)
+    assert error["param"] == "response_format"
+    assert "grammar" not in error["message"]
+    other = {"structured_outputs": {"regex": "a"}}
+    assert refused(capable.client, tools=[WEATHER], **other)["param"] == "structured_outputs"
 
 
 def test_calls_that_the_model_makes(capable: Served, says: Callable[[str], None]) -> None:

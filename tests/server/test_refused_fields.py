@@ -23,6 +23,7 @@ HUGE = LONG * 50
 """More bytes than the tokens of the context can have."""
 MESSAGES = [{"role": "user", "content": "x"}]
 FUNCTION = {"type": "function", "function": {"name": "f"}}
+UNSUPPORTED = "unsupported_parameter"
 PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": ("/v1/completions", {"prompt": "x"}),
     "chat": ("/v1/chat/completions", {"messages": MESSAGES}),
@@ -154,18 +155,51 @@ OTHERS: dict[str, list[tuple[Any, Any]]] = {
         ({"messages": [{"role": "user", "content": LONG}]}, "messages"),
         ({"messages": [{"role": "user", "content": HUGE}]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages"),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "temperature", "arguments": "{"}}]}
-                ]
-            },
-            "messages",
-        ),
         ({"messages": MESSAGES, "top_logprobs": 1}, (400, None, "top_logprobs")),
         ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
-        ({"messages": MESSAGES, "max_completion_tokens": 3, "max_tokens": 4}, (400, None, "max_completion_tokens")),
+        ({"messages": MESSAGES, "max_completion_tokens": 0, "max_tokens": 4}, "max_completion_tokens"),
+        ({"messages": MESSAGES, "regex": "("}, "regex"),
+        ({"messages": MESSAGES, "ebnf": "root ::= ("}, "ebnf"),
+        ({"messages": MESSAGES, "guided_json": 3}, "guided_json"),
+        ({"messages": MESSAGES, "guided_json": False}, "guided_json"),
+        ({"messages": MESSAGES, "guided_choice": []}, "guided_choice"),
+        ({"messages": MESSAGES, "guided_choice": "a"}, "guided_choice"),
+        ({"messages": MESSAGES, "guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_regex"),
+        ({"messages": MESSAGES, "guided_whitespace_pattern": " "}, (400, None, "guided_whitespace_pattern")),
+        ({"messages": MESSAGES, "regex": "a", "guided_regex": "b"}, (400, None, "regex")),
+        ({"messages": MESSAGES, "regex": "a", "structured_outputs": {"regex": "a"}}, (400, None, "structured_outputs")),
+        ({"messages": MESSAGES, "regex": "a", "response_format": {"type": "json_object"}}, (400, None, "regex")),
+        ({"messages": MESSAGES, "guided_decoding_backend": "xgrammar"}, (400, UNSUPPORTED, "guided_decoding_backend")),
+        ({"messages": MESSAGES, "store": "yes"}, "store"),
+        ({"messages": MESSAGES, "metadata": 3}, "metadata"),
+        ({"messages": MESSAGES, "priority": "high"}, "priority"),
+        ({"messages": MESSAGES, "enable_thinking": True}, (400, UNSUPPORTED, "enable_thinking")),
+        ({"messages": MESSAGES, "reasoning": {"effort": "low"}}, (400, UNSUPPORTED, "reasoning.effort")),
+        ({"messages": MESSAGES, "reasoning": {"enabled": True}}, (400, UNSUPPORTED, "reasoning.enabled")),
+        ({"messages": MESSAGES, "reasoning": {"max_tokens": 5}}, "reasoning.max_tokens"),
+        ({"messages": MESSAGES, "reasoning_effort": "low"}, (400, UNSUPPORTED, "reasoning_effort")),
+        (
+            {"messages": MESSAGES, "reasoning_effort": "low", "reasoning": {"effort": "high"}},
+            (400, None, "reasoning.effort"),
+        ),
+        ({"messages": MESSAGES, "enable_thinking": False, "session_id": "ID"}, (400, None, "enable_thinking")),
+        ({"messages": MESSAGES, "reasoning": {"effort": "low"}, "session_id": "ID"}, (400, None, "reasoning")),
+        *(
+            (
+                {"messages": MESSAGES, "tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", **allowed}},
+                (400, None, "tool_choice"),
+            )
+            for allowed in (
+                {},
+                {"allowed_tools": {"mode": "none", "tools": [FUNCTION]}},
+                {"allowed_tools": {"mode": "auto", "tools": []}},
+                {"allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]}},
+                {"allowed_tools": {"mode": "required", "tools": ["f"]}},
+                {"mode": "auto", "tools": [FUNCTION]},
+            )
+        ),
+        ({"messages": MESSAGES, "tools": [], "tool_choice": "required"}, (400, None, "tool_choice")),
         ({"messages": MESSAGES, "tools": [{"type": "x"}]}, "tools.0.type"),
         ({"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "no stop"}}]}, "tools"),
         ({"messages": MESSAGES, "tools": [FUNCTION, FUNCTION], "tool_choice": "required"}, "tools"),

@@ -152,8 +152,9 @@ def test_prompts_whose_clients_have_gone(served: Served, client: httpx.Client, s
 
 
 def test_texts_that_cannot_fit(chat_served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    most = chat_served.llm.engine.checks.max_text_bytes
-    assert most is not None
+    limit = chat_served.llm.engine.checks.text_limit
+    assert limit is not None
+    most = limit.bytes
     long, client = "a" * (most + 1), chat_served.client
     session = client.post("/v1/sessions", json={"prompt": PROMPT}).json()["id"]
     messages = [{"role": "user", "content": long}]
@@ -183,6 +184,8 @@ def test_texts_that_cannot_fit(chat_served: Served, monkeypatch: pytest.MonkeyPa
         error = answer.json()["error"]
         assert answer.status_code == 400, (path, error)
         assert f"{most} bytes" in error["message"]
+        assert error["code"] == "context_length_exceeded"
+        assert f"This model's maximum context length is {limit.tokens} tokens" in error["message"]
         if param is not None:
             assert error["param"] == param
     assert client.delete(f"/v1/sessions/{session}").status_code == 200
@@ -190,8 +193,8 @@ def test_texts_that_cannot_fit(chat_served: Served, monkeypatch: pytest.MonkeyPa
 
 def test_limits_are_no_variables_of_templates(chat_client: httpx.Client) -> None:
     for path in ("/v1/chat/completions", "/tokenize"):
-        body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"max_bytes": 10**9}}
-        assert chat_client.post(path, json=body).json()["error"]["param"] == "chat_template_kwargs.max_bytes"
+        body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"text_limit": 10**9}}
+        assert chat_client.post(path, json=body).json()["error"]["param"] == "chat_template_kwargs.text_limit"
 
 
 def test_many_at_a_time_are_all_answered(client: httpx.Client) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jinja2
 import jinja2.ext
@@ -25,7 +26,8 @@ import jinja2.sandbox
 import jinja2.utils
 
 from quire.engine import long_texts
-from quire.errors import CONTEXT_FULL, InvalidArgument, QuireError
+from quire.engine.long_texts import TextLimit
+from quire.errors import InvalidArgument, QuireError, context_full
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
@@ -54,7 +56,7 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     bos_token: str | None = None,
     eos_token: str | None = None,
-    max_bytes: int | None = None,
+    text_limit: TextLimit | None = None,
     **extra: Any,
 ) -> str:
     """Render the prompt for ``messages``; encode it with ``add_special_tokens=False``.
@@ -62,36 +64,35 @@ def render_chat(
     ``tools`` are JSON schemas of functions; ``extra`` (``enable_thinking=False``,
     ``documents=[...]``) are further variables of the template. A list of text parts stays a list
     for a template that walks over parts, and is joined with newlines for others. ``tool_calls``
-    whose ``arguments`` are JSON text (as OpenAI's API has them) become objects.
+    whose ``arguments`` are JSON text (as OpenAI's API has them) become objects. Arguments that are
+    no object, as those of a call that was cut short, stay text; a template that fails on them gets
+    ``{}``. "developer" becomes "system" for a template that does not have the word.
 
-    ``InvalidArgument``: a text longer than ``max_bytes``, as soon as it is; more time than
+    ``InvalidArgument``: a text longer than ``text_limit``, as soon as it is; more time than
     ``SECONDS``; no template (None, a tokenizer without one); a malformed message (named by its
     index); and whatever the template raises, with its message.
     """
     if tokenizer_template is None:
         raise InvalidArgument(_NO_TEMPLATE, field="messages")
-    template, reads_parts = _compile(tokenizer_template)
+    compiled = _compile(tokenizer_template)
     variables = {
         **{name: text for name, text in (("bos_token", bos_token), ("eos_token", eos_token)) if text is not None},
         **{name: _plain(value, name) for name, value in extra.items()},
-        "messages": _plain_messages(messages, keep_parts=reads_parts),
+        "messages": _plain_messages(messages, compiled),
         "tools": None if tools is None else _plain_tools(tools),
         "documents": _plain(extra.get("documents"), "documents"),
         "add_generation_prompt": add_generation_prompt,
     }
     deadline = _deadline.set(time.monotonic() + SECONDS)
     try:
-        pieces, size = [], 0
-        for piece in template.generate(variables):
-            size += len(piece)
-            if max_bytes is not None and size > max_bytes:
-                raise InvalidArgument(
-                    f"the messages make a prompt of more than {max_bytes} bytes, and one that fits has no more",
-                    field="messages",
-                    code=CONTEXT_FULL,
-                )
-            pieces.append(piece)
-        return "".join(pieces)
+        try:
+            return _written(compiled.template, variables, text_limit)
+        except QuireError:
+            raise
+        except Exception:
+            if not _take_text_from_calls(variables["messages"]):
+                raise
+            return _written(compiled.template, variables, text_limit)
     except QuireError:
         raise
     except jinja2.TemplateError as error:
@@ -104,6 +105,28 @@ def render_chat(
         _deadline.reset(deadline)
 
 
+def _written(template: jinja2.Template, variables: Mapping[str, Any], limit: TextLimit | None) -> str:
+    pieces, size = [], 0
+    for piece in template.generate(variables):
+        size += len(piece)
+        if limit is not None and size > limit.bytes:
+            problem = f"The messages make a prompt of more than {limit.bytes} bytes, and one that fits has no more"
+            raise context_full(limit.tokens, problem, "messages")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _take_text_from_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Make ``{}`` of arguments that are text. Return whether there were any."""
+    found = False
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            function = call.get("function", call)
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                function["arguments"], found = {}, True
+    return found
+
+
 def encode_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
@@ -111,7 +134,7 @@ def encode_chat(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template: str | None = None,
-    max_bytes: int | None = None,
+    text_limit: TextLimit | None = None,
     **extra: Any,
 ) -> list[int]:
     """Return the token ids of the prompt for ``messages``, by ``chat_template`` or the
@@ -119,7 +142,7 @@ def encode_chat(
     template = select_template(tokenizer.chat_templates, chat_template, with_tools=tools is not None)
     variables = {**tokenizer.special_tokens, **extra}
     text = render_chat(
-        template, messages, add_generation_prompt=add_generation_prompt, tools=tools, max_bytes=max_bytes, **variables
+        template, messages, add_generation_prompt=add_generation_prompt, tools=tools, text_limit=text_limit, **variables
     )
     return tokenizer.encode(text, add_special_tokens=False)
 
@@ -144,15 +167,15 @@ def select_template(templates: Mapping[str, str], chosen: str | None = None, *, 
 # ---- messages ----
 
 
-def _plain_messages(messages: Sequence[Message], *, keep_parts: bool) -> list[dict[str, Any]]:
+def _plain_messages(messages: Sequence[Message], template: _Compiled) -> list[dict[str, Any]]:
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise InvalidArgument(field="messages", given=messages, allowed="a list of messages")
     if not messages:
         raise InvalidArgument("messages must hold at least one message, got none", field="messages")
-    return [_plain_message(message, f"messages.{i}", keep_parts=keep_parts) for i, message in enumerate(messages)]
+    return [_plain_message(message, f"messages.{i}", template) for i, message in enumerate(messages)]
 
 
-def _plain_message(message: Message, where: str, *, keep_parts: bool) -> dict[str, Any]:
+def _plain_message(message: Message, where: str, template: _Compiled) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidArgument(field=where, given=message, allowed="an object with 'role' and 'content'")
     # Clients send "content": null and the like; templates handle a missing key, and print a null.
@@ -162,11 +185,20 @@ def _plain_message(message: Message, where: str, *, keep_parts: bool) -> dict[st
         raise InvalidArgument(
             field=f"{where}.role", given=message.get("role"), allowed="a non-empty string such as 'user'"
         )
+    if role == "developer" and not template.knows_developers:
+        plain["role"] = "system"
+    if plain.get("tool_calls") == []:
+        del plain["tool_calls"]
     if "content" in plain:
-        plain["content"] = _plain_content(plain["content"], f"{where}.content", keep_parts=keep_parts)
-    elif not (role == "assistant" and plain.get("tool_calls")):
+        plain["content"] = _plain_content(plain["content"], f"{where}.content", keep_parts=template.reads_parts)
+    elif role in ("assistant", "tool"):
+        # What a server answered, also a refusal or nothing at all, comes back in the next request.
+        if "tool_calls" not in plain:
+            refusal = plain.get("refusal")
+            plain["content"] = refusal if isinstance(refusal, str) else ""
+    else:
         raise InvalidArgument(
-            f"{where} has no content; only an assistant's message with tool_calls may have none", field=where
+            f"{where} has no content; only messages of an assistant or a tool may have none", field=where
         )
     if "tool_calls" in plain:
         plain["tool_calls"] = _parse_tool_calls(plain["tool_calls"], f"{where}.tool_calls")
@@ -182,27 +214,30 @@ def _plain_content(content: Any, where: str, *, keep_parts: bool) -> str | list[
     if not isinstance(content, list):
         raise InvalidArgument(field=where, given=content, allowed="a string or a list of text parts")
     for i, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
             raise InvalidArgument(field=f"{where}.{i}", given=part, allowed="{'type': 'text', 'text': string}")
-    return content if keep_parts else "\n".join(part["text"] for part in content)
+    parts = [{"type": "text", "text": part["refusal"]} if part["type"] == "refusal" else part for part in content]
+    return parts if keep_parts else "\n".join(part["text"] for part in parts)
 
 
 def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Return tool calls with their arguments as objects, which templates write or walk over."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise InvalidArgument(field=where, given=calls, allowed="a list of objects")
-    for i, call in enumerate(calls):
+    for call in calls:
         function = call.get("function", call)
-        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        if not isinstance(function, dict) or not isinstance(text := function.get("arguments", ""), str | None):
             continue
-        field = f"{where}.{i}.function.arguments"
-        try:
-            arguments = json.loads(function["arguments"] or "{}")
-        except ValueError as error:
-            raise InvalidArgument(f"{field} must be JSON, got an error: {error}", field=field) from error
-        if not isinstance(arguments, dict):
-            raise InvalidArgument(field=field, given=function["arguments"], allowed="a JSON object")
-        function["arguments"] = arguments
+        if not text or text.isspace():
+            if "arguments" in function:
+                function["arguments"] = {}
+            continue
+        # No JSON: it was cut short, or the model made a mistake. The conversation goes on.
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(text)
+            if isinstance(arguments, dict):
+                function["arguments"] = arguments
     return calls
 
 
@@ -253,12 +288,35 @@ def check_template(source: str, name: str) -> None:
         raise InvalidArgument(f"{name} never reads 'messages', as every chat template does; is it another file?")
 
 
+class _Compiled(NamedTuple):
+    """A template, and what it does."""
+
+    template: jinja2.Template
+    variables: frozenset[str]
+    """Names that it reads but does not set."""
+    reads_parts: bool
+    """Whether it walks over the parts of a message's content."""
+    knows_developers: bool
+    """Whether it has the word "developer" in its code, as the name of a role."""
+
+
+def variables_of(source: str) -> frozenset[str]:
+    """Return the variables that a template reads."""
+    return _compile(source).variables
+
+
 @lru_cache(maxsize=64)
-def _compile(source: str) -> tuple[jinja2.Template, bool]:
-    """Return the compiled template, and whether it walks over the parts of a message's content."""
+def _compile(source: str) -> _Compiled:
     environment = _environment()
     try:
-        return environment.from_string(source), _reads_parts(environment.parse(source))
+        tree = environment.parse(source)
+        return _Compiled(
+            template=environment.from_string(source),
+            reads_parts=_reads_parts(tree),
+            knows_developers=any(node.value == "developer" for node in tree.find_all(jinja2.nodes.Const)),
+            # The last one: it folds constants.
+            variables=frozenset(jinja2.meta.find_undeclared_variables(tree)),
+        )
     except jinja2.TemplateSyntaxError as error:
         raise InvalidArgument(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
 

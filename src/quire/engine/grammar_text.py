@@ -6,11 +6,11 @@ It imports only llguidance, and only where it is used, so that the child process
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from typing import TYPE_CHECKING
 
+from quire.engine.closed_objects import close_objects
 from quire.errors import InvalidArgument
 from quire.sampling_params import StructuredOutputs
 
@@ -41,8 +41,7 @@ _TEMPERATURE = re.compile(r"^\s*\??\w+\s*\[[^\]]*\btemperature\s*=", re.MULTILIN
 
 def field_of(wanted: StructuredOutputs) -> str:
     """Return the field that was given."""
-    values = {f.name: getattr(wanted, f.name) for f in dataclasses.fields(wanted)}
-    return next(name for name, value in values.items() if value is not None and value is not False)
+    return next(iter(wanted.forms))
 
 
 def length_of(wanted: StructuredOutputs) -> int:
@@ -64,7 +63,9 @@ def is_plain(wanted: StructuredOutputs) -> bool:
     it no more than a trial. A JSON text with ``\u`` may spell a keyword that way.
     """
     name = field_of(wanted)
-    return not any(sign in str(getattr(wanted, name)) for sign in _COSTLY.get(name, ()))
+    return wanted.whitespace_pattern is None and not any(
+        sign in str(getattr(wanted, name)) for sign in _COSTLY.get(name, ())
+    )
 
 
 def grammar_text(wanted: StructuredOutputs) -> str:
@@ -109,9 +110,9 @@ def _body(wanted: StructuredOutputs) -> dict[str, object]:
     from llguidance.gbnf_to_lark import any_to_lark
 
     if wanted.json is not None:
-        return {"json_schema": _bounded(json.loads(str(wanted.json)))}
+        return {"json_schema": json_schema(wanted)}
     if wanted.json_object:
-        return {"json_schema": _bounded({"type": "object"})}
+        return {"json_schema": _spaced({"type": "object"}, wanted)}
     if wanted.regex is not None:
         quoted = json.loads(LLMatcher.grammar_from_regex(wanted.regex))
         return {"lark_grammar": quoted["grammars"][0]["lark_grammar"]}
@@ -153,11 +154,22 @@ def _plain(reason: str) -> str:
     return reason.replace("Enable 'coerce_one_of' option", 'Set {"coerce_one_of": true} in the schema\'s x-guidance')
 
 
-def _bounded(schema: object) -> object:
-    """Return a schema with our white space, unless it has its own."""
+def json_schema(wanted: StructuredOutputs) -> object:
+    """Return the schema as llguidance gets it."""
+    schema = json.loads(str(wanted.json))
+    if wanted.disable_additional_properties:
+        close_objects(schema)
+    return _spaced(schema, wanted)
+
+
+def _spaced(schema: object, wanted: StructuredOutputs) -> object:
+    """Return a schema with the white space that is wanted, unless it has its own."""
     if schema is True:
         schema = {}
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
     if not isinstance(options, dict) or not isinstance(schema, dict) or options.keys() & _SPACE_OPTIONS:
         return schema
-    return {**schema, "x-guidance": {"whitespace_pattern": JSON_SPACE, **options}}
+    space: dict[str, object] = {"whitespace_flexible": False}
+    if wanted.whitespace_pattern is not None or not wanted.disable_any_whitespace:
+        space = {"whitespace_pattern": wanted.whitespace_pattern or JSON_SPACE}
+    return {**schema, "x-guidance": {**space, **options}}

@@ -125,7 +125,7 @@ class GrammarTrial:
             "stack": thread_stack() // 2,
             "kept_memory": KEPT_MEMORY,
             "field": field_of(wanted),
-            "value": getattr(wanted, field_of(wanted)),
+            "given": wanted.given,
         }
         with self._lock:
             return self._ask(f"structured_outputs.{field_of(wanted)}", request)
@@ -324,7 +324,7 @@ def _answer(request: Mapping[str, Any], vocabulary: LLTokenizer) -> dict[str, An
     before = _resident()
 
     def compile_it() -> None:
-        wanted = StructuredOutputs(**{request["field"]: request["value"]})
+        wanted = StructuredOutputs(**request["given"])
         text = grammar_text(wanted)
         matchers.append(compiled(wanted, text, vocabulary))
         found["text"] = text

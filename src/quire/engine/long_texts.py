@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from quire import interrupts
 from quire.errors import Cancelled
@@ -13,6 +14,17 @@ LONG = 1 << 18
 """Bytes of a long text: over a tenth of a second, and a thousand bytes for each of its own."""
 LOOK = 0.05
 """Seconds between two looks whether a call that waits for its turn was given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimit:
+    """The longest text that can fit in the context, whatever its tokens are."""
+
+    tokens: int
+    """Tokens that fit."""
+    bytes: int
+    """Bytes that they have, at most."""
+
 
 _calls = threading.local()
 _free = threading.Condition()

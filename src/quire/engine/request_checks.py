@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from quire.branches.history import LAST_PLACEHOLDER
 from quire.branches.media import NO_MEDIA, Media
-from quire.errors import CONTEXT_FULL, InvalidArgument, ResourceExhausted, Unsupported
+from quire.engine.long_texts import TextLimit
+from quire.errors import CONTEXT_FULL, InvalidArgument, ResourceExhausted, Unsupported, context_full
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -31,26 +32,26 @@ class RequestChecks:
     """None without a tokenizer."""
 
     @property
-    def max_text_bytes(self) -> int | None:
-        """Bytes of a text that can fit, at most; None if they cannot be told from its size."""
+    def text_limit(self) -> TextLimit | None:
+        """The longest text that can fit; None if that cannot be told from its size."""
         longest = None if self.tokenizer is None else self.tokenizer.longest_token
-        return None if longest is None else min(self.max_model_len, self.pool_tokens) * longest
+        tokens = min(self.max_model_len, self.pool_tokens)
+        return None if longest is None else TextLimit(tokens, tokens * longest)
 
     def text(self, text: object) -> None:
         """Raise ``InvalidArgument``, before tokenising, for a text too long whatever its tokens
         are."""
-        tokens = min(self.max_model_len, self.pool_tokens)
+        if not isinstance(text, str) or (limit := self.text_limit) is None:
+            return
         # A token stands for a byte at least, so that nothing has to be known of short texts.
-        if not isinstance(text, str) or len(text) * 4 <= tokens or (most := self.max_text_bytes) is None:
+        if len(text) * 4 <= limit.tokens:
             return
         size = len(text)
-        if size <= most:
+        if size <= limit.bytes:
             size = len(text.encode(errors="replace"))
-        if size > most:
-            raise InvalidArgument(
-                f"the text has at least {size} bytes; {tokens} tokens fit here, and those have at most {most} bytes",
-                code=CONTEXT_FULL,
-            )
+        if size > limit.bytes:
+            problem = f"The text has at least {size} bytes; so many tokens have at most {limit.bytes} bytes"
+            raise context_full(limit.tokens, problem)
 
     def tokens(self, tokens: NDArray[np.int64], media: Media = NO_MEDIA) -> None:
         """Raise ``InvalidArgument`` for ids outside of the model and of ``media``'s embeddings."""
@@ -79,25 +80,27 @@ class RequestChecks:
             raise InvalidArgument("the prompt is empty; give at least one token", field="prompt")
         new = 0 if params is None else (params.max_tokens or 1)
         if length + (1 if params else 0) > self.max_model_len:
-            raise InvalidArgument(
-                f"the prompt has {length} tokens, and the context ends at {self.max_model_len}"
-                + ("; at least one token must be left to generate" if params else ""),
-                field="prompt",
-                code=CONTEXT_FULL,
+            problem = f"However, your prompt has {length} tokens"
+            raise context_full(
+                self.max_model_len,
+                problem + ("; at least one token must be left to generate" if params else ""),
+                "prompt",
             )
         if length + new > self.max_model_len:
-            raise InvalidArgument(
-                f"max_tokens {new} after a prompt of {length} tokens passes the end of the context at {self.max_model_len}; "
+            raise context_full(
+                self.max_model_len,
+                f"However, you requested {length + new} tokens ({length} in the prompt, {new} in the completion); "
                 f"max_tokens up to {self.max_model_len - length}, or None for as many as fit, is accepted",
-                field="max_tokens",
-                code=CONTEXT_FULL,
+                "max_tokens",
             )
         # The last sampled token is never computed.
         if length + max(new - 1, 0) > self.pool_tokens:
             raise ResourceExhausted(
-                f"{length} prompt tokens and {new} new ones need more than the {self.pool_tokens} tokens that the whole KV pool "
-                "holds; give a larger kv_cache_memory, or fewer tokens",
+                f"This model's maximum context length is {self.pool_tokens} tokens here, as many as the whole KV pool holds. "
+                f"However, you requested {length + new} tokens ({length} in the prompt, {new} in the completion); "
+                "give fewer tokens, or a larger kv_cache_memory",
                 field="prompt",
+                code=CONTEXT_FULL,
             )
         return min(self.max_model_len, self.pool_tokens + 1)
 

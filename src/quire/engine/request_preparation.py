@@ -117,7 +117,7 @@ class RequestPreparation:
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
-                max_bytes=self._engine.checks.max_text_bytes,
+                text_limit=self._engine.checks.text_limit,
                 **tokenizer.special_tokens,
             )
 

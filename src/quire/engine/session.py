@@ -395,7 +395,7 @@ class Session(SessionEdits):
             turns, checks = self._turns.up_to(len(ids)), self._engine.checks_of(self._state)
         # Without the lock: other threads go on while a long conversation is rendered and tokenised.
         asked = turns.ask(messages, ids, tokenizer, answer)
-        rendered = encode_chat(tokenizer, asked.all_messages, max_bytes=checks.max_text_bytes)
+        rendered = encode_chat(tokenizer, asked.all_messages, text_limit=checks.text_limit)
         tokens = np.array([*ids[: asked.start], *rendered], dtype=np.int64)
         checks.history(tokens)
         with self._engine.lock:
@@ -412,14 +412,14 @@ class Session(SessionEdits):
         with self._engine.lock:
             state = self._open("prefetch_next_turn")
             tokenizer, ids = self._tokenizer("prefetch_next_turn"), state.tokens.ids.copy()
-            turns, longest = self._turns.up_to(ids.size), self._engine.checks_of(state).max_text_bytes
+            turns, longest = self._turns.up_to(ids.size), self._engine.checks_of(state).text_limit
             plain = state.runs == BASE.then(0, state.adapter) and not (ids < 0).any()
             if not (plain and turns.end_with_answer(ids.size)) or state.modified or state.window is not None:
                 return None
             asked, key, adapter = turns.ask([], ids.tolist(), tokenizer, None), state.key, state.adapter
         template, special = select_template(tokenizer.chat_templates), dict[str, Any](tokenizer.special_tokens)
         rendered = next_turn_ids(
-            lambda given: render_chat(template, given, add_generation_prompt=False, max_bytes=longest, **special),
+            lambda given: render_chat(template, given, add_generation_prompt=False, text_limit=longest, **special),
             asked.all_messages,
             tokenizer,
         )

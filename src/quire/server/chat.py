@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,24 @@ from quire.engine.next_turn import parts_from
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument
 from quire.outputs import RequestOutput
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, StructuredOutputs
 from quire.segments import Segment
 from quire.server.blend_fields import EncodedPrompt, blend_of
 from quire.server.cache_marks import MarkedHints, pin_all, without_marks
+from quire.server.call_grammars import calls_or_answer
 from quire.server.context import Context
 from quire.server.conversations import Conversation
 from quire.server.errors import ApiError, bad_field, naming
-from quire.server.generation import asked_by, check_number, check_prompts, ending, in_texts, sampling_params
+from quire.server.generation import (
+    asked_by,
+    check_form,
+    check_number,
+    check_prompts,
+    ending,
+    form_of,
+    in_texts,
+    sampling_params,
+)
 from quire.server.harmony import MARKERS, STOPS, in_reasoning, is_harmony
 from quire.server.hint_fields import for_prefetch, read_hints
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
@@ -35,7 +45,7 @@ from quire.server.reasoning import reasoning_for
 from quire.server.replies import Reply, answer, answer_in_session, head_of, prefetch
 from quire.server.reruns import EndedTurn, Run
 from quire.server.session_streams import ClientSessionStream
-from quire.server.tools import forced_format, parser_for, schema_for
+from quire.server.tools import forced_format, functions_of, parser_for, schema_for
 
 router = APIRouter()
 
@@ -46,7 +56,7 @@ OWN_VARIABLES = (
     "add_generation_prompt",
     "reasoning_effort",
     "tokenizer_template",
-    "max_bytes",
+    "text_limit",
 )
 """Names that ``chat_template_kwargs`` may not hold: those of variables with fields of their own, of
 the template itself and of its limit."""
@@ -105,9 +115,11 @@ async def answer_chat(
             return await answer_in_session(request, reply, source)
     adapter = context.adapter_of(body.model)
     check_number(context, 1, params.n)
+    if tools.answer is not None:
+        await check_form(context, request, tools.answer, "response_format")
     with naming({}, "messages"):
         template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
-    chat = Conversation.of(context, body, tokenizer, template, tools.given)
+    chat = Conversation.of(context, body, tokenizer, template, tools.given, tools.allowed)
     marked, size = MarkedHints(hints, marks), len(await request.body()) + more
     wanted = None if blend is None else segments
     # The text is about as long as the body that it is made of.
@@ -153,8 +165,9 @@ def _check_variables(body: ChatRequest) -> None:
 
 
 def _check_session(body: ChatRequest) -> None:
-    for name in ("tools", "cache_salt", "reasoning_effort", "documents", "chat_template_kwargs"):
-        if getattr(body, name):
+    alone = ("tools", "cache_salt", "reasoning_effort", "reasoning", "documents", "chat_template_kwargs")
+    for name in (*alone, "enable_thinking"):
+        if getattr(body, name) or getattr(body, name) is False:
             raise bad_field(name, f"{name} cannot be given with session_id; leave it out")
     if body.add_generation_prompt is False:
         raise bad_field("add_generation_prompt", "a session always answers; leave add_generation_prompt out")
@@ -171,23 +184,34 @@ class _Tools:
     schema: Mapping[str, Any] | None
     """The JSON schema that forces calls."""
     one_call: bool
+    answer: StructuredOutputs | None = None
+    """The form of an answer without calls, where there may be both."""
+    allowed: Collection[str] | None = None
+    """Names of the tools that may be called, and that the template sees, of those given; None: all.
+    If calls are forced, their schema says that, and the prompt stays as it is for all tools."""
+
+    @property
+    def offered(self) -> list[dict[str, Any]] | None:
+        """The tools that may be called."""
+        return None if self.given is None else _those(self.given, self.allowed)
 
     @classmethod
     def of(cls, body: ChatRequest, tools: list[dict[str, Any]]) -> _Tools:
         choice: Any = body.tool_choice if body.tool_choice is not None else ("auto" if body.tools else "none")
         if choice not in ("none", "auto", "required") and not isinstance(choice, dict):
-            raise bad_field(
-                "tool_choice",
-                'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}, '
-                f"got {choice!r:.80}",
-            )
-        if not body.tools and choice != "none":
+            raise bad_field("tool_choice", f"tool_choice must be {_CHOICES}, got {choice!r:.80}")
+        allowed: Collection[str] | None = None
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            choice, allowed = _allowed_tools(choice, tools)
+        # An empty list of tools is what programs send whose tools are all switched off.
+        if not body.tools and choice != "none" and (body.tools is None or choice != "auto"):
             raise bad_field("tool_choice", "tool_choice needs tools; give some")
         one_call = body.parallel_tool_calls is False
         if not tools:
             return cls(given=None, forced=None, schema=None, one_call=False)
         with naming({}, "tools"):
-            schema = schema_for(tools, "required")  # also checks them
+            functions_of(tools)
+            schema = schema_for(_those(tools, allowed), "required")
         forced = None if choice in ("none", "auto") else choice
         if isinstance(forced, dict):
             with naming({}, "tool_choice"):
@@ -200,7 +224,60 @@ class _Tools:
             forced=forced,
             schema=None if forced is None else schema,
             one_call=one_call,
+            answer=form_of(body.response_format) if choice == "auto" else None,
+            allowed=allowed if choice == "auto" else None,
         )
+
+
+_CHOICES = (
+    '"none", "auto", "required", {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", '
+    '"allowed_tools": {"mode": "auto" or "required", "tools": [{"type": "function", "function": {"name": ...}}]}}'
+)
+
+
+def _allowed_tools(choice: Mapping[str, Any], tools: list[dict[str, Any]]) -> tuple[str, Collection[str]]:
+    """Return the mode and the names of a choice among some of the tools."""
+    match choice.get("allowed_tools"):
+        case {"mode": "auto" | "required" as mode, "tools": [_, *_] as listed}:
+            known, names = [tool["function"]["name"] for tool in tools], []
+            for tool in listed:
+                match tool:
+                    case {"type": "function", "function": {"name": str(name)}} if name in known:
+                        names.append(name)
+                    case _:
+                        raise bad_field(
+                            "tool_choice",
+                            f"tool_choice allows {tool!r:.80}; the tools are {', '.join(known) or 'none'}, each allowed by "
+                            '{"type": "function", "function": {"name": ...}}',
+                        )
+            return mode, frozenset(names)
+    raise bad_field("tool_choice", f"tool_choice must be {_CHOICES}, got {dict(choice)!r:.80}")
+
+
+def _those(tools: list[dict[str, Any]], allowed: Collection[str] | None) -> list[dict[str, Any]]:
+    return tools if allowed is None else [tool for tool in tools if tool["function"]["name"] in allowed]
+
+
+def _calls_or_answer(context: Context, tools: _Tools, answer: StructuredOutputs) -> StructuredOutputs:
+    """Return the form of texts that are calls or an answer."""
+    tokenizer, named = context.llm.tokenizer, context.settings.tool_call_parser
+    assert tokenizer is not None  # checked before
+    with naming({}, "messages"):
+        template = select_template(tokenizer.chat_templates, with_tools=True)
+    format = None if is_harmony(template, named) else parser_for(context.llm.model.config, template, named)
+    if format is None:
+        raise bad_field(
+            "response_format",
+            "response_format cannot be given together with tools that this model may choose to call, since no grammar "
+            'of its calls is known here; tool_choice "required", a named function and "none" work',
+        )
+    special = tokenizer.token_bytes.special_ids
+
+    def token_of(mark: str) -> int | None:
+        return token if (token := tokenizer.token_id(mark)) in special else None
+
+    assert tools.offered is not None
+    return calls_or_answer(format.name, tools.offered, answer, one_call=tools.one_call, special=token_of)
 
 
 def _params(context: Context, body: ChatRequest, tools: _Tools) -> tuple[SamplingParams, Mapping[str, str]]:
@@ -212,10 +289,14 @@ def _params(context: Context, body: ChatRequest, tools: _Tools) -> tuple[Samplin
     if body.logprobs:
         given.setdefault("logprobs", 0)
     source = fields["structured_outputs"]
-    if "structured_outputs" in given and tools.given is not None:
+    if "structured_outputs" in given and tools.given is not None and source != "response_format":
         raise bad_field(
-            source, f'{source} and tools both say what the text must be; give one of them, or tool_choice="none"'
+            source,
+            f"{source} and tools both say what the text must be; give one of them, response_format in its place, "
+            'or tool_choice="none"',
         )
+    if tools.answer is not None:
+        given["structured_outputs"] = _calls_or_answer(context, tools, tools.answer)
     if tools.schema is not None:
         given["structured_outputs"], fields["structured_outputs"] = {"json": tools.schema}, "tools"
     defaults = context.llm.default_params
@@ -286,7 +367,7 @@ def _message_format(
         return MessageFormat(
             harmony=True,
             in_reasoning=prompt is not None and in_reasoning(prompt),
-            tools=tools.given,
+            tools=tools.offered,
             one_call=tools.one_call,
         )
     own = None if harmony else parser_for(config, template, named)
@@ -295,6 +376,8 @@ def _message_format(
         calls = forced_format(tools.forced)
     elif tools.given is None:
         calls = None if own is None or params.grammar is not None else own.without_calls
+    elif tools.answer is not None and own is not None:
+        calls = replace(own, whole=True)
     elif own is None:
         raise bad_field(
             "tools",
@@ -307,7 +390,7 @@ def _message_format(
         reasoning=reasoning,
         in_reasoning=None if reasoning is None or prompt is None else reasoning.opened_by(prompt),
         calls=calls,
-        tools=tools.given,
+        tools=tools.offered,
         one_call=tools.one_call,
         short_ids=own is not None and own.name == "mistral",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.chat_rendering import render_chat
+from quire.engine.long_texts import TextLimit
 from quire.engine.next_turn import next_turn_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.server.cache_marks import Messages, Tools
 from quire.server.context import Context
 from quire.server.protocol import ChatRequest
+from quire.server.thinking_fields import thinking_variables
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,33 +28,46 @@ class Conversation:
     messages: Messages
     tools: Tools
     variables: Mapping[str, Any]
-    max_bytes: int | None
-    """Most bytes of a prompt."""
+    text_limit: TextLimit | None
+    allowed: Collection[str] | None = None
+    """Names of the tools that the template sees; None: all."""
 
     @classmethod
-    def of(cls, context: Context, body: ChatRequest, tokenizer: Tokenizer, template: str, tools: Tools) -> Conversation:
-        """Return that of a body."""
+    def of(
+        cls,
+        context: Context,
+        body: ChatRequest,
+        tokenizer: Tokenizer,
+        template: str,
+        tools: Tools,
+        allowed: Collection[str] | None = None,
+    ) -> Conversation:
+        """Return that of a body. Raise ``ApiError`` 400 for fields that a template does not
+        read."""
         variables: dict[str, Any] = {**tokenizer.special_tokens, **(body.chat_template_kwargs or {})}
-        for name in ("reasoning_effort", "documents"):
-            if (value := getattr(body, name)) is not None:
-                variables[name] = value
+        variables |= thinking_variables(body, template)
+        if body.documents is not None:
+            variables["documents"] = body.documents
         return cls(
             tokenizer=tokenizer,
             template=template,
             messages=body.messages,
             tools=tools,
             variables=variables,
-            max_bytes=context.llm.engine.checks.max_text_bytes,
+            text_limit=context.llm.engine.checks.text_limit,
+            allowed=allowed,
         )
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, asks: bool) -> str:
         """Return the text of messages. ``asks``: it ends where the model is to answer."""
+        if tools is not None and self.allowed is not None:
+            tools = [tool for tool in tools if tool["function"]["name"] in self.allowed]
         return render_chat(
             self.template,
             messages,
             add_generation_prompt=asks,
             tools=tools,
-            max_bytes=self.max_bytes,
+            text_limit=self.text_limit,
             **self.variables,
         )
 

@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
 
 from quire.engine.grammar_trial import GrammarsBusy
 from quire.errors import (
@@ -210,6 +211,17 @@ def count(request: Request, error: ApiError) -> None:
         request.app.state.context.llm.engine.metrics.refusals.inc(name)
 
 
+def _methods(request: Request, routes: Sequence[BaseRoute]) -> set[str]:
+    """Return the methods that a request's path may be asked by."""
+    found: set[str] = set()
+    for route in routes:
+        if (inner := getattr(route, "original_router", None)) is not None:
+            found |= _methods(request, inner.routes)
+        elif route.matches(request.scope)[0] != Match.NONE:
+            found |= getattr(route, "methods", None) or set()
+    return found
+
+
 def install(app: FastAPI) -> None:
     """Answer all errors of routes in this shape. The gate logs internal ones."""
 
@@ -228,9 +240,11 @@ def install(app: FastAPI) -> None:
             404: f"there is no {request.url.path}; /docs lists what there is",
             405: f"{request.url.path} does not take {request.method}",
         }.get(error.status_code, str(error.detail))
-        return error_response(
-            ApiError(error.status_code, message, code=codes.get(error.status_code), headers=error.headers)
-        )
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            # The framework tells those of one route, and a path may have several.
+            headers["Allow"] = ", ".join(sorted(_methods(request, request.app.routes)))
+        return error_response(ApiError(error.status_code, message, code=codes.get(error.status_code), headers=headers))
 
     for kind in (ApiError, QuireError, RequestValidationError):
         app.add_exception_handler(kind, from_route)

@@ -22,11 +22,11 @@ from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, InvalidArgument
 from quire.outputs import CompletionOutput, FinishReason, Miss, RequestOutput, Reuse
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
 from quire.server.events import unless_gone
-from quire.server.protocol import GenerationBody
+from quire.server.protocol import GenerationBody, ResponseFormat
 
 MAX_LOGPROBS = 20
 """Most log-probabilities beside each token's own, as in OpenAI's chats and in vLLM."""
@@ -81,30 +81,41 @@ def sampling_params(given: Mapping[str, Any], defaults: SamplingParams, fields: 
 
 def asked_by(context: Context, body: GenerationBody) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the parameters of a completion or a chat, and the body's field of each argument.
-    ``response_format`` is ``structured_outputs`` by another name. Raise ``ApiError`` 400 for both,
-    and for long lists."""
+    ``response_format``, and the names that other servers have, are ``structured_outputs`` by other
+    names. Raise ``ApiError`` 400 for two of them, and for long lists."""
     given, fields = body.sampling()
     check_lists(context, given)
     fields |= {"prompt": "prompt", "cache_salt": "cache_salt", "messages": "messages"}
     form = given.get("structured_outputs")
     if form is not None:
         given["structured_outputs"] = {name: value for name, value in form.items() if value is not None}
-    answer = body.response_format
-    if answer is None or answer.type == "text":
-        return given, fields
-    wanted: dict[str, Any] = {"json_object": True}
-    if answer.type == "json_schema":
-        if answer.json_schema is None or answer.json_schema.schema_ is None:
-            raise bad_field(
-                "response_format.json_schema",
-                'response_format of type "json_schema" needs json_schema: {"name": ..., "schema": {...}}',
-            )
-        wanted = {"json": answer.json_schema.schema_}
-    if form is not None:
+    others: dict[str, Any] = {}
+    if (named := body.form()) is not None:
+        others[named[0]] = named[1]
+    if (wanted := form_of(body.response_format)) is not None:
+        others["response_format"] = wanted
+    if len(others) + (form is not None) > 1:
+        both = [*(["structured_outputs"] if form is not None else []), *others]
+        raise bad_field(both[0], f"{' and '.join(both)} both give a form; give one of them")
+    for name, value in others.items():
+        return given | {"structured_outputs": value}, fields | {"structured_outputs": name}
+    return given, fields
+
+
+def form_of(format: ResponseFormat | None) -> StructuredOutputs | None:
+    """Return the form that a ``response_format`` asks for. Raise ``ApiError`` 400 for a malformed
+    one."""
+    if format is None or format.type == "text":
+        return None
+    if format.type == "json_object":
+        return StructuredOutputs(json_object=True)
+    if format.json_schema is None or format.json_schema.schema_ is None:
         raise bad_field(
-            "structured_outputs", "structured_outputs and response_format both give a form; give one of them"
+            "response_format.json_schema",
+            'response_format of type "json_schema" needs json_schema: {"name": ..., "schema": {...}}',
         )
-    return given | {"structured_outputs": wanted}, fields | {"structured_outputs": "response_format"}
+    with naming({}, "response_format"):
+        return StructuredOutputs(json=format.json_schema.schema_)
 
 
 # -- prompts ---------------------------------------------------------------------------------------
@@ -159,6 +170,13 @@ async def check_prompts(
                 checks.length(tokens.size, params)
 
     await unless_gone(request, asyncio.to_thread(check))
+
+
+async def check_form(context: Context, request: Request, form: StructuredOutputs, field: str) -> None:
+    """Refuse a form that cannot be had, as what ``field`` says, on a worker thread."""
+    params = SamplingParams(structured_outputs=form)
+    with naming({}, field):
+        await unless_gone(request, asyncio.to_thread(context.llm.engine.checks.params, params))
 
 
 def check_number(context: Context, prompts: int, n: int) -> None:

@@ -33,19 +33,34 @@ Prompt = Annotated[
 Blending = Annotated[
     Any, WithJsonSchema({"anyOf": [{"type": "boolean"}, TypeAdapter(BlendParams).json_schema(), {"type": "null"}]})
 ]
+GuidedJson = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, _TEXT, {"type": "null"}]})]
+_NAMED = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": _TEXT}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+_ALLOWED = {
+    "type": "object",
+    "properties": {
+        "mode": {"type": "string", "enum": ["auto", "required"]},
+        "tools": {"type": "array", "items": _NAMED, "minItems": 1},
+    },
+    "required": ["mode", "tools"],
+}
 ToolChoice = Annotated[
     Any,
     WithJsonSchema(
         {
             "anyOf": [
                 {"type": "string", "enum": ["none", "auto", "required"]},
+                _NAMED,
                 {
                     "type": "object",
-                    "properties": {
-                        "type": {"const": "function"},
-                        "function": {"type": "object", "properties": {"name": _TEXT}, "required": ["name"]},
-                    },
-                    "required": ["type", "function"],
+                    "properties": {"type": {"const": "allowed_tools"}, "allowed_tools": _ALLOWED},
+                    "required": ["type", "allowed_tools"],
                 },
                 {"type": "null"},
             ]
@@ -66,16 +81,13 @@ class ParamsBody(Body):
     surface: ClassVar[Surface]
 
     def sampling(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the parameters that are given, and the body's name of every parameter. Raise
-        ``ApiError`` 400 for two values of one parameter under two names."""
+        """Return the parameters that are given, and the body's name of every parameter. Of two
+        names of one parameter the second counts: ``max_completion_tokens``, not ``max_tokens``."""
         given: dict[str, Any] = {}
         names: dict[str, str] = {}
         for name, (field, _) in declarations_on(SamplingParams, self.surface).items():
             value = getattr(self, name)
             if value is not None:
-                if field in given and given[field] != value:
-                    said = f"{names[field]} is {given[field]} and {name} {value}, which are the same"
-                    raise bad_field(name, f"{said}; give one of them")
                 given[field], names[field] = value, name
             names.setdefault(field, name)
         return given, names
@@ -93,6 +105,10 @@ def takes_sampling(surface: Surface, without: Collection[str] = ()) -> Callable[
             if name in without:
                 continue
             kind = found.kind.json | None
+            # 0 tokens are taken beside ``echo`` and by a prefetch.
+            if found.kind.bounds is not None and "max_" not in name:
+                described = Field(json_schema_extra=dict(found.kind.bounds))
+                kind = Annotated[found.kind.json, described] | None
             if isinstance(found.kind.json, UnionType):
                 # pydantic's errors name the branches; ``SamplingParams`` refuses in one sentence.
                 kind = Annotated[Any, WithJsonSchema(TypeAdapter(kind).json_schema())]
@@ -162,12 +178,58 @@ class GenerationBody(HintedBody, ParamsBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    """Accepted and not used."""
+    """Accepted without effect, as are the next ones."""
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    verbosity: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     response_format: ResponseFormat | None = None
     cache_salt: str | None = None
     session_id: str | None = None
     blend: Blending = None
     """Use the state that segments of the prompt have by themselves: approximate. True, or how."""
+    regex: str | None = None
+    """SGLang's name of the form ``regex``."""
+    ebnf: str | None = None
+    """SGLang's name of the form ``grammar``."""
+    guided_json: GuidedJson = None
+    """vLLM's earlier name of the form ``json``, as are the next ones of others."""
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    guided_whitespace_pattern: str | None = None
+    """The option ``whitespace_pattern`` beside ``guided_json`` or ``guided_json_object``."""
+
+    def form(self) -> tuple[str, dict[str, Any]] | None:
+        """Return the form that one of these fields gives, after the field's name. Raise
+        ``ApiError`` 400 for several."""
+        given = {name: value for name in FORM_FIELDS if (value := getattr(self, name)) is not None}
+        if given.get("guided_json_object") is False:
+            del given["guided_json_object"]
+        if len(given) > 1:
+            raise bad_field(next(iter(given)), f"{' and '.join(given)} each give a form; give one of them")
+        pattern = self.guided_whitespace_pattern
+        options = {} if pattern is None else {"whitespace_pattern": pattern}
+        for name, value in given.items():
+            return name, {FORM_FIELDS[name]: value, **options}
+        if options:
+            raise bad_field("guided_whitespace_pattern", "guided_whitespace_pattern is for guided_json; give that too")
+        return None
+
+
+FORM_FIELDS = {
+    "regex": "regex",
+    "ebnf": "grammar",
+    "guided_json": "json",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+    "guided_choice": "choice",
+}
+"""Forms of structured outputs by the names that other servers have for them."""
 
 
 @takes_sampling(Surface.COMPLETIONS)
@@ -195,11 +257,18 @@ class Tool(Body):
     function: Function
 
 
+class Reasoning(Body):
+    effort: str | None = None
+    enabled: bool | None = None
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
 @takes_sampling(Surface.CHATS)
 class ChatRequest(GenerationBody):
     """``POST /v1/chat/completions``."""
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], Field(json_schema_extra={"minItems": 1})]
     """Each ``{"role": ..., "content": text or text parts, ...}``."""
     logprobs: bool | None = None
     """Return log-probabilities of the tokens, and of ``top_logprobs`` others."""
@@ -208,7 +277,11 @@ class ChatRequest(GenerationBody):
     parallel_tool_calls: bool | None = None
     """False: at most one call."""
     reasoning_effort: str | None = None
-    """A variable of the template."""
+    """A variable of the template, which must read it."""
+    reasoning: Reasoning | None = None
+    """The same under other names."""
+    enable_thinking: bool | None = None
+    """Whether the model is to think before it answers, if its template can tell it."""
     documents: list[dict[str, Any]] | None = None
     """A variable of the template."""
     add_generation_prompt: bool | None = None
@@ -222,19 +295,15 @@ _STRUCTURED = "use structured_outputs"
 UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "text cannot be filled in before a suffix"),
     "best_of": ((), "ask for n samples with their logprobs, and choose"),
-    "store": ((False,), "responses are not stored"),
-    "service_tier": (("auto", "default"), _NOT_HERE),
     "modalities": ((["text"],), "only text is generated"),
     "audio": ((), "only text is generated"),
     "prediction": ((), _NOT_HERE),
     "web_search_options": ((), "the server does not search"),
-    "verbosity": (("medium",), _NOT_HERE),
     "functions": ((), "use tools"),
     "function_call": ((), "use tool_choice"),
     "use_beam_search": ((False,), "beam search is there in Python only: LLM.beam_search"),
     "length_penalty": ((1, 1.0), "it belongs to beam search"),
     "early_stopping": ((False,), "it belongs to beam search"),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ((), _STRUCTURED)),
     "guided_decoding_backend": ((), _NOT_HERE),
     "truncate_prompt_tokens": ((), "prompts are never cut; send fewer tokens"),
     "allowed_token_ids": ((), "use structured_outputs or logit_bias"),

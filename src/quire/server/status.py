@@ -80,6 +80,7 @@ class EmbeddingRequest(BaseModel):
     input: Any = Field(default=None, description="Text or token ids.")
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", tags=["status"])
 async def health(request: Request) -> Health:
     """Answer 200 if the engine answers, 503 if it does not or while the server shuts down."""
@@ -106,6 +107,7 @@ async def version() -> Version:
     return Version(version=metadata.version("quire"))
 
 
+@router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", tags=["status"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
     """Send all metrics in Prometheus' text format."""

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 
 from quire.engine.chat_rendering import encode_chat
+from quire.engine.long_texts import TextLimit
 from quire.engine.tokenizer import Tokenizer
 from quire.server.context import Context
 from quire.server.errors import bad_field
@@ -79,7 +80,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
     checks.text(body.prompt)
     # The text of messages is about as long as the body that it is made of.
     size = len(await request.body()) if body.prompt is None else len(body.prompt)
-    found = await in_texts(context, request, size, lambda: _encode(tokenizer, body, checks.max_text_bytes))
+    found = await in_texts(context, request, size, lambda: _encode(tokenizer, body, checks.text_limit))
     return TokenizeResponse(
         count=len(found),
         max_model_len=context.longest,
@@ -112,12 +113,12 @@ def _tokenizer(context: Context) -> Tokenizer:
     return tokenizer
 
 
-def _encode(tokenizer: Tokenizer, body: TokenizeRequest, max_bytes: int | None) -> list[int]:
+def _encode(tokenizer: Tokenizer, body: TokenizeRequest, text_limit: TextLimit | None) -> list[int]:
     if body.prompt is not None:
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     assert body.messages is not None
     reserved = {"messages", "tools", "add_generation_prompt", "chat_template", "tokenizer", "tokenizer_template"}
-    reserved.add("max_bytes")
+    reserved.add("text_limit")
     for name in body.chat_template_kwargs or {}:
         if name in reserved:
             raise bad_field(
@@ -135,6 +136,6 @@ def _encode(tokenizer: Tokenizer, body: TokenizeRequest, max_bytes: int | None) 
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         tools=body.tools,
-        max_bytes=max_bytes,
+        text_limit=text_limit,
         **(body.chat_template_kwargs or {}),
     )

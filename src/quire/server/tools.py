@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quire.engine.closed_objects import DATA, SCHEMA_MAPS
 from quire.errors import InvalidArgument
 from quire.server import tool_formats
 from quire.server.tool_formats import Offered, Tools
@@ -32,8 +33,7 @@ Grammar = Callable[[Reader, str, Offered], Steps[None]]
 """A grammar that reads calls after a marker ("" without one)."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_SCHEMA_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-_DATA = ("const", "enum", "default", "examples", "example")
+_NOTHING = re.compile("(?!)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,10 @@ class ToolFormat:
     """Whether a message may begin with a call that has no marker."""
     wrappers: tuple[str, ...] = ()
     """Marks around the text of an answer; they are no content."""
+    whole: bool = False
+    """Whether a text is an answer as a whole unless it begins with a call."""
+    only_calls: bool = False
+    """Whether nothing but calls is written: the rest of one that was cut is no content."""
 
     @property
     def without_calls(self) -> ToolFormat | None:
@@ -65,7 +69,8 @@ class StreamingToolParser(MessageParser):
         self._format = format
         self._offered = Offered(tools)
         self._sought = (*format.markers, *format.wrappers)
-        self._pattern = re.compile("|".join(map(re.escape, self._sought)) or "(?!)")
+        self._pattern = re.compile("|".join(map(re.escape, self._sought))) if self._sought else _NOTHING
+        self._only_calls = format.only_calls
         self._reader = Reader(self._of_call)
         self._num_calls = 0
         self._space: list[str] = []
@@ -83,8 +88,12 @@ class StreamingToolParser(MessageParser):
 
     def _run(self) -> Steps[None]:
         reader = self._reader
+        if self._format.whole and not (yield from self._begins_with_a_mark()):
+            self._sought = ()
         if self._format.bare:
             yield from self._calls("")
+        if not self._sought:
+            self._pattern = _NOTHING
         while True:
             reader.hold()
             if found := self._pattern.search(reader.text, reader.at):
@@ -103,6 +112,13 @@ class StreamingToolParser(MessageParser):
                 return
             yield
 
+    def _begins_with_a_mark(self) -> Steps[bool]:
+        for marker in self._format.markers:
+            if (yield from self._reader.next_is(marker)):
+                self._only_calls = True
+                return True
+        return False
+
     def _calls(self, marker: str) -> Steps[None]:
         try:
             yield from self._format.grammar(self._reader, marker, self._offered)
@@ -118,6 +134,8 @@ class StreamingToolParser(MessageParser):
 
     def _content(self, text: str) -> None:
         """Add content. White space waits for the text after it."""
+        if self._only_calls:
+            return
         trimmed = text.rstrip()
         if trimmed:
             self._deltas.append(Delta(content="".join([*self._space, trimmed])))
@@ -227,7 +245,7 @@ def schema_for(tools: Tools, choice: str | Mapping[str, Any]) -> dict[str, Any]:
     ``{"type": "function", "function": {"name": ...}}`` the arguments of that function. Raise
     ``InvalidArgument`` for another choice, an unknown function, and tools that cannot be forced.
     """
-    functions = _functions(tools)
+    functions = functions_of(tools)
     if choice != "required":
         function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -238,29 +256,38 @@ def schema_for(tools: Tools, choice: str | Mapping[str, Any]) -> dict[str, Any]:
             known = ", ".join(functions)
             raise InvalidArgument(f"tool_choice names {name!r}; the tools are {known}", field="tool_choice")
         return functions[name]
+    call = call_schema(functions)
+    return {"type": "array", "minItems": 1, "items": {"anyOf": call["anyOf"]}, "$defs": call["$defs"]}
+
+
+def call_schema(
+    functions: Mapping[str, Mapping[str, Any]], name_key: str = "name", arguments_key: str = "parameters"
+) -> dict[str, Any]:
+    """Return the JSON schema of an object that describes a call of one of ``functions_of``."""
     definitions = {str(index): _moved(schema, f"#/$defs/{index}") for index, schema in enumerate(functions.values())}
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{index}"}},
-            "required": ["name", "parameters"],
+            "properties": {name_key: {"const": name}, arguments_key: {"$ref": f"#/$defs/{index}"}},
+            "required": [name_key, arguments_key],
             "additionalProperties": False,
         }
         for index, name in enumerate(functions)
     ]
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+    return {"anyOf": calls, "$defs": definitions}
 
 
 def forced_format(choice: str | Mapping[str, Any]) -> ToolFormat:
     """Return the format of texts under ``schema_for``, which has checked the choice."""
     if isinstance(choice, str):
-        return ToolFormat(name=choice, markers=(), grammar=tool_formats.array_of_calls, bare=True)
+        return ToolFormat(name=choice, markers=(), grammar=tool_formats.array_of_calls, bare=True, only_calls=True)
     grammar = tool_formats.one_object(choice["function"]["name"])
-    return ToolFormat(name="named", markers=(), grammar=grammar, bare=True)
+    return ToolFormat(name="named", markers=(), grammar=grammar, bare=True, only_calls=True)
 
 
-def _functions(tools: Tools) -> dict[str, dict[str, Any]]:
-    """Return the schema of each tool's arguments, by name."""
+def functions_of(tools: Tools) -> dict[str, dict[str, Any]]:
+    """Return the schema of each tool's arguments, by name. Raise ``InvalidArgument`` for tools that
+    cannot be forced."""
     functions: dict[str, dict[str, Any]] = {}
     for index, tool in enumerate(tools):
         name, schema, place = tool["function"]["name"], tool["function"].get("parameters"), f"tools.{index}.function"
@@ -288,8 +315,8 @@ def _moved(schema: Any, place: str) -> Any:
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and value.startswith("#"):
             moved[key] = place + value[1:]
-        elif key in _SCHEMA_MAPS and isinstance(value, Mapping):
+        elif key in SCHEMA_MAPS and isinstance(value, Mapping):
             moved[key] = {name: _moved(each, place) for name, each in value.items()}
         else:
-            moved[key] = value if key in _DATA else _moved(value, place)
+            moved[key] = value if key in DATA else _moved(value, place)
     return moved

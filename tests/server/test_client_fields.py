@@ -1,0 +1,234 @@
+"""What clients of OpenAI's protocol send and read: overflow, histories, fields of other servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire import AsyncLLM
+from quire.server.errors import ApiError
+from quire.server.protocol import ChatRequest
+from quire.server.thinking_fields import thinking_variables
+
+from .conftest import OPTIONS, Served, serving
+from .test_chat import MESSAGES, ask
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "problem"),
+    [
+        ("/v1/completions", {"prompt": [5] * 5000}, "prompt", "your prompt has 5000 tokens"),
+        ("/v1/completions", {"prompt": [5], "max_tokens": 10**6}, "max_tokens", "requested 1000001 tokens"),
+        ("/v1/completions", {"prompt": "x " * 10**6}, "prompt", "The text has at least"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 9000}]}, "messages", "your prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 10**6}]}, "messages", "The messages"),
+        (
+            "/v1/chat/completions",
+            {"messages": MESSAGES, "max_completion_tokens": 10**6},
+            "max_completion_tokens",
+            "in the completion",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_overflow(chat_served: Served, path: str, body: dict[str, Any], param: str, problem: str, stream: bool) -> None:
+    """As programs recognise it: by the code, or by the beginning of the message."""
+    answer = chat_served.client.post(path, json={**body, "stream": stream})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(
+        f"This model's maximum context length is {chat_served.llm.engine.max_model_len} tokens. "
+    )
+    assert problem in error["message"]
+
+
+def test_overflow_of_the_pool() -> None:
+    llm = AsyncLLM("tiny-python", **{**OPTIONS, "kv_cache_memory": "512KiB"})
+    with serving(llm) as small:
+        longest = small.client.get("/v1/models").json()["data"][0]["max_model_len"]
+        for body in ({"prompt": [5] * (longest + 1), "max_tokens": 1}, {"prompt": [5], "max_tokens": longest + 1}):
+            answer = small.client.post("/v1/completions", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+            assert error["message"].startswith(f"This model's maximum context length is {longest} tokens here")
+    asyncio.run(llm.close())
+
+
+@pytest.fixture(scope="module")
+def walking(chat_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """What talks to a model whose template walks over arguments, and knows no content of None."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% for call in m.tool_calls or [] %}{{ call.function.name }}"
+        "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}{% endfor %}{% endfor %}"
+        "{{ (m.content or '') + (m.reasoning_content or '') }}<|end|>{% endfor %}<|assistant|>"
+    )
+    llm = AsyncLLM(chat_folder, **OPTIONS, chat_template=template)
+    with serving(llm) as found:
+        yield found.client
+    asyncio.run(llm.close())
+
+
+HISTORIES: list[list[dict[str, Any]]] = [
+    [{"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]}]
+    for function in (
+        {"name": "weather", "arguments": '{"city": "Ro'},
+        {"name": "weather", "arguments": ""},
+        {"name": "weather", "arguments": "[1]"},
+    )
+] + [
+    [{"role": "assistant", "content": None}],
+    [{"role": "assistant", "content": None, "refusal": "No.", "tool_calls": []}],
+    [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}],
+    [{"role": "assistant", "content": None, "reasoning_content": "Hm.", "function_call": None, "audio": None}],
+    [{"role": "developer", "content": "Be brief."}],
+]
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_a_conversation_goes_on(chat_client: httpx.Client, walking: httpx.Client, history: list[Any]) -> None:
+    messages = [*MESSAGES, *history, {"role": "tool", "tool_call_id": "a", "content": None}, *MESSAGES]
+    for client in (chat_client, walking):
+        for more in ({}, {"tools": []}, {"tools": [], "tool_choice": "auto"}, {"tools": [], "tool_choice": "none"}):
+            assert ask(client, messages, max_tokens=1, **more)["choices"][0]["message"]["role"] == "assistant"
+
+
+FORMS: list[dict[str, Any]] = [
+    {"regex": "[ab]{4}"},
+    {"ebnf": 'root ::= "a" "b"'},
+    {"guided_regex": "[ab]{4}"},
+    {"guided_grammar": 'start: "a" "b"'},
+    {"guided_choice": ["yes", "no"]},
+    {"guided_json": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}},
+    {
+        "guided_json": '{"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}',
+        "guided_whitespace_pattern": " ",
+    },
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_forms_by_the_names_of_other_servers(chat_client: httpx.Client, path: str, form: dict[str, Any]) -> None:
+    body = {"messages": MESSAGES} if "chat" in path else {"prompt": "x"}
+    answer = chat_client.post(path, json={**body, **form, "guided_json_object": False, "max_tokens": 20, "seed": 1})
+    (choice,) = answer.json()["choices"]
+    text = choice["text"] if "text" in choice else choice["message"]["content"]
+    if "guided_json" in form:
+        space = form.get("guided_whitespace_pattern", "")
+        assert json.loads(text) == {"a": 1}
+        assert text.replace(space, "") == '{"a":1}'
+    else:
+        assert re.fullmatch(r"[ab]{4}|ab|yes|no", text)
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_fields_without_effect(chat_client: httpx.Client, path: str) -> None:
+    body: dict[str, Any] = {"messages": MESSAGES} if "chat" in path else {"prompt": "x"}
+    body |= {"temperature": 0, "max_tokens": 4}
+    more = {"store": True, "metadata": {"a": "b"}, "user": "u", "service_tier": "flex", "verbosity": "low"}
+    more |= {"safety_identifier": "s", "prompt_cache_key": "k", "priority": 3}
+    plain, other = (chat_client.post(path, json=one).json()["choices"] for one in (body, {**body, **more}))
+    assert plain == other
+
+
+def test_the_newer_name_of_max_tokens_counts(chat_client: httpx.Client) -> None:
+    for first, second in ((2, 5), (5, 2), (5, 10**6)):
+        found = {"max_tokens": first, "max_completion_tokens": min(second, 9), "ignore_eos": True}
+        assert ask(chat_client, **found)["usage"]["completion_tokens"] == min(second, 9)
+    assert ask(chat_client, max_tokens=10**9, max_completion_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+SWITCHED = (
+    "{% if enable_thinking is defined and not enable_thinking %}off{% endif %}{{ messages }}{# <think></think> #}"
+)
+EFFORTS = (
+    "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}{{ reasoning_effort }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "found"),
+    [
+        (SWITCHED, {}, {}),
+        (SWITCHED, {"enable_thinking": False}, {"enable_thinking": False}),
+        (SWITCHED, {"enable_thinking": True}, {"enable_thinking": True}),
+        (SWITCHED, {"reasoning": {"enabled": False}}, {"enable_thinking": False}),
+        (SWITCHED, {"reasoning_effort": "none"}, {"enable_thinking": False}),
+        (SWITCHED, {"reasoning_effort": "low"}, "reasoning_effort"),
+        (SWITCHED, {"reasoning_effort": "none", "enable_thinking": True}, "reasoning_effort"),
+        (SWITCHED, {"enable_thinking": True, "reasoning": {"enabled": False}}, "reasoning.enabled"),
+        ("{{ thinking }}", {"enable_thinking": True}, {"thinking": True}),
+        (EFFORTS, {"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        (EFFORTS, {"reasoning": {"effort": "high"}}, {"reasoning_effort": "high"}),
+        (EFFORTS, {"enable_thinking": True}, "enable_thinking"),
+        ("{{ messages }}", {"enable_thinking": False, "reasoning": {"effort": "none"}}, {}),
+        ("{{ messages }}{# <think></think> #}", {"enable_thinking": False}, "enable_thinking"),
+    ],
+)
+def test_reasoning_reaches_the_template_or_is_refused(template: str, fields: dict[str, Any], found: Any) -> None:
+    body = ChatRequest.model_validate({"messages": [], **fields})
+    if isinstance(found, str):
+        with pytest.raises(ApiError) as caught:
+            thinking_variables(body, template)
+        assert (caught.value.status, caught.value.param) == (400, found)
+    else:
+        assert thinking_variables(body, template) == found
+
+
+def test_allow_names_all_methods(chat_client: httpx.Client) -> None:
+    for path, allowed in (
+        ("/v1/sessions", "GET, POST"),
+        ("/v1/sessions/x", "DELETE, GET"),
+        ("/metrics", "GET, HEAD"),
+        ("/v1/chat/completions", "POST"),
+    ):
+        answer = chat_client.put(path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+
+
+def test_head(chat_client: httpx.Client) -> None:
+    for path in ("/metrics", "/health"):
+        answer = chat_client.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert "head" not in chat_client.get("/openapi.json").json()["paths"]["/metrics"]
+
+
+def test_embeddings_are_refused_by_name(chat_client: httpx.Client) -> None:
+    answer = chat_client.post("/v1/embeddings", json={"model": "x", "input": "y"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "unsupported"
+    assert answer.json()["error"]["message"].startswith("embeddings: ")
+
+
+@pytest.mark.parametrize("name", ["CompletionRequest", "ChatRequest"])
+def test_ranges_are_described_as_they_are_checked(chat_client: httpx.Client, name: str) -> None:
+    """What lies outside of a described range is refused by name, and its ends are taken."""
+    path, body = {
+        "CompletionRequest": ("/v1/completions", {"prompt": "x", "max_tokens": 1}),
+        "ChatRequest": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, "logprobs": True}),
+    }[name]
+    fields = chat_client.get("/openapi.json").json()["components"]["schemas"][name]["properties"]
+    seen = set()
+    for field, schema in fields.items():
+        for kind in schema.get("anyOf", ()):
+            number, step = (int, 1) if kind.get("type") == "integer" else (float, 0.5)
+            ends = {
+                number(kind[word]) + sign * step for word, sign in (("minimum", -1), ("maximum", 1)) if word in kind
+            }
+            ends |= {kind["exclusiveMinimum"]} if "exclusiveMinimum" in kind else set()
+            for value in ends:
+                answer = chat_client.post(path, json={**body, field: value})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+                seen.add(field)
+            if "minimum" in kind:
+                assert chat_client.post(path, json={**body, field: number(kind["minimum"])}).status_code == 200, field
+    assert {"temperature", "top_p", "top_k", "n", "seed", "presence_penalty"} <= seen
