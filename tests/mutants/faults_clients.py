@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     Mutant(
         name="any-tool-is-allowed",
-        file="server/chat.py",
+        file="server/tool_choice.py",
         old='schema = schema_for(_those(tools, allowed), "required")',
         new='schema = schema_for(tools, "required")',
         tests=("server/test_chat.py::test_some_of_the_tools_are_allowed",),

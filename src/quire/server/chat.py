@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,10 @@ from quire.engine.next_turn import parts_from
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument
 from quire.outputs import RequestOutput
-from quire.sampling_params import SamplingParams, StructuredOutputs
+from quire.sampling_params import SamplingParams
 from quire.segments import Segment
 from quire.server.blend_fields import EncodedPrompt, blend_of
 from quire.server.cache_marks import MarkedHints, pin_all, without_marks
-from quire.server.call_grammars import calls_or_answer
 from quire.server.context import Context
 from quire.server.conversations import Conversation
 from quire.server.errors import ApiError, bad_field, naming
@@ -32,7 +31,6 @@ from quire.server.generation import (
     check_number,
     check_prompts,
     ending,
-    form_of,
     in_texts,
     sampling_params,
 )
@@ -45,7 +43,8 @@ from quire.server.reasoning import reasoning_for
 from quire.server.replies import Reply, answer, answer_in_session, head_of, prefetch
 from quire.server.reruns import EndedTurn, Run
 from quire.server.session_streams import ClientSessionStream
-from quire.server.tools import forced_format, functions_of, parser_for, schema_for
+from quire.server.tool_choice import ToolChoice, calls_or_answer_form
+from quire.server.tools import forced_format, parser_for
 
 router = APIRouter()
 
@@ -89,7 +88,7 @@ async def answer_chat(
     except InvalidArgument as error:
         raise ApiError(400, str(error), param=error.field, code="invalid_argument") from None
     body = body.model_copy(update={"messages": bare})
-    tools = _Tools.of(body, listed)
+    tools = ToolChoice.of(body, listed)
     params, fields = _params(context, body, tools)
     if body.session_id is not None:
         _check_session(body)
@@ -173,114 +172,7 @@ def _check_session(body: ChatRequest) -> None:
         raise bad_field("add_generation_prompt", "a session always answers; leave add_generation_prompt out")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Tools:
-    """The functions that may be called, and those that must be."""
-
-    given: list[dict[str, Any]] | None
-    """The tools for the template; None if none may be called."""
-    forced: str | Mapping[str, Any] | None
-    """ "required", or the choice of one function."""
-    schema: Mapping[str, Any] | None
-    """The JSON schema that forces calls."""
-    one_call: bool
-    answer: StructuredOutputs | None = None
-    """The form of an answer without calls, where there may be both."""
-    allowed: Collection[str] | None = None
-    """Names of the tools that may be called, and that the template sees, of those given; None: all.
-    If calls are forced, their schema says that, and the prompt stays as it is for all tools."""
-
-    @property
-    def offered(self) -> list[dict[str, Any]] | None:
-        """The tools that may be called."""
-        return None if self.given is None else _those(self.given, self.allowed)
-
-    @classmethod
-    def of(cls, body: ChatRequest, tools: list[dict[str, Any]]) -> _Tools:
-        choice: Any = body.tool_choice if body.tool_choice is not None else ("auto" if body.tools else "none")
-        if choice not in ("none", "auto", "required") and not isinstance(choice, dict):
-            raise bad_field("tool_choice", f"tool_choice must be {_CHOICES}, got {choice!r:.80}")
-        allowed: Collection[str] | None = None
-        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-            choice, allowed = _allowed_tools(choice, tools)
-        # An empty list of tools is what programs send whose tools are all switched off.
-        if not body.tools and choice != "none" and (body.tools is None or choice != "auto"):
-            raise bad_field("tool_choice", "tool_choice needs tools; give some")
-        one_call = body.parallel_tool_calls is False
-        if not tools:
-            return cls(given=None, forced=None, schema=None, one_call=False)
-        with naming({}, "tools"):
-            functions_of(tools)
-            schema = schema_for(_those(tools, allowed), "required")
-        forced = None if choice in ("none", "auto") else choice
-        if isinstance(forced, dict):
-            with naming({}, "tool_choice"):
-                schema = schema_for(tools, forced)
-        elif one_call:
-            schema |= {"maxItems": 1}
-        return cls(
-            # Where none may be called, the prompt has no tools.
-            given=None if choice == "none" else tools,
-            forced=forced,
-            schema=None if forced is None else schema,
-            one_call=one_call,
-            answer=form_of(body.response_format) if choice == "auto" else None,
-            allowed=allowed if choice == "auto" else None,
-        )
-
-
-_CHOICES = (
-    '"none", "auto", "required", {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", '
-    '"allowed_tools": {"mode": "auto" or "required", "tools": [{"type": "function", "function": {"name": ...}}]}}'
-)
-
-
-def _allowed_tools(choice: Mapping[str, Any], tools: list[dict[str, Any]]) -> tuple[str, Collection[str]]:
-    """Return the mode and the names of a choice among some of the tools."""
-    match choice.get("allowed_tools"):
-        case {"mode": "auto" | "required" as mode, "tools": [_, *_] as listed}:
-            known, names = [tool["function"]["name"] for tool in tools], []
-            for tool in listed:
-                match tool:
-                    case {"type": "function", "function": {"name": str(name)}} if name in known:
-                        names.append(name)
-                    case _:
-                        raise bad_field(
-                            "tool_choice",
-                            f"tool_choice allows {tool!r:.80}; the tools are {', '.join(known) or 'none'}, each allowed by "
-                            '{"type": "function", "function": {"name": ...}}',
-                        )
-            return mode, frozenset(names)
-    raise bad_field("tool_choice", f"tool_choice must be {_CHOICES}, got {dict(choice)!r:.80}")
-
-
-def _those(tools: list[dict[str, Any]], allowed: Collection[str] | None) -> list[dict[str, Any]]:
-    return tools if allowed is None else [tool for tool in tools if tool["function"]["name"] in allowed]
-
-
-def _calls_or_answer(context: Context, tools: _Tools, answer: StructuredOutputs) -> StructuredOutputs:
-    """Return the form of texts that are calls or an answer."""
-    tokenizer, named = context.llm.tokenizer, context.settings.tool_call_parser
-    assert tokenizer is not None  # checked before
-    with naming({}, "messages"):
-        template = select_template(tokenizer.chat_templates, with_tools=True)
-    format = None if is_harmony(template, named) else parser_for(context.llm.model.config, template, named)
-    if format is None:
-        raise bad_field(
-            "response_format",
-            "response_format cannot be given together with tools that this model may choose to call, since no grammar "
-            'of its calls is known here; tool_choice "required", a named function and "none" work',
-        )
-    special = tokenizer.token_bytes.special_ids
-
-    def token_of(mark: str) -> int | None:
-        return token if (token := tokenizer.token_id(mark)) in special else None
-
-    assert tools.offered is not None
-    return calls_or_answer(format.name, tools.offered, answer, one_call=tools.one_call, special=token_of)
-
-
-def _params(context: Context, body: ChatRequest, tools: _Tools) -> tuple[SamplingParams, Mapping[str, str]]:
+def _params(context: Context, body: ChatRequest, tools: ToolChoice) -> tuple[SamplingParams, Mapping[str, str]]:
     """Return the parameters, and the client's names of their fields."""
     given, fields = asked_by(context, body)
     fields["prompt"] = "messages"
@@ -296,7 +188,7 @@ def _params(context: Context, body: ChatRequest, tools: _Tools) -> tuple[Samplin
             'or tool_choice="none"',
         )
     if tools.answer is not None:
-        given["structured_outputs"] = _calls_or_answer(context, tools, tools.answer)
+        given["structured_outputs"] = calls_or_answer_form(context, tools, tools.answer)
     if tools.schema is not None:
         given["structured_outputs"], fields["structured_outputs"] = {"json": tools.schema}, "tools"
     defaults = context.llm.default_params
@@ -313,7 +205,7 @@ def _rendered(
     context: Context,
     body: ChatRequest,
     chat: Conversation,
-    tools: _Tools,
+    tools: ToolChoice,
     params: SamplingParams,
     marked: MarkedHints,
     segments: Mapping[str, str] | None,
@@ -339,7 +231,7 @@ def _rendered(
 
 
 def _reading(
-    context: Context, tokenizer: Tokenizer, template: str, params: SamplingParams, tools: _Tools, prompt: str | None
+    context: Context, tokenizer: Tokenizer, template: str, params: SamplingParams, tools: ToolChoice, prompt: str | None
 ) -> tuple[MessageFormat, SamplingParams]:
     """Return how the answer is read, and parameters for that. They keep special tokens in the text
     if it is read by such tokens."""
@@ -357,7 +249,7 @@ def _reading(
 
 
 def _message_format(
-    context: Context, template: str, params: SamplingParams, tools: _Tools, prompt: str | None
+    context: Context, template: str, params: SamplingParams, tools: ToolChoice, prompt: str | None
 ) -> MessageFormat:
     """Return how the answer is read. ``prompt``: the rendered prompt, None if it is unknown."""
     config, named = context.llm.model.config, context.settings.tool_call_parser
@@ -425,7 +317,7 @@ class ChatReply(Reply):
         context: Context,
         body: ChatRequest,
         params: SamplingParams,
-        tools: _Tools,
+        tools: ToolChoice,
         format: MessageFormat,
     ) -> None:
         super().__init__(request, context, body, **head_of(context, body))
