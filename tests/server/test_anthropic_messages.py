@@ -174,6 +174,7 @@ def test_turns_become_messages(chat_client: httpx.Client) -> None:
     """Texts of one role in a row are parts of one message, and the assistant's one text."""
     given = [
         user("one"),
+        {"role": "assistant", "content": []},
         user([text("two"), text("three")]),
         {"role": "assistant", "content": [text("fo"), text("ur")]},
         user("five"),
@@ -234,7 +235,7 @@ def test_thinking_text_and_calls(capable: Served, says: Callable[[str], None], w
 def test_calls_that_are_cut_are_not_to_be_made(capable: Served, says: Callable[[str], None]) -> None:
     says(CALL)
     tokens = ask(capable.client, tools=[TOOL], **FREE)["usage"]["output_tokens"]
-    for short in range(1, tokens):
+    for short in range(1, tokens, 3):
         found = ask(capable.client, tools=[TOOL], ignore_eos=False, max_tokens=short)
         assert found["stop_reason"] == "max_tokens"
         for block in found["content"]:
@@ -378,6 +379,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [3]}, "messages.0.role", "role"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'user'"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "got None"),
+    ({"messages": [user([])]}, "messages.0.content", "got []"),
     ({"messages": [user([IMAGE])]}, "messages.0.content.0.type", "'image'"),
     ({"messages": [user([{"type": "document"}])]}, "messages.0.content.0.type", "'document'"),
     ({"messages": [user([{"type": "text"}])]}, "messages.0.content.0.text", "required"),

@@ -48,7 +48,7 @@ class RedactedThinkingBlock(Body):
 
 class UserTurn(Body):
     role: Literal["user"]
-    content: str | list[TextBlock | ToolResultBlock]
+    content: str | Annotated[list[TextBlock | ToolResultBlock], Field(min_length=1)]
 
 
 class AssistantTurn(Body):
@@ -78,7 +78,7 @@ _KINDS: Mapping[str, Mapping[str, type[Body]]] = {
 """The blocks that each role may have."""
 
 
-class ChatTurns:
+class BlockTurns:
     """The messages of a chat that a request's blocks make.
 
     Turns of one role in a row are one message, as at Anthropic.
@@ -176,7 +176,8 @@ def _blocks(content: Any, path: str, role: str) -> Sequence[tuple[str, Body]]:
     """Return the blocks of a content, which may be a text, with their places."""
     if isinstance(content, str):
         return [(path, TextBlock(type="text", text=content))]
-    if not isinstance(content, list):
+    # An answer without blocks comes back in the history.
+    if not isinstance(content, list) or (role == "user" and not content):
         said = f"{path} must be a text or a list of blocks, got {content!r:.60}"
         raise bad_field(path, said, code="invalid_argument")
     found = [(f"{path}.{number}", block) for number, block in enumerate(content)]

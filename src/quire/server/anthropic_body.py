@@ -11,7 +11,7 @@ from quire.engine.chat_rendering import select_template
 from quire.errors import InvalidArgument
 from quire.sampling_fields import Surface, declarations_on
 from quire.sampling_params import SamplingParams
-from quire.server.anthropic_blocks import ChatTurns, Texts, Turns
+from quire.server.anthropic_blocks import BlockTurns, Texts, Turns
 from quire.server.context import Context
 from quire.server.errors import bad_field
 from quire.server.protocol import Body, ChatRequest, ParamsBody, takes_sampling
@@ -180,7 +180,7 @@ PASSED = (
 """Fields that a chat request has under the same names."""
 
 
-def chat_of(context: Context, body: CountedMessages, turns: ChatTurns) -> ChatRequest:
+def chat_of(context: Context, body: CountedMessages, turns: BlockTurns) -> ChatRequest:
     """Return the chat request that answers a body, whose turns are read. Raise ``ApiError`` 400 for
     fields that are not taken."""
     tools = [_function(tool) for tool in _tools_of(body)]

@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from quire.outputs import RequestOutput
-from quire.server.anthropic_blocks import ChatTurns
+from quire.server.anthropic_blocks import BlockTurns
 from quire.server.chat import ChatReply
 from quire.server.errors import anthropic_body
 from quire.server.events import Chunk, Chunks, noted
@@ -36,7 +36,7 @@ class MessagesReply(ChatReply):
 
     named_events = True
 
-    def __init__(self, turns: ChatTurns, request: Request, *rest: Any) -> None:
+    def __init__(self, turns: BlockTurns, request: Request, *rest: Any) -> None:
         """``turns``: the chat that is answered. The rest: as in ``ChatReply``."""
         super().__init__(request, *rest)
         self._request_id = request.state.request_id
@@ -116,10 +116,8 @@ class MessagesReply(ChatReply):
         only computed. ``more``: what was done with marks."""
         counts = self.usage.tokens
         hints = more.get("quire", {}).get("hints", ())
-        pinned = max(
-            (hint["tokens"] for hint in hints if hint["hint"] == "pin" and hint["status"] == "done"), default=0
-        )
-        created = max(pinned - counts["cached"], 0)
+        pins = [hint["tokens"] for hint in hints if hint["hint"] == "pin" and hint["status"] == "done"]
+        created = max(counts["cached"], *pins) - counts["cached"] if pins else 0
         return {
             "input_tokens": counts["prompt"] - counts["cached"] - created,
             "cache_creation_input_tokens": created,

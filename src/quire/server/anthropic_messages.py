@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from quire.server.anthropic_blocks import ChatTurns
+from quire.server.anthropic_blocks import BlockTurns
 from quire.server.anthropic_body import REFUSED, RENAMED, CountedMessages, MessagesRequest, chat_of
 from quire.server.anthropic_events import MessagesReply
 from quire.server.chat import answer_chat, count_chat
@@ -44,10 +44,10 @@ async def count_tokens(body: CountedMessages, request: Request) -> TokenCount:
 
 
 @contextmanager
-def _chat(body: CountedMessages, request: Request) -> Iterator[tuple[ChatTurns, ChatRequest]]:
+def _chat(body: CountedMessages, request: Request) -> Iterator[tuple[BlockTurns, ChatRequest]]:
     """Yield the chat that a body becomes, and let errors of it name the fields of the body."""
     refuse_fields(body, REFUSED)
-    turns = ChatTurns(body.system, body.messages)
+    turns = BlockTurns(body.system, body.messages)
     turns.places |= RENAMED
     chat = chat_of(request.app.state.context, body, turns)
     try:
