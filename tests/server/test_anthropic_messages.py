@@ -349,7 +349,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 2}, "n", "/v1/chat/completions"),
     ({"speed": "fast"}, "speed", "one speed"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "no tools"),
-    ({"context_management": {"edits": []}}, "context_management", "fewer messages"),
+    ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management", "fewer messages"),
     ({"service_tier": "flex"}, "service_tier", "standard_only"),
     ({"metadata": {"user_id": 3}}, "metadata.user_id", "string"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type", "'adaptive'"),
@@ -366,6 +366,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{**TOOL, "defer_loading": True}]}, "tools.0.defer_loading", "False"),
     ({"tools": [{**TOOL, "input_examples": [{}]}]}, "tools.0.input_examples", "at most 0"),
     ({"tools": {}}, "tools", "list"),
+    ({"tools": [{**TOOL, "input_schema": {"type": 3}}]}, "tools", "tools.0.input_schema.type must"),
     ({"tools": [{**TOOL, "name": "a b"}], "tool_choice": {"type": "any"}}, "tools", "letters"),
     ({"tool_choice": {"type": "any"}}, "tool_choice", "needs tools"),
     ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice", "object"),
@@ -400,6 +401,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [user([text("a", cache_control=MARK)] * 5)]}, "messages.0.content.4.cache_control", "too many"),
     ({"cache_control": {"type": "x"}}, "cache_control", "ephemeral"),
     ({"messages": [user("x " * 9000)]}, "messages", "prompt is too long: "),
+    ({"max_tokens": 9000}, "max_tokens", "input length and `max_tokens` exceed context limit: "),
 ]
 
 
@@ -422,6 +424,7 @@ def test_the_description_is_as_strict_as_the_checks(chat_client: httpx.Client) -
         {},
         {"messages": [user([text("x", cache_control=MARK)]), CALLED, user([{**RESULT, "content": [text("a")]}])]},
         {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "speed": "standard"},
+        {"context_management": {"edits": []}, "mcp_servers": []},
         {"thinking": {"type": "enabled", "budget_tokens": 1024}, "system": [text("x")], "stop_sequences": ["a"]},
         {"output_config": {"format": {"type": "json_schema", "schema": {}}}, "metadata": {"user_id": "x"}},
     ]
@@ -430,9 +433,9 @@ def test_the_description_is_as_strict_as_the_checks(chat_client: httpx.Client) -
     # What depends on values, on other fields or on the model, no schema says.
     allowed = [field for body, field, _ in REFUSED if fits({**whole, **body}, schema, document)]
     assert allowed == [
-        *("temperature", "stop_sequences", "output_config.format", "tools", "tool_choice", "tool_choice"),
+        *("temperature", "stop_sequences", "output_config.format", "tools", "tools", "tool_choice", "tool_choice"),
         *("messages.1", "messages.1.content.0.tool_use_id", "messages.1.content.0.cache_control"),
-        *("messages.0.content.4.cache_control", "cache_control", "messages"),
+        *("messages.0.content.4.cache_control", "cache_control", "messages", "max_tokens"),
     ]
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         for status in ("4XX", "5XX"):

@@ -26,7 +26,7 @@ OTHER_NAMES = ("max_tokens", "max_completion_tokens", "stop", "top_logprobs", "p
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "container": ((), "this server runs no code"),
     "mcp_servers": (([],), "this server has no tools of its own; the client runs them"),
-    "context_management": ((), "nothing is cleared or compacted; send fewer messages"),
+    "context_management": (({"edits": []},), "nothing is cleared or compacted; send fewer messages"),
     "diagnostics": ((), "quire.reuse says why tokens were not found"),
     "inference_geo": ((), "this server is where it is"),
     "speed": (("standard",), "there is one speed"),

@@ -53,7 +53,9 @@ def _chat(body: CountedMessages, request: Request) -> Iterator[tuple[BlockTurns,
     try:
         yield turns, chat
     except ApiError as error:
+        said = error.message.replace(".function.parameters", ".input_schema").replace(".function.", ".")
         if error.param is not None:
             place = turns.place(error.param)
-            error.message, error.param = error.message.replace(error.param, place, 1), place
+            said, error.param = said.replace(error.param, place, 1), place
+        error.message = said
         raise

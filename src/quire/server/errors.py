@@ -140,8 +140,11 @@ class ApiError(Exception):
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     """Return the JSON object of an error in Anthropic's shape, also for inside a stream."""
     kind = ANTHROPIC_TYPES.get(error.status) or ("api_error" if error.status >= 500 else "invalid_request_error")
-    # Programs know a prompt that is too long by Anthropic's words.
-    message = f"prompt is too long: {error.message}" if error.code == CONTEXT_FULL else error.message
+    message = error.message
+    if error.code == CONTEXT_FULL:
+        # Programs know it by Anthropic's words.
+        whole = "input length and `max_tokens` exceed context limit"
+        message = f"{whole if error.param == 'max_tokens' else 'prompt is too long'}: {message}"
     return {
         "type": "error",
         "error": {"type": kind, "message": message, "param": error.param, "code": error.code},
