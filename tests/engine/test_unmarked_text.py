@@ -66,7 +66,7 @@ def share(outputs: list[RequestOutput]) -> float:
     """Of the tokens of prompts, but of questions, the part that had a state."""
     blends = [output.blend for output in outputs if output.blend is not None]
     whole = sum(len(output.prompt_token_ids) - ASKING for output in outputs)
-    return sum(one.blended + one.recomputed for one in blends) / whole
+    return sum(sum(one.by_tier.values()) for one in blends) / whole
 
 
 def test_a_prompt_without_marks_leaves_chunks(llm: LLM, long: Checkpoint) -> None:

@@ -118,7 +118,9 @@ def test_the_description(served: Served) -> None:
     for path, operations in found["paths"].items():
         for operation in operations.values():
             assert "422" not in operation["responses"], path  # errors have the shape of 4XX
-            assert operation["responses"]["4XX"]["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
+            refusal = operation["responses"]["4XX"]["content"]["application/json"]["schema"]["$ref"]
+            shape = "AnthropicErrorBody" if path.startswith("/v1/messages") else "ErrorBody"
+            assert refusal.rpartition("/")[2] == shape, path
     assert served.client.get("/docs").status_code == 200
 
 

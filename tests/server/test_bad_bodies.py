@@ -110,7 +110,6 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
-    ({"max_completion_tokens": 3, "max_tokens": 4}, "max_completion_tokens"),
     ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
     ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools"),
@@ -121,7 +120,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "x"}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"tools": [FUNCTION], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [FUNCTION], "tool_choice": "required", "response_format": {"type": "yaml"}}, "response_format.type"),
     (
         {
             "tools": [

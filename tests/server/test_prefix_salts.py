@@ -83,6 +83,7 @@ ROADS: dict[str, Any] = {
     "chat": lambda s, k, **o: call(s, k, "/v1/chat/completions", messages=TURN, **LIMITS, **o),
     "streamed chat": lambda s, k, **o: call(s, k, "/v1/chat/completions", messages=TURN, **USAGE, **LIMITS, **o),
     "response": lambda s, k, **o: call(s, k, "/v1/responses", input=SECRET, max_output_tokens=2, **o),
+    "message": lambda s, k, **o: call(s, k, "/v1/messages", messages=TURN, max_tokens=2, **o),
     "session": lambda s, k, **o: in_session(s, k, "/v1/sessions/ID/append", {"prompt": SECRET, **o}, text="a b"),
     "append": lambda s, k, **o: in_session(s, k, "/v1/sessions/ID/append", o, text=SECRET),
     "score": lambda s, k, **o: in_session(s, k, "/v1/sessions/ID/score", {"prompt": "a", **o}, text=SECRET),

@@ -503,6 +503,7 @@ def fits(value: Any, schema: Any, root: Any) -> bool:
     """Whether a value is valid by those keywords of JSON Schema that the description uses."""
     known = {"title", "description", "default", "$ref", "anyOf", "enum", "const", "type", "items", "properties"}
     known |= {"required", "additionalProperties", "propertyNames", "maxLength", "maxProperties", "minimum"}
+    known |= {"minItems", "maxItems"}
     if isinstance(schema, bool):
         return schema
     assert schema.keys() <= known, schema.keys() - known
@@ -523,6 +524,8 @@ def fits(value: Any, schema: Any, root: Any) -> bool:
     if isinstance(value, str):
         return len(value) <= schema.get("maxLength", len(value))
     if isinstance(value, list):
+        if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
+            return False
         return all(fits(one, schema.get("items", True), root) for one in value)
     if not isinstance(value, dict):
         return True

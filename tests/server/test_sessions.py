@@ -663,7 +663,6 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
     ("generate", {"temperature": -1}, "temperature"),
     ("generate", {"temperature": "hot"}, "temperature"),
     ("generate", {"max_tokens": 0}, "max_tokens"),
-    ("generate", {"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens"),
     ("generate", {"min_tokens": 40, "max_tokens": 4}, "min_tokens"),
     ("generate", {"logit_bias": {"x": 1}}, "logit_bias"),
     ("generate", {"stop_token_ids": [10**6]}, "stop_token_ids"),

@@ -218,11 +218,13 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         return await self._background.call("adapters", lambda: self._llm.adapters)
 
     reset_prefix_cache = awaited(LLM.reset_prefix_cache)
+    calibrate_blending = awaited(LLM.calibrate_blending)
     capabilities = awaited(LLM.capabilities)
     status = awaited(LLM.status)
     metrics = awaited(LLM.metrics)
 
     tokenizer = shared(LLM.tokenizer)
+    blend_calibration = shared(LLM.blend_calibration)
     executor = shared(LLM.executor)
     """Its calls block."""
     model = shared(LLM.model)

@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from quire.async_llm import AsyncLLM
 from quire.server import (
     adapter_routes,
+    anthropic_messages,
     branch_routes,
     chat,
     completions,
@@ -70,7 +71,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     app = FastAPI(
         title="Quire",
         version=metadata.version("quire"),
-        description="OpenAI's endpoints, and sessions that can be forked, rewound and saved.",
+        description="OpenAI's and Anthropic's endpoints, and sessions that can be forked, rewound and saved.",
         lifespan=lifespan,
         redirect_slashes=False,
         responses={
@@ -80,7 +81,10 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     )
     app.state.context = context
     errors.install(app)
-    routes = (chat, responses, completions, warm_routes, session_routes, branch_routes, status, tokens, adapter_routes)
+    routes = (
+        *(chat, responses, anthropic_messages, completions, warm_routes),
+        *(session_routes, branch_routes, status, tokens, adapter_routes),
+    )
     for module in routes:
         app.include_router(module.router)
     app.add_middleware(GateMiddleware, gate=gate, settings=settings)

@@ -76,9 +76,7 @@ async def answer_chat(
     made = made or ChatReply
     refuse_unsupported(body)
     _check_variables(body)
-    tokenizer = context.llm.tokenizer
-    if tokenizer is None:
-        raise bad_field("messages", "a chat needs a tokenizer with a chat template, and this model has none")
+    tokenizer = _tokenizer(context)
     hints, blend = read_hints(context, request.state.owner, body), blend_of(context, body)
     body, prefetching = for_prefetch(body, hints)
     given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
@@ -149,6 +147,34 @@ async def answer_chat(
     if prefetching:
         return await prefetch(request, context, reply, [tokens], blend, adapter=adapter, cache_salt=salt)
     return await answer(request, context, reply, [prompt.given], params, blend, adapter=adapter, cache_salt=salt)
+
+
+async def count_chat(request: Request, body: ChatRequest) -> int:
+    """Return the number of tokens of a chat's prompt, without running it."""
+    context: Context = request.app.state.context
+    refuse_unsupported(body)
+    _check_variables(body)
+    context.adapter_of(body.model)
+    tokenizer = _tokenizer(context)
+    given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
+    messages, listed, _ = without_marks(body.messages, given)
+    tools = _Tools.of(body, listed)
+    with naming({}, "messages"):
+        template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
+    chat = Conversation.of(context, body.model_copy(update={"messages": messages}), tokenizer, template, tools.given)
+
+    def count() -> int:
+        with naming({}, "messages"):
+            return len(tokenizer.encode(chat.render(chat.messages, chat.tools, asks=True), add_special_tokens=False))
+
+    return await in_texts(context, request, len(await request.body()), count)
+
+
+def _tokenizer(context: Context) -> Tokenizer:
+    tokenizer = context.llm.tokenizer
+    if tokenizer is None:
+        raise bad_field("messages", "a chat needs a tokenizer with a chat template, and this model has none")
+    return tokenizer
 
 
 # -- parameters ------------------------------------------------------------------------------------

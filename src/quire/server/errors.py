@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -21,6 +21,7 @@ from starlette.routing import BaseRoute, Match
 
 from quire.engine.grammar_trial import GrammarsBusy
 from quire.errors import (
+    CONTEXT_FULL,
     AlreadyExists,
     BlendLoadError,
     Cancelled,
@@ -68,6 +69,19 @@ TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_
 """Types by status. Others are "invalid_request_error", from 500 on "server_error"."""
 
 
+MESSAGES = "/v1/messages"
+"""Where errors have Anthropic's shape, as they have below."""
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's types by status. Others are "invalid_request_error", from 500 on "api_error"."""
+
+
 class ErrorDetail(BaseModel):
     """A description of one error."""
 
@@ -81,6 +95,22 @@ class ErrorBody(BaseModel):
     """The body of every answer from 400 on."""
 
     error: ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    """A description of one error. ``param`` and ``code`` are as in ``ErrorDetail``."""
+
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+class AnthropicErrorBody(BaseModel):
+    """The body of every answer from 400 on of ``/v1/messages``."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
 
 
 class ApiError(Exception):
@@ -106,6 +136,20 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON object to send, as an answer or inside a stream."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """Return the JSON object of an error in Anthropic's shape, also for inside a stream."""
+    kind = ANTHROPIC_TYPES.get(error.status) or ("api_error" if error.status >= 500 else "invalid_request_error")
+    message = error.message
+    if error.code == CONTEXT_FULL:
+        # Programs know it by Anthropic's words.
+        whole = "input length and `max_tokens` exceed context limit"
+        message = f"{whole if error.param == 'max_tokens' else 'prompt is too long'}: {message}"
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": message, "param": error.param, "code": error.code},
+    }
 
 
 def bad_field(param: str, message: str, *, code: str | None = None) -> ApiError:
@@ -162,11 +206,11 @@ def hiding(path: Path, name: str) -> Iterator[None]:
         raise
 
 
-def error_response(error: ApiError) -> Response:
-    """Return ``error`` as an answer, in ASCII so that half a surrogate pair cannot break it."""
-    return Response(
-        json.dumps(error.body), status_code=error.status, headers=error.headers, media_type="application/json"
-    )
+def error_response(error: ApiError, path: str = "") -> Response:
+    """Return ``error`` as an answer at ``path``, in ASCII so that half a surrogate pair cannot
+    break it."""
+    body = anthropic_body(error) if f"{path}/".startswith(f"{MESSAGES}/") else error.body
+    return Response(json.dumps(body), status_code=error.status, headers=error.headers, media_type="application/json")
 
 
 def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -230,7 +274,7 @@ def install(app: FastAPI) -> None:
         if found.status == 500:
             raise error
         count(request, found)
-        return error_response(found)
+        return error_response(found, request.scope["path"])
 
     async def from_framework(request: Request, error: Exception) -> Response:
         if not isinstance(error, HTTPException):
@@ -244,7 +288,8 @@ def install(app: FastAPI) -> None:
         if error.status_code == 405:
             # The framework tells those of one route, and a path may have several.
             headers["Allow"] = ", ".join(sorted(_methods(request, request.app.routes)))
-        return error_response(ApiError(error.status_code, message, code=codes.get(error.status_code), headers=headers))
+        told = ApiError(error.status_code, message, code=codes.get(error.status_code), headers=headers)
+        return error_response(told, request.scope["path"])
 
     for kind in (ApiError, QuireError, RequestValidationError):
         app.add_exception_handler(kind, from_route)

@@ -222,7 +222,7 @@ class GateMiddleware:
                 if not self._gate.cancelling:
                     raise
                 if passage.status is None:
-                    await error_response(_stopping())(scope, receive, send)
+                    await error_response(_stopping(), scope["path"])(scope, receive, send)
             except ReaderGone:
                 pass  # the server closes the connection after an incomplete answer
             except Exception as error:
@@ -232,7 +232,7 @@ class GateMiddleware:
                     logs.failure(passage, error)
                 # Once an answer has begun, the server closes the connection: the client sees that.
                 if passage.status is None and not passage.gone:
-                    await error_response(found)(scope, receive, send)
+                    await error_response(found, scope["path"])(scope, receive, send)
 
     def _owner(self, scope: Scope) -> str:
         """Return a digest of the request's key, "" for a server without keys, or raise a 401."""
@@ -240,16 +240,18 @@ class GateMiddleware:
             return ""
         given = _headers(scope, b"authorization")
         kind, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        digest = hashlib.sha256(key.strip()).digest()
-        # Compare all keys, so that the time does not tell which one matched.
-        known = [hmac.compare_digest(digest, one) for one in self._keys]
-        if kind.lower() == b"bearer" and any(known):
-            return digest.hex()
+        named = _headers(scope, b"x-api-key")
+        for offered in (key.strip() if kind.lower() == b"bearer" else b"", named[0] if len(named) == 1 else b""):
+            digest = hashlib.sha256(offered).digest()
+            # Compare all keys, so that the time does not tell which one matched.
+            known = [hmac.compare_digest(digest, one) for one in self._keys]
+            if offered and any(known):
+                return digest.hex()
         if scope["path"] in KEYLESS:
             return ""
         raise ApiError(
             401,
-            "no valid API key; send one as the header Authorization: Bearer KEY",
+            "no valid API key; send one as the header Authorization: Bearer KEY, or x-api-key: KEY",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )

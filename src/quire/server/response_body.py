@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -121,15 +121,20 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-def _show_refused(schema: dict[str, Any]) -> None:
-    schema["properties"] |= {name: {"enum": [*values, None]} for name, (values, _) in REFUSED.items()}
+def showing(refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> Callable[[dict[str, Any]], None]:
+    """Return what adds the values that refused fields may have to a body's description."""
+
+    def show(schema: dict[str, Any]) -> None:
+        schema["properties"] |= {name: {"enum": [*values, None]} for name, (values, _) in refused.items()}
+
+    return show
 
 
 @takes_sampling(Surface.CHATS, without=OTHER_NAMES)
 class ResponseRequest(ParamsBody):
     """``POST /v1/responses``."""
 
-    model_config = ConfigDict(json_schema_extra=_show_refused)
+    model_config = ConfigDict(json_schema_extra=showing(REFUSED))
 
     input: Annotated[
         Any,
@@ -230,6 +235,7 @@ def chat_request(
         form = checked(form, "text.format", FORMATS, "a text, or JSON").model_dump(by_alias=True, exclude_none=True)
         if form["type"] == "json_schema":
             form = {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
+    effort = None if body.reasoning is None else body.reasoning.effort
     functions = [
         {
             "type": "function",
@@ -240,7 +246,7 @@ def chat_request(
     return ChatRequest.model_validate(
         {
             **{name: getattr(body, name) for name in PASSED},
-            **_reasoning(context, body, with_tools=bool(tools)),
+            **effort_variables(context, body.chat_template_kwargs, effort, with_tools=bool(tools)),
             "messages": messages,
             "max_completion_tokens": body.max_output_tokens,
             "tools": functions or None,
@@ -251,10 +257,16 @@ def chat_request(
     )
 
 
-def _reasoning(context: Context, body: ResponseRequest, *, with_tools: bool) -> dict[str, Any]:
-    """Return the variables of the template. An effort that it does not read is refused."""
-    variables = body.chat_template_kwargs
-    effort = None if body.reasoning is None else body.reasoning.effort
+def effort_variables(
+    context: Context,
+    variables: dict[str, Any] | None,
+    effort: str | None,
+    *,
+    field: str = "reasoning.effort",
+    with_tools: bool,
+) -> dict[str, Any]:
+    """Return the variables of the template, with the effort that ``field`` gives. One that it does
+    not read is refused."""
     if effort is None or context.llm.tokenizer is None:
         return {"chat_template_kwargs": variables}
     try:
@@ -266,5 +278,5 @@ def _reasoning(context: Context, body: ResponseRequest, *, with_tools: bool) -> 
     if "enable_thinking" in template and effort == "none":
         return {"chat_template_kwargs": {**(variables or {}), "enable_thinking": False}}
     allowed = "leave it out, or give 'none'" if "enable_thinking" in template else "leave it out"
-    message = f"reasoning.effort is {effort!r:.60}, and the model's chat template knows no effort; {allowed}"
-    raise bad_field("reasoning.effort", message, code="unsupported_parameter")
+    message = f"{field} is {effort!r:.60}, and the model's chat template knows no effort; {allowed}"
+    raise bad_field(field, message, code="unsupported_parameter")

@@ -1,0 +1,61 @@
+"""Anthropic's Messages API: ``/v1/messages`` and its count of tokens. Chats answer them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from quire.server.anthropic_blocks import BlockTurns
+from quire.server.anthropic_body import REFUSED, RENAMED, CountedMessages, MessagesRequest, chat_of
+from quire.server.anthropic_events import MessagesReply
+from quire.server.chat import answer_chat, count_chat
+from quire.server.errors import MESSAGES, AnthropicErrorBody, ApiError
+from quire.server.protocol import ChatRequest, refuse_fields
+
+_ERRORS = {
+    "4XX": {"model": AnthropicErrorBody, "description": "What was asked for cannot be had."},
+    "5XX": {"model": AnthropicErrorBody, "description": "The server stops, or broke."},
+}
+router = APIRouter(prefix=MESSAGES, tags=["Anthropic"], responses=_ERRORS)  # type: ignore[arg-type]
+
+
+class TokenCount(BaseModel):
+    """The length of a prompt."""
+
+    input_tokens: int
+
+
+@router.post("")
+async def create(body: MessagesRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    with _chat(body, request) as (turns, chat):
+        return await answer_chat(request, chat, lambda *given: MessagesReply(turns, *given))
+
+
+@router.post("/count_tokens")
+async def count_tokens(body: CountedMessages, request: Request) -> TokenCount:
+    """Count the tokens of the prompt that a conversation makes."""
+    with _chat(body, request) as (_, chat):
+        return TokenCount(input_tokens=await count_chat(request, chat))
+
+
+@contextmanager
+def _chat(body: CountedMessages, request: Request) -> Iterator[tuple[BlockTurns, ChatRequest]]:
+    """Yield the chat that a body becomes, and let errors of it name the fields of the body."""
+    refuse_fields(body, REFUSED)
+    turns = BlockTurns(body.system, body.messages)
+    turns.places |= RENAMED
+    chat = chat_of(request.app.state.context, body, turns)
+    try:
+        yield turns, chat
+    except ApiError as error:
+        said = error.message.replace(".function.parameters", ".input_schema").replace(".function.", ".")
+        if error.param is not None:
+            place = turns.place(error.param)
+            said, error.param = said.replace(error.param, place, 1), place
+        error.message = said
+        raise
