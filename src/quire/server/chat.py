@@ -158,10 +158,11 @@ async def count_chat(request: Request, body: ChatRequest) -> int:
     tokenizer = _tokenizer(context)
     given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
     messages, listed, _ = without_marks(body.messages, given)
-    tools = _Tools.of(body, listed)
+    tools = ToolChoice.of(body, listed)
     with naming({}, "messages"):
         template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
-    chat = Conversation.of(context, body.model_copy(update={"messages": messages}), tokenizer, template, tools.given)
+    told = body.model_copy(update={"messages": messages})
+    chat = Conversation.of(context, told, tokenizer, template, tools.given, tools.allowed)
 
     def count() -> int:
         with naming({}, "messages"):
