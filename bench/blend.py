@@ -128,12 +128,11 @@ def rows_of(part: str, found: Comparison) -> list[dict[str, Any]]:
 
 
 def trace(path: str, rounds: int, params: BlendParams, dtype: str) -> list[dict[str, Any]]:
-    """Requests of retrieval: four of 24 documents each, in any order, a pool that holds a quarter
-    of the documents."""
-    size, count = 256, 24
-    with closing(LLM(path, dtype=dtype, kv_cache_memory="1GiB", host_memory="4GiB", max_model_len=4096)) as probe:
-        pool = 6 * size * probe.bytes_per_token + 4 * size * probe.bytes_per_token
-    with closing(LLM(path, dtype=dtype, kv_cache_memory=int(pool), host_memory="4GiB", max_model_len=2048)) as llm:
+    """Requests of retrieval: eight of 48 documents each, in any order, and a pool that holds 20."""
+    size, count = 500, 48
+    with closing(LLM(path, dtype=dtype, kv_cache_memory="1GiB", host_memory="4GiB", max_model_len=8192)) as probe:
+        pool = 20 * size * probe.bytes_per_token
+    with closing(LLM(path, dtype=dtype, kv_cache_memory=int(pool), host_memory="4GiB", max_model_len=8192)) as llm:
         segments = documents(llm, count, size)
         llm.warm(segments)
         question = random_prompts(64, 16, llm.model.vocab_size, seed=7)
@@ -142,7 +141,7 @@ def trace(path: str, rounds: int, params: BlendParams, dtype: str) -> list[dict[
         def served(blend: BlendParams | None) -> Callable[[], float]:
             def run() -> float:
                 rng = random.Random(1)
-                prompts = [[*rng.sample(segments, 4), question[i].tolist()] for i in range(12)]
+                prompts = [[*rng.sample(segments, 8), question[i].tolist()] for i in range(8)]
                 begun = time.perf_counter()
                 llm.generate(prompts, answers, blend=blend, use_tqdm=False)
                 return time.perf_counter() - begun

@@ -187,15 +187,16 @@ def decode(path: str, rounds: int, base: Path | None) -> dict[str, Any]:
 # -- overlap ---------------------------------------------------------------------------------------
 
 
-def overlap(path: str, tokens: int, rounds: int, base: Path | None) -> dict[str, Any]:
-    """Seconds of loading ``tokens``, of computing others for about as long, and of both."""
+def overlap(path: str, tokens: int, rounds: int, base: Path | None, fixed: int | None) -> dict[str, Any]:
+    """Seconds of loading ``tokens``, of computing others, and of both. ``fixed``: how many others;
+    None: for about as long, and 32 at least."""
     loads, computes, both = [], [], []
     with folder(base) as directory, closing(started(path, store=[f"file://{directory}"])) as llm:
         llm._engine.stored.is_worth = lambda *_: True
         prompt = prompt_of(llm, tokens)
         first_token(llm, prompt)
         llm._engine.flush(600)
-        new = 256
+        new = fixed or 256
         for turn in range(rounds + 1):
             tail = prompt_of(llm, new, seed=turn + 2)
             evict(llm)
@@ -208,7 +209,7 @@ def overlap(path: str, tokens: int, rounds: int, base: Path | None) -> dict[str,
                 loads.append(load)
                 computes.append(compute)
                 both.append(seconds)
-            else:
+            elif fixed is None:
                 new = max(32, min(2000, int(new * load / compute)))
     ratios = [one / max(a, b) for one, a, b in zip(both, loads, computes, strict=True)]
     return {
@@ -346,7 +347,7 @@ def main() -> None:
                 for key, value in decode(path, given.rounds, given.store_dir).items()
             }
         if "overlap" in parts:
-            found |= overlap(path, given.tokens, given.rounds, given.store_dir)
+            found |= overlap(path, given.tokens, given.rounds, given.store_dir, given.new)
         if "evict" in parts:
             found |= evictions(path, given.tokens, given.rounds)
         if "trace" in parts:
