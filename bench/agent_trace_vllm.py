@@ -21,6 +21,8 @@ def main() -> None:
     model, *numbers = sys.argv[1:]
     sessions, vocabulary, pool = map(int, numbers)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    # By itself it leaves a core to other work, which two cores cannot spare.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
     from vllm import LLM, SamplingParams  # in its own environment only
 
     llm = LLM(
