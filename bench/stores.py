@@ -325,6 +325,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--sessions", type=int, default=200)
+    parser.add_argument("--new", type=int, help="tokens to compute beside those that are loaded, in the part overlap")
     parser.add_argument(
         "--vllm", metavar="PYTHON", help="the interpreter of an environment with vLLM, to play the trace too"
     )
