@@ -138,9 +138,11 @@ def trace(path: str, rounds: int, params: BlendParams, dtype: str) -> list[dict[
         question = random_prompts(64, 16, llm.model.vocab_size, seed=7)
         answers = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
+        rng = random.Random(1)
+
         def served(blend: BlendParams | None) -> Callable[[], float]:
             def run() -> float:
-                rng = random.Random(1)
+                # New orders each time: the memory tier has those that were asked for.
                 prompts = [[*rng.sample(segments, 8), question[i].tolist()] for i in range(8)]
                 begun = time.perf_counter()
                 llm.generate(prompts, answers, blend=blend, use_tqdm=False)
