@@ -9,6 +9,7 @@ import pytest
 
 from .conftest import Served
 from .test_anthropic_messages import CALL, FREE, MARK, TOOL, ask, capable, events, says, text, user
+from .test_disconnects import broken_at
 
 __all__ = ["capable", "says"]
 
@@ -96,16 +97,7 @@ def test_errors(api: Any, chat_served: Served, monkeypatch: pytest.MonkeyPatch) 
     assert caught.value.body["error"]["type"] == "invalid_request_error"
     with pytest.raises(anthropic.NotFoundError):
         api.messages.create(messages=[user()], **{**SENT, "model": "claude"})
-    runner = chat_served.llm.engine.runner
-    execute, left = runner.execute, [5]
-
-    def breaking(*arguments: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            raise RuntimeError("broken")
-        return execute(*arguments, **options)
-
-    monkeypatch.setattr(runner, "execute", breaking)
+    broken_at(5, chat_served.llm, monkeypatch)
     with (
         pytest.raises(anthropic.APIStatusError, match="internal error"),
         api.messages.stream(messages=[user()], **SENT) as stream,

@@ -17,7 +17,7 @@ from quire.server.settings import ServerSettings
 from .conftest import Served, serving
 from .test_chat import CALL, WEATHER, capable, says
 from .test_chat import ask as ask_chat
-from .test_disconnects import until_free
+from .test_disconnects import broken_at, until_free
 from .test_responses import fits
 
 __all__ = ["capable", "says"]
@@ -495,16 +495,7 @@ def test_keys_keep_their_caches_apart(chat_llm: AsyncLLM) -> None:
 
 
 def test_a_failure_in_mid_stream(chat_served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = chat_served.llm.engine.runner
-    execute, left = runner.execute, [5]
-
-    def breaking(*arguments: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            raise RuntimeError("broken")
-        return execute(*arguments, **options)
-
-    monkeypatch.setattr(runner, "execute", breaking)
+    left = broken_at(5, chat_served.llm, monkeypatch)
     found = events(chat_served.client)
     assert found[-1] == {
         "type": "error",

@@ -23,6 +23,21 @@ def generated(llm: AsyncLLM) -> float:
     return llm.engine.metrics.generation_tokens.value
 
 
+def broken_at(step: int, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let a step of the runner fail; the number that is left until then may be set anew."""
+    runner = llm.engine.runner
+    execute, left = runner.execute, [step]
+
+    def breaking(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("a secret of the machine")
+        return execute(*arguments, **options)
+
+    monkeypatch.setattr(runner, "execute", breaking)
+    return left
+
+
 def until_free(llm: AsyncLLM) -> None:
     wait_for(lambda: not llm.engine.has_work)
     wait_for(lambda: pages_free(llm))
@@ -69,16 +84,7 @@ def test_a_reader_that_stands_still_holds_up_nobody(served: Served, client: http
 
 
 def test_an_error_in_mid_stream_ends_it(client: httpx.Client, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = served.llm.engine.runner
-    execute, left = runner.execute, [4]
-
-    def breaking(*arguments: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            raise RuntimeError("a secret of the machine")
-        return execute(*arguments, **options)
-
-    monkeypatch.setattr(runner, "execute", breaking)
+    left = broken_at(4, served.llm, monkeypatch)
     chunks = events(client, prompt=PROMPT, max_tokens=50, cache_salt="broken")
     assert chunks[0]["choices"][0]["text"]
     assert chunks[-1] == {

@@ -13,7 +13,7 @@ from tests.exact import TINY_PYTHON
 
 from .conftest import Served
 from .test_completions import alone
-from .test_disconnects import generated, until_free
+from .test_disconnects import broken_at, generated, until_free
 
 openai = pytest.importorskip("openai")
 
@@ -187,16 +187,7 @@ def test_errors(api: Any, chat_api: Any) -> None:
 
 
 def test_errors_in_mid_stream(api: Any, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = served.llm.engine.runner
-    execute, left = runner.execute, [5]
-
-    def breaking(*arguments: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            raise RuntimeError("broken")
-        return execute(*arguments, **options)
-
-    monkeypatch.setattr(runner, "execute", breaking)
+    broken_at(5, served.llm, monkeypatch)
     stream = api.completions.create(model="tiny-python", prompt=PROMPT, max_tokens=100, stream=True)
     assert next(stream).choices[0].text
     with pytest.raises(openai.APIError):

@@ -18,7 +18,7 @@ from quire.server.settings import ServerSettings
 from .conftest import OPTIONS, Served, serving
 from .test_chat import CALL, WEATHER, capable, says
 from .test_chat import ask as ask_chat
-from .test_disconnects import until_free
+from .test_disconnects import broken_at, until_free
 
 __all__ = ["capable", "says"]
 
@@ -561,16 +561,7 @@ def test_the_description_is_as_strict_as_the_checks(chat_client: httpx.Client) -
 
 
 def test_a_failure_in_mid_stream(chat_served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = chat_served.llm.engine.runner
-    execute, left = runner.execute, [5]
-
-    def breaking(*arguments: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
-            raise RuntimeError("broken")
-        return execute(*arguments, **options)
-
-    monkeypatch.setattr(runner, "execute", breaking)
+    left = broken_at(5, chat_served.llm, monkeypatch)
     answer = chat_served.client.post("/v1/responses", json={"input": SAID, "stream": True, **GREEDY})
     found = [json.loads(block.split("data: ")[1]) for block in answer.text.split("\n\n")[:-1]]
     assert [event["sequence_number"] for event in found] == list(range(len(found)))

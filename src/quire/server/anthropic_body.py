@@ -16,14 +16,14 @@ from quire.server.context import Context
 from quire.server.errors import bad_field
 from quire.server.protocol import Body, ChatRequest, ParamsBody, takes_sampling
 from quire.server.reasoning import reasoning_for
-from quire.server.response_body import effort_variables, showing
+from quire.server.response_body import CHATS_ONLY, Refused, effort_variables, showing
 from quire.server.response_items import ShownAs, checked
 
 _CHATS = "/v1/chat/completions has it"
 OTHER_NAMES = ("max_tokens", "max_completion_tokens", "stop", "top_logprobs", "prompt_logprobs", "n")
 """Sampling fields of chats that Anthropic calls differently, requires, or does not have."""
 
-REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+REFUSED: Refused = {
     "container": ((), "this server runs no code"),
     "mcp_servers": (([],), "this server has no tools of its own; the client runs them"),
     "context_management": (({"edits": []},), "nothing is cleared or compacted; send fewer messages"),
@@ -31,13 +31,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "inference_geo": ((), "this server is where it is"),
     "speed": (("standard",), "there is one speed"),
     "output_format": ((), "give output_config.format"),
-    "top_logprobs": ((0,), _CHATS),
-    "logprobs": ((False,), _CHATS),
-    "prompt_logprobs": ((), _CHATS),
-    "n": ((1,), _CHATS),
-    "kv_hints": ((), _CHATS),
-    "blend": ((False,), _CHATS),
-    "documents": (([],), _CHATS),
+    **CHATS_ONLY,
     "session_id": ((), _CHATS),
     "max_completion_tokens": ((), "give max_tokens"),
     "max_tokens_to_sample": ((), "give max_tokens"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field
 
@@ -29,7 +29,20 @@ _MADE = "it is answered while the client waits"
 OTHER_NAMES = ("max_tokens", "max_completion_tokens", "top_logprobs", "prompt_logprobs", "n")
 """Sampling fields of chats that responses call differently, or do not have."""
 
-REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+Refused: TypeAlias = Mapping[str, tuple[tuple[Any, ...], str]]
+
+CHATS_ONLY: Refused = {
+    "top_logprobs": ((0,), _CHATS),
+    "logprobs": ((False,), _CHATS),
+    "prompt_logprobs": ((), _CHATS),
+    "n": ((1,), _CHATS),
+    "kv_hints": ((), _CHATS),
+    "blend": ((False,), _CHATS),
+    "documents": (([],), _CHATS),
+}
+"""Fields that only chats have, as ``REFUSED``."""
+
+REFUSED: Refused = {
     "background": ((False,), f"leave it out; {_MADE}"),
     "background_options": ((), f"leave it out; {_MADE}"),
     "conversation": ((), "give previous_response_id, or the items themselves"),
@@ -40,13 +53,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "access_programs": ((), "leave it out"),
     "image": ((), "this server takes text only"),
     "prompt_cache_options": ((), "prompts are cached anyway; cache_salt keeps them apart"),
-    "top_logprobs": ((0,), _CHATS),
-    "logprobs": ((False,), _CHATS),
-    "prompt_logprobs": ((), _CHATS),
-    "n": ((1,), _CHATS),
-    "kv_hints": ((), _CHATS),
-    "blend": ((False,), _CHATS),
-    "documents": (([],), _CHATS),
+    **CHATS_ONLY,
     "session_id": ((), "give previous_response_id"),
     "messages": ((), "give input"),
     "max_tokens": ((), "give max_output_tokens"),
