@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Compiled when Quire is installed.
-NATIVE := $(wildcard src/quire/kernels/cpu/*.cpp)
+NATIVE := $(wildcard src/quire/kernels/cpu/*)
 # One thread per test process: the models are tiny, and two processes share the cores. A file runs in one of them, so that what
 # its tests share is made once.
 WORKERS ?= 2

@@ -26,7 +26,8 @@ from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Un
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
 from quire.executor.reports import dtype_name
-from quire.kernels.low_rank import native_low_rank, native_problem
+from quire.kernels.low_rank import native_low_rank
+from quire.kernels.native_library import native_problem
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kv.forward_need import pages_for
 from quire.kv.recurrent import bytes_per_state

@@ -99,7 +99,8 @@ def _memory() -> list[Finding]:
 
 
 def _kernels() -> Finding:
-    from quire.kernels.low_rank import native_low_rank, native_problem
+    from quire.kernels.low_rank import native_low_rank
+    from quire.kernels.native_library import native_problem
 
     kernel = native_low_rank()
     if kernel is None:

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from quire.build import make_adapters
 from quire.contracts.adapters import Adapter, LowRankUpdate, RankedRows, RankPiece
-from quire.kernels import low_rank
-from quire.kernels.low_rank import MOST_ROWS, VERSION, NativeLowRank, native_low_rank, native_problem
+from quire.kernels import low_rank, native_library
+from quire.kernels.low_rank import MOST_ROWS, NativeLowRank, native_low_rank
+from quire.kernels.native_library import VERSION, native_problem
 from quire.models.catalogue import resolve_model
 from quire.models.loading import load_model
 from quire.ops.low_rank import add_low_rank
@@ -221,15 +222,15 @@ def test_what_it_does_not_run_on(kernel: NativeLowRank) -> None:
 
 
 def test_missing_and_old_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_rank, "__file__", str(tmp_path / "low_rank.py"))
-    load = low_rank._library.__wrapped__
+    monkeypatch.setattr(native_library, "__file__", str(tmp_path / "native_library.py"))
+    load = native_library._load.__wrapped__
     (tmp_path / "_native.cpython-27-any.so").write_bytes(b"that of another Python")
     assert "not built" in load()
     (tmp_path / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}").write_bytes(b"no library")
     assert "cannot be loaded" in load()
 
     class Old:
-        def quire_low_rank_version(self) -> int:
+        def quire_version(self) -> int:
             return VERSION - 1
 
     monkeypatch.setattr(ctypes, "CDLL", lambda path: Old())

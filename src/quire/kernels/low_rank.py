@@ -1,9 +1,8 @@
 """Low-rank products of a ragged batch in C++, for CPUs. The reference is ``quire.ops.low_rank``.
 
-``cpu/low_rank.cpp`` is compiled on installation if there is a C++ compiler; otherwise
-``quire.nn.low_rank`` uses PyTorch's operations. One call serves one linear map. PyTorch needs four
-to ten, each dearer than its arithmetic: the model's own products evict code and data from the
-caches.
+Without the C++ library ``quire.nn.low_rank`` uses PyTorch's operations. One call serves one linear
+map. PyTorch needs four to ten, each dearer than its arithmetic: the model's own products evict code
+and data from the caches.
 
 Letters: T rows of a forward; S rank rows; I input, O output features of a piece.
 """
@@ -11,20 +10,17 @@ Letters: T rows of a forward; S rank rows; I input, O output features of a piece
 from __future__ import annotations
 
 import ctypes
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from quire.contracts.adapters import AddProducts, RankedRows, RankPiece
+from quire.kernels.native_library import NativeLibrary, native_library
 
-VERSION = 1
-"""Version of the structures below and of the call."""
 MOST_ROWS = 4
 """Rows of a block."""
 DTYPES = (torch.float32, torch.bfloat16)
@@ -72,12 +68,10 @@ class NativeLowRank:
 
     name = "C++"
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._run = library.quire_low_rank
+    def __init__(self, library: NativeLibrary) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._run.argtypes = [pointer, pointer, number, pointer, number, number, pointer]
-        self._run.restype = None
-        self._parallel = _openmp()
+        self._run = library.function("quire_low_rank", pointer, pointer, number, pointer, number, number, pointer)
+        self._parallel = library.parallel
 
     @property
     def threaded(self) -> bool:
@@ -160,36 +154,5 @@ class _Bound:
 @cache
 def native_low_rank() -> NativeLowRank | None:
     """Return the kernel; None if it was not built (``native_problem``)."""
-    found = _library()
-    return None if isinstance(found, str) else NativeLowRank(found)
-
-
-def native_problem() -> str:
-    """Return why there is no kernel; "" if there is."""
-    found = _library()
-    return found if isinstance(found, str) else ""
-
-
-@cache
-def _library() -> ctypes.CDLL | str:
-    path = Path(__file__).parent / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if not path.exists():
-        return "the C++ kernels were not built: there was no C++ compiler (GCC 12 or later, or clang) when Quire was installed"
-    try:
-        library = ctypes.CDLL(str(path))
-        version = library.quire_low_rank_version()
-    except (OSError, AttributeError) as error:
-        return f"the C++ kernels cannot be loaded: {error}"
-    if version != VERSION:
-        return f"the C++ kernels are of version {version}, version {VERSION} is needed: install Quire again"
-    return library
-
-
-def _openmp() -> int | None:
-    """Return the address of GOMP_parallel in PyTorch's OpenMP runtime; None: one thread."""
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
-        try:
-            return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value
-        except (OSError, AttributeError):
-            continue
-    return None
+    found = native_library()
+    return None if found is None else NativeLowRank(found)

@@ -1,88 +1,19 @@
 // Low-rank products of a ragged batch on a CPU: y[row] += (x[row] A^T) B for rows under adapters, in float32.
 //
 // The reference is quire/ops/low_rank.py; quire/kernels/low_rank.py calls this through ctypes and says what the arguments are.
-// No header of Python or PyTorch is needed. The threads are those of the OpenMP runtime that PyTorch has loaded, whose entry is
-// handed in: a second pool of threads would fight with it for the cores.
-//
 // A row's sums are made in one order, whatever other rows there are: over the inputs in LANES sums side by side, over the rank
 // one after the other. So a row's result does not depend on the batch, to the bit.
 //
 // Letters: M rows of a block, which are under one adapter; N rank rows at a time; I input, O output features of a piece.
 
-#include <atomic>
-#include <cstdint>
-#include <cstring>
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-// One copy for each generation of vector instructions; the loader takes the best that the processor has.
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
-#define INLINE static inline __attribute__((always_inline))
+#include "common.h"
 
 namespace {
 
-constexpr int LANES = 16;
 constexpr int MOST_ROWS = 4;
 // A and B are read once, and one adapter for each row of a batch is a matter of memory only: what comes so many bytes later is
 // fetched before it is needed, which took a quarter off the time.
 constexpr int AHEAD = 4096;
-
-typedef float Lanes __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
-typedef uint16_t bfloat16;
-
-// -- numbers ---------------------------------------------------------------------------------------------------------
-
-template <typename T>
-INLINE T loaded(const void* from) {
-    T value;
-    std::memcpy(&value, from, sizeof(T));
-    return value;
-}
-
-template <typename T>
-INLINE void store(void* to, T value) {
-    std::memcpy(to, &value, sizeof(T));
-}
-
-INLINE Lanes wide(const float* from) { return loaded<Lanes>(from); }
-INLINE Lanes wide(const bfloat16* from) {
-    return (Lanes)(__builtin_convertvector(loaded<Halves>(from), Bits) << 16);
-}
-
-INLINE float wide_one(const float* from) { return *from; }
-INLINE float wide_one(const bfloat16* from) {
-    uint32_t bits = (uint32_t)*from << 16;
-    return loaded<float>(&bits);
-}
-
-// To the nearest, ties to even; what is no number stays none.
-INLINE void put(float* to, Lanes value) { store(to, value); }
-INLINE void put(bfloat16* to, Lanes value) {
-    Bits bits = (Bits)value;
-    Bits nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    Bits none = bits * 0u + 0x7fc0u;
-    store(to, __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? none : nearest, Halves));
-}
-
-INLINE void put_one(float* to, float value) { *to = value; }
-INLINE void put_one(bfloat16* to, float value) {
-    uint32_t bits = loaded<uint32_t>(&value);
-    *to = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (bfloat16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-// The upper half is added to the lower one until one number is left.
-INLINE float total(Lanes lanes) {
-    typedef float Eight __attribute__((vector_size(32)));
-    typedef float Four __attribute__((vector_size(16)));
-    Eight eight = __builtin_shufflevector(lanes, lanes, 0, 1, 2, 3, 4, 5, 6, 7) +
-                  __builtin_shufflevector(lanes, lanes, 8, 9, 10, 11, 12, 13, 14, 15);
-    Four four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
-    return (four[0] + four[2]) + (four[1] + four[3]);
-}
 
 // -- products --------------------------------------------------------------------------------------------------------
 
@@ -228,18 +159,12 @@ CLONES void run_bfloat16(void* call) { run<bfloat16>(*(Call*)call); }
 
 extern "C" {
 
-// Which structures and arguments these are: quire/kernels/low_rank.py asks, so that an old build is not called in a new way.
-int quire_low_rank_version() { return 1; }
-
 // ``parallel``: GOMP_parallel, or null. ``y_stride``, ``x_stride``: elements from row to row.
 void quire_low_rank(const Work* work, void* y, int64_t y_stride, const void* x, int64_t x_stride, int64_t threads,
-                    void (*parallel)(void (*)(void*), void*, unsigned, unsigned)) {
+                    Parallel parallel) {
     Call call = {work, y, y_stride, x, x_stride, {0}, {0}};
     void (*run)(void*) = work->bfloat16 ? run_bfloat16 : run_float;
     if (threads > work->num_blocks) threads = work->num_blocks;
-    if (parallel && threads > 1)
-        parallel(run, &call, (unsigned)threads, 0);
-    else
-        run(&call);
+    run_on(threads, run, &call, parallel);
 }
 }
