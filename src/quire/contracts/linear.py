@@ -1,0 +1,71 @@
+"""Linear maps whose weights a kernel holds in a layout of its own.
+
+Letters: T rows, I input, O output features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+WeightForm: TypeAlias = Literal["float32", "bfloat16", "int8", "int4"]
+"""How a weight is kept. "int8" and "int4": codes with one bfloat16 scale for a group of inputs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeights:
+    """The weights ``[O, I]`` of one map, laid out as ``kernels/cpu/linear.h`` says."""
+
+    form: WeightForm
+    outputs: int
+    inputs: int
+    group: int
+    """Inputs that share a scale; 0 without scales."""
+    values: Tensor
+    """float32, bfloat16, or uint8 codes."""
+    scales: Tensor | None
+    """bfloat16 ``[ceil(O / 32), I / group, 32]``"""
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+class LinearMap(Protocol):
+    """``y = x W^T + b`` over packed weights."""
+
+    weights: PackedWeights
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Map ``[T, I]`` to a fresh ``[T, O]`` of the same dtype. Sums are in float32. A row's
+        result is the same to the bit whatever other rows there are, on any number of threads."""
+        ...
+
+
+class LinearKernel(Protocol):
+    """Packs weights and multiplies with them."""
+
+    name: str
+
+    def refusal(self, weight_OI: Tensor, form: WeightForm) -> str:
+        """Return why a weight cannot be packed so for activations of its own dtype; "" if it can."""
+        ...
+
+    def pack(self, weight_OI: Tensor, bias_O: Tensor | None, form: WeightForm) -> LinearMap:
+        """Return the map for activations of the weight's dtype. It holds no reference to the
+        weight."""
+        ...
+
+
+def group_of(inputs: int) -> int:
+    """Return the inputs that share a scale: the largest of 64, 32, 16 and 8 that divides them; 0 if
+    none does."""
+    return next((group for group in (64, 32, 16, 8) if inputs % group == 0), 0)
+
+
+def values_dtype(form: WeightForm) -> torch.dtype:
+    """Return the dtype of packed values."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.uint8, "int4": torch.uint8}[form]

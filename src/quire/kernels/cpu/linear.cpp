@@ -1,0 +1,57 @@
+// The entry of linear.h: the machine's products, shared out to threads.
+#include "linear.h"
+
+extern "C" {
+void quire_linear_portable(void*);
+#if defined(__x86_64__)
+void quire_linear_avx2(void*);
+void quire_linear_avx512(void*);
+void quire_linear_bf16(void*);
+#endif
+}
+
+namespace {
+
+// Rows whose packed inputs stay in a cache while panels pass by.
+constexpr int64_t TILE_ROWS = 144;
+// Items for each thread: so many that none waits long for another.
+constexpr int64_t ITEMS_OF_ONE = 8;
+// Up to this many multiplications a call ends before a second thread begins.
+constexpr int64_t ONE_THREAD = 1 << 16;
+
+}  // namespace
+
+extern "C" {
+
+// The best products of this processor: 0 portable, 1 AVX2, 2 AVX-512, 3 with products of bfloat16 pairs.
+int quire_linear_level() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool wide = fma && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (wide && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16")) return 3;
+    return wide ? 2 : fma ? 1 : 0;
+#else
+    return 0;
+#endif
+}
+
+// y = x W^T + bias; y is [rows, outputs]. Return 0, or 1 without memory.
+int quire_linear(const Linear* map, void* y, const void* x, int64_t x_stride, int64_t rows, int64_t threads) {
+    if (rows * map->inputs * map->outputs <= ONE_THREAD) threads = 1;
+    const int64_t panels = (map->outputs + PANEL - 1) / PANEL, row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    // At least three panels, of which two are read side by side, unless threads would have no work.
+    int64_t parts = (ITEMS_OF_ONE * threads + row_tiles - 1) / row_tiles, most = panels / 3 > threads ? panels / 3 : panels < threads ? panels : threads;
+    if (parts > most) parts = most;
+    LinearCall call = {map, x, y, rows, x_stride, rows < TILE_ROWS ? rows : TILE_ROWS, parts, {0}, {0}};
+    void (*run)(void*) = quire_linear_portable;
+#if defined(__x86_64__)
+    if (map->level == 1) run = quire_linear_avx2;
+    if (map->level == 2) run = quire_linear_avx512;
+    if (map->level == 3) run = quire_linear_bf16;
+#endif
+    run_on(threads < parts * row_tiles ? threads : parts * row_tiles, run, &call, map->parallel);
+    return call.failed;
+}
+}

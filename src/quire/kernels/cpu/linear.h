@@ -1,0 +1,74 @@
+// Linear maps over packed weights: what a call is, and how the weights lie. quire/kernels/linear.py has the same structure,
+// quire/ops/packed_weights.py the same layouts in PyTorch.
+//
+// A panel is 32 outputs. In it the weights lie input by input, so that a panel is read from its first to its last byte:
+//
+//   FLOAT32   [panels][I][32] float32
+//   BFLOAT16  [panels][I / 2][32][2] bfloat16: pairs of inputs, which is what AVX512-BF16 multiplies
+//   INT8      [panels][I / 4][2][64] bytes, sign and magnitude; a value is code * scale
+//   INT4      [panels][I / 8][2][64] bytes, two codes each; a value is (code - 8) * scale
+//
+// The 64 bytes are four inputs of 16 outputs: input 2p + s of output o at byte 16 * ((2o + s) / 8) + 8p + (2o + s) % 8, which
+// spreads to two vectors of bfloat16 pairs. INT4 has inputs 0..3 in the low halves and 4..7 in the high ones.
+// Scales: [panels][I / group][32] bfloat16.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <type_traits>
+
+#include "common.h"
+
+namespace {
+
+constexpr int PANEL = 32;
+enum Form { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
+
+}  // namespace
+
+extern "C" {
+
+struct Linear {
+    const void* weights;
+    const bfloat16* scales;  // null without groups
+    const float* bias;       // [outputs], or null
+    Parallel parallel;
+    int64_t inputs, outputs, group, form;
+    int64_t is_bfloat16;  // x and y
+    int64_t level;        // at most quire_linear_level()
+};
+
+}
+
+namespace {
+
+struct LinearCall {
+    const Linear* map;
+    const void* x;
+    void* y;
+    int64_t rows, x_stride;
+    int64_t tile_rows, parts;  // rows and parts of the panels that make an item
+    // Right for any number of threads, also for fewer than were asked for.
+    std::atomic<int64_t> next_item;
+    std::atomic<int> failed;  // a thread had no memory
+};
+
+// A thread's memory for sums, packed rows and widened weights, kept for its next call.
+struct Room {
+    float* place = nullptr;
+    int64_t size = 0;
+    ~Room() { std::free(place); }
+    float* of(int64_t floats) {
+        if (size < floats) {
+            std::free(place);
+            place = (float*)std::aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
+            size = place ? floats : 0;
+        }
+        return place;
+    }
+};
+
+}  // namespace

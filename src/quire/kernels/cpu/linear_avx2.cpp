@@ -1,0 +1,14 @@
+// The products of linear.h with AVX2 and FMA.
+#include "linear.h"
+
+#if defined(__x86_64__)
+TARGET_BEGIN("avx2,fma")
+
+constexpr int MOST_ROWS = 3;
+
+#include "linear_tiles.h"
+
+extern "C" void quire_linear_avx2(void* call) { run_call(call); }
+
+TARGET_END
+#endif

@@ -1,0 +1,14 @@
+// The products of linear.h with AVX-512.
+#include "linear.h"
+
+#if defined(__x86_64__)
+TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+
+constexpr int MOST_ROWS = 12;
+
+#include "linear_tiles.h"
+
+extern "C" void quire_linear_avx512(void* call) { run_call(call); }
+
+TARGET_END
+#endif

@@ -1,0 +1,16 @@
+// The products of linear.h with AVX-512 and its products of bfloat16 pairs.
+#include "linear.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,avx2,fma")
+
+#define PAIRS
+constexpr int MOST_ROWS = 12;
+
+#include "linear_tiles.h"
+
+extern "C" void quire_linear_bf16(void* call) { run_call(call); }
+
+TARGET_END
+#endif

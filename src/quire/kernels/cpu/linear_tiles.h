@@ -1,0 +1,366 @@
+// The products of linear.h, in the vectors of the file that includes this. That file defines MOST_ROWS, the rows of a tile, so
+// that all sums stay in registers, and PAIRS if there are instructions for products of bfloat16 pairs.
+//
+// The sum of an output is made block by block of inputs, each from its first to its last, whatever other rows there are.
+//
+// Letters: M rows of a tile; a panel has two vectors of outputs.
+
+namespace {
+
+constexpr int BLOCK = 512;  // inputs at a time: their part of a panel stays in a cache for all rows, and their sum is added to the others
+constexpr int WIDEST_GROUP = 128;
+// What comes so many bytes later is fetched before it is needed.
+constexpr int AHEAD = 2048;
+
+typedef uint8_t Bytes __attribute__((vector_size(64)));
+typedef int32_t Whole __attribute__((vector_size(64)));
+
+// -- codes to values -------------------------------------------------------------------------------------------------
+
+// 64 codes as two vectors of pairs: a code in the lower byte of each half of 32 bits.
+INLINE void spread(Bytes from, Bits* first, Bits* second) {
+    const Bytes none = {};
+#define LANE(a) a, 64, a + 1, 64, a + 2, 64, a + 3, 64, a + 4, 64, a + 5, 64, a + 6, 64, a + 7, 64
+    *first = (Bits)__builtin_shufflevector(from, none, LANE(0), LANE(16), LANE(32), LANE(48));
+    *second = (Bits)__builtin_shufflevector(from, none, LANE(8), LANE(24), LANE(40), LANE(56));
+#undef LANE
+}
+
+INLINE Lanes value_of_int8(Bits code) {
+    Lanes size = __builtin_convertvector((Whole)(code & 0x7fu), Lanes);
+    return (Lanes)((Bits)size | ((code & 0x80u) << 24));
+}
+INLINE Lanes value_of_int4(Bits code) { return __builtin_convertvector((Whole)code - 8, Lanes); }
+
+// Inputs k and k + 1 from pairs of codes: the lower and the upper halves.
+template <int FORM>
+INLINE void put_values(float* to, Bits pairs) {
+    Bits even = pairs & 0xffffu, odd = pairs >> 16;
+    store(to, FORM == INT8 ? value_of_int8(even) : value_of_int4(even));
+    store(to + PANEL, FORM == INT8 ? value_of_int8(odd) : value_of_int4(odd));
+}
+
+// to[k][o]: values without scale of so many inputs of a panel.
+template <int FORM>
+INLINE void widen_panel(float* to, const uint8_t* from, int64_t inputs) {
+    if (FORM == BFLOAT16) {
+        for (int64_t k = 0; k < inputs; k += 2)
+            for (int half = 0; half < 2; half++, from += 64) {
+                Bits pairs = loaded<Bits>(from);
+                store(to + k * PANEL + half * LANES, (Lanes)(pairs << 16));
+                store(to + (k + 1) * PANEL + half * LANES, (Lanes)(pairs & 0xffff0000u));
+            }
+    } else {
+        for (int64_t k = 0; k < inputs; k += FORM == INT8 ? 4 : 8)
+            for (int half = 0; half < 2; half++, from += 64) {
+                Bits first, second;
+                Bytes codes = loaded<Bytes>(from);
+                float* column = to + k * PANEL + half * LANES;
+                spread(FORM == INT8 ? codes : codes & 0xf, &first, &second);
+                put_values<FORM>(column, first), put_values<FORM>(column + 2 * PANEL, second);
+                if (FORM == INT4) {
+                    spread(codes >> 4, &first, &second);
+                    put_values<FORM>(column + 4 * PANEL, first), put_values<FORM>(column + 6 * PANEL, second);
+                }
+            }
+    }
+}
+
+#ifdef PAIRS
+// Bytes of the bfloat16 of 0..127, and of -8..7.
+struct Tables {
+    uint8_t low[128], high[128], low4[64], high4[64];
+    Tables() {
+        for (int code = 0; code < 128; code++) {
+            float value = (float)code;
+            uint32_t bits = loaded<uint32_t>(&value) >> 16;
+            low[code] = (uint8_t)bits, high[code] = (uint8_t)(bits >> 8);
+        }
+        for (int code = 0; code < 64; code++) {
+            float value = (float)(code % 16) - 8;
+            uint32_t bits = loaded<uint32_t>(&value) >> 16;
+            low4[code] = (uint8_t)bits, high4[code] = (uint8_t)(bits >> 8);
+        }
+    }
+};
+const Tables tables;
+
+// to[k / 2][o][2]: values without scale, which bfloat16 has exactly.
+template <int FORM>
+INLINE void pair_panel(bfloat16* to, const uint8_t* from, int64_t inputs) {
+    const __m512i low = _mm512_loadu_si512(tables.low), low_rest = _mm512_loadu_si512(tables.low + 64);
+    const __m512i high = _mm512_loadu_si512(tables.high), high_rest = _mm512_loadu_si512(tables.high + 64);
+    const __m512i low4 = _mm512_loadu_si512(tables.low4), high4 = _mm512_loadu_si512(tables.high4);
+    const __m512i sign = _mm512_set1_epi8((char)0x80), nibble = _mm512_set1_epi8(0xf);
+    for (int64_t k = 0; k < inputs; k += FORM == INT8 ? 4 : 8)
+        for (int half = 0; half < 2; half++, from += 64) {
+            __m512i codes = _mm512_loadu_si512(from);
+            __builtin_prefetch(from + AHEAD, 0, 2);
+            bfloat16* column = to + k * PANEL + half * 32;
+            for (int part = 0; part < (FORM == INT8 ? 1 : 2); part++, column += 4 * PANEL) {
+                __m512i lower, upper;
+                if (FORM == INT8) {
+                    lower = _mm512_permutex2var_epi8(low, codes, low_rest);
+                    upper = _mm512_permutex2var_epi8(high, codes, high_rest);
+                    upper = _mm512_ternarylogic_epi32(upper, codes, sign, 0xf8);  // upper | (codes & sign)
+                } else {
+                    __m512i some = _mm512_and_si512(part ? _mm512_srli_epi16(codes, 4) : codes, nibble);
+                    lower = _mm512_shuffle_epi8(low4, some);
+                    upper = _mm512_shuffle_epi8(high4, some);
+                }
+                _mm512_storeu_si512(column, _mm512_unpacklo_epi8(lower, upper));
+                _mm512_storeu_si512(column + 2 * PANEL, _mm512_unpackhi_epi8(lower, upper));
+            }
+        }
+}
+#endif
+
+// -- tiles -----------------------------------------------------------------------------------------------------------
+
+INLINE void widen_scales(float* to, const bfloat16* from) {
+    for (int n = 0; n < PANEL; n += LANES) store(to + n, wide(from + n));
+}
+
+// How a tile reads inputs and weights: Q panels of weights that are ``apart`` elements from each other; rows of x packed by
+// pack_rows, so that the M rows' values of one input lie side by side.
+
+// to[q][m][o] += the tile; of a group with scales += the tile * scale[q][o].
+template <int M, int Q>
+INLINE void add_tile(float* to, int64_t to_apart, const Lanes (&sums)[Q][M][2], const float* scale) {
+    for (int q = 0; q < Q; q++)
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < 2; n++) {
+                float* place = to + q * to_apart + m * PANEL + n * LANES;
+                if (scale)
+                    store(place, loaded<Lanes>(place) + sums[q][m][n] * loaded<Lanes>(scale + q * PANEL + n * LANES));
+                else
+                    store(place, loaded<Lanes>(place) + sums[q][m][n]);
+            }
+}
+
+template <typename T>
+INLINE void fetch_later(const T* from) {
+    for (int byte = 0; byte < PANEL * (int)sizeof(T); byte += 64) __builtin_prefetch((const char*)from + AHEAD + byte, 0, 2);
+}
+
+template <int M, int Q>
+INLINE void tile(float* to, int64_t to_apart, const float* x, const float* w, int64_t apart, int64_t inputs, const float* scale) {
+    Lanes sums[Q][M][2] = {};
+    for (int64_t k = 0; k < inputs; k++, w += PANEL, x += M) {
+        Lanes columns[Q][2];
+#pragma GCC unroll 2
+        for (int q = 0; q < Q; q++) {
+            columns[q][0] = loaded<Lanes>(w + q * apart), columns[q][1] = loaded<Lanes>(w + q * apart + LANES);
+            fetch_later(w + q * apart);
+        }
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+            for (int q = 0; q < Q; q++) sums[q][m][0] += columns[q][0] * x[m], sums[q][m][1] += columns[q][1] * x[m];
+    }
+    add_tile<M, Q>(to, to_apart, sums, scale);
+}
+
+// Weights of bfloat16 pairs, widened.
+template <int M, int Q>
+INLINE void tile(float* to, int64_t to_apart, const float* x, const bfloat16* w, int64_t apart, int64_t inputs, const float* scale) {
+    Lanes sums[Q][M][2] = {};
+    for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL, x += 2 * M) {
+#pragma GCC unroll 2
+        for (int q = 0; q < Q; q++) {
+            Bits first = loaded<Bits>(w + q * apart), second = loaded<Bits>(w + q * apart + 2 * LANES);
+            fetch_later(w + q * apart), fetch_later(w + q * apart + PANEL);
+            Lanes even[2] = {(Lanes)(first << 16), (Lanes)(second << 16)};
+            Lanes odd[2] = {(Lanes)(first & 0xffff0000u), (Lanes)(second & 0xffff0000u)};
+#pragma GCC unroll 16
+            for (int m = 0; m < M; m++) {
+                sums[q][m][0] += even[0] * x[m], sums[q][m][1] += even[1] * x[m];
+                sums[q][m][0] += odd[0] * x[M + m], sums[q][m][1] += odd[1] * x[M + m];
+            }
+        }
+    }
+    add_tile<M, Q>(to, to_apart, sums, scale);
+}
+
+#ifdef PAIRS
+template <int M, int Q>
+INLINE void tile(float* to, int64_t to_apart, const uint32_t* x, const bfloat16* w, int64_t apart, int64_t inputs, const float* scale) {
+    Lanes sums[Q][M][2] = {};
+    for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL, x += M) {
+        __m512bh columns[Q][2];
+#pragma GCC unroll 2
+        for (int q = 0; q < Q; q++) {
+            for (int n = 0; n < 2; n++) columns[q][n] = (__m512bh)_mm512_loadu_si512(w + q * apart + n * 2 * LANES);
+            fetch_later(w + q * apart), fetch_later(w + q * apart + PANEL);
+        }
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++) {
+            __m512bh factor = (__m512bh)_mm512_set1_epi32((int)x[m]);
+#pragma GCC unroll 2
+            for (int q = 0; q < Q; q++)
+                for (int n = 0; n < 2; n++) sums[q][m][n] = (Lanes)_mm512_dpbf16_ps((__m512)sums[q][m][n], columns[q][n], factor);
+        }
+    }
+    add_tile<M, Q>(to, to_apart, sums, scale);
+}
+#endif
+
+template <int M, int Q, typename X, typename W>
+INLINE void tile_of(int64_t rows, float* to, int64_t to_apart, const X* x, const W* w, int64_t apart, int64_t inputs, const float* scale) {
+    if constexpr (M > 1)
+        if (rows < M) return tile_of<M - 1, Q>(rows, to, to_apart, x, w, apart, inputs, scale);
+    tile<M, Q>(to, to_apart, x, w, apart, inputs, scale);
+}
+
+// -- rows ------------------------------------------------------------------------------------------------------------
+
+INLINE int64_t blocks_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+
+// Blocks of rows, each as [inputs][rows of the block].
+template <typename T>
+INLINE void pack_rows(float* to, const T* x, int64_t x_stride, int64_t rows, int64_t inputs) {
+    const int64_t count = blocks_of(rows);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t from = rows * i / count, some = rows * (i + 1) / count - from;
+        for (int64_t m = 0; m < some; m++) {
+            const T* row = x + (from + m) * x_stride;
+            float* place = to + from * inputs + m;
+            for (int64_t k = 0; k < inputs; k++) place[k * some] = wide_one(row + k);
+        }
+    }
+}
+INLINE void pack_pairs(uint32_t* to, const bfloat16* x, int64_t x_stride, int64_t rows, int64_t inputs) {
+    const int64_t count = blocks_of(rows);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t from = rows * i / count, some = rows * (i + 1) / count - from;
+        for (int64_t m = 0; m < some; m++) {
+            const bfloat16* row = x + (from + m) * x_stride;
+            uint32_t* place = to + from * inputs / 2 + m;
+            for (int64_t k = 0; k < inputs; k += 2) place[k / 2 * some] = loaded<uint32_t>(row + k);
+        }
+    }
+}
+
+// Q panels' part times all packed rows. ``length``: elements of a packed row, ``begin``: those before this part.
+template <int Q, typename X, typename W>
+__attribute__((noinline)) void tiles(float* sums, int64_t to_apart, int64_t rows, const X* x, int64_t length, int64_t begin,
+                                     const W* w, int64_t apart, int64_t inputs, const float* scale) {
+    const int64_t count = blocks_of(rows);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t from = rows * i / count, some = rows * (i + 1) / count - from;
+        tile_of<Q == 2 ? MOST_ROWS / 2 : MOST_ROWS, Q>(some, sums + from * PANEL, to_apart, x + from * length + begin * some, w, apart, inputs, scale);
+    }
+}
+
+// -- items: some panels and some rows ---------------------------------------------------------------------------------
+
+INLINE int64_t panel_bytes(const Linear& map) {
+    const int64_t bytes[4] = {4 * PANEL, 2 * PANEL, PANEL, PANEL / 2};
+    return map.inputs * bytes[map.form];
+}
+
+// sums[q][m][o] of Q panels.
+template <int Q, int FORM, typename X>
+INLINE void sum_panels(const Linear& map, int64_t panel, float* sums, int64_t to_apart, float* room, const X* x, int64_t length, int64_t rows) {
+    constexpr bool is_paired = !std::is_same<X, float>::value;
+    const int64_t bytes = panel_bytes(map), step = FORM >= INT8 ? map.group : BLOCK;
+    const uint8_t* from = (const uint8_t*)map.weights + panel * bytes;
+    for (int q = 0; q < Q; q++) std::memset(sums + q * to_apart, 0, sizeof(float) * PANEL * rows);
+    for (int64_t k = 0; k < map.inputs; k += step) {
+        const int64_t inputs = map.inputs - k < step ? map.inputs - k : step, begin = is_paired ? k / 2 : k;
+        if constexpr (FORM == FLOAT32) {
+            tiles<Q>(sums, to_apart, rows, x, length, begin, (const float*)from + k * PANEL, bytes / 4, inputs, nullptr);
+        } else if constexpr (FORM == BFLOAT16) {
+            tiles<Q>(sums, to_apart, rows, x, length, begin, (const bfloat16*)from + k * PANEL, bytes / 2, inputs, nullptr);
+        } else {
+            float* scale = room;
+            for (int q = 0; q < Q; q++) widen_scales(scale + q * PANEL, map.scales + ((panel + q) * (map.inputs / map.group) + k / map.group) * PANEL);
+            const uint8_t* codes = from + k * PANEL / (FORM == INT8 ? 1 : 2);
+            if constexpr (is_paired) {
+#ifdef PAIRS
+                bfloat16* pairs = (bfloat16*)(room + 2 * PANEL);
+                for (int q = 0; q < Q; q++) pair_panel<FORM>(pairs + q * WIDEST_GROUP * PANEL, codes + q * bytes, inputs);
+                tiles<Q>(sums, to_apart, rows, x, length, begin, (const bfloat16*)pairs, WIDEST_GROUP * PANEL, inputs, scale);
+#endif
+            } else {
+                float* values = room + 2 * PANEL;
+                for (int q = 0; q < Q; q++) widen_panel<FORM>(values + q * WIDEST_GROUP * PANEL, codes + q * bytes, inputs);
+                tiles<Q>(sums, to_apart, rows, x, length, begin, (const float*)values, WIDEST_GROUP * PANEL, inputs, scale);
+            }
+        }
+    }
+}
+
+template <typename T>
+INLINE void put_rows(const LinearCall& call, int64_t panel, int64_t first, int64_t rows, const float* sums) {
+    const Linear& map = *call.map;
+    const int64_t from = panel * PANEL, outputs = map.outputs - from < PANEL ? map.outputs - from : PANEL;
+    for (int64_t m = 0; m < rows; m++, sums += PANEL) {
+        T* y = (T*)call.y + (first + m) * map.outputs + from;
+        int64_t o = 0;
+        for (; o + LANES <= outputs; o += LANES)
+            put(y + o, map.bias ? loaded<Lanes>(sums + o) + loaded<Lanes>(map.bias + from + o) : loaded<Lanes>(sums + o));
+        for (; o < outputs; o++) put_one(y + o, map.bias ? sums[o] + map.bias[from + o] : sums[o]);
+    }
+}
+
+template <int FORM, typename X, typename T>
+INLINE void run_items(LinearCall& call) {
+    static thread_local Room room;
+    const Linear& map = *call.map;
+    const int64_t to_apart = call.tile_rows * PANEL, length = std::is_same<X, float>::value ? map.inputs : map.inputs / 2;
+    float* widened = room.of((2 + 2 * WIDEST_GROUP) * PANEL + 2 * to_apart + call.tile_rows * length);
+    if (!widened) {
+        call.failed = 1;
+        return;
+    }
+    float* sums = widened + (2 + 2 * WIDEST_GROUP) * PANEL;
+    X* x = (X*)(sums + 2 * to_apart);
+    const int64_t panels = (map.outputs + PANEL - 1) / PANEL, row_tiles = (call.rows + call.tile_rows - 1) / call.tile_rows;
+    const int64_t items = call.parts * row_tiles;
+    for (int64_t item, packed = -1; (item = call.next_item.fetch_add(1)) < items;) {
+        const int64_t part = item % call.parts, first = item / call.parts * call.tile_rows;
+        const int64_t rows = call.rows - first < call.tile_rows ? call.rows - first : call.tile_rows;
+        if (packed != first) {
+            const T* from = (const T*)call.x + first * call.x_stride;
+            if constexpr (std::is_same<X, float>::value)
+                pack_rows(x, from, call.x_stride, rows, map.inputs);
+            else
+                pack_pairs(x, from, call.x_stride, rows, map.inputs);
+            packed = first;
+        }
+        int64_t panel = panels * part / call.parts;
+        const int64_t stop = panels * (part + 1) / call.parts;
+        if (rows <= MOST_ROWS / 2)
+            for (; panel + 2 <= stop; panel += 2) {
+                sum_panels<2, FORM>(map, panel, sums, to_apart, widened, x, length, rows);
+                for (int q = 0; q < 2; q++) put_rows<T>(call, panel + q, first, rows, sums + q * to_apart);
+            }
+        for (; panel < stop; panel++) {
+            sum_panels<1, FORM>(map, panel, sums, to_apart, widened, x, length, rows);
+            put_rows<T>(call, panel, first, rows, sums);
+        }
+    }
+}
+
+template <typename X, typename T>
+INLINE void run_form(LinearCall& call) {
+    switch (call.map->form) {
+        case FLOAT32: return run_items<FLOAT32, float, T>(call);
+        case BFLOAT16: return run_items<BFLOAT16, X, T>(call);
+        case INT8: return run_items<INT8, X, T>(call);
+        default: return run_items<INT4, X, T>(call);
+    }
+}
+
+INLINE void run_call(void* data) {
+    LinearCall& call = *(LinearCall*)data;
+    if (!call.map->is_bfloat16) return run_form<float, float>(call);
+#ifdef PAIRS
+    run_form<uint32_t, bfloat16>(call);
+#else
+    run_form<float, bfloat16>(call);
+#endif
+}
+
+}  // namespace

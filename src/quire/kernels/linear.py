@@ -1,0 +1,140 @@
+"""Linear maps in C++, for CPUs. The reference is ``quire.ops.packed_weights``.
+
+Letters: T rows, I input, O output features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from quire.contracts.linear import PackedWeights, WeightForm, group_of, values_dtype
+from quire.errors import InvalidArgument
+from quire.kernels.native_library import NativeLibrary, native_library
+
+PANEL = 32
+"""Outputs of a panel."""
+FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "int8", "int4")
+"""In the order of ``cpu/linear.h``."""
+DTYPES = (torch.float32, torch.bfloat16)
+PAIRS = 3
+"""Level of processors that multiply pairs of bfloat16."""
+
+
+class _Linear(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("weights", "scales", "bias", "parallel")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("inputs", "outputs", "group", "form", "is_bfloat16", "level")
+        ),
+    ]  # fmt: skip
+
+
+class NativeLinear:
+    """``contracts.linear.LinearKernel`` by the C++ library."""
+
+    name = "C++"
+
+    def __init__(self, library: NativeLibrary, level: int | None = None) -> None:
+        """``level``: which vectors, 0 to 3 (``cpu/linear.cpp``); None: the processor's best."""
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        best = library.function("quire_linear_level", result=ctypes.c_int)()
+        if level is not None and not 0 <= level <= best:
+            raise InvalidArgument(field="level", given=level, allowed=f"0 to {best}, which this processor has")
+        self.level: int = best if level is None else level
+        self._parallel = library.parallel
+        arguments = (pointer, pointer, pointer, number, number, number)
+        self._run = library.function("quire_linear", *arguments, result=ctypes.c_int)
+        self._pack = library.function(
+            "quire_pack_linear", pointer, *[number] * 6, pointer, pointer, number, pointer
+        )  # fmt: skip
+
+    def refusal(self, weight_OI: Tensor, form: WeightForm) -> str:
+        """See the contract."""
+        if weight_OI.device.type != "cpu":
+            return f"the C++ products run on a CPU; the weight is on {weight_OI.device}"
+        if weight_OI.dtype not in DTYPES:
+            return f"the C++ products are of float32 and bfloat16; the weight is {weight_OI.dtype}"
+        inputs = weight_OI.shape[1]
+        if form == "bfloat16" and inputs % 2:
+            return f"bfloat16 weights are read in pairs of inputs; there are {inputs} inputs"
+        if form in ("int8", "int4") and not group_of(inputs):
+            return f"{form} weights have a scale for 8 inputs or more; {inputs} inputs are no multiple of 8"
+        return ""
+
+    def pack(self, weight_OI: Tensor, bias_O: Tensor | None, form: WeightForm) -> NativeMap:
+        """See the contract. ``InvalidArgument``: ``refusal`` has a reason."""
+        if reason := self.refusal(weight_OI, form):
+            raise InvalidArgument(reason, field="form", given=form)
+        if weight_OI.stride(1) != 1:
+            weight_OI = weight_OI.contiguous()
+        outputs, inputs = weight_OI.shape
+        panels, group = -(-outputs // PANEL), group_of(inputs) if form in ("int8", "int4") else 0
+        shape = {
+            "float32": (panels, inputs, PANEL),
+            "bfloat16": (panels, inputs // 2, PANEL, 2),
+            "int8": (panels, inputs // 4, 2, 64),
+            "int4": (panels, inputs // 8, 2, 64),
+        }[form]
+        values = torch.empty(shape, dtype=values_dtype(form), device="cpu")
+        scales = None
+        if group:
+            scales = torch.empty(panels, inputs // group, PANEL, dtype=torch.bfloat16, device="cpu")
+        self._pack(
+            weight_OI.data_ptr(), int(weight_OI.dtype == torch.bfloat16), weight_OI.stride(0), outputs, inputs, FORMS.index(form), group,
+            values.data_ptr(), None if scales is None else scales.data_ptr(), torch.get_num_threads(), self._parallel,
+        )  # fmt: skip
+        packed = PackedWeights(form, outputs, inputs, group, values, scales)
+        bias = None if bias_O is None else bias_O.float().contiguous()
+        return NativeMap(self._run, packed, bias, weight_OI.dtype, self.level, self._parallel)
+
+
+class NativeMap:
+    """``contracts.linear.LinearMap`` with everything ready for calls."""
+
+    __slots__ = ("_bias", "_dtype", "_native", "_place", "_run", "weights")
+
+    def __init__(
+        self,
+        run: ctypes._NamedFuncPointer,
+        weights: PackedWeights,
+        bias_O: Tensor | None,
+        dtype: torch.dtype,
+        level: int,
+        parallel: int | None,
+    ) -> None:
+        """``bias_O``: float32. ``dtype``: of the activations."""
+        self.weights = weights
+        self._run, self._bias, self._dtype = run, bias_O, dtype
+        self._native = _Linear(
+            weights.values.data_ptr(), None if weights.scales is None else weights.scales.data_ptr(),
+            None if bias_O is None else bias_O.data_ptr(), parallel, weights.inputs, weights.outputs, weights.group,
+            FORMS.index(weights.form), int(dtype == torch.bfloat16), level,
+        )  # fmt: skip
+        self._place = ctypes.addressof(self._native)
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """See the contract. ``MemoryError``: no memory for sums."""
+        if x_TI.dtype != self._dtype:
+            raise InvalidArgument(f"the map is of {self._dtype} activations; x is {x_TI.dtype}")
+        if x_TI.stride(1) != 1:
+            x_TI = x_TI.contiguous()
+        rows = x_TI.shape[0]
+        y_TO = torch.empty(rows, self.weights.outputs, dtype=self._dtype, device="cpu")
+        if rows and self._run(
+            self._place, y_TO.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), rows, torch.get_num_threads()
+        ):
+            raise MemoryError(f"a product of {rows} rows with {self.weights.inputs} inputs found no memory for its sums")
+        return y_TO
+
+
+@cache
+def native_linear() -> NativeLinear | None:
+    """Return the kernel; None if it was not built (``native_library.native_problem``)."""
+    found = native_library()
+    return None if found is None else NativeLinear(found)

@@ -1,0 +1,109 @@
+"""Packed weights in PyTorch: the definition of ``kernels/cpu/linear.h``.
+
+Letters: O output, I input features; G inputs of a group; p panels of 32 outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from quire.contracts.linear import PackedWeights, WeightForm, group_of
+
+PANEL = 32
+"""Outputs of a panel."""
+SMALLER_SCALES = (0.95, 0.9, 0.85, 0.8, 0.75)
+"""Factors of an INT4 scale that may be nearer to most values, if the largest is clipped."""
+
+
+def pack(weight_OI: Tensor, form: WeightForm) -> PackedWeights:
+    """Return the weights in panels; outputs up to the next multiple of 32 are 0.
+
+    A scale of "int8" is the largest absolute value over 127. That of "int4" makes the largest value
+    -8, or is one of ``SMALLER_SCALES`` of it: the first of those with the least squared error."""
+    outputs, inputs = weight_OI.shape
+    weight = F.pad(weight_OI, (0, 0, 0, -outputs % PANEL))
+    panels = len(weight) // PANEL
+    if form == "float32":
+        return PackedWeights(form, outputs, inputs, 0, weight.float().view(panels, PANEL, inputs).mT.contiguous(), None)
+    if form == "bfloat16":
+        pairs = weight.bfloat16().view(panels, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
+        return PackedWeights(form, outputs, inputs, 0, pairs, None)
+    group = group_of(inputs)
+    values = weight.float().view(len(weight), inputs // group, group)
+    scales = _scales(values, form)
+    codes = _codes(values, scales, form)
+    if form == "int8":
+        laid = _lay((codes.abs() | ((codes < 0) << 7)).view(panels, PANEL, inputs))
+    else:
+        parts = (codes + 8).view(panels, PANEL, inputs // 8, 2, 4)
+        low, high = (_lay(parts[:, :, :, i].flatten(2)) for i in (0, 1))
+        laid = low | (high << 4)
+    scales_pGP = scales.view(panels, PANEL, inputs // group).mT.contiguous()
+    return PackedWeights(form, outputs, inputs, group, laid.to(torch.uint8), scales_pGP)
+
+
+def unpack(packed: PackedWeights) -> Tensor:
+    """Return the values ``[O, I]`` in float32, which is exact for all forms."""
+    values, inputs = packed.values, packed.inputs
+    panels = len(values)
+    if packed.form == "float32":
+        return values.mT.reshape(-1, inputs)[: packed.outputs]
+    if packed.form == "bfloat16":
+        return values.float().transpose(1, 2).reshape(-1, inputs)[: packed.outputs]
+    laid = values.long()
+    if packed.form == "int8":
+        codes = _read(laid, inputs)
+        numbers = torch.where(codes >= 128, 128 - codes, codes)
+    else:
+        parts = [_read(half, inputs // 2).view(panels, PANEL, inputs // 8, 4) for half in (laid & 15, laid >> 4)]
+        numbers = torch.stack(parts, 3).reshape(panels, PANEL, inputs) - 8
+    assert packed.scales is not None
+    scales = packed.scales.float().mT.repeat_interleave(packed.group, -1)
+    return (numbers.float() * scales).view(-1, inputs)[: packed.outputs]
+
+
+def multiply(x_TI: Tensor, packed: PackedWeights, bias_O: Tensor | None) -> Tensor:
+    """Return ``[T, O]`` in the dtype of x, which is rounded once."""
+    bias = None if bias_O is None else bias_O.float()
+    return F.linear(x_TI.float(), unpack(packed), bias).to(x_TI.dtype)
+
+
+def _scales(values_OgG: Tensor, form: WeightForm) -> Tensor:
+    """Return bfloat16 ``[O, g]``."""
+    largest = values_OgG.gather(-1, values_OgG.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    if form == "int8":
+        return (largest.abs() / 127).bfloat16()
+    best = (largest / -8).bfloat16()
+    least = _error(values_OgG, best)
+    for factor in SMALLER_SCALES:
+        other = (largest / -8 * factor).bfloat16()
+        error = _error(values_OgG, other)
+        best, least = torch.where(error < least, other, best), torch.minimum(error, least)
+    return best
+
+
+def _error(values_OgG: Tensor, scales_Og: Tensor) -> Tensor:
+    rest = values_OgG - _codes(values_OgG, scales_Og, "int4") * scales_Og.float().unsqueeze(-1)
+    return rest.square().sum(-1)
+
+
+def _codes(values_OgG: Tensor, scales_Og: Tensor, form: WeightForm) -> Tensor:
+    """Return int64 codes; 0 where the scale is 0."""
+    scale = scales_Og.float().unsqueeze(-1)
+    codes = torch.where(scale == 0, 0.0, (values_OgG / scale).round())
+    return codes.clamp(*((-127, 127) if form == "int8" else (-8, 7))).long()
+
+
+def _lay(codes_pOI: Tensor) -> Tensor:
+    """Return ``[p, I / 4, 2, 64]`` of codes ``[p, 32, I]``."""
+    panels, _, inputs = codes_pOI.shape
+    words = codes_pOI.view(panels, 2, 16, inputs // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return words.reshape(panels, inputs // 4, 2, 2, 4, 8).transpose(3, 4).reshape(panels, inputs // 4, 2, 64)
+
+
+def _read(laid: Tensor, inputs: int) -> Tensor:
+    """Return codes ``[p, 32, I]`` of ``[p, I / 4, 2, 64]``."""
+    words = laid.view(-1, inputs // 4, 2, 4, 2, 8).transpose(3, 4).reshape(-1, inputs // 4, 2, 2, 16, 2)
+    return words.permute(0, 2, 4, 1, 3, 5).reshape(-1, PANEL, inputs)

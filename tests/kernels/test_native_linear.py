@@ -1,0 +1,205 @@
+"""The C++ linear maps: layouts equal to the reference's, products against float64, rows to the bit
+whatever the batch, the threads and the vectors.
+
+Letters: T rows, I input, O output features.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.contracts.linear import WeightForm, group_of
+from quire.errors import InvalidArgument
+from quire.kernels.linear import FORMS, NativeLinear, native_linear
+from quire.kernels.native_library import native_library, native_problem
+from quire.ops.packed_weights import multiply, pack, unpack
+
+LIBRARY = native_library()
+BEST = -1 if LIBRARY is None else NativeLinear(LIBRARY).level
+DTYPES = (torch.float32, torch.bfloat16)
+CASES = list(itertools.product(FORMS, DTYPES, range(max(BEST, 0) + 1)))
+
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason=native_problem())
+
+
+def kernel(level: int | None = None) -> NativeLinear:
+    assert LIBRARY is not None
+    return NativeLinear(LIBRARY, level)
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def bound(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Return how far a float32 sum may be from the exact one, as ``[T, O]``: each of its additions
+    rounds by 2^-24 of what was summed, and products of pairs round twice."""
+    summed = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+    return summed * (weight.shape[1] + 8) * 2.0**-23
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 8), (31, 16), (32, 32), (33, 96), (70, 192), (64, 1032)])
+def test_layouts_are_those_of_the_reference(form: WeightForm, outputs: int, inputs: int) -> None:
+    torch.manual_seed(outputs)
+    for dtype in DTYPES:
+        weight = torch.randn(outputs, inputs, dtype=dtype)
+        weight[outputs // 2] = 0
+        expected, found = pack(weight, form), kernel().pack(weight, None, form).weights
+        assert (found.outputs, found.inputs, found.group) == (outputs, inputs, expected.group)
+        assert found.values.shape == expected.values.shape
+        assert found.values.dtype == expected.values.dtype
+        if form == "int4":
+            # Of two scales with nearly the same error either may be taken.
+            wrong = (unpack(found) - weight).square().sum()
+            assert wrong <= (unpack(expected) - weight).square().sum() * 1.001
+        else:
+            assert torch.equal(found.values, expected.values)
+            if expected.scales is not None:
+                assert found.scales is not None
+                assert torch.equal(found.scales, expected.scales)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_values_are_near_the_weights(form: WeightForm) -> None:
+    """float32 keeps all, bfloat16 rounds to 8 bits, codes are off by half a step at most where
+    nothing is clipped."""
+    weight = torch.randn(64, 128)
+    packed = pack(weight, form)
+    off = (unpack(packed) - weight).abs()
+    if form == "float32":
+        assert torch.equal(unpack(packed), weight)
+    elif form == "bfloat16":
+        assert torch.equal(unpack(packed), weight.bfloat16().float())
+    else:
+        assert packed.scales is not None
+        step = packed.scales.float().abs().mT.reshape(64, -1).repeat_interleave(packed.group, 1)
+        most = 127 if form == "int8" else 7
+        inside = weight.abs() <= most * step
+        assert bool((off[inside] <= step[inside] * 0.5001).all())
+        assert inside.float().mean() > 0.9
+
+
+def test_scales_of_four_bits_clip_where_that_is_nearer() -> None:
+    """One large value among small ones: a smaller scale has less error than that of the largest."""
+    weight = torch.full((1, 64), 0.6)
+    weight[0, 0] = 1.0
+    packed = pack(weight, "int4")
+    assert packed.scales is not None
+    assert abs(float(packed.scales[0, 0, 0])) < 1 / 8
+
+
+@pytest.mark.parametrize(("form", "dtype", "level"), CASES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 8), (32, 64), (40, 576), (100, 1032)])
+def test_products(form: WeightForm, dtype: torch.dtype, level: int, outputs: int, inputs: int) -> None:
+    torch.manual_seed(1)
+    weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
+    bias = torch.randn(outputs).to(dtype)
+    one = kernel(level).pack(weight, bias, form)
+    values = unpack(one.weights)
+    for rows in (0, 1, 2, 6, 7, 12, 13, 25):
+        x = torch.randn(rows, inputs).to(dtype)
+        exact = x.double() @ values.double().T + bias.double()
+        found = one(x)
+        assert found.dtype == dtype
+        assert found.shape == (rows, outputs)
+        rounding = exact.abs() * 2.0**-8 if dtype == torch.bfloat16 else 0
+        assert bool(((found.double() - exact).abs() <= bound(x, values, bias) + rounding + 1e-30).all())
+
+
+@pytest.mark.parametrize(("form", "dtype", "level"), CASES)
+def test_rows_do_not_know_their_batch(form: WeightForm, dtype: torch.dtype, level: int) -> None:
+    torch.manual_seed(2)
+    weight = torch.randn(72, 640).to(dtype)
+    one = kernel(level).pack(weight, None, form)
+    x = torch.randn(150, 640).to(dtype)
+    alone = torch.cat([one(row.unsqueeze(0)) for row in x])
+    for rows in (2, 5, 6, 7, 12, 13, 30, 150):
+        assert torch.equal(one(x[:rows]), alone[:rows])
+    assert torch.equal(one(x[100:130]), alone[100:130])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_threads_change_nothing(form: WeightForm, three_threads: None) -> None:
+    weight = torch.randn(1000, 256)
+    one = kernel().pack(weight, None, form)
+    for rows in (1, 13, 200):
+        x = torch.randn(rows, 256)
+        with_three = one(x)
+        torch.set_num_threads(1)
+        assert torch.equal(one(x), with_three)
+        torch.set_num_threads(3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_against_the_reference(data: st.DataObject) -> None:
+    form, dtype, level = data.draw(st.sampled_from(CASES))
+    outputs, inputs, rows = data.draw(st.integers(1, 80)), 8 * data.draw(st.integers(1, 90)), data.draw(st.integers(1, 20))
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    size = data.draw(st.sampled_from([1e-6, 1.0, 1e4]))
+    weight, bias = (torch.randn(outputs, inputs) * size).to(dtype), torch.randn(outputs).to(dtype)
+    wide = torch.randn(rows, inputs + 3).to(dtype)
+    x = wide[:, :inputs]  # rows with gaps
+    found = kernel(level).pack(weight, bias, form)
+    expected = multiply(x, found.weights, bias)
+    limit = 2 * bound(x, unpack(found.weights), bias) + expected.double().abs() * 2.0**-8 * (dtype == torch.bfloat16)
+    assert bool(((found(x).double() - expected.double()).abs() <= limit + 1e-30).all())
+
+
+def test_what_is_no_number_reaches_its_rows_only() -> None:
+    one = kernel().pack(torch.ones(33, 64), None, "bfloat16")
+    x = torch.ones(14, 64)
+    x[3, 5], x[7, 6] = float("nan"), float("inf")
+    y = one(x)
+    assert bool(y[3].isnan().all())
+    assert bool(y[7].isposinf().all())
+    assert torch.equal(y[[0, 2, 4, 6, 8, 13]], torch.full((6, 33), 64.0))
+
+
+def test_transposed_weights_and_inputs() -> None:
+    weight, x = torch.randn(64, 40).T, torch.randn(64, 5).T
+    one = kernel().pack(weight, None, "float32")
+    torch.testing.assert_close(one(x), x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("weight", "form", "reason"),
+    [
+        (torch.ones(4, 4, dtype=torch.float16), "float32", "float16"),
+        (torch.ones(4, 3), "bfloat16", "pairs"),
+        (torch.ones(4, 12), "int8", "multiple of 8"),
+        (torch.ones(4, 12), "int4", "multiple of 8"),
+        (torch.ones(4, 4, device="meta"), "float32", "meta"),
+    ],
+)
+def test_what_is_refused(weight: torch.Tensor, form: WeightForm, reason: str) -> None:
+    assert reason in kernel().refusal(weight, form)
+    with pytest.raises(InvalidArgument, match=reason):
+        kernel().pack(weight, None, form)
+
+
+def test_calls_are_checked() -> None:
+    one = kernel().pack(torch.ones(4, 8), None, "float32")
+    with pytest.raises(InvalidArgument, match="float32 activations"):
+        one(torch.ones(1, 8, dtype=torch.bfloat16))
+    with pytest.raises(InvalidArgument, match="level"):
+        kernel(BEST + 1)
+
+
+def test_groups() -> None:
+    assert [group_of(inputs) for inputs in (64, 96, 48, 8, 12)] == [64, 32, 16, 8, 0]
+
+
+def test_the_kernel_is_made_once() -> None:
+    assert native_linear() is native_linear()
