@@ -5,9 +5,11 @@
 
 namespace {
 
+typedef int32_t Whole __attribute__((vector_size(64)));
+
 struct PackCall {
     const void* weight;
-    int64_t is_bfloat16, stride;  // elements from output to output
+    int64_t stride;  // elements from output to output
     int64_t inputs, outputs, group, form;
     uint8_t* to;
     bfloat16* scales;
@@ -20,91 +22,162 @@ INLINE bfloat16 nearest(float value) {
     return found;
 }
 
+INLINE bfloat16 narrow(float value) { return nearest(value); }
+INLINE bfloat16 narrow(bfloat16 value) { return value; }
+
 INLINE int64_t byte_of(int output, int input) {
     const int word = 2 * output + input % 2;
     return 16 * (word / 8) + 8 * (input / 2) + word % 8;
 }
 
-INLINE float code_of(float value, float scale, float least, float most) {
-    const float code = scale == 0 ? 0 : std::nearbyint(value / scale);
-    return code < least ? least : code > most ? most : code;
+// Codes and values of one group, LANES at a time.
+constexpr int MOST_VECTORS = 128 / LANES;
+
+struct Values {
+    Lanes of[MOST_VECTORS];
+    int64_t count;  // values; those behind it are 0
+};
+
+template <typename T>
+INLINE void read(Values& values, const T* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) values.of[i / LANES] = Lanes{};
+    float* to = (float*)values.of;
+    for (int64_t i = 0; i < count; i++) to[i] = wide_one(from + i);
+    values.count = count;
 }
 
-INLINE float error_of(const float* values, int64_t count, float scale) {
-    float sum = 0;
-    for (int64_t i = 0; i < count; i++) {
-        const float rest = values[i] - scale * code_of(values[i], scale, -8, 7);
+INLINE Lanes chosen_lanes(Bits mask, Lanes yes, Lanes no) { return (Lanes)((mask & (Bits)yes) | (~mask & (Bits)no)); }
+
+// To the nearest whole number, ties to even; below 2^22 that is what remains of a sum with 1.5 * 2^23.
+INLINE Lanes codes_of(Lanes values, float scale, float least, float most) {
+    if (scale == 0) return Lanes{};
+    const float magic = 12582912.0f;
+    Lanes ratio = values / scale;
+    ratio = chosen_lanes((Bits)(ratio < least), Lanes{} + least, ratio);
+    ratio = chosen_lanes((Bits)(ratio > most), Lanes{} + most, ratio);
+    return (ratio + magic) - magic;
+}
+
+// Sign and magnitude.
+INLINE Whole signed_size(Whole code) {
+    const Whole sign = code >> 31;
+    return ((code ^ sign) - sign) | (sign & 128);
+}
+
+INLINE float error_of(const Values& values, float scale) {
+    Lanes sum = {};
+    for (int64_t i = 0; i < values.count; i += LANES) {
+        const Lanes rest = values.of[i / LANES] - scale * codes_of(values.of[i / LANES], scale, -8, 7);
         sum += rest * rest;
     }
-    return sum;
+    return total(sum);
 }
 
 // INT8: the largest value is code 127. INT4: the largest value is code -8, or the scale is smaller, whichever is nearest to all.
-INLINE float scale_of(const float* values, int64_t count, int64_t form) {
+INLINE float scale_of(const Values& values, int64_t form) {
     float largest = 0;
-    for (int64_t i = 0; i < count; i++)
-        if (std::fabs(values[i]) > std::fabs(largest)) largest = values[i];
+    for (int64_t i = 0; i < values.count; i++) {
+        const float value = ((const float*)values.of)[i];
+        if (std::fabs(value) > std::fabs(largest)) largest = value;
+    }
     const bfloat16 plain = nearest(form == INT8 ? std::fabs(largest) / 127 : largest / -8);
     float best = wide_one(&plain);
     if (form == INT8 || best == 0) return best;
-    float least = error_of(values, count, best);
+    float least = error_of(values, best);
     for (int percent = 95; percent >= 75; percent -= 5) {
-        const bfloat16 other = nearest(largest / -8 * percent / 100);
-        const float error = error_of(values, count, wide_one(&other));
+        const bfloat16 other = nearest(largest / -8 * ((float)percent / 100));
+        const float error = error_of(values, wide_one(&other));
         if (error < least) least = error, best = wide_one(&other);
     }
     return best;
 }
 
 template <typename T>
-INLINE void pack_panel(const PackCall& call, int64_t panel) {
-    const T* weight = (const T*)call.weight;
-    const int64_t first = panel * PANEL, outputs = call.outputs - first < PANEL ? call.outputs - first : PANEL;
-    const int64_t bytes[4] = {4 * PANEL, 2 * PANEL, PANEL, PANEL / 2};
-    uint8_t* to = call.to + panel * call.inputs * bytes[call.form];
-    std::memset(to, 0, call.inputs * bytes[call.form]);
-    for (int64_t o = 0; o < PANEL; o++) {
-        const T* row = weight + (first + (o < outputs ? o : 0)) * call.stride;
-        if (call.form == FLOAT32) {
-            if (o < outputs)
-                for (int64_t k = 0; k < call.inputs; k++) ((float*)to)[k * PANEL + o] = wide_one(row + k);
-        } else if (call.form == BFLOAT16) {
-            if (o < outputs)
-                for (int64_t k = 0; k < call.inputs; k++) ((bfloat16*)to)[(k / 2 * PANEL + o) * 2 + k % 2] = nearest(wide_one(row + k));
-        } else {
-            const int step = call.form == INT8 ? 4 : 8;
-            float values[1024];
-            for (int64_t k = 0; k < call.inputs; k += call.group) {
-                for (int64_t i = 0; i < call.group; i++) values[i] = o < outputs ? wide_one(row + k + i) : 0;
-                const float scale = scale_of(values, call.group, call.form);
-                call.scales[(panel * (call.inputs / call.group) + k / call.group) * PANEL + o] = nearest(scale);
-                for (int64_t i = 0; i < call.group; i++) {
-                    uint8_t* place = to + (k + i) / step * (2 * 64) + o / LANES * 64 + byte_of((int)(o % LANES), (int)(i % 4));
-                    if (call.form == INT8) {
-                        const int code = (int)code_of(values[i], scale, -127, 127);
-                        *place = (uint8_t)(code < 0 ? 128 - code : code);
-                    } else {
-                        const int code = (int)code_of(values[i], scale, -8, 7) + 8;
-                        *place |= (uint8_t)(i % 8 < 4 ? code : code << 4);
-                    }
+INLINE void pack_plain(const PackCall& call, const T* weight, int64_t outputs, uint8_t* to) {
+    // Block by block, so that what is written stays in the nearest cache.
+    for (int64_t begin = 0; begin < call.inputs; begin += 32) {
+        const int64_t end = begin + 32 < call.inputs ? begin + 32 : call.inputs;
+        for (int64_t o = 0; o < outputs; o++) {
+            const T* row = weight + o * call.stride;
+            if (call.form == FLOAT32)
+                for (int64_t k = begin; k < end; k++) ((float*)to)[k * PANEL + o] = wide_one(row + k);
+            else
+                for (int64_t k = begin; k < end; k += 2) {
+                    const bfloat16 pair[2] = {narrow(row[k]), narrow(row[k + 1])};
+                    std::memcpy(to + 4 * (k / 2 * PANEL + o), pair, 4);
                 }
-            }
         }
     }
 }
 
-void pack(void* data) {
-    PackCall& call = *(PackCall*)data;
+template <typename T>
+INLINE void pack_codes(const PackCall& call, const T* weight, int64_t outputs, uint8_t* to, bfloat16* scales) {
+    const bool is_int8 = call.form == INT8;
+    const float least = is_int8 ? -127 : -8, most = is_int8 ? 127 : 7;
+    Values values;
+    for (int64_t o = 0; o < PANEL; o++)
+        for (int64_t k = 0; k < call.inputs; k += call.group) {
+            if (o < outputs)
+                read(values, weight + o * call.stride + k, call.group);
+            else
+                for (int64_t i = 0; i < MOST_VECTORS; i++) values.of[i] = Lanes{};
+            const float scale = o < outputs ? scale_of(values, call.form) : 0;
+            scales[k / call.group * PANEL + o] = nearest(scale);
+            int32_t codes[128];
+            for (int64_t i = 0; i < call.group; i += LANES) {
+                const Whole whole = __builtin_convertvector(codes_of(values.of[i / LANES], scale, least, most), Whole);
+                store(codes + i, is_int8 ? signed_size(whole) : whole + 8);
+            }
+            for (int64_t i = 0; i < call.group; i++) {
+                uint8_t* place = to + (k + i) / (is_int8 ? 4 : 8) * (2 * 64) + o / LANES * 64 + byte_of((int)(o % LANES), (int)(i % 4));
+                if (is_int8)
+                    *place = (uint8_t)codes[i];
+                else
+                    *place |= (uint8_t)(i % 8 < 4 ? codes[i] : codes[i] << 4);
+            }
+        }
+}
+
+template <typename T>
+INLINE void pack_panels(PackCall& call) {
+    const int64_t bytes[4] = {4 * PANEL, 2 * PANEL, PANEL, PANEL / 2}, size = call.inputs * bytes[call.form];
     const int64_t panels = (call.outputs + PANEL - 1) / PANEL;
-    for (int64_t panel; (panel = call.next_panel.fetch_add(1)) < panels;)
-        call.is_bfloat16 ? pack_panel<bfloat16>(call, panel) : pack_panel<float>(call, panel);
+    for (int64_t panel; (panel = call.next_panel.fetch_add(1)) < panels;) {
+        const int64_t first = panel * PANEL, outputs = call.outputs - first < PANEL ? call.outputs - first : PANEL;
+        const T* weight = (const T*)call.weight + first * call.stride;
+        uint8_t* to = call.to + panel * size;
+        if (outputs < PANEL || call.form == INT4) std::memset(to, 0, size);
+        if (call.form <= BFLOAT16)
+            pack_plain(call, weight, outputs, to);
+        else
+            pack_codes(call, weight, outputs, to, call.scales + panel * (call.inputs / call.group) * PANEL);
+    }
+}
+
+CLONES void pack_floats(void* call) { pack_panels<float>(*(PackCall*)call); }
+CLONES void pack_bfloats(void* call) { pack_panels<bfloat16>(*(PackCall*)call); }
+
+CLONES bool only_upper_halves(const float* from, int64_t count) {
+    Bits any = {};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) any |= loaded<Bits>(from + i);
+    uint32_t rest = 0;
+    for (; i < count; i++) rest |= loaded<uint32_t>(from + i);
+    for (int lane = 0; lane < LANES; lane++) rest |= any[lane];
+    return !(rest & 0xffff);
 }
 
 }  // namespace
 
+extern "C" {
+
 // ``group``: a multiple of 8 that divides the inputs, up to 128; of the other forms 0.
-extern "C" void quire_pack_linear(const void* weight, int64_t is_bfloat16, int64_t stride, int64_t outputs, int64_t inputs, int64_t form, int64_t group,
-                                  void* to, bfloat16* scales, int64_t threads, Parallel parallel) {
-    PackCall call = {weight, is_bfloat16, stride, inputs, outputs, group, form, (uint8_t*)to, scales, {0}};
-    run_on(threads, pack, &call, parallel);
+void quire_pack_linear(const void* weight, int64_t is_bfloat16, int64_t stride, int64_t outputs, int64_t inputs, int64_t form, int64_t group,
+                       void* to, bfloat16* scales, int64_t threads, Parallel parallel) {
+    PackCall call = {weight, stride, inputs, outputs, group, form, (uint8_t*)to, scales, {0}};
+    run_on(threads, is_bfloat16 ? pack_bfloats : pack_floats, &call, parallel);
+}
+
+// Whether bfloat16 has all these numbers exactly.
+int quire_fits_bfloat16(const float* from, int64_t count) { return only_upper_halves(from, count); }
 }
