@@ -34,6 +34,7 @@ from quire.branches.prefix_cache import RadixCache
 from quire.contracts.layers import FullAttention, WindowedAttention
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument, NotFound, QuireError, Unsupported
+from quire.kernels.native_library import native_problem
 from quire.kv.state import State
 from quire.models.families import FAMILIES
 from quire_bench import latent, latent_forms, reuse, states
@@ -498,6 +499,17 @@ class TestStates:
                 module.main()
             assert ended.value.code == 2
             assert says in capsys.readouterr().err
+
+
+class TestLinear:
+    def test_runs_and_reports(self) -> None:
+        if native_problem():
+            pytest.skip(native_problem())
+        table, result = run_plain("linear", "--small", "--shapes", "40x64", "--rows", "1,13", "--dtypes", "float32")
+        assert "40 x 64, float32" in table
+        lines = {(one["map"], one["rows"], one["product"]): one for one in result["lines"]}
+        for form in ("bfloat16", "int8", "int4"):
+            assert ("40 x 64, float32", 13, f"Quire, {form}") in lines
 
 
 class TestLatent:

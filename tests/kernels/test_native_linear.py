@@ -145,7 +145,11 @@ def test_threads_change_nothing(form: WeightForm, three_threads: None) -> None:
 @given(data=st.data())
 def test_against_the_reference(data: st.DataObject) -> None:
     form, dtype, level = data.draw(st.sampled_from(CASES))
-    outputs, inputs, rows = data.draw(st.integers(1, 80)), 8 * data.draw(st.integers(1, 90)), data.draw(st.integers(1, 20))
+    outputs, inputs, rows = (
+        data.draw(st.integers(1, 80)),
+        8 * data.draw(st.integers(1, 90)),
+        data.draw(st.integers(1, 20)),
+    )
     torch.manual_seed(data.draw(st.integers(0, 99)))
     size = data.draw(st.sampled_from([1e-6, 1.0, 1e4]))
     weight, bias = (torch.randn(outputs, inputs) * size).to(dtype), torch.randn(outputs).to(dtype)

@@ -129,7 +129,9 @@ class NativeMap:
         if rows and self._run(
             self._place, y_TO.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), rows, torch.get_num_threads()
         ):
-            raise MemoryError(f"a product of {rows} rows with {self.weights.inputs} inputs found no memory for its sums")
+            raise MemoryError(
+                f"a product of {rows} rows with {self.weights.inputs} inputs found no memory for its sums"
+            )
         return y_TO
 
 
