@@ -322,7 +322,7 @@ def test_models_doctor_capabilities_version(
     assert "release" in table["verbs"]["set_cross_kv"]
     assert set(table["engine_verbs"].values()) == {""}
     assert "beam search" in table["engine_verbs"]
-    assert "LLM(quantization=...)" in table["engine"]
+    assert "LLM(quantization='awq')" in table["engine"]
     assert run("capabilities", "--kv-cache-memory", "16MiB", monkeypatch=monkeypatch) == 0
     out = capsys.readouterr().out
     # Words, for the table folds long names.
@@ -644,7 +644,7 @@ def test_what_the_engine_refuses_is_refused(llm: LLM) -> None:
 
     calls: dict[str, list[Callable[[], object]]] = {
         "LLM(speculative=...)": [lambda: LLM("tiny-python", speculative={"model": "x"})],
-        "LLM(quantization=...)": [lambda: LLM("tiny-python", quantization="fp8")],
+        "LLM(quantization='awq')": [lambda: LLM("tiny-python", quantization="awq")],
         "LLM(tensor_parallel_size=2), LLM(pipeline_parallel_size=2)": [
             lambda: LLM("tiny-python", tensor_parallel_size=2),
             lambda: LLM("tiny-python", pipeline_parallel_size=2),

@@ -24,6 +24,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_CLASSES = {"torch": "quire.kernels.sdpa:SdpaAttention", "reference": "quire.ops.attention:ReferenceAttention"}
 """Attention backends by name: the module and the class of each."""
 ATTENTION_BACKENDS = ("auto", *ATTENTION_CLASSES)
+QUANTIZATIONS = ("int8", "int4")
 CHAT_TEMPLATES = ("chatml", "plain")
 """Chat templates in the package."""
 ATTENTION_TYPES = ("MultiHead", "MultiQuery", "GroupedQuery", "Flash", "Paged", "SlidingWindow")
@@ -129,7 +130,9 @@ class EngineConfig:
         "LoRA adapters to load at start, NAME=WHERE: a bundled one, a PEFT directory or a Hugging Face id; may be repeated.",
         hash=False,
     )
-    quantization: object | None = option(None, "Quantization of the weights; this release has none.")
+    quantization: str | None = option(
+        None, f"Weights of linear maps in fewer bits, made at load, on a CPU: {' or '.join(QUANTIZATIONS)}."
+    )
     tokenizer: str | None = option(None, "Directory or Hugging Face id of the tokenizer; by default the model's.")
     chat_template: str | None = option(
         None, f"Chat template in place of the model's: a Jinja file, or a built-in one ({', '.join(CHAT_TEMPLATES)})."
@@ -187,7 +190,7 @@ class EngineConfig:
             ("tensor_parallel_size", self.tensor_parallel_size == 1, "1"),
             ("pipeline_parallel_size", self.pipeline_parallel_size == 1, "1"),
             ("speculative", self.speculative is None, "None"),
-            ("quantization", self.quantization is None, "None"),
+            ("quantization", self.quantization in (None, *QUANTIZATIONS), f"None or {_one_of(QUANTIZATIONS)}"),
             ("trust_remote_code", not self.trust_remote_code, "False: code from a checkpoint is never run"),
         ):
             if not supported:

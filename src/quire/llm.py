@@ -83,7 +83,7 @@ class LLM(SessionHistory):
         pipeline_parallel_size: int = 1,
         speculative: object | None = None,
         adapters: Mapping[str, str | Path] | None = None,
-        quantization: object | None = None,
+        quantization: str | None = None,
         tokenizer: str | Path | None = None,
         chat_template: str | Path | None = None,
         revision: str | None = None,
