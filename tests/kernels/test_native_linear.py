@@ -92,7 +92,7 @@ def test_values_are_near_the_weights(form: WeightForm) -> None:
 
 def test_scales_of_four_bits_clip_where_that_is_nearer() -> None:
     """One large value among small ones: a smaller scale has less error than that of the largest."""
-    weight = torch.full((1, 64), 0.6)
+    weight = torch.full((1, 32), 0.6)
     weight[0, 0] = 1.0
     packed = pack(weight, "int4")
     assert packed.scales is not None
@@ -202,7 +202,9 @@ def test_calls_are_checked() -> None:
 
 
 def test_groups() -> None:
-    assert [group_of(inputs) for inputs in (64, 96, 48, 8, 12)] == [64, 32, 16, 8, 0]
+    assert [group_of("int8", inputs) for inputs in (64, 96, 48, 8, 12)] == [64, 32, 16, 8, 0]
+    assert [group_of("int4", inputs) for inputs in (64, 96, 48, 8, 12)] == [32, 32, 16, 8, 0]
+    assert group_of("bfloat16", 64) == 0
 
 
 def test_the_kernel_is_made_once() -> None:

@@ -60,10 +60,11 @@ class LinearKernel(Protocol):
         ...
 
 
-def group_of(inputs: int) -> int:
-    """Return the inputs that share a scale: the largest of 64, 32, 16 and 8 that divides them; 0 if
-    none does."""
-    return next((group for group in (64, 32, 16, 8) if inputs % group == 0), 0)
+def group_of(form: WeightForm, inputs: int) -> int:
+    """Return the inputs that share a scale: the largest of 64 ("int8" only), 32, 16 and 8 that
+    divides them; 0 if none does, or for a form without scales."""
+    groups = {"int8": (64, 32, 16, 8), "int4": (32, 16, 8)}.get(form, ())
+    return next((group for group in groups if inputs % group == 0), 0)
 
 
 def values_dtype(form: WeightForm) -> torch.dtype:

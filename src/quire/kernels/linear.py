@@ -63,7 +63,7 @@ class NativeLinear:
         inputs = weight_OI.shape[1]
         if form == "bfloat16" and inputs % 2:
             return f"bfloat16 weights are read in pairs of inputs; there are {inputs} inputs"
-        if form in ("int8", "int4") and not group_of(inputs):
+        if form in ("int8", "int4") and not group_of(form, inputs):
             return f"{form} weights have a scale for 8 inputs or more; {inputs} inputs are no multiple of 8"
         return ""
 
@@ -74,7 +74,7 @@ class NativeLinear:
         if weight_OI.stride(1) != 1:
             weight_OI = weight_OI.contiguous()
         outputs, inputs = weight_OI.shape
-        panels, group = -(-outputs // PANEL), group_of(inputs) if form in ("int8", "int4") else 0
+        panels, group = -(-outputs // PANEL), group_of(form, inputs)
         shape = {
             "float32": (panels, inputs, PANEL),
             "bfloat16": (panels, inputs // 2, PANEL, 2),

@@ -30,7 +30,7 @@ def pack(weight_OI: Tensor, form: WeightForm) -> PackedWeights:
     if form == "bfloat16":
         pairs = weight.bfloat16().view(panels, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
         return PackedWeights(form, outputs, inputs, 0, pairs, None)
-    group = group_of(inputs)
+    group = group_of(form, inputs)
     values = weight.float().view(len(weight), inputs // group, group)
     scales = _scales(values, form)
     codes = _codes(values, scales, form)
