@@ -17,6 +17,7 @@ from quire.branches.stored_state import StoredState
 from quire.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
+from quire.contracts.rows import LayerKernels
 from quire.engine.chat_templates import with_chosen_template
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
@@ -29,6 +30,7 @@ from quire.executor.reports import dtype_name
 from quire.kernels.low_rank import native_low_rank
 from quire.kernels.native_library import native_problem
 from quire.kernels.recurrence import ChunkedRecurrence
+from quire.kernels.rows import native_rows
 from quire.kv.forward_need import pages_for
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
@@ -91,7 +93,14 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     path = resolve_model(config.model, revision=config.revision)
     device = resolve_device(config.device)
     tokenizer = load_tokenizer(config, path)
-    model = load_model(path, device=device, dtype=config.dtype, progress=progress, max_model_len=config.max_model_len)
+    model = load_model(
+        path,
+        device=device,
+        dtype=config.dtype,
+        progress=progress,
+        max_model_len=config.max_model_len,
+        kernels=layer_kernels(device),
+    )
     if tokenizer is not None:
         tokenizer.check_fits(model.vocab_size)
     max_len = model.max_position if config.max_model_len is None else config.max_model_len
@@ -261,7 +270,13 @@ def make_state(
         device=device,
         backend=attention,
         recurrence=ChunkedRecurrence(),
+        rows=layer_kernels(device).rows,
     )
+
+
+def layer_kernels(device: torch.device) -> LayerKernels:
+    """Return what the layers of a model on this device are given."""
+    return LayerKernels(native_rows() if device.type == "cpu" else None)
 
 
 def checkpoint_interval(config: EngineConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
@@ -400,7 +415,13 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     """Load a model and put an executor with a pool of its own around it."""
     path = resolve_model(choices.model)
     device, size = choices.device, choices.page_size
-    model = load_model(path, device=device, dtype=config.dtype, max_model_len=config.max_sequence_length)
+    model = load_model(
+        path,
+        device=device,
+        dtype=config.dtype,
+        max_model_len=config.max_sequence_length,
+        kernels=layer_kernels(device),
+    )
     check_length(config, model.max_position)
     check_heads(config, [spec for spec in model.layer_specs if isinstance(spec, ATTENTION)])
     arguments = choices.arguments(config)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from quire import LLM, DataLoss, InvalidArgument
+from quire.contracts.rows import HeadNormWeights
 from quire.kv.statefile import read_state
 from quire.ops.attention import attend
 from quire.ops.rope import inverse_frequencies
+from quire.ops.rows import REFERENCE_ROWS, normed_heads
 
 from .conftest import CONTEXT, Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 
@@ -34,10 +36,11 @@ class StreamingPass:
     def positions_T(self) -> Tensor:
         return torch.arange(self.length, dtype=torch.int32)
 
-    def attend_qkv(self, layer_id: int, qkv_TC: Tensor) -> Tensor:
+    def attend_qkv(self, layer_id: int, qkv_TC: Tensor, norms: HeadNormWeights | None = None) -> Tensor:
         spec = self.specs[layer_id]
         sizes = [spec.num_heads * 16, spec.num_kv_heads * 16, spec.num_kv_heads * 16]  # type: ignore[union-attr]
         q, k, v = (part.view(self.length, -1, 16) for part in qkv_TC.split(sizes, -1))
+        q, k = normed_heads(REFERENCE_ROWS, q, k, norms)
         out = torch.empty_like(q)
         for position in range(self.length):
             kept = [i for i in range(position + 1) if i < SINK or i > position - (WINDOW - SINK)]

@@ -23,6 +23,7 @@ from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
+from quire.contracts.rows import LayerKernels
 from quire.nn import experts as module
 from quire.nn.experts import (
     ActivatedGate,
@@ -357,18 +358,18 @@ def test_packed_experts(num_tokens: int, form: str) -> None:
     exact_TE = by_token(experts, x_TE, *chosen)
     assert (experts(x_TE, *chosen) - exact_TE).abs().max() < bound(exact_TE, torch.bfloat16)
     stacks = [weakref.ref(stack.weight) for stack in (experts.gate_up, experts.down)]
-    pack_maps(experts)
+    pack_maps(experts, LayerKernels())
     assert all(isinstance(one, PackedLinear) for stack in (experts.gate_up, experts.down) for one in stack.maps)
     assert [stack() for stack in stacks] == [None, None], "the plain weights are still there"
     assert (experts(x_TE, *chosen) - exact_TE).abs().max() < bound(exact_TE, torch.bfloat16)
-    pack_maps(experts)
+    pack_maps(experts, LayerKernels())
     assert (experts(x_TE, *chosen) - exact_TE).abs().max() < bound(exact_TE, torch.bfloat16)
 
 
 def test_float32_is_not_packed() -> None:
     experts = make_experts()
     maps = list(experts.gate_up.maps)
-    pack_maps(experts)
+    pack_maps(experts, LayerKernels())
     assert experts.gate_up.maps == maps
     assert experts.gate_up.weight is not None
 
@@ -476,7 +477,7 @@ def test_layers_are_as_close_to_float64_as_those_of_transformers(kind: str, dtyp
     found_TE = run_peer(peer, x_TE)
     layer = ours(copy.deepcopy(peer), kind)
     if do_pack:
-        pack_maps(layer)
+        pack_maps(layer, LayerKernels())
     for chunk in (60, 7, 1):
         ours_TE = torch.cat([layer(part) for part in x_TE.split(chunk)])
         assert ours_TE.dtype == dtype

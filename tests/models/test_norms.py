@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.nn.norm import MANY_ELEMENTS, LayerNorm, LayerNormPerHead, RMSNorm, WideRMSNorm
+from quire.nn.norm import LayerNorm, LayerNormPerHead, RMSNorm
+from quire.ops.rows import MANY_ELEMENTS
 
 EPS, WIDTH = 0.25, 64
 """An eps that shows in every row: 1e-5 beside a mean square of 10 is less than a rounding of
@@ -43,7 +44,7 @@ def test_each_norm_rounds_once(dtype: torch.dtype, rows: int) -> None:
     weight, bias = (torch.randn(WIDTH).to(dtype) for _ in range(2))
     assert_rounded_once(RMSNorm(weight, EPS)(x), rms(x) * weight.double())
     wide = weight.float() + 1.0
-    assert_rounded_once(WideRMSNorm(wide, EPS)(x), rms(x) * wide.double())
+    assert_rounded_once(RMSNorm(wide, EPS)(x), rms(x) * wide.double())
     terms = (centred(x) * weight.double()).abs() + bias.double().abs() + x.double().abs().amax(-1, keepdim=True)
     assert_rounded_once(LayerNorm(weight, bias, EPS)(x), centred(x) * weight.double() + bias.double(), terms)
     assert_rounded_once(LayerNorm(weight, None, EPS)(x), centred(x) * weight.double(), terms)
@@ -61,6 +62,6 @@ def test_a_weight_near_one_keeps_its_bits_in_float32() -> None:
     exact = rms(x) * (1 + weight.double())
     errors = [
         float((norm(x).double() - exact).square().mean().sqrt())
-        for norm in (WideRMSNorm(weight.float() + 1, EPS), RMSNorm(weight + 1, EPS))
+        for norm in (RMSNorm(weight.float() + 1, EPS), RMSNorm(weight + 1, EPS))
     ]
     assert errors[0] < 0.8 * errors[1]

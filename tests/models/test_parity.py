@@ -21,10 +21,12 @@ from tests.models.conftest import CASES, Case
 from torch import Tensor
 
 from quire.contracts.layers import FullAttention, LayerSpec, WindowedAttention
+from quire.contracts.rows import HeadNormWeights
 from quire.models.catalogue import resolve_model
 from quire.models.families import LoadedModel
 from quire.models.loading import load_model
 from quire.ops.rope import RotaryTable, rotate
+from quire.ops.rows import REFERENCE_ROWS, normed_heads
 
 NUM_TOKENS = 40
 CHUNKINGS = {"whole": [NUM_TOKENS], "chunks": [1, 7, 16, 2, 14], "tokens": [1] * NUM_TOKENS}
@@ -46,12 +48,13 @@ class DensePass:
         start = int(self.positions_T[-1]) + 1 if len(self.positions_T) else 0
         self.positions_T = torch.arange(start, start + num_tokens, dtype=torch.int32)
 
-    def attend_qkv(self, layer_id: int, qkv_TC: Tensor) -> Tensor:
+    def attend_qkv(self, layer_id: int, qkv_TC: Tensor, norms: HeadNormWeights | None = None) -> Tensor:
         spec = self.specs[layer_id]
         assert isinstance(spec, FullAttention | WindowedAttention)
         assert qkv_TC.is_contiguous()
         heads_THD = qkv_TC.unflatten(-1, (-1, spec.head_dim))
-        return self.attend(layer_id, *heads_THD.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1))
+        q_THD, k_THD, v_THD = heads_THD.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        return self.attend(layer_id, *normed_heads(REFERENCE_ROWS, q_THD, k_THD, norms), v_THD)
 
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         spec = self.specs[layer_id]

@@ -237,7 +237,7 @@ TREES = (
     ),
     Mutant(
         name="inline-keys-of-nodes-at-their-addresses",
-        file="kv/attention_pass.py",
+        file="kv/plans.py",
         old="addresses[rule.first : rule.first + rule.positions.size] = rule.positions",
         new="pass",
         tests=("kv/test_trees.py::test_a_tree_is_all_its_paths",),

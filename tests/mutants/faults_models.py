@@ -142,6 +142,58 @@ EXPERTS = (
     ),
 )
 
+ROWS = (
+    Mutant(
+        name="rows-of-a-wider-tensor-without-gaps",
+        file="kernels/rows.py",
+        old="                stride = x.stride(0)\n",
+        new="                stride = width\n",
+        tests=("test_row_kernels.py::test_norms",),
+    ),
+    Mutant(
+        name="float32-weights-read-as-bfloat16",
+        file="kernels/rows.py",
+        old="(torch.bfloat16, torch.float32): 2,",
+        new="(torch.bfloat16, torch.float32): 1,",
+        tests=("test_row_kernels.py::test_norms",),
+    ),
+    Mutant(
+        name="keys-normed-with-the-weight-of-queries",
+        file="ops/rows.py",
+        old="rows.rms_norm(k_THD, norms.k_weight_D, norms.eps)",
+        new="rows.rms_norm(k_THD, norms.q_weight_D, norms.eps)",
+        tests=("test_row_kernels.py::test_heads_are_placed",),
+    ),
+    Mutant(
+        name="values-written-where-keys-of-others-are",
+        file="ops/rows.py",
+        old="v_SHD.index_copy_(0, slots_T,",
+        new="v_SHD.index_copy_(0, slots_T.flip(0),",
+        tests=("test_row_kernels.py::test_heads_are_placed",),
+    ),
+    Mutant(
+        name="layers-keep-pytorchs-form",
+        file="nn/packed.py",
+        old="        layer.row_kernels = kernels.rows\n",
+        new="        pass\n",
+        tests=("models/test_layer_kernels.py::test_tokens_of_dense_families",),
+    ),
+    Mutant(
+        name="queries-of-a-sink-in-one-piece",
+        file="kv/attention_pass.py",
+        old=" or prepared.plan.sinks is not None:",
+        new=":",
+        tests=("kv/test_window_values.py::test_against_a_cache_that_rotates_its_keys_anew",),
+    ),
+    Mutant(
+        name="raw-keys-stored-turned",
+        file="kv/attention_pass.py",
+        old='qkv_TC.dtype != state.dtype or spec.rope_mode == "inline" or',
+        new="qkv_TC.dtype != state.dtype or",
+        tests=("kv/test_window_values.py",),
+    ),
+)
+
 PARITY = "models/test_parity.py::test_float32_logits_are_as_close_to_float64_as_those_of_transformers"
 
 FAMILIES = (
@@ -203,4 +255,4 @@ FAMILIES = (
     ),
 )
 
-MUTANTS = (*KERNELS, *ROPE, *EXPERTS, *FAMILIES)
+MUTANTS = (*KERNELS, *ROPE, *EXPERTS, *ROWS, *FAMILIES)

@@ -49,16 +49,16 @@ MUTANTS = (
     ),
     Mutant(
         name="norm-in-place-without-eps",
-        file="nn/norm.py",
-        old="y.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()",
+        file="ops/rows.py",
+        old="y.square().mean(-1, keepdim=True).add_(eps).rsqrt_()",
         new="y.square().mean(-1, keepdim=True).rsqrt_()",
         tests=("models/test_norms.py::test_each_norm_rounds_once",),
     ),
     Mutant(
         name="norm-without-eps",
-        file="nn/norm.py",
-        old="return F.rms_norm(x, self._shape, self.weight, self.eps)",
-        new="return F.rms_norm(x, self._shape, self.weight, 0.0)",
+        file="ops/rows.py",
+        old="return F.rms_norm(x, weight_E.shape, weight_E, eps)\n        # In",
+        new="return F.rms_norm(x, weight_E.shape, weight_E, 0.0)\n        # In",
         tests=("models/test_norms.py::test_each_norm_rounds_once",),
     ),
     Mutant(

@@ -27,8 +27,10 @@ from quire.blend.selection import BlendedRows, BlendPolicy, Selection
 from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import KeyValueAttention, LatentAttention, RopeSpec
 from quire.contracts.model import Block, LatentExpansion, OpenPass, Pass, RehearsalPass
+from quire.contracts.rows import HeadNormWeights
 from quire.errors import BlendLoadError, QuireError, Unsupported
 from quire.ops.rope import RotaryTable
+from quire.ops.rows import REFERENCE_ROWS, normed_heads
 
 
 class RowSource(Protocol):
@@ -278,14 +280,15 @@ class ProjectionPass:
         """Raise what was given as ``Projected``."""
         raise Projected(q_THD, k_THD, v_THD)
 
-    def attend_qkv(self, layer_id: int, qkv_TC: Tensor) -> NoReturn:
+    def attend_qkv(self, layer_id: int, qkv_TC: Tensor, norms: HeadNormWeights | None = None) -> NoReturn:
         """Raise the parts of the projection as ``Projected``."""
         spec = self._spec
         assert isinstance(spec, KeyValueAttention)
         sizes = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.value_dim]
         q, k, v = torch.split(qkv_TC, sizes, dim=-1)
         heads = ((q, spec.num_heads), (k, spec.num_kv_heads), (v, spec.num_kv_heads))
-        raise Projected(*(x.view(x.shape[0], count, -1) for x, count in heads))
+        q_AHD, k_AHD, v_AHD = (x.view(x.shape[0], count, -1) for x, count in heads)
+        raise Projected(*normed_heads(REFERENCE_ROWS, q_AHD, k_AHD, norms), v_AHD)
 
     def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> NoReturn:
         """Raise the query, the part of the rows that is rotated, and the latent."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.layers import LayerSpec
+from quire.contracts.rows import HeadNormWeights
 
 
 class Pass(Protocol):
@@ -34,8 +35,9 @@ class Pass(Protocol):
         RoPE: the state rotates by the layer's spec. Returns ``[T, Hq, Dv]``, contiguous, fresh.
         """
 
-    def attend_qkv(self, layer_id: int, qkv_TC: Tensor) -> Tensor:
-        """Attend with a fused projection ``[T, Hq*Dk + Hkv*Dk + Hkv*Dv]``; cheaper."""
+    def attend_qkv(self, layer_id: int, qkv_TC: Tensor, norms: HeadNormWeights | None = None) -> Tensor:
+        """Attend with a fused projection ``[T, Hq*Dk + Hkv*Dk + Hkv*Dv]``, whose query and key
+        heads are normed first, if so; cheaper."""
 
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
         """Attend over K and V of ``source_layer_id``, for a layer without its own; store nothing.

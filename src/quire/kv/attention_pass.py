@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
 from quire.contracts.layers import LatentAttention, RopeSpec
+from quire.contracts.rows import HeadNormWeights, Rotation
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv import plans
 from quire.kv.chosen_rows import ChosenRows, narrow_refusal
@@ -31,6 +32,7 @@ from quire.kv.plans import Batch, Keys, Masks, Prepared
 from quire.kv.storage import check_tensor, geometry
 from quire.ops.attention import attention_weights, merge
 from quire.ops.rope import rotate, rotate_last
+from quire.ops.rows import normed_heads
 from quire.types import SeqId
 
 MaskedKeys: TypeAlias = Literal["masked past", "masked own"]
@@ -70,7 +72,8 @@ class AttentionPass:
         """By layer class, first row and count: the first slot of adjacent ones."""
         self._prepared: dict[tuple[Keys | MaskedKeys, int], Prepared] = {}
         self._raw: dict[tuple[Keys, int], Raw] = {}
-        self._rotations: dict[tuple[RopeSpec, bool], tuple[Tensor, Tensor]] = {}
+        self._rotations: dict[tuple[int, bool], Rotation] = {}
+        """By the identity of a ``RopeSpec`` of the state: its hash costs more than the look-up."""
         self._places_T: Tensor = self.batch.positions_T
         """Where the new tokens are rotated."""
         self._max_place = self.batch.max_position
@@ -111,17 +114,17 @@ class AttentionPass:
                 self._relative_T = torch.from_numpy(relative).to(self._state.device)
         return self._relative_T
 
-    def _rotation(self, spec: RopeSpec, relative: bool) -> tuple[Tensor, Tensor]:
-        found = self._rotations.get((spec, relative))
+    def _rotation(self, spec: RopeSpec, relative: bool = False) -> Rotation:
+        found = self._rotations.get((id(spec), relative))
         if found is None:
             positions_T = self.relative_T if relative else self._places_T
-            found = self._state.rotary_table(spec).rows(positions_T, self._max_place)
-            self._rotations[spec, relative] = found
+            cos, sin = self._state.rotary_table(spec).rows(positions_T, self._max_place)
+            found = self._rotations[id(spec), relative] = Rotation(cos, sin, spec.interleaved)
         return found
 
     def _turn(self, x_THD: Tensor, spec: RopeSpec, *, relative: bool = False) -> Tensor:
-        cos, sin = self._rotation(spec, relative)
-        return rotate(x_THD, cos, sin, interleaved=spec.interleaved)
+        cos, sin, interleaved = self._rotation(spec, relative)
+        return rotate(x_THD, cos, sin, interleaved=interleaved)
 
     def turn(self, layer_id: int, x_THD: Tensor) -> Tensor:
         """See ``contracts.model.OpenPass``."""
@@ -134,8 +137,8 @@ class AttentionPass:
         """Rotate the last rotary columns of every head, as latent layers have them."""
         if spec is None:
             return x_THD
-        cos, sin = self._rotation(spec, relative)
-        return rotate_last(x_THD, cos, sin, interleaved=spec.interleaved)
+        cos, sin, interleaved = self._rotation(spec, relative)
+        return rotate_last(x_THD, cos, sin, interleaved=interleaved)
 
     def _sink_queries(self, prepared: Prepared, layer: Layer, q_THD: Tensor) -> Tensor | None:
         """Rotate the verb's queries for the sink part, if there is one, at relative positions."""
@@ -275,33 +278,41 @@ class AttentionPass:
         """See ``contracts.model.Pass``."""
         layer = self._state.layer(layer_id, "attention_with_fused_qkv")
         key_value_spec("attention_with_fused_qkv", layer_id, layer)
-        rope, q_turned = layer.turning, q_THD
-        if rope is not None:
-            q_turned = self._turn(q_THD, rope)
-            if layer.spec.rope_mode == "normal":
-                k_THD = self._turn(k_THD, rope)
-        return self._attend(layer_id, layer, q_THD, q_turned, k_THD, v_THD, layer.scoring, None)
+        return self._attend(layer_id, layer, q_THD, k_THD, v_THD, layer.scoring, None)
 
     def attend_qkv(
-        self, layer_id: int, qkv_TC: Tensor, *, scale: float | None = None, masks: Masks | None = None
+        self,
+        layer_id: int,
+        qkv_TC: Tensor,
+        norms: HeadNormWeights | None = None,
+        *,
+        scale: float | None = None,
+        masks: Masks | None = None,
     ) -> Tensor:
         """See ``contracts.model.Pass``; ``scale`` and ``masks`` for this layer only."""
-        layer = self._state.layer(layer_id, "attention_with_fused_qkv")
+        state = self._state
+        layer = state.layer(layer_id, "attention_with_fused_qkv")
         spec, rope = key_value_spec("attention_with_fused_qkv", layer_id, layer), layer.turning
-        heads, kv_heads, dk = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        qk_columns = (heads + kv_heads) * dk
-        qk_THD = qkv_TC[:, :qk_columns].view(-1, heads + kv_heads, dk)
-        v_THD = qkv_TC[:, qk_columns:].view(-1, kv_heads, spec.value_dim)
+        heads, columns = spec.num_heads, (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        v_THD = qkv_TC[:, columns:].view(-1, spec.num_kv_heads, spec.value_dim)
         scoring = layer.scoring if scale is None else replace(layer.scoring, scale=scale)
-        turned = qk_THD
-        if rope is not None:
-            if spec.rope_mode == "normal":
-                turned = self._turn(qk_THD, rope)
-            else:
-                turned = torch.cat((self._turn(qk_THD[:, :heads], rope), qk_THD[:, heads:]), 1)
-        return self._attend(
-            layer_id, layer, qk_THD[:, :heads], turned[:, :heads], turned[:, heads:], v_THD, scoring, masks
-        )
+        self.require_open(layer_id)
+        prepared = self.masked("fused", layer.class_index, masks)
+        if qkv_TC.dtype != state.dtype or spec.rope_mode == "inline" or prepared.plan.sinks is not None:
+            # The heads are needed as they are before they turn, or are stored so.
+            qk_THD = qkv_TC[:, :columns].view(-1, heads + spec.num_kv_heads, spec.head_dim)
+            q_THD, k_THD = normed_heads(state.rows, qk_THD[:, :heads], qk_THD[:, heads:], norms)
+            return self._attend(layer_id, layer, q_THD, k_THD, v_THD, scoring, masks)
+        self._begin_write(layer_id)
+        rotation, slots_T = None if rope is None else self._rotation(rope), self._running_slots[layer.class_index]
+        turned_THD = state.rows.place_qkv(qkv_TC, heads, rotation, norms, layer.k_SHD, layer.v_SHD, slots_T)
+        self.written.add(layer_id)
+        q_THD, new = turned_THD[:, :heads], (turned_THD[:, heads:], v_THD)
+        sinks_H = layer.sinks_H
+        out_THD = state.backend.run(prepared.made, q_THD, new, layer.k_SHD, layer.v_SHD, scoring, sinks_H=sinks_H)
+        if self.capturing:
+            self.weigh(layer_id, prepared.plan, q_THD, layer.k_SHD, scoring, None, sinks_H)
+        return out_THD
 
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
         """Attend over the K and V of another layer, with those of this forward: ``[T, Hq, Dv]``."""
@@ -314,15 +325,18 @@ class AttentionPass:
         layer_id: int,
         layer: Layer,
         q_THD: Tensor,
-        q_turned_THD: Tensor,
         k_THD: Tensor,
         v_THD: Tensor,
         scoring: Scoring,
         masks: Masks | None,
     ) -> Tensor:
-        state = self._state
+        state, rope = self._state, layer.turning
         self.require_open(layer_id)
-        dtype = q_THD.dtype
+        dtype, q_turned_THD = q_THD.dtype, q_THD
+        if rope is not None:
+            q_turned_THD = self._turn(q_THD, rope)
+            if layer.spec.rope_mode == "normal":
+                k_THD = self._turn(k_THD, rope)
         if dtype != state.dtype or k_THD.dtype != state.dtype:
             # Attention reads stored rows, so that results do not depend on where a chunk began.
             q_turned_THD, k_THD, v_THD = (x_THD.to(state.dtype) for x_THD in (q_turned_THD, k_THD, v_THD))
@@ -330,10 +344,10 @@ class AttentionPass:
         prepared = self.masked("fused", layer.class_index, masks)
         q_sink = self._sink_queries(prepared, layer, q_THD)
         k_SHD, v_SHD, new = layer.k_SHD, layer.v_SHD, (k_THD, v_THD)
-        if layer.spec.rope_mode == "inline" and layer.turning is not None:
+        if layer.spec.rope_mode == "inline" and rope is not None:
             raw = self._compact("fused", layer.class_index) if masks is None else self._compacted(prepared.plan)
             prepared, k_SHD, v_SHD = raw.prepared, *self._read_raw(layer, raw)
-            new = (self._turn(k_THD, layer.turning).to(state.dtype), v_THD)
+            new = (self._turn(k_THD, rope).to(state.dtype), v_THD)
         out_THD = state.backend.run(
             prepared.made, q_turned_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink, sinks_H=layer.sinks_H
         )
@@ -383,11 +397,15 @@ class AttentionPass:
 
     def write(self, layer_id: int, layer: Layer, k_THD: Tensor, v_THD: Tensor | None = None) -> None:
         """Store the rows of the new tokens as they are; a latent layer has no ``v``."""
-        if layer_id not in self.written:
-            self.chosen.require_given(layer_id)
+        self._begin_write(layer_id)
         slots_T = self._running_slots[layer.class_index]
         self._state.classes[layer.class_index].storage.write(layer.index, slots_T, k_THD, v_THD)
         self.written.add(layer_id)
+
+    def _begin_write(self, layer_id: int) -> None:
+        """Raise ``FailedPrecondition`` if the layer lacks rows that were left out."""
+        if layer_id not in self.written:
+            self.chosen.require_given(layer_id)
 
     # -- the parts of attention --------------------------------------------------------------------
 
@@ -463,30 +481,9 @@ class AttentionPass:
         return found
 
     def _compacted(self, plan: ForwardPlan) -> Raw:
-        """Return the plan over a pool of this batch's pages only, in which every slot has one
-        position. Entries share a page only where they agree on the positions of its rows."""
-        size = plan.page_size
-        pages = np.unique(np.concatenate([*plan.tables, np.empty(0, dtype=np.int32)]))
-        pages = pages[pages >= 0]
-        positions = np.zeros((pages.size, size), dtype=np.int64)
-        tables = []
-        for entry, table in enumerate(plan.tables):
-            place = np.where(table >= 0, np.searchsorted(pages, table), -1).astype(np.int32)
-            addresses = np.arange(table.size * size) + int(plan.origins[entry])
-            rule = plan.rules[entry]
-            if rule is not None:
-                addresses[rule.first : rule.first + rule.positions.size] = rule.positions
-            held = place >= 0
-            positions[place[held]] = addresses.reshape(-1, size)[held]
-            tables.append(place)
-        slots = (pages.astype(np.int64)[:, None] * size + np.arange(size)).ravel()
-        device = self._state.device
-        return Raw(
-            self._prepare(replace(plan, tables=tuple(tables))),
-            torch.from_numpy(slots).to(device),
-            torch.from_numpy(positions.ravel()).to(device),
-            int(positions.max(initial=0)),
-        )
+        compact, slots, positions = plans.compacted(plan)
+        slots_M, positions_M = (torch.from_numpy(x).to(self._state.device) for x in (slots, positions))
+        return Raw(self._prepare(compact), slots_M, positions_M, int(positions.max(initial=0)))
 
     def _read_raw(self, layer: Layer, raw: Raw) -> tuple[Tensor, Tensor]:
         """Return K, rotated, and V of the compact pool."""

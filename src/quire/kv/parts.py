@@ -18,6 +18,7 @@ import torch
 from quire.contracts.attention import AttentionBackend, Scoring
 from quire.contracts.layers import CrossAttention, LatentAttention, LayerSpec, Recurrent, RopeSpec
 from quire.contracts.recurrence import RecurrenceBackend
+from quire.contracts.rows import RowKernels
 from quire.errors import InvalidArgument, Unsupported
 from quire.kv.encoders import EncoderPart
 from quire.kv.forward_need import pages_for
@@ -32,6 +33,7 @@ from quire.kv.storage import PagedSpec, PagedStorage, StoredSpec
 from quire.ops.attention import ReferenceAttention
 from quire.ops.recurrence import ReferenceRecurrence
 from quire.ops.rope import RotaryTable
+from quire.ops.rows import REFERENCE_ROWS
 from quire.signatures import checks_arguments
 from quire.types import SeqId
 
@@ -57,6 +59,7 @@ class StateParts:
         device: torch.device | str = "cpu",
         backend: AttentionBackend | None = None,
         recurrence: RecurrenceBackend | None = None,
+        rows: RowKernels | None = None,
         first_layer: int = 0,
         layer_ids: Sequence[int] | None = None,
     ) -> None:
@@ -75,6 +78,7 @@ class StateParts:
             raise InvalidArgument(f"KV dtype {dtype}; float32, float16, bfloat16 or float64 are stored")
         _check_slots(list(recurrent), num_states, ring, checkpoint_interval, page_size)
         self.backend = ReferenceAttention() if backend is None else backend
+        self.rows: RowKernels = REFERENCE_ROWS if rows is None else rows
         self.device = torch.device(device)
         self.dtype = dtype
         self.page_size = page_size

@@ -255,3 +255,25 @@ def _windows(batch: Batch, layer_window: int | None) -> tuple[NDArray[np.int64] 
         if seen.sinks_T2 is not None:
             sinks[rows] = seen.sinks_T2
     return lows, sinks if bool((sinks[:, 0] < sinks[:, 1]).any()) else None
+
+
+def compacted(plan: ForwardPlan) -> tuple[ForwardPlan, NDArray[np.int64], NDArray[np.int64]]:
+    """Return the plan over a pool of this batch's pages only, in which every slot has one position;
+    the slots of the whole pool that its slots stand for, and their positions. Entries share a page
+    only where they agree on the positions of its rows."""
+    size = plan.page_size
+    pages = np.unique(np.concatenate([*plan.tables, np.empty(0, dtype=np.int32)]))
+    pages = pages[pages >= 0]
+    positions = np.zeros((pages.size, size), dtype=np.int64)
+    tables = []
+    for entry, table in enumerate(plan.tables):
+        place = np.where(table >= 0, np.searchsorted(pages, table), -1).astype(np.int32)
+        addresses = np.arange(table.size * size) + int(plan.origins[entry])
+        rule = plan.rules[entry]
+        if rule is not None:
+            addresses[rule.first : rule.first + rule.positions.size] = rule.positions
+        held = place >= 0
+        positions[place[held]] = addresses.reshape(-1, size)[held]
+        tables.append(place)
+    slots = (pages.astype(np.int64)[:, None] * size + np.arange(size)).ravel()
+    return replace(plan, tables=tuple(tables)), slots, positions.ravel()

@@ -82,6 +82,8 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
     ``page_size``; 0: none. ``recurrence``: computes recurrences; None: the reference
     (``quire.kernels.recurrence.ChunkedRecurrence`` is fast).
 
+    ``rows``: rotates queries and keys and writes K and V; None: PyTorch's operations.
+
     Raises ``Unsupported`` for a layer that the backend lacks, ``ResourceExhausted`` without memory.
     """
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,10 +20,20 @@ from quire.contracts.model import Pass
 
 Mixer: TypeAlias = Callable[[Tensor, Pass], Tensor]
 """Attention, or a recurrent layer: maps ``[T, E]`` to a fresh ``[T, E]``."""
-Norm: TypeAlias = Callable[[Tensor], Tensor]
-"""A map of ``[..., E]`` to a fresh ``[..., E]``."""
 FeedForward: TypeAlias = Callable[[Tensor], Tensor]
 """A gated MLP, or experts: maps ``[T, E]`` to a fresh ``[T, E]``, each row by itself."""
+
+
+class Norm(Protocol):
+    """A norm over the model width."""
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """Map ``[..., E]`` to a fresh ``[..., E]``."""
+        ...
+
+    def after_sum(self, y_TE: Tensor, x_TE: Tensor) -> Tensor:
+        """Add x to y in place; return the norm of the sum."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -36,8 +46,8 @@ class PreNormBlock:
     mlp: FeedForward
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        h_TE = self.attention(self.attention_norm(x_TE), pass_).add_(x_TE)
-        return self.mlp(self.mlp_norm(h_TE)).add_(h_TE)
+        h_TE = self.attention(self.attention_norm(x_TE), pass_)
+        return self.mlp(self.mlp_norm.after_sum(h_TE, x_TE)).add_(h_TE)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,8 +83,8 @@ class SandwichBlock(PreNormBlock):
     mlp_out_norm: Norm
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        h_TE = self.attention_out_norm(self.attention(self.attention_norm(x_TE), pass_)).add_(x_TE)
-        return self.mlp_out_norm(self.mlp(self.mlp_norm(h_TE))).add_(h_TE)
+        h_TE = self.attention_out_norm(self.attention(self.attention_norm(x_TE), pass_))
+        return self.mlp_out_norm(self.mlp(self.mlp_norm.after_sum(h_TE, x_TE))).add_(h_TE)
 
 
 @dataclass(slots=True, eq=False)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention
 from quire.contracts.model import Block
+from quire.contracts.rows import ActivationName, LayerKernels
 from quire.errors import InvalidArgument
 from quire.models.blocks import (
     DecoderBlock,
@@ -34,8 +35,8 @@ from quire.models.checkpoint import NameTable
 from quire.nn.attention import Attention, NormedAttention, WidthNormedAttention
 from quire.nn.embedding import Embedding, ScaledEmbedding
 from quire.nn.linear import Linear
-from quire.nn.mlp import ACTIVATIONS, GatedMLP
-from quire.nn.norm import LayerNorm, LayerNormPerHead, RMSNorm, WideRMSNorm
+from quire.nn.mlp import GatedMLP
+from quire.nn.norm import LayerNorm, LayerNormPerHead, RMSNorm
 from quire.nn.packed import can_pack, pack_maps, packed
 
 AttentionSpec: TypeAlias = FullAttention | WindowedAttention
@@ -45,7 +46,6 @@ Placement: TypeAlias = Literal["pre", "post", "sandwich", "parallel"]
 """Arrangement of the norms; see the classes of ``models.blocks``."""
 HeadNorms: TypeAlias = Literal["none", "shared", "each", "width"]
 """Norms of queries and keys before RoPE: one for all heads, one per head, one over all heads."""
-ActivationName: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 Parameters: TypeAlias = Mapping[str, Tensor]
 """Tensors by the names of ``models.tensor_names``."""
 
@@ -142,7 +142,7 @@ def linear(parameters: Parameters, name: str) -> Linear:
 def gated_mlp(config: DecoderConfig, layer: int, parameters: Parameters, prefix: str = "") -> GatedMLP:
     """Build an MLP from ``{prefix}.gate_up`` and ``{prefix}.down``; by default the layer's own."""
     gate_up, down = (linear(parameters, f"{prefix or layer}.{name}") for name in ("gate_up", "down"))
-    return GatedMLP(gate_up, down, ACTIVATIONS[config.activation])
+    return GatedMLP(gate_up, down, config.activation)
 
 
 class Trunk:
@@ -152,7 +152,12 @@ class Trunk:
     layer_specs: Sequence[LayerSpec]
 
     def __init__(
-        self, config: DecoderConfig, canonical: str, parameters: Parameters, values: Mapping[str, Any], norm: Norm
+        self,
+        config: DecoderConfig,
+        canonical: str,
+        parameters: Parameters,
+        values: Mapping[str, Any],
+        norm: Callable[[Tensor], Tensor],
     ) -> None:
         """Take ``parameters`` of the family's name table, config.json as read, the last norm."""
         self.architecture = config.architecture
@@ -175,15 +180,17 @@ class Trunk:
         """A tensor shared by embedding and head counts once."""
         self.parameter_bytes = sum(tensor.nbytes for tensor in parameters.values())
 
-    def pack(self) -> bool:
-        """Lay the weights out for this machine's kernels where that helps; return whether it did.
+    def pack(self, kernels: LayerKernels) -> bool:
+        """Give the layers their kernels. Lay the weights out for this machine where that helps;
+        return whether it did.
 
         The head of a tied model gets its own copy, since the embedding is read by rows.
         """
+        parts: list[object] = [*self.blocks, self.norm]
+        for part in parts:
+            pack_maps(part, kernels)
         if not can_pack(self.dtype, self.device):
             return False
-        for block in self.blocks:
-            pack_maps(block)
         if self.lm_head.weight is self.embedding.weight:
             self.parameter_bytes += self.embedding.weight.nbytes
         self.lm_head = packed(self.lm_head)
@@ -237,8 +244,7 @@ def norm_of(config: DecoderConfig, weight: Tensor, bias: Tensor | None = None) -
     if config.norm == "rms":
         return RMSNorm(weight, config.norm_eps)
     one_more = weight.float() + 1.0
-    norm = RMSNorm if weight.dtype == torch.float32 else WideRMSNorm
-    return norm(one_more, config.norm_eps)
+    return RMSNorm(one_more, config.norm_eps)
 
 
 def _norm(config: DecoderConfig, parameters: Parameters, name: str) -> Norm:

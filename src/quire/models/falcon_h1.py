@@ -26,7 +26,8 @@ from quire.models.mamba2 import MambaConfig, mamba_names, mamba_of
 from quire.models.tensor_names import Names, name_table
 from quire.nn.attention import Attention
 from quire.nn.mamba import Mamba2Mixer
-from quire.nn.mlp import ACTIVATIONS, GatedMLP
+from quire.nn.mlp import GatedMLP
+from quire.ops.rows import ACTIVATIONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +59,7 @@ class MultipliedMLP(GatedMLP):
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``."""
         gate_TF, up_TF = self.gate_up(x_TE).chunk(2, dim=-1)
-        y_TE = self.down(self.activation(gate_TF.mul_(self.gate_multiplier)).mul_(up_TF))
+        y_TE = self.down(ACTIVATIONS[self.activation](gate_TF.mul_(self.gate_multiplier)).mul_(up_TF))
         return y_TE.mul_(self.down_multiplier)
 
 
@@ -140,7 +141,7 @@ def side_by_side_block(config: FalconH1Config, block: int, ids: LayerIds, parame
     mlp = MultipliedMLP(
         linear(parameters, f"{block}.gate_up"),
         linear(parameters, f"{block}.down"),
-        ACTIVATIONS[config.trunk.activation],
+        config.trunk.activation,
         gate_multiplier=config.mlp_gate,
         down_multiplier=config.mlp_down,
     )

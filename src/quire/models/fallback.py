@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quire.contracts.layers import LayerSpec
 from quire.contracts.model import Block, Pass
+from quire.contracts.rows import LayerKernels
 from quire.errors import CheckpointError, Unsupported
 from quire.models.checkpoint import NameTable
 from quire.models.families import canonical_of
@@ -58,7 +59,7 @@ class FallbackModel:
         self.places: NameTable = {}
         self._given = GivenHidden()
 
-    def pack(self) -> bool:
+    def pack(self, kernels: LayerKernels) -> bool:
         """Return False: nothing is packed."""
         return False
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.model import Model
+from quire.contracts.rows import LayerKernels
 from quire.errors import CheckpointError, Unsupported
 from quire.models import bamba, deepseek, falcon_h1, gemma, granite_moe_hybrid, lfm2, llama, mamba2, qwen3_next
 from quire.models import dense_families as dense
@@ -54,8 +55,9 @@ class LoadedModel(Model, Protocol):
     """The checkpoint's tensor names and the parameter rows that they fill; empty if
     ``transformers`` loaded them."""
 
-    def pack(self) -> bool:
-        """Lay the weights out for this machine's kernels if that helps; return whether it did."""
+    def pack(self, kernels: LayerKernels) -> bool:
+        """Give the layers their kernels, lay the weights out for this machine if that helps; return
+        whether it did."""
         ...
 
 

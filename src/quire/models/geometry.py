@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.contracts.layers import FullAttention, RopeSpec, WindowedAttention
+from quire.contracts.rows import ActivationName
 from quire.errors import CheckpointError, Unsupported
 from quire.models.config_fields import ConfigFields
-from quire.models.decoder import ActivationName, AttentionSpec
+from quire.models.decoder import AttentionSpec
 from quire.models.rope_config import DEFAULT_ROPE_THETA, read_rope
 
 MAX_LAYERS = 10_000

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from quire.contracts.rows import LayerKernels
 from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted
 from quire.models.checkpoint import Checkpoint, Place, expand, parameter_shapes
 from quire.models.config_fields import read_config_file
@@ -32,6 +33,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """Accepted values of ``dtype`` besides "auto"."""
 
+PLAIN = LayerKernels()
+
 
 def load_model(
     path: str | os.PathLike[str],
@@ -40,12 +43,14 @@ def load_model(
     dtype: str = "auto",
     progress: bool = False,
     max_model_len: int | None = None,
+    kernels: LayerKernels = PLAIN,
 ) -> LoadedModel:
     """Load the model in the checkpoint directory ``path``, with its weights on ``device``.
 
     ``dtype``: see ``resolve_dtype``. ``progress`` shows a bar over bytes if stderr is a terminal.
     ``max_model_len`` is the longest sequence that will run (None: the context length). It sets the
-    frequencies of a RoPE that depends on length, and changes nothing in other models.
+    frequencies of a RoPE that depends on length, and changes nothing in other models. ``kernels``
+    run what layers have a place for.
     ``transformers``, if installed, runs architectures that are not native (``models.fallback``).
 
     Raise ``CheckpointError`` if the directory or a file is missing, damaged or contradicts
@@ -79,7 +84,7 @@ def load_model(
     model.places = places
     # From here on only the model holds the plain weights; packing frees them one by one.
     del parameters
-    if model.pack():
+    if model.pack(kernels):
         logger.info("%s: weights are packed for this CPU's bfloat16 kernels", path)
     return model
 

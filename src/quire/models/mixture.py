@@ -21,7 +21,6 @@ from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
 from quire.models.tensor_names import mlp_names, trunk_names
 from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, Gate, MixtureOfExperts, Router, SharedExpert
-from quire.nn.mlp import ACTIVATIONS
 from quire.ops.experts import Routing
 
 MAX_EXPERTS = 4096
@@ -78,7 +77,7 @@ def mixture_mlp(config: MixtureConfig, layer: int, parameters: Parameters) -> Fe
     """Build the feed-forward part of a layer: experts, or a dense layer's plain MLP."""
     if layer in config.dense_layers:
         return gated_mlp(config, layer, parameters)
-    experts = experts_of(config, layer, parameters, ActivatedGate(ACTIVATIONS[config.activation]))
+    experts = experts_of(config, layer, parameters, ActivatedGate(config.activation))
     shared = None
     if config.shared_size:
         mlp = gated_mlp(config, layer, parameters, f"{layer}.shared")

@@ -31,9 +31,9 @@ from quire.models.mixture import (
 )
 from quire.models.tensor_names import LLAMA_NAMES, IgnorableNames, ignorable_names, name_table
 from quire.nn.delta import DeltaShape, GatedDeltaNet
-from quire.nn.mlp import ACTIVATIONS
 from quire.nn.norm import GatedRMSNorm
 from quire.ops.experts import Routing
+from quire.ops.rows import ACTIVATIONS
 
 KINDS: Mapping[str, bool] = {"full_attention": True, "linear_attention": False}
 """Accepted entries of ``layer_types``; True for a block with attention."""

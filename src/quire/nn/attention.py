@@ -14,7 +14,9 @@ from torch import Tensor
 
 from quire.contracts.layers import FullAttention, WindowedAttention
 from quire.contracts.model import Pass
+from quire.contracts.rows import HeadNormWeights
 from quire.nn.linear import Linear
+from quire.nn.norm import RMSNorm
 
 
 @dataclass(slots=True, eq=False)
@@ -45,14 +47,20 @@ class NormedAttention(Attention):
     k_norm: Callable[[Tensor], Tensor]
     """Maps ``[T, Hkv, Dk]`` to a contiguous result."""
     _sizes: list[int] = field(init=False)
+    _norms: HeadNormWeights | None = field(init=False, default=None)
+    """What the pass does, which then has the projection as one tensor."""
 
     def __post_init__(self) -> None:
-        spec = self.spec
+        spec, q_norm, k_norm = self.spec, self.q_norm, self.k_norm
+        if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm) and q_norm.eps == k_norm.eps:
+            self._norms = HeadNormWeights(q_norm.weight, k_norm.weight, q_norm.eps)
         kv_heads = spec.num_kv_heads
         self._sizes = [spec.num_heads * spec.head_dim, kv_heads * spec.head_dim, kv_heads * spec.value_dim]
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         spec = self.spec
+        if self._norms is not None:
+            return self.out(pass_.attend_qkv(self.layer_id, self.qkv(x_TE), self._norms).flatten(-2))
         q_TC, k_TC, v_TC = torch.split(self.qkv(x_TE), self._sizes, dim=-1)
         q_THD = self.q_norm(q_TC.view(-1, spec.num_heads, spec.head_dim))
         k_THD = self.k_norm(k_TC.view(-1, spec.num_kv_heads, spec.head_dim))

@@ -10,7 +10,7 @@ model width, F inner width of an expert, G = 2F, I input and O output features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -18,10 +18,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from quire.contracts.rows import ActivationName, LayerKernels, RowKernels
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
 from quire.nn.packed import can_pack, pack_maps, packed
 from quire.ops.experts import Routing, route
+from quire.ops.rows import REFERENCE_ROWS
 
 MAX_PAIRS = 1 << 15
 """Pairs that run at a time. This bounds the copies of activations, yet gives each expert enough
@@ -36,13 +38,12 @@ GROUPED_ALIGNMENT = 16
 class ActivatedGate:
     """``act(gate) * up`` (arXiv:2002.05202) of rows that hold gate first, then up."""
 
-    activation: Callable[[Tensor], Tensor] = F.silu
-    """Returns a fresh tensor."""
+    activation: ActivationName = "silu"
+    row_kernels: RowKernels = REFERENCE_ROWS
 
     def __call__(self, h_PG: Tensor) -> Tensor:
         """Map ``[P, 2F]`` to a fresh ``[P, F]``."""
-        gate_PF, up_PF = h_PG.chunk(2, dim=-1)
-        return self.activation(gate_PF).mul_(up_PF)
+        return self.row_kernels.gated(h_PG, self.activation)
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +125,7 @@ class ExpertLinear:
         y_PO = F.grouped_mm(x_PI, self.weight.transpose(1, 2), offs=ends_X)
         return y_PO if self.bias is None else y_PO.add_(self.bias.index_select(0, expert_P))
 
-    def pack(self) -> None:
+    def pack(self, kernels: LayerKernels) -> None:
         """Lay the maps out for this machine's kernels, one by one, and drop the stack."""
         if self.weight is None or not can_pack(self.weight.dtype, self.weight.device):
             return
@@ -208,9 +209,9 @@ class SharedExpert:
         y_TE = self.mlp(x_TE)
         return y_TE if self.gate is None else y_TE.mul_(torch.sigmoid(self.gate(x_TE)))
 
-    def pack(self) -> None:
+    def pack(self, kernels: LayerKernels) -> None:
         """Pack the MLP. The small gate stays."""
-        pack_maps(self.mlp)
+        pack_maps(self.mlp, kernels)
 
 
 @dataclass(slots=True, eq=False)

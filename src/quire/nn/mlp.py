@@ -5,21 +5,13 @@ Letters: T tokens, E model width, F inner width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from quire.contracts.rows import ActivationName, RowKernels
 from quire.nn.linear import Linear
-
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
-"""By name in ``quire.models.decoder.DecoderConfig``. Each returns a fresh tensor."""
+from quire.ops.rows import REFERENCE_ROWS
 
 
 @dataclass(slots=True, eq=False)
@@ -29,9 +21,9 @@ class GatedMLP:
     gate_up: Linear
     """E to 2F, gate first."""
     down: Linear
-    activation: Callable[[Tensor], Tensor] = F.silu
+    activation: ActivationName = "silu"
+    row_kernels: RowKernels = REFERENCE_ROWS
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``."""
-        gate_TF, up_TF = self.gate_up(x_TE).chunk(2, dim=-1)
-        return self.down(self.activation(gate_TF).mul_(up_TF))
+        return self.down(self.row_kernels.gated(self.gate_up(x_TE), self.activation))

@@ -5,48 +5,34 @@ Letters: any leading dimensions, then E the normalised one; H heads, D head size
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-MANY_ELEMENTS = 1 << 16
-"""Number of elements from which temporaries cost more than calls."""
+from quire.contracts.rows import RowKernels
+from quire.ops.rows import REFERENCE_ROWS
 
 
 class RMSNorm:
     """``x / sqrt(mean(x^2) + eps) * weight``, computed in float32 and rounded once.
 
-    transformers rounds the normalised value to the model's dtype before the weight. In float32 that
-    is the same to the bit. In bfloat16 and float16 the single rounding is closer to the exact
-    result, and one call is about 2 microseconds faster than their six for a single row."""
+    A float32 weight goes with activations of any dtype. So it is for weights stored as their
+    difference to 1 (Gemma): ``1 + w`` loses up to seven significant bits of ``w``, too many for
+    bfloat16."""
 
-    __slots__ = ("_shape", "eps", "weight")
+    __slots__ = ("eps", "row_kernels", "weight")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
         self.eps = eps
-        self._shape = tuple(weight.shape)
+        self.row_kernels: RowKernels = REFERENCE_ROWS
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map ``[..., E]`` to a fresh contiguous ``[..., E]``."""
-        if x.dtype == torch.float32 or x.device.type != "cpu" or x.numel() < MANY_ELEMENTS:
-            return F.rms_norm(x, self._shape, self.weight, self.eps)
-        # In place: the library's call takes twice the temporaries, and these dominate for a long
-        # prompt.
-        y = x.float()
-        scale = y.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
-        return y.mul_(scale).mul_(self.weight).to(x.dtype)
+        return self.row_kernels.rms_norm(x, self.weight, self.eps)
 
-
-class WideRMSNorm(RMSNorm):
-    """``RMSNorm`` with a float32 weight for activations of any dtype, rounded once. For weights
-    stored as their difference to 1 (Gemma): ``1 + w`` loses up to seven significant bits of ``w``,
-    too many for bfloat16. A float32 model takes ``RMSNorm``, which is one call."""
-
-    __slots__ = ()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self._shape, self.weight, self.eps).to(x.dtype)
+    def after_sum(self, y_TE: Tensor, x_TE: Tensor) -> Tensor:
+        """Add x to y in place; return the norm of the sum."""
+        return self.row_kernels.add_rms_norm(y_TE, x_TE, self.weight, self.eps)
 
 
 class LayerNorm:
@@ -63,6 +49,10 @@ class LayerNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """Map ``[..., E]`` to a fresh contiguous ``[..., E]``."""
         return F.layer_norm(x, self._shape, self.weight, self.bias, self.eps)
+
+    def after_sum(self, y_TE: Tensor, x_TE: Tensor) -> Tensor:
+        """Add x to y in place; return the norm of the sum."""
+        return self(y_TE.add_(x_TE))
 
 
 class LayerNormPerHead:

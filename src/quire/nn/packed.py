@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from quire.contracts.rows import LayerKernels
 from quire.nn.linear import Linear
 
 LAYERS = ("quire.nn.", "quire.models.")
@@ -54,16 +55,19 @@ def packed(plain: Linear) -> Linear:
     return PackedLinear(plain) if can_pack(plain.weight.dtype, plain.weight.device) else plain
 
 
-def pack_maps(layer: object) -> None:
-    """Replace the linear maps of a layer, and of the layers in it, by their packed forms, if there
-    are any. A layer that keeps some of its maps as they are has a ``pack`` of its own."""
+def pack_maps(layer: object, kernels: LayerKernels) -> None:
+    """Give a layer, and the layers in it, the kernels that they have a place for. Replace linear
+    maps by their packed forms, if there are any. A layer that keeps some of its maps as they are
+    has a ``pack`` of its own."""
+    if kernels.rows is not None and hasattr(layer, "row_kernels"):
+        layer.row_kernels = kernels.rows
     for name, part in parts_of(layer):
         if isinstance(part, Linear):
             setattr(layer, name, packed(part))
         elif hasattr(part, "pack"):
-            part.pack()
+            part.pack(kernels)
         elif type(part).__module__.startswith(LAYERS):
-            pack_maps(part)
+            pack_maps(part, kernels)
 
 
 def parts_of(layer: object) -> Iterator[tuple[str, object]]:

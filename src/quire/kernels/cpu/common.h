@@ -32,6 +32,7 @@ constexpr int LANES = 16;
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef uint16_t bfloat16;
 
@@ -60,13 +61,22 @@ INLINE float wide_one(const bfloat16* from) {
     return loaded<float>(&bits);
 }
 
+// Masks have all bits set or none in each lane. Comparisons and ``?:`` of vectors are avoided: where a vector is wider than a
+// register, GCC 12 takes them apart into single numbers.
+INLINE Bits negative(Lanes value) { return (Bits)((Ints)value >> 31); }
+INLINE Bits no_number(Lanes value) { return (Bits)((0x7f800000 - ((Ints)value & 0x7fffffff)) >> 31); }
+
+template <typename V>
+INLINE V chosen(Bits mask, V yes, V no) {
+    return (V)((mask & (Bits)yes) | (~mask & (Bits)no));
+}
+
 // To the nearest, ties to even; what is no number stays none.
 INLINE void put(float* to, Lanes value) { store(to, value); }
 INLINE void put(bfloat16* to, Lanes value) {
     Bits bits = (Bits)value;
     Bits nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    Bits none = bits * 0u + 0x7fc0u;
-    store(to, __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? none : nearest, Halves));
+    store(to, __builtin_convertvector(chosen(no_number(value), Bits{} + 0x7fc0u, nearest), Halves));
 }
 
 INLINE void put_one(float* to, float value) { *to = value; }

@@ -1,0 +1,75 @@
+"""What is done to each row of a forward by itself: norms, gates, rotation. And what a model is
+given to run on its machine.
+
+``ops.rows`` is the reference, on any device. A row's result depends on that row only, to the bit.
+
+Letters: T rows; E model width; F inner width; Hq, Hkv heads; Dk, Dv head sizes; R rotary columns; C
+= Hq*Dk + Hkv*Dk + Hkv*Dv; S slots of a pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+from torch import Tensor
+
+ActivationName: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
+
+
+class HeadNormWeights(NamedTuple):
+    """Root mean square norms of query and key heads, before they are rotated."""
+
+    q_weight_D: Tensor
+    k_weight_D: Tensor
+    eps: float
+
+
+class Rotation(NamedTuple):
+    """Rows of a ``RotaryTable``: ``x * cos + swap(x) * sin`` of the first R columns of a head."""
+
+    cos_T1R: Tensor
+    """float32, as ``sin``, which has the sign; both have the strides of one tensor."""
+    sin_T1R: Tensor
+    interleaved: bool
+
+
+class RowKernels(Protocol):
+    """Work on rows between the products, computed in float32 and rounded once."""
+
+    def rms_norm(self, x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """Map ``[..., E]`` to a fresh contiguous ``x / sqrt(mean(x^2) + eps) * weight`` in the
+        dtype of x. The weight has that dtype or float32."""
+
+    def add_rms_norm(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """Add x to y in place, round; return ``rms_norm`` of the sum."""
+
+    def gated(self, gate_up: Tensor, activation: ActivationName) -> Tensor:
+        """Map ``[..., 2F]``, gate first, to a fresh ``activation(gate) * up``, ``[..., F]``."""
+
+    def place_qkv(
+        self,
+        qkv_TC: Tensor,
+        num_heads: int,
+        rotation: Rotation | None,
+        norms: HeadNormWeights | None,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        slots_T: Tensor,
+    ) -> Tensor:
+        """Norm and rotate the heads of q and k; write k and v to the slots (int64) of a pool.
+
+        Return ``[T, Hq + Hkv, Dk]``: q, then k as it was written; fresh, or a view of ``qkv`` if
+        that is the same. ``k_SHD [S, Hkv, Dk]`` and ``v_SHD [S, Hkv, Dv]``, contiguous, have the
+        dtype of ``qkv``.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKernels:
+    """What the layers of a model are given for the machine that they run on."""
+
+    rows: RowKernels | None = None
+    """None: PyTorch's operations."""
+    linear: None = None
+    """None: ``nn.packed`` decides."""

@@ -1,0 +1,165 @@
+"""Work on rows between the products in C++, for CPUs. The reference is ``quire.ops.rows``, which
+also runs what the C++ code does not know: other devices and dtypes, columns with gaps.
+
+Letters: as in ``contracts.rows``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation
+from quire.kernels.native_library import NativeLibrary, native_library
+from quire.ops.rows import ReferenceRows
+
+ONE_THREAD = 1 << 16
+"""Up to this many numbers a call ends before a second thread begins."""
+TYPES: Mapping[tuple[torch.dtype, torch.dtype], int] = {
+    (torch.float32, torch.float32): 0,
+    (torch.bfloat16, torch.bfloat16): 1,
+    (torch.bfloat16, torch.float32): 2,
+}
+"""Numbers in C++ of the dtypes of rows and of weights."""
+ACTIVATION_NUMBERS: Mapping[ActivationName, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+class NativeRows(ReferenceRows):
+    """``contracts.rows.RowKernels`` by the C++ library.
+
+    The exponential function is off by 2 units in the last place of float32 at most, the normal
+    distribution function of ``gelu`` by 3e-7 of it."""
+
+    name = "C++"
+
+    def __init__(self, library: NativeLibrary) -> None:
+        pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+        end = (number, pointer)
+        self._rms_norm = library.function(
+            "quire_rms_norm", number, pointer, pointer, number, pointer, number, number, real, *end
+        )
+        self._add_rms_norm = library.function(
+            "quire_add_rms_norm",
+            *(number, pointer, pointer, number, pointer, number, pointer, number, number, real, *end),
+        )
+        self._gated = library.function("quire_gated", number, number, pointer, pointer, *[number] * 3, *end)
+        self._place_qkv = library.function(
+            "quire_place_qkv",
+            *(number, pointer, pointer, *[number] * 6, pointer, pointer, *[number] * 3),
+            *(pointer, pointer, real, pointer, pointer, pointer, *end),
+        )
+        self._set_level = library.function("quire_rows_level", number, result=number)
+        self._parallel = library.parallel
+
+    def use_level(self, level: int) -> int:
+        """Run for AVX-512 (2), AVX2 (1) or any processor (0), or what this one has if that is less,
+        from now on; return which. For tests."""
+        found: int = self._set_level(level)
+        return found
+
+    def rms_norm(self, x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """See ``RowKernels``."""
+        types, width = TYPES.get((x.dtype, weight_E.dtype)), weight_E.shape[0]
+        if types is None or not x.is_cpu or x.shape[-1] != width:
+            return super().rms_norm(x, weight_E, eps)
+        stride = width
+        if not x.is_contiguous():
+            if x.dim() == 2 and x.stride(1) == 1:
+                stride = x.stride(0)
+            else:
+                x = x.contiguous()
+        out, numbers = torch.empty_like(x, memory_format=torch.contiguous_format), x.numel()
+        self._rms_norm(
+            *(types, out.data_ptr(), x.data_ptr(), stride, weight_E.data_ptr(), numbers // (width or 1), width, eps),
+            *(threads_for(numbers), self._parallel),
+        )
+        return out
+
+    def add_rms_norm(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """See ``RowKernels``."""
+        types, shape = TYPES.get((y_TE.dtype, weight_E.dtype)), y_TE.shape
+        if (
+            types is None
+            or not (y_TE.is_contiguous() and y_TE.is_cpu and x_TE.is_contiguous())
+            or x_TE.dtype != y_TE.dtype
+            or not shape == x_TE.shape == (shape[0], weight_E.shape[0])
+        ):
+            return super().add_rms_norm(y_TE, x_TE, weight_E, eps)
+        count, width = shape
+        out = torch.empty_like(y_TE)
+        self._add_rms_norm(
+            *(types, out.data_ptr(), y_TE.data_ptr(), width, x_TE.data_ptr(), width, weight_E.data_ptr()),
+            *(count, width, eps, threads_for(count * width), self._parallel),
+        )
+        return out
+
+    def gated(self, gate_up: Tensor, activation: ActivationName) -> Tensor:
+        """See ``RowKernels``."""
+        types, shape = TYPES.get((gate_up.dtype, gate_up.dtype)), gate_up.shape
+        if types is None or not gate_up.is_cpu or len(shape) != 2 or shape[1] % 2 or gate_up.stride(1) != 1:
+            return super().gated(gate_up, activation)
+        count, width = shape[0], shape[1] // 2
+        out = gate_up.new_empty(count, width)
+        self._gated(
+            *(
+                types,
+                ACTIVATION_NUMBERS[activation],
+                out.data_ptr(),
+                gate_up.data_ptr(),
+                gate_up.stride(0),
+                count,
+                width,
+            ),
+            *(threads_for(2 * count * width), self._parallel),
+        )
+        return out
+
+    def place_qkv(
+        self,
+        qkv_TC: Tensor,
+        num_heads: int,
+        rotation: Rotation | None,
+        norms: HeadNormWeights | None,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        slots_T: Tensor,
+    ) -> Tensor:
+        """See ``RowKernels``."""
+        dtype = qkv_TC.dtype
+        types = TYPES.get((dtype, dtype if norms is None else norms.q_weight_D.dtype))
+        if types is None or not (qkv_TC.is_cpu and k_SHD.dtype == dtype == v_SHD.dtype and qkv_TC.stride(1) == 1):
+            return super().place_qkv(qkv_TC, num_heads, rotation, norms, k_SHD, v_SHD, slots_T)
+        count, columns = qkv_TC.shape
+        _, kv_heads, key_width = k_SHD.shape
+        value_width = v_SHD.shape[2]
+        cos = sin = q_weight = k_weight = None
+        stride = rotary = interleaved = 0
+        eps = 0.0
+        if rotation is not None:
+            cos_T1R, sin_T1R, interleaved = rotation
+            cos, sin, stride, rotary = cos_T1R.data_ptr(), sin_T1R.data_ptr(), cos_T1R.stride(0), cos_T1R.shape[2]
+        if norms is not None:
+            q_weight, k_weight, eps = norms.q_weight_D.data_ptr(), norms.k_weight_D.data_ptr(), norms.eps
+        out = qkv_TC.new_empty(count, num_heads + kv_heads, key_width)
+        self._place_qkv(
+            *(types, out.data_ptr(), qkv_TC.data_ptr(), qkv_TC.stride(0), count, num_heads, kv_heads, key_width),
+            *(value_width, cos, sin, stride, rotary, interleaved, q_weight, k_weight, eps),
+            *(k_SHD.data_ptr(), v_SHD.data_ptr(), slots_T.data_ptr(), threads_for(count * columns), self._parallel),
+        )
+        return out
+
+
+def threads_for(numbers: int) -> int:
+    """Return the threads for a call over so many numbers: one for each ``ONE_THREAD`` of them."""
+    return 1 if numbers <= ONE_THREAD else min(torch.get_num_threads(), -(-numbers // ONE_THREAD))
+
+
+@cache
+def native_rows() -> NativeRows | None:
+    """Return the kernels; None if they were not built (``native_problem``)."""
+    found = native_library()
+    return None if found is None else NativeRows(found)

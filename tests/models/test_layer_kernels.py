@@ -1,0 +1,126 @@
+"""Every family with the C++ kernels and without them: the same greedy tokens in float32."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.contracts.layers import Recurrent
+from quire.contracts.rows import LayerKernels, RowKernels
+from quire.kernels.native_library import NativeLibrary, native_library, native_problem
+from quire.kernels.recurrence import ChunkedRecurrence
+from quire.kernels.rows import NativeRows
+from quire.kernels.sdpa import SdpaAttention
+from quire.kv.state import State
+from quire.models.loading import load_model
+from quire.runner.local import LocalRunner
+from quire.types import Add, Chunk, Step
+
+from . import test_deepseek, test_moe_families, test_recurrent_families
+from .conftest import Case, TinyCheckpoint
+
+PROMPTS = ([5, 9, 60, 3, 8, 8, 31, 44, 2, 70, 11, 12], [7], [90, 1, 33])
+DECODES = 14
+OWN_NORMS = ("Olmo2", "StableLm", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
+"""Families some of whose heads have norms, or gates, of another kind; then q, k and v are apart."""
+LAYER_NORMS = ("Cohere2", "StableLm")
+OTHERS: Sequence[tuple[Any, str]] = (
+    (test_moe_families, "mixtral"),
+    (test_moe_families, "qwen2-moe-some"),
+    (test_moe_families, "qwen3-moe"),
+    (test_moe_families, "gpt-oss"),
+    (test_deepseek, "v2"),
+    (test_deepseek, "v3"),
+    (test_recurrent_families, "mamba2"),
+    (test_recurrent_families, "bamba"),
+    (test_recurrent_families, "falcon-h1"),
+    (test_recurrent_families, "granite-4"),
+    (test_recurrent_families, "lfm2"),
+    (test_recurrent_families, "qwen3-next"),
+)
+
+
+class CountedRows(NativeRows):
+    """Kernels that count their calls."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        super().__init__(library)
+        self.calls: Counter[str] = Counter()
+
+    def rms_norm(self, *given: Any) -> Tensor:
+        self.calls["rms_norm"] += 1
+        return super().rms_norm(*given)
+
+    def add_rms_norm(self, *given: Any) -> Tensor:
+        self.calls["add_rms_norm"] += 1
+        return super().add_rms_norm(*given)
+
+    def gated(self, *given: Any) -> Tensor:
+        self.calls["gated"] += 1
+        return super().gated(*given)
+
+    def place_qkv(self, *given: Any) -> Tensor:
+        self.calls["place_qkv"] += 1
+        return super().place_qkv(*given)
+
+
+@pytest.fixture
+def kernels() -> CountedRows:
+    found = native_library()
+    if found is None:
+        pytest.skip(native_problem())
+    return CountedRows(found)
+
+
+def greedy(path: Path, kernels: RowKernels | None) -> tuple[list[list[int]], Tensor]:
+    """The tokens of three sequences, decoded together, and the last logits."""
+    model = load_model(path, dtype="float32", kernels=LayerKernels(kernels))
+    recurrent = sum(isinstance(spec, Recurrent) for spec in model.layer_specs)
+    state = State(
+        model.layer_specs,
+        capacity=128 if recurrent < len(model.layer_specs) else None,
+        num_states=32 if recurrent else None,
+        page_size=4,
+        backend=SdpaAttention(),
+        recurrence=ChunkedRecurrence(),
+        rows=kernels,
+    )
+    runner = LocalRunner(model, state, torch.device("cpu"))
+    edits = tuple(Add(seq) for seq in range(3))
+    output = runner.execute(Step(edits=edits, chunks=tuple(map(Chunk, range(3), PROMPTS))))
+    tokens = []
+    for _ in range(DECODES):
+        tokens.append(output.logits_RV.argmax(-1).tolist())
+        output = runner.execute(Step(chunks=tuple(Chunk(seq, [token]) for seq, token in enumerate(tokens[-1]))))
+    return tokens, output.logits_RV
+
+
+def check(case: Case, path: Path, kernels: CountedRows) -> None:
+    expected, logits = greedy(path, None)
+    tokens, found = greedy(path, kernels)
+    assert tokens == expected
+    # Sums in another order, through up to 7 layers: some hundred units in the last place.
+    torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-3)
+    if case.family not in OWN_NORMS and "Deepseek" not in case.family and case.family != "Mamba2":
+        assert kernels.calls["place_qkv"] >= DECODES
+    if case.family not in LAYER_NORMS:
+        assert kernels.calls["rms_norm"] >= DECODES
+    if case.family not in ("GptOss", "FalconH1", "Mamba2"):
+        assert kernels.calls["gated"] >= DECODES
+
+
+def test_tokens_of_dense_families(tiny: TinyCheckpoint, kernels: CountedRows) -> None:
+    check(tiny.case, tiny.path, kernels)
+
+
+@pytest.mark.parametrize(("module", "name"), OTHERS, ids=lambda given: given if isinstance(given, str) else "")
+def test_tokens_of_other_families(module: Any, name: str, tmp_path: Path, kernels: CountedRows) -> None:
+    case = next(one for one in module.CASES if one.name == name)
+    module.make_checkpoint(case, tmp_path)
+    check(case, tmp_path, kernels)

@@ -1,0 +1,367 @@
+"""Work on rows between the products, in PyTorch and in C++ at every level, against float64.
+
+Bounds say how far a right answer may be from the exact one; they are derived from the precision. A
+row's result is the same to the bit in any batch and on any number of threads.
+
+Letters: as in ``contracts.rows``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.contracts.layers import RopeSpec
+from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowKernels
+from quire.kernels import rows as kernel_rows
+from quire.kernels.native_library import native_problem
+from quire.kernels.rows import NativeRows, native_rows, threads_for
+from quire.ops.rope import RotaryTable
+from quire.ops.rows import REFERENCE_ROWS
+
+EPS = 1e-3
+SINGLE = torch.finfo(torch.float32).eps
+WIDTHS = (1, 2, 15, 16, 17, 63, 64, 65, 576, 1000)
+COUNTS = (0, 1, 5)
+TYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16),
+)
+"""Of rows and weights. C++ leaves the last to PyTorch."""
+LEVELS = (0, 1, 2)
+
+
+@pytest.fixture(params=["torch", *LEVELS])
+def kernels(request: pytest.FixtureRequest) -> Iterator[RowKernels]:
+    """Each implementation; a level that the processor lacks is skipped."""
+    if request.param == "torch":
+        yield REFERENCE_ROWS
+        return
+    found = native()
+    if found.use_level(request.param) != request.param:
+        pytest.skip(f"this processor has no level {request.param}")
+    yield found
+    found.use_level(max(LEVELS))
+
+
+def native() -> NativeRows:
+    found = native_rows()
+    if found is None:
+        pytest.skip(native_problem())
+    return found
+
+
+@pytest.fixture
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Also for little work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    monkeypatch.setattr(kernel_rows, "ONE_THREAD", 1)
+    yield
+    torch.set_num_threads(before)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Numbers of both signs, some of them large and some tiny."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.exp2(torch.randint(-6, 4, shape, generator=generator).float())
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+def assert_near(found: Tensor, exact: Tensor, off: Tensor | float) -> None:
+    """``off``: how far float32 sums may be; then comes one rounding to the dtype."""
+    assert found.shape == exact.shape
+    assert found.stride(-1) == 1 or found.numel() < 2
+    unit, least = torch.finfo(found.dtype).eps / 2, torch.finfo(found.dtype).smallest_normal
+    bound = exact.abs() * unit * 1.01 + off + least
+    assert ((found.double() - exact).abs() <= bound).all()
+
+
+def exact_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    x = x.double()
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight_E.double()
+
+
+@pytest.mark.parametrize("types", TYPES, ids=str)
+def test_norms(kernels: RowKernels, types: tuple[torch.dtype, torch.dtype]) -> None:
+    dtype, weight_dtype = types
+    for width, count in itertools.product(WIDTHS, COUNTS):
+        x, weight_E = drawn(count, width, dtype=dtype, seed=width), drawn(width, dtype=weight_dtype, seed=1)
+        exact = exact_norm(x, weight_E, EPS)
+        off = exact.abs() * SINGLE * (4 + width / 16)
+        assert_near(kernels.rms_norm(x, weight_E, EPS), exact, off)
+        # Rows of a wider tensor, heads of such rows, and every other column.
+        wider = drawn(count, 3 * width, dtype=dtype, seed=2)
+        wider[:, width : 2 * width] = x
+        assert_near(kernels.rms_norm(wider[:, width : 2 * width], weight_E, EPS), exact, off)
+        heads_THD = wider.view(count, 3, width)[:, 1:2]
+        assert_near(kernels.rms_norm(heads_THD, weight_E, EPS), exact.unsqueeze(1), off.unsqueeze(1))
+        assert_near(kernels.rms_norm(x.repeat_interleave(2, 1)[:, ::2], weight_E, EPS), exact, off)
+
+
+@pytest.mark.parametrize("types", TYPES, ids=str)
+def test_norms_of_sums(kernels: RowKernels, types: tuple[torch.dtype, torch.dtype]) -> None:
+    dtype, weight_dtype = types
+    for width, count in itertools.product(WIDTHS, COUNTS):
+        x, y = (drawn(count, width, dtype=dtype, seed=seed) for seed in (width, width + 1))
+        weight_E, before = drawn(width, dtype=weight_dtype, seed=1), x.clone()
+        # The sum is rounded before its norm: it is what the next block reads.
+        total = y + x
+        found = kernels.add_rms_norm(y, x, weight_E, EPS)
+        assert torch.equal(y, total)
+        assert torch.equal(x, before)
+        exact = exact_norm(total, weight_E, EPS)
+        assert_near(found, exact, exact.abs() * SINGLE * (4 + width / 16))
+
+
+@pytest.mark.parametrize("x_shape", [(3, 8), (1, 8), (2, 4)])
+def test_a_sum_of_other_shapes_is_as_in_torch(kernels: RowKernels, x_shape: tuple[int, ...]) -> None:
+    weight_E, y, x = drawn(8), drawn(3, 8, seed=1), drawn(*x_shape, seed=2)
+    if x_shape == (2, 4):
+        with pytest.raises(RuntimeError):
+            kernels.add_rms_norm(y, x, weight_E, EPS)
+        return
+    expected = exact_norm(y + x, weight_E, EPS)
+    assert_near(kernels.add_rms_norm(y, x, weight_E, EPS), expected, expected.abs() * SINGLE * 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_what_is_no_number(kernels: RowKernels, dtype: torch.dtype) -> None:
+    """A bad row stays alone, and is as bad as in PyTorch."""
+    x, weight_E = drawn(6, 33, dtype=dtype), drawn(33, dtype=dtype, seed=1)
+    x[1, 3], x[2, 32], x[3, 0], x[4] = math.nan, math.inf, -math.inf, 0.0
+    found, expected = kernels.rms_norm(x, weight_E, EPS), REFERENCE_ROWS.rms_norm(x, weight_E, EPS)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert found[0].isfinite().all()
+    assert (found[4] == 0).all()
+
+
+# -- gates -----------------------------------------------------------------------------------------
+
+
+def exact_gate(gate: Tensor, activation: ActivationName) -> Tensor:
+    x = gate.double()
+    if activation == "silu":
+        return x * torch.sigmoid(x)
+    if activation == "gelu_tanh":
+        return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    return x * 0.5 * torch.special.erfc(x * -math.sqrt(0.5))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gates(kernels: RowKernels, dtype: torch.dtype, activation: ActivationName) -> None:
+    rounded_twice = kernels is REFERENCE_ROWS or dtype == torch.float16
+    for width, count in itertools.product(WIDTHS, COUNTS):
+        gate, up = (drawn(count, width, dtype=dtype, seed=seed) for seed in (width, width + 1))
+        found = kernels.gated(torch.cat((gate, up), -1), activation)
+        exact = exact_gate(gate, activation) * up.double()
+        # PyTorch computes (1 + tanh) / 2 and (1 + erf) / 2, right to the last place of 1.
+        off = (gate.double() * up.double()).abs() * 4 * SINGLE
+        if rounded_twice:
+            off = off + exact.abs() * torch.finfo(dtype).eps + up.double().abs() * torch.finfo(dtype).smallest_normal
+        assert_near(found, exact, off)
+    wider = drawn(3, 50, dtype=dtype)
+    assert torch.equal(kernels.gated(wider[:, 1:49], activation), kernels.gated(wider[:, 1:49].clone(), activation))
+    heads = drawn(2, 3, 40, dtype=dtype)
+    assert kernels.gated(heads, activation).shape == (2, 3, 20)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gates_over_all_magnitudes(kernels: RowKernels, activation: ActivationName) -> None:
+    """Relative error where PyTorch has cancellation: the C++ forms have none."""
+    gate = torch.cat([sign * torch.logspace(-40, 38, 3001) for sign in (1, -1)] + [torch.linspace(-12, 12, 4001)])
+    found = kernels.gated(torch.stack((gate, torch.ones_like(gate)), -1).view(-1, 2), activation).squeeze(-1)
+    exact = exact_gate(gate, activation)
+    off = gate.double().abs() * 2 * SINGLE
+    if kernels is not REFERENCE_ROWS:
+        # An exponent of magnitude m is off by m half units, and so is the power.
+        power = gate.double().abs().clamp(max=12) ** (2 if activation != "silu" else 1)
+        off = exact.abs() * SINGLE * (6 + power)
+        # Below the smallest normal number.
+        off = off + gate.double().abs() * 1e-37
+    assert_near(found, exact, off)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gates_of_what_is_no_number(kernels: RowKernels, dtype: torch.dtype, activation: ActivationName) -> None:
+    if kernels is REFERENCE_ROWS:
+        pytest.skip("PyTorch's gelu of infinity is NaN")
+    bad = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 3e38, -3e38, 100.0, -100.0])
+    for gate, up in ((bad, torch.ones(10)), (torch.ones(10), bad), (bad.repeat(3), torch.ones(30))):
+        row = torch.cat((gate, up)).to(dtype).unsqueeze(0)
+        expected = exact_gate(gate.to(dtype), activation) * up.to(dtype).double()
+        torch.testing.assert_close(kernels.gated(row, activation)[0], expected.to(dtype), equal_nan=True)
+
+
+# -- rotation --------------------------------------------------------------------------------------
+
+
+class Case:
+    """Random heads of a fused projection, and a pool for K and V."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        count: int = 4,
+        heads: int = 3,
+        kv_heads: int = 2,
+        dk: int = 10,
+        dv: int = 7,
+        rotary: int = 10,
+        interleaved: bool = False,
+        norms: torch.dtype | None = None,
+        gap: int = 0,
+    ) -> None:
+        self.count, self.heads, self.kv_heads, self.dk, self.rotary = count, heads, kv_heads, dk, rotary
+        columns = (heads + kv_heads) * dk + kv_heads * dv
+        self.qkv_TC = drawn(count, columns + gap, dtype=dtype, seed=dk)[:, :columns]
+        self.rotation = None
+        if rotary:
+            spec = RopeSpec(theta=100.0, rotary_dim=rotary, interleaved=interleaved)
+            positions_T = torch.randint(0, 5000, (count,), generator=torch.Generator().manual_seed(1))
+            rows = RotaryTable(spec, torch.device("cpu")).rows(positions_T, 5000)
+            self.rotation = Rotation(*rows, interleaved)
+        self.norms = None
+        if norms is not None:
+            self.norms = HeadNormWeights(drawn(dk, dtype=norms, seed=3), drawn(dk, dtype=norms, seed=4), EPS)
+        self.k_SHD, self.v_SHD = drawn(20, kv_heads, dk, dtype=dtype, seed=5), drawn(20, kv_heads, dv, dtype=dtype)
+        self.slots_T = torch.randperm(20, generator=torch.Generator().manual_seed(2))[:count]
+
+    def run(self, kernels: RowKernels, rows: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
+        """Run some rows; return the result and the pool after it."""
+        rotation = self.rotation
+        if rotation is not None:
+            rotation = Rotation(rotation.cos_T1R[rows], rotation.sin_T1R[rows], rotation.interleaved)
+        k, v = self.k_SHD.clone(), self.v_SHD.clone()
+        slots = self.slots_T[rows]
+        return kernels.place_qkv(self.qkv_TC[rows], self.heads, rotation, self.norms, k, v, slots), k, v
+
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """Turned heads of q and k in float64, and the size of the terms of each."""
+        every = self.heads + self.kv_heads
+        x = self.qkv_TC[:, : every * self.dk].double().view(self.count, every, self.dk)
+        if self.norms is not None:
+            q, k = x[:, : self.heads], x[:, self.heads :]
+            x = torch.cat((exact_norm(q, self.norms.q_weight_D, EPS), exact_norm(k, self.norms.k_weight_D, EPS)), 1)
+        turned, terms = x.clone(), x.abs()
+        if self.rotation is not None:
+            cos, sin = (part.double().squeeze(1) for part in self.rotation[:2])
+            for column in range(self.rotary):
+                half = self.rotary // 2
+                other = column ^ 1 if self.rotation.interleaved else (column + half) % self.rotary
+                one, two = x[..., column] * cos[:, None, column], x[..., other] * sin[:, None, column]
+                turned[..., column], terms[..., column] = one + two, one.abs() + two.abs()
+        return turned, terms
+
+
+SHAPES = (
+    {},
+    {"count": 0},
+    {"count": 1, "heads": 1, "kv_heads": 1, "dk": 1, "dv": 1, "rotary": 0},
+    {"dk": 64, "dv": 64, "rotary": 64, "gap": 5},
+    {"dk": 80, "dv": 80, "rotary": 34, "count": 17},
+    {"dk": 64, "rotary": 2},
+    {"dk": 33, "rotary": 32, "heads": 4, "kv_heads": 1},
+    {"dk": 128, "dv": 128, "rotary": 0},
+)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("types", [*TYPES, (torch.float32, None), (torch.bfloat16, None)], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.product(3)
+def test_heads_are_placed(
+    kernels: RowKernels, types: tuple[torch.dtype, torch.dtype | None], shape: dict[str, Any], interleaved: bool
+) -> None:
+    dtype, norms = types
+    case = Case(dtype, interleaved=interleaved, norms=norms, **shape)
+    turned, k_SHD, v_SHD = case.run(kernels)
+    exact, terms = case.exact()
+    # PyTorch's form rounds normed heads before they turn.
+    twice = norms is not None and (kernels is REFERENCE_ROWS or dtype == torch.float16)
+    assert_near(turned, exact, terms * (SINGLE * (8 + case.dk / 16) + twice * torch.finfo(dtype).eps))
+    k_expected, v_expected = case.k_SHD.clone(), case.v_SHD.clone()
+    k_expected[case.slots_T] = turned[:, case.heads :]
+    v_expected[case.slots_T] = case.qkv_TC[:, -v_SHD[0].numel() :].reshape(case.count, *v_SHD.shape[1:])
+    assert torch.equal(k_SHD, k_expected)
+    assert torch.equal(v_SHD, v_expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bad_head_stays_alone(kernels: RowKernels, dtype: torch.dtype) -> None:
+    case = Case(dtype, dk=32, dv=32, rotary=32, norms=dtype)
+    clean, *_ = case.run(kernels)
+    case.qkv_TC[1, 40] = math.nan
+    case.qkv_TC[2, 0] = math.inf
+    found, *_ = case.run(kernels)
+    expected = torch.zeros(4, 5, dtype=torch.bool)
+    expected[1, 1] = expected[2, 0] = True
+    assert torch.equal(found.isnan().any(-1), expected)
+    assert torch.equal(found[~expected], clean[~expected])
+
+
+# -- rows do not know their batch ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [63, 576, 5000])
+@pytest.mark.usefixtures("three_threads")
+def test_rows_are_the_same_in_any_batch_to_the_bit(dtype: torch.dtype, level: int, width: int) -> None:
+    kernels = native()
+    kernels.use_level(level)
+    try:
+        x, y, h = (drawn(37, size, dtype=dtype, seed=size) for size in (width, width, 2 * width))
+        weight_E = drawn(width, dtype=dtype)
+        total = y.clone()
+        normed, summed = kernels.rms_norm(x, weight_E, EPS), kernels.add_rms_norm(total, x, weight_E, EPS)
+        gates = [kernels.gated(h, name) for name in ("silu", "gelu", "gelu_tanh")]
+        for row in (slice(0, 1), slice(36, 37), slice(3, 20)):
+            assert torch.equal(kernels.rms_norm(x[row], weight_E, EPS), normed[row])
+            one = y[row].clone()
+            assert torch.equal(kernels.add_rms_norm(one, x[row], weight_E, EPS), summed[row])
+            assert torch.equal(one, total[row])
+            for name, gate in zip(("silu", "gelu", "gelu_tanh"), gates, strict=True):
+                assert torch.equal(kernels.gated(h[row], name), gate[row])
+        case = Case(dtype, count=17, dk=width % 100 * 2, rotary=width % 100, dv=3, norms=dtype)
+        placed, k_SHD, v_SHD = case.run(kernels)
+        for row in (slice(0, 1), slice(16, 17), slice(3, 9)):
+            some, k, v = case.run(kernels, row)
+            assert torch.equal(some, placed[row])
+            assert torch.equal(k[case.slots_T[row]], k_SHD[case.slots_T[row]])
+            assert torch.equal(v[case.slots_T[row]], v_SHD[case.slots_T[row]])
+    finally:
+        kernels.use_level(max(LEVELS))
+
+
+def test_little_work_runs_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert threads_for(16 * 3072) == 1
+    assert threads_for(kernel_rows.ONE_THREAD + 1) == 2
+    assert threads_for(2048 * 3072) == 64
+
+
+def test_a_level_beyond_the_processors_is_its_best() -> None:
+    kernels = native()
+    assert kernels.use_level(9) == kernels.use_level(max(LEVELS))
+    assert kernels.use_level(0) == 0
+    kernels.use_level(max(LEVELS))
+
+
+def test_other_dtypes_take_pytorchs_form() -> None:
+    x, weight_E, h = (drawn(*shape, dtype=torch.float64) for shape in ((3, 8), (8,), (3, 8)))
+    found = native().rms_norm(x, weight_E, EPS)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, exact_norm(x, weight_E, EPS))
+    torch.testing.assert_close(native().gated(h, "silu"), REFERENCE_ROWS.gated(h, "silu"))
