@@ -79,6 +79,7 @@ SAME_THING = {
     "recurrence": "the contract, the reference, the kernel",
     "experts": "the reference, the layer",
     "low_rank": "the reference, the kernel, the layer",
+    "linear": "layer, contract and kernel",
     "rows": "the contract, the reference, the kernel",
     "latent": "the layer, and what a KV state stores of it",
     "executor": "the contract, and who keeps it",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,6 +17,7 @@ from quire.branches.stored_state import StoredState
 from quire.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
+from quire.contracts.linear import Quantization
 from quire.contracts.rows import LayerKernels
 from quire.engine.chat_templates import with_chosen_template
 from quire.engine.engine import Engine
@@ -27,6 +28,7 @@ from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Un
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
 from quire.executor.reports import dtype_name
+from quire.kernels.linear import native_linear
 from quire.kernels.low_rank import native_low_rank
 from quire.kernels.native_library import native_problem
 from quire.kernels.recurrence import ChunkedRecurrence
@@ -99,8 +101,9 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         dtype=config.dtype,
         progress=progress,
         max_model_len=config.max_model_len,
-        kernels=layer_kernels(device),
+        kernels=layer_kernels(device, config.quantization),
     )
+    check_quantized(model, config.quantization)
     if tokenizer is not None:
         tokenizer.check_fits(model.vocab_size)
     max_len = model.max_position if config.max_model_len is None else config.max_model_len
@@ -133,8 +136,10 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     if state.recurrent_ids:
         every = f", kept every {interval} tokens" if interval else ""
         held.append(f"{sizes.states} recurrent states of {state.geometry.state_bytes:,} bytes{every}")
+    weights = f", {model.quantization} weights" if model.quantization else ""
     notes = (
-        f"{model.architecture}, {model.num_parameters / 1e6:.1f}M parameters in {dtype_name(model.dtype)} on {device}",
+        f"{model.architecture}, {model.num_parameters / 1e6:.1f}M parameters in {dtype_name(model.dtype)} on {device}{weights}, "
+        f"{model.parameter_bytes / 2**20:.0f} MiB",
         f"KV pool: {' and '.join(held)}, {state.num_bytes / 2**20:.0f} MiB",
     )
     for note in notes:
@@ -274,9 +279,27 @@ def make_state(
     )
 
 
-def layer_kernels(device: torch.device) -> LayerKernels:
-    """Return what the layers of a model on this device are given."""
-    return LayerKernels(native_rows() if device.type == "cpu" else None)
+def layer_kernels(device: torch.device, quantization: str | None = None) -> LayerKernels:
+    """Return what the layers of a model on this device are given; ``Unsupported`` if nothing
+    multiplies with weights of that quantization."""
+    if quantization is not None and (device.type != "cpu" or native_linear() is None):
+        reason = f"the device is {device}, and only CPUs have it" if device.type != "cpu" else native_problem()
+        raise Unsupported(f"quantization {quantization!r}: {reason}", field="quantization", given=quantization)
+    if device.type != "cpu":
+        return LayerKernels()
+    return LayerKernels(native_rows(), native_linear(), cast("Quantization | None", quantization))
+
+
+def check_quantized(model: LoadedModel, quantization: str | None) -> None:
+    """Raise ``Unsupported`` if the model has kept its weights as they were."""
+    if quantization is not None and model.quantization is None:
+        why = "transformers runs it" if getattr(model, "fallback", False) else f"its dtype is {model.dtype}"
+        raise Unsupported(
+            f"quantization {quantization!r}: {model.architecture} has no weights that can be quantised: {why}; "
+            "leave it out, or take float32 or bfloat16 and a native architecture",
+            field="quantization",
+            given=quantization,
+        )
 
 
 def checkpoint_interval(config: EngineConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.contracts.layers import Recurrent
 from quire.contracts.rows import LayerKernels, RowKernels
+from quire.kernels.linear import native_linear
 from quire.kernels.native_library import NativeLibrary, native_library, native_problem
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.rows import NativeRows
@@ -80,7 +81,8 @@ def kernels() -> CountedRows:
 
 def greedy(path: Path, kernels: RowKernels | None) -> tuple[list[list[int]], Tensor]:
     """The tokens of three sequences, decoded together, and the last logits."""
-    model = load_model(path, dtype="float32", kernels=LayerKernels(kernels))
+    products = None if kernels is None else native_linear()
+    model = load_model(path, dtype="float32", kernels=LayerKernels(kernels, products))
     recurrent = sum(isinstance(spec, Recurrent) for spec in model.layer_specs)
     state = State(
         model.layer_specs,

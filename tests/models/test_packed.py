@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from quire.models import decoder
+from quire.contracts.linear import Quantization, WeightForm
+from quire.contracts.rows import LayerKernels
+from quire.kernels.linear import NativeLinear, native_linear
+from quire.kernels.native_library import native_library, native_problem
 from quire.models.loading import load_model
 from quire.nn import packed as module
 from quire.nn.linear import Linear
-from quire.nn.packed import PackedLinear, can_pack, packed
+from quire.nn.packed import KernelLinear, PackedLinear, can_pack, packed
 
+needs_library = pytest.mark.skipif(native_library() is None, reason=native_problem())
 CPU = torch.device("cpu")
 needs_packing = pytest.mark.skipif(
     not can_pack(torch.bfloat16, CPU), reason="this PyTorch does not pack bfloat16 weights on this CPU"
@@ -56,8 +60,7 @@ def test_every_linear_map_of_every_family_is_packed(tiny: Any, monkeypatch: pyte
             super().__init__(plain.weight, plain.bias)
 
     monkeypatch.setattr(module, "PackedLinear", Packed)
-    for one in (module, decoder):
-        monkeypatch.setattr(one, "can_pack", lambda dtype, device: True)
+    monkeypatch.setattr(module, "can_pack", lambda dtype, device: True)
     model = load_model(tiny.path, dtype="float32")
     linears = [model.lm_head]
     for block in model.blocks:
@@ -65,3 +68,55 @@ def test_every_linear_map_of_every_family_is_packed(tiny: Any, monkeypatch: pyte
     assert {type(one) for one in linears} == {Packed}
     bytes_twice = model.embedding.weight.nbytes if model.tied else 0
     assert model.parameter_bytes == 4 * model.num_parameters + bytes_twice
+
+
+def form_of(made: Linear) -> WeightForm:
+    assert isinstance(made, KernelLinear)
+    return made.map.weights.form
+
+
+@needs_library
+def test_a_kernel_keeps_what_the_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 weights that bfloat16 has exactly are kept in half of the bytes; with AMX PyTorch
+    multiplies bfloat16 weights."""
+    kernels, rounded = LayerKernels(linear=native_linear()), torch.randn(40, 64).bfloat16()
+    for weight, form in (
+        (rounded.float(), "bfloat16"),
+        (torch.randn(40, 64), "float32"),
+        (torch.ones(2, 3), "float32"),
+    ):
+        plain = Linear(weight, torch.randn(len(weight)))
+        made = packed(plain, kernels)
+        assert form_of(made) == form
+        assert torch.equal(made.plain_weight(), weight)
+        assert (made.in_features, made.out_features) == tuple(reversed(weight.shape))
+        torch.testing.assert_close(made(torch.ones(2, weight.shape[1])), plain(torch.ones(2, weight.shape[1])))
+    library = native_library()
+    assert library is not None
+    for has_tiles, kinds in ((False, KernelLinear), (True, (PackedLinear, Linear))):
+        monkeypatch.setattr("quire.kernels.linear.has_tiles", lambda has_tiles=has_tiles: has_tiles)
+        made = packed(Linear(rounded), LayerKernels(linear=NativeLinear(library)))
+        assert isinstance(made, kinds)
+        assert isinstance(made, KernelLinear) != has_tiles
+    half = Linear(torch.ones(4, 8, dtype=torch.float16))
+    assert packed(half, kernels) is half
+
+
+@needs_library
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_every_linear_map_has_the_form(tiny: Any, quantization: Quantization | None) -> None:
+    plain = load_model(tiny.path, dtype="float32")
+    model = load_model(tiny.path, dtype="float32", kernels=LayerKernels(None, native_linear(), quantization))
+    assert model.quantization == quantization
+    assert form_of(model.lm_head) == ("float32" if quantization is None else "int8")
+    saved = 0
+    for block, before in zip(model.blocks, plain.blocks, strict=True):
+        for part, name in (("attention", "qkv"), ("attention", "out"), ("mlp", "gate_up"), ("mlp", "down")):
+            made, old = getattr(getattr(block, part), name), getattr(getattr(before, part), name)
+            assert form_of(made) == (quantization or "float32")
+            off = (made.plain_weight() - old.weight).abs().max() / old.weight.abs().max()
+            # Half a step: of 127, or of 8 at a scale that may be three quarters of the largest's.
+            assert off <= {None: 0, "int8": 0.6 / 127, "int4": 0.26}[quantization]
+            saved += old.weight.nbytes - made.weight_bytes
+    head = model.lm_head.weight_bytes - (0 if model.tied else plain.lm_head.weight.nbytes)
+    assert model.parameter_bytes == plain.parameter_bytes - saved + head

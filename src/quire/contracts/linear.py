@@ -14,9 +14,11 @@ from torch import Tensor
 WeightForm: TypeAlias = Literal["float32", "bfloat16", "int8", "int4"]
 """How a weight is kept. "int8" and "int4": codes with one bfloat16 scale for a group of inputs."""
 
+Quantization: TypeAlias = Literal["int8", "int4"]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedWeights:
+class PackedMatrix:
     """The weights ``[O, I]`` of one map, laid out as ``kernels/cpu/linear.h`` says."""
 
     form: WeightForm
@@ -37,7 +39,7 @@ class PackedWeights:
 class LinearMap(Protocol):
     """``y = x W^T + b`` over packed weights."""
 
-    weights: PackedWeights
+    weights: PackedMatrix
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Map ``[T, I]`` to a fresh ``[T, O]`` of the same dtype. Sums are in float32. A row's
@@ -51,7 +53,12 @@ class LinearKernel(Protocol):
     name: str
 
     def refusal(self, weight_OI: Tensor, form: WeightForm) -> str:
-        """Return why a weight cannot be packed so for activations of its own dtype; "" if it can."""
+        """Return why a weight cannot be packed so, for activations of its dtype; "" if it can."""
+        ...
+
+    def lossless(self, weight_OI: Tensor) -> WeightForm | None:
+        """Return the smallest form that has all values exactly; None if PyTorch's own products with
+        such weights are faster on this processor, or the weight cannot be packed."""
         ...
 
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None, form: WeightForm) -> LinearMap:

@@ -9,10 +9,12 @@ Letters: T rows; E model width; F inner width; Hq, Hkv heads; Dk, Dv head sizes;
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
+
+from quire.contracts.linear import LinearKernel, Quantization
 
 ActivationName: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -71,5 +73,12 @@ class LayerKernels:
 
     rows: RowKernels | None = None
     """None: PyTorch's operations."""
-    linear: None = None
-    """None: ``nn.packed`` decides."""
+    linear: LinearKernel | None = None
+    """None: PyTorch's products, with oneDNN's packed weights where these are faster."""
+    quantization: Quantization | None = None
+    """Form of the weights of linear maps, of which ``linear`` has the products; None: a form that
+    loses nothing. With "int4" the head has 8 bits."""
+
+    def of_head(self) -> LayerKernels:
+        """Return the same for the map to logits, whose error nothing behind it evens out."""
+        return replace(self, quantization="int8") if self.quantization else self

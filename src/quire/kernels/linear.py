@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from quire.contracts.linear import PackedWeights, WeightForm, group_of, values_dtype
+from quire.contracts.linear import PackedMatrix, WeightForm, group_of, values_dtype
 from quire.errors import InvalidArgument
 from quire.kernels.native_library import NativeLibrary, native_library
 
@@ -23,6 +23,13 @@ FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "int8", "int4")
 DTYPES = (torch.float32, torch.bfloat16)
 PAIRS = 3
 """Level of processors that multiply pairs of bfloat16."""
+
+
+def has_tiles() -> bool:
+    """Return whether the processor multiplies tiles of bfloat16 (AMX). PyTorch's products do, and
+    these do not."""
+    probe = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return probe is not None and bool(probe())
 
 
 class _Linear(ctypes.Structure):
@@ -50,6 +57,8 @@ class NativeLinear:
         self._parallel = library.parallel
         arguments = (pointer, pointer, pointer, number, number, number)
         self._run = library.function("quire_linear", *arguments, result=ctypes.c_int)
+        self._fits = library.function("quire_fits_bfloat16", pointer, number, result=ctypes.c_int)
+        self._tiles = has_tiles()
         self._pack = library.function(
             "quire_pack_linear", pointer, *[number] * 6, pointer, pointer, number, pointer
         )  # fmt: skip
@@ -66,6 +75,19 @@ class NativeLinear:
         if form in ("int8", "int4") and not group_of(form, inputs):
             return f"{form} weights have a scale for 8 inputs or more; {inputs} inputs are no multiple of 8"
         return ""
+
+    def lossless(self, weight_OI: Tensor) -> WeightForm | None:
+        """See the contract."""
+        found: WeightForm = "float32"
+        if weight_OI.dtype == torch.bfloat16:
+            if self._tiles:
+                return None
+            found = "bfloat16"
+        elif not self.refusal(weight_OI, "bfloat16"):
+            weight_OI = weight_OI.contiguous()
+            if self._fits(weight_OI.data_ptr(), weight_OI.numel()):
+                found = "bfloat16"
+        return None if self.refusal(weight_OI, found) else found
 
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None, form: WeightForm) -> NativeMap:
         """See the contract. ``InvalidArgument``: ``refusal`` has a reason."""
@@ -89,7 +111,7 @@ class NativeLinear:
             weight_OI.data_ptr(), int(weight_OI.dtype == torch.bfloat16), weight_OI.stride(0), outputs, inputs, FORMS.index(form), group,
             values.data_ptr(), None if scales is None else scales.data_ptr(), torch.get_num_threads(), self._parallel,
         )  # fmt: skip
-        packed = PackedWeights(form, outputs, inputs, group, values, scales)
+        packed = PackedMatrix(form, outputs, inputs, group, values, scales)
         bias = None if bias_O is None else bias_O.float().contiguous()
         return NativeMap(self._run, packed, bias, weight_OI.dtype, self.level, self._parallel)
 
@@ -102,7 +124,7 @@ class NativeMap:
     def __init__(
         self,
         run: ctypes._NamedFuncPointer,
-        weights: PackedWeights,
+        weights: PackedMatrix,
         bias_O: Tensor | None,
         dtype: torch.dtype,
         level: int,

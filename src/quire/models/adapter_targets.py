@@ -204,5 +204,4 @@ def table_of(model: LoadedModel, linear: str) -> Tensor:
     assert embedding is not None
     if linear == EMBED or model.tied:
         return embedding.weight
-    weight = maps[linear].weight
-    return weight.to_dense() if weight.is_mkldnn else weight
+    return maps[linear].plain_weight()

@@ -37,7 +37,7 @@ from quire.nn.embedding import Embedding, ScaledEmbedding
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
 from quire.nn.norm import LayerNorm, LayerNormPerHead, RMSNorm
-from quire.nn.packed import can_pack, pack_maps, packed
+from quire.nn.packed import pack_maps, packed
 
 AttentionSpec: TypeAlias = FullAttention | WindowedAttention
 NormKind: TypeAlias = Literal["rms", "offset_rms", "layer"]
@@ -179,6 +179,7 @@ class Trunk:
         self.num_parameters = sum(tensor.numel() for tensor in parameters.values())
         """A tensor shared by embedding and head counts once."""
         self.parameter_bytes = sum(tensor.nbytes for tensor in parameters.values())
+        self.quantization: str | None = None
 
     def pack(self, kernels: LayerKernels) -> bool:
         """Give the layers their kernels. Lay the weights out for this machine where that helps;
@@ -187,13 +188,14 @@ class Trunk:
         The head of a tied model gets its own copy, since the embedding is read by rows.
         """
         parts: list[object] = [*self.blocks, self.norm]
-        for part in parts:
-            pack_maps(part, kernels)
-        if not can_pack(self.dtype, self.device):
+        grown = sum(pack_maps(part, kernels) for part in parts)
+        self.parameter_bytes += grown
+        head = packed(self.lm_head, kernels.of_head())
+        if head is self.lm_head:
             return False
-        if self.lm_head.weight is self.embedding.weight:
-            self.parameter_bytes += self.embedding.weight.nbytes
-        self.lm_head = packed(self.lm_head)
+        has_own = self.lm_head.weight is not self.embedding.weight
+        self.parameter_bytes += head.weight_bytes - (self.lm_head.weight_bytes if has_own else 0)
+        self.lm_head, self.quantization = head, kernels.quantization
         return True
 
     def embed(self, tokens_T: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ class FallbackModel:
         self.vocab_size = int(causal.get_output_embeddings().weight.shape[0])
         self.hidden_size = int(weight.shape[1])
         self.max_position = context_length(causal.config)
+        self.quantization: str | None = None
         self.max_model_len: int | None = None
         self.layer_specs: Sequence[LayerSpec] = list(specs)
         self.blocks: Sequence[Block] = [self._run]

@@ -45,6 +45,8 @@ class LoadedModel(Model, Protocol):
     """Whether embedding and head are one tensor."""
     parameter_bytes: int
     """Bytes of weights on ``device``; tied weights count once, or twice if the head was packed."""
+    quantization: str | None
+    """Form of the weights of linear maps: "int8", "int4", or None for that of the checkpoint."""
     max_model_len: int | None
     """The length for which ``load_model`` fixed a length-dependent RoPE; None: ``max_position``."""
     config: dict[str, Any]

@@ -45,7 +45,8 @@ class ModelFingerprint:
     config: str
     """SHA-256 (hex) of the canonical JSON that decides the logits, without context and dtype."""
     weights: str
-    """XXH3-128 (hex) of the bytes of the safetensors files."""
+    """XXH3-128 (hex) of the bytes of the safetensors files, then "-int8" or "-int4" if the weights
+    were quantised."""
 
 
 def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> ModelFingerprint:
@@ -60,7 +61,7 @@ def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> Model
     return ModelFingerprint(
         architecture=model.architecture,
         config=hashlib.sha256(model.canonical_config.encode()).hexdigest(),
-        weights=weights_digest(path),
+        weights=weights_digest(path) + (f"-{model.quantization}" if model.quantization else ""),
     )
 
 

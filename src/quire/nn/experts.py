@@ -21,7 +21,7 @@ from torch import Tensor
 from quire.contracts.rows import ActivationName, LayerKernels, RowKernels
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
-from quire.nn.packed import can_pack, pack_maps, packed
+from quire.nn.packed import pack_maps, packed
 from quire.ops.experts import Routing, route
 from quire.ops.rows import REFERENCE_ROWS
 
@@ -125,12 +125,16 @@ class ExpertLinear:
         y_PO = F.grouped_mm(x_PI, self.weight.transpose(1, 2), offs=ends_X)
         return y_PO if self.bias is None else y_PO.add_(self.bias.index_select(0, expert_P))
 
-    def pack(self, kernels: LayerKernels) -> None:
-        """Lay the maps out for this machine's kernels, one by one, and drop the stack."""
-        if self.weight is None or not can_pack(self.weight.dtype, self.weight.device):
-            return
-        self.maps = [packed(one) for one in self.maps]
-        self.weight = None
+    def pack(self, kernels: LayerKernels) -> int:
+        """Lay the maps out for this machine's kernels, one by one, and drop the stack; return the
+        bytes by which the weights have grown."""
+        if self.weight is None:
+            return 0
+        maps = [packed(one, kernels) for one in self.maps]
+        grown = sum(one.weight_bytes for one in maps) - sum(one.weight_bytes for one in self.maps)
+        if maps[0] is not self.maps[0]:
+            self.maps, self.weight = maps, None
+        return grown
 
 
 @dataclass(slots=True, eq=False)
@@ -209,9 +213,9 @@ class SharedExpert:
         y_TE = self.mlp(x_TE)
         return y_TE if self.gate is None else y_TE.mul_(torch.sigmoid(self.gate(x_TE)))
 
-    def pack(self, kernels: LayerKernels) -> None:
-        """Pack the MLP. The small gate stays."""
-        pack_maps(self.mlp, kernels)
+    def pack(self, kernels: LayerKernels) -> int:
+        """Pack the MLP; return the bytes by which its weights have grown. The small gate stays."""
+        return pack_maps(self.mlp, kernels)
 
 
 @dataclass(slots=True, eq=False)

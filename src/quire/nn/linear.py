@@ -45,6 +45,14 @@ class Linear:
     def out_features(self) -> int:
         return int(self.weight.shape[0])
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.weight.nbytes
+
+    def plain_weight(self) -> Tensor:
+        """Return the weight ``[O, I]`` as rows, however it is laid out."""
+        return self.weight
+
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Map ``[T, I]`` to a fresh ``[T, O]``."""
         y_TO = self.product(x_TI)

@@ -1,8 +1,10 @@
-"""Linear maps with weights in oneDNN's own layout (CPU, bfloat16).
+"""Linear maps with weights in the layout of a kernel.
 
-A plain call lets oneDNN read a row-major weight, at about two thirds of the memory bandwidth of its
-blocked layout; and decoding is reading weights. PyTorch's own compiler calls these functions when
-it freezes a model. They are not public; a PyTorch without them gets plain weights.
+Decoding is reading weights, and a row-major weight is read at two thirds or less of the memory
+bandwidth of a blocked layout. ``KernelLinear`` has that of ``contracts.linear``, in any of its
+forms. Without such a kernel, and on processors with AMX, ``PackedLinear`` has oneDNN's own (CPU,
+bfloat16): PyTorch's compiler calls these functions when it freezes a model. They are not public; a
+PyTorch without them gets plain weights.
 
 Letters: T rows, I input features, O output features.
 """
@@ -14,8 +16,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from quire.contracts.linear import LinearMap, WeightForm
 from quire.contracts.rows import LayerKernels
 from quire.nn.linear import Linear
+from quire.ops.packed_weights import unpack
 
 LAYERS = ("quire.nn.", "quire.models.")
 """Packages that define the classes of a model's layers."""
@@ -44,30 +48,70 @@ class PackedLinear(Linear):
     def __init__(self, plain: Linear) -> None:
         super().__init__(torch.ops.mkldnn._reorder_linear_weight(plain.weight, ROWS_HINT), plain.bias, plain.name)
 
+    def plain_weight(self) -> Tensor:
+        """Return the weight ``[O, I]`` as rows."""
+        return self.weight.to_dense()
+
     def product(self, x_TI: Tensor) -> Tensor:
         """Map ``[T, I]`` to a fresh ``[T, O]``."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, self.weight, self.bias, "none", [], "")
         return out
 
 
-def packed(plain: Linear) -> Linear:
-    """Return the packed form if there is one, else the given map."""
+class KernelLinear(Linear):
+    """The same map as its plain ``Linear``, or one of fewer bits. ``weight`` has shape and dtype
+    only."""
+
+    __slots__ = ("map",)
+
+    def __init__(self, plain: Linear, made: LinearMap) -> None:
+        super().__init__(plain.weight.to("meta"), plain.bias, plain.name)
+        self.map = made
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.map.weights.nbytes
+
+    def plain_weight(self) -> Tensor:
+        """Return the weight ``[O, I]`` as rows."""
+        return unpack(self.map.weights).to(self.weight.dtype)
+
+    def product(self, x_TI: Tensor) -> Tensor:
+        """Map ``[T, I]`` to a fresh ``[T, O]``."""
+        return self.map(x_TI)
+
+
+PLAIN = LayerKernels()
+
+
+def packed(plain: Linear, kernels: LayerKernels = PLAIN) -> Linear:
+    """Return the map in the form that the kernels want, else packed by oneDNN, else as it is."""
+    if (kernel := kernels.linear) is not None:
+        form: WeightForm | None = kernels.quantization
+        if form is None or kernel.refusal(plain.weight, form):
+            form = kernel.lossless(plain.weight)
+        if form is not None:
+            return KernelLinear(plain, kernel.pack(plain.weight, plain.bias, form))
     return PackedLinear(plain) if can_pack(plain.weight.dtype, plain.weight.device) else plain
 
 
-def pack_maps(layer: object, kernels: LayerKernels) -> None:
+def pack_maps(layer: object, kernels: LayerKernels) -> int:
     """Give a layer, and the layers in it, the kernels that they have a place for. Replace linear
     maps by their packed forms, if there are any. A layer that keeps some of its maps as they are
-    has a ``pack`` of its own."""
+    has a ``pack`` of its own. Return the bytes by which the weights have grown."""
+    grown = 0
     if kernels.rows is not None and hasattr(layer, "row_kernels"):
         layer.row_kernels = kernels.rows
     for name, part in parts_of(layer):
         if isinstance(part, Linear):
-            setattr(layer, name, packed(part))
+            made = packed(part, kernels)
+            grown += made.weight_bytes - part.weight_bytes
+            setattr(layer, name, made)
         elif hasattr(part, "pack"):
-            part.pack(kernels)
+            grown += part.pack(kernels)
         elif type(part).__module__.startswith(LAYERS):
-            pack_maps(part, kernels)
+            grown += pack_maps(part, kernels)
+    return grown
 
 
 def parts_of(layer: object) -> Iterator[tuple[str, object]]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from quire.contracts.linear import PackedWeights, WeightForm, group_of
+from quire.contracts.linear import PackedMatrix, WeightForm, group_of
 
 PANEL = 32
 """Outputs of a panel."""
@@ -17,7 +17,7 @@ SMALLER_SCALES = (0.95, 0.9, 0.85, 0.8, 0.75)
 """Factors of an INT4 scale that may be nearer to most values, if the largest is clipped."""
 
 
-def pack(weight_OI: Tensor, form: WeightForm) -> PackedWeights:
+def pack(weight_OI: Tensor, form: WeightForm) -> PackedMatrix:
     """Return the weights in panels; outputs up to the next multiple of 32 are 0.
 
     A scale of "int8" is the largest absolute value over 127. That of "int4" makes the largest value
@@ -26,10 +26,10 @@ def pack(weight_OI: Tensor, form: WeightForm) -> PackedWeights:
     weight = F.pad(weight_OI, (0, 0, 0, -outputs % PANEL))
     panels = len(weight) // PANEL
     if form == "float32":
-        return PackedWeights(form, outputs, inputs, 0, weight.float().view(panels, PANEL, inputs).mT.contiguous(), None)
+        return PackedMatrix(form, outputs, inputs, 0, weight.float().view(panels, PANEL, inputs).mT.contiguous(), None)
     if form == "bfloat16":
         pairs = weight.bfloat16().view(panels, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
-        return PackedWeights(form, outputs, inputs, 0, pairs, None)
+        return PackedMatrix(form, outputs, inputs, 0, pairs, None)
     group = group_of(form, inputs)
     values = weight.float().view(len(weight), inputs // group, group)
     scales = _scales(values, form)
@@ -41,10 +41,10 @@ def pack(weight_OI: Tensor, form: WeightForm) -> PackedWeights:
         low, high = (_lay(parts[:, :, :, i].flatten(2)) for i in (0, 1))
         laid = low | (high << 4)
     scales_pGP = scales.view(panels, PANEL, inputs // group).mT.contiguous()
-    return PackedWeights(form, outputs, inputs, group, laid.to(torch.uint8), scales_pGP)
+    return PackedMatrix(form, outputs, inputs, group, laid.to(torch.uint8), scales_pGP)
 
 
-def unpack(packed: PackedWeights) -> Tensor:
+def unpack(packed: PackedMatrix) -> Tensor:
     """Return the values ``[O, I]`` in float32, which is exact for all forms."""
     values, inputs = packed.values, packed.inputs
     panels = len(values)
@@ -64,7 +64,7 @@ def unpack(packed: PackedWeights) -> Tensor:
     return (numbers.float() * scales).view(-1, inputs)[: packed.outputs]
 
 
-def multiply(x_TI: Tensor, packed: PackedWeights, bias_O: Tensor | None) -> Tensor:
+def multiply(x_TI: Tensor, packed: PackedMatrix, bias_O: Tensor | None) -> Tensor:
     """Return ``[T, O]`` in the dtype of x, which is rounded once."""
     bias = None if bias_O is None else bias_O.float()
     return F.linear(x_TI.float(), unpack(packed), bias).to(x_TI.dtype)
