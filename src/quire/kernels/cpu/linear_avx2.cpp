@@ -4,7 +4,7 @@
 #if defined(__x86_64__)
 TARGET_BEGIN("avx2,fma")
 
-constexpr int MOST_ROWS = 3;
+constexpr int MOST_ROWS = 4;
 
 #include "linear_tiles.h"
 

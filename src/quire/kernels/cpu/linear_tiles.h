@@ -7,7 +7,8 @@
 
 namespace {
 
-constexpr int BLOCK = 512;  // inputs at a time: their part of a panel stays in a cache for all rows, and their sum is added to the others
+// About as many inputs at a time: their part of a panel stays in a cache for all rows, and their sum is added to the others.
+constexpr int BLOCK = 640;
 constexpr int WIDEST_GROUP = 128;
 // What comes so many bytes later is fetched before it is needed.
 constexpr int AHEAD = 2048;
@@ -214,7 +215,15 @@ INLINE void tile_of(int64_t rows, float* to, int64_t to_apart, const X* x, const
 
 // -- rows ------------------------------------------------------------------------------------------------------------
 
-INLINE int64_t blocks_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+// Whether panels are read two at a time, by blocks of half as many rows: a few rows need more sums side by side, and many are
+// multiplied from a cache, where that loads less for each product. In between one panel is read once for all rows.
+INLINE bool in_twos(int64_t rows) { return rows <= MOST_ROWS / 2 || rows > 4 * MOST_ROWS; }
+
+// How many blocks of rows there are; they differ by one row at most.
+INLINE int64_t blocks_of(int64_t rows) {
+    const int64_t most = in_twos(rows) && MOST_ROWS > 1 ? MOST_ROWS / 2 : MOST_ROWS;
+    return (rows + most - 1) / most;
+}
 
 // Blocks of rows, each as [inputs][rows of the block].
 template <typename T>
@@ -222,22 +231,20 @@ INLINE void pack_rows(float* to, const T* x, int64_t x_stride, int64_t rows, int
     const int64_t count = blocks_of(rows);
     for (int64_t i = 0; i < count; i++) {
         const int64_t from = rows * i / count, some = rows * (i + 1) / count - from;
-        for (int64_t m = 0; m < some; m++) {
-            const T* row = x + (from + m) * x_stride;
-            float* place = to + from * inputs + m;
-            for (int64_t k = 0; k < inputs; k++) place[k * some] = wide_one(row + k);
-        }
+        const T* first = x + from * x_stride;
+        float* place = to + from * inputs;
+        for (int64_t k = 0; k < inputs; k++, place += some)
+            for (int64_t m = 0; m < some; m++) place[m] = wide_one(first + m * x_stride + k);
     }
 }
 INLINE void pack_pairs(uint32_t* to, const bfloat16* x, int64_t x_stride, int64_t rows, int64_t inputs) {
     const int64_t count = blocks_of(rows);
     for (int64_t i = 0; i < count; i++) {
         const int64_t from = rows * i / count, some = rows * (i + 1) / count - from;
-        for (int64_t m = 0; m < some; m++) {
-            const bfloat16* row = x + (from + m) * x_stride;
-            uint32_t* place = to + from * inputs / 2 + m;
-            for (int64_t k = 0; k < inputs; k += 2) place[k / 2 * some] = loaded<uint32_t>(row + k);
-        }
+        const bfloat16* first = x + from * x_stride;
+        uint32_t* place = to + from * inputs / 2;
+        for (int64_t k = 0; k < inputs; k += 2, place += some)
+            for (int64_t m = 0; m < some; m++) place[m] = loaded<uint32_t>(first + m * x_stride + k);
     }
 }
 
@@ -259,11 +266,17 @@ INLINE int64_t panel_bytes(const Linear& map) {
     return map.inputs * bytes[map.form];
 }
 
+// The inputs of a block, an even number: blocks of one map are equally long, but for the last.
+INLINE int64_t even_part(int64_t inputs) {
+    const int64_t count = (inputs + BLOCK - 1) / BLOCK;
+    return ((inputs + count - 1) / count + 1) / 2 * 2;
+}
+
 // sums[q][m][o] of Q panels.
 template <int Q, int FORM, typename X>
 INLINE void sum_panels(const Linear& map, int64_t panel, float* sums, int64_t to_apart, float* room, const X* x, int64_t length, int64_t rows) {
     constexpr bool is_paired = !std::is_same<X, float>::value;
-    const int64_t bytes = panel_bytes(map), step = FORM >= INT8 ? map.group : BLOCK;
+    const int64_t bytes = panel_bytes(map), step = FORM >= INT8 ? map.group : even_part(map.inputs);
     const uint8_t* from = (const uint8_t*)map.weights + panel * bytes;
     for (int q = 0; q < Q; q++) std::memset(sums + q * to_apart, 0, sizeof(float) * PANEL * rows);
     for (int64_t k = 0; k < map.inputs; k += step) {
@@ -331,7 +344,7 @@ INLINE void run_items(LinearCall& call) {
         }
         int64_t panel = panels * part / call.parts;
         const int64_t stop = panels * (part + 1) / call.parts;
-        if (rows <= MOST_ROWS / 2)
+        if (in_twos(rows))
             for (; panel + 2 <= stop; panel += 2) {
                 sum_panels<2, FORM>(map, panel, sums, to_apart, widened, x, length, rows);
                 for (int q = 0; q < 2; q++) put_rows<T>(call, panel + q, first, rows, sums + q * to_apart);
