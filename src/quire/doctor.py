@@ -104,10 +104,10 @@ def _kernels() -> Finding:
 
     kernel = native_low_rank()
     if kernel is None:
-        advice = "Install a C++ compiler and then Quire again; without them adapters take longer on the CPU."
+        advice = "Install a C++ compiler and then Quire again; without them models and adapters take longer on the CPU, and there are no int8 and int4 weights."
         return Finding("C++ kernels", native_problem(), False, advice)
     threads = "" if kernel.threaded else ", on one thread: PyTorch's libgomp was not found"
-    return Finding("C++ kernels", f"built; adapters on the CPU use them{threads}")
+    return Finding("C++ kernels", f"built; models and adapters on the CPU use them{threads}")
 
 
 def _server() -> Finding:

@@ -39,6 +39,7 @@ from quire.engine.session_history import SessionHistory
 from quire.errors import InvalidArgument
 from quire.hints import CacheHints
 from quire.interrupts import uninterrupted
+from quire.kernels.native_library import native_problem
 from quire.kv.rules import verbs_of
 from quire.models.catalogue import resolve_adapter
 from quire.models.families import LoadedModel
@@ -435,7 +436,7 @@ class LLM(SessionHistory):
             "verbs": verbs_of(kinds),
             "engine": ENGINE_REFUSALS,
             "engine_verbs": ENGINE_VERBS
-            | {"blending": self._engine.blending.refusal}
+            | {"blending": self._engine.blending.refusal, "quantised weights": native_problem()}
             | ({} if self.tokenizer is not None else {"structured outputs": "this model has no tokenizer"}),
             "notes": self._parts.notes,
             "blend_calibration": None if (found := self._engine.blending.calibration) is None else found.document(),

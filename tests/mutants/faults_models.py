@@ -6,6 +6,41 @@ from tests.mutants.harness import Mutant
 
 KERNELS = (
     Mutant(
+        name="four-bit-weights-of-another-scale",
+        file="build.py",
+        old="LayerKernels(native_rows(), native_linear(), cast(",
+        new="LayerKernels(native_rows(), native_linear(), None and cast(",
+        tests=("engine/test_quantized.py::test_tokens_are_those_of_the_rounded_weights",),
+    ),
+    Mutant(
+        name="quantised-weights-have-the-fingerprint-of-the-checkpoint",
+        file="models/fingerprint.py",
+        old='(f"-{model.quantization}" if model.quantization else "")',
+        new='""',
+        tests=("engine/test_quantized.py::test_states_do_not_pass_between_weights",),
+    ),
+    Mutant(
+        name="head-in-four-bits",
+        file="contracts/rows.py",
+        old='return replace(self, quantization="int8") if self.quantization else self',
+        new="return self",
+        tests=("models/test_packed.py::test_every_linear_map_has_the_form",),
+    ),
+    Mutant(
+        name="float32-weights-are-rounded",
+        file="kernels/linear.py",
+        old="if self._fits(weight_OI.data_ptr(), weight_OI.numel()):",
+        new="if True:",
+        tests=("models/test_packed.py::test_a_kernel_keeps_what_the_weights_are",),
+    ),
+    Mutant(
+        name="rows-with-gaps-are-read-as-one",
+        file="kernels/linear.py",
+        old="x_TI.data_ptr(), x_TI.stride(0), rows",
+        new="x_TI.data_ptr(), x_TI.shape[1], rows",
+        tests=("kernels/test_native_linear.py::test_against_the_reference",),
+    ),
+    Mutant(
         name="rows-behind-the-sink",
         file="kernels/attention_groups.py",
         old="if part.sink and len(group) > 1:",
