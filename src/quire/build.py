@@ -27,6 +27,7 @@ from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Un
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
 from quire.executor.reports import dtype_name
+from quire.kernels.cores import limit_threads
 from quire.kernels.low_rank import native_low_rank
 from quire.kernels.native_library import native_problem
 from quire.kernels.recurrence import ChunkedRecurrence
@@ -92,6 +93,8 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     spent."""
     path = resolve_model(config.model, revision=config.revision)
     device = resolve_device(config.device)
+    if device.type == "cpu":
+        limit_threads()
     tokenizer = load_tokenizer(config, path)
     model = load_model(
         path,
@@ -276,7 +279,7 @@ def make_state(
 
 def layer_kernels(device: torch.device) -> LayerKernels:
     """Return what the layers of a model on this device are given."""
-    return LayerKernels(native_rows() if device.type == "cpu" else None)
+    return LayerKernels(native_rows()) if device.type == "cpu" else LayerKernels()
 
 
 def checkpoint_interval(config: EngineConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
@@ -415,6 +418,8 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     """Load a model and put an executor with a pool of its own around it."""
     path = resolve_model(choices.model)
     device, size = choices.device, choices.page_size
+    if device.type == "cpu":
+        limit_threads()
     model = load_model(
         path,
         device=device,

@@ -194,6 +194,30 @@ ROWS = (
     ),
 )
 
+CORES = (
+    Mutant(
+        name="threads-of-one-core-count-as-cores",
+        file="kernels/cores.py",
+        old='siblings.add(path.read_text(encoding="ascii").strip())',
+        new='siblings.add(path.read_text(encoding="ascii") + str(cpu))',
+        tests=("test_cores.py::test_siblings_are_one_core",),
+    ),
+    Mutant(
+        name="only-the-own-group-limits",
+        file="kernels/cores.py",
+        old="*(top / parent for parent in Path(group).parents)",
+        new="",
+        tests=("test_cores.py::test_the_tightest_group_limits",),
+    ),
+    Mutant(
+        name="a-chosen-number-of-threads-is-lowered",
+        file="kernels/cores.py",
+        old="usable < now and now in defaults and",
+        new="usable < now and",
+        tests=("test_cores.py::test_the_default_is_lowered_and_a_choice_stays",),
+    ),
+)
+
 PARITY = "models/test_parity.py::test_float32_logits_are_as_close_to_float64_as_those_of_transformers"
 
 FAMILIES = (
@@ -255,4 +279,4 @@ FAMILIES = (
     ),
 )
 
-MUTANTS = (*KERNELS, *ROPE, *EXPERTS, *ROWS, *FAMILIES)
+MUTANTS = (*KERNELS, *ROPE, *EXPERTS, *ROWS, *CORES, *FAMILIES)

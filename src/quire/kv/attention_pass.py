@@ -307,8 +307,8 @@ class AttentionPass:
         rotation, slots_T = None if rope is None else self._rotation(rope), self._running_slots[layer.class_index]
         turned_THD = state.rows.place_qkv(qkv_TC, heads, rotation, norms, layer.k_SHD, layer.v_SHD, slots_T)
         self.written.add(layer_id)
-        q_THD, new = turned_THD[:, :heads], (turned_THD[:, heads:], v_THD)
-        sinks_H = layer.sinks_H
+        q_THD, k_THD = turned_THD.split_with_sizes([heads, spec.num_kv_heads], 1)
+        new, sinks_H = (k_THD, v_THD), layer.sinks_H
         out_THD = state.backend.run(prepared.made, q_THD, new, layer.k_SHD, layer.v_SHD, scoring, sinks_H=sinks_H)
         if self.capturing:
             self.weigh(layer_id, prepared.plan, q_THD, layer.k_SHD, scoring, None, sinks_H)
