@@ -186,6 +186,13 @@ ROWS = (
         tests=("kv/test_window_values.py::test_against_a_cache_that_rotates_its_keys_anew",),
     ),
     Mutant(
+        name="fused-heads-placed-without-the-rows-left-out",
+        file="kv/attention_pass.py",
+        old="        self.begin_write(layer_id)\n        rotation",
+        new="        rotation",
+        tests=("kv/test_narrowing.py::test_a_layer_that_lacks_rows_is_refused",),
+    ),
+    Mutant(
         name="raw-keys-stored-turned",
         file="kv/attention_pass.py",
         old='qkv_TC.dtype != state.dtype or spec.rope_mode == "inline" or',
