@@ -28,6 +28,7 @@ from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Un
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
 from quire.executor.reports import dtype_name
+from quire.kernels.cores import limit_threads
 from quire.kernels.linear import native_linear
 from quire.kernels.low_rank import native_low_rank
 from quire.kernels.native_library import native_problem
@@ -94,6 +95,8 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     spent."""
     path = resolve_model(config.model, revision=config.revision)
     device = resolve_device(config.device)
+    if device.type == "cpu":
+        limit_threads()
     tokenizer = load_tokenizer(config, path)
     model = load_model(
         path,
@@ -438,6 +441,8 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     """Load a model and put an executor with a pool of its own around it."""
     path = resolve_model(choices.model)
     device, size = choices.device, choices.page_size
+    if device.type == "cpu":
+        limit_threads()
     model = load_model(
         path,
         device=device,

@@ -53,12 +53,13 @@ def _devices(torch_version: str) -> list[Finding]:
     import torch
 
     from quire.config import ATTENTION_BACKENDS
+    from quire.kernels.cores import usable_cores
     from quire.models.processor import Processor
 
     findings = [Finding("PyTorch", f"{torch_version}, {torch.get_num_threads()} threads")]
     fast = Processor.here().multiplies(torch.bfloat16)
     speed, taken = ("fast", "the checkpoint's type") if fast else ("slow", "float32 for bfloat16 checkpoints")
-    cores = f"{os.cpu_count()} cores; bfloat16 is {speed} here, so dtype 'auto' takes {taken}"
+    cores = f"{os.cpu_count()} CPUs, {usable_cores()} cores for this process; bfloat16 is {speed} here, so dtype 'auto' takes {taken}"
     findings.append(Finding("CPU", cores))
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))

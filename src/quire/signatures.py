@@ -130,7 +130,7 @@ def check_of(hint: Any) -> Check:
     if origin is Literal:
         return _test(lambda value: isinstance(value, str) and value in arguments, " or ".join(map(repr, arguments)))
     if hint is int:
-        return _named(_index, _WORDS[int])
+        return INTEGER
     if hint is float:
         return _test(lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool), _WORDS[float])
     if origin is tuple and Ellipsis not in arguments:
@@ -185,6 +185,9 @@ def _index(value: Any) -> int:
         raise _Mismatch(shown(value)) from None
 
 
+INTEGER = _named(_index, _WORDS[int])
+
+
 def _any_of(checks: Sequence[Check]) -> Check:
     none = any(one.__doc__ == _WORDS[types.NoneType] for one in checks)
 
@@ -205,6 +208,8 @@ def _any_of(checks: Sequence[Check]) -> Check:
 
 def _items(check: Check, value: Collection[Any]) -> list[Any] | None:
     """Return the items as ``check`` converts them; None if all are unchanged."""
+    if check is INTEGER and all(type(item) is int for item in value):
+        return None  # Each forward has such lists, of its sequences.
     found, same = [], True
     for index, item in enumerate(value):
         try:

@@ -29,11 +29,13 @@ class AdapterRuns:
 
     def at(self, position: int) -> int | None:
         """Return the adapter of the token at ``position``; the last run has no end."""
+        if len(self.runs) == 1:
+            return self.runs[0][1]  # Asked for each sequence in each step.
         return next(adapter for start, adapter in reversed(self.runs) if start <= position)
 
     def end(self, position: int) -> int | None:
         """Return the end of the run that holds ``position``; None for the last run."""
-        return next((start for start, _ in self.runs if start > position), None)
+        return None if len(self.runs) == 1 else next((start for start, _ in self.runs if start > position), None)
 
     def then(self, position: int, adapter: int | None) -> AdapterRuns:
         """Return this history before ``position``, followed by ``adapter``."""

@@ -299,8 +299,10 @@ def test_a_layer_that_lacks_rows_is_refused() -> None:
     opened = pair.state.open_pass()
     opened.narrow(rows)
     q, k, v = pair.parts(1, 8)
+    qkv_TC = torch.cat([part[rows].flatten(1) for part in (q, k, v)], 1)
     run = [
         lambda: opened.attend(1, q[rows], k[rows], v[rows]),
+        lambda: opened.attend_qkv(1, qkv_TC),
         lambda: pair.state.append_kv(1, k[rows], v[rows]),
     ]
     for act in run:

@@ -103,7 +103,7 @@ MUTANTS = (
     Mutant(
         name="rehearsed-rows-count-as-given",
         file="kv/state_pass.py",
-        old="        chosen.take_back(layer_id, self._at if self.chosen.rows is None else self._at[self.chosen.rows])\n",
+        old="        self._forward.chosen.take_back(layer_id, again)\n",
         new="",
         tests=("kv/test_rehearsal.py::test_what_was_rehearsed_is_not_of_the_forward",),
     ),

@@ -221,11 +221,42 @@ ROWS = (
         tests=("kv/test_window_values.py::test_against_a_cache_that_rotates_its_keys_anew",),
     ),
     Mutant(
+        name="fused-heads-placed-without-the-rows-left-out",
+        file="kv/attention_pass.py",
+        old="        self.begin_write(layer_id)\n        rotation",
+        new="        rotation",
+        tests=("kv/test_narrowing.py::test_a_layer_that_lacks_rows_is_refused",),
+    ),
+    Mutant(
         name="raw-keys-stored-turned",
         file="kv/attention_pass.py",
         old='qkv_TC.dtype != state.dtype or spec.rope_mode == "inline" or',
         new="qkv_TC.dtype != state.dtype or",
         tests=("kv/test_window_values.py",),
+    ),
+)
+
+CORES = (
+    Mutant(
+        name="threads-of-one-core-count-as-cores",
+        file="kernels/cores.py",
+        old='siblings.add(path.read_text(encoding="ascii").strip())',
+        new='siblings.add(path.read_text(encoding="ascii") + str(cpu))',
+        tests=("test_cores.py::test_siblings_are_one_core",),
+    ),
+    Mutant(
+        name="only-the-own-group-limits",
+        file="kernels/cores.py",
+        old="*(top / parent for parent in Path(group).parents)",
+        new="",
+        tests=("test_cores.py::test_the_tightest_group_limits",),
+    ),
+    Mutant(
+        name="a-chosen-number-of-threads-is-lowered",
+        file="kernels/cores.py",
+        old="usable < now and now in defaults and",
+        new="usable < now and",
+        tests=("test_cores.py::test_the_default_is_lowered_and_a_choice_stays",),
     ),
 )
 
@@ -290,4 +321,4 @@ FAMILIES = (
     ),
 )
 
-MUTANTS = (*KERNELS, *ROPE, *EXPERTS, *ROWS, *FAMILIES)
+MUTANTS = (*KERNELS, *ROPE, *EXPERTS, *ROWS, *CORES, *FAMILIES)

@@ -183,8 +183,9 @@ class Scheduler:
         failed: list[Failure] = []
         # Admit adapters in order of arrival: no request waits for later ones.
         for request in self.running:
-            if request.ready and self._has_adapter(request, batch) and request.next_adapter is not None:
-                batch.adapters.add(request.next_adapter)
+            adapter = request.next_adapter
+            if adapter is not None and request.ready and self._has_adapter(request, batch):
+                batch.adapters.add(adapter)
         # Decodes first: a long prompt fills what they leave of the step and never holds them up.
         # Prompts of a lower priority than one that waits get what that leaves.
         most = self.waiting[0].priority if self.waiting else BACKGROUND
@@ -195,7 +196,7 @@ class Scheduler:
             # With nothing else to do, a forward follows its state, layer by layer.
             batch.add(loading, self._count(loading, batch))
         preempted = self._make_room(batch, failed)
-        if not preempted:
+        if not preempted and (self.waiting or later):
             self._admit(batch, failed)
             self._fill(later, batch)
             # A request without room may have left a fork of a running one, which needs a page.
@@ -350,14 +351,15 @@ class Scheduler:
 
     def _count(self, request: ScheduledRequest, batch: StepDraft) -> int:
         """Return how many of its tokens the step may still take, all under one adapter."""
-        room = (batch.budget if request.remaining == 1 else batch.budget - batch.kept) * request.dilution
+        remaining = request.remaining
+        room = (batch.budget if remaining == 1 else batch.budget - batch.kept) * request.dilution
         if request.wants == "all":
             room = min(room, batch.rows)
         if (end := request.runs.end(request.computed)) is not None:
             room = min(room, end - request.computed)
         if request.stops and (stop := next((one for one in request.stops if one > request.computed), None)):
             room = min(room, stop - request.computed)
-        return max(0, min(request.remaining, room, self._most(request)))
+        return max(0, min(remaining, room, self._most(request)))
 
     def _shortage(self, request: ScheduledRequest) -> int:
         """Return the pages that it lacks beside all that the running ones still have to compute."""

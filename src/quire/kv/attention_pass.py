@@ -303,12 +303,12 @@ class AttentionPass:
             qk_THD = qkv_TC[:, :columns].view(-1, heads + spec.num_kv_heads, spec.head_dim)
             q_THD, k_THD = normed_heads(state.rows, qk_THD[:, :heads], qk_THD[:, heads:], norms)
             return self._attend(layer_id, layer, q_THD, k_THD, v_THD, scoring, masks)
-        self._begin_write(layer_id)
+        self.begin_write(layer_id)
         rotation, slots_T = None if rope is None else self._rotation(rope), self._running_slots[layer.class_index]
         turned_THD = state.rows.place_qkv(qkv_TC, heads, rotation, norms, layer.k_SHD, layer.v_SHD, slots_T)
-        self.written.add(layer_id)
-        q_THD, new = turned_THD[:, :heads], (turned_THD[:, heads:], v_THD)
-        sinks_H = layer.sinks_H
+        self.end_write(layer_id)
+        q_THD, k_THD = turned_THD.split_with_sizes([heads, spec.num_kv_heads], 1)
+        new, sinks_H = (k_THD, v_THD), layer.sinks_H
         out_THD = state.backend.run(prepared.made, q_THD, new, layer.k_SHD, layer.v_SHD, scoring, sinks_H=sinks_H)
         if self.capturing:
             self.weigh(layer_id, prepared.plan, q_THD, layer.k_SHD, scoring, None, sinks_H)
@@ -397,15 +397,19 @@ class AttentionPass:
 
     def write(self, layer_id: int, layer: Layer, k_THD: Tensor, v_THD: Tensor | None = None) -> None:
         """Store the rows of the new tokens as they are; a latent layer has no ``v``."""
-        self._begin_write(layer_id)
+        self.begin_write(layer_id)
         slots_T = self._running_slots[layer.class_index]
         self._state.classes[layer.class_index].storage.write(layer.index, slots_T, k_THD, v_THD)
-        self.written.add(layer_id)
+        self.end_write(layer_id)
 
-    def _begin_write(self, layer_id: int) -> None:
+    def begin_write(self, layer_id: int) -> None:
         """Raise ``FailedPrecondition`` if the layer lacks rows that were left out."""
         if layer_id not in self.written:
             self.chosen.require_given(layer_id)
+
+    def end_write(self, layer_id: int) -> None:
+        """Note that the layer's rows are stored."""
+        self.written.add(layer_id)
 
     # -- the parts of attention --------------------------------------------------------------------
 

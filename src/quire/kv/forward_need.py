@@ -152,6 +152,7 @@ def class_need(
     layer_window: int | None,
     seq_ids: Seq[SeqId],
     sequences: Seq[Sequence],
+    stored: Seq[int],
     counts: Seq[int],
     split_before: Mapping[SeqId, int],
 ) -> ClassNeed:
@@ -173,13 +174,12 @@ def class_need(
     holders.subtract(left)
     fresh: list[int] = []
     owners: dict[int, list[Split]] = {}
-    for entry, (seq_id, sequence, count) in enumerate(zip(seq_ids, sequences, counts, strict=True)):
-        stored = sequence.stored
-        last, valid = divmod(stored, page_size)
-        fresh.append(pages_for(stored + count, page_size) - pages_for(stored, page_size))
+    for entry, (seq_id, sequence, old, count) in enumerate(zip(seq_ids, sequences, stored, counts, strict=True)):
+        last, valid = divmod(old, page_size)
+        fresh.append(pages_for(old + count, page_size) - pages_for(old, page_size))
         if valid:
-            page = split_before.get(seq_id, int(sequence.tables[index].pages[last]))
-            if references[page] + holders[page] > 1:
+            page = split_before[seq_id] if seq_id in split_before else sequence.tables[index].page(last)
+            if references.item(page) + holders.get(page, 0) > 1:
                 owners.setdefault(page, []).append(Split(entry, last, page, valid))
     splits: list[Split] = []
     for page, found in owners.items():

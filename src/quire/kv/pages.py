@@ -91,6 +91,10 @@ class PageTable:
         """A view of the entries, valid until the table changes."""
         return self._pages[: self.size]
 
+    def page(self, index: int) -> int:
+        """Return one entry."""
+        return self._pages.item(index)
+
     @property
     def held(self) -> PageIds:
         """The entries that are no null pages."""

@@ -203,12 +203,12 @@ class SequenceTable(SequenceBooks):
         split = {found.entry for found in part.splits}
         blanks: list[SlotRange] = []
         for entry, sequence in enumerate(sequences):
-            pages, stored = sequence.tables[index].pages, need.stored[entry]
+            table, stored = sequence.tables[index], need.stored[entry]
             first, used = stored % size, (stored + need.counts[entry]) % size
             if first and (entry in split or sequence.stale_tail):
-                blanks.append(SlotRange(int(pages[stored // size]) * size + first, size - first))
+                blanks.append(SlotRange(table.page(stored // size) * size + first, size - first))
             if used and part.fresh[entry]:
-                blanks.append(SlotRange(int(pages[-1]) * size + used, size - used))
+                blanks.append(SlotRange(table.page(table.size - 1) * size + used, size - used))
         return blanks
 
     def publish(self) -> None:

@@ -206,7 +206,9 @@ class SequenceBooks:
         Changes nothing. In an open forward the need is that before it. Cost O(entries, new nodes).
         """
         counts = self.check_batch(seq_ids, counts, verb)
-        pending = [self._sequences[seq_id].nodes if seq_id in self._sequences else 0 for seq_id in seq_ids]
+        pending: list[int] = []
+        if parents is not None:
+            pending = [self._sequences[seq_id].nodes if seq_id in self._sequences else 0 for seq_id in seq_ids]
         entries = parents_of_entries(parents, counts, pending)
         sequences = [self.get(seq_id) for seq_id in seq_ids]
         for seq_id, sequence, entry in zip(seq_ids, sequences, entries, strict=True):
@@ -214,18 +216,21 @@ class SequenceBooks:
             if entry is None:
                 self.require_committed(seq_id, sequence, f"{verb} with ordinary tokens")
         split = [self._split_tails(index) for index in range(len(self.pools))]
+        stored = tuple([sequence.stored for sequence in sequences])
         return ForwardNeed(
             tuple(seq_ids),
-            tuple(sequence.length for sequence in sequences),
-            tuple(sequence.stored for sequence in sequences),
+            tuple([sequence.length for sequence in sequences]),
+            stored,
             tuple(counts),
             tuple(
-                None if entry is None else (sequence.tree or NO_TREE).grown(entry)
-                for sequence, entry in zip(sequences, entries, strict=True)
+                [
+                    None if entry is None else (sequence.tree or NO_TREE).grown(entry)
+                    for sequence, entry in zip(sequences, entries, strict=True)
+                ]
             ),
-            tuple(sequence.window for sequence in sequences),
+            tuple([sequence.window for sequence in sequences]),
             [
-                class_need(index, pool, self.page_size, window, seq_ids, sequences, counts, split[index])
+                class_need(index, pool, self.page_size, window, seq_ids, sequences, stored, counts, split[index])
                 for index, (pool, window) in enumerate(zip(self.pools, self.layer_windows, strict=True))
             ],
         )

@@ -20,7 +20,6 @@ from quire.kv import latent
 from quire.kv.attention_pass import AttentionPass
 from quire.kv.encoders import EncoderPass
 from quire.kv.forward_need import ForwardNeed
-from quire.kv.layer_classes import Layer
 from quire.kv.parts import StateParts
 from quire.kv.recurrent import Gates, RecurrentPass
 from quire.kv.rules import RECURRENT_REFUSAL, layer_refusal
@@ -139,12 +138,16 @@ class Rehearsal(StatePass):
         """See ``contracts.model.OpenPass``; ``rows`` are the forward's."""
         self._forward.write_rows(layer_id, rows, k, v)
 
-    def write(self, layer_id: int, layer: Layer, k_THD: Tensor, v_THD: Tensor | None = None) -> None:
-        """Store the rows that run, in the places of the forward's."""
-        chosen = self._forward.chosen
-        self.chosen.give(layer_id, np.flatnonzero(chosen.given(layer_id)[self._at]))
-        super().write(layer_id, layer, k_THD, v_THD)
-        chosen.take_back(layer_id, self._at if self.chosen.rows is None else self._at[self.chosen.rows])
+    def begin_write(self, layer_id: int) -> None:
+        """Take what the forward was given as given, then check as it does."""
+        self.chosen.give(layer_id, np.flatnonzero(self._forward.chosen.given(layer_id)[self._at]))
+        super().begin_write(layer_id)
+
+    def end_write(self, layer_id: int) -> None:
+        """Note the layer as written. The forward needs these rows again: they lie in its places."""
+        super().end_write(layer_id)
+        again = self._at if self.chosen.rows is None else self._at[self.chosen.rows]
+        self._forward.chosen.take_back(layer_id, again)
 
     def weigh(
         self,

@@ -177,9 +177,7 @@ class PagedStorage:
             tensor.index_copy_(1, target, tensor.index_select(1, source))
 
     def blank(self, ranges: Sequence[SlotRange]) -> None:
-        """Zero slots, in every layer."""
-        if not ranges:
-            return
-        index = torch.from_numpy(slot_index(ranges)).to(self.device)
-        for tensor in self._tensors:
-            tensor.index_fill_(1, index, 0.0)
+        """Zero slots, in every layer. Range by range: an index of slots takes ten times as long."""
+        for part in ranges:
+            for tensor in self._tensors:
+                tensor[:, part.start : part.start + part.count].zero_()

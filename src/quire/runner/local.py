@@ -351,13 +351,10 @@ def _split(layers: Sequence[Tensor], chunks: Sequence[Chunk]) -> tuple[tuple[Ten
 
 def logits_rows(chunks: Sequence[Chunk]) -> tuple[Ids | None, tuple[int, ...]]:
     """Return the rows that go through the head (None: all), and where each chunk's begin."""
-    starts = [0]
-    rows: list[Ids] = []
-    end = 0
-    for chunk in chunks:
-        count = len(chunk.tokens)
-        wanted = {"last": 1, "all": count, "none": 0}[chunk.logits]
-        rows.append(np.arange(end + count - wanted, end + count))
-        starts.append(starts[-1] + wanted)
-        end += count
-    return (None if starts[-1] == end else np.concatenate(rows)), tuple(starts)
+    counts = [len(chunk.tokens) for chunk in chunks]
+    wanted = [{"last": 1, "all": count, "none": 0}[chunk.logits] for count, chunk in zip(counts, chunks, strict=True)]
+    starts = (0, *itertools.accumulate(wanted))
+    if wanted == counts:
+        return None, starts
+    ends = itertools.accumulate(counts)
+    return np.concatenate([np.arange(end - some, end) for some, end in zip(wanted, ends, strict=True)]), starts

@@ -1,0 +1,75 @@
+"""The number of threads for compute on a CPU.
+
+PyTorch starts one thread for each core that it sees, on some builds one for each hardware thread.
+It does not see a control group's limit of processor time (``docker run --cpus``). A parallel region
+ends with its slowest thread: one that has no core of its own holds up all others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger("quire")
+
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
+"""A user's own choices."""
+
+
+def limit_threads() -> None:
+    """Lower PyTorch's default number of threads to the cores that this process has.
+
+    A number that the user has chosen stays: by the environment, or by ``torch.set_num_threads`` if
+    it is not the default anyway.
+    """
+    cpus = len(_affinity())
+    usable, now = usable_cores(), torch.get_num_threads()
+    defaults = {cpus, os.cpu_count(), physical_cores()}
+    if usable < now and now in defaults and not any(name in os.environ for name in VARIABLES):
+        torch.set_num_threads(usable)
+        logger.info("%d threads of PyTorch, which had %d: as many cores has this process", usable, now)
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Return the physical cores that this process may run on, or less if its control group's limit
+    of processor time is less than that. ``root`` holds proc and sys."""
+    cores, limit = physical_cores(root), time_limit(root)
+    return cores if limit is None else max(1, min(cores, int(limit)))
+
+
+def physical_cores(root: Path = Path("/")) -> int:
+    """Return the number of physical cores among the CPUs that this process may run on."""
+    siblings = set()
+    for cpu in _affinity():
+        path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        try:
+            siblings.add(path.read_text(encoding="ascii").strip())
+        except OSError:  # Not Linux, or no topology: each is one core.
+            siblings.add(f"{cpu}")
+    return len(siblings)
+
+
+def time_limit(root: Path = Path("/")) -> float | None:
+    """Return the cores' worth of time that the control group and those above it get (version 2);
+    None: no limit."""
+    limits: list[float] = []
+    with suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::")), "")
+        top = root / "sys/fs/cgroup"
+        for folder in (top / group, *(top / parent for parent in Path(group).parents)):
+            with suppress(OSError, ValueError):
+                quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+                limits.append(float(quota) / float(period))  # "max": no number, no limit
+    return min(limits, default=None)
+
+
+def _affinity() -> set[int]:
+    """Return the CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
