@@ -85,6 +85,8 @@ class Fake:
             new.append([text[-1] + 1 + step for step in range(steps)])
             if self.fault == "lies":
                 new[-1][2] = 0
+            if self.fault == "stalls":
+                new[-1].pop()
             text.extend(new[-1])
             assert len(text) <= self.room
         return {{"seconds": [9.0, self.seconds, self.seconds], "tokens": new}}
@@ -292,6 +294,12 @@ class TestMeasuring:
         assert list(found.cells[0]["peers"]) == ["quire"]
         assert "vllm" in found.refused
         assert "quick-1m, float32: without vllm: " in capsys.readouterr().out
+
+    def test_steps_without_tokens_do_not_count(self, bench: ModuleType, fakes: Fakes) -> None:
+        """A sequence that has ended would make steps look quick."""
+        found = self.measured(fakes, bench.Cell(batch=2, tokens=40, steps=4), {"quire": "0.5:", "vllm": "0.5:stalls"})
+        assert found.refused == {"vllm": "not 4 tokens for each sequence in as many steps"}
+        assert list(found.cells[0]["peers"]) == ["quire"]
 
     def test_without_quire_nothing_is_compared(
         self, bench: ModuleType, fakes: Fakes, capsys: pytest.CaptureFixture[str]
