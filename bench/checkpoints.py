@@ -66,7 +66,7 @@ _NOISE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a Llama with tied embeddings."""
+    """Sizes of a Llama or a Qwen3 with tied embeddings."""
 
     vocab_size: int
     hidden_size: int
@@ -77,6 +77,8 @@ class Shape:
     intermediate_size: int
     max_positions: int
     rope: RopeSpec
+    qk_norms: bool = False
+    """Whether queries and keys are normalised by head, as in Qwen3; then it is a Qwen3."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -95,7 +97,7 @@ class Shape:
     def parameters(self) -> int:
         """Number of weights, the tied ones once."""
         e, q, kv = self.hidden_size, self.heads * self.head_size, self.kv_heads * self.head_size
-        block = 2 * e * q + 2 * e * kv + 3 * e * self.intermediate_size + 2 * e
+        block = 2 * e * q + 2 * e * kv + 3 * e * self.intermediate_size + 2 * e + 2 * self.head_size * self.qk_norms
         return self.vocab_size * e + self.layers * block + e
 
     def config(self) -> dict[str, Any]:
@@ -108,9 +110,10 @@ class Shape:
                 "high_freq_factor": self.rope.high_freq_factor,
                 "original_max_position_embeddings": self.rope.original_max_position,
             }
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+        kind: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
+        if self.qk_norms:
+            kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False}
+        return kind | {
             "attention_bias": False,
             "attention_dropout": 0.0,
             "bos_token_id": 0,
@@ -122,7 +125,6 @@ class Shape:
             "initializer_range": 0.02,
             "intermediate_size": self.intermediate_size,
             "max_position_embeddings": self.max_positions,
-            "mlp_bias": False,
             "num_attention_heads": self.heads,
             "num_hidden_layers": self.layers,
             "num_key_value_heads": self.kv_heads,
@@ -165,6 +167,18 @@ SHAPES: dict[str, Shape] = {
             original_max_position=8192,
         ),
     ),
+    "qwen3-0.6b": Shape(
+        vocab_size=151_936,
+        hidden_size=1024,
+        layers=28,
+        heads=16,
+        kv_heads=8,
+        head_size=128,
+        intermediate_size=3072,
+        max_positions=40_960,
+        rope=RopeSpec(theta=1_000_000.0, rotary_dim=128),
+        qk_norms=True,
+    ),
     "quick-30m": Shape(
         vocab_size=16384,
         hidden_size=512,
@@ -188,7 +202,7 @@ SHAPES: dict[str, Shape] = {
         rope=RopeSpec(theta=10_000.0, rotary_dim=64),
     ),
 }
-"""The two real shapes, and two for quick runs."""
+"""The three real shapes, and two for quick runs."""
 
 SHAPES["smollm2-135m-32k"] = replace(SHAPES["smollm2-135m"], max_positions=40_960)
 """The same network allowed more positions, for measuring states of 32,768 tokens and what follows
@@ -491,6 +505,8 @@ def _random_block(shape: Shape, rng: torch.Generator, embedding_rms: float) -> d
         # silu(gate) * up of unit normals has an RMS of 0.6.
         "mlp.down_proj.weight": normal(e, f, added / 0.6),
     }
+    if shape.qk_norms:
+        block |= {f"self_attn.{name}_norm.weight": torch.ones(shape.head_size) for name in "qk"}
     for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
         block[name][0] = 0.0  # the constant stays one
     return block
@@ -524,12 +540,12 @@ def _looking_back(shape: Shape, embedding_rms: float) -> dict[str, Tensor]:
         kv_head, column = divmod(i, head)
         for member in range(group):
             o_proj[1 + i, (kv_head * group + member) * head + column] = amplify
-    return {
-        "q_proj.weight": q_proj,
-        "k_proj.weight": k_proj,
-        "v_proj.weight": v_proj,
-        "o_proj.weight": o_proj,
-    }
+    weights = {"q_proj.weight": q_proj, "k_proj.weight": k_proj, "v_proj.weight": v_proj, "o_proj.weight": o_proj}
+    if shape.qk_norms:
+        # A norm forgets the gain: each used pair leaves it with a length of sqrt(D / pairs).
+        length = math.sqrt(_SCORE_GAP * math.sqrt(head) / gap * pairs / head)
+        weights |= {f"{name}_norm.weight": torch.full((head,), length) for name in "qk"}
+    return weights
 
 
 def _deciding_pairs(freq_P: Tensor, positions: int) -> tuple[int, float]:

@@ -35,6 +35,8 @@ from quire_bench.reports import (
 QUICK = SHAPES["quick-1m"]
 LLAMA3 = dataclasses.replace(QUICK, rope=dataclasses.replace(SHAPES["llama-3.2-1b"].rope, original_max_position=1024))
 """The quick shape with the scaled frequencies of the large one."""
+QWEN3 = dataclasses.replace(QUICK, head_size=128, rope=RopeSpec(theta=1e6, rotary_dim=128), qk_norms=True)
+"""The quick shape with norms of queries and keys; the heads together are wider than the model."""
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +59,19 @@ def predicted(shape: Shape, prompt: list[int], steps: int) -> tuple[int, ...]:
 
 class TestCheckpoints:
     def test_shapes_are_those_of_the_models(self) -> None:
-        """Sizes published with SmolLM2-135M and Llama-3.2-1B."""
+        """Sizes published with SmolLM2-135M, Qwen3-0.6B and Llama-3.2-1B."""
         assert SHAPES["smollm2-135m"].parameters == 134_515_008
+        assert SHAPES["qwen3-0.6b"].parameters == 596_049_920
         assert SHAPES["llama-3.2-1b"].parameters == 1_235_814_400
 
     @pytest.mark.parametrize("name", SHAPES)
     def test_config_and_parameters_are_those_of_transformers(self, name: str) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
+        config = SHAPES[name].config()
         with torch.device("meta"):
-            model = LlamaForCausalLM(LlamaConfig(**SHAPES[name].config()))
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+        assert type(model).__name__ == config["architectures"][0]
         assert sum(p.numel() for p in model.parameters()) == SHAPES[name].parameters
 
     def test_tensors_are_complete_and_bfloat16(self, path: Path) -> None:
@@ -106,7 +111,7 @@ class TestCheckpoints:
         assert len(seen) == QUICK.vocab_size
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-    @pytest.mark.parametrize("shape", [QUICK, LLAMA3], ids=["default", "llama3"])
+    @pytest.mark.parametrize("shape", [QUICK, LLAMA3, QWEN3], ids=["default", "llama3", "qwen3"])
     def test_text_is_the_predicted_one_in_any_precision(self, shape: Shape, dtype: torch.dtype, tmp_path: Path) -> None:
         write_checkpoint(shape, tmp_path / "model", seed=0)
         peer = TransformersPeer(tmp_path / "model", dtype)
@@ -288,10 +293,16 @@ class TestHardware:
         assert set(result) == set(hardware.Hardware.__annotations__)
         assert result["read_gbps"] == max(result["read_methods_gbps"].values()) > 0
         assert result["copy_gbps"] > 0
-        for dtype in ("bfloat16", "float32"):
+        assert {"gemv bfloat16", "packed bfloat16", "max int32"} < set(result["read_methods_gbps"])
+        for dtype in ("bfloat16", "float32", "int8"):
             assert result["peak_tflops"][dtype] == max(result["gemm_tflops"][dtype].values()) > 0
         assert result["exceeds_cache"] == (2 * result["cache_bytes"] <= 1 << 22)
         json.dumps(result)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_packed_product_is_the_product(self, dtype: torch.dtype) -> None:
+        weight_OI, input_BI = torch.randint(-3, 4, (32, 64)).to(dtype), torch.randint(-1, 2, (3, 64)).to(dtype)
+        assert torch.equal(hardware.packed_product(weight_OI, input_BI)(), input_BI @ weight_OI.t())
 
     def test_repeats_at_least_twice_after_warming_up(self) -> None:
         calls: list[str] = []

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Hardware(TypedDict):
     """The best of the following: the limit for reading weights."""
     read_methods_gbps: dict[str, float]
     gemm_tflops: dict[str, dict[str, float]]
-    """TFLOP/s by dtype and side."""
+    """TFLOP/s by dtype and side; int8 adds up in int32."""
     peak_tflops: dict[str, float]
     """The best side's TFLOP/s by dtype."""
 
@@ -78,10 +78,11 @@ def measure(*, device: str = "cpu", threads: int = 0, buffer_bytes: int = 0, sec
         raise FailedPrecondition(f"torch cannot use the device '{device}' here; use 'cpu' or a CUDA device") from error
     with _threads(threads), torch.inference_mode():
         cache = _cache_bytes(where)
-        size = buffer_bytes or default_buffer_bytes(cache, _free_bytes(where))
+        size = buffer_bytes or default_buffer_bytes(cache, free_bytes(where))
         copy = _copy_gbps(where, size, seconds * 0.15)
         reads = _read_gbps(where, size, seconds * 0.35)
-        gemm = {name: _gemm_tflops(where, dtype, seconds * 0.25) for name, dtype in _DTYPES.items()}
+        kinds = {**_DTYPES, "int8": torch.int8}
+        gemm = {name: _gemm_tflops(where, dtype, seconds * 0.5 / len(kinds)) for name, dtype in kinds.items()}
         return Hardware(
             device=_device_name(where),
             threads=torch.get_num_threads(),
@@ -132,34 +133,58 @@ def _copy_gbps(device: torch.device, size: int, budget: float) -> float:
 
 
 def _read_gbps(device: torch.device, size: int, budget: float) -> dict[str, float]:
-    """Measure reading in decoding's ways: products with one vector, and a plain sum."""
+    """Measure reading in decoding's ways, products with one vector, and the largest entry of all.
+
+    On CPUs torch's plain products and its sum are far from the limit: packed weights are read
+    faster, and so is the largest of integers, which needs one instruction for each vector.
+    """
     rates: dict[str, float] = {}
     for name, dtype in _DTYPES.items():
         matrix = torch.full((max(1, size // (_COLUMNS * dtype.itemsize)), _COLUMNS), 0.5, dtype=dtype, device=device)
         vector = torch.full((_COLUMNS,), 0.5, dtype=dtype, device=device)
         methods: dict[str, Callable[[], Tensor]] = {f"gemv {name}": partial(torch.mv, matrix, vector)}
         if dtype == torch.float32:
-            methods[f"sum {name}"] = matrix.sum
+            methods["max int32"] = matrix.view(torch.int32).amax
+        if _packs(device):
+            methods[f"packed {name}"] = packed_product(matrix, vector.unsqueeze(0))
         for method, function in methods.items():
-            taken = best_seconds(function, budget=budget / 3, synchronize=_synchronize(device))
+            taken = best_seconds(function, budget=budget / 5, synchronize=_synchronize(device))
             rates[method] = matrix.nbytes / taken / 1e9
         del matrix, methods, function  # before the next buffer is made
     return rates
 
 
+def packed_product(weight_OI: Tensor, input_BI: Tensor) -> Callable[[], Tensor]:
+    """Return the product with weights that oneDNN has put in the order in which it reads them."""
+    ops: Any = torch.ops.mkldnn
+    packed = ops._reorder_linear_weight(weight_OI, input_BI.shape[0])
+    return partial(ops._linear_pointwise, input_BI, packed, None, "none", [], "")
+
+
+def _packs(device: torch.device) -> bool:
+    return device.type == "cpu" and bool(torch._C._has_mkldnn)
+
+
 def _gemm_tflops(device: torch.device, dtype: torch.dtype, budget: float) -> dict[str, float]:
+    """Measure products of squares: torch's, and of packed weights, of which the faster counts."""
     rates: dict[str, float] = {}
     left = budget
     for side in GEMM_SIZES:
-        a = torch.full((side, side), 0.5, dtype=dtype, device=device).normal_()
-        b = a.clone()
-        out = torch.empty_like(a)
+        a = torch.ones((side, side), dtype=dtype, device=device)
+        if dtype == torch.int8:
+            methods: list[Callable[[], Tensor]] = [partial(torch._int_mm, a, a.clone().t())]
+        else:
+            b = a.normal_().clone()
+            methods = [partial(torch.mm, a, b, out=torch.empty_like(a))]
+            methods += [packed_product(b, a)] if _packs(device) else []
         started = time.perf_counter()
-        taken = best_seconds(partial(torch.mm, a, b, out=out), budget=left / 4, synchronize=_synchronize(device))
+        taken = min(
+            best_seconds(method, budget=left / 4 / len(methods), synchronize=_synchronize(device)) for method in methods
+        )
         left -= time.perf_counter() - started
         rates[str(side)] = 2 * side**3 / taken / 1e12
         # Twice the side is eight times the work, three times: warming up and two runs.
-        if 3 * 8 * taken > left:
+        if 3 * 8 * taken * len(methods) > left:
             break
     return rates
 
@@ -187,7 +212,8 @@ def _cache_bytes(device: torch.device) -> int:
     return max((parse_size(path.read_text().strip()) for path in sizes), default=0)
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of memory that can be taken; 0 if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
