@@ -11,7 +11,7 @@ namespace {
 constexpr int BLOCK = 640;
 constexpr int WIDEST_GROUP = 128;
 // What comes so many bytes later is fetched before it is needed.
-constexpr int AHEAD = 2048;
+constexpr int AHEAD = 4096;
 
 typedef uint8_t Bytes __attribute__((vector_size(64)));
 typedef int32_t Whole __attribute__((vector_size(64)));
@@ -141,7 +141,7 @@ INLINE void add_tile(float* to, int64_t to_apart, const Lanes (&sums)[Q][M][2], 
 
 template <typename T>
 INLINE void fetch_later(const T* from) {
-    for (int byte = 0; byte < PANEL * (int)sizeof(T); byte += 64) __builtin_prefetch((const char*)from + AHEAD + byte, 0, 2);
+    for (int byte = 0; byte < PANEL * (int)sizeof(T); byte += 64) __builtin_prefetch((const char*)from + AHEAD + byte, 0, 3);
 }
 
 template <int M, int Q>
