@@ -53,6 +53,8 @@ def _devices(torch_version: str) -> list[Finding]:
     import torch
 
     from quire.config import ATTENTION_BACKENDS
+    from quire.kernels.native_library import native_problem
+    from quire.kernels.paged_attention import NativeAttention
     from quire.models.processor import Processor
 
     findings = [Finding("PyTorch", f"{torch_version}, {torch.get_num_threads()} threads")]
@@ -68,7 +70,9 @@ def _devices(torch_version: str) -> list[Finding]:
         built = "a CUDA build" if torch.version.cuda else "a CPU build"
         findings.append(Finding("CUDA", f"no device ({built} of PyTorch): models run on the CPU"))
     choices = ", ".join(ATTENTION_BACKENDS)
-    findings.append(Finding("attention", f"torch (scaled dot product attention); attention_backend can be {choices}"))
+    native = f"on the CPU native ({NativeAttention().level}), " if not native_problem() else ""
+    found = f"{native}elsewhere torch (scaled dot product attention); attention_backend can be {choices}"
+    findings.append(Finding("attention", found))
     return findings
 
 
@@ -104,10 +108,12 @@ def _kernels() -> Finding:
 
     kernel = native_low_rank()
     if kernel is None:
-        advice = "Install a C++ compiler and then Quire again; without them adapters take longer on the CPU."
+        advice = (
+            "Install a C++ compiler and then Quire again; without them attention and adapters take longer on the CPU."
+        )
         return Finding("C++ kernels", native_problem(), False, advice)
     threads = "" if kernel.threaded else ", on one thread: PyTorch's libgomp was not found"
-    return Finding("C++ kernels", f"built; adapters on the CPU use them{threads}")
+    return Finding("C++ kernels", f"built; attention and adapters on the CPU use them{threads}")
 
 
 def _server() -> Finding:
