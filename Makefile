@@ -47,6 +47,7 @@ bench: $(VENV)/.stamp-test  ## Benchmarks beside transformers, and LLAMA=PYTHON,
 	$(BIN)/python bench/overheads.py
 	$(BIN)/python bench/windows.py
 	$(BIN)/python bench/recurrence.py
+	$(BIN)/python bench/attention.py
 	$(BIN)/python bench/states.py
 	$(BIN)/python bench/latent.py
 	$(BIN)/python bench/blend_quality.py

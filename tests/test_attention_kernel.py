@@ -29,10 +29,15 @@ from quire.contracts.layers import FullAttention, LatentAttention, WindowedAtten
 from quire.errors import InvalidArgument
 from quire.kernels import group_attention, lse_attention, row_blocks, sdpa
 from quire.kernels.attention_groups import Keys
+from quire.kernels.paged_attention import NativeAttention
 from quire.kernels.sdpa import PartGroups, SdpaAttention, SdpaPlan
 from quire.ops.attention import ReferenceAttention, attention_weights
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": SdpaAttention, "reference": ReferenceAttention}
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "torch": SdpaAttention,
+    "native": NativeAttention,
+    "reference": ReferenceAttention,
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GROUPS = ((1, 1), (4, 1), (2, 2), (2, 4), (1, 8))
 """(KV heads, query heads of each): MHA, GQA, MQA."""

@@ -36,9 +36,9 @@ def test_attention_backends_agree() -> None:
         .generate(prompt, greedy)[0]
         .outputs[0]
         .token_ids
-        for name in ("torch", "reference", "auto")
+        for name in ("torch", "reference", "native", "auto")
     ]
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
 def test_pool_respects_the_limit_of_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,9 +263,12 @@ STATE_SHARE = 0.5
 def make_state(
     specs: Sequence[LayerSpec], sizes: PoolSizes, page_size: int, dtype: torch.dtype, device: torch.device, backend: str
 ) -> State:
-    """Return the KV state for these layers; ``backend``: one of ``ATTENTION_BACKENDS``."""
+    """Return the KV state for these layers; ``backend``: one of ``ATTENTION_BACKENDS``, of which
+    "auto" is the C++ kernels on a CPU, if they were built."""
     pages = any(not isinstance(spec, Recurrent) for spec in specs)
-    module, _, name = ATTENTION_CLASSES["torch" if backend == "auto" else backend].partition(":")
+    if backend == "auto":
+        backend = "native" if device.type == "cpu" and not native_problem() else "torch"
+    module, _, name = ATTENTION_CLASSES[backend].partition(":")
     attention: AttentionBackend = getattr(import_module(module), name)()
     return State(
         specs,

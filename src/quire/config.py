@@ -21,7 +21,11 @@ from quire.errors import InvalidArgument, Unsupported
 from quire.signatures import require_bool
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_CLASSES = {"torch": "quire.kernels.sdpa:SdpaAttention", "reference": "quire.ops.attention:ReferenceAttention"}
+ATTENTION_CLASSES = {
+    "native": "quire.kernels.paged_attention:NativeAttention",
+    "torch": "quire.kernels.sdpa:SdpaAttention",
+    "reference": "quire.ops.attention:ReferenceAttention",
+}
 """Attention backends by name: the module and the class of each."""
 ATTENTION_BACKENDS = ("auto", *ATTENTION_CLASSES)
 QUANTIZATIONS = ("int8", "int4")

@@ -69,7 +69,9 @@ def _devices(torch_version: str) -> list[Finding]:
         built = "a CUDA build" if torch.version.cuda else "a CPU build"
         findings.append(Finding("CUDA", f"no device ({built} of PyTorch): models run on the CPU"))
     choices = ", ".join(ATTENTION_BACKENDS)
-    findings.append(Finding("attention", f"torch (scaled dot product attention); attention_backend can be {choices}"))
+    native = f"on the CPU native ({NativeAttention().level}), " if not native_problem() else ""
+    found = f"{native}elsewhere torch (scaled dot product attention); attention_backend can be {choices}"
+    findings.append(Finding("attention", found))
     return findings
 
 

@@ -28,6 +28,7 @@ from quire.errors import (
     ResourceExhausted,
     Unsupported,
 )
+from quire.kernels.paged_attention import NativeAttention
 from quire.kernels.sdpa import SdpaAttention, SdpaPlan
 from quire.kv import sequencefile
 from quire.kv.attention_pass import AttentionPass
@@ -265,7 +266,7 @@ def test_prompts_decodes_and_trees_in_one_batch(layout: str, dtype: torch.dtype,
     story.check()
 
 
-@pytest.mark.parametrize("backend", [SdpaAttention(), ReferenceAttention()])
+@pytest.mark.parametrize("backend", [SdpaAttention(), NativeAttention(), ReferenceAttention()])
 @pytest.mark.parametrize("page_size", [1, 2, 5, 16])
 def test_many_rows(page_size: int, backend: Any) -> None:
     """Beyond every size at which kernels choose another way; new tokens more and fewer

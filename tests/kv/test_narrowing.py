@@ -21,6 +21,7 @@ from torch import Tensor
 from quire.contracts.layers import CrossAttention, Recurrent, StateTensor
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kernels import row_blocks
+from quire.kernels.paged_attention import NativeAttention
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv import latent as latent_forms
 from quire.kv.state import State
@@ -40,7 +41,7 @@ SPECS: list[Spec] = [
     attention(sinks=(0.5, -1.0, 2.0, 0.0), rotary_dim=8),
     windowed(19, 0),
 ]
-BACKENDS = {"torch": SdpaAttention, "reference": ReferenceAttention}
+BACKENDS = {"torch": SdpaAttention, "native": NativeAttention, "reference": ReferenceAttention}
 
 
 def of_rows(exact: States, rows: Rows) -> States:

@@ -2,6 +2,7 @@
 
 from tests.mutants import (
     faults_adapters,
+    faults_attention,
     faults_blended_engine,
     faults_blending,
     faults_bridge,
@@ -36,6 +37,7 @@ MUTANTS = (
     *faults_segments.MUTANTS,
     *faults_stored.MUTANTS,
     *faults_adapters.MUTANTS,
+    *faults_attention.MUTANTS,
     *faults_executor.MUTANTS,
     *faults_bridge.MUTANTS,
     *faults_commands.MUTANTS,

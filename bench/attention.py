@@ -1,0 +1,185 @@
+"""Attention over pages on a CPU: the C++ kernels against PyTorch's attention.
+
+Decodes and prompts of models' shapes: ``native`` reads K and V in place, ``torch`` is the backend
+that gathers pages for PyTorch's kernel, and ``contiguous`` is that kernel alone on K and V that lie
+in one piece, without a page table. All read the layers of a model in turn, so that caches do not
+hold what a decode reads. For decodes: bytes of K and V by time, and their share of the bandwidth
+that ``quire_bench.hardware`` measures. Last, for each shape, whether the share is 80 %.
+
+``python bench/attention.py [--context 4096] [--prompt 2048] [--batch 1,4,16] [--rounds 15] [--dtype
+bfloat16] [--pool 256] [--small]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from quire.contracts.attention import AttentionBackend, ForwardPlan, Scoring
+from quire.kernels.paged_attention import NativeAttention
+from quire.kernels.sdpa import SdpaAttention
+from quire_bench.hardware import measure
+from quire_bench.reports import Comparison, interleave, print_json, print_table
+
+TARGET = 0.8
+"""Share of the read bandwidth that a decode reaches."""
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads of a layer."""
+
+    kv_heads: int
+    group: int
+    size: int
+
+
+SHAPES = {
+    "64, grouped": Shape(3, 3, 64),
+    "64": Shape(9, 1, 64),
+    "128, grouped": Shape(8, 4, 128),
+    "128": Shape(8, 1, 128),
+}
+
+
+class Work:
+    """Layers of one shape, and ``count`` new tokens at the end of ``keys`` in each of ``batch``
+    sequences with pages in any order."""
+
+    def __init__(self, shape: Shape, batch: int, keys: int, count: int, dtype: torch.dtype, pool_bytes: int) -> None:
+        width = -(-keys // PAGE_SIZE)
+        slots = batch * width * PAGE_SIZE
+        self.scoring = Scoring(shape.size**-0.5)
+        self.bytes = 2 * batch * keys * shape.kv_heads * shape.size * dtype.itemsize
+        # Each query sees half of the new tokens on average.
+        self.operations = 4 * batch * count * (keys - count / 2) * shape.kv_heads * shape.group * shape.size
+        pages = np.random.default_rng(0).permutation(batch * width).astype(np.int32).reshape(batch, width)
+        self.plan = ForwardPlan(
+            page_size=PAGE_SIZE,
+            counts=np.full(batch, count),
+            keys=np.full(batch, keys),
+            origins=np.zeros(batch, dtype=np.int64),
+            starts=np.arange(batch + 1) * count,
+            tables=tuple(pages),
+            positions=np.tile(np.arange(keys - count, keys), batch),
+            rules=(None,) * batch,
+            device=torch.device("cpu"),
+        )
+        self.count = count
+        self.batch, self.keys = batch, keys
+        self.dtype = dtype
+        layers = max(1, min(32, pool_bytes // self.bytes))
+        self.layers = [torch.randn(2, slots, shape.kv_heads, shape.size).to(dtype).unbind(0) for _ in range(layers)]
+        self.q_THD = torch.randn(batch * count, shape.kv_heads * shape.group, shape.size).to(dtype)
+
+    def paged(self, backend: AttentionBackend) -> Callable[[], None]:
+        """Return the call of one layer through the page table; layers take turns."""
+        prepared, layers = backend.plan(self.plan, self.dtype), itertools.cycle(self.layers)
+
+        def run() -> None:
+            k, v = next(layers)
+            backend.run(prepared, self.q_THD, None, k, v, self.scoring)
+
+        return run
+
+    def contiguous(self) -> Callable[[], None]:
+        """Return PyTorch's call on the same numbers in one piece. It reads what the other reads."""
+        layers = itertools.cycle(self.layers)
+        q = self.q_THD.unflatten(0, (self.batch, self.count)).transpose(1, 2)
+
+        def run() -> None:
+            k, v = (x.unflatten(0, (self.batch, -1))[:, : self.keys].transpose(1, 2) for x in next(layers))
+            scaled_dot_product_attention(q, k, v, is_causal=self.count > 1, enable_gqa=True)
+
+        return run
+
+
+def compared(work: Work, rounds: int) -> Comparison:
+    ways = {
+        "native": work.paged(NativeAttention()),
+        "torch": work.paged(SdpaAttention()),
+        "contiguous": work.contiguous(),
+    }
+    return interleave(ways, rounds, warmup=2)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Attention over pages on a CPU against PyTorch's.")
+    parser.add_argument("--context", type=int, default=4096, help="keys of a decode")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt")
+    parser.add_argument("--batch", default="1,4,16", help="sequences of a decode")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--pool", type=int, default=256, help="MiB of K and V that the layers of a decode have")
+    parser.add_argument("--small", action="store_true", help="small sizes, to see that it runs")
+    arguments = parser.parse_args()
+    batches = [int(text) for text in arguments.batch.split(",")]
+    if arguments.small:
+        arguments.context, arguments.prompt, arguments.rounds, arguments.pool, batches = 64, 32, 2, 1, [1, 2]
+    if min(arguments.context, arguments.prompt, arguments.rounds, arguments.pool, *batches) < 1:
+        parser.error("--context, --prompt, --batch, --rounds and --pool must be 1 or greater")
+    dtype = getattr(torch, arguments.dtype)
+    limits = measure(seconds=0.2, buffer_bytes=1 << 20) if arguments.small else measure(seconds=5)
+    roof, rows, report = limits["read_gbps"] * 1e9, [], []
+    with torch.inference_mode():
+        for name, shape in SHAPES.items():
+            works = [("decode", batch, arguments.context, 1) for batch in batches]
+            for what, batch, keys, count in [*works, ("prompt", 1, arguments.prompt, arguments.prompt)]:
+                work = Work(shape, batch, keys, count, dtype, arguments.pool << 20)
+                result = compared(work, arguments.rounds)
+                seconds = {way: result.spread(way) for way in result.seconds}
+                reads = count == 1
+                rows.append(
+                    {
+                        "head": name,
+                        "what": what,
+                        "batch": batch,
+                        "native ms": seconds["native"].median * 1e3,
+                        "torch / native": str(result.ratios["torch"]),
+                        "contiguous / native": str(result.ratios["contiguous"]),
+                        "GB/s": work.bytes / seconds["native"].median / 1e9 if reads else "",
+                        "of roof": work.bytes / seconds["native"].median / roof if reads else "",
+                        "GFLOP/s": "" if reads else work.operations / seconds["native"].median / 1e9,
+                    }
+                )
+                report.append(
+                    {"head": name, "what": what, "batch": batch, "keys": keys, "seconds": seconds}
+                    | {
+                        "ratios": result.ratios,
+                        "share": work.bytes / seconds["native"].median / roof if reads else None,
+                    }
+                )
+    print(f"{limits['device']}; {limits['threads']} threads; reads {roof / 1e9:.1f} GB/s; {NativeAttention().level}")
+    print_table(rows)
+    shares = {(row["head"], row["batch"]): row["share"] for row in report if row["share"] is not None}
+    print()
+    for (head, batch), share in shares.items():
+        verdict = "reached" if share >= TARGET else "missed"
+        print(f"decode of {batch}, heads of {head}: {share:.0%} of the read bandwidth; {TARGET:.0%} {verdict}")
+    print_json(
+        {
+            "benchmark": "attention",
+            "level": NativeAttention().level,
+            "dtype": arguments.dtype,
+            "context": arguments.context,
+            "prompt": arguments.prompt,
+            "rounds": arguments.rounds,
+            "threads": torch.get_num_threads(),
+            "read_gbps": limits["read_gbps"],
+            "target": TARGET,
+            "all_met": all(share >= TARGET for share in shares.values()),
+            "rows": report,
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+// Attention over pages with AVX-512: see paged_attention_body.h.
+
+#include "paged_attention.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+#pragma GCC target("arch=x86-64-v4")
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in headers of GCC 12
+#define WIDTH 16
+#define PAIRS 0
+#include "paged_attention_body.h"
+
+const Attend quire_attend_avx512[3] = {attend<float>, attend<bfloat16>, attend<float16>};
+#else
+const Attend quire_attend_avx512[3] = {};
+#endif

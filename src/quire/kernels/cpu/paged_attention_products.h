@@ -1,0 +1,196 @@
+// The two products of attention, by register tiles; see paged_attention_body.h.
+
+#include "paged_attention_rows.h"
+
+namespace {
+
+// -- products ----------------------------------------------------------------------------------------------------------
+
+template <bool pairs>
+INLINE void add_product(Vector& sum, uint32_t a, Words b) {
+#if PAIRS
+    if constexpr (pairs) {
+        sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+        return;
+    }
+#endif
+    float factor;
+    std::memcpy(&factor, &a, 4);
+    sum += factor * (Vector)b;
+}
+
+// c[m] = c[m] * keep[m] + sum over words w, in order, of a[m][w] b[w]. Without ``keep`` c begins as 0.
+template <bool pairs, int M, int N>
+INLINE void multiply_tile(const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row, int64_t words, float* c, int64_t c_row,
+                          const float* keep) {
+    Vector sums[M][N];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) sums[m][n] = keep ? loaded<Vector>(c + m * c_row + n * W) * keep[m] : Vector{};
+#pragma GCC unroll 2
+    for (int64_t w = 0; w < words; w++) {
+        Words factors[N];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) factors[n] = loaded<Words>(b + w * b_row + n * W);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) add_product<pairs>(sums[m][n], a[m * a_row + w], factors[n]);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) store(c + m * c_row + n * W, sums[m][n]);
+}
+
+template <bool pairs, int M>
+INLINE void multiply_rows(const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row, int64_t words, float* c, int64_t c_row,
+                          int64_t columns, const float* keep) {
+    int64_t n = 0;
+    for (; n + TILE_VECTORS * W <= columns; n += TILE_VECTORS * W)
+        multiply_tile<pairs, M, TILE_VECTORS>(a, a_row, b + n, b_row, words, c + n, c_row, keep);
+    if constexpr (TILE_VECTORS == 4)
+        for (; n + 2 * W <= columns; n += 2 * W) multiply_tile<pairs, M, 2>(a, a_row, b + n, b_row, words, c + n, c_row, keep);
+    for (; n < columns; n += W) multiply_tile<pairs, M, 1>(a, a_row, b + n, b_row, words, c + n, c_row, keep);
+}
+
+template <bool pairs>
+void multiply(int64_t rows, const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row, int64_t words, float* c, int64_t c_row,
+              int64_t columns, const float* keep) {
+    while (rows) {
+        int64_t some = rows < TILE_ROWS ? rows : TILE_ROWS;
+#define ROWS(M) \
+    case M: multiply_rows<pairs, M>(a, a_row, b, b_row, words, c, c_row, columns, keep); break;
+        switch (some) {
+            ROWS(1)
+            ROWS(2)
+            ROWS(3)
+            ROWS(4)
+#if WIDTH > 4
+            ROWS(5)
+            ROWS(6)
+#endif
+        }
+#undef ROWS
+        rows -= some, a += some * a_row, c += some * c_row;
+        if (keep) keep += some;
+    }
+}
+
+// -- products for few rows, straight from K and V: the same sums in the same order ---------------------------------------
+
+#if WIDTH == 16
+constexpr int FEW_ROWS = 6;
+#else
+constexpr int FEW_ROWS = 2;
+#endif
+
+// Whether rows of K and V have no rest that needs a copy.
+template <typename T>
+INLINE bool is_smooth(int64_t key_size, int64_t value_size) {
+    return key_size * sizeof(T) % STEP == 0 && value_size % (packed<T> * W) == 0;
+}
+
+template <typename T, int M>
+INLINE void score_few(const uint32_t* queries, int64_t words, const Rows* groups, int64_t size, float* scores) {
+    constexpr int SIDE = 2;  // vectors of keys side by side, so that sums need not wait for each other
+    for (int64_t key = 0; key < BLOCK; key += SIDE * W) {
+        Vector sums[M][SIDE] = {};
+        const char* from[SIDE];
+        int64_t strides[SIDE];
+        for (int n = 0; n < SIDE; n++) {
+            const int64_t first = key + n * W;
+            const Rows& rows = groups[first / GROUP];
+            from[n] = rows.at + first % GROUP * rows.stride, strides[n] = rows.stride;
+        }
+        for (int64_t at = 0, w = 0; at < (int64_t)(size * sizeof(T)); at += STEP, w += 4 * PARTS<T>) {
+            Words four[SIDE][4];
+#pragma GCC unroll 2
+            for (int n = 0; n < SIDE; n++) {
+                prefetch_step(groups[(key + n * W) / GROUP], (key + n * W) % GROUP, at, size * sizeof(T));
+                transpose4(from[n] + at, strides[n], four[n]);
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < 4 * PARTS<T>; i++)
+#pragma GCC unroll 8
+                for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+                    for (int n = 0; n < SIDE; n++)
+                        add_product<packed<T> == 2>(sums[m][n], queries[m * words + w + i], part_of<T>(four[n][i / PARTS<T>], i % PARTS<T>));
+        }
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < SIDE; n++) store(scores + m * BLOCK + key + n * W, sums[m][n]);
+    }
+}
+
+// N vectors of columns.
+template <typename T, int M, int N>
+INLINE void sum_few(const uint32_t* weights, const Rows* groups, int64_t d, float* sums, int64_t columns, const float* keep) {
+    Vector kept[M][N];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) kept[m][n] = loaded<Vector>(sums + m * columns + n * W) * keep[m];
+    for (int64_t group = 0; group < BLOCK / GROUP; group++) {
+        const Rows rows = groups[group];
+        const char* from = rows.at + d * sizeof(T);
+        const bool whole = rows.next_stride == columns * (int64_t)sizeof(T);
+        const uint32_t* weight = weights + group * GROUP / packed<T>;
+#pragma GCC unroll 2
+        for (int64_t key = 0; key < GROUP; key += packed<T>, from += packed<T> * rows.stride, weight++) {
+            constexpr int64_t WIDE = N * W * sizeof(T);
+            for (int j = 0; j < packed<T>; j++)
+                for (int64_t at = 0; at < WIDE; at += 64)
+                    __builtin_prefetch(rows.next + (whole ? d * (int64_t)sizeof(T) * GROUP + (key + j) * WIDE : (key + j) * rows.next_stride + d * (int64_t)sizeof(T)) + at, 0, 2);
+#if PAIRS
+            if constexpr (packed<T> == 2) {
+                const __m512i low = pair_index(0), high = pair_index(16);
+#pragma GCC unroll 8
+                for (int n = 0; n < N; n += 2) {
+                    const __m512i x = _mm512_loadu_si512(from + 4 * n * W / 2), y = _mm512_loadu_si512(from + rows.stride + 4 * n * W / 2);
+                    const Words a = (Words)_mm512_permutex2var_epi16(x, low, y), b = (Words)_mm512_permutex2var_epi16(x, high, y);
+#pragma GCC unroll 8
+                    for (int m = 0; m < M; m++) {
+                        add_product<true>(kept[m][n], weight[m * BLOCK], a);
+                        add_product<true>(kept[m][n + 1], weight[m * BLOCK], b);
+                    }
+                }
+                continue;
+            }
+#endif
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) {
+                const Words x = (Words)widened((const T*)from + n * W);
+#pragma GCC unroll 8
+                for (int m = 0; m < M; m++) add_product<false>(kept[m][n], weight[m * BLOCK], x);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) store(sums + m * columns + n * W, kept[m][n]);
+}
+
+template <typename T, int M>
+INLINE void sum_few(const uint32_t* weights, const Rows* groups, float* sums, int64_t columns, const float* keep) {
+    constexpr int SOME = 2;
+    int64_t d = 0;
+    for (; d + 4 * W <= columns; d += 4 * W) sum_few<T, M, 4>(weights, groups, d, sums + d, columns, keep);
+    if (d + SOME * W <= columns) sum_few<T, M, SOME>(weights, groups, d, sums + d, columns, keep), d += SOME * W;
+    if constexpr (packed<T> == 1)
+        if (d < columns) sum_few<T, M, 1>(weights, groups, d, sums + d, columns, keep);
+}
+
+#define FOR_ROWS(M, CALL) \
+    switch (M) {          \
+        case 1: CALL(1); break; \
+        case 2: CALL(2); break; \
+        case 3: if constexpr (FEW_ROWS > 2) { CALL(3); } break; \
+        case 4: if constexpr (FEW_ROWS > 2) { CALL(4); } break; \
+        case 5: if constexpr (FEW_ROWS > 2) { CALL(5); } break; \
+        case 6: if constexpr (FEW_ROWS > 2) { CALL(6); } break; \
+    }
+
+}  // namespace

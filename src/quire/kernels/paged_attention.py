@@ -1,0 +1,314 @@
+"""Attention over pages in C++, for CPUs. The reference is ``quire.ops.attention``.
+
+K and V are read where they are, through the page table. Work is shared out by rows, KV heads and
+ranges of keys; pages that entries of a batch share are read once for all of them. A row's result is
+the same to the bit whatever else is in the batch, however its prompt was cut, and on any number of
+threads (``cpu/paged_attention.h``).
+
+Letters: T new tokens; B entries; S slots; Hq, Hkv query and KV heads; Dk, Dv head sizes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
+from quire.contracts.layers import LayerSpec
+from quire.errors import InvalidArgument, Unsupported
+from quire.kernels.native_library import NativeLibrary, native_library, native_problem
+from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.visibility import VisibleKeys, sink_part, window_part
+from quire.ops.attention import check_sink_query, kind_refusal
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+LEVELS = ("portable", "AVX2", "AVX-512", "AVX512-BF16")
+BLOCK = 64
+"""Keys: blocks begin at multiples of it."""
+ONE_THREAD = 1 << 20
+"""Products that one thread ends before a second one begins."""
+MADE = 7
+"""Numbers of a row that the planner makes."""
+
+
+class _Part(ctypes.Structure):
+    _fields_: ClassVar = [(name, ctypes.c_void_p) for name in ("low", "high", "first", "stop", "columns", "bits")]
+
+
+class _Batch(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("parts", _Part * 2),
+        *((name, ctypes.c_void_p) for name in ("starts", "table_starts", "pages")),
+        ("made", ctypes.c_void_p * MADE),
+        ("items", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "num_parts", "entries", "rows", "page_size", "heads", "kv_heads", "key_size", "value_size",
+                "one_thread", "capacity", "num_items", "num_states", "most_rows", "threads",
+            )
+        ),
+    ]  # fmt: skip
+
+
+class _Call(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("batch", "states", "left", "room")),
+        *((name, ctypes.c_int64) for name in ("state_size", "room_size")),
+        ("strides", ctypes.c_int64 * 8),
+        *((name, ctypes.c_int64) for name in ("type", "level")),
+        ("of_one_layer", ctypes.c_int64 * 11),
+    ]
+
+
+ITEM_SIZE = 11
+"""Numbers of an item."""
+
+
+@dataclass(slots=True)
+class PagedPlan:
+    """A batch over pages, for layers of any shape."""
+
+    plan: ForwardPlan
+    dtype: torch.dtype
+    pages: NDArray[np.int32]
+    """Of all entries, one behind the other."""
+    numbers: NDArray[np.int64]
+    """Whatever the planner reads besides, in one array."""
+    parts: list[VisibleKeys]
+    columns: list[tuple[NDArray[np.int64], NDArray[np.uint64]] | None]
+    bound: dict[Any, BoundPlan] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPlan:
+    """A plan for tensors of one shape, ready to run."""
+
+    call: int
+    items: NDArray[np.int64]
+    """Items of work, as in ``cpu/paged_attention.h``."""
+    kept: object
+    """Keeps alive what ``call`` points to."""
+
+
+class NativeAttention:
+    """The backend ``native``: exact attention by the C++ library. Batches of a type that it does
+    not know, such as float64, run through PyTorch's kernels (``SdpaAttention``)."""
+
+    name = "native"
+
+    def __init__(self, level: str | None = None) -> None:
+        """``level``: one of ``LEVELS``, by default the best that the processor runs.
+        ``Unsupported``: the processor, or this build, has no such level."""
+        self._other = SdpaAttention()
+        library = native_library()
+        if library is not None:
+            self._bind_library(library, level)
+        elif level is not None:
+            raise Unsupported(native_problem())
+
+    def _bind_library(self, library: NativeLibrary, level: str | None) -> None:
+        pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+        best = library.function("quire_attention_level", result=number)()
+        self._level = best if level is None else LEVELS.index(level)
+        if self._level > best:
+            raise Unsupported(f"attention for {level}: this processor has {', '.join(LEVELS[: best + 1])}")
+        self._plan = library.function("quire_attention_plan", pointer, number, result=number)
+        self._room = library.function("quire_attention_room", pointer, result=number)
+        self._run = library.function("quire_attention", *(pointer,) * 8, real, real, pointer)
+        self._parallel = library.parallel
+
+    @property
+    def level(self) -> str:
+        """The vector instructions that it uses: one of ``LEVELS``."""
+        return LEVELS[self._level]
+
+    def refusal(self, spec: LayerSpec, device: torch.device) -> str:
+        """Return why this backend cannot run such a layer on that device; "" if it can."""
+        if device.type != "cpu":
+            return f"the C++ attention runs on a CPU; the state is on {device}"
+        return native_problem() or kind_refusal(self.name, spec)
+
+    def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
+        """Return true: weights exist for a block of keys at a time."""
+        del spec, device
+        return True
+
+    # -- plan --------------------------------------------------------------------------------------
+
+    def plan(self, plan: ForwardPlan, dtype: torch.dtype) -> Any:
+        """See the contract. A plan of another type or device is ``SdpaAttention``'s."""
+        if dtype not in TYPES or plan.device.type != "cpu":
+            return self._other.plan(plan, dtype)
+        window, sink = window_part(plan), sink_part(plan)
+        parts = [window] if sink is None else [window, sink]
+        pages = np.concatenate(plan.tables)
+        table_starts = np.zeros(plan.num_entries + 1, dtype=np.int64)
+        np.cumsum([table.size for table in plan.tables], out=table_starts[1:])
+        arrays = [plan.starts, table_starts]
+        for part in parts:
+            arrays += [part.low, part.high, part.first, part.stop]
+        columns = [_columns(plan, part) if part.columns else None for part in parts]
+        return PagedPlan(plan, dtype, pages, np.concatenate(arrays), parts, columns)
+
+    def bind(
+        self, prepared: PagedPlan, q_THD: Tensor, q_sink_THD: Tensor | None, k_SHD: Tensor, v_SHD: Tensor
+    ) -> BoundPlan:
+        """Return the items of work of a plan for tensors of such shapes. ``InvalidArgument`` as
+        ``run``."""
+        plan, dtype = prepared.plan, prepared.dtype
+        for name, x in (("q", q_THD), ("q_sink", q_sink_THD), ("K", k_SHD), ("V", v_SHD)):
+            if x is not None and (x.dtype != dtype or x.device.type != "cpu"):
+                raise InvalidArgument(
+                    f"the batch was planned for {dtype} on the CPU; {name} is {x.dtype} on {x.device}"
+                )
+        rows, entries = plan.num_tokens, plan.num_entries
+        (_, heads, key_size), (slots, kv_heads, value_size) = q_THD.shape, v_SHD.shape
+        highest = int(prepared.pages.max(initial=-1))
+        if (highest + 1) * plan.page_size > slots:
+            raise InvalidArgument(f"page {highest} of {plan.page_size} keys is not in a pool of {slots} slots")
+        batch = _Batch(
+            num_parts=len(prepared.parts), entries=entries, rows=rows, page_size=plan.page_size,
+            heads=heads, kv_heads=kv_heads, key_size=key_size, value_size=value_size,
+            one_thread=ONE_THREAD,
+        )  # fmt: skip
+        at = prepared.numbers.ctypes.data
+        batch.starts, batch.table_starts, batch.pages = at, at + 8 * (entries + 1), prepared.pages.ctypes.data
+        at += 16 * (entries + 1)
+        for part, columns in zip(batch.parts, prepared.columns, strict=False):
+            part.low, part.high, part.first, part.stop = (
+                at, at + 8 * rows, at + 16 * rows, at + 16 * rows + 8 * entries,
+            )  # fmt: skip
+            at += 16 * (rows + entries)
+            if columns is not None:
+                part.columns, part.bits = (x.ctypes.data for x in columns)
+        made = np.empty((MADE, rows), dtype=np.int64)
+        batch.made[:] = [made.ctypes.data + 8 * rows * index for index in range(MADE)]
+        items, found = np.empty(0, dtype=np.int64), 32 + 4 * entries * kv_heads
+        while found > batch.capacity:
+            items = np.empty((found, ITEM_SIZE), dtype=np.int64)
+            batch.items, batch.capacity = items.ctypes.data, found
+            found = self._plan(ctypes.addressof(batch), torch.get_num_threads() if self._parallel else 1)
+        if found < 0:
+            raise MemoryError(f"no memory for a plan of {rows} rows")
+        state_size = -(-value_size // 16) * 16 + 16
+        room_size = self._room(ctypes.addressof(batch))
+        room = torch.empty(batch.threads * room_size, dtype=torch.uint8)
+        states = torch.empty(batch.num_states * heads * state_size, dtype=torch.float32)
+        left = np.empty(rows * kv_heads if batch.num_states else 0, dtype=np.int32)
+        strides = [x.stride() if x is not None else (0, 0) for x in (q_THD, q_sink_THD, k_SHD, v_SHD)]
+        call = _Call(
+            ctypes.addressof(batch), states.data_ptr(), left.ctypes.data, room.data_ptr(), state_size, room_size,
+            (ctypes.c_int64 * 8)(*(size for stride in strides for size in stride[:2])), TYPES[dtype], self._level,
+        )  # fmt: skip
+        kept = (prepared.pages, prepared.numbers, batch, made, room, states, left, call)
+        return BoundPlan(ctypes.addressof(call), items[:found], kept)
+
+    # -- run ---------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        prepared: Any,
+        q_THD: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        scoring: Scoring,
+        *,
+        q_sink_THD: Tensor | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """See the contract. ``InvalidArgument``: ``q_sink_THD`` missing or surplus, a tensor not of
+        the planned type, a page that is not in the pool."""
+        if not isinstance(prepared, PagedPlan):
+            return self._other.run(prepared, q_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink_THD, sinks_H=sinks_H)
+        return self._attend(prepared, q_THD, k_SHD, v_SHD, scoring, q_sink_THD, sinks_H, None)
+
+    def run_state(
+        self,
+        prepared: Any,
+        q_THD: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        scoring: Scoring,
+        *,
+        q_sink_THD: Tensor | None = None,
+        coarse: bool = False,
+    ) -> AttentionState:
+        """See the contract; never coarse. Raise as ``run``."""
+        if not isinstance(prepared, PagedPlan):
+            return self._other.run_state(
+                prepared, q_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink_THD, coarse=coarse
+            )
+        lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device="cpu")
+        out_THD = self._attend(prepared, q_THD, k_SHD, v_SHD, scoring, q_sink_THD, None, lse_TH)
+        return AttentionState(out_THD, lse_TH)
+
+    def _attend(
+        self,
+        prepared: PagedPlan,
+        q_THD: Tensor,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        scoring: Scoring,
+        q_sink_THD: Tensor | None,
+        sinks_H: Tensor | None,
+        lse_TH: Tensor | None,
+    ) -> Tensor:
+        check_sink_query(prepared.plan, q_sink_THD)
+        q_THD, k_SHD, v_SHD = _in_rows(q_THD), _in_rows(k_SHD), _in_rows(v_SHD)
+        key: tuple[Any, ...] = (
+            q_THD.shape,
+            q_THD.stride(),
+            k_SHD.stride(),
+            v_SHD.shape,
+            v_SHD.stride(),
+            q_THD.dtype,
+            k_SHD.dtype,
+        )
+        if q_sink_THD is not None:
+            q_sink_THD = _in_rows(q_sink_THD)
+            key = (*key, q_sink_THD.stride(), q_sink_THD.dtype)
+        bound = prepared.bound.get(key)
+        if bound is None:
+            bound = prepared.bound[key] = self.bind(prepared, q_THD, q_sink_THD, k_SHD, v_SHD)
+        if sinks_H is not None:
+            sinks_H = sinks_H.to(torch.float32).contiguous()
+        out_THD = torch.empty((*q_THD.shape[:2], v_SHD.shape[2]), dtype=prepared.dtype, device="cpu")
+        self._run(
+            bound.call, q_THD.data_ptr(), None if q_sink_THD is None else q_sink_THD.data_ptr(),
+            k_SHD.data_ptr(), v_SHD.data_ptr(), out_THD.data_ptr(), None if lse_TH is None else lse_TH.data_ptr(),
+            None if sinks_H is None else sinks_H.data_ptr(), scoring.scale, scoring.softcap or 0.0, self._parallel,
+        )  # fmt: skip
+        return out_THD
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Return the tensor, or a copy, with the numbers of a row side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _columns(plan: ForwardPlan, part: VisibleKeys) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """Return what rules let rows see: ``[T, 3]``, a row's first word, words and the address of
+    their first bit; and the words, one for each block of keys."""
+    of_rows = np.zeros((plan.num_tokens, 3), dtype=np.int64)
+    words: list[NDArray[np.uint64]] = []
+    used = 0
+    for entry, columns in part.columns.items():
+        rows = np.arange(plan.starts[entry], plan.starts[entry + 1])
+        skipped = columns.first % BLOCK
+        blocks = -(-(skipped + columns.visible.shape[1]) // BLOCK)
+        bits = np.zeros((rows.size, blocks * BLOCK), dtype=np.bool_)
+        bits[:, skipped : skipped + columns.visible.shape[1]] = columns.visible
+        words.append(np.packbits(bits, axis=1, bitorder="little").view("<u8").ravel())
+        of_rows[rows, 0] = used + blocks * np.arange(rows.size)
+        of_rows[rows, 1], of_rows[rows, 2] = blocks, columns.first - skipped
+        used += rows.size * blocks
+    return of_rows, np.concatenate(words)

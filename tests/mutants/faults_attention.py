@@ -1,0 +1,51 @@
+"""Faults of the attention over pages in C++, as far as Python prepares it."""
+
+from __future__ import annotations
+
+from tests.mutants.harness import Mutant
+
+TESTS = "kernels/test_paged_attention.py"
+MUTANTS = (
+    Mutant(
+        name="attention-planned-for-one-type-runs-another",
+        file="kernels/paged_attention.py",
+        old="if x is not None and (x.dtype != dtype or x.device.type",
+        new="if x is not None and (x.device.type",
+        tests=(f"{TESTS}::test_arguments",),
+    ),
+    Mutant(
+        name="attention-reads-behind-the-pool",
+        file="kernels/paged_attention.py",
+        old="if (highest + 1) * plan.page_size > slots:",
+        new="if highest > slots:",
+        tests=(f"{TESTS}::test_arguments",),
+    ),
+    Mutant(
+        name="bits-of-a-rule-at-the-wrong-address",
+        file="kernels/paged_attention.py",
+        old="skipped = columns.first % BLOCK",
+        new="skipped = 0",
+        tests=(f"{TESTS}::test_each_feature_at_each_level",),
+    ),
+    Mutant(
+        name="all-rows-under-the-first-rows-rule",
+        file="kernels/paged_attention.py",
+        old="of_rows[rows, 0] = used + blocks * np.arange(rows.size)",
+        new="of_rows[rows, 0] = used",
+        tests=(f"{TESTS}::test_each_feature_at_each_level",),
+    ),
+    Mutant(
+        name="sink-rows-asked-with-the-windows-query",
+        file="kernels/paged_attention.py",
+        old="bound.call, q_THD.data_ptr(), None if q_sink_THD is None else q_sink_THD.data_ptr(),",
+        new="bound.call, q_THD.data_ptr(), None if q_sink_THD is None else q_THD.data_ptr(),",
+        tests=(f"{TESTS}::test_each_feature_at_each_level",),
+    ),
+    Mutant(
+        name="automatic-attention-stays-with-torch",
+        file="build.py",
+        old='backend = "native" if device.type == "cpu" and not native_problem() else "torch"',
+        new='backend = "torch"',
+        tests=(f"{TESTS}::test_without_the_library_torch_serves",),
+    ),
+)
