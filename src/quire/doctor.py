@@ -54,6 +54,8 @@ def _devices(torch_version: str) -> list[Finding]:
 
     from quire.config import ATTENTION_BACKENDS
     from quire.kernels.cores import usable_cores
+    from quire.kernels.native_library import native_problem
+    from quire.kernels.paged_attention import NativeAttention
     from quire.models.processor import Processor
 
     findings = [Finding("PyTorch", f"{torch_version}, {torch.get_num_threads()} threads")]
