@@ -103,7 +103,11 @@ class Watch:
 
 
 def recording(
-    row: str, version: str, seen: Mapping[tuple[str, str], list[Seen]], abilities: Iterator[str] | tuple[str, ...], overflow: str
+    row: str,
+    version: str,
+    seen: Mapping[tuple[str, str], list[Seen]],
+    abilities: Iterator[str] | tuple[str, ...],
+    overflow: str,
 ) -> dict[str, Any]:
     """Return what a client sent as a JSON object: each request once, in the order of ``abilities``,
     without texts that are long and ids that are new each time.

@@ -207,7 +207,12 @@ def run_clients(
         "form": FORM,
         "overflow": "x " * (context + 100),
         "endless": ENDLESS,
-        "extra": {"continuations": CONTINUATIONS, "folder": str(bundled_models().get(reference.model, reference.model)), "stop": reference.texts(PROMPT, **GREEDY)[0][4:8], "stops": STOPS},
+        "extra": {
+            "continuations": CONTINUATIONS,
+            "folder": str(bundled_models().get(reference.model, reference.model)),
+            "stop": reference.texts(PROMPT, **GREEDY)[0][4:8],
+            "stops": STOPS,
+        },
     }
     found: dict[str, Any] = {}
     for row in rows:
@@ -225,7 +230,12 @@ def run_clients(
             found[row]["why"] = said
         if record is not None and version is not None:
             write_recording(recording(row, version, watched.seen, ABILITIES, task["overflow"]), record)
-    print_table([{"client": row, **{key: str(value).partition(":")[0] for key, value in one.items() if key != "why"}} for row, one in found.items()])
+    print_table(
+        [
+            {"client": row, **{key: str(value).partition(":")[0] for key, value in one.items() if key != "why"}}
+            for row, one in found.items()
+        ]
+    )
     line = {"benchmark": "clients", "model": NAME, "clients": found}
     print_json(line)
     return line

@@ -1,4 +1,4 @@
-"""Requests that schemathesis makes up from the server's OpenAPI description, with all its checks on:
+"""Requests that schemathesis makes up from the server's OpenAPI description, with all its checks:
 none may end in a 5xx, none may hang, what the description forbids must be refused, what it allows
 taken, and answers must be as described.
 
@@ -50,7 +50,7 @@ TEMPLATE = (
     "{{ message.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-_TEXT: dict[str, Any] = {"type": "string", "maxLength": 40}
+_TEXT: dict[str, Any] = {"type": "string", "maxLength": 10}
 _FLAG: dict[str, Any] = {"type": "boolean"}
 _TOKENS = {"type": "array", "items": {"enum": [*range(3, 300)]}, "minItems": 1, "maxItems": 12}
 _FORM = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
@@ -67,7 +67,15 @@ def _integer(least: int, most: int) -> dict[str, Any]:
 
 
 ELSEWHERE = (
-    *("logprobs", "top_logprobs", "prompt_logprobs", "n", "structured_outputs", "response_format", "max_completion_tokens"),
+    *(
+        "logprobs",
+        "top_logprobs",
+        "prompt_logprobs",
+        "n",
+        "structured_outputs",
+        "response_format",
+        "max_completion_tokens",
+    ),
     *("prompt", "session_id", "parallel_tool_calls", "metadata", "stream_options"),
 )
 """Fields of chats that responses and messages have not, or have in another shape."""
@@ -108,7 +116,7 @@ PLAUSIBLE: dict[str, dict[str, Any]] = {
         "maxItems": 3,
         "items": {
             "type": "object",
-            "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": _TEXT},
+            "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": {**_TEXT, "minLength": 1}},
             "required": ["role", "content"],
             "additionalProperties": False,
         },
@@ -136,8 +144,8 @@ PLAUSIBLE: dict[str, dict[str, Any]] = {
     "stream": {"enum": [True]},
     "stream_options": {"type": "object", "properties": {"include_usage": _FLAG}, "additionalProperties": False},
     "chat_template_kwargs": {"enum": [{}, {"enable_thinking": True}]},
-    "at": {"enum": [0]},
-    "to": {"enum": [0]},
+    "at": {"enum": [1]},
+    "to": {"enum": [1]},
     "ttl": {"enum": [600, 1000.5]},
     "max_output_tokens": _integer(1, 12),
     "window": _integer(16, 64),
@@ -145,7 +153,9 @@ PLAUSIBLE: dict[str, dict[str, Any]] = {
 }
 """Of fields, by their names: what a server can do."""
 _MESSAGES = {
-    "messages": {"enum": [[{"role": "user", "content": "x"}], [{"role": "user", "content": [{"type": "text", "text": "x"}]}]]},
+    "messages": {
+        "enum": [[{"role": "user", "content": "x"}], [{"role": "user", "content": [{"type": "text", "text": "x"}]}]]
+    },
     "tools": {"enum": [[{"name": "weather", "input_schema": _FORM}]]},
     "tool_choice": {"enum": [{"type": "any"}, {"type": "none"}]},
 }
@@ -155,9 +165,10 @@ _RESPONSES = {
 }
 OTHERWISE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "ChatRequest": ({"logprobs": {"enum": [True]}}, ()),
-    "MessagesRequest": (_MESSAGES, ELSEWHERE),
-    "CountedMessages": (_MESSAGES, ELSEWHERE),
+    "MessagesRequest": (_MESSAGES, (*ELSEWHERE, "stop")),
+    "CountedMessages": (_MESSAGES, (*ELSEWHERE, "stop")),
     "ResponseRequest": (_RESPONSES, (*ELSEWHERE, "text", "messages", "max_tokens", "stop")),
+    "TokenizeRequest": ({"prompt": _TEXT}, ()),
     "AdapterBody": ({"name": {"enum": [None]}}, ()),
     "RewindBody": ({}, ("n",)),
     "GenerateBody": ({"n": {"enum": [1]}}, ()),
@@ -173,6 +184,7 @@ TOGETHER = (
     ("response_format",),
     ("structured_outputs",),
     ("logprobs", "top_logprobs"),
+    ("stop_token_ids",),
 )
 """Fields that need each other, or that others forbid: some plausible bodies have all of one of
 these, some none.
@@ -242,7 +254,11 @@ def configuration(description: dict[str, Any], *, by_value: bool) -> str:
     for path, every in description["paths"].items() if by_value else ():
         for method, operation in every.items():
             if "400" in operation["responses"]:
-                lines += ["[[operations]]", f"include-path = {json.dumps(path)}", f'include-method = "{method.upper()}"']
+                lines += [
+                    "[[operations]]",
+                    f"include-path = {json.dumps(path)}",
+                    f'include-method = "{method.upper()}"',
+                ]
                 lines += [f"checks.positive_data_acceptance.expected-statuses = {json.dumps([*TAKEN, '400'])}"]
     return "\n".join(lines) + "\n"
 
@@ -280,7 +296,14 @@ def run_fuzz(
 
     description, model, sessions = asyncio.run(described())
     count = operations(description)
-    options = ["--max-examples", str(-(-cases // (2 * count))), "--seed", str(seed), "--request-timeout", f"{seconds:g}"]
+    options = [
+        "--max-examples",
+        str(-(-cases // (2 * count))),
+        "--seed",
+        str(seed),
+        "--request-timeout",
+        f"{seconds:g}",
+    ]
     options += ["--max-response-time", f"{seconds:g}"]
     if api_key is not None:
         options += ["--header", f"Authorization: Bearer {api_key}"]
@@ -316,7 +339,17 @@ def _pass(
         log, given = Path(directory, "requests.har"), Path(directory, "openapi.json")
         given.write_text(json.dumps(description), encoding="utf-8")
         Path(directory, "schemathesis.toml").write_text(settings, encoding="utf-8")
-        command = [os.path.abspath(shutil.which(python) or python), *PROGRAM, "run", str(given), "--url", url, "--checks", "all", "--continue-on-failure"]
+        command = [
+            os.path.abspath(shutil.which(python) or python),
+            *PROGRAM,
+            "run",
+            str(given),
+            "--url",
+            url,
+            "--checks",
+            "all",
+            "--continue-on-failure",
+        ]
         command += ["--phases", "coverage,fuzzing", "--report-har-path", str(log), "--no-color", *options]
         # Strings that no URL can hold are thrown away; how many does not matter.
         command += ["--suppress-health-check", "filter_too_much"]

@@ -43,7 +43,9 @@ def started(task: Task, row: str) -> str:
     ]
     folder = Path(tempfile.mkdtemp(dir="."))
     # JSON is YAML.
-    (folder / "config.yaml").write_text(json.dumps({"model_list": models, "general_settings": {"dangerously_permit_weak_or_unset_master_key": True}}))
+    (folder / "config.yaml").write_text(
+        json.dumps({"model_list": models, "general_settings": {"dangerously_permit_weak_or_unset_master_key": True}})
+    )
     command = [str(Path(sys.executable).parent / "litellm"), "--config", str(folder / "config.yaml")]
     with open(folder / "log.txt", "wb") as log:
         proxy = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port)], stdout=log, stderr=log)

@@ -44,9 +44,14 @@ MADE = re.compile(r"\b(?:resp|call|fc|msg|rs)_[0-9a-f]{16,}")
 
 
 def filled(value: Any, overflow: str, made: Mapping[int, Sequence[str]]) -> Any:
-    """A recorded value with what ``client_watch.recording`` left out."""
-    text = json.dumps(value).replace("{overflow}", overflow)
-    return json.loads(re.sub(r"\{made\.(\d+)\.(\d+)\}", lambda one: made[int(one[1])][int(one[2])], text))
+    """A recorded value with what ``client_watch.recording`` left out. Calls that the larger model
+    made, and this one does not, keep a name in place of an id."""
+
+    def put(found: re.Match[str]) -> str:
+        number, place = int(found[1]), int(found[2])
+        return made[number][place] if place < len(made[number]) else f"made_{number}_{place}"
+
+    return json.loads(re.sub(r"\{made\.(\d+)\.(\d+)\}", put, json.dumps(value).replace("{overflow}", overflow)))
 
 
 def test_there_are_recordings_of_each_protocol() -> None:
