@@ -309,12 +309,13 @@ def run_fuzz(
         options += ["--header", f"Authorization: Bearer {api_key}"]
     statuses: Counter[int] = Counter()
     complaints: list[str] = []
-    for name, given, mode in (
-        ("as described", description, "all"),
-        ("plausible", plausible(description, model, sessions), "positive"),
+    for name, given, mode, phases in (
+        ("as described", description, "all", "coverage,fuzzing"),
+        # All values beside all others are for the first pass.
+        ("plausible", plausible(description, model, sessions), "positive", "fuzzing"),
     ):
         settings = configuration(given, by_value=mode == "all")
-        code, found = _pass(url, given, settings, [*options, "--mode", mode], python)
+        code, found = _pass(url, given, settings, [*options, "--mode", mode, "--phases", phases], python)
         statuses.update(found)
         if code:
             complaints.append(f"{name}: schemathesis ended with code {code}; what it found is above")
@@ -350,7 +351,7 @@ def _pass(
             "all",
             "--continue-on-failure",
         ]
-        command += ["--phases", "coverage,fuzzing", "--report-har-path", str(log), "--no-color", *options]
+        command += ["--report-har-path", str(log), "--no-color", *options]
         # Strings that no URL can hold are thrown away; how many does not matter.
         command += ["--suppress-health-check", "filter_too_much"]
         # What hypothesis remembers of earlier runs would lie in the directory; a fresh one knows
