@@ -144,7 +144,13 @@ def run_program(row: str, task: dict[str, Any], python: Path) -> tuple[str | Non
     with tempfile.TemporaryDirectory(prefix="quire-client-") as directory:
         given, results = Path(directory, "task.json"), Path(directory, "results.jsonl")
         given.write_text(json.dumps(task), encoding="utf-8")
-        command = ["node" if program.suffix == ".mjs" else str(python.absolute()), str(program), str(given), row, str(results)]
+        command = [
+            "node" if program.suffix == ".mjs" else str(python.absolute()),
+            str(program),
+            str(given),
+            row,
+            str(results),
+        ]
         keys = {name: value for name, value in os.environ.items() if "_KEY" not in name and "PROXY" not in name.upper()}
         environment = {**keys, **ENVIRONMENT, "DSPY_CACHEDIR": directory, "HF_HOME": directory}
         try:
