@@ -3,6 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Clients that other people wrote, in versions of their own.
+CLIENTS := .venv-clients
+PROGRAMS := bench/client_programs
 # Compiled when Quire is installed.
 NATIVE := $(wildcard src/quire/kernels/cpu/*)
 # One thread per test process: the models are tiny, and two processes share the cores. A file runs in one of them, so that what
@@ -14,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # On a terminal pip shows what it downloads, which takes minutes; elsewhere a line says what happens.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(shell test -t 2 || echo -q)
 
-.PHONY: demo test test-all mutants lint format bench clean help
+.PHONY: demo test test-all test-clients mutants lint format bench clean help
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +30,10 @@ test: $(VENV)/.stamp-test  ## The tests that continuous integration runs
 
 test-all: $(VENV)/.stamp-test  ## All tests, also the long ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 --hypothesis-profile random
+
+test-clients: $(VENV)/.stamp-test $(CLIENTS)/.stamp $(PROGRAMS)/node_modules/.stamp  ## Clients of others, Python and npm, against the server (installs 2 GB; 10 minutes)
+	$(BIN)/python bench/clients.py --python $(CLIENTS)/bin/python
+	$(BIN)/python bench/fuzz.py --python $(CLIENTS)/bin/python --cases 2000 --seconds 120
 
 mutants: $(VENV)/.stamp-test  ## Plant faults in copies of the code; the tests must find each of them
 	$(BIN)/python -m tests.mutants
@@ -58,7 +65,7 @@ bench: $(VENV)/.stamp-test  ## Benchmarks beside transformers, and LLAMA=PYTHON,
 	$(BIN)/python bench/slow_grammars.py
 
 clean:  ## Remove what make made
-	rm -rf $(VENV) build dist src/quire.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(PROGRAMS)/node_modules build dist src/quire.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	@echo "Making $(VENV) with $(PYTHON)"
@@ -73,3 +80,14 @@ $(VENV)/.stamp-test: pyproject.toml setup.py constraints.txt $(NATIVE) | $(VENV)
 	@echo "Installing Quire and what its tests need, PyTorch among it, into $(VENV): once, some minutes"
 	@$(PIP) -e '.[server,test,lint]'
 	@touch $@ $(VENV)/.stamp-run
+
+$(CLIENTS)/.stamp: $(PROGRAMS)/requirements.txt
+	@echo "Installing clients of others into $(CLIENTS): once, some minutes"
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -q --no-deps -r $<
+	@touch $@
+
+# Without Node the table says that its clients were not run.
+$(PROGRAMS)/node_modules/.stamp: $(PROGRAMS)/package.json $(PROGRAMS)/package-lock.json
+	@if command -v npm > /dev/null; then cd $(PROGRAMS) && npm ci --no-audit --no-fund --silent; else mkdir -p $(PROGRAMS)/node_modules; fi
+	@touch $@

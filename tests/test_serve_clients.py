@@ -1,29 +1,28 @@
 """The script that runs other people's clients: a server that is right passes, and wrong answers are
-found.
+found. Two clients, OpenAI's and Pydantic AI, run here; ``make test-clients`` runs all of them.
 """
 
 from __future__ import annotations
 
-import asyncio
+import importlib
 import importlib.metadata
 import importlib.util
 import json
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.conftest import OPTIONS, Served, plain_folder, serving
+from tests.server.conftest import plain_folder
 
-from quire import AsyncLLM
 from quire.errors import InvalidArgument
-from quire.server.settings import ServerSettings
 
 __all__ = ["plain_folder"]
 
-pytest.importorskip("openai")
 BENCH = Path(__file__).parents[1] / "bench"
+HERE = Path(sys.executable)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +30,16 @@ def clients() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCH))
         yield importlib.import_module("clients")
+
+
+@pytest.fixture(scope="module")
+def judge(clients: Any) -> Any:
+    return importlib.import_module("client_reference")
+
+
+@pytest.fixture(scope="module")
+def watch(clients: Any) -> Any:
+    return importlib.import_module("client_watch")
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +55,9 @@ def reference(clients: Any, folder: str) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def served(folder: str) -> Iterator[Served]:
-    llm = AsyncLLM(folder, **OPTIONS)
-    try:
-        with serving(llm, ServerSettings(served_model_name="tested")) as found:
-            yield found
-    finally:
-        asyncio.run(llm.close())
+def watched(clients: Any, folder: str) -> Iterator[Any]:
+    with clients.watched_server(folder) as found:
+        yield found
 
 
 def test_a_model_without_a_chat_template_gets_one(clients: Any, folder: str, tmp_path: Path) -> None:
@@ -62,89 +67,144 @@ def test_a_model_without_a_chat_template_gets_one(clients: Any, folder: str, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_openai_is_right(
-    clients: Any, reference: Any, served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("package", "rows"),
+    [
+        ("openai", {"openai-chat": (), "openai-responses": ()}),
+        ("pydantic-ai-slim", {"pydantic-ai-chat": ("details",), "pydantic-ai-responses": ("details",)}),
+    ],
+)
+def test_clients_are_right(
+    clients: Any,
+    reference: Any,
+    watched: Any,
+    package: str,
+    rows: dict[str, tuple[str, ...]],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    there = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "litellm" else there(name))
-    found = clients.run_clients(served.url, reference, ["openai", "litellm"])
-    assert found["model"] == "tested"
-    assert found["clients"]["openai"]["complaints"] == []
-    assert found["clients"]["openai"]["calls"] == 20
-    assert found["clients"]["litellm"] == {"version": None, "calls": 0, "complaints": []}
-    table = capsys.readouterr().out.splitlines()
-    assert json.loads(table[-1]) == {"benchmark": "clients", **{key: found[key] for key in ("model", "clients")}}
-    assert table[2].split() == ["openai", importlib.metadata.version("openai"), "20", "right"]
-    assert table[3].split() == ["litellm", "None", "0", "not", "installed"]
+    """In all abilities but those that they do not offer."""
+    if importlib.util.find_spec(package.removesuffix("-slim").replace("-", "_")) is None:
+        pytest.skip(f"{package} is not installed")
+    line = clients.run_clients(watched, reference, list(rows), python=HERE, record=tmp_path)
+    assert clients.complaints(line) == []
+    for row, lacking in rows.items():
+        found = line["clients"][row]
+        assert found.pop("version") == importlib.metadata.version(package)
+        assert found == {name: "not offered" if name in lacking else "ok" for name in clients.ABILITIES}
+        recorded = json.loads((tmp_path / f"{row}.json").read_text())["requests"]
+        assert sum("given_up" in one for one in recorded) == 1
+        assert sum(one.get("status") == 400 for one in recorded) >= 1
+    *table, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last)["benchmark"] == "clients"
+    assert [text.split()[0] for text in table[2:]] == list(rows)
 
 
-@pytest.mark.slow
-def test_wrong_texts_are_found(clients: Any, reference: Any, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = clients.Reference.texts
-    monkeypatch.setattr(clients.Reference, "texts", lambda self, *a, **o: [text + "!" for text in right(self, *a, **o)])
-    found = clients.run_clients(served.url, reference, ["openai"])["clients"]["openai"]
-    assert found["calls"] == 20
-    assert [text.partition(":")[0] for text in found["complaints"]] == [
-        "completions",
-        "completions, stream",
-        "completions, n and seed",
-        "completions, n and seed, stream",
-        "async, 8 at a time",
-    ]
+def test_what_is_not_there_is_named(clients: Any, reference: Any, watched: Any, tmp_path: Path) -> None:
+    line = clients.run_clients(watched, reference, ["lm-eval"], python=tmp_path / "python")
+    assert set(line["clients"]["lm-eval"]) == {"version", "why", *clients.ABILITIES}
+    assert line["clients"]["lm-eval"]["text"] == "not installed"
+    assert clients.complaints(line) == [f"lm-eval was not run: there is no {tmp_path / 'python'}"]
 
 
-def test_a_client_that_breaks_off_is_told(
-    clients: Any, reference: Any, served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def breaking(url: str, model: str, reference: Any, tally: Any) -> None:
-        tally.same("first", 1, 1)
-        raise RuntimeError("out of luck")
-
-    monkeypatch.setitem(clients.CLIENTS, "openai", ("openai", breaking))
-    found = clients.run_clients(served.url, reference, ["openai"])["clients"]["openai"]
-    assert found["complaints"] == ["it broke off after first: RuntimeError: out of luck"]
-    assert "1 wrong" in capsys.readouterr().out
+@pytest.mark.parametrize("rows", [[], ["openai-chat", "curl"]])
+def test_unknown_clients_are_refused(clients: Any, reference: Any, watched: Any, rows: list[str]) -> None:
+    with pytest.raises(InvalidArgument, match=r"of openai-chat, openai-responses, .* at least one is accepted"):
+        clients.run_clients(watched, reference, rows)
 
 
-@pytest.mark.parametrize("names", [[], ["openai", "curl"]])
-def test_unknown_clients_are_refused(clients: Any, reference: Any, names: list[str]) -> None:
-    with pytest.raises(InvalidArgument, match="of openai, langchain-openai, litellm, lm-eval at least one"):
-        clients.run_clients("http://127.0.0.1:9", reference, names)
+# -- what is judged --------------------------------------------------------------------------------
+
+RIGHT = {"city": "Rome", "days": 2}
 
 
 @pytest.mark.parametrize(
-    ("found", "right"),
+    ("ability", "value", "said"),
     [
-        ('{"city": "Rome", "days": 2}', True),
-        ({"city": "Paris", "days": 1}, True),
-        ('{"city": "Rome"}', False),
-        ('{"city": "Oslo", "days": 2}', False),
-        ('{"city": "Rome", "days": 2', False),
-        (None, False),
+        ("text", "abc", None),
+        ("text", "abd", "'abd' instead of 'abc'"),
+        ("retry", "", "instead of 'abc'"),
+        ("stream", ["a", "", "bc"], None),
+        ("stream", ["abc", ""], "one piece"),
+        ("stream", ["a", "b"], "instead of 'abc'"),
+        ("tools", {"calls": [["weather", RIGHT]], "after": ""}, None),
+        ("tools", {"calls": [["weather", json.dumps(RIGHT)]], "after": None}, "after the call"),
+        ("tools", {"calls": [["other", RIGHT]], "after": ""}, "not of the form"),
+        ("tools", {"calls": [["weather", "{}"]], "after": ""}, "not of the form"),
+        ("tools", {"calls": [], "after": ""}, "not of the form"),
+        ("structured", [RIGHT, json.dumps(RIGHT)], None),
+        ("structured", [RIGHT, {"city": "Oslo", "days": 2}], "not of the form"),
+        ("structured", ['{"city": "Rome", "days": 2'], "not of the form"),
+        ("structured", [None], "not of the form"),
+        ("cancel", True, None),
+        ("overflow", False, "told False"),
+        ("details", {"a": [1.0, -2.00005], "b": 3}, None),
+        ("details", {"a": [1.0, -2.1], "b": 3}, "a: -2.1 instead of -2.0"),
+        ("details", {"a": [1.0], "b": 3}, "instead of"),
+        ("details", {"a": [1.0, float("nan")], "b": 3}, "a: nan instead of"),
+        ("details", {"a": [1.0, -2.0]}, "instead of"),
     ],
 )
-def test_forms_are_judged(clients: Any, found: Any, right: bool) -> None:
-    tally = clients.Tally()
-    tally.form("name", found)
-    assert (tally.complaints == []) is right
+def test_values_are_judged(judge: Any, ability: str, value: Any, said: str | None) -> None:
+    found = judge.complaint(ability, value, "abc", {"a": [1.0, -2.0], "b": 3})
+    assert found is None if said is None else said in found
 
 
-def test_numbers_are_judged(clients: Any) -> None:
-    tally = clients.Tally()
-    tally.close("same", [-1.0, -2.0], [-1.0, -2.00005], 1e-4)
-    assert tally.complaints == []
-    tally.close("far", [-1.0, -2.0], [-1.0, -2.1], 1e-4)
-    tally.close("short", [-1.0], [-1.0, -2.0], 1e-4)
-    tally.close("none", [float("nan")], [-1.0], 1e-4)
-    assert [text.partition(":")[0] for text in tally.complaints] == ["far", "short", "none"]
+def test_what_the_server_saw_is_judged(clients: Any, watched: Any, watch: Any) -> None:
+    """A client may be content where the server was not asked as it should have been."""
+
+    def said(ability: str, told: Any, *seen: tuple[int, bool]) -> str:
+        watched.seen["x", ability] = [
+            watch.Seen(method="POST", path="/", headers={}, body=b"", status=status, given_up=given_up)
+            for status, given_up in seen
+        ]
+        return clients.judged("x", ability, told, watched, "abc", None)
+
+    assert said("text", {"value": "abc"}, (200, False)) == "ok"
+    assert said("text", {"value": "abc"}, (503, False), (200, False)) == "failed: the server answered 503"
+    assert said("text", {"error": "Broken: no"}) == "failed: Broken: no"
+    assert said("retry", {"value": "abc"}, (429, False), (200, False)) == "ok"
+    assert "[200]" in said("retry", {"value": "abc"}, (200, False))
+    assert said("cancel", {"value": True}, (200, True)) == "ok"
+    assert "went on" in said("cancel", {"value": True}, (200, False))
 
 
-def test_likelihoods_are_those_of_transformers(clients: Any, reference: Any) -> None:
+def test_what_is_recorded(watch: Any) -> None:
+    """Each request once, without long texts, and with a place for ids that are new each time."""
+    first, again, other = (f"resp_{digit * 32}" for digit in "123")
+
+    def seen(body: Any, status: int, made: str = "", path: str = "/v1/responses") -> Any:
+        one = watch.Seen(
+            method="POST", path=path, headers={"accept": "x"}, body=json.dumps(body).encode(), status=status
+        )
+        one.answer += json.dumps({"id": made, "more": made}).encode()
+        return one
+
+    asked = {
+        ("x", "retry"): [seen({"input": "a"}, 429), seen({"input": "a"}, 200, again)],
+        ("x", "text"): [seen({"input": "a"}, 200, first), seen({"input": "long long"}, 400)],
+        ("x", "details"): [
+            seen({"previous_response_id": again}, 200, other),
+            seen({}, 200, path=f"/v1/responses/{other}"),
+        ],
+        ("y", "text"): [seen({"input": "b"}, 200)],
+    }
+    found = watch.recording("x", "1.0", asked, ("text", "retry", "details"), "long long")
+    assert (found["client"], found["version"]) == ("x", "1.0")
+    assert [(one["path"], one["body"], one["status"]) for one in found["requests"]] == [
+        ("/v1/responses", {"input": "a"}, 200),
+        ("/v1/responses", {"input": "{overflow}"}, 400),
+        ("/v1/responses", {"previous_response_id": "{made.0.0}"}, 200),
+        ("/v1/responses/{made.2.0}", {}, 200),
+    ]
+
+
+def test_likelihoods_are_those_of_transformers(judge: Any, reference: Any) -> None:
     """The reference itself, against another implementation in float64."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(reference.model, dtype=torch.float64).eval()
-    for context, continuation in clients.CONTINUATIONS[:3]:
+    for context, continuation in judge.CONTINUATIONS[:3]:
         before = reference.llm.tokenizer.encode(context)
         whole = torch.tensor([list(reference.llm.tokenizer.encode(context + continuation))])
         with torch.no_grad():
@@ -157,31 +217,42 @@ def test_likelihoods_are_those_of_transformers(clients: Any, reference: Any) -> 
         assert greedy is all(logprobs[place].argmax() == whole[0, place + 1] for place in places)
 
 
-def test_plausible_bodies_run(clients: Any, served: Served) -> None:
-    """What the fuzzer offers beside the server's own description: fields that this server takes,
-    and takes together.
-    """
+def test_plausible_bodies_run(clients: Any, watched: Any) -> None:
+    """What the fuzzer offers in its second pass: fields that this server takes together."""
+    httpx = pytest.importorskip("httpx")
     fuzz = importlib.import_module("fuzz")
-    description = served.client.get("/openapi.json").json()
-    found = fuzz.plausible(description, "tested", ["session-1"])
-    assert set(found["paths"]) == set(description["paths"])
-    chat = found["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    *narrow, own = [choice["$ref"].rpartition("/")[2] for choice in chat["anyOf"]]
-    assert own == "ChatRequest"
-    schemas = found["components"]["schemas"]
-    assert [schemas[name]["required"] for name in narrow] == [["messages", *every] for every in [(), *fuzz.TOGETHER]]
-    draw = random.Random(0)
-    for name in narrow:
-        fields = schemas[name]["properties"]
-        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
-        body |= {
-            field: draw.choice(fields[field]["enum"]) for field in schemas[name]["required"] if "enum" in fields[field]
-        }
-        answer = served.client.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 200, (name, answer.text)
+    with httpx.Client(base_url=watched.url, timeout=60, trust_env=False) as client:
+        description = client.get("/openapi.json").json()
+        found = fuzz.plausible(description, "under-test", ["session-1"])
+        assert set(found["paths"]) == set(description["paths"]) - set(fuzz.UNLIKELY)
+        chat = found["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        names = [choice["$ref"].rpartition("/")[2] for choice in chat["anyOf"]]
+        schemas = found["components"]["schemas"]
+        assert [schemas[name]["required"] for name in names] == [["messages", *every] for every in [(), *fuzz.TOGETHER]]
+        draw = random.Random(0)
+        for name in names:
+            fields = schemas[name]["properties"]
+            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+            body |= {
+                field: draw.choice(fields[field]["enum"])
+                for field in schemas[name]["required"]
+                if "enum" in fields[field]
+            }
+            answer = client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, (name, answer.text)
     places = {
         method: operation["parameters"][0]["schema"]
         for method, operation in found["paths"]["/v1/sessions/{session_id}"].items()
     }
-    assert places["get"]["anyOf"][0] == {"enum": ["session-1"]}
-    assert "anyOf" not in places["delete"]
+    assert places["get"] == {"enum": ["session-1"]}
+    assert "enum" not in places["delete"]
+
+
+def test_refusals_by_value_are_those_that_are_declared(clients: Any) -> None:
+    fuzz = importlib.import_module("fuzz")
+    tomllib = importlib.import_module("tomllib")
+    paths = {"/a": {"get": {"responses": {"200": {}}}, "post": {"responses": {"200": {}, "400": {}}}}}
+    (one,) = tomllib.loads(fuzz.configuration({"paths": paths}, by_value=True))["operations"]
+    assert (one["include-path"], one["include-method"]) == ("/a", "POST")
+    assert one["checks"]["positive_data_acceptance"]["expected-statuses"] == [*fuzz.TAKEN, "400"]
+    assert tomllib.loads(fuzz.configuration({"paths": paths}, by_value=False)) == {}

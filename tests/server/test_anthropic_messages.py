@@ -329,7 +329,11 @@ def test_tokens_are_counted(capable: Served) -> None:
         assert answer.json() == {"input_tokens": input_of(ask(capable.client, **body))}
         counts.append(answer.json()["input_tokens"])
     assert counts[0] == counts[2] < counts[3]
-    for bad, field in (({"messages": []}, "messages"), ({"messages": [user()], "tools": [{}]}, "tools.0.name")):
+    for bad, field in (
+        ({"messages": []}, "messages"),
+        ({"messages": [user()], "tools": [{}]}, "tools.0.name"),
+        ({"messages": [user()], "temperature": -1}, "temperature"),
+    ):
         answer = capable.client.post("/v1/messages/count_tokens", json=bad)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
@@ -438,7 +442,7 @@ def test_the_description_is_as_strict_as_the_checks(chat_client: httpx.Client) -
         *("messages.0.content.4.cache_control", "cache_control", "messages", "max_tokens"),
     ]
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
-        for status in ("4XX", "5XX"):
+        for status in ("400", "4XX", "5XX"):
             answer = document["paths"][path]["post"]["responses"][status]
             assert answer["content"]["application/json"]["schema"]["$ref"].endswith("/AnthropicErrorBody")
 

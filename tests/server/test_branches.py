@@ -106,6 +106,8 @@ def test_refusals(clients: list[httpx.Client]) -> None:
     assert call(mine, "POST", "sessions/checkout", 400, branch="a b")["param"] == "branch"
     assert call(mine, "GET", "branches/diff?a=diff", 400)["param"] == "b"
     assert call(mine, "GET", "branches/-x", 400)["param"] == "name"
+    assert call(mine, "DELETE", "branches/diff")["name"] == "diff"
+    call(mine, "GET", "branches/diff", 404)
 
 
 def test_without_a_store(served: Served) -> None:

@@ -48,6 +48,8 @@ def test_overflow(chat_served: Served, path: str, body: dict[str, Any], param: s
         f"This model's maximum context length is {chat_served.llm.engine.max_model_len} tokens. "
     )
     assert problem in error["message"]
+    # What OpenAI's client raises has the message only, and LangChain looks for the code there.
+    assert error["message"].endswith(" (context_length_exceeded)")
 
 
 def test_overflow_of_the_pool() -> None:
@@ -190,6 +192,10 @@ def test_allow_names_all_methods(chat_client: httpx.Client) -> None:
         ("/v1/sessions/x", "DELETE, GET"),
         ("/metrics", "GET, HEAD"),
         ("/v1/chat/completions", "POST"),
+        # Not what an id in their place could be asked by.
+        ("/v1/sessions/generate", "POST"),
+        ("/v1/sessions/state", "POST"),
+        ("/v1/branches/diff", "DELETE, GET"),
     ):
         answer = chat_client.put(path)
         assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
@@ -200,6 +206,13 @@ def test_head(chat_client: httpx.Client) -> None:
         answer = chat_client.head(path)
         assert (answer.status_code, answer.content) == (200, b"")
     assert "head" not in chat_client.get("/openapi.json").json()["paths"]["/metrics"]
+
+
+def test_what_only_values_can_tell_is_declared(chat_client: httpx.Client) -> None:
+    """A 400 to what fits its schema is declared where values are checked, and nowhere else."""
+    paths = chat_client.get("/openapi.json").json()["paths"]
+    silent = {path for path, every in paths.items() for one in every.values() if "400" not in one["responses"]}
+    assert silent == {"/health", "/version", "/metrics", "/v1/models", "/v1/models/{model}"}
 
 
 def test_embeddings_are_refused_by_name(chat_client: httpx.Client) -> None:

@@ -38,6 +38,18 @@ def test_a_grammar_that_is_too_deep(served: Served) -> None:
     assert answer.json()["choices"][0]["text"].startswith("x")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_whose_only_token_is_banned(served: Served, stream: bool) -> None:
+    """Stop tokens are no part of a grammar's text. It is the request that leaves nothing."""
+    tokenizer = served.llm.tokenizer
+    assert tokenizer is not None
+    body = {"prompt": "x", "structured_outputs": {"choice": ["("]}, "stop_token_ids": tokenizer.encode("(")}
+    answer = served.client.post("/v1/completions", json={**body, "stream": stream})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == "invalid_argument"
+    assert "there is no token to draw" in answer.json()["error"]["message"]
+
+
 def test_many_large_grammars(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some wait, the others are sent away, and nobody else is held up."""
     opened = threading.Event()

@@ -245,7 +245,8 @@ def _is_settled(sampler: RequestSampler, banned: Sequence[int], allowed: bool) -
 
 
 def _nothing_left() -> QuireError:
-    return QuireError("there is no token to draw: every token is banned or has logit -inf")
+    # A model's own logits are finite, so that what a request asks for together leaves nothing.
+    return InvalidArgument("there is no token to draw: every token is banned or has logit -inf")
 
 
 def _take_allowed(

@@ -13,10 +13,12 @@ from quire.server.anthropic_blocks import BlockTurns
 from quire.server.anthropic_body import REFUSED, RENAMED, CountedMessages, MessagesRequest, chat_of
 from quire.server.anthropic_events import MessagesReply
 from quire.server.chat import answer_chat, count_chat
-from quire.server.errors import MESSAGES, AnthropicErrorBody, ApiError
+from quire.server.errors import MESSAGES, REFUSED_VALUES, AnthropicErrorBody, ApiError
+from quire.server.events import STREAMED
 from quire.server.protocol import ChatRequest, refuse_fields
 
 _ERRORS = {
+    400: {**REFUSED_VALUES[400], "model": AnthropicErrorBody},
     "4XX": {"model": AnthropicErrorBody, "description": "What was asked for cannot be had."},
     "5XX": {"model": AnthropicErrorBody, "description": "The server stops, or broke."},
 }
@@ -29,7 +31,7 @@ class TokenCount(BaseModel):
     input_tokens: int
 
 
-@router.post("")
+@router.post("", responses=STREAMED)
 async def create(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
     with _chat(body, request) as (turns, chat):

@@ -81,12 +81,13 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     )
     app.state.context = context
     errors.install(app)
+    app.include_router(status.router)
     routes = (
         *(chat, responses, anthropic_messages, completions, warm_routes),
-        *(session_routes, branch_routes, status, tokens, adapter_routes),
+        *(session_routes, branch_routes, tokens, adapter_routes),
     )
     for module in routes:
-        app.include_router(module.router)
+        app.include_router(module.router, responses=errors.REFUSED_VALUES)
     app.add_middleware(GateMiddleware, gate=gate, settings=settings)
     if settings.allowed_origin:
         # Around the gate: browsers may then read its refusals, and ask beforehand without a key.

@@ -71,6 +71,12 @@ async def diff(request: Request, a: Side = None, b: Side = None) -> Response:
     )
 
 
+@router.delete("/diff")
+async def delete_diff(request: Request) -> Response:
+    """Forget the branch "diff"."""
+    return await delete("diff", request)
+
+
 @router.get("/{name:path}")
 async def log(name: str, request: Request) -> Response:
     """List a commit and all before it, the latest first."""

@@ -25,6 +25,7 @@ from quire.server.cache_marks import MarkedHints, pin_all, without_marks
 from quire.server.context import Context
 from quire.server.conversations import Conversation
 from quire.server.errors import ApiError, bad_field, naming
+from quire.server.events import STREAMED
 from quire.server.generation import (
     asked_by,
     check_form,
@@ -61,7 +62,7 @@ OWN_VARIABLES = (
 the template itself and of its limit."""
 
 
-@router.post("/v1/chat/completions", tags=["OpenAI"])
+@router.post("/v1/chat/completions", tags=["OpenAI"], responses=STREAMED)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     return await answer_chat(request, body)
@@ -159,6 +160,7 @@ async def count_chat(request: Request, body: ChatRequest) -> int:
     given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
     messages, listed, _ = without_marks(body.messages, given)
     tools = ToolChoice.of(body, listed)
+    _params(context, body, tools)
     with naming({}, "messages"):
         template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
     told = body.model_copy(update={"messages": messages})

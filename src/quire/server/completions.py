@@ -14,6 +14,7 @@ from quire.segments import Segment
 from quire.server.blend_fields import EncodedPrompt, Part, blend_of, contents
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
+from quire.server.events import STREAMED
 from quire.server.generation import (
     Named,
     asked_by,
@@ -34,7 +35,7 @@ router = APIRouter()
 T = TypeVar("T")
 
 
-@router.post("/v1/completions", tags=["OpenAI"])
+@router.post("/v1/completions", tags=["OpenAI"], responses=STREAMED)
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue prompts."""
     context: Context = request.app.state.context

@@ -97,6 +97,16 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+REFUSED_VALUES: dict[int | str, dict[str, Any]] = {
+    400: {
+        "model": ErrorBody,
+        "description": "A body, or a value whose schema fits and which this server, its model or the state of a session "
+        "does not take; `param` names the field.",
+    }
+}
+"""The answer of the operations whose values are checked beyond what JSON Schema says."""
+
+
 class AnthropicErrorDetail(BaseModel):
     """A description of one error. ``param`` and ``code`` are as in ``ErrorDetail``."""
 
@@ -135,7 +145,9 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON object to send, as an answer or inside a stream."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        # LangChain looks for the code in the text of OpenAI's exceptions, which is the message.
+        message = f"{self.message} ({CONTEXT_FULL})" if self.code == CONTEXT_FULL else self.message
+        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
@@ -256,14 +268,17 @@ def count(request: Request, error: ApiError) -> None:
 
 
 def _methods(request: Request, routes: Sequence[BaseRoute]) -> set[str]:
-    """Return the methods that a request's path may be asked by."""
-    found: set[str] = set()
+    """Return the methods that a request's path may be asked by: those of its own routes, or of the
+    ones with a place for any name."""
+    own: set[str] = set()
+    others: set[str] = set()
     for route in routes:
         if (inner := getattr(route, "original_router", None)) is not None:
-            found |= _methods(request, inner.routes)
+            others |= _methods(request, inner.routes)
         elif route.matches(request.scope)[0] != Match.NONE:
-            found |= getattr(route, "methods", None) or set()
-    return found
+            of_this = own if getattr(route, "path", "") == request.scope["path"] else others
+            of_this |= getattr(route, "methods", None) or set()
+    return own or others
 
 
 def install(app: FastAPI) -> None:

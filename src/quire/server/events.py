@@ -29,6 +29,9 @@ Chunks = AsyncGenerator[Chunk, None]
 
 LAST_EVENT = b"data: [DONE]\n\n"
 
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""What ``/openapi.json`` says of routes that also stream."""
+
 
 def encode_json(value: Any) -> bytes:
     """Return JSON in ASCII. It has no line end of Unicode, at which some clients split events, and

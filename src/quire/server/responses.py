@@ -12,7 +12,7 @@ from starlette.responses import Response
 from quire.server.chat import ChatReply, answer_chat
 from quire.server.context import Context
 from quire.server.errors import ApiError, bad_field
-from quire.server.events import JsonAnswer
+from quire.server.events import STREAMED, JsonAnswer
 from quire.server.protocol import refuse_fields
 from quire.server.response_body import REFUSED, ResponseRequest, chat_request
 from quire.server.response_events import ResponseReply
@@ -32,7 +32,7 @@ RENAMED = {
 Include = Annotated[list[Literal["reasoning.encrypted_content"]] | None, Query(description="Of no effect.")]
 
 
-@router.post("")
+@router.post("", responses=STREAMED)
 async def create(body: ResponseRequest, request: Request) -> Response:
     """Answer items, or go on from a stored response."""
     context, owner = _context(request), request.state.owner

@@ -25,7 +25,7 @@ from quire.server.branch_routes import commit_object
 from quire.server.cache_marks import pin_all, without_marks
 from quire.server.context import Context
 from quire.server.errors import ApiError, bad_field, naming
-from quire.server.events import EventStream, JsonAnswer, unless_gone
+from quire.server.events import STREAMED, EventStream, JsonAnswer, unless_gone
 from quire.server.generation import added, check_lists, encoded
 from quire.server.hint_fields import for_prefetch, read_hints
 from quire.server.logprobs import finite
@@ -136,7 +136,11 @@ async def overview(
         Query(description="Those with this label only: name=value, or a name alone. All that are given."),
     ] = None,
     tokens: Annotated[
-        bool, Query(description="False: a list has no texts and tokens, those of one session has the session.")
+        bool,
+        Query(
+            description="False: a list has no texts and tokens, those of one session has the session.",
+            json_schema_extra={"enum": [False]},
+        ),
     ] = False,
 ) -> Response:
     """List summaries of all sessions of this API key, the oldest first."""
@@ -186,7 +190,7 @@ async def upload(
         return await _held(request, session, ttl=ttl, pin=session.pinned, name=called, labels=labels)
 
 
-@router.post("/generate")
+@router.post("/generate", responses=STREAMED)
 async def generate_many(body: GenerateManyBody, request: Request) -> Response:
     """Continue several sessions in one batch, each as by itself. Their new tokens stay in them."""
     context = _context(request)
@@ -306,7 +310,7 @@ async def append(session_id: str, body: TextBody, request: Request) -> Response:
             return JsonAnswer({"id": session_id, "num_tokens": len(session)})
 
 
-@router.post("/{session_id}/generate")
+@router.post("/{session_id}/generate", responses=STREAMED)
 async def generate(session_id: str, body: GenerateBody, request: Request) -> Response:
     """Continue, after a prompt or with an answer to messages. The session keeps the new tokens."""
     context = _context(request)

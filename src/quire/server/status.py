@@ -25,7 +25,7 @@ from quire.errors import QuireError
 from quire.executor import counters
 from quire.metrics import MetricFamily, Sample
 from quire.server.context import Context, public_name
-from quire.server.errors import ApiError, bad_field
+from quire.server.errors import REFUSED_VALUES, ApiError, bad_field
 
 router = APIRouter()
 
@@ -137,7 +137,7 @@ async def model(request: Request, model: str) -> ModelCard:
     return next(card for card in cards if card.id == model)
 
 
-@router.post("/v1/embeddings", tags=["models"], responses={200: {"description": "Never."}})
+@router.post("/v1/embeddings", tags=["models"], responses={200: {"description": "Never."}, **REFUSED_VALUES})
 async def embeddings(body: EmbeddingRequest) -> None:
     """Refuse the call: the models that run here generate text."""
     raise bad_field(

@@ -1,0 +1,149 @@
+"""What stands between clients and the server that ``clients.py`` runs: it tells their requests
+apart, refuses some once, sees which are given up, and records them.
+
+A client's base URL is ``/at/ROW/ABILITY``. The server gets what follows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.server.errors import busy, error_response
+
+PREFIX = re.compile(r"^/at/([^/]+)/([^/]+)(/.*)$")
+MADE = re.compile(r"\b(?:resp|call|fc|msg|rs)_[0-9a-f]{16,}")
+"""Ids that the server makes, and that come back in later requests."""
+REFUSED_ONCE = "retry"
+"""The ability whose first request gets 429, as this server says it."""
+KEPT_HEADERS = ("accept", "content-type", "anthropic-version", "anthropic-beta", "openai-beta")
+"""Headers without keys, addresses and what the machine is."""
+OVERFLOW = "{overflow}"
+"""What stands in a recording for a prompt that is longer than the context."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Seen:
+    """One request, and how it ended."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+    status: int = 0
+    answer: bytearray = field(default_factory=bytearray)
+    ended: bool = False
+    given_up: bool = False
+    """The client went away before the answer's end."""
+
+    @property
+    def code(self) -> str | None:
+        """Return the code of an error's answer."""
+        try:
+            return str(json.loads(self.answer)["error"]["code"])
+        except (ValueError, LookupError, TypeError):
+            return None
+
+    @property
+    def made(self) -> list[str]:
+        """Return the ids that the answer told, each once."""
+        return list(dict.fromkeys(MADE.findall(self.answer.decode())))
+
+
+class Watch:
+    """An ASGI middleware. ``seen`` has the requests by row and ability."""
+
+    def __init__(self, app: Any, seen: dict[tuple[str, str], list[Seen]]) -> None:
+        self.app, self.seen = app, seen
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        parts = PREFIX.match(scope["path"]) if scope["type"] == "http" else None
+        if parts is None:
+            await self.app(scope, receive, send)
+            return
+        row, ability, path = parts.groups()
+        body, more = b"", True
+        while more:
+            event = await receive()
+            body, more = body + event.get("body", b""), event.get("more_body", False)
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        kept = {name: headers[name] for name in KEPT_HEADERS if name in headers}
+        one = Seen(method=scope["method"], path=path, headers=kept, body=body)
+        earlier = self.seen.setdefault((row, ability), [])
+        earlier.append(one)
+        given = False
+
+        async def received() -> Any:
+            nonlocal given
+            if not given:
+                given = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            event = await receive()
+            one.given_up |= event["type"] == "http.disconnect" and not one.ended
+            return event
+
+        async def sent(event: Any) -> None:
+            if event["type"] == "http.response.start":
+                one.status = event["status"]
+            else:
+                one.answer += event.get("body", b"")
+                one.ended = not event.get("more_body", False)
+            await send(event)
+
+        inner = {**scope, "path": path, "raw_path": path.encode()}
+        if ability == REFUSED_ONCE and len(earlier) == 1:
+            refused = busy(429, "too many requests are under way; try again", "rate_limit_exceeded")
+            await error_response(refused, path)(inner, received, sent)
+        else:
+            await self.app(inner, received, sent)
+
+
+def recording(
+    row: str,
+    version: str,
+    seen: Mapping[tuple[str, str], list[Seen]],
+    abilities: Iterator[str] | tuple[str, ...],
+    overflow: str,
+) -> dict[str, Any]:
+    """Return what a client sent as a JSON object: each request once, in the order of ``abilities``,
+    without texts that are long and ids that are new each time.
+
+    ``{made.N.K}`` in a path or body is the id number K of those that the answer to request N told.
+    """
+    requests: list[dict[str, Any]] = []
+    known: dict[str, str] = {}
+    for ability in abilities:
+        for one in seen.get((row, ability), ()):
+            path = one.path
+            text = one.body.decode().replace(overflow, OVERFLOW)
+            for made, name in known.items():
+                path, text = path.replace(made, name), text.replace(made, name)
+            request = {
+                "method": one.method,
+                "path": path,
+                "headers": one.headers,
+                **({"body": json.loads(text)} if text else {}),
+                **({"given_up": True} if one.given_up else {"status": one.status}),
+            }
+            if one.status == 429:
+                continue
+            if request not in requests:
+                requests.append(request)
+            if one.method == "POST":
+                place = requests.index(request)
+                known |= {made: f"{{made.{place}.{number}}}" for number, made in enumerate(one.made)}
+    return {"client": row, "version": version, "requests": requests}
+
+
+def write_recording(found: dict[str, Any], folder: Path) -> None:
+    """Write one request a line, so that a change of one shows as one."""
+    head = {key: value for key, value in found.items() if key != "requests"}
+    lines = ",\n".join("  " + json.dumps(one, ensure_ascii=False) for one in found["requests"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{found['client']}.json").write_text(
+        json.dumps(head)[:-1] + f', "requests": [\n{lines}\n]}}\n', encoding="utf-8"
+    )
