@@ -13,7 +13,7 @@ void quire_linear_bf16(void*);
 namespace {
 
 // Rows whose packed inputs stay in a cache while panels pass by.
-constexpr int64_t TILE_ROWS = 144;
+constexpr int64_t TILE_ROWS = 144;  // a multiple of 6
 // Items for each thread: so many that none waits long for another.
 constexpr int64_t ITEMS_OF_ONE = 8;
 // Up to this many multiplications a call ends before a second thread begins.
@@ -44,7 +44,9 @@ int quire_linear(const Linear* map, void* y, const void* x, int64_t x_stride, in
     // At least three panels, of which two are read side by side, unless threads would have no work.
     int64_t parts = (ITEMS_OF_ONE * threads + row_tiles - 1) / row_tiles, most = panels / 3 > threads ? panels / 3 : panels < threads ? panels : threads;
     if (parts > most) parts = most;
-    LinearCall call = {map, x, y, rows, x_stride, rows < TILE_ROWS ? rows : TILE_ROWS, parts, {0}, {0}};
+    // Equal tiles of whole blocks of rows.
+    const int64_t tile_rows = row_tiles > 1 ? (rows + 6 * row_tiles - 1) / (6 * row_tiles) * 6 : rows;
+    LinearCall call = {map, x, y, rows, x_stride, tile_rows, parts, {0}, {0}};
     void (*run)(void*) = quire_linear_portable;
 #if defined(__x86_64__)
     if (map->level == 1) run = quire_linear_avx2;

@@ -139,12 +139,14 @@ INLINE void add_tile(float* to, int64_t to_apart, const Lanes (&sums)[Q][M][2], 
             }
 }
 
-template <typename T>
+// The first block of rows fetches weights; the others find them in a cache.
+template <bool FETCH, typename T>
 INLINE void fetch_later(const T* from) {
+    if (!FETCH) return;
     for (int byte = 0; byte < PANEL * (int)sizeof(T); byte += 64) __builtin_prefetch((const char*)from + AHEAD + byte, 0, 3);
 }
 
-template <int M, int Q>
+template <int M, int Q, bool FETCH>
 INLINE void tile(float* to, int64_t to_apart, const float* x, const float* w, int64_t apart, int64_t inputs, const float* scale) {
     Lanes sums[Q][M][2] = {};
     for (int64_t k = 0; k < inputs; k++, w += PANEL, x += M) {
@@ -152,7 +154,7 @@ INLINE void tile(float* to, int64_t to_apart, const float* x, const float* w, in
 #pragma GCC unroll 2
         for (int q = 0; q < Q; q++) {
             columns[q][0] = loaded<Lanes>(w + q * apart), columns[q][1] = loaded<Lanes>(w + q * apart + LANES);
-            fetch_later(w + q * apart);
+            fetch_later<FETCH>(w + q * apart);
         }
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++)
@@ -163,14 +165,14 @@ INLINE void tile(float* to, int64_t to_apart, const float* x, const float* w, in
 }
 
 // Weights of bfloat16 pairs, widened.
-template <int M, int Q>
+template <int M, int Q, bool FETCH>
 INLINE void tile(float* to, int64_t to_apart, const float* x, const bfloat16* w, int64_t apart, int64_t inputs, const float* scale) {
     Lanes sums[Q][M][2] = {};
     for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL, x += 2 * M) {
 #pragma GCC unroll 2
         for (int q = 0; q < Q; q++) {
             Bits first = loaded<Bits>(w + q * apart), second = loaded<Bits>(w + q * apart + 2 * LANES);
-            fetch_later(w + q * apart), fetch_later(w + q * apart + PANEL);
+            fetch_later<FETCH>(w + q * apart), fetch_later<FETCH>(w + q * apart + PANEL);
             Lanes even[2] = {(Lanes)(first << 16), (Lanes)(second << 16)};
             Lanes odd[2] = {(Lanes)(first & 0xffff0000u), (Lanes)(second & 0xffff0000u)};
 #pragma GCC unroll 16
@@ -184,7 +186,7 @@ INLINE void tile(float* to, int64_t to_apart, const float* x, const bfloat16* w,
 }
 
 #ifdef PAIRS
-template <int M, int Q>
+template <int M, int Q, bool FETCH>
 INLINE void tile(float* to, int64_t to_apart, const uint32_t* x, const bfloat16* w, int64_t apart, int64_t inputs, const float* scale) {
     Lanes sums[Q][M][2] = {};
     for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL, x += M) {
@@ -192,7 +194,7 @@ INLINE void tile(float* to, int64_t to_apart, const uint32_t* x, const bfloat16*
 #pragma GCC unroll 2
         for (int q = 0; q < Q; q++) {
             for (int n = 0; n < 2; n++) columns[q][n] = (__m512bh)_mm512_loadu_si512(w + q * apart + n * 2 * LANES);
-            fetch_later(w + q * apart), fetch_later(w + q * apart + PANEL);
+            fetch_later<FETCH>(w + q * apart), fetch_later<FETCH>(w + q * apart + PANEL);
         }
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
@@ -206,11 +208,11 @@ INLINE void tile(float* to, int64_t to_apart, const uint32_t* x, const bfloat16*
 }
 #endif
 
-template <int M, int Q, typename X, typename W>
+template <int M, int Q, bool FETCH, typename X, typename W>
 INLINE void tile_of(int64_t rows, float* to, int64_t to_apart, const X* x, const W* w, int64_t apart, int64_t inputs, const float* scale) {
     if constexpr (M > 1)
-        if (rows < M) return tile_of<M - 1, Q>(rows, to, to_apart, x, w, apart, inputs, scale);
-    tile<M, Q>(to, to_apart, x, w, apart, inputs, scale);
+        if (rows < M) return tile_of<M - 1, Q, FETCH>(rows, to, to_apart, x, w, apart, inputs, scale);
+    tile<M, Q, FETCH>(to, to_apart, x, w, apart, inputs, scale);
 }
 
 // -- rows ------------------------------------------------------------------------------------------------------------
@@ -255,7 +257,13 @@ __attribute__((noinline)) void tiles(float* sums, int64_t to_apart, int64_t rows
     const int64_t count = blocks_of(rows);
     for (int64_t i = 0; i < count; i++) {
         const int64_t from = rows * i / count, some = rows * (i + 1) / count - from;
-        tile_of<Q == 2 ? MOST_ROWS / 2 : MOST_ROWS, Q>(some, sums + from * PANEL, to_apart, x + from * length + begin * some, w, apart, inputs, scale);
+        constexpr int MOST = Q == 2 ? MOST_ROWS / 2 : MOST_ROWS;
+        float* place = sums + from * PANEL;
+        const X* rows_of = x + from * length + begin * some;
+        if (i == 0)
+            tile_of<MOST, Q, true>(some, place, to_apart, rows_of, w, apart, inputs, scale);
+        else
+            tile_of<MOST, Q, false>(some, place, to_apart, rows_of, w, apart, inputs, scale);
     }
 }
 
@@ -342,8 +350,10 @@ INLINE void run_items(LinearCall& call) {
                 pack_pairs(x, from, call.x_stride, rows, map.inputs);
             packed = first;
         }
-        int64_t panel = panels * part / call.parts;
-        const int64_t stop = panels * (part + 1) / call.parts;
+        // Of many rows whole pairs of panels; a few rows are read sooner if no thread has a panel more than another.
+        const int64_t unit = rows > 4 * MOST_ROWS ? 2 : 1, units = (panels + unit - 1) / unit;
+        int64_t panel = units * part / call.parts * unit;
+        const int64_t end = units * (part + 1) / call.parts * unit, stop = end < panels ? end : panels;
         if (in_twos(rows))
             for (; panel + 2 <= stop; panel += 2) {
                 sum_panels<2, FORM>(map, panel, sums, to_apart, widened, x, length, rows);
