@@ -127,7 +127,7 @@ def main() -> None:
     if min(arguments.context, arguments.prompt, arguments.rounds, arguments.pool, *batches) < 1:
         parser.error("--context, --prompt, --batch, --rounds and --pool must be 1 or greater")
     dtype = getattr(torch, arguments.dtype)
-    limits = measure(seconds=0.2, buffer_bytes=1 << 20) if arguments.small else measure(seconds=8)
+    limits = measure(seconds=0.2, buffer_bytes=1 << 20) if arguments.small else measure(seconds=5)
     roof, rows, report = limits["read_gbps"] * 1e9, [], []
     with torch.inference_mode():
         for name, shape in SHAPES.items():

@@ -104,17 +104,21 @@ INLINE void score_few(const uint32_t* queries, int64_t words, const Rows* groups
             const Rows& rows = groups[first / GROUP];
             from[n] = rows.at + first % GROUP * rows.stride, strides[n] = rows.stride;
         }
-        for (int64_t at = 0, w = 0; at < (int64_t)(size * sizeof(T)); at += STEP, w += STEP_WORDS<T>)
+        for (int64_t at = 0, w = 0; at < (int64_t)(size * sizeof(T)); at += STEP, w += 4 * PARTS<T>) {
+            Words four[SIDE][4];
 #pragma GCC unroll 2
             for (int n = 0; n < SIDE; n++) {
                 prefetch_step(groups[(key + n * W) / GROUP], (key + n * W) % GROUP, at, size * sizeof(T));
-                Words four[4];
-                transpose4(from[n] + at, strides[n], four);
-                each_word<T>(four, w, [&](int64_t word, Words x) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-                    for (int m = 0; m < M; m++) add_product<packed<T> == 2>(sums[m][n], queries[m * words + word], x);
-                });
+                transpose4(from[n] + at, strides[n], four[n]);
             }
+#pragma GCC unroll 8
+            for (int i = 0; i < 4 * PARTS<T>; i++)
+#pragma GCC unroll 8
+                for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+                    for (int n = 0; n < SIDE; n++)
+                        add_product<packed<T> == 2>(sums[m][n], queries[m * words + w + i], part_of<T>(four[n][i / PARTS<T>], i % PARTS<T>));
+        }
         for (int m = 0; m < M; m++)
             for (int n = 0; n < SIDE; n++) store(scores + m * BLOCK + key + n * W, sums[m][n]);
     }

@@ -147,16 +147,16 @@ INLINE Vector lower(const bfloat16*, Words x) { return (Vector)(x << 16); }
 INLINE Vector upper(const float16*, Words x) { return widen_half(x >> 16); }
 INLINE Vector lower(const float16*, Words x) { return widen_half(x & 0xffffu); }
 
-// Hand over four words of W rows, transposed, from word ``w`` of the product on: floats, unless they stay pairs.
-template <typename T, typename Act>
-INLINE void each_word(const Words* four, int64_t w, const Act& act) {
-    for (int i = 0; i < 4; i++)
-        if constexpr (sizeof(T) == 4 || packed<T> == 2) {
-            act(w + i, four[i]);
-        } else {
-            act(w + 2 * i, (Words)lower((const T*)0, four[i]));
-            act(w + 2 * i + 1, (Words)upper((const T*)0, four[i]));
-        }
+// Words of a product that four bytes of a row make: floats, unless they stay pairs.
+template <typename T>
+constexpr int PARTS = sizeof(T) == 4 || packed<T> == 2 ? 1 : 2;
+
+template <typename T>
+INLINE Words part_of(Words x, int part) {
+    if constexpr (PARTS<T> == 1)
+        return x;
+    else
+        return (Words)(part ? upper((const T*)0, x) : lower((const T*)0, x));
 }
 
 // GROUP rows of K or V, so many bytes apart, and rows to prefetch.
@@ -171,9 +171,6 @@ INLINE void prefetch(const Rows& rows, int64_t row, int64_t bytes) {
 }
 
 constexpr int64_t STEP = 16;  // bytes of four words
-template <typename T>
-constexpr int64_t STEP_WORDS = STEP / sizeof(T) / packed<T>;
-
 // While W rows from ``row`` on are read, STEP bytes of each at a time, prefetch as much: many at once would keep reads waiting.
 INLINE void prefetch_step(const Rows& rows, int64_t row, int64_t at, int64_t bytes) {
     const bool whole = rows.next_stride == bytes;  // one piece of memory, which is best fetched from first to last
@@ -188,19 +185,21 @@ INLINE void pack_keys(const Rows* groups, int64_t size, uint32_t* to) {
     for (int64_t key = 0; key < BLOCK; key += W) {
         const Rows& rows = groups[key / GROUP];
         const char* from = rows.at + key % GROUP * rows.stride;
-        const auto put = [&](int64_t w, Words x) { store(to + w * BLOCK + key, x); };
+        const auto put = [&](int64_t w, const Words* four) {
+            for (int i = 0; i < 4 * PARTS<T>; i++) store(to + (w + i) * BLOCK + key, part_of<T>(four[i / PARTS<T>], i % PARTS<T>));
+        };
         Words four[4];
         int64_t w = 0;
-        for (int64_t at = 0; at < whole; at += STEP, w += STEP_WORDS<T>) {
+        for (int64_t at = 0; at < whole; at += STEP, w += 4 * PARTS<T>) {
             prefetch_step(rows, key % GROUP, at, bytes);
             transpose4(from + at, rows.stride, four);
-            each_word<T>(four, w, put);
+            put(w, four);
         }
         if (whole < bytes) {
             char rest[W][STEP] = {};
             for (int j = 0; j < W; j++) std::memcpy(rest[j], from + j * rows.stride + whole, bytes - whole);
             transpose4(rest[0], STEP, four);
-            each_word<T>(four, w, put);
+            put(w, four);
         }
     }
 }
