@@ -22,8 +22,8 @@ from quire.signatures import require_bool
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_CLASSES = {
-    "native": "quire.kernels.paged_attention:NativeAttention",
     "torch": "quire.kernels.sdpa:SdpaAttention",
+    "native": "quire.kernels.paged_attention:NativeAttention",
     "reference": "quire.ops.attention:ReferenceAttention",
 }
 """Attention backends by name: the module and the class of each."""

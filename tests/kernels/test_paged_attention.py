@@ -247,10 +247,11 @@ def test_rows_do_not_know_their_batch(
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_chunks_do_not_matter(backend: NativeAttention, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [0, 100])
+def test_chunks_do_not_matter(backend: NativeAttention, dtype: torch.dtype, window: int) -> None:
     """A prompt at once, in chunks, and token by token."""
     for heads, sizes in (((1, 4), (64, 64)), ((2, 1), (20, 12))):
-        batch = Batch([601], [601], dtype=dtype, heads=heads, sizes=sizes)
+        batch = Batch([601], [601], dtype=dtype, heads=heads, sizes=sizes, window=window)
         whole = batch.state(backend)
         for cuts in ([0, 1, 64, 100, 513, 601], [600, 601], [511, 512, 513], [70, 71, 74, 90]):
             for first, stop in itertools.pairwise(cuts):

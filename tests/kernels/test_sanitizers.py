@@ -30,7 +30,7 @@ from quire.kernels import native_library
 found = ctypes.CDLL(sys.argv[1])
 native_library._load = lambda: found
 import pytest
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "--timeout", "3000", *sys.argv[2:]]))
+sys.exit(pytest.main(["-x", "-p", "no:cacheprovider", "-m", "not slow", "--timeout", "3000", *sys.argv[2:]]))
 """
 
 
