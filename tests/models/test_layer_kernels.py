@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from quire.contracts.layers import Recurrent
 from quire.contracts.rows import LayerKernels, RowKernels
-from quire.kernels.linear import native_linear
+from quire.kernels.linear import has_tiles, native_linear
 from quire.kernels.native_library import NativeLibrary, native_library, native_problem
+from quire.kernels.paged_attention import NativeAttention
 from quire.kernels.recurrence import ChunkedRecurrence
-from quire.kernels.rows import NativeRows
+from quire.kernels.rows import NativeRows, native_rows
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.state import State
 from quire.models.loading import load_model
@@ -126,3 +128,46 @@ def test_tokens_of_other_families(module: Any, name: str, tmp_path: Path, kernel
     case = next(one for one in module.CASES if one.name == name)
     module.make_checkpoint(case, tmp_path)
     check(case, tmp_path, kernels)
+
+
+PROMPT = [5, 9, 60, 3, 8, 8, 31, 44, 2, 70, 11, 12, 33, 90, 1, 7, 20, 21, 22, 23, 24]
+
+
+def logits_of(path: Path, cut: Sequence[int], others: int) -> Tensor:
+    """The last logits of ``PROMPT`` in bfloat16, cut into chunks, beside some other sequences."""
+    kernels = LayerKernels(native_rows(), native_linear())
+    model = load_model(path, dtype="bfloat16", kernels=kernels)
+    state = State(
+        model.layer_specs,
+        capacity=512,
+        page_size=4,
+        dtype=torch.bfloat16,
+        backend=NativeAttention(),
+        rows=kernels.rows,
+    )
+    runner = LocalRunner(model, state, torch.device("cpu"))
+    runner.execute(Step(edits=tuple(Add(seq) for seq in range(others + 1))))
+    for start, stop in itertools.pairwise((0, *cut, len(PROMPT))):
+        beside = tuple(Chunk(seq, PROMPT[seq % 9 : seq % 9 + 1 + (start + seq) % 3]) for seq in range(1, others + 1))
+        output = runner.execute(
+            Step(chunks=(*beside[: others // 2], Chunk(0, PROMPT[start:stop]), *beside[others // 2 :]))
+        )
+    return output.rows(others // 2).clone()
+
+
+@pytest.mark.skipif(native_library() is None or has_tiles(), reason="the products are PyTorch's here")
+def test_bfloat16_results_do_not_depend_on_the_batch(tiny: TinyCheckpoint) -> None:
+    """To the bit: alone, in pieces, token by token, among other sequences."""
+    alone = logits_of(tiny.path, (), 0)
+    for cut, others in (((7,), 0), (tuple(range(1, len(PROMPT))), 0), ((), 3), ((4, 5, 18), 6), ((20,), 40)):
+        assert torch.equal(logits_of(tiny.path, cut, others), alone)
+
+
+@pytest.mark.skipif(native_library() is None or has_tiles(), reason="the products are PyTorch's here")
+@pytest.mark.parametrize(("module", "name"), OTHERS[:4], ids=lambda given: given if isinstance(given, str) else "")
+def test_bfloat16_results_of_mixtures_do_not_either(module: Any, name: str, tmp_path: Path) -> None:
+    case = next(one for one in module.CASES if one.name == name)
+    module.make_checkpoint(case, tmp_path)
+    alone = logits_of(tmp_path, (), 0)
+    for cut, others in (((7,), 0), (tuple(range(1, len(PROMPT))), 0), ((), 3), ((4, 5, 18), 6), ((20,), 40)):
+        assert torch.equal(logits_of(tmp_path, cut, others), alone), (cut, others)
