@@ -517,6 +517,18 @@ class TestStates:
             assert says in capsys.readouterr().err
 
 
+class TestQuantisation:
+    def test_runs_and_reports(self) -> None:
+        if native_problem():
+            pytest.skip(native_problem())
+        table, result = run_plain("quantisation", "--tokens", "320")
+        assert "perplexity" in table
+        plain, eight, four = result["lines"]
+        assert (plain["KL"], plain["same first"]) == (0, 1)
+        assert 0 < eight["KL"] < four["KL"] < 0.5
+        assert four["MiB"] < eight["MiB"] < plain["MiB"]
+
+
 class TestLinear:
     def test_runs_and_reports(self) -> None:
         if native_problem():
