@@ -174,7 +174,8 @@ def test_what_is_no_number_reaches_its_rows_only() -> None:
 def test_transposed_weights_and_inputs() -> None:
     weight, x = torch.randn(64, 40).T, torch.randn(64, 5).T
     one = kernel().pack(weight, None, "float32")
-    torch.testing.assert_close(one(x), x @ weight.T, rtol=1e-5, atol=1e-5)
+    exact = x.double() @ weight.double().T
+    assert bool(((one(x).double() - exact).abs() <= bound(x, weight, torch.zeros(40))).all())
 
 
 @pytest.mark.parametrize(
