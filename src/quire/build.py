@@ -29,6 +29,7 @@ from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
 from quire.executor.reports import dtype_name
 from quire.kernels.cores import limit_threads
+from quire.kernels.heap import keep_freed_memory
 from quire.kernels.linear import native_linear
 from quire.kernels.low_rank import native_low_rank
 from quire.kernels.native_library import native_problem
@@ -107,6 +108,8 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         kernels=layer_kernels(device, config.quantization),
     )
     check_quantized(model, config.quantization)
+    if device.type == "cpu":
+        keep_freed_memory()
     if tokenizer is not None:
         tokenizer.check_fits(model.vocab_size)
     max_len = model.max_position if config.max_model_len is None else config.max_model_len

@@ -1,0 +1,34 @@
+"""Memory of activations on a CPU.
+
+A prompt's activations are tens of megabytes that are taken and given back in each layer. glibc
+returns such blocks to the operating system, which hands them out again page by page, zeroed: that
+is 400,000 page faults for 2,048 tokens of a model of 1B parameters, a tenth of the time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Numbers of ``mallopt``, from glibc's malloc.h."""
+KEPT = 512 << 20
+"""Bytes of freed memory that the process keeps for its next blocks, at most."""
+LARGEST = 128 << 20
+"""Bytes of a block from which on it is mapped by itself, and unmapped when it is freed."""
+CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "LD_PRELOAD", "GLIBC_TUNABLES")
+"""Variables by which a user has chosen, or has another allocator."""
+
+
+def keep_freed_memory() -> bool:
+    """Let the process keep up to ``KEPT`` bytes of freed memory; return whether that was done.
+
+    It is not where a user has chosen (``CHOSEN``), or without glibc. To be called when the weights
+    are loaded, whose blocks are better given back.
+    """
+    if any(os.environ.get(name) for name in CHOSEN):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT))

@@ -1,0 +1,52 @@
+"""Freed memory of a CPU process: kept for the next activations, unless a user has chosen."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from quire.kernels import heap
+
+SCRIPT = """
+import resource, torch
+from quire.kernels.heap import keep_freed_memory
+if {keeps}:
+    print(keep_freed_memory())
+for _ in range(6):
+    torch.ones(40 << 20, dtype=torch.uint8)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    torch.ones(40 << 20, dtype=torch.uint8)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(keeps: bool) -> int:
+    script = SCRIPT.format(keeps=keeps)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    return int(done.stdout.split()[-1])
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is asked to keep freed memory")
+def test_blocks_are_not_taken_again_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in heap.CHOSEN:
+        monkeypatch.delenv(name, raising=False)
+    # Ten times 40 MiB are 102,400 pages of 4 KiB, or fewer of more.
+    assert faults(keeps=True) < 200
+    assert heap.keep_freed_memory()
+
+
+@pytest.mark.parametrize("name", heap.CHOSEN)
+def test_a_choice_of_the_user_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    assert not heap.keep_freed_memory()
+
+
+def test_without_glibc_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in heap.CHOSEN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: object())
+    assert not heap.keep_freed_memory()
