@@ -43,7 +43,8 @@ class PeerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=dict(environment),
+                # Its log has all lines also if it is killed.
+                env={**environment, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,  # a group of its own, which gets the signals
             )
         self._received = b""
