@@ -112,6 +112,22 @@ def test_request_ids_are_on_every_answer(client: httpx.Client) -> None:
         assert client.request(method, path, headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
 
 
+def test_the_document_says_that_a_sink_needs_a_window(served: Served) -> None:
+    body = served.client.get("/openapi.json").json()["components"]["schemas"]["CreateBody"]
+    assert body["if"]["properties"]["sink"] == {"exclusiveMinimum": 0}
+    assert body["then"]["required"] == ["window"]
+    for given, status in (
+        ({"sink": 4}, 400),
+        ({"sink": 4, "window": None}, 400),
+        ({"sink": 0}, 200),
+        ({"sink": 4, "window": 64}, 200),
+    ):
+        answer = served.client.post("/v1/sessions", json=given)
+        assert answer.status_code == status, given
+        if status == 200:
+            served.client.delete(f"/v1/sessions/{answer.json()['id']}")
+
+
 def test_the_description(served: Served) -> None:
     found = served.client.get("/openapi.json").json()
     assert {"/health", "/v1/models", "/tokenize", "/v1/load_lora_adapter"} <= set(found["paths"])

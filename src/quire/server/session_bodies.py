@@ -42,6 +42,14 @@ class StrictBody(Body):
 class CreateBody(StrictBody):
     """``POST /v1/sessions``."""
 
+    # A sink is the beginning of a window.
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"required": ["sink"], "properties": {"sink": {"exclusiveMinimum": 0}}},
+            "then": {"required": ["window"], "properties": {"window": {"type": "integer"}}},
+        }
+    )
+
     model: str | None = None
     """The model's name or an adapter's; the base model if it is missing."""
     prompt: Prompt | None = None
