@@ -20,6 +20,9 @@ FLAGS = ["-O1", "-g", "-std=c++17", "-Wno-psabi", "-fPIC", "-shared"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 SUITES = {
     "paged attention": ["tests/kernels/test_paged_attention.py", "-k", "not greedy and not torch_serves"],
+    "linear maps": ["tests/kernels/test_native_linear.py"],
+    # PyTorch's exceptions cannot pass a preloaded sanitizer.
+    "rows": ["tests/test_row_kernels.py", "-k", "not other_shapes"],
     "low rank": ["tests/adapters/test_native_low_rank.py", "-k", "reference or random or bit"],
 }
 """Tests of each kernel that run, as arguments of pytest."""

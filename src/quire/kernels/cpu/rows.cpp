@@ -11,6 +11,12 @@
 
 namespace {
 
+// Of no numbers the places may be null, which memcpy must not be given.
+template <typename T>
+INLINE void copy(T* to, const T* from, int64_t count) {
+    if (count > 0) std::memcpy(to, from, sizeof(T) * count);
+}
+
 // -- functions ---------------------------------------------------------------------------------------------------------
 
 // e^x: powers of two times a polynomial of degree 7. Off by 2 units in the last place at most; 0 and infinity beyond the range.
@@ -240,12 +246,12 @@ INLINE void run_row(const Place<T, W>& work, int64_t row) {
             for (; i + LANES <= width; i += LANES) put(turned + i, values(head, i));
             for (; i < width; i++) put_one(turned + i, value(head, i));
         } else {
-            std::memcpy(turned + i, head.from + i, sizeof(T) * (width - i));
+            copy(turned + i, head.from + i, width - i);
         }
     }
     const int64_t keys = work.kv_heads * width, numbers = work.kv_heads * work.value_width;
-    std::memcpy(work.k + slot * keys, to + work.heads * width, sizeof(T) * keys);
-    std::memcpy(work.v + slot * numbers, from + all * width, sizeof(T) * numbers);
+    copy(work.k + slot * keys, to + work.heads * width, keys);
+    copy(work.v + slot * numbers, from + all * width, numbers);
 }
 
 // -- threads and generations of processors -----------------------------------------------------------------------------
