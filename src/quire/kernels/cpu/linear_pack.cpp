@@ -22,8 +22,9 @@ INLINE bfloat16 nearest(float value) {
     return found;
 }
 
-INLINE bfloat16 narrow(float value) { return nearest(value); }
-INLINE bfloat16 narrow(bfloat16 value) { return value; }
+// Two neighbours as bfloat16.
+INLINE uint32_t pair_of(const bfloat16* from) { return loaded<uint32_t>(from); }
+INLINE uint32_t pair_of(const float* from) { return nearest(from[0]) | (uint32_t)nearest(from[1]) << 16; }
 
 INLINE int64_t byte_of(int output, int input) {
     const int word = 2 * output + input % 2;
@@ -102,10 +103,7 @@ INLINE void pack_plain(const PackCall& call, const T* weight, int64_t outputs, u
             if (call.form == FLOAT32)
                 for (int64_t k = begin; k < end; k++) ((float*)to)[k * PANEL + o] = wide_one(row + k);
             else
-                for (int64_t k = begin; k < end; k += 2) {
-                    const bfloat16 pair[2] = {narrow(row[k]), narrow(row[k + 1])};
-                    std::memcpy(to + 4 * (k / 2 * PANEL + o), pair, 4);
-                }
+                for (int64_t k = begin; k < end; k += 2) store(to + 4 * (k / 2 * PANEL + o), pair_of(row + k));
         }
     }
 }
