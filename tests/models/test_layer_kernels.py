@@ -109,8 +109,8 @@ def check(case: Case, path: Path, kernels: CountedRows) -> None:
     expected, logits = greedy(path, None)
     tokens, found = greedy(path, kernels)
     assert tokens == expected
-    # Sums in another order, through up to 7 layers: some hundred units in the last place.
-    torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-3)
+    # Sums in another order, through up to 7 layers: 840 units in the last place of float32 at 1.
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
     if case.family not in OWN_NORMS and "Deepseek" not in case.family and case.family != "Mamba2":
         assert kernels.calls["place_qkv"] >= DECODES
     if case.family not in LAYER_NORMS:
