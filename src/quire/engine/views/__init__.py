@@ -1,0 +1,1 @@
+"""Readers of an engine for those who look at it."""
