@@ -39,7 +39,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
     "--disable-dev-shm-usage",
-    # Nothing but this machine has an address, so that what the browser itself asks for goes nowhere.
+    # Nothing but this machine has an address: what the browser itself asks for goes nowhere.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 PATIENCE = 20_000
