@@ -51,7 +51,8 @@ def test_a_prompt_runs_in_chunks_and_then_decodes(llm: LLM) -> None:
     for step in steps:
         assert 0 < step.schedule_seconds + step.model_seconds <= step.seconds
     assert lane.numbers["output_tokens"] == len(output.outputs[0].token_ids) == 6
-    assert lane.admitted == lane.phases[1][1] == pytest.approx(steps[0].start + steps[0].schedule_seconds, abs=1e-9)
+    chosen = steps[0].start + steps[0].schedule_seconds
+    assert lane.admitted == lane.phases[1][1] == pytest.approx(chosen, abs=1e-9)  # float64 of the same time
     assert lane.phases[2][1] == lane.numbers["first_token"]
     assert lane.finished == pytest.approx(
         lane.arrival + output.metrics.e2e_latency, abs=1e-9
