@@ -19,8 +19,10 @@ from quire.server import (
     chat,
     completions,
     errors,
+    page_routes,
     responses,
     session_routes,
+    state_routes,
     status,
     tokens,
     warm_routes,
@@ -82,9 +84,10 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     app.state.context = context
     errors.install(app)
     app.include_router(status.router)
+    app.include_router(page_routes.router)
     routes = (
         *(chat, responses, anthropic_messages, completions, warm_routes),
-        *(session_routes, branch_routes, tokens, adapter_routes),
+        *(session_routes, branch_routes, state_routes, tokens, adapter_routes),
     )
     for module in routes:
         app.include_router(module.router, responses=errors.REFUSED_VALUES)
