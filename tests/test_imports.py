@@ -51,7 +51,7 @@ LAYERS = (
     {"async_llm"},
     {"server"},
     {"tables", "line_input", "client"},
-    {"doctor", "inspection", "terminal_chat", "remote_chat"},
+    {"doctor", "inspection", "store_tables", "terminal_chat", "remote_chat"},
     {"cli_options", "cli_bench", "cli_state", "cli"},
 )
 """From the bottom up: a part may import itself and what lies below it."""
