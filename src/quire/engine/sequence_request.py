@@ -13,7 +13,7 @@ from quire.engine.scheduled_request import ScheduledRequest
 from quire.errors import QuireError
 from quire.hints import PinAccount
 from quire.outputs import FinishReason
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, StructuredOutputs
 from quire.types import BASE, SeqId
 
 if TYPE_CHECKING:
@@ -152,7 +152,8 @@ class SessionBranch(Branch):
         if request.params is None or request.finish_reason is None:
             return
         kept = len(request.output_ids) if request.kept is None else request.kept
-        form = request.params.structured_outputs
+        given = request.params.structured_outputs
+        form = given if isinstance(given, StructuredOutputs) else None
         made = GenerationNote(
             request.num_prompt,
             request.num_prompt + kept,

@@ -324,7 +324,7 @@ class LocalRunner:
 
 def _check_choice(step: Step, extras: Extras) -> None:
     """Refuse what asks for all rows of a forward of which only some go on."""
-    for field, asked in (
+    for name, asked in (
         ("mask", extras.mask is not None),
         ("positions", extras.positions is not None),
         ("hidden_states", extras.hidden_states),
@@ -332,7 +332,7 @@ def _check_choice(step: Step, extras: Extras) -> None:
         ("logits", any(chunk.logits == "all" for chunk in step.chunks)),
     ):
         if asked:
-            raise Unsupported(f"{field} are of all rows, and only some of this forward's go on", field=field)
+            raise Unsupported(f"{name} are of all rows, and only some of this forward's go on", field=name)
 
 
 def check_chunks(chunks: Sequence[Chunk]) -> None:

@@ -1,0 +1,1 @@
+"""Readers of the state, for whoever looks at it."""
