@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -44,6 +45,8 @@ class SamplingStep:
         self.metrics = metrics
         self._finish = finish
         self._fail = fail
+        self.gaps: deque[float] = deque(maxlen=1)
+        """Takes the times between tokens, in seconds."""
         self.under_way = False
         """Whether logits processors may be running, which are the user's."""
 
@@ -107,6 +110,7 @@ class SamplingStep:
             self.metrics.time_to_first_token.observe(now - request.arrival)
         else:
             self.metrics.inter_token_latency.observe(now - request.last_token)
+            self.gaps.append(now - request.last_token)
         request.last_token = now
         request.work.tokens.append(token)
         request.output_ids.append(token)

@@ -1,1 +1,1 @@
-"""Readers of the state, for whoever looks at it."""
+"""Readers of an engine for those who look at it."""
