@@ -205,20 +205,35 @@ def serve(
 
 @command(app)
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A .quire state file.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE_OR_STORE", help="A .quire state file; or a store: its directory, a --state-dir, or a URL."
+        ),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what a state file holds: model, tokens, positions, layers, bytes, checks.
+    """Show what a state file or a store holds: model, tokens, positions, layers, bytes, checks;
+    branches and commits, and which of their objects are there. No model is loaded.
 
     The pairs of ranges_start_stop in the JSON are half open: [0, 24] means the positions 0 to 23.
     """
-    from quire.inspection import describe, print_description
+    from quire.store.urls import store_at
 
-    found = describe(file)
+    if (tier := store_at(target)) is not None:
+        import asyncio
+
+        from quire.store_tables import describe_store, print_store
+
+        found, show = asyncio.run(describe_store(tier)), print_store
+    else:
+        from quire.inspection import describe, print_description
+
+        found, show = describe(Path(target)), print_description
     if as_json:
         print(json.dumps(found))
     else:
-        print_description(found)
+        show(found)
 
 
 @command(app)

@@ -163,7 +163,7 @@ class HistoryView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenView:
+class ShownToken:
     """One token of a branch."""
 
     position: int
@@ -184,7 +184,7 @@ class TextView:
     branch: str
     num_tokens: int
     """Of the whole branch."""
-    tokens: tuple[TokenView, ...]
+    tokens: tuple[ShownToken, ...]
 
     def document(self) -> dict[str, Any]:
         """See the module."""
@@ -268,7 +268,7 @@ class PageView:
     holders: tuple[PageHolder, ...]
     others: int
     """Namings by branches that are not shown."""
-    tokens: tuple[TokenView, ...]
+    tokens: tuple[ShownToken, ...]
     """The tokens of its rows, as the first holder has them; of a recurrent state the last ones
     before it. Rows of encoders have none."""
 

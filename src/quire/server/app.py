@@ -24,6 +24,7 @@ from quire.server import (
     session_routes,
     state_routes,
     status,
+    timeline_routes,
     tokens,
     warm_routes,
 )
@@ -87,7 +88,8 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     app.include_router(page_routes.router)
     routes = (
         *(chat, responses, anthropic_messages, completions, warm_routes),
-        *(session_routes, branch_routes, state_routes, tokens, adapter_routes),
+        *(session_routes, branch_routes, tokens, adapter_routes),
+        *(state_routes, timeline_routes),
     )
     for module in routes:
         app.include_router(module.router, responses=errors.REFUSED_VALUES)

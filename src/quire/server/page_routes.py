@@ -9,12 +9,11 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-import quire
 from quire.server.errors import ApiError
 
 router = APIRouter(include_in_schema=False)
 
-FOLDER = Path(quire.__file__).parent / "data" / "inspector"
+FOLDER = Path(__file__).parents[1] / "data" / "inspector"
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from quire.contracts.views import TiersView
 from quire.engine.views.state_views import ReadState, StateViews
 from quire.server.events import STREAMED
-from quire.server.state_access import context_of, json_answer, read_views, shared_answer, viewer_of
+from quire.server.state_answers import context_of, json_answer, read_views, shared_answer, viewer_of
 from quire.server.state_events import StateStream, events_of
 
 router = APIRouter(prefix="/v1/state", tags=["state"])

@@ -1,1 +1,1 @@
-"""Readers of a running engine's state, for pages, pictures and traces. They change nothing."""
+"""Readers of a running engine, for pages, pictures and traces. They change nothing."""

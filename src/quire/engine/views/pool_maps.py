@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.contracts.pool_verbs import StateRole
-from quire.contracts.views import NOBODY, OWNER_NAMES, SOMEBODY_ELSE, PageHolder, PageView, PoolView, TokenView
+from quire.contracts.views import NOBODY, OWNER_NAMES, SOMEBODY_ELSE, PageHolder, PageView, PoolView, ShownToken
 from quire.engine.views.state_reading import StateReading
 from quire.engine.views.token_texts import TextReader
 from quire.engine.views.viewer import Viewer
@@ -139,7 +139,7 @@ class PoolMap:
             )
         reading, named = self.reading, self.named
         holders: list[PageHolder] = []
-        tokens: tuple[TokenView, ...] | None = None
+        tokens: tuple[ShownToken, ...] | None = None
         others = 0
         for entry in np.flatnonzero(named.pages == page).tolist():
             place = int(named.seqs[entry])

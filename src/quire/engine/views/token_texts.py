@@ -6,7 +6,7 @@ from collections import OrderedDict
 from threading import Lock
 
 from quire.branches.history import Ids
-from quire.contracts.views import MOST_TEXT, TextView, TokenView
+from quire.contracts.views import MOST_TEXT, ShownToken, TextView
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.views.state_reading import ReadBranch
 from quire.engine.views.viewer import Viewer
@@ -36,10 +36,10 @@ class TextReader:
         """Whether there are texts."""
         return self._tokenizer is not None
 
-    def tokens(self, branch: ReadBranch, start: int, stop: int) -> tuple[TokenView, ...]:
+    def tokens(self, branch: ReadBranch, start: int, stop: int) -> tuple[ShownToken, ...]:
         """Return tokens of a branch, as far as it has them."""
         return tuple(
-            TokenView(position=start + number, id=token, text=self.token(token))
+            ShownToken(position=start + number, id=token, text=self.token(token))
             for number, token in enumerate(branch.given(start, stop))
         )
 
