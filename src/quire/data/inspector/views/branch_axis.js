@@ -89,6 +89,7 @@ export class BranchAxis {
    */
   show(branch, pools) {
     this.branch = branch;
+    this.pools = pools;
     const hidden = branch === null;
     this.body.hidden = hidden;
     this.legend.hidden = hidden;
@@ -114,9 +115,8 @@ export class BranchAxis {
       look,
     );
     const rows = branch.held.map((held) => {
-      const pool = pools[held.pool];
-      const spans = spansOf(held.ranges, branch.computed, pool?.page_tokens ?? 1);
-      return { label: layerNames(held.layers), spans };
+      const spans = spansOf(held.ranges, branch.computed, pools[held.pool]?.page_tokens ?? 1);
+      return { label: this.layersOf(held), spans };
     });
     if (branch.checkpoints.length > 0) {
       const marks = branch.checkpoints.map((position) => ({ position, title: `checkpoint at ${position}` }));
@@ -126,15 +126,19 @@ export class BranchAxis {
     this.axis.show({ tokens: branch.num_tokens, rows });
   }
 
+  /** Name the layers of a part that is held. */
+  layersOf(held) {
+    return layerNames(this.pools[held.pool]?.layers ?? []);
+  }
+
   /** Say a position in words: what is held of it, and where a rewind to it lands. */
   read(position) {
     const { branch } = this;
     if (branch === null) return "";
-    const parts = branch.held.map(({ layers, ranges }) => {
-      const held = ranges.some(([start, stop]) => start <= position && position < stop);
-      return held ? null : layerNames(layers).toLowerCase();
-    });
-    const missing = parts.filter((part) => part !== null);
+    if (position >= branch.num_tokens) return `Position ${format.number(position)}: the end of the branch, where it goes on.`;
+    const missing = branch.held
+      .filter(({ ranges }) => !ranges.some(([start, stop]) => start <= position && position < stop))
+      .map((held) => this.layersOf(held).toLowerCase());
     const beyond = position >= branch.computed;
     const state = beyond
       ? "not computed yet"

@@ -31,7 +31,7 @@ export function branchName(branch) {
  * @param {string} name
  */
 export function names(data, name) {
-  return !Array.isArray(data?.changed) || data.changed.includes(name);
+  return !Array.isArray(data?.documents) || data.documents.includes(name);
 }
 
 export class BranchPicker {

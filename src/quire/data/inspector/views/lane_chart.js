@@ -5,17 +5,18 @@
  */
 
 import { css } from "./inks.js";
+import { BAR, fitted, paintLane, paintSteps, phasePatterns } from "./lane_paint.js";
 import { ticks } from "./scale_ticks.js";
 import { steer, steerByKey } from "./time_window.js";
 
 const LANE = 22;
-const BAR = 14;
 const RULER = 24;
 const STEPS = 84;
 const NARROW = 560;
 
 /**
- * @typedef {object} LaneRow
+ * @typedef {Lane[]} LaneRow one lane, or several that follow each other
+ * @typedef {object} Lane
  * @property {number} number
  * @property {string} label
  * @property {boolean} ended
@@ -36,8 +37,8 @@ export class LaneChart {
    * @param {HTMLElement} host
    * @param {import("./time_window.js").TimeWindow} view
    * @param {object} calls
-   * @param {(lane: LaneRow | null, how: "click" | "keys") => void} calls.onPick
-   * @param {(lane: LaneRow | null, time: number) => string} calls.describe words for the pointer's place
+   * @param {(lane: Lane | null, how: "click" | "keys") => void} calls.onPick
+   * @param {(lane: Lane | null, time: number) => string} calls.describe words for the pointer's place
    * @param {(time: number, relative: boolean, span: number) => string} calls.label of a mark of the axis,
    *   `relative` to the present or not
    */
@@ -45,7 +46,9 @@ export class LaneChart {
     this.view = view;
     this.calls = calls;
     /** @type {LaneRow[]} */
-    this.lanes = [];
+    this.rows = [];
+    /** Whether a row may have several lanes. */
+    this.packed = false;
     /** @type {StepBar[]} */
     this.steps = [];
     /** Number of the chosen lane, or -1. */
@@ -76,7 +79,7 @@ export class LaneChart {
     steer(this.canvas, view, {
       plot: () => ({ left: this.left, width: this.plotWidth }),
       scrolls: () => this.spacer.offsetHeight > 0,
-      onClick: (event) => this.pick(this.laneAt(event.offsetY)),
+      onClick: (event) => this.pick(this.laneAt(event.offsetX, event.offsetY)),
     });
     this.observer = new ResizeObserver(() => this.request());
     this.observer.observe(this.frame);
@@ -89,7 +92,7 @@ export class LaneChart {
   }
 
   get left() {
-    return this.frame.clientWidth < NARROW ? 0 : 148;
+    return this.packed || this.frame.clientWidth < NARROW ? 0 : 148;
   }
 
   get plotWidth() {
@@ -97,12 +100,14 @@ export class LaneChart {
   }
 
   /**
-   * @param {LaneRow[]} lanes the topmost first
+   * @param {LaneRow[]} rows the topmost first
+   * @param {boolean} packed whether a row may have several lanes
    * @param {StepBar[]} steps ascending
    * @param {ReturnType<typeof import("./inks.js").readTheme>} theme
    */
-  show(lanes, steps, theme) {
-    this.lanes = lanes;
+  show(rows, packed, steps, theme) {
+    this.rows = rows;
+    this.packed = packed;
     this.steps = steps;
     if (theme !== this.theme) this.patterns = null;
     this.theme = theme;
@@ -135,12 +140,14 @@ export class LaneChart {
       this.canvas.style.height = `${height}px`;
     }
     this.laneHeight = Math.max(LANE, height - RULER - STEPS);
-    const above = Math.max(0, this.lanes.length * LANE - (height - RULER - STEPS));
+    const above = Math.max(0, this.rows.length * LANE - (height - RULER - STEPS));
     this.spacer.style.height = `${above}px`;
     const context = this.canvas.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.clearRect(0, 0, width, height);
-    this.patterns ??= this.makePatterns(context);
+    this.patterns ??= phasePatterns(context, this.theme.phases);
+    const { theme, patterns, view } = this;
+    this.plot = { left: this.left, width: this.plotWidth, start: view.start, stop: view.stop, theme, patterns };
     this.drawRuler(context, width, height);
     this.drawLanes(context, width, height);
     this.drawSteps(context, width, height);
@@ -172,134 +179,60 @@ export class LaneChart {
     const room = height - RULER - STEPS;
     const scroll = this.frame.scrollTop;
     const first = Math.max(0, Math.floor(scroll / LANE));
-    const last = Math.min(this.lanes.length - 1, Math.floor((scroll + room) / LANE));
+    const last = Math.min(this.rows.length - 1, Math.floor((scroll + room) / LANE));
     context.save();
     context.beginPath();
     context.rect(0, RULER, width, room);
     context.clip();
+    context.textAlign = "left";
+    context.textBaseline = "middle";
     const focused = document.activeElement === this.canvas;
     for (let index = first; index <= last; index += 1) {
-      const lane = this.lanes[index];
+      const row = this.rows[index];
       const top = RULER + index * LANE - scroll;
-      if (lane.number === this.chosen) {
-        context.fillStyle = css(theme.accent, focused ? 0.22 : 0.14);
-        context.fillRect(0, top, width, LANE);
-      }
       context.save();
       context.beginPath();
       context.rect(this.left, top, width - this.left, LANE);
       context.clip();
-      this.drawLane(context, lane, top + (LANE - BAR) / 2);
-      context.restore();
-      if (this.left > 0) {
-        context.fillStyle = css(lane.ended ? theme.muted : theme.text);
-        context.font = `${lane.ended ? 400 : 600} 12px ${theme.font}`;
-        context.textAlign = "left";
-        context.textBaseline = "middle";
-        context.fillText(fitted(context, lane.label, this.left - 18), 10, top + LANE / 2 + 0.5);
+      for (const lane of row) {
+        if (lane.number === this.chosen) this.highlight(context, lane, top, width, focused);
+        paintLane(context, this.plot, lane, top + (LANE - BAR) / 2);
       }
+      context.restore();
+      if (this.left === 0) continue;
+      const [lane] = row;
+      context.fillStyle = css(lane.ended ? theme.muted : theme.text);
+      context.font = `${lane.ended ? 400 : 600} 12px ${theme.font}`;
+      context.fillText(fitted(context, lane.label, this.left - 18), 10, top + LANE / 2 + 0.5);
     }
     context.restore();
   }
 
-  /** Draw one lane: its phases, where pieces of its prompt began, and how it ended. */
-  drawLane(context, lane, top) {
-    const { view, theme } = this;
-    if (lane.stop < view.start || lane.start > view.stop) return;
-    for (const { phase, start, stop } of lane.phases) {
-      if (stop < view.start || start > view.stop) continue;
-      const from = Math.max(this.left - 4, this.x(start));
-      const to = Math.min(this.left + this.plotWidth + 4, Math.max(this.x(stop), from + 1.5));
-      const ink = theme.phases[phase] ?? theme.other;
-      const pattern = this.patterns[phase];
-      const [inset, high] = phase === "waiting" ? [BAR / 2 - 3, 6] : [0, BAR];
-      context.fillStyle = css(ink, pattern ? 0.3 : 0.95);
-      context.fillRect(from, top + inset, to - from, high);
-      if (pattern) {
-        context.fillStyle = pattern;
-        context.fillRect(from, top + inset, to - from, high);
-      }
-    }
-    context.fillStyle = css(theme.ground);
-    let before = -10;
-    for (const time of lane.chunks) {
-      const x = Math.round(this.x(time));
-      if (x - before < 3 || x < this.left || x > this.left + this.plotWidth) continue;
-      context.fillRect(x, top, 1, BAR);
-      before = x;
-    }
-    if (lane.ended) this.drawEnd(context, this.x(lane.stop), top + BAR / 2, lane.reason);
-  }
-
-  /** Mark an end: a disc for a text that stopped, a bar for a length, a cross for what was broken off. */
-  drawEnd(context, x, y, reason) {
-    const { theme } = this;
-    context.strokeStyle = css(theme.ground);
+  /** Set the chosen lane apart: its row, or its part of a row. */
+  highlight(context, lane, top, width, focused) {
+    context.fillStyle = css(this.theme.accent, focused ? 0.3 : 0.2);
+    const from = this.packed ? this.x(lane.start) - 4 : 0;
+    const to = this.packed ? Math.max(this.x(lane.stop), this.x(lane.start) + 2) + 7 : width;
+    context.fillRect(from, top, to - from, LANE);
+    if (!this.packed) return;
+    context.strokeStyle = css(this.theme.accent);
     context.lineWidth = 1.5;
-    if (reason === "length") {
-      context.fillStyle = css(theme.text);
-      context.fillRect(x - 1, y - BAR / 2 - 1, 3, BAR + 2);
-    } else if (reason === "stop" || reason === "tool_calls") {
-      context.fillStyle = css(theme.text);
-      context.beginPath();
-      context.arc(x, y, 4, 0, 2 * Math.PI);
-      context.fill();
-      context.stroke();
-    } else if (reason !== null) {
-      context.strokeStyle = css(theme.eviction);
-      context.lineWidth = 2;
-      context.beginPath();
-      context.moveTo(x - 4, y - 4);
-      context.lineTo(x + 4, y + 4);
-      context.moveTo(x + 4, y - 4);
-      context.lineTo(x - 4, y + 4);
-      context.stroke();
-    }
+    context.strokeRect(from + 0.75, top + 0.75, to - from - 1.5, LANE - 1.5);
   }
 
-  /** Draw steps as bars of their tokens; what falls onto one pixel is drawn as its highest. */
+  /** Draw the steps, and say what their height means. */
   drawSteps(context, width, height) {
-    const { theme, view } = this;
-    const bottom = height - 4;
-    const room = STEPS - 24;
+    const { theme } = this;
     context.fillStyle = css(theme.line);
     context.fillRect(0, height - STEPS, width, 1);
-    let low = 0;
-    let high = this.steps.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (this.steps[middle].stop < view.start) low = middle + 1;
-      else high = middle;
-    }
-    const bars = new Map();
-    let most = 1;
-    for (let index = low; index < this.steps.length && this.steps[index].start <= view.stop; index += 1) {
-      const step = this.steps[index];
-      const x = Math.max(this.left, Math.floor(this.x(step.start)));
-      const wide = Math.max(1, this.x(step.stop) - x);
-      const tokens = step.decodes + step.prefills;
-      most = Math.max(most, tokens);
-      const old = bars.get(x);
-      if (old === undefined || old.tokens < tokens) bars.set(x, { x, wide, tokens, decodes: step.decodes });
-    }
-    const scale = room / most;
-    for (const { x, wide, tokens, decodes } of bars.values()) {
-      const gap = wide >= 4 ? 1 : 0;
-      const [all, part] = [Math.max(2, tokens * scale), decodes > 0 ? Math.max(2, decodes * scale) : 0];
-      if (tokens > decodes) {
-        context.fillStyle = css(theme.phases.prefill);
-        context.fillRect(x, bottom - all, wide - gap, all - part);
-      }
-      context.fillStyle = css(theme.phases.decode);
-      context.fillRect(x, bottom - part, wide - gap, part);
-    }
+    const most = paintSteps(context, this.plot, this.steps, height - 4, STEPS - 26);
+    const words = `at most ${most.toLocaleString("en")}`;
+    const lines = this.left > 0 ? ["Tokens a step", words] : [`Tokens a step, ${words}`];
     context.font = `11px ${theme.font}`;
     context.textBaseline = "top";
     context.textAlign = "left";
-    const label = `Tokens a step, at most ${most.toLocaleString("en")}`;
-    const lines = this.left > 0 ? ["Tokens a step", `at most ${most.toLocaleString("en")}`] : [label];
     context.fillStyle = css(theme.muted);
-    lines.forEach((line, index) => context.fillText(line, this.left > 0 ? 10 : 4, height - STEPS + 6 + 15 * index));
+    lines.forEach((line, index) => context.fillText(line, 10, height - STEPS + 6 + 15 * index));
   }
 
   /** Draw the line of the present. */
@@ -310,57 +243,44 @@ export class LaneChart {
     context.fillRect(Math.round(x), 0, 1, height);
   }
 
-  /** Make the patterns of phases, which tell them apart without colour. */
-  makePatterns(context) {
-    const make = (ink, lines) => {
-      const tile = new OffscreenCanvas(8, 8);
-      const pen = tile.getContext("2d");
-      pen.strokeStyle = css(ink);
-      pen.lineWidth = 2;
-      pen.beginPath();
-      for (const [x1, y1, x2, y2] of lines) {
-        pen.moveTo(x1, y1);
-        pen.lineTo(x2, y2);
-      }
-      pen.stroke();
-      return context.createPattern(tile, "repeat");
-    };
-    const rising = [[-2, 10, 10, -2], [-6, 6, 6, -6], [2, 14, 14, 2]];
-    const falling = [[-2, -2, 10, 10], [6, -2, 14, 6], [-6, 2, 6, 14]];
-    const { phases } = this.theme;
-    return {
-      waiting: make(phases.waiting, [[2, -1, 2, 9], [6, -1, 6, 9]]),
-      loading: make(phases.loading, rising),
-      preempted: make(phases.preempted, [...rising, ...falling]),
-    };
-  }
-
-  /** Return the index of the lane at a height of the canvas, or -1. */
-  laneAt(y) {
-    if (y < RULER || y > this.frame.clientHeight - STEPS) return -1;
-    const index = Math.floor((y - RULER + this.frame.scrollTop) / LANE);
-    return index < this.lanes.length ? index : -1;
+  /** Return the lane at a place of the canvas, or null. */
+  laneAt(x, y) {
+    if (y < RULER || y > this.frame.clientHeight - STEPS) return null;
+    const row = this.rows[Math.floor((y - RULER + this.frame.scrollTop) / LANE)];
+    if (row === undefined || !this.packed) return row?.[0] ?? null;
+    let best = null;
+    let nearest = 6;
+    for (const lane of row) {
+      const far = Math.max(this.x(lane.start) - x, x - this.x(lane.stop), 0);
+      if (far < nearest) [best, nearest] = [lane, far];
+    }
+    return best;
   }
 
   point(event) {
-    const index = this.laneAt(event.offsetY);
+    const lane = this.laneAt(event.offsetX, event.offsetY);
     const time = this.view.start + ((event.offsetX - this.left) / this.plotWidth) * this.view.span;
-    const words = event.offsetX < this.left && index < 0 ? "" : this.calls.describe(this.lanes[index] ?? null, time);
+    const below = event.offsetY > this.frame.clientHeight - STEPS;
+    const words = lane === null && !below ? "" : this.calls.describe(lane, time);
     this.tip.hidden = words === "";
     this.tip.textContent = words;
     const right = event.offsetX > this.frame.clientWidth / 2;
     const x = right ? event.offsetX - this.tip.offsetWidth - 14 : event.offsetX + 14;
     const y = Math.min(event.offsetY + 14, this.frame.clientHeight - this.tip.offsetHeight - 4);
     this.tip.style.transform = `translate(${Math.max(0, x)}px, ${y}px)`;
-    this.canvas.style.cursor = index >= 0 ? "pointer" : "grab";
+    this.canvas.style.cursor = lane === null ? "grab" : "pointer";
   }
 
   leave() {
     this.tip.hidden = true;
   }
 
-  pick(index, how = "click") {
-    const lane = this.lanes[index] ?? null;
+  /**
+   * Choose a lane.
+   * @param {Lane | null} lane
+   * @param {"click" | "keys"} [how]
+   */
+  pick(lane, how = "click") {
     this.chosen = lane?.number ?? -1;
     this.request();
     this.calls.onPick(lane, how);
@@ -369,32 +289,34 @@ export class LaneChart {
   key(event) {
     const step = { ArrowUp: -1, ArrowDown: 1, PageUp: -10, PageDown: 10 }[event.key];
     if (step === undefined) {
-      if (event.key === "Escape") this.pick(-1, "keys");
+      if (event.key === "Escape") this.pick(null, "keys");
       else if (event.key === "Enter" && this.chosen >= 0) this.fitChosen();
       else steerByKey(event, this.view);
       return;
     }
     event.preventDefault();
-    if (this.lanes.length === 0) return;
-    const now = this.lanes.findIndex((lane) => lane.number === this.chosen);
-    const index = now < 0 ? 0 : Math.min(this.lanes.length - 1, Math.max(0, now + step));
+    const order = this.rows.flat().sort((a, b) => b.number - a.number);
+    if (order.length === 0) return;
+    const now = order.findIndex((lane) => lane.number === this.chosen);
+    const lane = order[now < 0 ? 0 : Math.min(order.length - 1, Math.max(0, now + step))];
+    this.reveal(lane);
+    this.pick(lane, "keys");
+  }
+
+  /** Scroll a lane's row into view, and its time if it is out of sight. */
+  reveal(lane) {
+    const index = this.rows.findIndex((row) => row.includes(lane));
     const room = this.frame.clientHeight - RULER - STEPS;
     if (index * LANE < this.frame.scrollTop) this.frame.scrollTop = index * LANE;
     else if ((index + 1) * LANE > this.frame.scrollTop + room) this.frame.scrollTop = (index + 1) * LANE - room;
-    this.pick(index, "keys");
+    const { start, stop, span } = this.view;
+    if (lane.stop < start) this.view.pan(lane.start - start - 0.1 * span);
+    else if (lane.start > stop) this.view.pan(lane.stop - stop + 0.1 * span);
   }
 
   /** Zoom to the chosen lane. */
   fitChosen() {
-    const lane = this.lanes.find((one) => one.number === this.chosen);
+    const lane = this.rows.flat().find((one) => one.number === this.chosen);
     if (lane) this.view.fit(lane.start, lane.stop);
   }
-}
-
-/** Shorten a text to a width. */
-function fitted(context, text, width) {
-  if (context.measureText(text).width <= width) return text;
-  let length = text.length;
-  while (length > 1 && context.measureText(`${text.slice(0, length)}…`).width > width) length -= 1;
-  return `${text.slice(0, length)}…`;
 }

@@ -7,6 +7,8 @@ import { branchInks, mix, strengthOf, tint } from "./inks.js";
 
 export const OWNERS = ["free", "evictable", "held", "pinned"];
 export const SOMEBODY_ELSE = -2;
+/** Free pages behind the last one in use that are drawn, about. */
+const MARGIN = 256;
 
 /**
  * @typedef {object} Pool
@@ -20,7 +22,6 @@ export const SOMEBODY_ELSE = -2;
  * @property {Int32Array} eviction
  * @property {string[]} branches
  * @property {Record<string, number>} counts
- * @property {Int32Array | null} table pages of the branch that was asked for, in order; -1: a null page
  */
 
 /**
@@ -40,25 +41,7 @@ export function poolOf(document) {
     eviction: decode.i4(document.eviction),
     branches: document.branches,
     counts: document.counts,
-    table: typeof document.table === "string" ? decode.i4(document.table) : null,
   };
-}
-
-/**
- * Return the pages of a branch in the order of their positions: all of them if the document has the
- * branch's table, else those whose first holder it is.
- * @param {Pool} pool
- * @param {string | null} branch
- * @returns {number[]}
- */
-export function pagesOf(pool, branch) {
-  if (branch === null) return [];
-  if (pool.table !== null) return Array.from(pool.table).filter((page) => page >= 0);
-  const index = pool.branches.indexOf(branch);
-  if (index < 0) return [];
-  const found = [];
-  pool.holder.forEach((holder, page) => holder === index && found.push(page));
-  return found.sort((a, b) => pool.position[a] - pool.position[b]);
 }
 
 /**
@@ -81,16 +64,17 @@ export function nextEvictions(pool, limit) {
  * @param {Pool} pool
  * @param {"owner" | "branch" | "eviction"} by what gives the colour
  * @param {ReturnType<typeof import("./inks.js").readTheme>} theme
+ * @param {number} count pages to draw, from the first on
  */
-export function pictureOf(pool, by, theme) {
-  const kinds = new Uint32Array(pool.count);
+export function pictureOf(pool, by, theme, count) {
+  const kinds = new Uint32Array(count);
   /** @type {import("./page_tiles.js").Tile[]} */
   const tiles = [{ ink: mix(theme.ground, theme.owners[0], 0.55), edge: theme.owners[0], pattern: "hollow" }];
   /** @type {Map<number, number>} */
   const known = new Map();
   let latest = 1;
   if (by === "eviction") for (const place of pool.eviction) latest = Math.max(latest, place);
-  for (let page = 0; page < pool.count; page += 1) {
+  for (let page = 0; page < count; page += 1) {
     const owner = pool.owner[page];
     if (owner === 0) continue;
     const strength = strengthOf(pool.references[page]);
@@ -109,7 +93,18 @@ export function pictureOf(pool, by, theme) {
     }
     kinds[page] = kind;
   }
-  return { count: pool.count, kinds, tiles };
+  return { count, kinds, tiles };
+}
+
+/**
+ * Return how many pages are worth drawing: all, or those up to a little after the last one in use.
+ * @param {Pool} pool
+ */
+export function worthDrawing(pool) {
+  let last = pool.count - 1;
+  while (last >= 0 && pool.owner[last] === 0) last -= 1;
+  const wanted = Math.max(MARGIN, Math.ceil(((last + 1) * 1.1) / MARGIN) * MARGIN);
+  return pool.count - wanted < MARGIN ? pool.count : wanted;
 }
 
 /** Return one of 13 shades for a place in the order of eviction: 0 never, 12 next. */

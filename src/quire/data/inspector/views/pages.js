@@ -3,12 +3,13 @@
  * the tiers below.
  */
 
+import { decode } from "../lib/decode.js";
 import { BranchAxis, layerNames } from "./branch_axis.js";
 import { BranchPicker, branchName, names } from "./branch_picker.js";
 import { STRENGTHS, STRENGTH_NAMES, css, readTheme } from "./inks.js";
 import { PageDetails, ordinal } from "./page_details.js";
 import { PageGrid } from "./page_grid.js";
-import { OWNERS, SOMEBODY_ELSE, nextEvictions, pagesOf, pictureOf, poolOf } from "./page_model.js";
+import { OWNERS, SOMEBODY_ELSE, nextEvictions, pictureOf, poolOf, worthDrawing } from "./page_model.js";
 import { PageTable } from "./page_table.js";
 import { showTiers } from "./tier_list.js";
 
@@ -36,8 +37,13 @@ class PagesView {
     this.app = app;
     this.theme = readTheme();
     this.pool = null;
+    /** Pages of the chosen branch in their order, -1 for null pages. */
+    this.held = [];
     this.branches = [];
     this.timer = 0;
+    this.refreshed = 0;
+    /** What has changed since the last fetch; null: nothing that is known of. */
+    this.stale = null;
     this.said = 0;
     const { el } = app;
     this.tabs = el("div.segments", { role: "group", "aria-label": "Pool" });
@@ -62,9 +68,10 @@ class PagesView {
     );
     this.head = el("div.pool-head");
     this.gridHost = el("div.grid-scroll");
+    this.tail = el("button.link.grid-tail", { type: "button", hidden: true, onclick: () => app.set({ tail: app.params.tail ? null : 1 }) });
     this.legend = el("div.page-legend");
     const help = el("p.sr-only", { id: "page-grid-help" }, "Each square is a page. Arrow keys move between pages, Page Up and Page Down by ten rows, Home and End within a row. Enter keeps a page's details. A table below says the same.");
-    this.gridCard = el("section.card.grid-card", { "aria-label": "Pool" }, this.head, help, this.gridHost, this.legend);
+    this.gridCard = el("section.card.grid-card", { "aria-label": "Pool" }, this.head, help, this.gridHost, this.tail, this.legend);
     this.detailCard = el("section.card.page-card", { "aria-label": "Page" });
     this.axisCard = el("section.card.axis-card", { "aria-label": "Branch" });
     this.tierCard = el("section.card.tier-card", { "aria-label": "Tiers" });
@@ -122,12 +129,23 @@ class PagesView {
 
   async fetchPool() {
     if (this.pools.length === 0) return;
-    const wanted = `${this.poolIndex} ${this.branchId}`;
-    const query = { pool: this.poolIndex, branch: this.branchMap.has(this.branchId) ? this.branchId : null };
-    const document = await this.app.get("/v1/state/pages", query);
-    if (wanted !== `${this.poolIndex} ${this.branchId}`) return;
+    const { poolIndex: pool, branchId: branch } = this;
+    const [document, held] = await Promise.all([this.app.get("/v1/state/pages", { pool }), this.pagesOf(branch, pool)]);
+    if (pool !== this.poolIndex || branch !== this.branchId) return;
     this.pool = poolOf(document);
+    this.held = held;
     this.draw();
+  }
+
+  /** Return the pages of a branch in their order, -1 for null pages; none of a branch that is gone. */
+  async pagesOf(branch, pool) {
+    if (branch === null) return [];
+    try {
+      return Array.from(decode.i4((await this.app.get("/v1/state/branch-pages", { branch, pool })).pages));
+    } catch (error) {
+      if (error.status === 404) return [];
+      throw error;
+    }
   }
 
   async fetchBranches() {
@@ -142,25 +160,20 @@ class PagesView {
     showTiers(this.tierCard, document.tiers);
   }
 
-  /** Fetch again, not more often than once in a second. */
+  /** Fetch again what an event names, not more often than once in a second. */
   fetchSoon(data) {
-    this.stale = { ...this.stale, pages: true, history: this.stale?.history || names(data, "history"), tiers: this.stale?.tiers || names(data, "tiers") };
+    this.stale = { pages: true, history: Boolean(this.stale?.history) || names(data, "history") };
     if (this.timer) return;
-    this.timer = setTimeout(
-      async () => {
-        const stale = this.stale;
-        this.stale = {};
-        await Promise.all([
-          stale.history ? this.fetchBranches().catch(this.app.fail) : null,
-          stale.tiers ? this.fetchTiers().catch(this.app.fail) : null,
-        ]);
-        await this.fetchPool().catch(this.app.fail);
-        this.refreshed = performance.now();
-        this.timer = 0;
-        if (Object.values(this.stale).some(Boolean)) this.fetchSoon({ changed: [] });
-      },
-      Math.max(0, REFRESH - (performance.now() - this.refreshed)),
-    );
+    const wait = Math.max(0, REFRESH - (performance.now() - this.refreshed));
+    this.timer = setTimeout(async () => {
+      const { history } = this.stale;
+      this.stale = null;
+      await Promise.all([history ? this.fetchBranches() : null, this.fetchTiers()].map((one) => one?.catch(this.app.fail)));
+      await this.fetchPool().catch(this.app.fail);
+      this.refreshed = performance.now();
+      this.timer = 0;
+      if (this.stale !== null && !this.app.signal.aborted) this.fetchSoon({ documents: [] });
+    }, wait);
   }
 
   update(change) {
@@ -195,10 +208,13 @@ class PagesView {
     if (this.pool === null || this.pool.pool !== this.poolIndex) return;
     const { pool, theme } = this;
     const summary = this.pools[pool.pool];
-    const chosen = pagesOf(pool, this.branchId);
+    const chosen = this.held.filter((page) => page >= 0 && page < pool.count);
     this.chosen = new Map(chosen.map((page, place) => [page, place]));
     const evictions = nextEvictions(pool, this.evictionLimit);
-    this.grid.show({ ...pictureOf(pool, this.colour, theme), evictions, chosen }, theme);
+    const count = this.app.params.tail ? pool.count : worthDrawing(pool);
+    this.grid.show({ ...pictureOf(pool, this.colour, theme, count), evictions, chosen }, theme);
+    this.tail.hidden = count === pool.count && !this.app.params.tail;
+    this.tail.textContent = this.app.params.tail ? "Draw pages in use only" : `and ${format0(pool.count - count)} free pages behind: draw all`;
     this.gridCard.dataset.milliseconds = `${this.grid.times.pages.toFixed(2)} ${this.grid.times.marks.toFixed(2)}`;
     const unit = summary?.kind === "states" ? "slots" : "pages";
     this.grid.describe(`${format0(pool.count)} ${unit} of ${summary ? layerNames(summary.layers) : `pool ${pool.pool}`}`, "page-grid-help");
@@ -258,7 +274,7 @@ class PagesView {
       if (pool.holder[page] === SOMEBODY_ELSE) others += 1;
       if (pool.references[page] > 1) shared += 1;
     }
-    const nulls = pool.table === null ? 0 : pool.table.length - chosen.length;
+    const nulls = this.held.length - chosen.length;
     const more = [
       others ? el("li", {}, el("span.swatch.swatch-other", { "aria-hidden": "true" }), "holder not shown ", el("b", {}, format.number(others))) : null,
       this.evictionLimit

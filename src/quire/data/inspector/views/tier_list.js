@@ -26,7 +26,7 @@ export function showTiers(host, tiers) {
         "div.tier-head",
         {},
         el("b", {}, tier.kind),
-        tier.label === null ? null : named(tier.label),
+        tier.label === null || tier.label === tier.kind ? null : named(tier.label),
         el("span.tag", {}, tier.durable ? "lasts" : "until restart"),
         tier.resting > 0 ? el("span.tag.warn", {}, `failed, asked again in ${format.seconds(tier.resting)}`) : null,
       ),

@@ -62,6 +62,7 @@ class TimeView {
       el("option", { value: "turn" }, "turns of sessions"),
       el("option", { value: "run" }, "runs without an answer"),
     ]);
+    this.pack = el("button.button.small", { type: "button", onclick: () => app.set({ lanes: this.packed ? "each" : null }) }, "Packed");
     this.counts = el("span.hint.lane-counts");
     const spans = SPANS.map(([seconds, words]) => button(`Show ${words}`, words, () => this.span(seconds)));
     const toolbar = el(
@@ -74,6 +75,7 @@ class TimeView {
         spans,
         button("Show all", "all", () => this.window.fit(model.first, model.now)),
       ]),
+      this.pack,
       this.only,
       this.counts,
     );
@@ -100,6 +102,11 @@ class TimeView {
     this.window.span = Number(app.params.span) > 0 ? Number(app.params.span) : 30;
     this.seconds = 60;
     this.tick = setInterval(() => this.idle(), IDLE);
+  }
+
+  /** Whether requests that follow each other share a row. */
+  get packed() {
+    return this.app.params.lanes !== "each";
   }
 
   get middle() {
@@ -151,7 +158,9 @@ class TimeView {
   }
 
   update(change) {
-    if (change.kind === "events") {
+    if (change.kind === "params") {
+      this.draw();
+    } else if (change.kind === "events") {
       if (names(change.data, "timeline")) this.fetchSoon();
     } else if (change.kind === "overview") {
       this.noteUse();
@@ -196,14 +205,16 @@ class TimeView {
     const lanes = model.lanes((request) =>
       wanted === "all" ? true : wanted === "live" ? request.finished === null : request.kind === wanted,
     );
-    this.chart.show(lanes, model.steps, this.theme);
+    const rows = this.packed ? model.packed(lanes) : lanes.map((lane) => [lane]);
+    this.pack.setAttribute("aria-pressed", String(this.packed));
+    this.chart.show(rows, this.packed, model.steps, this.theme);
     const { format } = this.app;
     const last = model.last;
     this.counts.textContent = last
       ? `${format.count(lanes.length, "lane")} · ${format.number(last.running)} running, ${format.number(last.waiting)} waiting · ${format.count(model.step, "step")}`
       : "";
     this.chart.canvas.setAttribute("aria-label", `${format.count(lanes.length, "request")} over time`);
-    this.laneCard.style.setProperty("--lanes", String(Math.min(18, Math.max(5, lanes.length))));
+    this.laneCard.style.setProperty("--lanes", String(Math.min(18, Math.max(5, rows.length))));
     this.plots.show(model, this.seconds);
     if (this.chart.chosen >= 0) this.showChosen();
     else showLane(this.detailCard, null, 0, 0, () => {});

@@ -25,6 +25,8 @@ export class TimeModel {
     this.requests = new Map();
     /** @type {Map<number, number[]>} times at which pieces of prompts began, by request */
     this.chunks = new Map();
+    /** @type {Map<number, number>} rows of packed lanes */
+    this.places = new Map();
     /** @type {{time: number, latencies: object, rate: number | null}[]} */
     this.samples = [];
     /** @type {{time: number, use: Record<string, number>}[]} */
@@ -97,6 +99,7 @@ export class TimeModel {
       if (this.requests.size <= LANES) break;
       this.requests.delete(number);
       this.chunks.delete(number);
+      this.places.delete(number);
     }
   }
 
@@ -119,7 +122,7 @@ export class TimeModel {
   /**
    * Return the lanes to draw, those that came last first.
    * @param {(request: object) => boolean} wanted
-   * @returns {import("./lane_chart.js").LaneRow[]}
+   * @returns {import("./lane_chart.js").Lane[]}
    */
   lanes(wanted) {
     const rows = [];
@@ -146,28 +149,81 @@ export class TimeModel {
   }
 
   /**
-   * Return rates and queues in slices of time up to the present.
+   * Put lanes that follow each other into one row. A lane stays in the row in which it was put first.
+   * @param {import("./lane_chart.js").Lane[]} lanes
+   * @returns {import("./lane_chart.js").LaneRow[]}
+   */
+  packed(lanes) {
+    const rows = [];
+    const ends = [];
+    for (const lane of [...lanes].sort((a, b) => a.number - b.number)) {
+      let row = this.places.get(lane.number) ?? ends.findIndex((end) => end <= lane.start);
+      if (row < 0) row = ends.length;
+      this.places.set(lane.number, row);
+      while (rows.length <= row) {
+        rows.push([]);
+        ends.push(-Infinity);
+      }
+      rows[row].push(lane);
+      ends[row] = Math.max(ends[row], lane.ended ? lane.stop : Infinity);
+    }
+    return rows;
+  }
+
+  /**
+   * Return what plots show, in slices of time up to the present: rates are means, queues the longest,
+   * other numbers the last that were known.
    * @param {number} seconds of each slice
    * @param {number} count of slices
    */
   slices(seconds, count) {
-    const end = Math.floor(this.now / seconds) * seconds;
-    const start = end - seconds * count;
-    const empty = () => new Array(count).fill(0);
-    const found = { x: empty(), generated: empty(), prompt: empty(), running: empty(), waiting: empty() };
-    found.x = found.x.map((_, at) => start + at * seconds - this.now + seconds);
+    const start = (Math.floor(this.now / seconds) + 1 - count) * seconds;
+    const column = (value) => new Array(count).fill(value);
+    const found = {
+      x: column(0).map((_, at) => (at + 1 - count) * seconds),
+      generated: column(0),
+      prompt: column(0),
+      running: column(0),
+      waiting: column(0),
+      used: column(null),
+    };
     const low = lowerBound(this.steps, start);
     for (let index = low; index < this.steps.length; index += 1) {
       const step = this.steps[index];
-      const slice = Math.floor((step.start - start) / seconds);
-      if (slice >= count) break;
-      found.generated[slice] += step.generated / seconds;
-      found.prompt[slice] += step.prefills / seconds;
-      found.running[slice] = Math.max(found.running[slice], step.running);
-      found.waiting[slice] = Math.max(found.waiting[slice], step.waiting);
+      const at = Math.min(count - 1, Math.floor((step.start - start) / seconds));
+      found.generated[at] += step.generated / seconds;
+      found.prompt[at] += step.prefills / seconds;
+      found.running[at] = Math.max(found.running[at], step.running);
+      found.waiting[at] = Math.max(found.waiting[at], step.waiting);
+      found.used[at] = 1 - step.free / Math.max(1, this.pagesTotal);
     }
-    return found;
+    const before = this.steps[low - 1];
+    carry(found.used, before === undefined ? null : 1 - before.free / Math.max(1, this.pagesTotal));
+    const samples = this.samples.map((sample) => ({ at: sample.time - start, sample }));
+    const uses = this.uses.map((sample) => ({ at: sample.time - this.epoch - start, sample }));
+    return { ...found, samples: sliced(samples, seconds, count), uses: sliced(uses, seconds, count) };
   }
+}
+
+/** Put each value that is null in place of the last one before it. */
+function carry(column, first) {
+  let last = first;
+  column.forEach((value, at) => {
+    if (value === null) column[at] = last;
+    else last = value;
+  });
+}
+
+/** Return the last sample up to the end of each slice, null before the first. */
+function sliced(samples, seconds, count) {
+  const column = new Array(count).fill(null);
+  let first = null;
+  for (const { at, sample } of samples) {
+    if (at < 0) first = sample;
+    else column[Math.min(count - 1, Math.floor(at / seconds))] = sample;
+  }
+  carry(column, first);
+  return column;
 }
 
 /** Return the index of the first step that begins at or after a time. */

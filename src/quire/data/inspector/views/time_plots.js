@@ -37,9 +37,8 @@ export class TimePlots {
     });
     this.pages = make({
       title: "Pages in use",
-      lines: OWNERS.map((owner) => ({ label: owner, filled: true })),
+      lines: [],
       write: (value) => format.share(value),
-      range: [0, 1],
     });
     this.queues = make({
       title: "Requests",
@@ -72,37 +71,20 @@ export class TimePlots {
    */
   show(model, seconds) {
     const slices = model.slices(seconds / SLICES, SLICES);
-    this.rates.show(slices.x, [slices.generated, slices.prompt]);
-    this.queues.show(slices.x, [slices.running, slices.waiting]);
-    this.showSamples(model, seconds);
-    this.showUse(model, seconds);
-  }
-
-  showSamples(model, seconds) {
-    const samples = model.samples.filter(({ time }) => time >= model.now - seconds);
-    const x = samples.map(({ time }) => time - model.now);
-    const columns = LATENCIES.flatMap(([name]) =>
-      ["p50", "p95"].map((part) => samples.map(({ latencies }) => latencies[name]?.[part] ?? null)),
+    const { x, samples, uses } = slices;
+    this.rates.show(x, [slices.generated, slices.prompt]);
+    this.queues.show(x, [slices.running, slices.waiting]);
+    this.latencies.show(
+      x,
+      LATENCIES.flatMap(([name]) => ["p50", "p95"].map((part) => samples.map((one) => one?.latencies[name]?.[part] ?? null))),
     );
-    this.latencies.show(x, columns);
+    const shares = (owner) => uses.map((one) => (one === null ? null : one.use[owner] / Math.max(1, one.use.total)));
+    this.pages.show(x, [slices.used, ...OWNERS.map(shares)], [
+      { label: "in use", colour: color.get("--muted"), filled: true },
+      ...OWNERS.map((owner) => ({ label: owner, colour: color.get(`--owner-${owner}`) })),
+    ]);
     const drafted = model.last?.drafts.drafted ?? 0;
     this.drafts.element.hidden = drafted === 0;
-    if (drafted > 0) this.drafts.show(x, [samples.map(({ rate }) => rate)]);
-  }
-
-  /** Stack the owners' shares of all pages: each line is drawn over the ones that it includes. */
-  showUse(model, seconds) {
-    const now = model.epoch + model.now;
-    const uses = model.uses.filter(({ time }) => time >= now - seconds);
-    const x = uses.map(({ time }) => Math.min(0, time - now));
-    const columns = OWNERS.map((_, at) =>
-      uses.map(({ use }) => OWNERS.slice(0, at + 1).reduce((sum, owner) => sum + use[owner], 0) / Math.max(1, use.total)),
-    );
-    const lines = OWNERS.map((owner, at) => ({
-      label: at === 0 ? owner : `with ${owner}`,
-      colour: color.get(`--owner-${owner}`),
-      filled: true,
-    }));
-    this.pages.show(x, columns, lines);
+    if (drafted > 0) this.drafts.show(x, [samples.map((one) => one?.rate ?? null)]);
   }
 }
