@@ -34,6 +34,7 @@ LAYERS = (
         "interrupts",
         "orphans",
         "waiting",
+        "callers",
     },
     {"contracts"},
     {"ops"},
@@ -73,6 +74,7 @@ WITHOUT_TORCH = (
     "engine.pins",
     "engine.grammar_trial",
     "engine.page_use",
+    "engine.views.timeline",
 )
 SAME_THING = {
     "attention": "the contract, the reference, the layer",
