@@ -23,6 +23,7 @@ from quire.server import (
     session_routes,
     status,
     timeline_routes,
+    token_routes,
     tokens,
     warm_routes,
 )
@@ -85,7 +86,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     app.include_router(status.router)
     routes = (
         *(chat, responses, anthropic_messages, completions, warm_routes),
-        *(session_routes, branch_routes, tokens, adapter_routes, timeline_routes),
+        *(session_routes, branch_routes, tokens, adapter_routes, timeline_routes, token_routes),
     )
     for module in routes:
         app.include_router(module.router, responses=errors.REFUSED_VALUES)
