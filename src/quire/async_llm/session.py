@@ -54,6 +54,7 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
     exact = shared(Session.exact)
     exact_tokens = shared(Session.exact_tokens)
     last_commit = shared(Session.last_commit)
+    number = shared(Session.number)
 
     async def pages(self) -> tuple[int, int]:
         """Return the numbers of its pages and of the shared ones among them."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+from weakref import ref
 
 from quire.branches.branch import Branch
 from quire.engine.generation_notes import GenerationNote, Notes, counts_of, cut_notes, with_note
@@ -29,6 +31,18 @@ if TYPE_CHECKING:
 
 OnLogits = Callable[[int, "Tensor"], None]
 """A callback for the first row's position and float32 logits ``[rows, V]`` of adjacent tokens."""
+
+
+class BranchUser(Protocol):
+    """A session, as readers of its branch see it."""
+
+    @property
+    def name(self) -> str | None:
+        """What it is called."""
+
+    @property
+    def last_commit(self) -> str | None:
+        """The id of the commit that it goes on from."""
 
 
 @dataclass(eq=False, slots=True)
@@ -126,6 +140,10 @@ class SessionBranch(Branch):
     """The branch that takes its place once it is computed."""
     logits: Tensor | None = None
     """Logits of the next token, float32 ``[V]``, if they were asked for."""
+    number: int = field(default_factory=itertools.count(1).__next__)
+    """What tells it from all others of the process."""
+    user: ref[BranchUser] | None = None
+    """The session whose branch it is; None: a call has made it for itself."""
     notes: Notes = ()
     """What is noted of generated tokens."""
 

@@ -60,6 +60,8 @@ class SessionBranches:
         """Why a sequence cannot be forked at each of its positions, if it cannot."""
         self.sessions: dict[int, SessionBranch] = {}
         """By identity, least recently used first."""
+        self.revision = 0
+        """How often a session was used, named or closed."""
 
     def apply(self, edit: Edit) -> None:
         """Execute an edit now."""
@@ -136,6 +138,7 @@ class SessionBranches:
 
     def hold(self, session: SessionBranch) -> None:
         """Remember a session, as the one used last."""
+        self.revision += 1
         self.sessions.pop(id(session), None)
         self.sessions[id(session)] = session
 
@@ -447,5 +450,6 @@ class SessionBranches:
 
     def forget(self, session: SessionBranch) -> None:
         """Give back the pages of a closed session."""
+        self.revision += 1
         self.sessions.pop(id(session), None)
         self.drop(session)

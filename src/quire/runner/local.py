@@ -132,6 +132,10 @@ class Runner(Protocol):
     adapters: AdapterPool
     """The adapters that chunks may name."""
 
+    @property
+    def revision(self) -> int:
+        """The number of steps that were executed, those without chunks among them."""
+
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
         """Apply the edits in order, then run the chunks as one forward."""
 
@@ -157,14 +161,21 @@ class LocalRunner:
         self._seqs = itertools.count()
         self._no_logits = torch.empty(0, model.vocab_size, device=device)
         self.room = Room()
+        self._revision = 0
 
     def new_seq(self) -> SeqId:
         """See ``Runner``."""
         return next(self._seqs)
 
+    @property
+    def revision(self) -> int:
+        """See ``Runner``."""
+        return self._revision
+
     @uninterrupted
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
         """See ``Runner``. A failure undoes the forward: the state is as after the edits."""
+        self._revision += 1
         if not step.chunks:
             for edit in step.edits:
                 self.apply(edit)
