@@ -97,6 +97,22 @@ export function pictureOf(pool, by, theme, count) {
 }
 
 /**
+ * Return the branches that are the first holders of most pages, with their numbers of pages.
+ * @param {Pool} pool
+ * @param {number} most branches to return
+ * @returns {[string, number][]}
+ */
+export function largestHolders(pool, most) {
+  const counts = new Array(pool.branches.length).fill(0);
+  for (const holder of pool.holder) if (holder >= 0) counts[holder] += 1;
+  return pool.branches
+    .map((id, at) => /** @type {[string, number]} */ ([id, counts[at]]))
+    .sort((a, b) => b[1] - a[1])
+    .slice(0, most)
+    .filter(([, pages]) => pages > 0);
+}
+
+/**
  * Return how many pages are worth drawing: all, or those up to a little after the last one in use.
  * @param {Pool} pool
  */

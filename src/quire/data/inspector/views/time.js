@@ -154,13 +154,15 @@ class TimeView {
 
   noteUse() {
     const { overview } = this.app;
-    if (overview?.use) model.addUse(overview.time, overview.use);
+    if (overview?.use) model.addUse(overview.reading, overview.time, overview.use);
   }
 
   update(change) {
     if (change.kind === "params") {
       this.draw();
     } else if (change.kind === "events") {
+      const { reading, time, use } = change.data ?? {};
+      if (use) model.addUse(reading, time, use);
       if (names(change.data, "timeline")) this.fetchSoon();
     } else if (change.kind === "overview") {
       this.noteUse();
