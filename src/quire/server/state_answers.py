@@ -20,9 +20,13 @@ from quire.engine.views.state_views import ReadState, StateViews
 from quire.engine.views.viewer import Viewer
 from quire.llm import LLM
 from quire.server.context import Context
+from quire.server.errors import naming
 from quire.server.sessions import Sessions
 
 T = TypeVar("T")
+
+FIELDS = {name: name for name in ("branch", "start", "stop", "pool", "page")}
+"""Fields of requests that errors of readers are about."""
 
 
 class Shown(Protocol):
@@ -66,7 +70,8 @@ async def read_views(request: Request, reader: Callable[[StateViews], T]) -> T:
     def read(llm: LLM) -> T:
         return reader(llm.views)
 
-    return await context_of(request).llm.read(read)
+    with naming(FIELDS):
+        return await context_of(request).llm.read(read)
 
 
 async def branch_of(request: Request, name: str, viewer: Viewer | None = None) -> ReadBranch:
