@@ -166,6 +166,7 @@ class StateViews:
             "dtype": str(kv.dtype).removeprefix("torch."),
             "page_size": kv.page_size,
             "tokenizer": engine.tokenizer is not None,
+            "chat_template": engine.tokenizer is not None and engine.tokenizer.chat_template is not None,
             "prefix_cache": engine.cache is not None,
         }
         return OverviewView(
