@@ -125,8 +125,8 @@ export class PageGrid {
     const context = this.marks.getContext("2d");
     context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
     context.clearRect(0, 0, this.grid.columns * this.grid.size, this.grid.rows * this.grid.size);
-    this.drawChosen(context);
     this.drawEvictions(context);
+    this.drawChosen(context);
     const focused = document.activeElement === this.marks;
     if (this.pinned >= 0) this.frame(context, this.pinned, css(this.theme.accent), 2);
     if (this.hovered >= 0) this.frame(context, this.hovered, css(this.theme.text), 1.5);
@@ -141,24 +141,23 @@ export class PageGrid {
     const { inner } = this;
     const { columns, rows, size } = this.grid;
     context.fillStyle = css(this.theme.ground, 0.55);
-    context.fillRect(0, 0, columns * size, (rows - 1) * size);
-    context.fillRect(0, (rows - 1) * size, (count - (rows - 1) * columns) * size, size);
-    for (const page of chosen) {
-      const [x, y] = this.corner(page);
-      context.clearRect(x, y, inner, inner);
-    }
+    context.beginPath();
+    context.rect(0, 0, columns * size, (rows - 1) * size);
+    context.rect(0, (rows - 1) * size, (count - (rows - 1) * columns) * size, size);
+    for (const page of new Set(chosen)) context.rect(...this.corner(page), inner, inner);
+    context.fill("evenodd");
     if (size < 4) return;
     context.strokeStyle = css(this.theme.text, 0.55);
     context.lineWidth = Math.max(1, size / 12);
     context.lineJoin = "round";
     context.beginPath();
-    let drawing = false;
-    for (const page of chosen) {
+    chosen.forEach((page, at) => {
       const [x, y] = this.corner(page);
-      if (drawing) context.lineTo(x + inner / 2, y + inner / 2);
+      // A run of pages that goes on in the next row needs no line across the grid.
+      const follows = at > 0 && !(page === chosen[at - 1] + 1 && page % columns === 0);
+      if (follows) context.lineTo(x + inner / 2, y + inner / 2);
       else context.moveTo(x + inner / 2, y + inner / 2);
-      drawing = true;
-    }
+    });
     context.stroke();
     const [x, y] = this.corner(chosen[0]);
     context.fillStyle = css(this.theme.text);

@@ -9,8 +9,8 @@ import { BranchPicker, branchName, names } from "./branch_picker.js";
 import { readTheme } from "./inks.js";
 import { PageDetails, ordinal } from "./page_details.js";
 import { PageGrid } from "./page_grid.js";
-import { OWNERS, nextEvictions, pictureOf, poolOf, worthDrawing } from "./page_model.js";
 import { showLegend } from "./page_legend.js";
+import { OWNERS, nextEvictions, pictureOf, poolOf, worthDrawing } from "./page_model.js";
 import { PageTable } from "./page_table.js";
 import { showTiers } from "./tier_list.js";
 
