@@ -400,6 +400,7 @@ class LLM(SessionHistory):
                     prefill_chunk_size=self._parts.config.max_num_batched_tokens,
                     lock=self._engine.lock,
                 )
+                self._executor.on_drafts = self._engine.metrics.count_drafts
             return self._executor
 
     @property
