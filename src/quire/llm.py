@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -36,6 +36,7 @@ from quire.engine.request_outputs import prefix_output, warmed
 from quire.engine.request_preparation import Messages as Messages
 from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session_history import SessionHistory
+from quire.engine.views.tracing import traced
 from quire.errors import InvalidArgument
 from quire.hints import CacheHints
 from quire.interrupts import uninterrupted
@@ -442,6 +443,15 @@ class LLM(SessionHistory):
             "notes": self._parts.notes,
             "blend_calibration": None if (found := self._engine.blending.calibration) is None else found.document(),
         }
+
+    def trace(self, path: str | Path) -> AbstractContextManager[None]:
+        """Record the steps and requests inside of a ``with`` block into a file for Perfetto or
+        ``chrome://tracing``. No texts are in it. ``NotFound`` for a missing directory, and
+        ``ResourceExhausted`` at the end for a full disk."""
+        self._require_open("trace")
+        if not isinstance(path, (str, Path)):
+            raise InvalidArgument(field="path", given=path, allowed="the name of a file")
+        return traced(self._engine.timeline, str(self.config.model), Path(path).expanduser())
 
     def status(self) -> dict[str, Any]:
         """Return counts of requests, pages (of all pools; see ``PageUse``), sequences, adapters.

@@ -228,11 +228,11 @@ def test_listeners_hear_of_ends_and_harm_nothing(llm: LLM) -> None:
 
 
 def test_drafts_of_the_executor_are_counted(llm: LLM) -> None:
-    first = llm.executor.prefill(PrefillInput(torch.tensor([prompt(12, 9)])))
+    first = llm.executor.prefill(PrefillInput(input_ids=torch.tensor([prompt(12, 9)])))
     assert first.logits is not None
     best = first.logits[:, -1].argmax(-1, keepdim=True)
     before = timeline_document(llm.engine.timeline)["drafts"]
-    found = llm.executor.speculative_decode(DecodeInput(best, kv_cache=first.kv_cache), [1, 2, 3], 1.0)
+    found = llm.executor.speculative_decode(DecodeInput(input_ids=best, kv_cache=first.kv_cache), [1, 2, 3], 1.0)
     after = timeline_document(llm.engine.timeline)["drafts"]
     assert after["drafted"] == before["drafted"] + 3
     assert after["accepted"] == before["accepted"] + found.acceptance_count
