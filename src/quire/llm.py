@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -36,7 +36,8 @@ from quire.engine.request_outputs import prefix_output, warmed
 from quire.engine.request_preparation import Messages as Messages
 from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session_history import SessionHistory
-from quire.engine.views.tracing import traced
+from quire.engine.views.state_views import StateViews
+from quire.engine.views.tracing import Traces
 from quire.errors import InvalidArgument
 from quire.hints import CacheHints
 from quire.interrupts import uninterrupted
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from quire.executor.executor import Executor
 
 
-class LLM(SessionHistory):
+class LLM(SessionHistory, Traces):
     """A loaded model that generates, and whose state sessions can hold.
 
     ``model`` is the name of a bundled model, a directory, or a Hugging Face id.
@@ -112,6 +113,9 @@ class LLM(SessionHistory):
                 journal.close()
             raise
         self._executor: Executor | None = None
+        self._views = StateViews(
+            parts.engine, parts.adapters, Path(config.model).name if Path(config.model).is_dir() else str(config.model)
+        )
         try:
             if not parts.engine.blending.refusal and blend_calibration.is_kept(parts.engine):
                 parts.engine.blending.calibration = blend_calibration.kept_calibration(parts.engine)
@@ -415,6 +419,12 @@ class LLM(SessionHistory):
         return self._engine
 
     @property
+    def views(self) -> StateViews:
+        """What is shown of the state: branches, pages, texts."""
+        self._require_open("views")
+        return self._views
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of KV state of one token, over all layers."""
         state = self._engine.runner.state
@@ -443,15 +453,6 @@ class LLM(SessionHistory):
             "notes": self._parts.notes,
             "blend_calibration": None if (found := self._engine.blending.calibration) is None else found.document(),
         }
-
-    def trace(self, path: str | Path) -> AbstractContextManager[None]:
-        """Record the steps and requests inside of a ``with`` block into a file for Perfetto or
-        ``chrome://tracing``. No texts are in it. ``NotFound`` for a missing directory, and
-        ``ResourceExhausted`` at the end for a full disk."""
-        self._require_open("trace")
-        if not isinstance(path, (str, Path)):
-            raise InvalidArgument(field="path", given=path, allowed="the name of a file")
-        return traced(self._engine.timeline, str(self.config.model), Path(path).expanduser())
 
     def status(self) -> dict[str, Any]:
         """Return counts of requests, pages (of all pools; see ``PageUse``), sequences, adapters.

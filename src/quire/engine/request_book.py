@@ -301,6 +301,10 @@ class RequestBook:
         if leader.params is not None:
             self.metrics.prompt_tokens.inc(leader.num_prompt)
 
+    def request_of(self, work: ScheduledRequest) -> SequenceRequest:
+        """Return the request that the scheduler knows by ``work``."""
+        return self._requests[work]
+
     def cancel(self, request_id: str) -> bool:
         """End a request, in any phase, at the next step boundary; return False if there is none."""
         if request_id not in self._by_id:

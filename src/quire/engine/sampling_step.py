@@ -58,7 +58,8 @@ class SamplingStep:
             banned = [self._banned(request) for request in ready]
         self.under_way = True
         try:
-            drawn = sample(logits_RV, samplers, banned, self._allowed(ready))
+            allowed = self._allowed(ready)
+            drawn = sample(logits_RV, samplers, banned, allowed)
         finally:
             self.under_way = False
         self.metrics.generation_tokens.inc(len(ready))
@@ -66,6 +67,8 @@ class SamplingStep:
         for row, (request, token) in enumerate(zip(ready, drawn.token_ids, strict=True)):
             if request.finished:
                 continue
+            if allowed is not None and request.matcher is not None and request.session is not None:
+                request.mask_counts.append(allowed.num_allowed(row))
             if row in drawn.failures:
                 matcher = request.matcher
                 if matcher is not None and matcher.over:

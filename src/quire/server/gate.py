@@ -50,8 +50,10 @@ BODIES = 32
 BODIES_PER_KEY = 8
 """Most such bodies of one key."""
 
-KEYLESS = frozenset({"/health", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect"})
+KEYLESS = frozenset({"/", "/health", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect"})
 """Paths without a key: their answers tell nothing about any client's work."""
+KEYLESS_BELOW = "/inspector/"
+"""What the files of the page at ``/`` are below. They are the same for everybody."""
 UNCOUNTED = KEYLESS | {"/metrics", "/version"}
 """Paths that a full or stopping server answers too, for monitoring."""
 UPLOADS = frozenset({"/v1/sessions/state"})
@@ -252,7 +254,7 @@ class GateMiddleware:
             known = [hmac.compare_digest(digest, one) for one in self._keys]
             if offered and any(known):
                 return digest.hex()
-        if scope["path"] in KEYLESS:
+        if scope["path"] in KEYLESS or scope["path"].startswith(KEYLESS_BELOW):
             return ""
         raise ApiError(
             401,

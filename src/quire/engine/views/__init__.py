@@ -1,1 +1,1 @@
-"""Readers of an engine for those who look at it."""
+"""Readers of a running engine, for pages, pictures and traces. They change nothing."""

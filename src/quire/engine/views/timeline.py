@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from quire.branches.adapter_keys import OwnedSalt
 from quire.callers import Caller, caller
 from quire.engine.scheduled_request import ScheduledRequest, Status
+from quire.engine.views.look_budget import LookBudget
 
 if TYPE_CHECKING:
     from quire.engine.scheduler import Scheduled
@@ -144,6 +145,10 @@ class Timeline:
         self.on_end: list[Callable[[RequestLane], None]] = []
         """Called with each lane that ends, under the engine's lock: they must be quick. What they
         raise is dropped."""
+        self.budget = LookBudget()
+        """How often it may be looked at over HTTP, by all viewers together."""
+        self.model = "model"
+        """The model's name, in recordings."""
         self.adapter_name: Callable[[int], str | None] = str
         self._lock = threading.Lock()
         self._steps: deque[StepRecord] = deque(maxlen=STEPS)

@@ -183,7 +183,7 @@ export class Frame {
         table("Everywhere", GLOBAL_KEYS),
         this.viewHelp ? table(...this.viewHelp) : null,
         el("p.check", {}, box, el("label", { for: "single-keys" }, "Single keys work everywhere on the page")),
-        el("p.hint", {}, `Quire ${visible(this.live.overview?.version ?? "")} · the page loads nothing from other servers.`),
+        el("p.hint", {}, `Quire ${visible(this.live.overview?.versions?.quire ?? "")} · the page loads nothing from other servers.`),
       ),
     );
   }
@@ -210,13 +210,14 @@ function modelName({ model }) {
 /** Return what the bar tells: label, value, and a share for a meter. */
 function figures(found) {
   const rows = [];
-  const used = found.pages ?? found.usage ?? {};
-  if (used.total) rows.push(["Pages", `${format.number(used.used)} of ${format.number(used.total)}`, used.used / used.total]);
-  const { requests = {}, sessions } = found;
+  const { use = {}, requests = {}, branches = {} } = found;
+  if (use.total) {
+    const taken = use.total - (use.free ?? 0) - (use.evictable ?? 0);
+    rows.push(["Pages", `${format.number(taken)} of ${format.number(use.total)}, ${format.number(use.evictable ?? 0)} cached`, taken / use.total]);
+  }
   if (requests.running !== undefined) rows.push(["Running", format.number(requests.running)]);
   if (requests.waiting !== undefined) rows.push(["Waiting", format.number(requests.waiting)]);
-  const held = typeof sessions === "object" && sessions ? sessions.total ?? sessions.open : sessions;
-  if (held !== undefined) rows.push(["Sessions", format.number(held)]);
+  rows.push(["Sessions", format.number(branches.session ?? 0)]);
   if (found.source && found.source !== "server") rows.push(["Source", found.source === "file" ? "a state file" : "a store"]);
   if (found.started) rows.push(["Started", format.date(found.started)]);
   if (!found.allow_edits) rows.push(["", "reads only"]);
