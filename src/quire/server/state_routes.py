@@ -72,6 +72,19 @@ async def pages(
     return await shared_answer(request, f"pages {pool}", lambda views, state: views.pages(pool, viewer, state=state))
 
 
+@router.get("/branch-pages")
+async def branch_pages(
+    request: Request, branch: BranchId, pool: Annotated[int, Query(description="The pool's place in the overview.")] = 0
+) -> Response:
+    """List the pages of a branch in the order of their positions."""
+    viewer, owner = viewer_of(request), str(request.state.owner)
+    found = await read_views(
+        request,
+        lambda views: views.branch_pages(branch, pool, viewer, owner=owner, state=views.state(anew=False)),
+    )
+    return json_answer(found.document())
+
+
 @router.get("/pages/{pool}/{page}")
 async def page(request: Request, pool: int, page: int) -> Response:
     """Describe one page: who holds it, and which tokens."""

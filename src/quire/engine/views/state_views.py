@@ -20,6 +20,7 @@ from quire.branches.adapter_keys import AdapterNames
 from quire.contracts.layers import CrossAttention, LatentAttention, LayerSpec, Recurrent
 from quire.contracts.views import (
     OWNER_NAMES,
+    BranchPagesView,
     HistoryView,
     OverviewView,
     PageView,
@@ -165,6 +166,7 @@ class StateViews:
             "dtype": str(kv.dtype).removeprefix("torch."),
             "page_size": kv.page_size,
             "tokenizer": engine.tokenizer is not None,
+            "chat_template": engine.tokenizer is not None and engine.tokenizer.chat_template is not None,
             "prefix_cache": engine.cache is not None,
         }
         return OverviewView(
@@ -201,6 +203,21 @@ class StateViews:
     def page(self, pool: int, page: int, viewer: Viewer = EVERYBODY, *, state: ReadState | None = None) -> PageView:
         """Return one page; ``NotFound``."""
         return (self.state() if state is None else state).pool(pool).page(page, viewer, self.texts)
+
+    def branch_pages(
+        self,
+        branch: str,
+        pool: int,
+        viewer: Viewer = EVERYBODY,
+        *,
+        owner: str | None = "",
+        state: ReadState | None = None,
+    ) -> BranchPagesView:
+        """Return the pages of a branch in a pool, in their order; ``NotFound``. The rest as in
+        ``history``."""
+        found = self.state() if state is None else state
+        wanted = self.branch(branch, viewer, owner=owner, state=found)
+        return found.pool(pool).branch_pages(wanted, branch)
 
     def text(
         self,
