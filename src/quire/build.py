@@ -28,6 +28,7 @@ from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Un
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
 from quire.executor.reports import dtype_name
+from quire.kernels.block_tail import native_tails
 from quire.kernels.cores import limit_threads
 from quire.kernels.heap import keep_freed_memory
 from quire.kernels.linear import native_linear
@@ -296,7 +297,7 @@ def layer_kernels(device: torch.device, quantization: str | None = None) -> Laye
         raise Unsupported(f"quantization {quantization!r}: {reason}", field="quantization", given=quantization)
     if device.type != "cpu":
         return LayerKernels()
-    return LayerKernels(native_rows(), native_linear(), cast("Quantization | None", quantization))
+    return LayerKernels(native_rows(), native_linear(), cast("Quantization | None", quantization), native_tails())
 
 
 def check_quantized(model: LoadedModel, quantization: str | None) -> None:

@@ -10,13 +10,19 @@ Letters: T new tokens, E model width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from quire.contracts.model import Pass
+from quire.contracts.rows import BlockTail, LayerKernels
+from quire.nn.attention import Attention
+from quire.nn.linear import Linear
+from quire.nn.mlp import GatedMLP
+from quire.nn.norm import RMSNorm
+from quire.nn.packed import KernelLinear
 
 Mixer: TypeAlias = Callable[[Tensor, Pass], Tensor]
 """Attention, or a recurrent layer: maps ``[T, E]`` to a fresh ``[T, E]``."""
@@ -36,6 +42,20 @@ class Norm(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedTail:
+    """The end of a block as one call, while no adapter changes its maps."""
+
+    attention: Attention
+    maps: tuple[Linear, ...]
+    call: BlockTail
+
+    def takes(self, x_TE: Tensor) -> bool:
+        """Return whether the call is for such rows now."""
+        out, gate_up, down = self.maps
+        return out.is_plain and gate_up.is_plain and down.is_plain and self.call.takes(x_TE)
+
+
 @dataclass(slots=True, eq=False)
 class PreNormBlock:
     """``h = x + attention(norm(x))``, then ``h + mlp(norm(h))``: Llama and most others."""
@@ -44,10 +64,19 @@ class PreNormBlock:
     attention: Mixer
     mlp_norm: Norm
     mlp: FeedForward
+    tail: JoinedTail | None = field(init=False, default=None)
+    """What runs few rows from the heads of attention on."""
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        tail = self.tail
+        if tail is not None and tail.takes(x_TE):
+            return tail.call(tail.attention.heads(self.attention_norm(x_TE), pass_), x_TE)
         h_TE = self.attention(self.attention_norm(x_TE), pass_)
         return self.mlp(self.mlp_norm.after_sum(h_TE, x_TE)).add_(h_TE)
+
+    def join_tail(self, kernels: LayerKernels) -> None:
+        """Run the end of the block as one call from now on, if the kernels know its parts."""
+        self.tail = joined_tail(self, kernels) if type(self) is PreNormBlock else None
 
 
 @dataclass(slots=True, eq=False)
@@ -102,3 +131,18 @@ class ParallelBlock:
 
 DecoderBlock: TypeAlias = PreNormBlock | PostNormBlock | ParallelBlock
 """Any block of a decoder; all have ``attention`` and ``mlp``."""
+
+
+def joined_tail(block: PreNormBlock, kernels: LayerKernels) -> JoinedTail | None:
+    """Return the end of a block whose maps are packed as one call; None if it has other parts."""
+    attention, norm, mlp = block.attention, block.mlp_norm, block.mlp
+    if kernels.tails is None or not isinstance(attention, Attention) or not isinstance(norm, RMSNorm):
+        return None
+    if not isinstance(mlp, GatedMLP):
+        return None
+    maps = (attention.out, mlp.gate_up, mlp.down)
+    out, gate_up, down = (one.map if type(one) is KernelLinear else None for one in maps)
+    if out is None or gate_up is None or down is None:
+        return None
+    call = kernels.tails.join(out, norm.weight, norm.eps, gate_up, down, mlp.activation)
+    return None if call is None else JoinedTail(attention, maps, call)

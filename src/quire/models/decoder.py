@@ -189,6 +189,9 @@ class Trunk:
         """
         parts: list[object] = [*self.blocks, self.norm]
         grown = sum(pack_maps(part, kernels) for part in parts)
+        for block in self.blocks:
+            if isinstance(block, PreNormBlock):
+                block.join_tail(kernels)
         self.parameter_bytes += grown
         head = packed(self.lm_head, kernels.of_head())
         if head is self.lm_head:
