@@ -16,8 +16,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from quire.contracts.blocks import BlockKernel, BlockTail, LayerKernels, NormWeight, WholeBlock
 from quire.contracts.model import Pass
-from quire.contracts.rows import BlockTail, LayerKernels
 from quire.nn.attention import Attention
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
@@ -43,17 +43,25 @@ class Norm(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class JoinedTail:
-    """The end of a block as one call, while no adapter changes its maps."""
+class JoinedBlock:
+    """The calls that a kernel makes of a block, while no adapter changes its maps."""
 
     attention: Attention
-    maps: tuple[Linear, ...]
-    call: BlockTail
+    maps: tuple[Linear, Linear, Linear, Linear]
+    tail: BlockTail
+    """From the heads of attention on."""
+    whole: WholeBlock | None
 
-    def takes(self, x_TE: Tensor) -> bool:
-        """Return whether the call is for such rows now."""
-        out, gate_up, down = self.maps
-        return out.is_plain and gate_up.is_plain and down.is_plain and self.call.takes(x_TE)
+    def run(self, block: PreNormBlock, x_TE: Tensor, pass_: Pass) -> Tensor | None:
+        """Return what the block does; None if its parts must run one by one."""
+        qkv, out, gate_up, down = self.maps
+        if not (self.tail.takes(x_TE) and out.is_plain and gate_up.is_plain and down.is_plain):
+            return None
+        if self.whole is not None and qkv.is_plain:
+            parts = pass_.attention_parts(self.attention.layer_id, self.attention.head_norms, x_TE.dtype)
+            if parts is not None:
+                return self.whole(x_TE, parts)
+        return self.tail(self.attention.heads(block.attention_norm(x_TE), pass_), x_TE)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,19 +72,18 @@ class PreNormBlock:
     attention: Mixer
     mlp_norm: Norm
     mlp: FeedForward
-    tail: JoinedTail | None = field(init=False, default=None)
-    """What runs few rows from the heads of attention on."""
+    joined: JoinedBlock | None = field(init=False, default=None)
+    """What runs few rows."""
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        tail = self.tail
-        if tail is not None and tail.takes(x_TE):
-            return tail.call(tail.attention.heads(self.attention_norm(x_TE), pass_), x_TE)
+        if self.joined is not None and (y_TE := self.joined.run(self, x_TE, pass_)) is not None:
+            return y_TE
         h_TE = self.attention(self.attention_norm(x_TE), pass_)
         return self.mlp(self.mlp_norm.after_sum(h_TE, x_TE)).add_(h_TE)
 
-    def join_tail(self, kernels: LayerKernels) -> None:
-        """Run the end of the block as one call from now on, if the kernels know its parts."""
-        self.tail = joined_tail(self, kernels) if type(self) is PreNormBlock else None
+    def join(self, kernels: LayerKernels) -> None:
+        """Run few rows as one call from now on, if the kernels know the block's parts."""
+        self.joined = joined(self, kernels.blocks) if type(self) is PreNormBlock else None
 
 
 @dataclass(slots=True, eq=False)
@@ -133,16 +140,23 @@ DecoderBlock: TypeAlias = PreNormBlock | PostNormBlock | ParallelBlock
 """Any block of a decoder; all have ``attention`` and ``mlp``."""
 
 
-def joined_tail(block: PreNormBlock, kernels: LayerKernels) -> JoinedTail | None:
-    """Return the end of a block whose maps are packed as one call; None if it has other parts."""
+def joined(block: PreNormBlock, kernel: BlockKernel | None) -> JoinedBlock | None:
+    """Return the calls for a block whose maps are packed; None if it has other parts."""
     attention, norm, mlp = block.attention, block.mlp_norm, block.mlp
-    if kernels.tails is None or not isinstance(attention, Attention) or not isinstance(norm, RMSNorm):
+    if kernel is None or not (isinstance(attention, Attention) and isinstance(norm, RMSNorm)):
         return None
     if not isinstance(mlp, GatedMLP):
         return None
-    maps = (attention.out, mlp.gate_up, mlp.down)
-    out, gate_up, down = (one.map if type(one) is KernelLinear else None for one in maps)
+    maps = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+    qkv, out, gate_up, down = (one.map if isinstance(one, KernelLinear) else None for one in maps)
     if out is None or gate_up is None or down is None:
         return None
-    call = kernels.tails.join(out, norm.weight, norm.eps, gate_up, down, mlp.activation)
-    return None if call is None else JoinedTail(attention, maps, call)
+    tail = kernel.tail(out, NormWeight(norm.weight, norm.eps), gate_up, down, mlp.activation)
+    if tail is None:
+        return None
+    first, whole = block.attention_norm, None
+    if isinstance(first, RMSNorm) and qkv is not None and attention.is_whole:
+        heads = attention.head_norms or ()
+        if all(one.dtype == first.weight.dtype and one.is_contiguous() for one in heads[:2]):
+            whole = kernel.whole(NormWeight(first.weight, first.eps), qkv, tail)
+    return JoinedBlock(attention, maps, tail, whole)

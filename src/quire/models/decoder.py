@@ -17,9 +17,10 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from quire.contracts.blocks import LayerKernels
 from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention
 from quire.contracts.model import Block
-from quire.contracts.rows import ActivationName, LayerKernels
+from quire.contracts.rows import ActivationName
 from quire.errors import InvalidArgument
 from quire.models.blocks import (
     DecoderBlock,
@@ -191,7 +192,7 @@ class Trunk:
         grown = sum(pack_maps(part, kernels) for part in parts)
         for block in self.blocks:
             if isinstance(block, PreNormBlock):
-                block.join_tail(kernels)
+                block.join(kernels)
         self.parameter_bytes += grown
         head = packed(self.lm_head, kernels.of_head())
         if head is self.lm_head:

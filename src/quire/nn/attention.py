@@ -33,6 +33,17 @@ class Attention:
     out: Linear
     """Hq*Dv to E"""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether its heads are ``attend_qkv`` of the projection, with ``head_norms``, and nothing
+        else."""
+        return type(self) is Attention
+
+    @property
+    def head_norms(self) -> HeadNormWeights | None:
+        """Norms of the heads that the pass applies."""
+        return None
+
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; the pass stores K and V of these tokens."""
         return self.out(self.heads(x_TE, pass_))
@@ -60,6 +71,16 @@ class NormedAttention(Attention):
             self._norms = HeadNormWeights(q_norm.weight, k_norm.weight, q_norm.eps)
         kv_heads = spec.num_kv_heads
         self._sizes = [spec.num_heads * spec.head_dim, kv_heads * spec.head_dim, kv_heads * spec.value_dim]
+
+    @property
+    def is_whole(self) -> bool:
+        """See ``Attention``."""
+        return type(self) is NormedAttention and self._norms is not None
+
+    @property
+    def head_norms(self) -> HeadNormWeights | None:
+        """See ``Attention``."""
+        return self._norms
 
     def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """See ``Attention``."""

@@ -1,4 +1,4 @@
-"""The end of a decoder block as one call: every number is that of the parts one by one.
+"""Decoder blocks, and their ends, as one call: every number is that of the parts one by one.
 
 Letters: T rows, E model width, F inner width, C columns of the heads.
 """
@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.contracts.blocks import NormWeight
+from quire.contracts.executor_calls import PrefillInput
 from quire.contracts.linear import WeightForm
 from quire.contracts.rows import ActivationName
-from quire.kernels.block_tail import MOST_ROWS, NativeTails, native_tails
-from quire.kernels.linear import NativeLinear, NativeMap, native_linear
+from quire.kernels.block import MOST_ROWS, NativeBlock, NativeBlocks, NativeTail, native_blocks
+from quire.kernels.linear import NativeLinear, NativeMap
 from quire.kernels.native_library import native_library, native_problem
 from quire.kernels.rows import NativeRows, native_rows
 from quire.models.blocks import PreNormBlock
@@ -89,7 +91,8 @@ class End:
     def joined(self, activation: ActivationName, heads_TC: Tensor, x_TE: Tensor) -> Tensor:
         library = native_library()
         assert library is not None
-        call = NativeTails(library).join(self.out, self.norm_E, 1e-5, self.gate_up, self.down, activation)
+        norm = NormWeight(self.norm_E, 1e-5)
+        call = NativeBlocks(library).tail(self.out, norm, self.gate_up, self.down, activation)
         assert call is not None
         assert call.takes(x_TE)
         return call(heads_TC, x_TE)
@@ -148,58 +151,77 @@ def test_heads_may_be_columns_of_something_wider(rows: NativeRows) -> None:
 
 
 def test_parts_that_do_not_fit_are_not_joined(rows: NativeRows) -> None:
-    tails, linear = native_tails(), native_linear()
-    assert tails is not None
-    assert linear is not None
+    blocks = native_blocks()
+    assert blocks is not None
     one, other = End((64, 96, 64), (torch.float32, "float32")), End((48, 200, 24), (torch.float32, "float32"))
-    assert tails.join(one.out, one.norm_E, 1e-5, one.gate_up, one.down, "silu") is not None
-    assert tails.join(one.out, one.norm_E, 1e-5, other.gate_up, one.down, "silu") is None
-    assert tails.join(one.out, other.norm_E, 1e-5, one.gate_up, one.down, "silu") is None
-    assert tails.join(one.out, one.norm_E.bfloat16(), 1e-5, one.gate_up, one.down, "silu") is None
-    assert tails.join(one.out, one.norm_E.repeat_interleave(2)[::2], 1e-5, one.gate_up, one.down, "silu") is None
-    call = tails.join(one.out, one.norm_E, 1e-5, one.gate_up, one.down, "silu")
+    norm = NormWeight(one.norm_E, 1e-5)
+    call = blocks.tail(one.out, norm, one.gate_up, one.down, "silu")
     assert call is not None
+    assert blocks.tail(one.out, norm, other.gate_up, one.down, "silu") is None
+    assert blocks.tail(one.out, norm, one.gate_up, other.down, "silu") is None
+    assert blocks.tail(other.out, norm, one.gate_up, one.down, "silu") is None
+    for weight_E in (other.norm_E, one.norm_E.bfloat16(), one.norm_E.repeat_interleave(2)[::2]):
+        assert blocks.tail(one.out, NormWeight(weight_E, 1e-5), one.gate_up, one.down, "silu") is None
+    assert blocks.whole(norm, one.gate_up, call) is not None  # any map of E inputs
+    assert blocks.whole(norm, one.down, call) is None
+    assert blocks.whole(NormWeight(other.norm_E, 1e-5), one.gate_up, call) is None
     assert not call.takes(torch.zeros(MOST_ROWS + 1, 64))
     assert not call.takes(torch.zeros(0, 64))
     assert not call.takes(torch.zeros(1, 64, dtype=torch.bfloat16))
     assert not call.takes(torch.zeros(4, 128)[:, ::2])
 
 
-def tails_of(llm: LLM) -> list[PreNormBlock]:
-    return [block for block in llm.model.blocks if isinstance(block, PreNormBlock) and block.tail is not None]
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Kind and rows of each call."""
+    found: list[tuple[str, int]] = []
+    for kind, rows_at in ((NativeTail, 1), (NativeBlock, 0)):
+        plain = kind.__call__
+
+        def counted(self: Any, *given: Any, plain: Any = plain, rows_at: int = rows_at) -> Tensor:
+            found.append((type(self).__name__, len(given[rows_at])))
+            result: Tensor = plain(self, *given)
+            return result
+
+        monkeypatch.setattr(kind, "__call__", counted)
+    return found
+
+
+def joined_blocks(llm: LLM) -> list[PreNormBlock]:
+    return [block for block in llm.model.blocks if isinstance(block, PreNormBlock) and block.joined is not None]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_decodes_the_same_with_and_without(
-    rows: NativeRows, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_decodes_the_same_with_and_without(rows: NativeRows, dtype: str, calls: list[tuple[str, int]]) -> None:
     """Also an adapter, whose requests run the parts one by one."""
     prompts = ["def fib(n):", "class Stack:\n", "import os\n"]
     with LLM("tiny-python", dtype=dtype, adapters={"docs": "tiny-python-docstrings"}, kv_cache_memory="16MiB") as llm:
-        joined = tails_of(llm)
+        joined = joined_blocks(llm)
         assert len(joined) == len(llm.model.blocks)
-        calls: list[int] = []
-        kind = type(joined[0].tail.call)  # type: ignore[union-attr]
-        plain_call = kind.__call__
-
-        def counted(self: object, heads_TC: Tensor, x_TE: Tensor) -> Tensor:
-            calls.append(len(x_TE))
-            return plain_call(self, heads_TC, x_TE)
-
-        monkeypatch.setattr(kind, "__call__", counted)
         ours = [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)]
-        assert calls.count(3) >= 11 * len(joined)
+        assert calls.count(("NativeBlock", 3)) >= 11 * len(joined)
         calls.clear()
         adapted = llm.generate(prompts[:1], GREEDY, adapter="docs")[0].outputs[0].token_ids
         assert calls == []
         for block in joined:
-            block.tail = None
+            block.joined = None
         llm.reset_prefix_cache()
         assert [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)] == ours
         assert llm.generate(prompts[:1], GREEDY, adapter="docs")[0].outputs[0].token_ids == adapted
 
 
-def test_without_the_library_blocks_run_their_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.build.native_tails", lambda: None)
+def test_without_the_library_blocks_run_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.build.native_blocks", lambda: None)
     with LLM("tiny-python", dtype="float32", kv_cache_memory="16MiB") as llm:
-        assert tails_of(llm) == []
+        assert joined_blocks(llm) == []
+
+
+def test_windows_with_a_sink_and_captured_weights_run_the_parts(rows: NativeRows, calls: list[tuple[str, int]]) -> None:
+    """The sink's queries are turned otherwise; weights are computed from queries."""
+    with LLM("tiny-python", dtype="float32", kv_cache_memory="16MiB") as llm:
+        with llm.session("def f(a, b):\n    return a", window=16, sink=4) as session:
+            session.generate(GREEDY)
+        assert {kind for kind, _ in calls} >= {"NativeTail"}
+        calls.clear()
+        llm.executor.prefill(PrefillInput(input_ids=torch.tensor([[1, 2, 3]]), output_attentions=True))
+        assert {kind for kind, _ in calls} == {"NativeTail"}
