@@ -16,7 +16,7 @@ import torch
 from quire.branches.stored_state import StoredState
 from quire.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
 from quire.contracts.attention import AttentionBackend
-from quire.contracts.blocks import LayerKernels
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
 from quire.contracts.linear import Quantization
 from quire.engine.chat_templates import with_chosen_template

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire import LLM, SamplingParams
-from quire.contracts.blocks import NormWeight
+from quire.contracts.block_calls import NormWeight
 from quire.contracts.executor_calls import PrefillInput
 from quire.contracts.linear import WeightForm
 from quire.contracts.rows import ActivationName

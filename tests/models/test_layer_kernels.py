@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.contracts.blocks import LayerKernels
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import Recurrent
 from quire.contracts.rows import RowKernels
 from quire.kernels.block import native_blocks

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.contracts.blocks import AttentionParts
+from quire.contracts.block_calls import AttentionParts
 from quire.contracts.layers import LayerSpec
 from quire.contracts.rows import HeadNormWeights
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from quire.contracts.blocks import AttentionParts, BlockTail, NormWeight, WholeBlock
+from quire.contracts.block_calls import AttentionParts, BlockTail, NormWeight, WholeBlock
 from quire.contracts.linear import LinearMap
 from quire.contracts.rows import ActivationName
 from quire.kernels.linear import NativeMap

@@ -1,4 +1,4 @@
-"""What calls over whole blocks need of a KV state's layers (``contracts.blocks``)."""
+"""What calls over whole blocks need of a KV state's layers (``contracts.block_calls``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend
-from quire.contracts.blocks import PartsBackend
+from quire.contracts.block_calls import PartsBackend
 from quire.contracts.layers import LatentAttention
 from quire.contracts.rows import HeadNormWeights, Rotation
 from quire.kv.layer_classes import Layer

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import ForwardPlan, Scoring
-from quire.contracts.blocks import AttentionParts
+from quire.contracts.block_calls import AttentionParts
 from quire.contracts.model import LatentExpansion
 from quire.contracts.rows import HeadNormWeights
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported

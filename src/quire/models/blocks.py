@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from quire.contracts.blocks import BlockKernel, BlockTail, LayerKernels, NormWeight, WholeBlock
+from quire.contracts.block_calls import BlockKernel, BlockTail, LayerKernels, NormWeight, WholeBlock
 from quire.contracts.model import Pass
 from quire.nn.attention import Attention
 from quire.nn.linear import Linear

@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from quire.contracts.blocks import LayerKernels
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention
 from quire.contracts.model import Block
 from quire.contracts.rows import ActivationName

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.contracts.blocks import LayerKernels
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.model import Block, Pass
 from quire.errors import CheckpointError, Unsupported

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from quire.contracts.blocks import LayerKernels
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.model import Model
 from quire.errors import CheckpointError, Unsupported
 from quire.models import bamba, deepseek, falcon_h1, gemma, granite_moe_hybrid, lfm2, llama, mamba2, qwen3_next

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from quire.contracts.blocks import LayerKernels
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.rows import ActivationName, RowKernels
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quire.contracts.blocks import LayerKernels
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.linear import LinearMap, WeightForm
 from quire.nn.linear import Linear
 from quire.ops.packed_weights import unpack
