@@ -80,7 +80,7 @@ $(VENV)/.stamp-run: pyproject.toml setup.py constraints.txt $(NATIVE) | $(VENV)/
 
 $(VENV)/.stamp-test: pyproject.toml setup.py constraints.txt $(NATIVE) | $(VENV)/bin/python
 	@echo "Installing Quire and what its tests need, PyTorch among it, into $(VENV): once, some minutes"
-	@$(PIP) -e '.[server,test,lint]'
+	@$(PIP) -e '.[server,test,browser,lint]'
 	@touch $@ $(VENV)/.stamp-run
 
 $(CLIENTS)/.stamp: $(PROGRAMS)/requirements.txt

@@ -34,6 +34,7 @@ LAYERS = (
         "interrupts",
         "orphans",
         "waiting",
+        "callers",
     },
     {"contracts"},
     {"ops"},
@@ -51,7 +52,7 @@ LAYERS = (
     {"async_llm"},
     {"server"},
     {"tables", "line_input", "client"},
-    {"doctor", "inspection", "terminal_chat", "remote_chat"},
+    {"doctor", "inspection", "store_tables", "terminal_chat", "remote_chat"},
     {"cli_options", "cli_bench", "cli_state", "cli"},
 )
 """From the bottom up: a part may import itself and what lies below it."""
@@ -73,6 +74,7 @@ WITHOUT_TORCH = (
     "engine.pins",
     "engine.grammar_trial",
     "engine.page_use",
+    "engine.views.timeline",
 )
 SAME_THING = {
     "attention": "the contract, the reference, the layer",

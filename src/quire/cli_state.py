@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from quire.cli_options import command
-from quire.errors import InvalidArgument, NotFound
+from quire.errors import InvalidArgument
+from quire.store_tables import COLUMNS, SHOWN, commit_facts, commit_row
 
 if TYPE_CHECKING:
     from quire.contracts.store import StoreTier
@@ -35,9 +35,6 @@ SpaceOption = Annotated[str, typer.Option(help="Whose branches: an API key's spa
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace a branch there that is no earlier state of it.")]
 NameArgument = Annotated[str, typer.Argument(help="A branch, or 8 digits or more of a commit's id.")]
-
-SHOWN = 12
-"""Tokens of a side that ``diff`` shows, and digits of an id."""
 
 
 @command(state_app, name="ls")
@@ -61,10 +58,12 @@ def list_branches(
     found = _run(store, state_dir, branches)
     if as_json:
         print(
-            json.dumps([_facts(one) | {"branch": name, "space": at} for at in found for name, one in found[at].items()])
+            json.dumps(
+                [commit_facts(one) | {"branch": name, "space": at} for at in found for name, one in found[at].items()]
+            )
         )
         return
-    rows = [(*([at] if everything else []), name, *_row(one)) for at in found for name, one in found[at].items()]
+    rows = [(*([at] if everything else []), name, *commit_row(one)) for at in found for name, one in found[at].items()]
     _print([*(["space"] if everything else []), "branch", *COLUMNS], rows)
 
 
@@ -83,9 +82,9 @@ def log(
 
     found = _run(store, state_dir, _within(space, chain))
     if as_json:
-        print(json.dumps([_facts(one) for one in found]))
+        print(json.dumps([commit_facts(one) for one in found]))
     else:
-        _print(COLUMNS, map(_row, found))
+        _print(COLUMNS, map(commit_row, found))
 
 
 @command(state_app)
@@ -135,7 +134,7 @@ def show(
         return found, (await history.tokens(found)).tolist(), await history.there(list(await history.objects(found)))
 
     found, ids, there = _run(store, state_dir, _within(space, look))
-    facts = _facts(found) | {"objects": len(there), "objects_there": sum(there.values())}
+    facts = commit_facts(found) | {"objects": len(there), "objects_there": sum(there.values())}
     if as_json:
         print(json.dumps(facts | {"tokens": ids}))
         return
@@ -165,7 +164,9 @@ def pull(
     force: ForceOption = False,
 ) -> None:
     """Copy a branch and its history from another store."""
-    _transfer(name, space, force, _existing(_other(url)), _tier(store, state_dir, new=True))
+    from quire.store.urls import existing
+
+    _transfer(name, space, force, existing(_other(url)), _tier(store, state_dir, new=True))
 
 
 @command(state_app, name="rm")
@@ -230,24 +231,16 @@ def _tier(store: str | None, state_dir: Path | None, *, new: bool = False) -> St
     """Return the tier of the options. ``new``: its directory may be made."""
     if (store is None) == (state_dir is None):
         raise InvalidArgument("give --store URL, or --state-dir DIR, one of them", field="store")
-    from quire.store.urls import state_tier
+    from quire.store.urls import existing, state_tier
 
     tier = _other(store) if store is not None else state_tier(str(state_dir))
-    return tier if new else _existing(tier)
+    return tier if new else existing(tier)
 
 
 def _other(url: str) -> StoreTier:
     from quire.store.urls import durable_tier
 
     return durable_tier(url)
-
-
-def _existing(tier: StoreTier) -> StoreTier:
-    """Return a tier; ``NotFound`` for a directory that does not exist, which a tier would make."""
-    directory: Path | None = getattr(tier, "directory", None)
-    if directory is not None and not directory.is_dir():
-        raise NotFound(f"there is no store: directory {str(directory)!r} does not exist")
-    return tier
 
 
 def _transfer(name: str, space: str, force: bool, source: StoreTier, target: StoreTier) -> None:
@@ -272,39 +265,6 @@ def _transfer(name: str, space: str, force: bool, source: StoreTier, target: Sto
 
 
 # -- printing --------------------------------------------------------------------------------------
-
-COLUMNS = ["commit", "tokens", "bytes", "time", "message"]
-
-
-def _row(commit: SessionCommit) -> tuple[object, ...]:
-    return (
-        commit.id[:SHOWN],
-        commit.num_tokens,
-        f"{commit.nbytes:,}",
-        _time(commit),
-        commit.message or commit.session or "",
-    )
-
-
-def _facts(commit: SessionCommit) -> dict[str, Any]:
-    return {
-        "commit": commit.id,
-        "parent": commit.parent,
-        "time": _time(commit),
-        "message": commit.message,
-        "session": commit.session,
-        "labels": dict(commit.labels),
-        "num_tokens": commit.num_tokens,
-        "bytes": commit.nbytes,
-        "model": dict(commit.model),
-        "adapters": [list(one) for one in commit.adapters],
-        "window": commit.window,
-        "modified": commit.modified,
-    }
-
-
-def _time(commit: SessionCommit) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(commit.time))
 
 
 def _some(ids: list[int]) -> str:

@@ -36,6 +36,7 @@ from quire.engine.request_outputs import prefix_output, warmed
 from quire.engine.request_preparation import Messages as Messages
 from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session_history import SessionHistory
+from quire.engine.views.state_views import StateViews
 from quire.errors import InvalidArgument
 from quire.hints import CacheHints
 from quire.interrupts import uninterrupted
@@ -111,6 +112,9 @@ class LLM(SessionHistory):
                 journal.close()
             raise
         self._executor: Executor | None = None
+        self._views = StateViews(
+            parts.engine, parts.adapters, Path(config.model).name if Path(config.model).is_dir() else str(config.model)
+        )
         try:
             if not parts.engine.blending.refusal and blend_calibration.is_kept(parts.engine):
                 parts.engine.blending.calibration = blend_calibration.kept_calibration(parts.engine)
@@ -411,6 +415,12 @@ class LLM(SessionHistory):
     def engine(self) -> Engine:
         """The level below: requests and steps."""
         return self._engine
+
+    @property
+    def views(self) -> StateViews:
+        """What is shown of the state: branches, pages, texts."""
+        self._require_open("views")
+        return self._views
 
     @property
     def bytes_per_token(self) -> int:

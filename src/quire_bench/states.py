@@ -79,6 +79,11 @@ class CountingRunner:
         self.adapters = inner.adapters
         self.tokens = 0
 
+    @property
+    def revision(self) -> int:
+        """See ``Runner``."""
+        return self.inner.revision
+
     def new_seq(self) -> SeqId:
         """Return a new id; see ``Runner``."""
         return self.inner.new_seq()

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from quire.async_llm.background import Background, awaited, shared
 from quire.async_llm.session import AsyncSession, unwrapped
@@ -24,6 +24,8 @@ from quire.llm import LLM, Messages
 from quire.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.segments import BlendParams, Segment
+
+T = TypeVar("T")
 
 
 class ChatOptions(TypedDict, total=False):
@@ -217,6 +219,10 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         """Return ``LLM.adapters``."""
         return await self._background.call("adapters", lambda: self._llm.adapters)
 
+    async def read(self, reader: Callable[[LLM], T]) -> T:
+        """Run what looks at the LLM, as ``lambda llm: llm.views.history()``, on a worker thread."""
+        return await self._background.call("read", lambda: reader(self._llm))
+
     reset_prefix_cache = awaited(LLM.reset_prefix_cache)
     calibrate_blending = awaited(LLM.calibrate_blending)
     capabilities = awaited(LLM.capabilities)
@@ -232,6 +238,8 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     bytes_per_token = shared(LLM.bytes_per_token)
     config = shared(LLM.config)
     kept = shared(LLM.kept)
+    views = shared(LLM.views)
+    """Its methods block; ``read`` runs them."""
     default_params = shared(LLM.default_params)
 
     # -- closing -----------------------------------------------------------------------------------

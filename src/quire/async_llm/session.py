@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.async_llm.background import Background, awaited, shared
 from quire.async_llm.stepper import Job
 from quire.async_llm.stream import AsyncStream, Prepared
+from quire.contracts.token_views import ComparisonView
 from quire.engine.chat_turns import ReadAnswer
 from quire.engine.prompt_sessions import PromptsOrSessions
 from quire.engine.prompts import Prompt
@@ -53,6 +54,7 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
     exact = shared(Session.exact)
     exact_tokens = shared(Session.exact_tokens)
     last_commit = shared(Session.last_commit)
+    number = shared(Session.number)
 
     async def pages(self) -> tuple[int, int]:
         """Return the numbers of its pages and of the shared ones among them."""
@@ -143,6 +145,14 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
     as_cache = awaited(Session.as_cache)
     """Verbs of the cache and of its executor block."""
     kv = awaited(Session.kv)
+    token = awaited(Session.token)
+    attention = awaited(Session.attention)
+    norms = awaited(Session.norms)
+
+    async def compare(self, other: AsyncSession, *, top: int = 10) -> ComparisonView:
+        """Return where two sessions part, as ``Session.compare`` does."""
+        inner: Any = other._session if isinstance(other, AsyncSession) else other
+        return await self._background.call("compare", lambda: self._session.compare(inner, top=top))
 
     async def set_kv(self, layer: int, *, start: int = 0, **tensors: Tensor | None) -> None:
         """Write into the state, as ``Session.set_kv`` does."""

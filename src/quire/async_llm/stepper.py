@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from quire.callers import Caller, caller, on_behalf_of
 from quire.engine.beam import BeamSearch
 from quire.engine.engine import Engine
 from quire.engine.long_texts import given_up_by
@@ -46,6 +47,7 @@ class Job:
     ) -> None:
         self.name = name
         self.cancelled = False
+        self.caller = caller.get()
         self.over = False
         self.error: BaseException | None = None
         """Why it could not be started, or why its end is unknown."""
@@ -116,6 +118,7 @@ class Call:
 
     def __init__(self) -> None:
         self.cancelled = False
+        self.caller: Caller = caller.get()
         self.job: Job | None = None
         """The job that it waits for."""
 
@@ -195,7 +198,7 @@ class Stepper:
         self._local.call = call
         self._count(1)
         try:
-            with given_up_by(lambda: call.cancelled):
+            with given_up_by(lambda: call.cancelled), on_behalf_of(call.caller):
                 return function()
         finally:
             self._count(-1)
@@ -271,7 +274,8 @@ class Stepper:
                 job = self._inbox.popleft()
                 self._jobs[job] = None
             try:
-                job.start()
+                with on_behalf_of(job.caller):
+                    job.start()
             except BaseException as error:
                 self._finish(job, error)
         while self._cancels:

@@ -252,11 +252,16 @@ class RadixCache:
 
     def tokens_of(self, seq: SeqId) -> NDArray[np.int64]:
         """Return the tokens of a sequence, ``[T]``."""
+        edges = self.edges_of(seq)
+        return np.concatenate(edges) if edges else np.empty(0, dtype=np.int64)
+
+    def edges_of(self, seq: SeqId) -> list[Ids]:
+        """Return the tokens of a sequence in pieces, none of which is ever changed."""
         edges, node = [], self._entry(seq).node
         while node.parent is not None:
             edges.append(node.edge)
             node = node.parent
-        return np.concatenate(edges[::-1]) if edges else np.empty(0, dtype=np.int64)
+        return edges[::-1]
 
     def _loss(self, entry: HeldPrefix) -> int:
         """Return how many tokens a request for all of them would compute again without it."""

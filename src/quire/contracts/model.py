@@ -105,8 +105,8 @@ class OpenPass(Pass, Protocol):
     def use_positions(self, positions: NDArray[np.int64]) -> None:
         """Rotate new tokens at positions ``[T]``, not their indices; call before any layer."""
 
-    def capture_weights(self) -> None:
-        """Keep the attention weights of every layer from now on."""
+    def capture_weights(self, layers: frozenset[int] | None = None) -> None:
+        """Keep the attention weights of these layers (None: of every one) from now on."""
 
     def narrow(self, rows: NDArray[np.int64]) -> None:
         """Let only these of the T new tokens go on: from now on T of the verbs above is their

@@ -7,6 +7,7 @@ recurrent states if there are recurrent layers. No torch is imported at run time
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
@@ -87,6 +88,56 @@ class SequenceUse(NamedTuple):
     """Bytes of these pages and of the sequence's recurrent states."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolFacts:
+    """What one pool is for. Constant."""
+
+    kind: Literal["tokens", "encoder", "states"]
+    """Whether its pages hold rows of tokens, rows of encoders, or recurrent states."""
+    layers: tuple[int, ...]
+    """Global ids of the layers that it serves, ascending."""
+    window: int | None
+    """The window of these layers; None: they keep all tokens."""
+    num_pages: int
+    page_tokens: int
+    """Positions of a page; a recurrent state stands at one."""
+    page_bytes: int
+    """Bytes of a page, over all of its layers."""
+
+
+class StateRole(enum.IntEnum):
+    """Why a sequence keeps a recurrent state."""
+
+    PRESENT = 0
+    """It stands at the end of the committed tokens."""
+    CHECKPOINT = 1
+    RING = 2
+    """It is one of the last before the present one, and gives way to any forward."""
+    NODE = 3
+    """It is that of an uncommitted node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequencePages:
+    """The pages that one sequence names, copied, and what they let it do."""
+
+    length: int
+    """Its committed tokens; of one that is being imported those to come."""
+    window: SequenceWindow | None
+    tables: tuple[NDArray[np.int32], ...]
+    """For each pool, in the order of ``pool_facts``. Of tokens and of encoders: the page of each
+    ``page_tokens`` positions from 0 on, -1 for a null page. Of states: slots, which may be named
+    twice, as by a checkpoint and the ring."""
+    state_positions: NDArray[np.int64]
+    """The position of each slot of the last table."""
+    state_roles: NDArray[np.uint8]
+    """The ``StateRole`` of each slot of the last table."""
+    held: tuple[tuple[range, ...], ...]
+    """The positions whose rows each pool of token pages holds, ascending."""
+    reachable: tuple[range, ...]
+    """The positions that a rewind may go to, ascending."""
+
+
 class Shortage(NamedTuple):
     """Pages that are not free."""
 
@@ -149,6 +200,14 @@ class PoolVerbs(Protocol):
     def pool_sizes(self) -> list[int]:
         """Return the pages of each pool."""
 
+    @property
+    def pool_facts(self) -> tuple[PoolFacts, ...]:
+        """What every pool is for: those of token pages, that of encoder rows and that of recurrent
+        states, as far as there are such layers."""
+
+    def page_references(self) -> list[NDArray[np.int32]]:
+        """Return copies of the reference counts of all pages, for each pool of ``pool_facts``."""
+
     # -- going back --------------------------------------------------------------------------------
 
     @property
@@ -196,6 +255,10 @@ class PoolVerbs(Protocol):
 
     def sequence_states(self, seq_id: SeqId) -> Holding:
         """Return the slots of recurrent states that a sequence holds."""
+
+    def held_pages(self, seq_ids: Sequence[SeqId]) -> list[SequencePages]:
+        """Return copies of all that these sequences name of every pool; ``NotFound`` for an unknown
+        one. O(entries of their page tables)."""
 
     def num_shared_pages(self) -> int:
         """Return how many pages several sequences hold."""

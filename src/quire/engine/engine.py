@@ -85,7 +85,9 @@ class Engine(UnsampledRuns):
             changed = self._cancel_pending()
             self.stepping = True
             try:
+                began = time.monotonic()
                 scheduled = self.scheduler.schedule()
+                self.timeline.scheduled(scheduled, began)
                 for work, error in scheduled.failed:
                     changed.append(self._fail(self._requests[work], error))
                 if scheduled.step.chunks:
@@ -96,6 +98,7 @@ class Engine(UnsampledRuns):
                         scheduled.step.num_tokens, len(scheduled.step.chunks), seconds, waited=bool(ready)
                     )
                     changed += ready
+                    self.timeline.stepped(scheduled.step.num_tokens, self.metrics.generation_tokens.value)
                 if self.stored.store is not None:
                     self.branches.save_ahead()
             except BaseException:
@@ -121,6 +124,7 @@ class Engine(UnsampledRuns):
             blended = self.blending.forward(scheduled)
             try:
                 output = self._run(scheduled, blended)
+                self.timeline.ran()
             except BlendLoadError as error:
                 # Nothing has run. What the chunks of these prompts lack is computed.
                 if blended is None or blended.failed is None:

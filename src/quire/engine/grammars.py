@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.engine import slow_masks
+from quire.engine.generation_notes import UNCOUNTED
 from quire.engine.grammar_matcher import GrammarMatcher
 from quire.engine.grammar_text import NO_TOKEN, compiled, field_of, given, grammar_text
 from quire.engine.grammar_trial import GrammarsBusy, GrammarTrial, Seats, must_be_tried
@@ -78,6 +79,8 @@ class RowGrammars:
         self._grammars = grammars
         self.inners = matchers
         self._ends = ends
+        self.made: dict[int, Words] = {}
+        """The masks that were made, by row."""
 
     @property
     def rows(self) -> Collection[int]:
@@ -90,7 +93,14 @@ class RowGrammars:
         return not matcher.slow and token not in self._ends[row] and matcher.accepts(token)
 
     def masks(self, rows: Sequence[int]) -> Mapping[int, Words]:
-        return self._grammars.allowed({row: self.inners[row] for row in rows}, self._ends)
+        found = self._grammars.allowed({row: self.inners[row] for row in rows}, self._ends)
+        self.made |= found
+        return found
+
+    def num_allowed(self, row: int) -> int:
+        """Return how many tokens the row's mask allowed; ``UNCOUNTED`` if none was made."""
+        words = self.made.get(row)
+        return UNCOUNTED if words is None else int(np.unpackbits(words.view(np.uint8)).sum())
 
 
 class Grammars:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +69,7 @@ class LiveSequence(Labelled):
         self._is_behind = False
         """Whether what is kept is older than the session; ``close`` keeps it as it is then."""
         with engine.lock:
+            state.user = ref(self)
             engine.branches.hold(state)
             self._end = partial(engine.forget, state)
             engine.orphans.watch(self, self._end)
@@ -151,6 +153,11 @@ class LiveSequence(Labelled):
         may change with every call."""
         return self._open("sequence_id").seq
 
+    @property
+    def number(self) -> int:
+        """What tells it from all other sessions of the process, as ``engine.views`` name it."""
+        return self._state.number
+
     def belongs_to(self, engine: Engine) -> bool:
         """Return whether this engine runs it."""
         return self._engine is engine
@@ -186,6 +193,7 @@ class LiveSequence(Labelled):
         return None if self._kept is None else self._kept.keep(self, wait=wait)
 
     def _renamed(self) -> None:
+        self._engine.branches.revision += 1
         if self._kept is None:
             return
         # Without waiting: an event loop may set a name, and a step may run.

@@ -37,6 +37,7 @@ class NamedAdapters:
     def __init__(self, engine: Engine, read: Callable[[Path], Adapter]) -> None:
         """Watch the engine's adapters; ``read`` makes one of a directory, with all checks."""
         self._engine = engine
+        engine.timeline.adapter_name = self.name_of
         self._read = read
         self._pool = engine.runner.adapters
         self._ids: dict[str, int] = {}

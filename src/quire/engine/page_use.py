@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.branches.prefix_cache import RadixCache
+from quire.types import SeqId
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState
@@ -38,9 +39,20 @@ class PageUse:
         return (self.held + self.pinned) / self.total if self.total else 0.0
 
 
-def page_use(state: ModelState, sessions: SessionBranches, cache: RadixCache | None) -> PageUse:
-    """Count the pages as they are now. Call it under the engine's lock, between forwards. Cost
-    O(pages, sequences, and entries of page tables), in NumPy."""
+@dataclass(frozen=True, slots=True)
+class SequenceOwners:
+    """The sequences of a KV state by what may be done with them."""
+
+    needed: list[SeqId]
+    """Those that may not be given up, for requests, KV caches, or as pinned."""
+    pinned: set[SeqId]
+    """Those that sessions must not lose. They are among ``needed`` as far as they are there."""
+    written: set[SeqId]
+    """Those whose state tokens do not give: of them checkpoints are needed, too."""
+
+
+def sequence_owners(state: ModelState, sessions: SessionBranches, cache: RadixCache | None) -> SequenceOwners:
+    """Sort the sequences as they are now. Call it under the engine's lock, between forwards."""
     written = sessions.written()
     evictable = set() if cache is None else set(cache.ages())
     pinned = set(written)
@@ -53,8 +65,15 @@ def page_use(state: ModelState, sessions: SessionBranches, cache: RadixCache | N
         elif session.droppable:
             evictable.add(seq)
     needed = [seq for seq in state.sequence_ids() if seq in pinned or seq not in evictable]
-    num_needed = state.num_needed(needed, with_kept=written)
-    num_pinned = state.num_needed([seq for seq in needed if seq in pinned], with_kept=written)
+    return SequenceOwners(needed, pinned, written)
+
+
+def page_use(state: ModelState, sessions: SessionBranches, cache: RadixCache | None) -> PageUse:
+    """Count the pages as they are now. Call it under the engine's lock, between forwards. Cost
+    O(pages, sequences, and entries of page tables), in NumPy."""
+    by = sequence_owners(state, sessions, cache)
+    num_needed = state.num_needed(by.needed, with_kept=by.written)
+    num_pinned = state.num_needed([seq for seq in by.needed if seq in by.pinned], with_kept=by.written)
     return PageUse(
         total=state.num_pages,
         free=state.num_pages - state.num_used_pages,

@@ -50,6 +50,11 @@ class PrefixPins:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def branches(self) -> list[SessionBranch]:
+        """The branches that hold them."""
+        return [held.branch for held in self._held.values()]
+
     def pin(
         self, work: ScheduledRequest, length: int, ttl: float, account: PinAccount
     ) -> tuple[int, PrefixName | None]:

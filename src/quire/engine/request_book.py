@@ -34,6 +34,7 @@ from quire.engine.scheduler import Limits, Scheduler
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.session_branches import SessionBranches, media_of
 from quire.engine.tokenizer import Tokenizer
+from quire.engine.views.timeline import Timeline
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.hints import NO_HINTS, CacheHints
 from quire.interrupts import Lock
@@ -143,6 +144,8 @@ class RequestBook:
             misses=None if self.cache is None else MissSearch(self.cache, self.past, self.branches.forgets),
         )
         runner.room.join(self)
+        self.timeline = Timeline(self.scheduler, self.stored, runner.state, self.eos_ids, self.metrics)
+        self.sampling.gaps = self.timeline.gaps
 
     def checks_of(self, session: SessionBranch | None) -> RequestChecks:
         """Return the limits for a session's tokens. With a window neither the context nor the pool
@@ -293,8 +296,14 @@ class RequestBook:
         self._by_id[leader.request_id] = samples
         self._requests[leader.work] = leader
         self.scheduler.submit(leader.work, arrival)
+        if arrival is None:
+            self.timeline.arrived(samples)
         if leader.params is not None:
             self.metrics.prompt_tokens.inc(leader.num_prompt)
+
+    def request_of(self, work: ScheduledRequest) -> SequenceRequest:
+        """Return the request that the scheduler knows by ``work``."""
+        return self._requests[work]
 
     def cancel(self, request_id: str) -> bool:
         """End a request, in any phase, at the next step boundary; return False if there is none."""
@@ -366,6 +375,7 @@ class RequestBook:
         if request.params is not None:
             self.metrics.request_success.inc(reason)
             self.metrics.e2e_request_latency.observe(request.finished_at - request.arrival)
+        self.timeline.ended(request)
         if request.session is not None:
             self.branches.settle(request.session, request)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -44,6 +45,8 @@ class SamplingStep:
         self.metrics = metrics
         self._finish = finish
         self._fail = fail
+        self.gaps: deque[float] = deque(maxlen=1)
+        """Takes the times between tokens, in seconds."""
         self.under_way = False
         """Whether logits processors may be running, which are the user's."""
 
@@ -55,7 +58,8 @@ class SamplingStep:
             banned = [self._banned(request) for request in ready]
         self.under_way = True
         try:
-            drawn = sample(logits_RV, samplers, banned, self._allowed(ready))
+            allowed = self._allowed(ready)
+            drawn = sample(logits_RV, samplers, banned, allowed)
         finally:
             self.under_way = False
         self.metrics.generation_tokens.inc(len(ready))
@@ -63,6 +67,8 @@ class SamplingStep:
         for row, (request, token) in enumerate(zip(ready, drawn.token_ids, strict=True)):
             if request.finished:
                 continue
+            if allowed is not None and request.matcher is not None and request.session is not None:
+                request.mask_counts.append(allowed.num_allowed(row))
             if row in drawn.failures:
                 matcher = request.matcher
                 if matcher is not None and matcher.over:
@@ -104,6 +110,7 @@ class SamplingStep:
             self.metrics.time_to_first_token.observe(now - request.arrival)
         else:
             self.metrics.inter_token_latency.observe(now - request.last_token)
+            self.gaps.append(now - request.last_token)
         request.last_token = now
         request.work.tokens.append(token)
         request.output_ids.append(token)

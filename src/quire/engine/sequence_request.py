@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+from weakref import ref
 
 from quire.branches.branch import Branch
+from quire.engine.generation_notes import GenerationNote, Notes, counts_of, cut_notes, with_note
 from quire.engine.scheduled_request import ScheduledRequest
 from quire.errors import QuireError
 from quire.hints import PinAccount
 from quire.outputs import FinishReason
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, StructuredOutputs
 from quire.types import BASE, SeqId
 
 if TYPE_CHECKING:
@@ -30,6 +33,18 @@ OnLogits = Callable[[int, "Tensor"], None]
 """A callback for the first row's position and float32 logits ``[rows, V]`` of adjacent tokens."""
 
 
+class BranchUser(Protocol):
+    """A session, as readers of its branch see it."""
+
+    @property
+    def name(self) -> str | None:
+        """What it is called."""
+
+    @property
+    def last_commit(self) -> str | None:
+        """The id of the commit that it goes on from."""
+
+
 @dataclass(eq=False, slots=True)
 class SequenceRequest:
     """A sequence under way: a request's sample, or a run without sampling (``params`` is None)."""
@@ -43,11 +58,15 @@ class SequenceRequest:
     """The sequence's owner, which gets it back when the request ends."""
     shared: int = 0
     """Tokens that the prompt has in common with ``session``, run under the same adapters."""
+    common: int = 0
+    """Tokens that it has in common with ``session``."""
     tail: tuple[int, ...] = ()
     """Tokens that join the session after the prompt has been run, without being run themselves."""
     sampler: RequestSampler | None = None
     detokenizer: IncrementalDetokenizer | None = None
     matcher: GrammarMatcher | None = None
+    mask_counts: list[int] = field(default_factory=list)
+    """With a matcher: how many tokens the mask of each output token allowed, or ``UNCOUNTED``."""
     prompt_logprobs: PromptLogprobs | None = None
     """What collects them, on the first sample of a prompt."""
     on_logits: OnLogits | None = None
@@ -121,6 +140,12 @@ class SessionBranch(Branch):
     """The branch that takes its place once it is computed."""
     logits: Tensor | None = None
     """Logits of the next token, float32 ``[V]``, if they were asked for."""
+    number: int = field(default_factory=itertools.count(1).__next__)
+    """What tells it from all others of the process."""
+    user: ref[BranchUser] | None = None
+    """The session whose branch it is; None: a call has made it for itself."""
+    notes: Notes = ()
+    """What is noted of generated tokens."""
 
     def __post_init__(self) -> None:
         self.runs = BASE.then(0, self.adapter)
@@ -128,6 +153,34 @@ class SessionBranch(Branch):
     @property
     def salt(self) -> Hashable:
         return self.key
+
+    def become(self, other: Branch, length: int, seq: SeqId | None) -> None:
+        """See ``Branch``. The notes of these tokens come with them."""
+        Branch.become(self, other, length, seq)
+        self.notes = cut_notes(other.notes, length) if isinstance(other, SessionBranch) else ()
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` tokens and their notes."""
+        self.tokens.truncate(length)
+        self.notes = cut_notes(self.notes, length)
+
+    def note(self, request: SequenceRequest) -> None:
+        """Note what a request has made of the session's tokens, which are those of the request."""
+        self.notes = cut_notes(self.notes, request.common)
+        if request.params is None or request.finish_reason is None:
+            return
+        kept = len(request.output_ids) if request.kept is None else request.kept
+        given = request.params.structured_outputs
+        form = given if isinstance(given, StructuredOutputs) else None
+        made = GenerationNote(
+            request.num_prompt,
+            request.num_prompt + kept,
+            request.finish_reason,
+            request.stop_reason,
+            "" if form is None else next(iter(form.forms)),
+            counts_of(request.mask_counts),
+        )
+        self.notes = with_note(self.notes, made)
 
     @property
     def busy(self) -> bool:

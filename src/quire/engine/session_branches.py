@@ -60,6 +60,8 @@ class SessionBranches:
         """Why a sequence cannot be forked at each of its positions, if it cannot."""
         self.sessions: dict[int, SessionBranch] = {}
         """By identity, least recently used first."""
+        self.revision = 0
+        """How often a session was used, named or closed."""
 
     def apply(self, edit: Edit) -> None:
         """Execute an edit now."""
@@ -136,6 +138,7 @@ class SessionBranches:
 
     def hold(self, session: SessionBranch) -> None:
         """Remember a session, as the one used last."""
+        self.revision += 1
         self.sessions.pop(id(session), None)
         self.sessions[id(session)] = session
 
@@ -181,7 +184,7 @@ class SessionBranches:
         self.rewind(session, session.runs.agreed(runs, length))
         if length < len(session.tokens) or runs != session.runs:
             session.logits = None
-        session.tokens.truncate(length)
+        session.truncate(length)
         session.runs, session.adapter = runs, adapter
 
     def rewind(self, session: SessionBranch, length: int) -> None:
@@ -272,7 +275,7 @@ class SessionBranches:
         if session.modified:
             self.anchor(session)
         self._take_nearer(session, work)
-        request.shared = shared
+        request.shared, request.common = shared, common
         request.session, session.request = session, request
         if session.modified and session.seq is not None and (self.runner.state.forgets or session.window is not None):
             request.way_back = self.fork_of(session.seq)
@@ -313,6 +316,7 @@ class SessionBranches:
             tokens = work.tokens.fork(count)
             tokens.extend(request.tail)
             session.tokens, session.logits = tokens, None
+            session.note(request)
             session.runs = runs_of_session(work.runs, len(tokens), session.adapter)
             self._return_to(session, request, work.runs.agreed(session.runs, count))
         elif request.finish_reason == "error" and not (session.pinned or session.modified):
@@ -322,7 +326,7 @@ class SessionBranches:
             self._return_to(session, request, request.shared)
             if session.modified and session.computed < len(session.tokens) - 1 and request.way_back is None:
                 # What was taken back was written by ``set_kv`` and cannot be computed again.
-                session.tokens.truncate(session.computed)
+                session.truncate(session.computed)
                 session.logits = None
                 runs = runs_of_session(session.runs, session.computed, session.adapter)
                 same = session.runs.agreed(runs, session.computed)
@@ -446,5 +450,6 @@ class SessionBranches:
 
     def forget(self, session: SessionBranch) -> None:
         """Give back the pages of a closed session."""
+        self.revision += 1
         self.sessions.pop(id(session), None)
         self.drop(session)

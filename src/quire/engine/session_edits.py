@@ -20,7 +20,7 @@ from quire.engine.keeping import kept
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.prompts import Text
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
-from quire.engine.state_access import StateAccess
+from quire.engine.session_views import SessionViews
 from quire.engine.text_places import TextPlace, pieces_of, place_of
 from quire.engine.token_ids import is_integer
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
@@ -42,7 +42,7 @@ class EditSource:
 MODES: tuple[EditMode, ...] = ("exact", "blend")
 
 
-class SessionEdits(StateAccess):
+class SessionEdits(SessionViews):
     """A live sequence of which a piece in the middle can be replaced."""
 
     @uninterrupted

@@ -89,6 +89,7 @@ class AttentionPass:
         self.written: set[int] = set()
         self.capturing = False
         """Whether attention weights are kept."""
+        self._observed: frozenset[int] | None = None  # Of which layers; None: all.
         self.weights: dict[int, list[Tensor]] = {}
         """By layer, per entry ``[Hq, n, keys]`` float32, for layers that ran after
         ``capture_weights``. The keys of a cross layer are the encoder's rows."""
@@ -210,10 +211,10 @@ class AttentionPass:
         self._max_place = int(positions.max())
         self._rotations.clear()
 
-    def capture_weights(self) -> None:
-        """Keep the attention weights of every layer from now on, which computes them once more."""
+    def capture_weights(self, layers: frozenset[int] | None = None) -> None:
+        """Keep weights of these layers (None: all) from now on, which computes them once more."""
         self.chosen.require_all("captured weights")
-        self.capturing = True
+        self.capturing, self._observed = True, layers
 
     # -- rows that go on ---------------------------------------------------------------------------
 
@@ -365,9 +366,10 @@ class AttentionPass:
         q_sink_THD: Tensor | None,
         sinks_H: Tensor | None = None,
     ) -> None:
-        """Keep the attention weights of a layer."""
-        found = attention_weights(plan, q_THD, k_SHD, scoring, q_sink_THD=q_sink_THD, sinks_H=sinks_H)
-        self.weights[layer_id] = found
+        """Keep the attention weights of a layer, if they are wanted."""
+        if self._observed is None or layer_id in self._observed:
+            found = attention_weights(plan, q_THD, k_SHD, scoring, q_sink_THD=q_sink_THD, sinks_H=sinks_H)
+            self.weights[layer_id] = found
 
     def require_open(self, layer_id: int) -> None:
         """Raise ``FailedPrecondition`` if the forward is over, or the layer has not come."""

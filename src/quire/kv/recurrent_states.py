@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.contracts.pool_verbs import StateRole
 from quire.errors import FailedPrecondition, QuireError
 from quire.kv.pages import PageIds, PagePool
 from quire.types import SeqId
@@ -220,6 +221,17 @@ class RecurrentBooks:
         states = self._sequences[seq_id]
         named = [states.present, *states.nodes, *(states.kept.values() if kept else ())]
         return np.array([slot for slot in named if slot != NULL], dtype=np.int32)
+
+    def named_slots(self, seq_id: SeqId) -> tuple[PageIds, Slots, NDArray[np.uint8]]:
+        """Return every slot that the sequence names, one for each reference, with its position and
+        its ``StateRole``. An uncommitted node stands behind the committed tokens, at their end."""
+        states = self._sequences[seq_id]
+        named = [(states.present, states.length, StateRole.PRESENT)]
+        named += [(slot, position, StateRole.CHECKPOINT) for position, slot in states.kept.items()]
+        named += [(slot, position, StateRole.RING) for position, slot in states.ring.items()]
+        named += [(slot, states.length, StateRole.NODE) for slot in states.nodes]
+        found = np.array([one for one in named if one[0] != NULL], dtype=np.int64).reshape(-1, 3)
+        return found[:, 0].astype(np.int32), found[:, 1], found[:, 2].astype(np.uint8)
 
     def held_slots(self, seq_id: SeqId) -> tuple[int, int]:
         """Return how many slots the sequence names, and how many of them others name too."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.contracts.layers import sink_refusal, window_refusal
-from quire.contracts.pool_verbs import Eviction, TokenTreeParents
+from quire.contracts.pool_verbs import Eviction, SequencePages, TokenTreeParents
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.interrupts import uninterrupted_verbs
 from quire.kv.attention_verbs import StateAttention
@@ -57,6 +58,10 @@ CHANGES = (
     "finish_import",
 )
 """Verbs that change a state. An interrupt takes effect before or after one."""
+
+NO_ENCODING = np.empty(0, dtype=np.int32)
+NO_POSITIONS = np.empty(0, dtype=np.int64)
+NO_ROLES = np.empty(0, dtype=np.uint8)
 
 
 @checks_arguments()
@@ -220,6 +225,29 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
 
     def held(self, seq_id: SeqId, layer_id: int) -> list[range]:
         return self.table.held(seq_id, self.layer(layer_id).class_index)
+
+    def held_pages(self, seq_ids: Sequence[SeqId]) -> list[SequencePages]:
+        return [self._pages_of(seq_id) for seq_id in seq_ids]
+
+    def _pages_of(self, seq_id: SeqId) -> SequencePages:
+        sequence = self.table.get(seq_id)
+        tables = [table.pages.copy() for table in sequence.tables]
+        if self.encoders is not None:
+            encoding = self.encoders.table.get(seq_id)
+            tables.append(NO_ENCODING if encoding is None else encoding.pages.copy())
+        positions, roles = NO_POSITIONS, NO_ROLES
+        if self.recurrent is not None:
+            slots, positions, roles = self.recurrent.table.named_slots(seq_id)
+            tables.append(slots)
+        return SequencePages(
+            length=sequence.length if sequence.reserved is None else sequence.reserved,
+            window=sequence.window,
+            tables=tuple(tables),
+            state_positions=positions,
+            state_roles=roles,
+            held=tuple(tuple(self.table.held(seq_id, index)) for index in range(len(self.classes))),
+            reachable=tuple(self.reachable(seq_id)),
+        )
 
     def enable_sliding_window_for_seq(
         self, seq_id: SeqId, window: int | None, sink: int = 0, *, eviction: Eviction = "token"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.contracts.pool_verbs import Holding, SequenceUse, Shortage, StateGeometry, TokenTreeParents
+from quire.contracts.pool_verbs import Holding, PoolFacts, SequenceUse, Shortage, StateGeometry, TokenTreeParents
 from quire.errors import Unsupported
 from quire.kv.forward_need import ForwardNeed, pages_for
 from quire.kv.pages import PageIds, PagePool
@@ -83,6 +84,33 @@ class StatePools(StateParts):
     def pool_sizes(self) -> list[int]:
         states = [] if self.recurrent is None else [self.recurrent.table.pool.num_pages]
         return [*(pool.num_pages for pool in self.table.pools), *states]
+
+    @cached_property
+    def pool_facts(self) -> tuple[PoolFacts, ...]:
+        size = self.page_size
+        found: list[tuple[Literal["tokens", "encoder", "states"], tuple[int, ...], int | None, int]] = [
+            ("tokens", tuple(self.layer_ids[index] for index in one.layers), one.window, size) for one in self.classes
+        ]
+        if self.encoders is not None:
+            found.append(("encoder", tuple(self.encoders.specs), None, size))
+        if self.recurrent is not None:
+            found.append(("states", tuple(self.recurrent.layer_ids), None, 1))
+        return tuple(
+            PoolFacts(
+                kind=kind,
+                layers=layers,
+                window=window,
+                num_pages=pool.num_pages,
+                page_tokens=tokens,
+                page_bytes=num_bytes,
+            )
+            for (kind, layers, window, tokens), pool, num_bytes in zip(
+                found, self._pools(), self._page_bytes, strict=True
+            )
+        )
+
+    def page_references(self) -> list[NDArray[np.int32]]:
+        return [pool.references.copy() for pool in self._pools()]
 
     @property
     def forgets(self) -> bool:

@@ -7,8 +7,8 @@ rows through the head; M placeholders; E model width; V vocabulary; Hq query hea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -84,6 +84,8 @@ class Extras:
     """
     hidden_states: bool = False
     attention_weights: bool = False
+    observed: frozenset[int] = frozenset()
+    """Layers whose attention weights are wanted, where others may have none."""
     places: Callable[[], Sequence[Tensor]] | None = None
     """Returns the places of each chunk's logits, float32 ``[rows, V]``; None: logits are returned.
 
@@ -112,6 +114,8 @@ class StepOutput:
     """Per chunk, per layer ``[n, E]``, the layer's output in the model's dtype, if asked for."""
     attention_weights: tuple[tuple[Tensor, ...], ...] = ()
     """Per chunk, per layer float32 ``[Hq, n, K]``, if asked for."""
+    observed: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+    """By observed layer, per chunk float32 ``[Hq, n, K]``."""
 
     def rows(self, chunk: int) -> Tensor:
         """Return ``[rows, V]`` of one chunk: 1 row for "last", n for "all", 0 for "none"."""
@@ -127,6 +131,10 @@ class Runner(Protocol):
     """The owners of sequences that can be given up; callers that are short of pages ask it."""
     adapters: AdapterPool
     """The adapters that chunks may name."""
+
+    @property
+    def revision(self) -> int:
+        """The number of steps that were executed, those without chunks among them."""
 
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
         """Apply the edits in order, then run the chunks as one forward."""
@@ -153,14 +161,21 @@ class LocalRunner:
         self._seqs = itertools.count()
         self._no_logits = torch.empty(0, model.vocab_size, device=device)
         self.room = Room()
+        self._revision = 0
 
     def new_seq(self) -> SeqId:
         """See ``Runner``."""
         return next(self._seqs)
 
+    @property
+    def revision(self) -> int:
+        """See ``Runner``."""
+        return self._revision
+
     @uninterrupted
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
         """See ``Runner``. A failure undoes the forward: the state is as after the edits."""
+        self._revision += 1
         if not step.chunks:
             for edit in step.edits:
                 self.apply(edit)
@@ -215,6 +230,7 @@ class LocalRunner:
                 logits_RV = self.model.head(x_RE) if starts[-1] else self._no_logits
                 states = _split(hidden, step.chunks) if extras.hidden_states else ()
                 weights = self._weights(pass_, len(step.chunks)) if extras.attention_weights else ()
+                observed = _observed(pass_, extras.observed)
             self.state.end_forward()
         except BaseException:
             if self.state.forward_is_open:
@@ -222,7 +238,7 @@ class LocalRunner:
             raise
         finally:
             self.adapters.deactivate()
-        return StepOutput(logits_RV, starts, states, weights)
+        return StepOutput(logits_RV, starts, states, weights, observed)
 
     def _rehearse(
         self, choice: RowChoice, x_TE: Tensor, pass_: OpenPass, adapters: Sequence[int | None], counts: Sequence[int]
@@ -274,8 +290,8 @@ class LocalRunner:
             pass_.use_mask(extras.mask)
         if extras.positions is not None:
             pass_.use_positions(extras.positions)
-        if extras.attention_weights:
-            pass_.capture_weights()
+        if extras.attention_weights or extras.observed:
+            pass_.capture_weights(None if extras.attention_weights else extras.observed)
         if extras.await_layer is not None:
             pass_.wait_for_layers(extras.await_layer)
         return pass_
@@ -319,15 +335,15 @@ class LocalRunner:
 
 def _check_choice(step: Step, extras: Extras) -> None:
     """Refuse what asks for all rows of a forward of which only some go on."""
-    for field, asked in (
+    for name, asked in (
         ("mask", extras.mask is not None),
         ("positions", extras.positions is not None),
         ("hidden_states", extras.hidden_states),
-        ("attention_weights", extras.attention_weights),
+        ("attention_weights", extras.attention_weights or bool(extras.observed)),
         ("logits", any(chunk.logits == "all" for chunk in step.chunks)),
     ):
         if asked:
-            raise Unsupported(f"{field} are of all rows, and only some of this forward's go on", field=field)
+            raise Unsupported(f"{name} are of all rows, and only some of this forward's go on", field=name)
 
 
 def check_chunks(chunks: Sequence[Chunk]) -> None:
@@ -340,6 +356,14 @@ def check_chunks(chunks: Sequence[Chunk]) -> None:
                 f"the chunk of sequence {chunk.seq} has {len(chunk.tokens)} tokens and a tree of {len(chunk.tree.parents)} nodes; "
                 "give a parent for each token"
             )
+
+
+def _observed(pass_: OpenPass, layers: frozenset[int]) -> dict[int, tuple[Tensor, ...]]:
+    """Return copies of the weights of observed layers; ``Unsupported`` for one without any."""
+    for layer in layers:
+        if layer not in pass_.weights:
+            raise Unsupported(f"layer {layer} has no attention weights over keys of its own", field="layer")
+    return {layer: tuple(one.clone() for one in pass_.weights[layer]) for layer in sorted(layers)}
 
 
 def _split(layers: Sequence[Tensor], chunks: Sequence[Chunk]) -> tuple[tuple[Tensor, ...], ...]:

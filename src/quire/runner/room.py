@@ -41,6 +41,10 @@ class Room:
         """Ask ``giver``, too, from now on."""
         self._givers.add(giver)
 
+    def givers(self) -> list[Giver]:
+        """Return all that are asked."""
+        return list(self._givers)
+
     def leave(self, giver: Giver) -> None:
         """Ask ``giver`` no more."""
         self._givers.discard(giver)

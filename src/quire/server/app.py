@@ -19,9 +19,13 @@ from quire.server import (
     chat,
     completions,
     errors,
+    page_routes,
     responses,
     session_routes,
+    state_routes,
     status,
+    timeline_routes,
+    token_routes,
     tokens,
     warm_routes,
 )
@@ -82,9 +86,11 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     app.state.context = context
     errors.install(app)
     app.include_router(status.router)
+    app.include_router(page_routes.router)
     routes = (
         *(chat, responses, anthropic_messages, completions, warm_routes),
         *(session_routes, branch_routes, tokens, adapter_routes),
+        *(state_routes, timeline_routes, token_routes),
     )
     for module in routes:
         app.include_router(module.router, responses=errors.REFUSED_VALUES)

@@ -24,6 +24,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.callers import Caller, caller
 from quire.server import logs
 from quire.server.errors import ApiError, api_error, busy, error_response
 from quire.server.settings import ServerSettings
@@ -40,6 +41,8 @@ SLOWEST = 16_384
 """Least bytes per second of a body, so that no slow sender holds a place in the gate."""
 READER_SECONDS = 60.0
 """Seconds for which a client may read nothing of an answer."""
+MAX_TRACE_STATE = 4096
+"""Most bytes of a header about traces; no tool needs more than 512."""
 LARGE_BODY = 65_536
 """Bytes from which a body is checked on a worker thread. Below, it takes under a millisecond."""
 BODIES = 32
@@ -47,8 +50,10 @@ BODIES = 32
 BODIES_PER_KEY = 8
 """Most such bodies of one key."""
 
-KEYLESS = frozenset({"/health", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect"})
+KEYLESS = frozenset({"/", "/health", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect"})
 """Paths without a key: their answers tell nothing about any client's work."""
+KEYLESS_BELOW = "/inspector/"
+"""What the files of the page at ``/`` are below. They are the same for everybody."""
 UNCOUNTED = KEYLESS | {"/metrics", "/version"}
 """Paths that a full or stopping server answers too, for monitoring."""
 UPLOADS = frozenset({"/v1/sessions/state"})
@@ -211,6 +216,8 @@ class GateMiddleware:
             try:
                 check_framing(scope)
                 owner = scope["state"]["owner"] = self._owner(scope)
+                # Each request has a task of its own, and so a context.
+                caller.set(Caller(owner, _trace(scope, b"traceparent"), _trace(scope, b"tracestate")))
                 if scope["path"] not in UNCOUNTED:
                     counted.enter_context(self._gate.running())
                 # The body is in memory until the answer is sent.
@@ -247,7 +254,7 @@ class GateMiddleware:
             known = [hmac.compare_digest(digest, one) for one in self._keys]
             if offered and any(known):
                 return digest.hex()
-        if scope["path"] in KEYLESS:
+        if scope["path"] in KEYLESS or scope["path"].startswith(KEYLESS_BELOW):
             return ""
         raise ApiError(
             401,
@@ -380,6 +387,12 @@ def _in_time(receive: Receive, most: float, limit: int, too_large: ApiError) -> 
 
 def _headers(scope: Mapping[str, Any], name: bytes) -> Sequence[bytes]:
     return [value for found, value in scope["headers"] if found.lower() == name]
+
+
+def _trace(scope: Scope, name: bytes) -> str:
+    """Return a header of the W3C's trace context; of several lists one, of a bad one nothing."""
+    given = b",".join(_headers(scope, name))
+    return given.decode("ascii", "replace") if len(given) <= MAX_TRACE_STATE else ""
 
 
 def _request_id(scope: Scope) -> str:

@@ -83,6 +83,11 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The ids of all sessions, the oldest first."""
+        return tuple(self._held)
+
     # -- making ------------------------------------------------------------------------------------
 
     @contextmanager

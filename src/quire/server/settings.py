@@ -73,6 +73,9 @@ class ServerSettings:
         "prompts, so that the next turn finds them.",
     )
     max_rerun_tokens: int = option(8192, "Most tokens that are computed for one such answer.")
+    allow_edits: bool = option(
+        False, "Let the page at / fork, rewind, delete and generate, by endpoints that a key may call anyway."
+    )
     drain_seconds: float = option(30.0, "Seconds that requests have to finish when the server is told to stop.")
 
     def __post_init__(self) -> None:
@@ -122,6 +125,7 @@ class ServerSettings:
                 check_real(share, getattr(self, share), above=0, up_to=1)
         require_bool("share_prefix_cache", self.share_prefix_cache)
         require_bool("rerun_reasoning", self.rerun_reasoning)
+        require_bool("allow_edits", self.allow_edits)
         for seconds in ("session_ttl", "pinned_ttl", "upload_seconds", "drain_seconds"):
             _check_seconds(seconds, getattr(self, seconds), positive=seconds != "drain_seconds")
 

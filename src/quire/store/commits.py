@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from quire.contracts.store import KEY_BYTES, ObjectKey, ObjectKind
 from quire.errors import DataLoss, InvalidArgument, Unsupported
-from quire.store.keys import Chain, record_key, records_of
+from quire.store.keys import Chain, StoredPiece, record_key, records_of
 
 VERSION = 1
 """Of the documents. A newer one is refused."""
@@ -52,19 +52,26 @@ class StateNames:
     """Name and bytes of the one object that is a whole state file, where tokens do not give the
     state; all of the above is empty then."""
 
-    def objects(self, ids_T: NDArray[np.int64], adapters: Sequence[Sequence[Any]]) -> dict[ObjectKey, int]:
-        """Return the keys of the objects of these tokens, and their bytes of state."""
+    def pieces(self, ids_T: NDArray[np.int64], adapters: Sequence[Sequence[Any]]) -> dict[StoredPiece, int]:
+        """Return the objects of these tokens with their places, and their bytes of state. The one
+        that is a whole state file is from the first token to the last."""
         if self.file is not None:
-            return {ObjectKey.parse(self.file[0]): self.file[1]}
+            return {StoredPiece(ObjectKey.parse(self.file[0]), 0, ids_T.size): self.file[1]}
         if not self.root:
             return {}
         runs = tuple((start, fingerprint) for start, fingerprint in adapters)
         chain = Chain.of(bytes.fromhex(self.root), ids_T[: self.length], runs, self.chunk)
-        found: dict[ObjectKey, int] = {}
+        found: dict[StoredPiece, int] = {}
         for start in range(0, self.length, self.chunk) if self.row_bytes else ():
             stop = min(start + self.chunk, self.length)
-            found[chain.rows(start, stop)] = (stop - start) * self.row_bytes
-        return found | {chain.stop(position): nbytes for position, nbytes in self.stops}
+            found[StoredPiece(chain.rows(start, stop), start, stop)] = (stop - start) * self.row_bytes
+        return found | {
+            StoredPiece(chain.stop(position), position, position): nbytes for position, nbytes in self.stops
+        }
+
+    def objects(self, ids_T: NDArray[np.int64], adapters: Sequence[Sequence[Any]]) -> dict[ObjectKey, int]:
+        """Return the keys of the objects of these tokens, and their bytes of state."""
+        return {piece.key: nbytes for piece, nbytes in self.pieces(ids_T, adapters).items()}
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from quire.config import parse_bytes
 from quire.contracts.store import StoreTier
-from quire.errors import InvalidArgument
+from quire.errors import InvalidArgument, NotFound
 from quire.store.files import FileTier
 from quire.store.memory import MemoryTier
 from quire.store.redis import RedisTier
@@ -51,6 +51,31 @@ def state_tier(directory: str | os.PathLike[str]) -> FileTier:
     there = next(one for one in (path, *path.parents) if one.is_dir())
     held = sum(file.stat().st_size for file in path.rglob("*.quire"))
     return FileTier(path, (shutil.disk_usage(there).free + held) // 2)
+
+
+def store_at(target: str) -> StoreTier | None:
+    """Return the store at a URL, or in a directory: a ``file://`` store, or a ``state_dir`` that
+    holds one. None: ``target`` is neither. ``NotFound`` for a directory without a store."""
+    if "://" in target:
+        return existing(durable_tier(target))
+    directory = Path(target)
+    if not directory.is_dir():
+        return None
+    for one in (directory, directory / "store"):
+        if (one / "objects").is_dir():
+            return FileTier(one, None)
+    raise NotFound(
+        f"directory {target!r} holds no store: there is no 'objects' and no 'store/objects' in it; give the directory "
+        "of a file:// store or a state_dir, or a state file"
+    )
+
+
+def existing(tier: StoreTier) -> StoreTier:
+    """Return a tier; ``NotFound`` for a directory that does not exist, which a tier would make."""
+    directory: Path | None = getattr(tier, "directory", None)
+    if directory is not None and not directory.is_dir():
+        raise NotFound(f"there is no store: directory {str(directory)!r} does not exist")
+    return tier
 
 
 def _tier(url: str) -> StoreTier:

@@ -1,0 +1,1 @@
+"""Readers of a running engine, for pages, pictures and traces. They change nothing."""

@@ -1,0 +1,51 @@
+"""``LookBudget``: how often a running engine may be looked at. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+SHARE = 0.02
+"""The part of the time that all looking together may take."""
+
+
+class LookBudget:
+    """One account for all documents and all viewers. Any thread may call.
+
+    Whoever has looked for ``s`` seconds keeps everybody from looking anew for ``s / SHARE``; what
+    was seen last is shown until then.
+    """
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, work: Callable[[], float] = time.thread_time
+    ) -> None:
+        """``clock``: monotonic seconds; ``work``: seconds that this thread has computed."""
+        self._clock, self._work = clock, work
+        self._free = float("-inf")
+        self._lock = Lock()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether one may look anew."""
+        return self._clock() >= self._free
+
+    @property
+    def wait(self) -> float:
+        """Seconds until one may look anew."""
+        return max(0.0, self._free - self._clock())
+
+    def spend(self, seconds: float) -> None:
+        """Note that a look took so long."""
+        with self._lock:
+            self._free = max(self._free, self._clock()) + seconds / SHARE
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """Note what this thread computes in the block, which keeps others from computing."""
+        before = self._work()
+        try:
+            yield
+        finally:
+            self.spend(self._work() - before)

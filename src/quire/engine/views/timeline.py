@@ -1,0 +1,392 @@
+"""The timeline: the last steps and requests, which the engine writes down as it goes. No torch.
+
+A step is a tuple of a few numbers. A request is a lane: the times at which it changed what it does,
+and numbers about its tokens. No texts are kept. Times are seconds after ``Timeline.epoch``.
+
+The engine writes under its own lock, and readers take only the timeline's, so that reading never
+waits for a step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from quire.branches.adapter_keys import OwnedSalt
+from quire.callers import Caller, caller
+from quire.engine.scheduled_request import ScheduledRequest, Status
+
+if TYPE_CHECKING:
+    from quire.engine.scheduler import Scheduled
+    from quire.engine.sequence_request import SequenceRequest
+    from quire.metrics import EngineMetrics
+
+STEPS = 2048
+"""Steps that are kept."""
+LANES = 512
+"""Ended requests that are kept; those under way all are."""
+GAPS = 4096
+"""Times between tokens that are kept."""
+PHASES = 64
+"""Changes that are noted of one request. A later one takes the place of the last."""
+
+
+class StepRecord(NamedTuple):
+    """One step."""
+
+    number: int
+    """Counts from 1."""
+    start: float
+    schedule_seconds: float
+    """For choosing what runs."""
+    model_seconds: float
+    """For the forward. On a GPU until it was handed over; the rest counts to ``seconds``."""
+    seconds: float
+    """For all of it, sampling and texts included."""
+    tokens: int
+    """Tokens that ran."""
+    decodes: int
+    """Those of them that go on with an answer, one for each request."""
+    prefills: tuple[tuple[int, int, int], ...]
+    """Of each other chunk: its lane, the position of its first token, its tokens."""
+    generated: int
+    """Tokens that were generated, those of beam searches since the last step included."""
+    pages_free: int
+    running: int
+    waiting: int
+    preemptions: int
+    """Requests that were preempted before it ran."""
+
+
+@dataclass(eq=False, slots=True)
+class RequestLane:
+    """One request, or one sample of it."""
+
+    number: int
+    """Counts from 1 in order of arrival."""
+    kind: str
+    """``request``, ``turn`` of a session, or ``run``: state is computed and nothing sampled."""
+    owner: str
+    caller: Caller
+    request_id: str
+    index: int
+    adapter: str | None
+    arrival: float
+    phases: list[tuple[str, float]]
+    """What it does (``waiting``, ``loading`` from a tier, ``prefill``, ``decode``, ``preempted``)
+    and since when."""
+    request: SequenceRequest | None
+    """While it is under way."""
+    chunks: int = 0
+    """Pieces in which its tokens ran, decodes aside."""
+    admitted: float | None = None
+    """When it was first given a place."""
+    finished: float | None = None
+    changed: int = 0
+    """The step that was under way, or came next, when it ended."""
+    numbers: dict[str, Any] = field(default_factory=dict)
+    """What is known of an ended one."""
+
+    @property
+    def phase(self) -> str:
+        return "finished" if self.finished is not None else self.phases[-1][0]
+
+    def enter(self, phase: str, at: float) -> None:
+        """Note that it does something else from now on."""
+        if len(self.phases) >= PHASES:
+            self.phases[-1] = (phase, self.phases[-1][1])
+        else:
+            self.phases.append((phase, max(at, self.phases[-1][1])))
+
+
+class Queues(Protocol):
+    """The part of a scheduler that the timeline looks at."""
+
+    waiting: list[ScheduledRequest]
+    running: list[ScheduledRequest]
+    num_preemptions: int
+
+
+class Loads(Protocol):
+    """What tells whether state is coming from a tier."""
+
+    @property
+    def open(self) -> Collection[Hashable]: ...
+    def is_coming(self, seq: Any) -> bool: ...
+
+
+class Pools(Protocol):
+    """The numbers of pages."""
+
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def num_used_pages(self) -> int: ...
+
+
+class Timeline:
+    """The recorder of one engine. ``eos_ids`` end a text."""
+
+    def __init__(
+        self, queues: Queues, loads: Loads, pools: Pools, eos_ids: frozenset[int], metrics: EngineMetrics
+    ) -> None:
+        self._queues, self._loads, self._pools, self._eos_ids = queues, loads, pools, eos_ids
+        self.metrics = metrics
+        self._zero = time.monotonic()
+        self.epoch = time.time()
+        """Unix time of second 0."""
+        self.gaps: deque[float] = deque(maxlen=GAPS)
+        """Seconds between tokens that followed each other."""
+        self.on_end: list[Callable[[RequestLane], None]] = []
+        """Called with each lane that ends, under the engine's lock: they must be quick. What they
+        raise is dropped."""
+        self.adapter_name: Callable[[int], str | None] = str
+        self._lock = threading.Lock()
+        self._steps: deque[StepRecord] = deque(maxlen=STEPS)
+        self._ended: deque[RequestLane] = deque(maxlen=LANES)
+        self._live: dict[ScheduledRequest, RequestLane] = {}
+        self._lanes = 0
+        self.count = 0
+        """Steps so far."""
+        self._preemptions = 0
+        self._generated = 0.0
+        self._loading: list[RequestLane] = []
+        self._draft: tuple[float, float, int, tuple[tuple[int, int, int], ...], int] | None = None
+        self._filled: list[RequestLane] = []
+        """Lanes with a prefill in the step under way."""
+        self._model_end = 0.0
+
+    # -- what the engine calls, under its lock -----------------------------------------------------
+
+    def arrived(self, samples: Iterable[SequenceRequest]) -> None:
+        """Begin a lane for each sample of a request that is queued."""
+        who = caller.get()
+        with self._lock:
+            for request in samples:
+                work = request.work
+                self._lanes += 1
+                salt = work.salt
+                if isinstance(salt, tuple):
+                    salt = salt[-1]
+                kind = "run" if request.params is None else "request" if request.session is None else "turn"
+                adapter = next(iter(work.runs.ids), None)
+                self._live[work] = RequestLane(
+                    self._lanes,
+                    kind,
+                    who.owner or (salt.owner if isinstance(salt, OwnedSalt) else ""),
+                    who,
+                    request.request_id,
+                    request.index,
+                    None if adapter is None else self.adapter_name(adapter),
+                    request.arrival - self._zero,
+                    [("waiting", request.arrival - self._zero)],
+                    request,
+                )
+
+    def scheduled(self, scheduled: Scheduled, began: float) -> None:
+        """Note what a step will run that was begun to be chosen at ``began`` (monotonic time)."""
+        now = time.monotonic() - self._zero
+        live, decodes, prefills = self._live, 0, []
+        self._filled.clear()
+        if self._queues.num_preemptions != self._preemptions or self._loading or self._loads.open:
+            self._look_aside(now)
+        for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True):
+            lane = live.get(work)
+            size = len(chunk.tokens)
+            if lane is None:
+                decodes += size == 1  # of a beam search
+                continue
+            request = lane.request
+            if size == 1 and request is not None and request.output_ids:
+                decodes += 1
+                if lane.phases[-1][0] != "decode":
+                    lane.enter("decode", request.last_token - self._zero)
+                    lane.admitted = lane.phases[-1][1] if lane.admitted is None else lane.admitted
+                continue
+            prefills.append((lane.number, work.computed, size))
+            self._filled.append(lane)
+            lane.chunks += 1
+            if lane.phases[-1][0] != "prefill":
+                lane.enter("prefill", now)
+                lane.admitted = now if lane.admitted is None else lane.admitted
+        self._draft = (began - self._zero, now, decodes, tuple(prefills), self._queues.num_preemptions)
+        self._model_end = 0.0
+
+    def _look_aside(self, now: float) -> None:
+        """Note who was preempted, and whose state is coming."""
+        if self._queues.num_preemptions != self._preemptions:
+            for work in self._queues.waiting:
+                lane = self._live.get(work)
+                if lane is not None and lane.phases[-1][0] not in ("waiting", "preempted"):
+                    lane.enter("preempted", now)
+        for lane in self._loading:
+            waits = lane.request is not None and lane.request.work.status is Status.WAITING
+            if waits and lane.phases[-1][0] == "loading":
+                lane.enter("waiting", now)
+        self._loading = []
+        for work in self._queues.running if self._loads.open else ():
+            lane = self._live.get(work)
+            if lane is not None and self._loads.is_coming(work.seq):
+                self._loading.append(lane)
+                if lane.phases[-1][0] != "loading":
+                    lane.enter("loading", now)
+                    lane.admitted = now if lane.admitted is None else lane.admitted
+
+    def ran(self) -> None:
+        """Note that the forward of the step has returned."""
+        self._model_end = time.monotonic() - self._zero
+
+    def stepped(self, tokens: int, generated: float) -> None:
+        """Note that the step is over; ``generated``: tokens generated since the engine began."""
+        if self._draft is None:
+            return
+        began, chosen, decodes, prefills, preemptions = self._draft
+        now, pools, queues = time.monotonic() - self._zero, self._pools, self._queues
+        for lane in self._filled:
+            request = lane.request
+            if request is not None and request.output_ids and lane.phases[-1][0] == "prefill":
+                lane.enter("decode", request.last_token - self._zero)
+        self.count += 1
+        record = StepRecord(
+            self.count,
+            began,
+            chosen - began,
+            max(0.0, self._model_end - chosen),
+            now - began,
+            tokens,
+            decodes,
+            prefills,
+            int(generated - self._generated),
+            pools.num_pages - pools.num_used_pages,
+            len(queues.running),
+            len(queues.waiting),
+            preemptions - self._preemptions,
+        )
+        self._preemptions, self._generated, self._draft = preemptions, generated, None
+        with self._lock:
+            self._steps.append(record)
+
+    def ended(self, request: SequenceRequest) -> None:
+        """End the lane of a request."""
+        with self._lock:
+            lane = self._live.pop(request.work, None)
+            if lane is None:
+                return
+            if request.first_token is not None and all(phase != "decode" for phase, _ in lane.phases):
+                lane.enter("decode", request.first_token - self._zero)
+                lane.admitted = lane.phases[-1][1] if lane.admitted is None else lane.admitted
+            end = time.monotonic() if request.finished_at is None else request.finished_at
+            lane.numbers = self._numbers(lane, request)
+            lane.finished, lane.request, lane.changed = end - self._zero, None, self.count + 1
+            self._ended.append(lane)
+        for listener in self.on_end:
+            try:
+                listener(lane)
+            except Exception:
+                continue
+
+    def _numbers(self, lane: RequestLane, request: SequenceRequest) -> dict[str, Any]:
+        """Return what is known of a request, under way or ended. Every value is a copy."""
+        work, params = request.work, request.params
+        note, first = work.reuse_note, request.first_token
+        form = None if params is None else params.grammar
+        found: dict[str, Any] = {
+            "priority": work.priority,
+            "prompt_tokens": request.num_prompt,
+            "cached_tokens": work.num_cached,
+            "by_tier": dict(work.cached_by_tier),
+            "replayed_tokens": work.num_replayed,
+            "miss": str(note.missed),
+            "missed_at": note.missed_at,
+            "computed": work.computed,
+            "output_tokens": len(request.output_ids),
+            "first_token": None if first is None else first - self._zero,
+            "last_token": None if first is None else request.last_token - self._zero,
+            "chunks": lane.chunks,
+            "preemptions": work.num_preemptions,
+            "structured": None if form is None else next(iter(form.forms)),
+            "max_tokens": None if params is None else params.max_tokens,
+            "temperature": None if params is None else params.temperature,
+            "top_p": None if params is None else params.top_p,
+            "n": None if params is None else params.n,
+            "finish_reason": request.finish_reason,
+            "stop": self._stop(request),
+            "error": None if request.error is None else type(request.error).__name__,
+            "blend": None,
+        }
+        if work.blend is not None and request.finished:
+            report = work.blend.report(work)
+            found["blend"] = {
+                "blended": report.blended,
+                "recomputed": report.recomputed,
+                "exact": report.exact,
+                "by_tier": dict(report.by_tier),
+                "divergence": report.divergence,
+            }
+        return found
+
+    def _stop(self, request: SequenceRequest) -> str | None:
+        """Return the kind of what ended a text: it may itself be a text."""
+        stop = request.stop_reason
+        if stop is None:
+            return None
+        if isinstance(stop, str):
+            return "context" if request.finish_reason == "length" else "stop_string"
+        named = request.params is not None and stop in request.params.stop_ids
+        return "eos" if stop in self._eos_ids and not named else "stop_token"
+
+    # -- what readers call, on any thread ----------------------------------------------------------
+
+    def now(self) -> float:
+        """Return the present time, in seconds after ``epoch``."""
+        return time.monotonic() - self._zero
+
+    def steps(self, since: int = 0) -> list[StepRecord]:
+        """Return the steps after number ``since`` that are kept, the earliest first."""
+        with self._lock:
+            missing = self.count - since
+            if missing >= len(self._steps):
+                return list(self._steps)
+            return [self._steps[place] for place in range(-missing, 0)] if missing > 0 else []
+
+    def lanes(self, since: int = 0) -> list[tuple[RequestLane, dict[str, Any]]]:
+        """Return the lanes that may have changed after step ``since``, in order of arrival, each
+        with its numbers: those under way, and those that have ended. Read a lane's own fields, and
+        change nothing."""
+        with self._lock:
+            found = [(lane, lane.numbers) for lane in self._ended if lane.changed > since]
+            for lane in self._live.values():
+                if lane.request is not None:
+                    found.append((lane, self._numbers(lane, lane.request)))
+        return sorted(found, key=lambda one: one[0].number)
+
+    def ended_lanes(self) -> Sequence[RequestLane]:
+        """Return the ended lanes that are kept."""
+        with self._lock:
+            return list(self._ended)
+
+    def recent_gaps(self) -> list[float]:
+        """Return the last times between tokens, in seconds."""
+        while True:
+            try:
+                return list(self.gaps)
+            except RuntimeError:  # one was added meanwhile
+                continue
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Pages in all, and those that are free."""
+        return self._pools.num_pages, self._pools.num_pages - self._pools.num_used_pages
+
+    @property
+    def queue_lengths(self) -> tuple[int, int]:
+        """Numbers of requests that run, and that wait."""
+        return len(self._queues.running), len(self._queues.waiting)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._queues.num_preemptions

@@ -1,0 +1,129 @@
+"""``StateEvents``: what tells viewers that there is something new, at most twice a second.
+
+One task looks for all who listen, and only while somebody does. It compares counters, which takes
+no lock; the state is read only if they changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from starlette.types import Send
+
+from quire.contracts.views import FORMAT
+from quire.errors import QuireError
+from quire.llm import LLM
+from quire.server.context import Context
+from quire.server.events import Chunk, EventStream
+
+PERIOD = 0.5
+"""Seconds between two events, at least."""
+QUIET = 10.0
+"""Seconds without an event after which a comment says that the server is there."""
+NOTHING: Final[Chunk] = {}
+"""What becomes a comment."""
+
+
+class StateStream(EventStream):
+    """A stream of ``StateEvents.follow``."""
+
+    def __init__(self, chunks: AsyncGenerator[Chunk, None], sources: tuple[()]) -> None:
+        super().__init__(chunks, sources, named=True)
+
+    async def _send_event(self, send: Send, chunk: Chunk) -> None:
+        if chunk:
+            await super()._send_event(send, chunk)
+        else:
+            await send({"type": "http.response.body", "body": b": nothing new\n\n", "more_body": True})
+
+
+class StateEvents:
+    """The events of one server, on its event loop."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._last: Mapping[str, Any] | None = None
+        self._mark: object = None
+        self._news = asyncio.Event()
+        """Set, and replaced, at each event and at the end."""
+        self._listeners = 0
+        self._task: asyncio.Task[None] | None = None
+
+    async def follow(self) -> AsyncGenerator[Chunk, None]:
+        """Yield what there is now, then every change, until the server stops. A listener that is
+        slow misses events and gets the last one."""
+        self._listeners += 1
+        if self._task is None or self._task.done():
+            self._last = None
+            self._task = asyncio.get_running_loop().create_task(self._watch())
+        seen: object = None
+        try:
+            while not self._over:
+                news = self._news
+                if self._last is not None and self._last is not seen:
+                    seen = self._last
+                    yield self._last
+                    continue
+                try:
+                    async with asyncio.timeout(QUIET):
+                        await news.wait()
+                except TimeoutError:
+                    yield NOTHING
+        finally:
+            self._listeners -= 1
+            if not self._listeners and self._task is not None:
+                self._task.cancel()
+                self._task = None
+
+    @property
+    def _over(self) -> bool:
+        return self._context.gate.closing
+
+    async def _watch(self) -> None:
+        """Look for changes while there are listeners."""
+        try:
+            while not self._over:
+                views = self._context.llm.views
+                if self._last is None or (views.mark != self._mark and views.budget.is_free):
+                    self._mark = views.mark
+                    self._last = await self._context.llm.read(_event)
+                    self._tell()
+                await asyncio.sleep(PERIOD)
+        except QuireError:
+            pass  # the LLM is closed, so the server is about to stop
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+def _event(llm: LLM) -> dict[str, Any]:
+    views = llm.views
+    found = views.overview(views.state(anew=False))
+    return {
+        "type": "changed",
+        "format": FORMAT,
+        "reading": found.reading,
+        "time": time.time(),
+        "documents": ["overview", "history", "pages", "timeline"],
+        "use": dict(found.use),
+        "requests": dict(found.requests),
+        "branches": dict(found.branches),
+    }
+
+
+_events: WeakKeyDictionary[Any, StateEvents] = WeakKeyDictionary()
+
+
+def events_of(context: Context) -> StateEvents:
+    """Return the events of a server."""
+    found = _events.get(context.gate)
+    if found is None:
+        found = _events[context.gate] = StateEvents(context)
+    return found

@@ -1,0 +1,108 @@
+"""``/v1/state``: who holds what of the KV state, for the page at ``/`` and for programs.
+
+``docs/inspector.md`` describes the documents. They are read; nothing here changes anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from quire.contracts.views import TiersView
+from quire.engine.views.state_views import ReadState, StateViews
+from quire.server.events import STREAMED
+from quire.server.state_answers import context_of, json_answer, read_views, shared_answer, viewer_of
+from quire.server.state_events import StateStream, events_of
+
+router = APIRouter(prefix="/v1/state", tags=["state"])
+
+BranchId = Annotated[str, Query(max_length=512, description="The id of a branch, as /v1/state/history has it.")]
+
+
+@router.get("")
+async def overview(request: Request) -> Response:
+    """Describe the model, its memory, and how busy it is."""
+    context, viewer = context_of(request), viewer_of(request)
+
+    def read(views: StateViews, state: ReadState) -> object:
+        found = views.overview(state)
+        return replace(
+            found,
+            model={**found.model, "name": context.model_name},
+            started=context.started,
+            allow_edits=context.settings.allow_edits,
+            keys=not viewer.sees_all,
+        )
+
+    return await shared_answer(request, "overview", read)  # type: ignore[arg-type]
+
+
+@router.get("/history")
+async def history(request: Request) -> Response:
+    """List the branches, and their tokens as trees."""
+    viewer, owner = viewer_of(request), str(request.state.owner)
+    return await shared_answer(request, "history", lambda views, state: views.history(viewer, owner=owner, state=state))
+
+
+@router.get("/text")
+async def text(
+    request: Request,
+    branch: BranchId,
+    start: Annotated[int, Query(description="The first position.")] = 0,
+    stop: Annotated[int | None, Query(description="One past the last position; at most 2,048 on.")] = None,
+) -> Response:
+    """List tokens of a branch with their texts."""
+    viewer, owner = viewer_of(request), str(request.state.owner)
+    found = await read_views(
+        request,
+        lambda views: views.text(branch, start, stop, viewer, owner=owner, state=views.state(anew=False)),
+    )
+    return json_answer(found.document())
+
+
+@router.get("/pages")
+async def pages(
+    request: Request, pool: Annotated[int, Query(description="The pool's place in the overview.")] = 0
+) -> Response:
+    """Describe every page of a pool."""
+    viewer = viewer_of(request)
+    return await shared_answer(request, f"pages {pool}", lambda views, state: views.pages(pool, viewer, state=state))
+
+
+@router.get("/branch-pages")
+async def branch_pages(
+    request: Request, branch: BranchId, pool: Annotated[int, Query(description="The pool's place in the overview.")] = 0
+) -> Response:
+    """List the pages of a branch in the order of their positions."""
+    viewer, owner = viewer_of(request), str(request.state.owner)
+    found = await read_views(
+        request,
+        lambda views: views.branch_pages(branch, pool, viewer, owner=owner, state=views.state(anew=False)),
+    )
+    return json_answer(found.document())
+
+
+@router.get("/pages/{pool}/{page}")
+async def page(request: Request, pool: int, page: int) -> Response:
+    """Describe one page: who holds it, and which tokens."""
+    viewer = viewer_of(request)
+    found = await read_views(request, lambda views: views.page(pool, page, viewer, state=views.state(anew=False)))
+    return json_answer(found.document())
+
+
+@router.get("/tiers")
+async def tiers(request: Request) -> Response:
+    """Tell what each tier outside of the pool holds."""
+    found = await read_views(request, StateViews.tiers)
+    if not viewer_of(request).sees_all:
+        found = TiersView(tiers=tuple(replace(one, label=None) for one in found.tiers))
+    return json_answer(found.document())
+
+
+@router.get("/events", responses=STREAMED)
+async def events(request: Request) -> Response:
+    """Tell, as server-sent events, when there is something new to be read."""
+    return StateStream(events_of(context_of(request)).follow(), ())

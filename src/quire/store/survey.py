@@ -1,0 +1,167 @@
+"""``survey``: what a store holds, for people: the commits of all spaces, and which of their objects
+are there. No torch.
+
+What is damaged is named and passed over, so that the rest can be seen.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.contracts.store import Blob, ObjectKey, StoreTier, TierStat
+from quire.errors import DataLoss, Unsupported
+from quire.store.collection import spaces_of
+from quire.store.commit_history import AT_ONCE, History
+from quire.store.commits import SessionCommit, Space
+from quire.store.keys import StoredPiece
+from quire.store.records import Unfit, unpack_record
+
+MOST = 1000
+"""Commits of which tokens and objects are read: the latest ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurveyedCommit:
+    """A commit, and what of it is there."""
+
+    commit: SessionCommit
+    space: str
+    branches: tuple[str, ...]
+    """Names of the branches that stand at it."""
+    ids: NDArray[np.int32]
+    """``[T]``"""
+    pieces: Mapping[StoredPiece, int]
+    """Its objects in order of positions, and their bytes of state."""
+    there: frozenset[ObjectKey]
+
+    @property
+    def stops(self) -> list[int]:
+        """Positions at which there is what other layers than those with all rows need."""
+        return [one.stop for one in self.pieces if one.start == one.stop and one.key in self.there]
+
+    @property
+    def computed(self) -> int:
+        """Tokens from the first on whose state is there, as far as rows tell."""
+        runs = [one for one in self.pieces if one.start < one.stop]
+        if not runs:
+            return max(self.stops, default=0)
+        reached = 0
+        for one in runs:
+            if one.start == reached and one.key in self.there:
+                reached = one.stop
+        return reached
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What a store holds. Commits are in order of time, then of id."""
+
+    kind: str
+    label: str
+    stat: TierStat
+    commits: tuple[SurveyedCommit, ...]
+    total: int
+    """Commits that there are, those included that were passed over."""
+    damaged: tuple[str, ...]
+    """What could not be read, a sentence each."""
+
+    def branches(self) -> dict[tuple[str, str], SurveyedCommit]:
+        """Return the commit that each branch stands at, by space and name."""
+        return {
+            (one.space, name): one
+            for one in sorted(self.commits, key=lambda one: one.space)
+            for name in sorted(one.branches)
+        }
+
+
+async def survey(tier: StoreTier) -> Survey:
+    """Read all of a store but the state itself. ``TierError``: the store cannot be read;
+    ``DataLoss``: the record of a space is damaged, so that nobody knows what there is."""
+    found: list[tuple[Space, SessionCommit]] = []
+    damaged: list[str] = []
+    names: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    records = cast("StoreTier", _Remembered(tier))
+    for space in await spaces_of(tier):
+        history = History(records, space)
+        for name, head in await _heads(tier, space, damaged):
+            names[space.name, head].append(name)
+        (keys,) = await tier.children([space.commits])
+        for key in keys:
+            try:
+                found.append((space, await history.commit(key.digest.hex())))
+            except (DataLoss, Unsupported) as error:
+                damaged.append(str(error))
+    known = {(space.name, commit.id) for space, commit in found}
+    damaged += [
+        f"branch {one!r} stands at commit {head[:12]}, which is not there"
+        for (space, head), listed in sorted(names.items())
+        for one in listed
+        if (space, head) not in known
+    ]
+    found.sort(key=lambda pair: (pair[1].time, pair[1].id))
+    commits: list[SurveyedCommit] = []
+    for space, commit in found[-MOST:]:
+        try:
+            commits.append(await _surveyed(History(records, space), commit, names[space.name, commit.id]))
+        except DataLoss as error:
+            damaged.append(f"commit {commit.id[:12]}: {error}")
+    return Survey(
+        kind=tier.kind,
+        label=tier.label,
+        stat=await tier.stat(),
+        commits=tuple(commits),
+        total=len(found),
+        damaged=tuple(damaged),
+    )
+
+
+async def _heads(tier: StoreTier, space: Space, damaged: list[str]) -> list[tuple[str, str]]:
+    """Return the name and the commit's id of each branch."""
+    (keys,) = await tier.children([space.branches])
+    found: list[tuple[str, str]] = []
+    for start in range(0, len(keys), AT_ONCE):
+        some = keys[start : start + AT_ONCE]
+        for key, blob in zip(some, await tier.get(some), strict=True):
+            try:
+                if blob is not None:
+                    document = unpack_record(key, blob)
+                    found.append((str(document["name"]), str(document["commit"])))
+            except (Unfit, KeyError) as error:
+                damaged.append(f"the record of a branch is damaged: {error}")
+    return found
+
+
+async def _surveyed(history: History, commit: SessionCommit, names: Collection[str]) -> SurveyedCommit:
+    ids = await history.tokens(commit)
+    pieces = commit.state.pieces(ids, commit.adapters)
+    there = await history.there([one.key for one in pieces])
+    return SurveyedCommit(
+        commit=commit,
+        space=history.space.name,
+        branches=tuple(sorted(names)),
+        ids=ids.astype(np.int32),
+        pieces=pieces,
+        there=frozenset(key for key, is_there in there.items() if is_there),
+    )
+
+
+class _Remembered:
+    """A tier whose records are read once: commits of one session name mostly the same pieces."""
+
+    def __init__(self, tier: StoreTier) -> None:
+        self._tier = tier
+        self._found: dict[ObjectKey, Blob | None] = {}
+        self.children, self.contains = tier.children, tier.contains
+
+    async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
+        wanted = [key for key in dict.fromkeys(keys) if key not in self._found]
+        for start in range(0, len(wanted), AT_ONCE):
+            some = wanted[start : start + AT_ONCE]
+            self._found.update(zip(some, await self._tier.get(some), strict=True))
+        return [self._found[key] for key in keys]

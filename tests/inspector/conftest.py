@@ -1,0 +1,160 @@
+"""A real browser before a real server.
+
+``browser`` is Debian's Chromium, headless, driven by Playwright; where one of the two is missing
+the tests are skipped with the reason. ``visit`` opens pages in it. Each page is watched: whatever
+it must never do (a dialog, an error on the console, a violation of the content security policy, a
+request to anybody but its own server) fails the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import urlsplit
+
+import pytest
+from tests.server.conftest import OPTIONS, Served, chat_folder, serving
+
+from quire import AsyncLLM
+from quire.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from playwright.sync_api import Browser, Page
+
+__all__ = ["chat_folder"]
+
+FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    # Nothing but this machine has an address: what the browser itself asks for goes nowhere.
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+)
+PATIENCE = 20_000
+"""Milliseconds that the page may take for anything."""
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    """One browser for all pages; each page has a profile of its own."""
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("chromium is not installed (apt-get install chromium)")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (pip install '.[browser]')"
+    )
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=chromium, headless=True, args=[*FLAGS])
+        try:
+            yield found
+        finally:
+            found.close()
+
+
+class Watch:
+    """What a page did that no page of ours may do."""
+
+    def __init__(self, page: Page, origin: str) -> None:
+        self.faults: list[str] = []
+        self.allowed: list[str] = []
+        """Patterns of faults that a test brings about: a server that is gone, a wrong key."""
+        self.requests: list[str] = []
+        """Method and path of every request to the server."""
+        self._origin = origin
+        page.on("console", lambda said: said.type in ("error", "warning") and self._fault(f"console: {said.text}"))
+        page.on("pageerror", lambda error: self._fault(f"uncaught: {error}"))
+        page.on("dialog", self._dialog)
+        page.on("popup", lambda other: self._fault(f"popup: {other.url}"))
+        page.on("request", lambda request: self._request(request.method, request.url))
+
+    def _fault(self, text: str) -> None:
+        self.faults.append(text)
+
+    def _dialog(self, dialog: Any) -> None:
+        self._fault(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def _request(self, method: str, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme in ("data", "blob"):
+            return
+        if f"{parts.scheme}://{parts.netloc}" != self._origin:
+            self._fault(f"request to {url}")
+        self.requests.append(f"{method} {parts.path}{f'?{parts.query}' if parts.query else ''}")
+
+    def allow(self, *patterns: str) -> None:
+        """Tolerate faults in which one of these regular expressions is found."""
+        self.allowed += patterns
+
+    def unexpected(self) -> list[str]:
+        """Return the faults that no test has announced."""
+        return [fault for fault in self.faults if not any(re.search(pattern, fault) for pattern in self.allowed)]
+
+
+Visit: TypeAlias = Callable[..., AbstractContextManager[tuple["Page", Watch]]]
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Visit:
+    """Return what opens a page: ``with visit(url) as (page, watch)``. Its options are those of
+    Playwright's contexts: ``color_scheme``, ``viewport`` ...
+    """
+
+    @contextmanager
+    def opened(url: str, **options: Any) -> Iterator[tuple[Page, Watch]]:
+        parts = urlsplit(url)
+        settings = {"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce", **options}
+        context = browser.new_context(**settings)
+        context.set_default_timeout(PATIENCE)
+        try:
+            page = context.new_page()
+            watch = Watch(page, f"{parts.scheme}://{parts.netloc}")
+            page.goto(url)
+            yield page, watch
+            assert watch.unexpected() == []
+        finally:
+            context.close()
+
+    return opened
+
+
+def run_aside(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine in a thread: on this one Playwright's own event loop runs."""
+    thread = threading.Thread(target=asyncio.run, args=(work,))
+    thread.start()
+    thread.join()
+
+
+@contextmanager
+def engine(folder: Path | str, **options: Any) -> Iterator[AsyncLLM]:
+    """Make an LLM that is closed afterwards."""
+    made = AsyncLLM(folder, **{**OPTIONS, **options})
+    try:
+        yield made
+    finally:
+        run_aside(made.close())
+
+
+@pytest.fixture(scope="module")
+def inspected(chat_folder: Path) -> Iterator[Served]:
+    """A server with two layers of the bundled model, whose page may fork and rewind."""
+    with engine(chat_folder) as llm, serving(llm, ServerSettings(allow_edits=True)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def looked_at(chat_folder: Path) -> Iterator[Served]:
+    """The same without ``--allow-edits``."""
+    with engine(chat_folder) as llm, serving(llm) as found:
+        yield found
