@@ -241,7 +241,7 @@ class NativeAttention:
         kept = (prepared.pages, prepared.numbers, batch, made, room, states, left, call)
         return BoundPlan(ctypes.addressof(call), items[:found], kept)
 
-    # -- calls over blocks (``contracts.block_calls.PartsBackend``) -------------------------------------
+    # -- calls over blocks (``contracts.block_calls.PartsBackend``) --------------------------------
 
     def layer_part(
         self,
