@@ -135,6 +135,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         seed=config.seed,
         stored=StoredState(runner, make_store(config), identity),
     )
+    engine.timeline.model = Path(config.model).name if Path(config.model).is_dir() else str(config.model)
     held: list[str] = []
     if state.geometry.specs:
         windows = f" and {sizes.window_tokens} tokens of windowed layers" if sizes.window_tokens is not None else ""
