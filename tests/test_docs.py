@@ -13,7 +13,14 @@ from tests.server.conftest import Served, llm, served
 __all__ = ["llm", "served"]
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/concepts.md", "docs/executor.md", "docs/examples.md", "docs/kv_state.md"]
+PAGES = [
+    "README.md",
+    "docs/concepts.md",
+    "docs/executor.md",
+    "docs/examples.md",
+    "docs/kv_state.md",
+    "docs/inspector.md",
+]
 SERVER = "http://127.0.0.1:8000"
 """Where examples find a server of tiny-python."""
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +36,7 @@ from quire.cli_options import (
     one_sentence,
 )
 from quire.cli_state import state_app
+from quire.cli_watch import top, trace
 from quire.config import named_paths
 from quire.errors import InvalidArgument, NotFound, Unsupported
 from quire.sampling_params import SamplingParams
@@ -190,17 +192,23 @@ def serve(
     if "api_key" not in given and (keys := os.environ.get("QUIRE_API_KEY")):
         given["api_key"] = [key.strip() for key in keys.split(",") if key.strip()]
     settings = ServerSettings(**given)
+    _require_server("quire serve")
+    from quire.async_llm import AsyncLLM
+    from quire.server.serving import serve as run
+
+    run(AsyncLLM(model, **chosen), settings)
+
+
+def _require_server(what: str) -> None:
+    """Raise ``Unsupported`` where the packages of the server are not installed."""
     try:
-        from quire.server.serving import serve as run
+        import quire.server.serving  # noqa: F401
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "quire":
             raise
         raise Unsupported(
-            f"quire serve needs the package {error.name or error}, which is not installed; pip install '.[server]' in Quire's folder brings it"
+            f"{what} needs the package {error.name or error}, which is not installed; pip install '.[server]' in Quire's folder brings it"
         ) from error
-    from quire.async_llm import AsyncLLM
-
-    run(AsyncLLM(model, **chosen), settings)
 
 
 @command(app)
@@ -212,6 +220,13 @@ def inspect(
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    in_browser: Annotated[
+        bool, typer.Option("--open", help="Show it as a page on this machine, until Ctrl+C.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="With --open: the port of 127.0.0.1; 0 takes a free one.")] = 0,
+    no_browser: Annotated[
+        bool, typer.Option("--no-browser", help="With --open: print the address, and start no browser.")
+    ] = False,
 ) -> None:
     """Show what a state file or a store holds: model, tokens, positions, layers, bytes, checks;
     branches and commits, and which of their objects are there. No model is loaded.
@@ -220,20 +235,32 @@ def inspect(
     """
     from quire.store.urls import store_at
 
-    if (tier := store_at(target)) is not None:
+    if (no_browser or port) and not in_browser:
+        raise InvalidArgument(f"{'--no-browser' if no_browser else '--port'} is for --open; give both")
+    if as_json and in_browser:
+        raise InvalidArgument("--json and --open exclude each other; give one of them")
+    tier = store_at(target)
+    if in_browser:
+        _require_server("quire inspect --open")
+        from quire.server.snapshot_server import FileSource, StoreSource, show
+
+        source = partial(FileSource, Path(target)) if tier is None else partial(StoreSource, tier)
+        show(source, port=port, browse=not no_browser)
+        return
+    if tier is not None:
         import asyncio
 
         from quire.store_tables import describe_store, print_store
 
-        found, show = asyncio.run(describe_store(tier)), print_store
+        found, print_found = asyncio.run(describe_store(tier)), print_store
     else:
         from quire.inspection import describe, print_description
 
-        found, show = describe(Path(target)), print_description
+        found, print_found = describe(Path(target)), print_description
     if as_json:
         print(json.dumps(found))
     else:
-        show(found)
+        print_found(found)
 
 
 @command(app)
@@ -314,6 +341,10 @@ def doctor() -> None:
     from quire.doctor import examine, print_findings
 
     print_findings(examine())
+
+
+command(app)(top)
+command(app)(trace)
 
 
 # -- the entry point -------------------------------------------------------------------------------

@@ -144,6 +144,18 @@ def look_and_write(bed: Bed) -> None:
         child.set_kv(layer, start=start, **rows)
 
 
+def look(bed: Bed) -> None:
+    length = len(bed.session)
+    bed.session.token(length - 3)
+    layers = bed.llm.model.layer_specs
+    bed.session.norms(len(layers) - 1)
+    if (layer := next((layer for layer, spec in enumerate(layers) if spec.kind != "recurrent"), None)) is not None:
+        bed.session.attention(length - 2, layer)
+    with bed.session.fork(at=length - 4) as child:
+        child.append(MORE[:2])
+        child.compare(bed.session)
+
+
 def beams(bed: Bed) -> None:
     bed.llm.beam_search([OTHER], BeamSearchParams(beam_width=2, max_tokens=2))
 
@@ -181,7 +193,7 @@ def storing(bed: Bed) -> Iterator[None]:
 
 
 VERBS = (generate, new_session, append, go_on, stream, fork, rewind, score, save_and_load, load, look_and_write, beams)
-VERBS = (*VERBS, execute, hint, commit, checkout, edit)
+VERBS = (*VERBS, execute, hint, commit, checkout, edit, look)
 
 
 def code_of(frame: FrameType) -> CodeType | None:

@@ -85,7 +85,7 @@ class StopView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenView:
+class ChancesView:
     """The token at a position, and what the model thought of it after the tokens before."""
 
     position: int
@@ -153,7 +153,7 @@ class AttentionView:
     num_run: int
     """Tokens that ran for it, the query's among them."""
     exact: bool
-    """As of ``TokenView``."""
+    """As of ``ChancesView``."""
 
     def document(self) -> dict[str, Any]:
         """Return the document of ``/v1/state/attention``."""
@@ -217,7 +217,7 @@ class PartingSide:
     alternatives: tuple[TokenChance, ...]
     entropy: float | None
     exact: bool
-    """As of ``TokenView``."""
+    """As of ``ChancesView``."""
     adapter: str | None
     """The name of the adapter under which its last shared token ran; None: the base model."""
 

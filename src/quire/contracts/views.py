@@ -238,6 +238,30 @@ class PoolView:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BranchPagesView:
+    """The pages of one branch in one pool, in the order of their positions: arrays ``[pages]``."""
+
+    reading: int
+    pool: int
+    branch: str
+    pages: NDArray[np.int32]
+    """-1: a null page."""
+    positions: NDArray[np.int64]
+    """Of each page's first slot; of a recurrent state where it stands."""
+
+    def document(self) -> dict[str, Any]:
+        """See the module."""
+        return {
+            "format": FORMAT,
+            "reading": self.reading,
+            "pool": self.pool,
+            "branch": self.branch,
+            "pages": packed(self.pages, "i4"),
+            "positions": packed(self.positions, "i4"),
+        }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageHolder:
     """One naming of a page by a branch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.config import check_int
 from quire.contracts.layers import LayerSpec
-from quire.contracts.token_views import AttentionView, ComparisonView, NormsView, TokenView
+from quire.contracts.token_views import AttentionView, ChancesView, ComparisonView, NormsView
 from quire.engine.state_access import StateAccess
 from quire.engine.views import layer_looks, token_chances
 from quire.errors import InvalidArgument
@@ -17,7 +17,7 @@ class SessionViews(StateAccess):
     it is."""
 
     @uninterrupted
-    def token(self, position: int, *, top: int = 10) -> TokenView:
+    def token(self, position: int, *, top: int = 10) -> ChancesView:
         """Return what the model thinks of the token at ``position``, after those before it: its
         probability and rank, the ``top`` most probable tokens (1..100), and which mask and which
         stop are noted there. At ``len(session)`` the token that comes next is meant.

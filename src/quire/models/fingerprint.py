@@ -96,6 +96,27 @@ def file_digest(file: Path) -> str:
     return str(digest.hexdigest())
 
 
+def digested_directories(weights: str) -> list[Path]:
+    """Return the directories of this machine whose ``weights_digest`` is known, and is this one.
+    Nothing is read for it but the cache."""
+    known = set[Path]()
+    folders = set[Path]()
+    for name, entry in _read_cache().items():
+        with suppress(OSError, AttributeError):
+            stat, file = os.stat(name), Path(name)
+            if (stat.st_size, stat.st_mtime_ns) == (entry.get("size"), entry.get("mtime_ns")):
+                known.add(file)
+                # A directory of the Hub's cache links to files that lie elsewhere.
+                linked = file.parent.name == "blobs"
+                folders |= {*(file.parent.parent / "snapshots").iterdir()} if linked else {file.parent}
+    found: list[Path] = []
+    for folder in sorted(folders):
+        with suppress(CheckpointError):
+            if {file.resolve() for file in weight_files(folder)} <= known and weights_digest(folder) == weights:
+                found.append(folder)
+    return found
+
+
 def cache_file() -> Path:
     """Return ``quire/digests.json`` in ``$XDG_CACHE_HOME``, or in ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())

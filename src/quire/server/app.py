@@ -25,6 +25,7 @@ from quire.server import (
     state_routes,
     status,
     timeline_routes,
+    token_routes,
     tokens,
     warm_routes,
 )
@@ -89,7 +90,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     routes = (
         *(chat, responses, anthropic_messages, completions, warm_routes),
         *(session_routes, branch_routes, tokens, adapter_routes),
-        *(state_routes, timeline_routes),
+        *(state_routes, timeline_routes, token_routes),
     )
     for module in routes:
         app.include_router(module.router, responses=errors.REFUSED_VALUES)

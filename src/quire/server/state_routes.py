@@ -11,8 +11,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from quire.contracts.views import TiersView
+from quire.contracts.views import TextView, TiersView
 from quire.engine.views.state_views import ReadState, StateViews
+from quire.errors import InvalidArgument, NotFound
 from quire.server.events import STREAMED
 from quire.server.state_answers import context_of, json_answer, read_views, shared_answer, viewer_of
 from quire.server.state_events import StateStream, events_of
@@ -56,11 +57,19 @@ async def text(
 ) -> Response:
     """List tokens of a branch with their texts."""
     viewer, owner = viewer_of(request), str(request.state.owner)
-    found = await read_views(
-        request,
-        lambda views: views.text(branch, start, stop, viewer, owner=owner, state=views.state(anew=False)),
-    )
-    return json_answer(found.document())
+
+    def read(views: StateViews) -> TextView:
+        try:
+            found = views.text(branch, start, stop, viewer, owner=owner, state=views.state(anew=False))
+            if views.is_last or found.num_tokens >= (start if stop is None else stop):
+                return found
+        except (InvalidArgument, NotFound):
+            if views.is_last:
+                raise
+        # A branch that has just begun, or grown, is in no reading yet.
+        return views.text(branch, start, stop, viewer, owner=owner)
+
+    return json_answer((await read_views(request, read)).document())
 
 
 @router.get("/pages")
@@ -70,6 +79,19 @@ async def pages(
     """Describe every page of a pool."""
     viewer = viewer_of(request)
     return await shared_answer(request, f"pages {pool}", lambda views, state: views.pages(pool, viewer, state=state))
+
+
+@router.get("/branch-pages")
+async def branch_pages(
+    request: Request, branch: BranchId, pool: Annotated[int, Query(description="The pool's place in the overview.")] = 0
+) -> Response:
+    """List the pages of a branch in the order of their positions."""
+    viewer, owner = viewer_of(request), str(request.state.owner)
+    found = await read_views(
+        request,
+        lambda views: views.branch_pages(branch, pool, viewer, owner=owner, state=views.state(anew=False)),
+    )
+    return json_answer(found.document())
 
 
 @router.get("/pages/{pool}/{page}")

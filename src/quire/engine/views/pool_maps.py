@@ -9,8 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.contracts.pool_verbs import StateRole
-from quire.contracts.views import NOBODY, OWNER_NAMES, SOMEBODY_ELSE, PageHolder, PageView, PoolView, ShownToken
-from quire.engine.views.state_reading import StateReading
+from quire.contracts.views import (
+    NOBODY,
+    OWNER_NAMES,
+    SOMEBODY_ELSE,
+    BranchPagesView,
+    PageHolder,
+    PageView,
+    PoolView,
+    ShownToken,
+)
+from quire.engine.views.state_reading import ReadBranch, StateReading
 from quire.engine.views.token_texts import TextReader
 from quire.engine.views.viewer import Viewer
 from quire.errors import NotFound
@@ -128,6 +137,19 @@ class PoolMap:
             eviction=self.eviction,
             branches=tuple(viewer.id_of(reading.branches[reading.branch_of[place]]) for place in holding.tolist()),
         )
+
+    def branch_pages(self, branch: ReadBranch, name: str) -> BranchPagesView:
+        """Return the pages of a branch, whose id for the viewer is ``name``, in their order. A
+        branch without a sequence has none."""
+        held = self.reading.pages_of(branch)
+        pages = np.empty(0, dtype=np.int32) if held is None else held.tables[self.pool]
+        if held is not None and self.named.roles is not None:
+            order = np.argsort(held.state_positions, kind="stable")
+            pages, positions = pages[order], held.state_positions[order]
+        else:
+            positions = np.arange(pages.size, dtype=np.int64) * self.facts.page_tokens
+        number = self.reading.number
+        return BranchPagesView(reading=number, pool=self.pool, branch=name, pages=pages, positions=positions)
 
     def page(self, page: int, viewer: Viewer, texts: TextReader) -> PageView:
         """Return one page as a viewer sees it; ``NotFound`` unless there is such a page."""

@@ -20,6 +20,7 @@ from quire.branches.adapter_keys import AdapterNames
 from quire.contracts.layers import CrossAttention, LatentAttention, LayerSpec, Recurrent
 from quire.contracts.views import (
     OWNER_NAMES,
+    BranchPagesView,
     HistoryView,
     OverviewView,
     PageView,
@@ -87,6 +88,9 @@ class StateViews:
         self.budget = LookBudget()
         self.texts = TextReader(engine.tokenizer)
         self.commits = CommitReader(engine)
+        self.is_behind = False
+        """Whether somebody was shown what was no longer so, since the budget allowed no look. Who
+        tells viewers of changes tells them once more, and sets it back."""
         self._lock = Lock()
         self._last: ReadState | None = None
         self._mark: Hashable = None
@@ -103,12 +107,18 @@ class StateViews:
         engine = self._engine
         return (engine.runner.revision, engine.branches.revision, engine.num_running, engine.num_waiting)
 
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing has changed since the last reading."""
+        return self._last is not None and self.mark == self._mark
+
     def state(self, *, anew: bool = True) -> ReadState:
-        """Return the state as it is now. With ``anew=False``, for many viewers, the last reading, if
-        nothing has changed since or the budget allows no other."""
+        """Return the state as it is now. With ``anew=False``, for many viewers, the last reading,
+        if nothing has changed since or the budget allows no other."""
         with self._lock:
             mark = self.mark
             if not anew and self._last is not None and (mark == self._mark or not self.budget.is_free):
+                self.is_behind |= mark != self._mark
                 return self._last
             self._number += 1
             before = time.thread_time()
@@ -141,7 +151,11 @@ class StateViews:
         known, last = self._made.get(name), self._last
         if known is None or last is None or known[0] != last.reading.number:
             return None
-        return known[1] if self.mark == self._mark or not self.budget.is_free else None
+        if self.mark != self._mark:
+            if self.budget.is_free:
+                return None
+            self.is_behind = True
+        return known[1]
 
     def forget(self) -> None:
         """Give back the memory of what was read."""
@@ -164,6 +178,7 @@ class StateViews:
             "dtype": str(kv.dtype).removeprefix("torch."),
             "page_size": kv.page_size,
             "tokenizer": engine.tokenizer is not None,
+            "chat_template": engine.tokenizer is not None and engine.tokenizer.chat_template is not None,
             "prefix_cache": engine.cache is not None,
         }
         return OverviewView(
@@ -200,6 +215,21 @@ class StateViews:
     def page(self, pool: int, page: int, viewer: Viewer = EVERYBODY, *, state: ReadState | None = None) -> PageView:
         """Return one page; ``NotFound``."""
         return (self.state() if state is None else state).pool(pool).page(page, viewer, self.texts)
+
+    def branch_pages(
+        self,
+        branch: str,
+        pool: int,
+        viewer: Viewer = EVERYBODY,
+        *,
+        owner: str | None = "",
+        state: ReadState | None = None,
+    ) -> BranchPagesView:
+        """Return the pages of a branch in a pool, in their order; ``NotFound``. The rest as in
+        ``history``."""
+        found = self.state() if state is None else state
+        wanted = self.branch(branch, viewer, owner=owner, state=found)
+        return found.pool(pool).branch_pages(wanted, branch)
 
     def text(
         self,

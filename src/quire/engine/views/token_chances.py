@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.branches.history import common_prefix
-from quire.contracts.token_views import ComparisonView, MaskView, PartingSide, StopView, TokenChance, TokenView
+from quire.contracts.token_views import ChancesView, ComparisonView, MaskView, PartingSide, StopView, TokenChance
 from quire.engine.engine import Engine
 from quire.engine.generation_notes import ended_at, note_at
 from quire.engine.sequence_request import SessionBranch
@@ -62,7 +62,7 @@ def text_of(engine: Engine, token: int) -> str | None:
     return None if engine.tokenizer is None or token < 0 else engine.tokenizer.token_text(token)
 
 
-def token_view(engine: Engine, source: SessionBranch, position: int, top: int) -> TokenView:
+def token_view(engine: Engine, source: SessionBranch, position: int, top: int) -> ChancesView:
     """Return the view of the token at a position, of 0..the number of tokens. Errors: those of
     ``run_token``."""
     with engine.lock:
@@ -80,7 +80,7 @@ def token_view(engine: Engine, source: SessionBranch, position: int, top: int) -
     note = note_at(notes, position)
     ended = ended_at(notes, position)
     masked = next((one for one in (note, ended) if one is not None and one.mask), None)
-    return TokenView(
+    return ChancesView(
         position=position,
         num_tokens=ids.size,
         vocab_size=engine.runner.model.vocab_size,

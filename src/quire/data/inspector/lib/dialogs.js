@@ -8,7 +8,8 @@ let count = 0;
  * Open a dialog. It closes with Escape, its close button, or `close(value)`.
  * @param {string} title
  * @param {(close: (value?: any) => void) => any} body makes the children
- * @param {{modal?: boolean, class?: string, closable?: boolean}} [options]
+ * @param {{class?: string, anchor?: HTMLElement}} [options] anchor: what it is to stand beside, on
+ *   screens with room
  * @returns {Promise<any>} the value it was closed with; undefined if it was given up
  */
 export function openDialog(title, body, options = {}) {
@@ -35,9 +36,25 @@ export function openDialog(title, body, options = {}) {
     });
     document.body.append(dialog);
     dialog.showModal();
+    if (options.anchor) stand(dialog, options.anchor);
     const first = dialog.querySelector("[autofocus], input, textarea, select, .dialog-actions .primary");
     (first ?? closeButton).focus();
   });
+}
+
+/** Put a dialog below an element, or above it where there is more room. */
+function stand(dialog, anchor) {
+  if (innerWidth < 600) return;
+  const there = anchor.getBoundingClientRect();
+  const own = dialog.getBoundingClientRect();
+  const left = Math.max(8, Math.min(there.left, innerWidth - own.width - 8));
+  const below = innerHeight - there.bottom > there.top;
+  dialog.style.margin = "0";
+  dialog.style.left = `${left}px`;
+  dialog.style.right = "auto";
+  dialog.style.top = below ? `${there.bottom + 6}px` : "auto";
+  dialog.style.bottom = below ? "auto" : `${innerHeight - there.top + 6}px`;
+  dialog.style.maxHeight = `${(below ? innerHeight - there.bottom : there.top) - 16}px`;
 }
 
 /**

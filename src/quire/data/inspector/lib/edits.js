@@ -2,9 +2,10 @@
 
 const MOST_TEXT = 2048;
 
-/** Return the id that the endpoints of sessions take, or null if a branch is no session of this key. */
+/** Return the id that the endpoints of sessions take; null of other branches, and of sessions of a program, which have numbers. */
 export function sessionId(branch) {
-  return branch?.kind === "session" && branch.id.startsWith("session:") ? branch.id.slice("session:".length) : null;
+  const [kind, id] = branch?.id.split(/:(.*)/s) ?? [];
+  return kind === "session" && !/^\d+$/.test(id) ? id : null;
 }
 
 /** Return the path of a session's endpoint. */

@@ -13,7 +13,7 @@ export function drawPositions(app, place, { item, at }) {
   const { el, fill, format } = app;
   const end = Math.max(1, item.end);
   const x = (position) => (position / end) * WIDTH;
-  const lanes = lanesOf(item);
+  const lanes = lanesOf(item, app.overview?.pools ?? []);
   const height = lanes.length * (LANE + GAP);
   const shapes = lanes.map(({ ranges, kind, marks }, index) => {
     const y = index * (LANE + GAP);
@@ -44,7 +44,7 @@ export function drawPositions(app, place, { item, at }) {
 }
 
 /** Return what to draw: names, ranges [start, stop, shade], marks, and the same in words. */
-function lanesOf(item) {
+function lanesOf(item, pools) {
   const lanes = [];
   const path = [];
   for (let one = item; one; one = one.parent) if (one.end > one.start) path.unshift(one);
@@ -59,7 +59,8 @@ function lanesOf(item) {
   });
   const { branch } = item;
   if (!branch) return lanes;
-  for (const { pool, layers, ranges } of branch.held) {
+  for (const { pool, ranges } of branch.held) {
+    const { layers = [], window = null } = pools[pool] ?? {};
     const held = ranges.reduce((sum, [start, stop]) => sum + stop - start, 0);
     const holes = branch.computed - held;
     lanes.push({
@@ -67,7 +68,7 @@ function lanesOf(item) {
       kind: "held",
       ranges,
       marks: [],
-      said: `rows of ${held} tokens of ${layers.length} layers${holes > 0 ? `, ${holes} let go` : ""}`,
+      said: `rows of ${held} tokens in ${layers.length} layers${window ? ` with a window of ${window}` : ""}${holes > 0 ? `, ${holes} let go` : ""}`,
     });
   }
   if (branch.checkpoints.length) {

@@ -314,12 +314,15 @@ export class TreeList {
     // What is not in the pool is hatched. The last token of a session never is, and is not marked.
     const owed = item.branch && item.branch.computed < item.end - 1 ? Math.max(item.start, item.branch.computed) : item.end;
     const hatch = owed < item.end ? el("i.owed", { class: `kind-${item.kind}`, title: "Not in the pool", style: { left: percent(x(owed)), width: percent(right - x(owed)) } }) : null;
-    const text = item.tail ? [textNodes(item.head), " … ", textNodes(item.tail)] : textNodes(item.head);
+    const text = item.tail ? [textNodes(short(item.head)), " … ", textNodes(short(item.tail))] : textNodes(short(item.head));
     // Texts stand at the bar's beginning, or before it where no room is left behind.
     const side = left > 0.72 ? { right: percent(1 - left), "max-width": percent(left) } : { left: percent(Math.max(0, left)), "max-width": percent(1 - Math.max(0, left)) };
     return el("div.track", {}, lines, bar, hatch, el("span.row-text", { style: side, class: left > 0.72 ? "before" : "" }, text));
   }
 }
+
+/** Shorten runs of spaces, as those that indent code. */
+const short = (text) => text.replace(/ {2,}/g, " ");
 
 /** Return what a run is called: its adapter or salt at a root, else how many branches share it. */
 function runLabel(item, el, named) {

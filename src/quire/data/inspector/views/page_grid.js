@@ -1,0 +1,295 @@
+/**
+ * The grid of one pool's pages: two canvases on each other. The lower one has the pages and is
+ * painted when the pool or the colours change; the upper one has what moves: the cursor, the pages of
+ * the chosen branch, and those that go next.
+ */
+
+import { css } from "./inks.js";
+import { gridOf, paintTiles } from "./page_tiles.js";
+
+/** So many of the next evictions get a frame of their own strength; the ones after them the last. */
+const STRONG_EVICTIONS = 6;
+
+/**
+ * @typedef {object} GridPicture
+ * @property {number} count pages of the pool
+ * @property {Uint32Array} kinds each page's index into `tiles`
+ * @property {import("./page_tiles.js").Tile[]} tiles
+ * @property {Map<number, number>} evictions page to its place among the shown evictions, from 0
+ * @property {number[]} chosen pages of the chosen branch, in the order of their positions
+ */
+
+export class PageGrid {
+  /**
+   * @param {HTMLElement} host the element that the grid fills
+   * @param {object} calls
+   * @param {(page: number, how: "pointer" | "keys") => void} calls.onMove the cursor stands on a page
+   * @param {() => void} calls.onLeave the pointer left
+   * @param {(page: number) => void} calls.onPick a page was clicked or chosen with Enter
+   */
+  constructor(host, calls) {
+    this.host = host;
+    this.calls = calls;
+    /** @type {GridPicture} */
+    this.picture = { count: 0, kinds: new Uint32Array(), tiles: [], evictions: new Map(), chosen: [] };
+    this.grid = { size: 12, columns: 1, rows: 0 };
+    this.cursor = -1;
+    this.hovered = -1;
+    this.pinned = -1;
+    this.theme = null;
+    /** Milliseconds that the last paintings took: of all pages, and of what moves. */
+    this.times = { pages: 0, marks: 0 };
+
+    this.stack = document.createElement("div");
+    this.stack.className = "page-grid-stack";
+    this.pages = document.createElement("canvas");
+    this.pages.setAttribute("aria-hidden", "true");
+    this.marks = document.createElement("canvas");
+    this.marks.tabIndex = 0;
+    this.marks.setAttribute("role", "application");
+    this.marks.setAttribute("aria-roledescription", "grid of pages");
+    this.stack.append(this.pages, this.marks);
+    host.append(this.stack);
+
+    this.marks.addEventListener("pointermove", (event) => this.hover(event));
+    this.marks.addEventListener("pointerleave", () => this.leave());
+    this.marks.addEventListener("click", (event) => this.pick(this.pageAt(event)));
+    this.marks.addEventListener("keydown", (event) => this.key(event));
+    this.marks.addEventListener("focus", () => this.focus());
+    this.marks.addEventListener("blur", () => this.drawMarks());
+    this.width = 0;
+    this.observer = new ResizeObserver(() => {
+      if (this.host.clientWidth !== this.width) this.paint();
+    });
+    this.observer.observe(host);
+  }
+
+  /** Stop watching the size. */
+  close() {
+    this.observer.disconnect();
+  }
+
+  /**
+   * Say what the grid is, for screen readers.
+   * @param {string} label
+   * @param {string} descriptionId id of the element that describes it
+   */
+  describe(label, descriptionId) {
+    this.marks.setAttribute("aria-label", label);
+    this.marks.setAttribute("aria-describedby", descriptionId);
+  }
+
+  /**
+   * Show a pool.
+   * @param {GridPicture} picture
+   * @param {ReturnType<typeof import("./inks.js").readTheme>} theme
+   */
+  show(picture, theme) {
+    this.picture = picture;
+    this.theme = theme;
+    if (this.cursor >= picture.count) this.cursor = picture.count - 1;
+    if (this.pinned >= picture.count) this.pinned = -1;
+    this.paint();
+  }
+
+  /** Paint everything again, at the host's size. */
+  paint() {
+    this.width = this.host.clientWidth;
+    if (this.theme === null || this.width === 0) return;
+    const begin = performance.now();
+    const { count, kinds, tiles } = this.picture;
+    this.grid = gridOf(count, this.width, Math.max(220, Math.min(460, 0.5 * globalThis.innerHeight)));
+    const ratio = globalThis.devicePixelRatio || 1;
+    const side = Math.max(2, Math.round(this.grid.size * ratio));
+    this.side = side;
+    const gap = side >= 5 ? Math.max(1, Math.round(ratio * (this.grid.size >= 14 ? 2 : 1))) : 0;
+    this.inner = side - gap;
+    for (const canvas of [this.pages, this.marks]) {
+      const [wide, high] = [this.grid.columns * side, Math.max(1, this.grid.rows) * side];
+      if (canvas.width !== wide || canvas.height !== high) [canvas.width, canvas.height] = [wide, high];
+      canvas.style.width = `${wide / ratio}px`;
+      canvas.style.height = `${high / ratio}px`;
+    }
+    const context = this.pages.getContext("2d");
+    if (count > 0) paintTiles(context, { ...this.grid, side, gap, count }, kinds, tiles);
+    else context.clearRect(0, 0, this.pages.width, this.pages.height);
+    this.times.pages = performance.now() - begin;
+    this.drawMarks();
+  }
+
+  /** Paint what moves: the chosen branch, the next evictions, the cursor. */
+  drawMarks() {
+    if (this.theme === null || this.side === undefined) return;
+    const begin = performance.now();
+    const context = this.marks.getContext("2d");
+    context.clearRect(0, 0, this.marks.width, this.marks.height);
+    this.drawChosen(context);
+    this.drawEvictions(context);
+    const focused = document.activeElement === this.marks;
+    if (this.pinned >= 0) this.frame(context, this.pinned, css(this.theme.accent), 2);
+    if (this.hovered >= 0) this.frame(context, this.hovered, css(this.theme.text), 1.5);
+    if (focused && this.cursor >= 0) this.frame(context, this.cursor, css(this.theme.text), 2);
+    this.times.marks = performance.now() - begin;
+  }
+
+  /** Dim all pages but those of the chosen branch, and join these in their order. */
+  drawChosen(context) {
+    const { chosen, count } = this.picture;
+    if (chosen.length === 0) return;
+    const { side, inner } = this;
+    context.fillStyle = css(this.theme.ground, 0.62);
+    const { columns, rows } = this.grid;
+    context.fillRect(0, 0, columns * side, (rows - 1) * side);
+    context.fillRect(0, (rows - 1) * side, (count - (rows - 1) * columns) * side, side);
+    for (const page of chosen) {
+      const [x, y] = this.corner(page);
+      context.clearRect(x, y, inner, inner);
+    }
+    if (side < 6) return;
+    context.strokeStyle = css(this.theme.text, 0.55);
+    context.lineWidth = Math.max(1, side / 12);
+    context.lineJoin = "round";
+    context.beginPath();
+    let drawing = false;
+    for (const page of chosen) {
+      const [x, y] = this.corner(page);
+      if (drawing) context.lineTo(x + inner / 2, y + inner / 2);
+      else context.moveTo(x + inner / 2, y + inner / 2);
+      drawing = true;
+    }
+    context.stroke();
+    const [x, y] = this.corner(chosen[0]);
+    context.fillStyle = css(this.theme.text);
+    context.beginPath();
+    context.arc(x + inner / 2, y + inner / 2, Math.max(2, inner / 5), 0, 2 * Math.PI);
+    context.fill();
+  }
+
+  /** Frame what the next evictions take, the first ones strongest; large squares get their number. */
+  drawEvictions(context) {
+    const { side, inner } = this;
+    const labelled = inner >= 15;
+    const ratio = globalThis.devicePixelRatio || 1;
+    context.lineWidth = Math.max(1, Math.min(2 * ratio, inner / 5));
+    context.textAlign = "center";
+    context.textBaseline = "middle";
+    context.font = `600 ${Math.round(inner * 0.52)}px ${this.theme.font}`;
+    const half = context.lineWidth / 2;
+    const strengths = [];
+    for (const [page, place] of this.picture.evictions) {
+      const strength = Math.min(place, STRONG_EVICTIONS);
+      (strengths[strength] ??= []).push([page, place]);
+    }
+    strengths.forEach((pages, strength) => {
+      const alpha = 1 - (0.6 * strength) / STRONG_EVICTIONS;
+      context.strokeStyle = css(this.theme.eviction, alpha);
+      context.beginPath();
+      for (const [page] of pages) {
+        const [x, y] = this.corner(page);
+        if (side < 5) context.rect(x, y, 1, 1);
+        else context.rect(x + half, y + half, inner - 2 * half, inner - 2 * half);
+      }
+      context.stroke();
+      if (!labelled) return;
+      context.fillStyle = css(this.theme.text, alpha);
+      for (const [page, place] of pages) {
+        const [x, y] = this.corner(page);
+        if (place < 99) context.fillText(String(place + 1), x + inner / 2, y + inner / 2 + ratio / 2);
+      }
+    });
+  }
+
+  /** Frame one page. */
+  frame(context, page, style, width) {
+    const ratio = globalThis.devicePixelRatio || 1;
+    const [x, y] = this.corner(page);
+    context.strokeStyle = css(this.theme.ground);
+    context.lineWidth = (width + 2) * ratio;
+    context.strokeRect(x, y, this.inner, this.inner);
+    context.strokeStyle = style;
+    context.lineWidth = width * ratio;
+    context.strokeRect(x, y, this.inner, this.inner);
+  }
+
+  /** Return a page's left upper corner in device pixels. */
+  corner(page) {
+    const row = Math.floor(page / this.grid.columns);
+    return [(page - row * this.grid.columns) * this.side, row * this.side];
+  }
+
+  /** Return the page under the pointer, or -1. */
+  pageAt(event) {
+    const ratio = globalThis.devicePixelRatio || 1;
+    const column = Math.floor((event.offsetX * ratio) / this.side);
+    const row = Math.floor((event.offsetY * ratio) / this.side);
+    if (column < 0 || column >= this.grid.columns || row < 0) return -1;
+    const page = row * this.grid.columns + column;
+    return page < this.picture.count ? page : -1;
+  }
+
+  hover(event) {
+    const page = this.pageAt(event);
+    if (page === this.hovered) return;
+    this.hovered = page;
+    this.drawMarks();
+    if (page >= 0) this.calls.onMove(page, "pointer");
+    else this.calls.onLeave();
+  }
+
+  leave() {
+    this.hovered = -1;
+    this.drawMarks();
+    this.calls.onLeave();
+  }
+
+  focus() {
+    if (this.cursor < 0 && this.picture.count > 0) this.cursor = Math.max(0, this.pinned);
+    this.drawMarks();
+    if (this.cursor >= 0) this.calls.onMove(this.cursor, "keys");
+  }
+
+  pick(page) {
+    if (page < 0) return;
+    this.cursor = page;
+    this.pinned = this.pinned === page ? -1 : page;
+    this.drawMarks();
+    this.calls.onPick(this.pinned);
+  }
+
+  key(event) {
+    const { columns } = this.grid;
+    const last = this.picture.count - 1;
+    const row = Math.floor(this.cursor / columns) * columns;
+    const steps = {
+      ArrowLeft: this.cursor - 1,
+      ArrowRight: this.cursor + 1,
+      ArrowUp: this.cursor - columns,
+      ArrowDown: this.cursor + columns,
+      PageUp: this.cursor - 10 * columns,
+      PageDown: this.cursor + 10 * columns,
+      Home: event.ctrlKey ? 0 : row,
+      End: event.ctrlKey ? last : Math.min(last, row + columns - 1),
+    };
+    if (event.key === "Enter" || event.key === " ") this.pick(this.cursor);
+    else if (event.key in steps && last >= 0) this.moveTo(steps[event.key]);
+    else return;
+    event.preventDefault();
+  }
+
+  /**
+   * Put the cursor onto a page, within the pool, and bring it into view.
+   * @param {number} page
+   */
+  moveTo(page) {
+    this.cursor = Math.min(this.picture.count - 1, Math.max(0, page));
+    this.hovered = -1;
+    const [, y] = this.corner(this.cursor);
+    const ratio = globalThis.devicePixelRatio || 1;
+    const scroller = this.stack.parentElement;
+    const [top, bottom] = [y / ratio, (y + this.side) / ratio];
+    if (top < scroller.scrollTop) scroller.scrollTop = top;
+    else if (bottom > scroller.scrollTop + scroller.clientHeight) scroller.scrollTop = bottom - scroller.clientHeight;
+    this.drawMarks();
+    this.calls.onMove(this.cursor, "keys");
+  }
+}
