@@ -37,6 +37,7 @@ from quire.engine.request_preparation import Messages as Messages
 from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session_history import SessionHistory
 from quire.engine.views.state_views import StateViews
+from quire.engine.views.tracing import Traces
 from quire.errors import InvalidArgument
 from quire.hints import CacheHints
 from quire.interrupts import uninterrupted
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from quire.executor.executor import Executor
 
 
-class LLM(SessionHistory):
+class LLM(SessionHistory, Traces):
     """A loaded model that generates, and whose state sessions can hold.
 
     ``model`` is the name of a bundled model, a directory, or a Hugging Face id.
@@ -404,6 +405,7 @@ class LLM(SessionHistory):
                     prefill_chunk_size=self._parts.config.max_num_batched_tokens,
                     lock=self._engine.lock,
                 )
+                self._executor.on_drafts = self._engine.metrics.count_drafts
             return self._executor
 
     @property
