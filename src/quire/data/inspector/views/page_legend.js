@@ -4,7 +4,7 @@ import { el, fill } from "../lib/dom.js";
 import { format } from "../lib/format.js";
 import { named } from "../lib/text.js";
 import { STRENGTHS, STRENGTH_NAMES, branchInks, css } from "./inks.js";
-import { OWNERS, SOMEBODY_ELSE, largestHolders } from "./page_model.js";
+import { OWNERS, SOMEBODY_ELSE, isHole, largestHolders } from "./page_model.js";
 
 const LARGEST = 10;
 
@@ -31,12 +31,15 @@ export function showLegend(host, { pool, theme, colour, evictions, chosen, nulls
   const owners = OWNERS.map((owner, code) => entry(owner, css(theme.owners[code]), `${owner} `, pool.counts[owner] ?? 0));
   let others = 0;
   let shared = 0;
+  let holes = 0;
   for (let page = 0; page < pool.count; page += 1) {
     if (pool.holder[page] === SOMEBODY_ELSE) others += 1;
     if (pool.references[page] > 1) shared += 1;
+    if (isHole(pool, page)) holes += 1;
   }
   const more = [
     others ? entry("other", null, "holder not shown ", others) : null,
+    holes ? entry("hole", null, "let go of ", holes) : null,
     evictions === null ? null : entry("eviction", css(theme.eviction), "given up next ", evictions),
     chosen === null ? null : entry("chosen", null, "of the branch ", chosen, nulls ? `, ${format.count(nulls, "null page")}` : null),
   ];

@@ -69,14 +69,20 @@ export function nextEvictions(pool, limit) {
 export function pictureOf(pool, by, theme, count) {
   const kinds = new Uint32Array(count);
   /** @type {import("./page_tiles.js").Tile[]} */
-  const tiles = [{ ink: mix(theme.ground, theme.owners[0], 0.55), edge: theme.owners[0], pattern: "hollow" }];
+  const tiles = [
+    { ink: mix(theme.ground, theme.owners[0], 0.55), edge: theme.owners[0], pattern: "hollow" },
+    { ink: theme.ground, edge: mix(theme.ground, theme.text, 0.28), pattern: "hatched" },
+  ];
   /** @type {Map<number, number>} */
   const known = new Map();
   let latest = 1;
   if (by === "eviction") for (const place of pool.eviction) latest = Math.max(latest, place);
   for (let page = 0; page < count; page += 1) {
     const owner = pool.owner[page];
-    if (owner === 0) continue;
+    if (owner === 0) {
+      kinds[page] = isHole(pool, page) ? 1 : 0;
+      continue;
+    }
     const strength = strengthOf(pool.references[page]);
     const holder = pool.holder[page];
     const shade = by === "branch" ? holder + 2 : by === "eviction" ? shadeOf(pool.eviction[page], latest) : 0;
@@ -94,6 +100,15 @@ export function pictureOf(pool, by, theme, count) {
     kinds[page] = kind;
   }
   return { count, kinds, tiles };
+}
+
+/**
+ * Return whether a page stands for rows that a branch has let go of, as in a state file.
+ * @param {Pool} pool
+ * @param {number} page
+ */
+export function isHole(pool, page) {
+  return pool.owner[page] === 0 && pool.holder[page] !== -1;
 }
 
 /**
@@ -118,7 +133,7 @@ export function largestHolders(pool, most) {
  */
 export function worthDrawing(pool) {
   let last = pool.count - 1;
-  while (last >= 0 && pool.owner[last] === 0) last -= 1;
+  while (last >= 0 && pool.owner[last] === 0 && !isHole(pool, last)) last -= 1;
   const wanted = Math.max(MARGIN, Math.ceil(((last + 1) * 1.1) / MARGIN) * MARGIN);
   return pool.count - wanted < MARGIN ? pool.count : wanted;
 }

@@ -102,10 +102,10 @@ export class TokenText {
           role: "option",
           dataset: { position },
           "aria-selected": "false",
-          "aria-label": `${visible(text, 40) || "nothing"}, position ${position}`,
+          "aria-label": `${text === null ? `token ${id}` : visible(text, 40) || "nothing"}, position ${position}`,
           title: `position ${position}, token ${id}`,
         },
-        text === "" ? el("span.ctl", {}, "∅") : textNodes(text, { lines: true }),
+        tokenText(text, id),
       );
       this.marks.set(position, shown);
       return shown;
@@ -205,4 +205,10 @@ export class TokenText {
     this.show(this.tokens, position, false);
     this.calls.onPick(this.position);
   }
+}
+
+/** Show a token's text: its id without a tokenizer, a sign for an empty one. */
+function tokenText(text, id) {
+  if (text === null) return `⟨${id}⟩ `;
+  return text === "" ? el("span.ctl", {}, "∅") : textNodes(text, { lines: true });
 }
