@@ -88,6 +88,9 @@ def test_the_grid_is_walked_by_keys_and_says_what_it_stands_on(visit: Visit, ser
         page.keyboard.press("Control+Home")
         expect(page.get_by_role("heading", name="Page 0", exact=True)).to_be_visible()
         expect(page.locator("#live")).to_have_text(re.compile("^Page 0, "))
+        for key, number in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("ArrowLeft", 0)):
+            page.keyboard.press(key)
+            expect(page.get_by_role("heading", name=f"Page {number}", exact=True)).to_be_visible()
         pages = unpacked(told(server.client, f"/v1/state/branch-pages?branch=session:{session}")["pages"], "i4")
         for _ in range(int(pages[0])):
             page.keyboard.press("ArrowRight")
