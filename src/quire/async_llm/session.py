@@ -148,6 +148,8 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
     token = awaited(Session.token)
     attention = awaited(Session.attention)
     norms = awaited(Session.norms)
+    tree = awaited(Session.tree)
+    heat = awaited(Session.heat)
 
     async def compare(self, other: AsyncSession, *, top: int = 10) -> ComparisonView:
         """Return where two sessions part, as ``Session.compare`` does."""
