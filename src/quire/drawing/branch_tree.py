@@ -12,7 +12,7 @@ from rich.tree import Tree
 
 from quire.contracts.views import BranchView, HistoryNode, HistoryView
 from quire.drawing.pictures import Picture, axes, titled
-from quire.drawing.shown_text import in_code, in_html, short, visible
+from quire.drawing.shown_text import in_code, in_figure, in_html, short, visible
 
 MOST_NODES = 200
 """Nodes that are drawn; the others are counted."""
@@ -31,7 +31,9 @@ class BranchTree(Picture):
 
     def _below(self) -> dict[str | None, list[HistoryNode]]:
         """Return the nodes by their parent; None has roots."""
-        shown = self.nodes[:MOST_NODES]
+        # A root without tokens of its own is a place only.
+        empty = {node.id for node in self.nodes if node.start == node.end and not node.branches}
+        shown = [node for node in self.nodes if node.id not in empty][:MOST_NODES]
         ids, found = {node.id for node in shown}, dict[str | None, list[HistoryNode]]()
         for node in shown:
             found.setdefault(node.parent if node.parent in ids else None, []).append(node)
@@ -110,13 +112,13 @@ class BranchTree(Picture):
             is_marked = self.marked in node.branches
             drawn.plot([node.start, node.end], [height, height], color="C1" if is_marked else "C0", linewidth=2.5)
             if node.branches:
-                label = ", ".join(short(self._named(one), 40) for one in node.branches).replace("$", r"\$")
+                label = ", ".join(in_figure(self._named(one), 40) for one in node.branches)
                 drawn.annotate(label, (node.end, height), xytext=(4, 0), textcoords="offset points", va="center")
             return height
 
         for root in below.get(None, ()):
             draw(root)
-        drawn.set_title(visible(self.title).replace("$", r"\$"))
+        drawn.set_title(in_figure(self.title))
         drawn.set_xlabel("position")
         drawn.set_yticks([])
         drawn.invert_yaxis()
@@ -130,6 +132,7 @@ def tree_of(view: HistoryView, title: str, marked: str | None = None) -> BranchT
         return BranchTree(title, view.nodes, branches)
     roots: dict[str, str] = {}
     for node in view.nodes:
-        roots[node.id] = node.id if node.parent is None else roots[node.parent]
+        # What shares no token with others is a tree of its own.
+        roots[node.id] = node.id if node.parent is None or node.start == 0 else roots[node.parent]
     own = next((roots[node.id] for node in view.nodes if marked in node.branches), None)
     return BranchTree(title, [node for node in view.nodes if roots[node.id] == own], branches, marked)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from quire.contracts.token_views import ChancesView, ComparisonView, PartingSide, TokenChance
 from quire.drawing.pictures import Picture, axes, html_table, titled
-from quire.drawing.shown_text import in_code, in_html, short
+from quire.drawing.shown_text import in_code, in_figure, in_html, short
 
 BAR = 24
 """Characters of a bar of probability 1."""
@@ -60,10 +60,10 @@ class ChanceBars(Picture):
         drawn = axes(ax, height=1.2 + 0.25 * len(self.chances))
         shares = [math.exp(one.logprob) for one in self.chances]
         drawn.barh(range(len(shares)), shares)
-        drawn.set_yticks(range(len(shares)), [short(named(one), 30).replace("$", r"\$") for one in self.chances])
+        drawn.set_yticks(range(len(shares)), [in_figure(named(one), 30) for one in self.chances])
         drawn.invert_yaxis()
         drawn.set_xlabel("probability")
-        drawn.set_title(short(self.title).replace("$", r"\$"))
+        drawn.set_title(in_figure(self.title))
         return drawn
 
 
@@ -117,10 +117,10 @@ class Parting(Picture):
             shares = {one.id: math.exp(one.logprob) for one in side.chances}
             at = [place + 0.4 * number for place in range(len(ids))]
             drawn.barh(at, [shares.get(one, 0.0) for one in ids], height=0.4, label=label)
-        drawn.set_yticks(range(len(ids)), [short(names[one], 30).replace("$", r"\$") for one in ids])
+        drawn.set_yticks(range(len(ids)), [in_figure(names[one], 30) for one in ids])
         drawn.invert_yaxis()
         drawn.set_xlabel("probability")
-        drawn.set_title(short(self.title).replace("$", r"\$"))
+        drawn.set_title(in_figure(self.title))
         drawn.legend()
         return drawn
 

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from quire.drawing.pictures import Picture, axes, titled
-from quire.drawing.shown_text import in_html, visible
+from quire.drawing.shown_text import in_figure, in_html, visible
 
 MOST_ROWS, MOST_COLUMNS = 64, 160
 """Cells of HTML; the largest of several numbers is shown where there are more."""
@@ -72,18 +72,18 @@ class Heat(Picture):
             name = self.rows[first] if first < len(self.rows) else ""
             level = np.ceil(np.nan_to_num(np.clip(row, 0, 1)) * scale).astype(int)
             lines.append(Text(f"{visible(name)[:12]:>12} ") + Text("".join(SHADES[one] for one in level)))
-        return Group(Text(visible(self.title), style="bold"), *lines, Text(self._extent(), style="dim"))
+        return Group(Text(visible(self.title), style="bold"), *lines, Text(visible(self._extent()), style="dim"))
 
     def plot(self, ax: Any = None) -> Any:
         """See ``Picture``. Rows go down, positions to the right."""
         drawn = axes(ax, height=1.5 + min(6.0, 0.12 * len(self.rows)))
         image = drawn.imshow(self.values, aspect="auto", interpolation="nearest", vmin=0.0, vmax=self.largest)
-        drawn.figure.colorbar(image, ax=drawn, label=self.value_name)
-        drawn.set_title(_plain(self.title))
+        drawn.figure.colorbar(image, ax=drawn, label=in_figure(self.value_name))
+        drawn.set_title(in_figure(self.title))
         drawn.set_xlabel("position")
-        drawn.set_ylabel(self.row_name)
+        drawn.set_ylabel(in_figure(self.row_name))
         _label(drawn.set_xticks, [str(one) for one in self.positions.tolist()])
-        _label(drawn.set_yticks, [_plain(one) for one in self.rows])
+        _label(drawn.set_yticks, [in_figure(one) for one in self.rows])
         return drawn
 
     def _extent(self) -> str:
@@ -107,8 +107,3 @@ def pooled(values: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.f
 def _label(set_ticks: Any, names: Sequence[str]) -> None:
     some = list(range(0, len(names), max(1, -(-len(names) // 12))))
     set_ticks(some, [names[one] for one in some])
-
-
-def _plain(text: str) -> str:
-    """Return a text that matplotlib does not take for a formula."""
-    return visible(text).replace("$", r"\$")

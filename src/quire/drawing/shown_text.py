@@ -39,3 +39,8 @@ def in_html(text: str) -> str:
 def in_code(text: str) -> str:
     """Return a user's text as HTML in which nothing outside of it is turned round."""
     return f'<code style="white-space:pre-wrap"><bdi>{in_html(text)}</bdi></code>'
+
+
+def in_figure(text: str, most: int = MOST_SHOWN) -> str:
+    """Return a text that matplotlib does not take for a formula."""
+    return short(text, most).replace("$", r"\$")

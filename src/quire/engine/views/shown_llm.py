@@ -43,8 +43,9 @@ class ShownLLM:
         return self._summary().__rich__()
 
     def __repr__(self) -> str:
-        facts = ", ".join(f"{value} {name}" for name, value in self._facts()[1:])
-        return f"<{type(self).__name__} of {self._facts()[0][1]!r}{', ' if facts else ''}{facts}>"
+        (_, model), *more = self._facts()
+        facts = ", ".join([repr(model), *(value if name == "state" else f"{value} {name}" for name, value in more)])
+        return f"<{type(self).__name__} of {facts}>"
 
     def _summary(self) -> Summary:
         return Summary(type(self).__name__, self._facts())
