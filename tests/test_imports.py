@@ -54,8 +54,8 @@ LAYERS = (
     {"async_llm"},
     {"server"},
     {"tables", "line_input", "client"},
-    {"doctor", "inspection", "store_tables", "terminal_chat", "remote_chat"},
-    {"cli_options", "cli_bench", "cli_state", "cli"},
+    {"doctor", "inspection", "store_tables", "terminal_chat", "remote_chat", "remote_trace", "remote_top"},
+    {"cli_options", "cli_bench", "cli_state", "cli_watch", "cli"},
 )
 """From the bottom up: a part may import itself and what lies below it."""
 APART = {"kernels", "kv", "nn"}

@@ -16,9 +16,9 @@ import torch
 from quire.branches.stored_state import StoredState
 from quire.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
 from quire.contracts.attention import AttentionBackend
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
 from quire.contracts.linear import Quantization
-from quire.contracts.rows import LayerKernels
 from quire.engine.chat_templates import with_chosen_template
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
@@ -28,6 +28,7 @@ from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Un
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
 from quire.executor.reports import dtype_name
+from quire.kernels.block import native_blocks
 from quire.kernels.cores import limit_threads
 from quire.kernels.heap import keep_freed_memory
 from quire.kernels.linear import native_linear
@@ -134,6 +135,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         seed=config.seed,
         stored=StoredState(runner, make_store(config), identity),
     )
+    engine.timeline.model = Path(config.model).name if Path(config.model).is_dir() else str(config.model)
     held: list[str] = []
     if state.geometry.specs:
         windows = f" and {sizes.window_tokens} tokens of windowed layers" if sizes.window_tokens is not None else ""
@@ -296,7 +298,7 @@ def layer_kernels(device: torch.device, quantization: str | None = None) -> Laye
         raise Unsupported(f"quantization {quantization!r}: {reason}", field="quantization", given=quantization)
     if device.type != "cpu":
         return LayerKernels()
-    return LayerKernels(native_rows(), native_linear(), cast("Quantization | None", quantization))
+    return LayerKernels(native_rows(), native_linear(), cast("Quantization | None", quantization), native_blocks())
 
 
 def check_quantized(model: LoadedModel, quantization: str | None) -> None:

@@ -36,6 +36,7 @@ from quire.cli_options import (
     one_sentence,
 )
 from quire.cli_state import state_app
+from quire.cli_watch import top, trace
 from quire.config import named_paths
 from quire.errors import InvalidArgument, NotFound, Unsupported
 from quire.sampling_params import SamplingParams
@@ -340,6 +341,10 @@ def doctor() -> None:
     from quire.doctor import examine, print_findings
 
     print_findings(examine())
+
+
+command(app)(top)
+command(app)(trace)
 
 
 # -- the entry point -------------------------------------------------------------------------------

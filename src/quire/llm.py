@@ -38,6 +38,7 @@ from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session_history import SessionHistory
 from quire.engine.views.shown_llm import ShownLLM
 from quire.engine.views.state_views import StateViews
+from quire.engine.views.tracing import Traces
 from quire.errors import InvalidArgument
 from quire.hints import CacheHints
 from quire.interrupts import uninterrupted
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from quire.executor.executor import Executor
 
 
-class LLM(SessionHistory, ShownLLM):
+class LLM(SessionHistory, ShownLLM, Traces):
     """A loaded model that generates, and whose state sessions can hold.
 
     ``model`` is the name of a bundled model, a directory, or a Hugging Face id.
@@ -405,6 +406,7 @@ class LLM(SessionHistory, ShownLLM):
                     prefill_chunk_size=self._parts.config.max_num_batched_tokens,
                     lock=self._engine.lock,
                 )
+                self._executor.on_drafts = self._engine.metrics.count_drafts
             return self._executor
 
     @property

@@ -39,6 +39,11 @@ REQUEST_BUCKETS = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 
+TOKEN_BUCKETS = (
+    *(1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0, 20_000.0, 50_000.0),
+    *(100_000.0, 200_000.0, 500_000.0, 1_000_000.0),
+)
+
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
 REFUSAL_ERRORS = tuple(
     name
@@ -264,6 +269,32 @@ class EngineMetrics(MetricGroup):
         self.e2e_request_latency = Histogram(
             "quire:e2e_request_latency_seconds", "From the arrival of a request to its end.", REQUEST_BUCKETS
         )
+        self.request_queue_time = Histogram(
+            "quire:request_queue_time_seconds",
+            "From the arrival of a request to its first admission.",
+            FIRST_TOKEN_BUCKETS,
+        )
+        self.request_prefill_time = Histogram(
+            "quire:request_prefill_time_seconds",
+            "From the first admission of a request to its first token.",
+            FIRST_TOKEN_BUCKETS,
+        )
+        self.request_decode_time = Histogram(
+            "quire:request_decode_time_seconds",
+            "From the first token of a request to its last.",
+            FIRST_TOKEN_BUCKETS,
+        )
+        self.request_inference_time = Histogram(
+            "quire:request_inference_time_seconds",
+            "From the first admission of a request to its last token.",
+            FIRST_TOKEN_BUCKETS,
+        )
+        self.request_prompt_tokens = Histogram(
+            "quire:request_prompt_tokens", "Prompt tokens of a request that has ended.", TOKEN_BUCKETS
+        )
+        self.request_generation_tokens = Histogram(
+            "quire:request_generation_tokens", "Tokens generated for a request that has ended.", TOKEN_BUCKETS
+        )
         # The state's own verbs.
         self.forks = Counter("quire:forks_total", "Sequences made by forking.")
         self.rewinds = Counter("quire:rewinds_total", "Rewinds of sequences.")
@@ -312,6 +343,11 @@ class EngineMetrics(MetricGroup):
             "quire:refusals_total", "Requests to the server that were refused, by error.", "error", REFUSAL_ERRORS
         )
         self._share_lock()
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Count tokens that were proposed, and those of them that were accepted."""
+        self.drafted_tokens.inc(drafted)
+        self.accepted_tokens.inc(accepted)
 
 
 # ---------------------------------------------------------------------- an executor's operations

@@ -35,6 +35,14 @@ PATIENCE = 5.0
 """Seconds for which calls are repeated on a session whose stream was just broken off."""
 
 
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 class Link:
     """Calls to a server, one connection each. Errors: ``HttpFailure``, ``BrokenAnswer``, and
     ``QuireError`` if it cannot be reached."""
@@ -95,9 +103,15 @@ class Link:
 
     def numbers(self, path: str) -> dict[str, float]:
         """Return the values without labels of a page of metrics in Prometheus' text format."""
+        return {name: value for name, value in self.samples(path).items() if "{" not in name}
+
+    def samples(self, path: str) -> dict[str, float]:
+        """Return all values of such a page, by name and labels as they are written."""
         with self._answer("GET", path) as response:
-            lines = [line.split() for line in response.read().decode().splitlines() if not line.startswith("#")]
-        return {line[0]: float(line[1]) for line in lines if len(line) == 2 and "{" not in line[0]}
+            lines = response.read().decode("utf-8", "replace").splitlines()
+        # A label's value may hold spaces; the number is behind the last one.
+        pairs = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
+        return {name: float(value) for name, _, value in pairs if _is_number(value)}
 
     def events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the objects of a stream. Closing the iterator hangs up and cancels the request."""

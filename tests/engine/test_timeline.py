@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+import torch
 
 from quire import LLM, SamplingParams, StructuredOutputs
 from quire.callers import NOBODY, Caller, caller, on_behalf_of
+from quire.contracts.executor_calls import DecodeInput, PrefillInput
 from quire.engine.sequence_request import SequenceRequest
 from quire.engine.views import timeline as module
 from quire.engine.views.timeline import RequestLane
@@ -223,6 +225,18 @@ def test_listeners_hear_of_ends_and_harm_nothing(llm: LLM) -> None:
         llm.engine.timeline.on_end.clear()
     assert [lane.request_id for lane in heard] == [output.request_id]
     assert output.outputs[0].finish_reason == "length"
+
+
+def test_drafts_of_the_executor_are_counted(llm: LLM) -> None:
+    first = llm.executor.prefill(PrefillInput(input_ids=torch.tensor([prompt(12, 9)])))
+    assert first.logits is not None
+    best = first.logits[:, -1].argmax(-1, keepdim=True)
+    before = timeline_document(llm.engine.timeline)["drafts"]
+    found = llm.executor.speculative_decode(DecodeInput(input_ids=best, kv_cache=first.kv_cache), [1, 2, 3], 1.0)
+    after = timeline_document(llm.engine.timeline)["drafts"]
+    assert after["drafted"] == before["drafted"] + 3
+    assert after["accepted"] == before["accepted"] + found.acceptance_count
+    assert after["rate"] == pytest.approx(after["accepted"] / after["drafted"], abs=1e-4)  # told with 4 digits
 
 
 def test_latencies_are_percentiles(llm: LLM) -> None:

@@ -36,6 +36,9 @@ class StreamingPass:
     def positions_T(self) -> Tensor:
         return torch.arange(self.length, dtype=torch.int32)
 
+    def attention_parts(self, layer_id: int, norms: HeadNormWeights | None, dtype: torch.dtype) -> None:
+        """The block does not run whole."""
+
     def attend_qkv(self, layer_id: int, qkv_TC: Tensor, norms: HeadNormWeights | None = None) -> Tensor:
         spec = self.specs[layer_id]
         sizes = [spec.num_heads * 16, spec.num_kv_heads * 16, spec.num_kv_heads * 16]  # type: ignore[union-attr]

@@ -21,6 +21,7 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno
 SUITES = {
     "paged attention": ["tests/kernels/test_paged_attention.py", "-k", "not greedy and not torch_serves"],
     "linear maps": ["tests/kernels/test_native_linear.py"],
+    "blocks": ["tests/kernels/test_block.py", "-k", "not model and not library and not sink"],
     # PyTorch's exceptions cannot pass a preloaded sanitizer.
     "rows": ["tests/test_row_kernels.py", "-k", "not other_shapes"],
     "low rank": ["tests/adapters/test_native_low_rank.py", "-k", "reference or random or bit"],

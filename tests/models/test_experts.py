@@ -23,7 +23,7 @@ from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
-from quire.contracts.rows import LayerKernels
+from quire.contracts.block_calls import LayerKernels
 from quire.nn import experts as module
 from quire.nn.experts import (
     ActivatedGate,

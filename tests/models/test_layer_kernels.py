@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import Recurrent
-from quire.contracts.rows import LayerKernels, RowKernels
+from quire.contracts.rows import RowKernels
+from quire.kernels.block import native_blocks
 from quire.kernels.linear import has_tiles, native_linear
 from quire.kernels.native_library import NativeLibrary, native_library, native_problem
 from quire.kernels.paged_attention import NativeAttention
@@ -133,9 +135,10 @@ def test_tokens_of_other_families(module: Any, name: str, tmp_path: Path, kernel
 PROMPT = [5, 9, 60, 3, 8, 8, 31, 44, 2, 70, 11, 12, 33, 90, 1, 7, 20, 21, 22, 23, 24]
 
 
-def logits_of(path: Path, cut: Sequence[int], others: int) -> Tensor:
-    """The last logits of ``PROMPT`` in bfloat16, cut into chunks, beside some other sequences."""
-    kernels = LayerKernels(native_rows(), native_linear())
+def logits_of(path: Path, cut: Sequence[int], others: int, joined: bool = True) -> Tensor:
+    """The last logits of ``PROMPT`` in bfloat16, cut into chunks, beside some other sequences.
+    ``joined``: whether whole blocks are one call."""
+    kernels = LayerKernels(native_rows(), native_linear(), blocks=native_blocks() if joined else None)
     model = load_model(path, dtype="bfloat16", kernels=kernels)
     state = State(
         model.layer_specs,
@@ -158,7 +161,8 @@ def logits_of(path: Path, cut: Sequence[int], others: int) -> Tensor:
 @pytest.mark.skipif(native_library() is None or has_tiles(), reason="the products are PyTorch's here")
 def test_bfloat16_results_do_not_depend_on_the_batch(tiny: TinyCheckpoint) -> None:
     """To the bit: alone, in pieces, token by token, among other sequences."""
-    alone = logits_of(tiny.path, (), 0)
+    alone = logits_of(tiny.path, (), 0, joined=False)
+    assert torch.equal(logits_of(tiny.path, (), 0), alone)
     for cut, others in (((7,), 0), (tuple(range(1, len(PROMPT))), 0), ((), 3), ((4, 5, 18), 6), ((20,), 40)):
         assert torch.equal(logits_of(tiny.path, cut, others), alone)
 
@@ -168,6 +172,7 @@ def test_bfloat16_results_do_not_depend_on_the_batch(tiny: TinyCheckpoint) -> No
 def test_bfloat16_results_of_mixtures_do_not_either(module: Any, name: str, tmp_path: Path) -> None:
     case = next(one for one in module.CASES if one.name == name)
     module.make_checkpoint(case, tmp_path)
-    alone = logits_of(tmp_path, (), 0)
+    alone = logits_of(tmp_path, (), 0, joined=False)
+    assert torch.equal(logits_of(tmp_path, (), 0), alone)
     for cut, others in (((7,), 0), (tuple(range(1, len(PROMPT))), 0), ((), 3), ((4, 5, 18), 6), ((20,), 40)):
         assert torch.equal(logits_of(tmp_path, cut, others), alone), (cut, others)

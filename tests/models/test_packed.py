@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.linear import Quantization, WeightForm
-from quire.contracts.rows import LayerKernels
 from quire.kernels.linear import NativeLinear, native_linear
 from quire.kernels.native_library import native_library, native_problem
 from quire.models.loading import load_model

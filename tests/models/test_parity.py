@@ -48,6 +48,9 @@ class DensePass:
         start = int(self.positions_T[-1]) + 1 if len(self.positions_T) else 0
         self.positions_T = torch.arange(start, start + num_tokens, dtype=torch.int32)
 
+    def attention_parts(self, layer_id: int, norms: HeadNormWeights | None, dtype: torch.dtype) -> None:
+        """The block does not run whole."""
+
     def attend_qkv(self, layer_id: int, qkv_TC: Tensor, norms: HeadNormWeights | None = None) -> Tensor:
         spec = self.specs[layer_id]
         assert isinstance(spec, FullAttention | WindowedAttention)

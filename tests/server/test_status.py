@@ -88,7 +88,7 @@ def test_metrics_have_exactly_these_names(served: Served) -> None:
     own = {"quire:http_requests_under_way", "quire:sessions_open"}
     stored = served.llm.engine.stored.collect()
     wanted |= {(sample.name, tuple(sorted(sample.labels))) for family in stored for sample in family.samples}
-    assert set(found) == wanted | {(name, ()) for name in own | set(HELP)}
+    assert {key for key in found if key[0].startswith("quire:")} == wanted | {(name, ()) for name in own | set(HELP)}
     text = served.client.get("/metrics").text
     for name, help in HELP.items():
         assert f"# HELP {name} {help}\n" in text
@@ -96,6 +96,48 @@ def test_metrics_have_exactly_these_names(served: Served) -> None:
     for family in families:
         assert f"# TYPE {family.name} {family.type}\n" in text
         assert f"# HELP {family.name} {family.help}\n" in text
+
+
+def test_names_that_boards_for_vllm_know(served: Served) -> None:
+    """The numbers are those of Quire's own names, under vLLM's label and reasons."""
+    asyncio.run(served.llm.generate("def fib(n):", SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)))
+    found = numbers(served.client)
+    second = {key: value for key, value in found.items() if key[0].startswith("vllm:")}
+    assert {dict(labels).pop("model_name") for _, labels in second} == {"tiny-python"}
+
+    def value(name: str, *labels: tuple[str, str]) -> float:
+        return found[(f"vllm:{name}", tuple(sorted([("model_name", "tiny-python"), *labels])))]
+
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"):
+        assert value(name) == found[(f"quire:{name}", ())]
+    for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time"):
+        assert value(f"{name}_seconds_count") == found[(f"quire:{name}_seconds_count", ())] > 0
+        bucket = f"{name}_seconds_bucket"
+        assert value(bucket, ("le", "+Inf")) == found[(f"quire:{bucket}", (("le", "+Inf"),))]
+    for name in ("request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds"):
+        assert value(f"{name}_sum") == found[(f"quire:{name}_sum", ())] > 0
+    for name in ("request_prompt_tokens", "request_generation_tokens"):
+        assert value(f"{name}_sum") >= 5
+    assert value("generation_tokens_total") == found[("quire:generation_tokens_total", ())]
+    assert (
+        value("prefix_cache_queries_total") == value("prompt_tokens_total") == found[("quire:prompt_tokens_total", ())]
+    )
+    assert value("prefix_cache_hits_total") == found[("quire:prompt_tokens_cached_total", ())]
+    reasons = {dict(labels)["finished_reason"] for name, labels in second if name == "vllm:request_success_total"}
+    assert reasons == {"stop", "length", "abort", "error"}
+
+
+def test_the_parts_of_a_request_make_its_time(served: Served) -> None:
+    def sums() -> list[float]:
+        found = numbers(served.client)
+        names = ("request_queue_time", "request_prefill_time", "request_decode_time", "e2e_request_latency")
+        return [found[(f"quire:{name}_seconds_sum", ())] for name in names]
+
+    before = sums()
+    asyncio.run(served.llm.generate("class A:", SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)))
+    *parts, whole = (after - old for after, old in zip(sums(), before, strict=True))
+    assert all(part > 0 for part in parts)
+    assert sum(parts) <= whole < sum(parts) + 0.1  # what follows the last token: its text
 
 
 def test_metrics_count(served: Served) -> None:

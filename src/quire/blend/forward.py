@@ -280,6 +280,9 @@ class ProjectionPass:
         """Raise what was given as ``Projected``."""
         raise Projected(q_THD, k_THD, v_THD)
 
+    def attention_parts(self, layer_id: int, norms: HeadNormWeights | None, dtype: torch.dtype) -> None:
+        """Return None: the block is not run whole."""
+
     def attend_qkv(self, layer_id: int, qkv_TC: Tensor, norms: HeadNormWeights | None = None) -> NoReturn:
         """Raise the parts of the projection as ``Projected``."""
         spec = self._spec

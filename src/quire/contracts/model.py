@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.contracts.block_calls import AttentionParts
 from quire.contracts.layers import LayerSpec
 from quire.contracts.rows import HeadNormWeights
 
@@ -38,6 +40,13 @@ class Pass(Protocol):
     def attend_qkv(self, layer_id: int, qkv_TC: Tensor, norms: HeadNormWeights | None = None) -> Tensor:
         """Attend with a fused projection ``[T, Hq*Dk + Hkv*Dk + Hkv*Dv]``, whose query and key
         heads are normed first, if so; cheaper."""
+
+    def attention_parts(
+        self, layer_id: int, norms: HeadNormWeights | None, dtype: torch.dtype
+    ) -> AttentionParts | None:
+        """Return what a call over a whole block of activations of this dtype needs to do what
+        ``attend_qkv`` does, and count the layer's rows as written; None if ``attend_qkv`` is the
+        only way. Ask before every call."""
 
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
         """Attend over K and V of ``source_layer_id``, for a layer without its own; store nothing.

@@ -1,5 +1,4 @@
-"""What is done to each row of a forward by itself: norms, gates, rotation. And what a model is
-given to run on its machine.
+"""What is done to each row of a forward by itself: norms, gates, rotation.
 
 ``ops.rows`` is the reference, on any device. A row's result depends on that row only, to the bit.
 
@@ -9,12 +8,9 @@ Letters: T rows; E model width; F inner width; Hq, Hkv heads; Dk, Dv head sizes;
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
-
-from quire.contracts.linear import LinearKernel, Quantization
 
 ActivationName: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -65,20 +61,3 @@ class RowKernels(Protocol):
         that is the same. ``k_SHD [S, Hkv, Dk]`` and ``v_SHD [S, Hkv, Dv]``, contiguous, have the
         dtype of ``qkv``.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKernels:
-    """What the layers of a model are given for the machine that they run on."""
-
-    rows: RowKernels | None = None
-    """None: PyTorch's operations."""
-    linear: LinearKernel | None = None
-    """None: PyTorch's products, with oneDNN's packed weights where these are faster."""
-    quantization: Quantization | None = None
-    """Form of the weights of linear maps, of which ``linear`` has the products; None: a form that
-    loses nothing. With "int4" the head has 8 bits."""
-
-    def of_head(self) -> LayerKernels:
-        """Return the same for the map to logits, whose error nothing behind it evens out."""
-        return replace(self, quantization="int8") if self.quantization else self

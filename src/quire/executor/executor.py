@@ -8,7 +8,7 @@ Letters: B batch rows; S tokens of a row with padding; V vocabulary; k draft tok
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -116,6 +116,8 @@ class Executor:
         self._fallbacks = tuple(fallbacks)
         self._operations = self.pool.operations
         self.operation_metrics = OperationMetrics(self.max_batch_size)
+        self.on_drafts: Callable[[int, int], None] | None = None
+        """Told of each speculative call: how many tokens were proposed, how many accepted."""
         self._activations: warmup.Activations | None = None
         self._knee = self.max_batch_size
         """Rows of a decode batch from which more gain little; until measured, all that may be."""
@@ -240,6 +242,8 @@ class Executor:
                 draft_parents=draft_parents,
             )
             self.operation_metrics.record_decode(1, watch.seconds(), 1 + output.acceptance_count)
+            if self.on_drafts is not None:
+                self.on_drafts(len(draft_tokens), output.acceptance_count)
             return output
 
     def _prefill(

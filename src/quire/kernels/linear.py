@@ -119,7 +119,7 @@ class NativeLinear:
 class NativeMap:
     """``contracts.linear.LinearMap`` with everything ready for calls."""
 
-    __slots__ = ("_bias", "_dtype", "_native", "_place", "_run", "weights")
+    __slots__ = ("_bias", "_native", "_run", "dtype", "place", "weights")
 
     def __init__(
         self,
@@ -130,26 +130,29 @@ class NativeMap:
         level: int,
         parallel: int | None,
     ) -> None:
-        """``bias_O``: float32. ``dtype``: of the activations."""
+        """``bias_O``: float32."""
         self.weights = weights
-        self._run, self._bias, self._dtype = run, bias_O, dtype
+        self.dtype = dtype
+        """Of the activations."""
+        self._run, self._bias = run, bias_O
         self._native = _Linear(
             weights.values.data_ptr(), None if weights.scales is None else weights.scales.data_ptr(),
             None if bias_O is None else bias_O.data_ptr(), parallel, weights.inputs, weights.outputs, weights.group,
             FORMS.index(weights.form), int(dtype == torch.bfloat16), level,
         )  # fmt: skip
-        self._place = ctypes.addressof(self._native)
+        self.place = ctypes.addressof(self._native)
+        """Address of the map as C++ has it, as long as this object lives."""
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""
-        if x_TI.dtype != self._dtype:
-            raise InvalidArgument(f"the map is of {self._dtype} activations; x is {x_TI.dtype}")
+        if x_TI.dtype != self.dtype:
+            raise InvalidArgument(f"the map is of {self.dtype} activations; x is {x_TI.dtype}")
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
         rows = x_TI.shape[0]
-        y_TO = torch.empty(rows, self.weights.outputs, dtype=self._dtype, device="cpu")
+        y_TO = torch.empty(rows, self.weights.outputs, dtype=self.dtype, device="cpu")
         if rows and self._run(
-            self._place, y_TO.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), rows, torch.get_num_threads()
+            self.place, y_TO.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), rows, torch.get_num_threads()
         ):
             raise MemoryError(
                 f"a product of {rows} rows with {self.weights.inputs} inputs found no memory for its sums"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
 from quire.contracts.layers import LayerSpec
+from quire.contracts.rows import HeadNormWeights, Rotation
 from quire.errors import InvalidArgument, Unsupported
 from quire.kernels.native_library import NativeLibrary, native_library, native_problem
 from quire.kernels.sdpa import SdpaAttention
@@ -65,6 +66,36 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("type", "level")),
         ("of_one_layer", ctypes.c_int64 * 11),
     ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("k", "v", "sinks", "q_norm", "k_norm")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "key_width", "value_width")),
+        *((name, ctypes.c_double) for name in ("head_eps", "scale", "softcap")),
+    ]
+
+
+class _Forward(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("call", "cos", "sin")),
+        *((name, ctypes.c_int64) for name in ("turn_stride", "rotary", "interleaved")),
+        ("slots", ctypes.c_void_p),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class NativePart:
+    """A structure of ``cpu/block.cpp`` and what it points to."""
+
+    native: ctypes.Structure
+    kept: object
+    place: int
+    """Its address, as long as this object lives."""
+
+    @classmethod
+    def of(cls, native: ctypes.Structure, *kept: object) -> Self:
+        return cls(native, kept, ctypes.addressof(native))
 
 
 ITEM_SIZE = 11
@@ -210,6 +241,46 @@ class NativeAttention:
         kept = (prepared.pages, prepared.numbers, batch, made, room, states, left, call)
         return BoundPlan(ctypes.addressof(call), items[:found], kept)
 
+    # -- calls over blocks (``contracts.block_calls.PartsBackend``) --------------------------------
+
+    def layer_part(
+        self,
+        num_heads: int,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        scoring: Scoring,
+        sinks_H: Tensor | None,
+        norms: HeadNormWeights | None,
+    ) -> NativePart | None:
+        """See the contract. Pools with gaps cannot be called so."""
+        if not (k_SHD.is_contiguous() and v_SHD.is_contiguous()):
+            return None
+        if sinks_H is not None:
+            sinks_H = sinks_H.to(torch.float32).contiguous()
+        native = _Layer(
+            k_SHD.data_ptr(), v_SHD.data_ptr(), None if sinks_H is None else sinks_H.data_ptr(), None, None,
+            num_heads, k_SHD.shape[1], k_SHD.shape[2], v_SHD.shape[2], 0.0, scoring.scale, scoring.softcap or 0.0,
+        )  # fmt: skip
+        if norms is not None:
+            native.q_norm, native.k_norm = norms.q_weight_D.data_ptr(), norms.k_weight_D.data_ptr()
+            native.head_eps = norms.eps
+        return NativePart.of(native, k_SHD, v_SHD, sinks_H, norms)
+
+    def forward_part(
+        self, prepared: Any, num_heads: int, k_SHD: Tensor, v_SHD: Tensor, rotation: Rotation | None, slots_T: Tensor
+    ) -> NativePart | None:
+        """See the contract. Plans of other backends cannot be called so."""
+        if not isinstance(prepared, PagedPlan) or len(prepared.parts) > 1:
+            return None
+        turned_THD = k_SHD.new_empty(prepared.plan.num_tokens, num_heads + k_SHD.shape[1], k_SHD.shape[2])
+        bound = self.bound(prepared, turned_THD[:, :num_heads], None, k_SHD, v_SHD)
+        native = _Forward(bound.call, None, None, 0, 0, 0, slots_T.data_ptr())
+        if rotation is not None:
+            cos_T1R, sin_T1R, native.interleaved = rotation
+            native.cos, native.sin = cos_T1R.data_ptr(), sin_T1R.data_ptr()
+            native.turn_stride, native.rotary = cos_T1R.stride(0), cos_T1R.shape[2]
+        return NativePart.of(native, bound, rotation, slots_T)
+
     # -- run ---------------------------------------------------------------------------------------
 
     def run(
@@ -264,6 +335,22 @@ class NativeAttention:
     ) -> Tensor:
         check_sink_query(prepared.plan, q_sink_THD)
         q_THD, k_SHD, v_SHD = _in_rows(q_THD), _in_rows(k_SHD), _in_rows(v_SHD)
+        q_sink_THD = None if q_sink_THD is None else _in_rows(q_sink_THD)
+        bound = self.bound(prepared, q_THD, q_sink_THD, k_SHD, v_SHD)
+        if sinks_H is not None:
+            sinks_H = sinks_H.to(torch.float32).contiguous()
+        out_THD = torch.empty((*q_THD.shape[:2], v_SHD.shape[2]), dtype=prepared.dtype, device="cpu")
+        self._run(
+            bound.call, q_THD.data_ptr(), None if q_sink_THD is None else q_sink_THD.data_ptr(),
+            k_SHD.data_ptr(), v_SHD.data_ptr(), out_THD.data_ptr(), None if lse_TH is None else lse_TH.data_ptr(),
+            None if sinks_H is None else sinks_H.data_ptr(), scoring.scale, scoring.softcap or 0.0, self._parallel,
+        )  # fmt: skip
+        return out_THD
+
+    def bound(
+        self, prepared: PagedPlan, q_THD: Tensor, q_sink_THD: Tensor | None, k_SHD: Tensor, v_SHD: Tensor
+    ) -> BoundPlan:
+        """Return what ``bind`` does, made once for all layers of such shapes."""
         key: tuple[Any, ...] = (
             q_THD.shape,
             q_THD.stride(),
@@ -274,20 +361,11 @@ class NativeAttention:
             k_SHD.dtype,
         )
         if q_sink_THD is not None:
-            q_sink_THD = _in_rows(q_sink_THD)
             key = (*key, q_sink_THD.stride(), q_sink_THD.dtype)
         bound = prepared.bound.get(key)
         if bound is None:
             bound = prepared.bound[key] = self.bind(prepared, q_THD, q_sink_THD, k_SHD, v_SHD)
-        if sinks_H is not None:
-            sinks_H = sinks_H.to(torch.float32).contiguous()
-        out_THD = torch.empty((*q_THD.shape[:2], v_SHD.shape[2]), dtype=prepared.dtype, device="cpu")
-        self._run(
-            bound.call, q_THD.data_ptr(), None if q_sink_THD is None else q_sink_THD.data_ptr(),
-            k_SHD.data_ptr(), v_SHD.data_ptr(), out_THD.data_ptr(), None if lse_TH is None else lse_TH.data_ptr(),
-            None if sinks_H is None else sinks_H.data_ptr(), scoring.scale, scoring.softcap or 0.0, self._parallel,
-        )  # fmt: skip
-        return out_THD
+        return bound
 
 
 def _in_rows(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from quire.contracts.layers import CrossAttention, LatentAttention, LayerSpec, R
 from quire.contracts.recurrence import RecurrenceBackend
 from quire.contracts.rows import RowKernels
 from quire.errors import InvalidArgument, Unsupported
+from quire.kv.attention_parts import LayerParts, layer_parts
 from quire.kv.encoders import EncoderPart
 from quire.kv.forward_need import pages_for
 from quire.kv.imports import Import
@@ -121,6 +122,8 @@ class StateParts:
                 backend=ReferenceRecurrence() if recurrence is None else recurrence,
             )
         self.imports: dict[SeqId, Import] = {}
+        self.layer_parts: LayerParts | None = layer_parts(self.backend, self.layer)
+        """For calls over whole blocks; None if the backend knows none."""
 
     def _make_pools(self, window_capacity: int | None) -> list[PagePool]:
         """Make the layer classes and their storage; return their pools."""

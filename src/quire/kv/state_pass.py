@@ -14,9 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import ForwardPlan, Scoring
+from quire.contracts.block_calls import AttentionParts
 from quire.contracts.model import LatentExpansion
+from quire.contracts.rows import HeadNormWeights
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv import latent
+from quire.kv.attention_parts import ForwardPart
 from quire.kv.attention_pass import AttentionPass
 from quire.kv.encoders import EncoderPass
 from quire.kv.forward_need import ForwardNeed
@@ -35,6 +38,34 @@ class StatePass(AttentionPass):
         self._encoders: EncoderPass | None = None
         if parts.encoders is not None:
             self._encoders = EncoderPass(parts.encoders, need.seq_ids, self.batch, parts.backend)
+        self._parts: dict[tuple[int, ...], ForwardPart] = {}
+        """For calls over whole blocks, by the kind of layer."""
+
+    def attention_parts(
+        self, layer_id: int, norms: HeadNormWeights | None, dtype: torch.dtype
+    ) -> AttentionParts | None:
+        """See ``contracts.model.Pass``."""
+        state = self._state
+        if self.capturing or state.layer_parts is None or dtype != state.dtype:
+            return None
+        part = state.layer_parts.of(layer_id, norms)
+        if part is None:
+            return None
+        self.require_open(layer_id)
+        index, rope = part.layer.class_index, part.layer.turning
+        made = (
+            self.prepared("fused", index).made,
+            None if rope is None else self._rotation(rope),
+            self._running_slots[index],
+        )
+        forward = self._parts.get(part.kind)
+        if forward is None or not forward.is_of(*made):
+            forward = self._parts[part.kind] = state.layer_parts.in_forward(part, *made)
+        if forward.made is None:
+            return None
+        self.begin_write(layer_id)
+        self.end_write(layer_id)
+        return AttentionParts(part.made.place, forward.made.place)
 
     def rehearse(self, rows: NDArray[np.int64], asking: NDArray[np.int64], first_layer: int) -> Rehearsal:
         """See ``contracts.model.OpenPass``."""

@@ -10,13 +10,19 @@ Letters: T new tokens, E model width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from quire.contracts.block_calls import BlockKernel, BlockTail, LayerKernels, NormWeight, WholeBlock
 from quire.contracts.model import Pass
+from quire.nn.attention import Attention
+from quire.nn.linear import Linear
+from quire.nn.mlp import GatedMLP
+from quire.nn.norm import RMSNorm
+from quire.nn.packed import KernelLinear
 
 Mixer: TypeAlias = Callable[[Tensor, Pass], Tensor]
 """Attention, or a recurrent layer: maps ``[T, E]`` to a fresh ``[T, E]``."""
@@ -36,6 +42,28 @@ class Norm(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedBlock:
+    """The calls that a kernel makes of a block, while no adapter changes its maps."""
+
+    attention: Attention
+    maps: tuple[Linear, Linear, Linear, Linear]
+    tail: BlockTail
+    """From the heads of attention on."""
+    whole: WholeBlock | None
+
+    def run(self, block: PreNormBlock, x_TE: Tensor, pass_: Pass) -> Tensor | None:
+        """Return what the block does; None if its parts must run one by one."""
+        qkv, out, gate_up, down = self.maps
+        if not (self.tail.takes(x_TE) and out.is_plain and gate_up.is_plain and down.is_plain):
+            return None
+        if self.whole is not None and qkv.is_plain:
+            parts = pass_.attention_parts(self.attention.layer_id, self.attention.head_norms, x_TE.dtype)
+            if parts is not None:
+                return self.whole(x_TE, parts)
+        return self.tail(self.attention.heads(block.attention_norm(x_TE), pass_), x_TE)
+
+
 @dataclass(slots=True, eq=False)
 class PreNormBlock:
     """``h = x + attention(norm(x))``, then ``h + mlp(norm(h))``: Llama and most others."""
@@ -44,10 +72,18 @@ class PreNormBlock:
     attention: Mixer
     mlp_norm: Norm
     mlp: FeedForward
+    joined: JoinedBlock | None = field(init=False, default=None)
+    """What runs few rows."""
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        if self.joined is not None and (y_TE := self.joined.run(self, x_TE, pass_)) is not None:
+            return y_TE
         h_TE = self.attention(self.attention_norm(x_TE), pass_)
         return self.mlp(self.mlp_norm.after_sum(h_TE, x_TE)).add_(h_TE)
+
+    def join(self, kernels: LayerKernels) -> None:
+        """Run few rows as one call from now on, if the kernels know the block's parts."""
+        self.joined = joined(self, kernels.blocks) if type(self) is PreNormBlock else None
 
 
 @dataclass(slots=True, eq=False)
@@ -102,3 +138,25 @@ class ParallelBlock:
 
 DecoderBlock: TypeAlias = PreNormBlock | PostNormBlock | ParallelBlock
 """Any block of a decoder; all have ``attention`` and ``mlp``."""
+
+
+def joined(block: PreNormBlock, kernel: BlockKernel | None) -> JoinedBlock | None:
+    """Return the calls for a block whose maps are packed; None if it has other parts."""
+    attention, norm, mlp = block.attention, block.mlp_norm, block.mlp
+    if kernel is None or not (isinstance(attention, Attention) and isinstance(norm, RMSNorm)):
+        return None
+    if not isinstance(mlp, GatedMLP):
+        return None
+    maps = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+    qkv, out, gate_up, down = (one.map if isinstance(one, KernelLinear) else None for one in maps)
+    if out is None or gate_up is None or down is None:
+        return None
+    tail = kernel.tail(out, NormWeight(norm.weight, norm.eps), gate_up, down, mlp.activation)
+    if tail is None:
+        return None
+    first, whole = block.attention_norm, None
+    if isinstance(first, RMSNorm) and qkv is not None and attention.is_whole:
+        heads = attention.head_norms or ()
+        if all(one.dtype == first.weight.dtype and one.is_contiguous() for one in heads[:2]):
+            whole = kernel.whole(NormWeight(first.weight, first.eps), qkv, tail)
+    return JoinedBlock(attention, maps, tail, whole)

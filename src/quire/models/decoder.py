@@ -17,9 +17,10 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention
 from quire.contracts.model import Block
-from quire.contracts.rows import ActivationName, LayerKernels
+from quire.contracts.rows import ActivationName
 from quire.errors import InvalidArgument
 from quire.models.blocks import (
     DecoderBlock,
@@ -189,6 +190,9 @@ class Trunk:
         """
         parts: list[object] = [*self.blocks, self.norm]
         grown = sum(pack_maps(part, kernels) for part in parts)
+        for block in self.blocks:
+            if isinstance(block, PreNormBlock):
+                block.join(kernels)
         self.parameter_bytes += grown
         head = packed(self.lm_head, kernels.of_head())
         if head is self.lm_head:

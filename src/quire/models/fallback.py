@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.model import Block, Pass
-from quire.contracts.rows import LayerKernels
 from quire.errors import CheckpointError, Unsupported
 from quire.models.checkpoint import NameTable
 from quire.models.families import canonical_of

@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.model import Model
-from quire.contracts.rows import LayerKernels
 from quire.errors import CheckpointError, Unsupported
 from quire.models import bamba, deepseek, falcon_h1, gemma, granite_moe_hybrid, lfm2, llama, mamba2, qwen3_next
 from quire.models import dense_families as dense

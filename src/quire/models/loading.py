@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from quire.contracts.rows import LayerKernels
+from quire.contracts.block_calls import LayerKernels
 from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted
 from quire.models.checkpoint import Checkpoint, Place, expand, parameter_shapes
 from quire.models.config_fields import read_config_file

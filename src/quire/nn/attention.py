@@ -33,9 +33,24 @@ class Attention:
     out: Linear
     """Hq*Dv to E"""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether its heads are ``attend_qkv`` of the projection, with ``head_norms``, and nothing
+        else."""
+        return type(self) is Attention
+
+    @property
+    def head_norms(self) -> HeadNormWeights | None:
+        """Norms of the heads that the pass applies."""
+        return None
+
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; the pass stores K and V of these tokens."""
-        return self.out(pass_.attend_qkv(self.layer_id, self.qkv(x_TE)).flatten(-2))
+        return self.out(self.heads(x_TE, pass_))
+
+    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """Map ``[T, E]`` to the heads before ``out``, ``[T, Hq*Dv]``."""
+        return pass_.attend_qkv(self.layer_id, self.qkv(x_TE)).flatten(-2)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,15 +72,26 @@ class NormedAttention(Attention):
         kv_heads = spec.num_kv_heads
         self._sizes = [spec.num_heads * spec.head_dim, kv_heads * spec.head_dim, kv_heads * spec.value_dim]
 
-    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+    @property
+    def is_whole(self) -> bool:
+        """See ``Attention``."""
+        return type(self) is NormedAttention and self._norms is not None
+
+    @property
+    def head_norms(self) -> HeadNormWeights | None:
+        """See ``Attention``."""
+        return self._norms
+
+    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """See ``Attention``."""
         spec = self.spec
         if self._norms is not None:
-            return self.out(pass_.attend_qkv(self.layer_id, self.qkv(x_TE), self._norms).flatten(-2))
+            return pass_.attend_qkv(self.layer_id, self.qkv(x_TE), self._norms).flatten(-2)
         q_TC, k_TC, v_TC = torch.split(self.qkv(x_TE), self._sizes, dim=-1)
         q_THD = self.q_norm(q_TC.view(-1, spec.num_heads, spec.head_dim))
         k_THD = self.k_norm(k_TC.view(-1, spec.num_kv_heads, spec.head_dim))
         v_THD = v_TC.view(-1, spec.num_kv_heads, spec.value_dim)
-        return self.out(pass_.attend(self.layer_id, q_THD, k_THD, v_THD).flatten(-2))
+        return pass_.attend(self.layer_id, q_THD, k_THD, v_THD).flatten(-2)
 
 
 class WidthNormedAttention(NormedAttention):
@@ -73,10 +99,11 @@ class WidthNormedAttention(NormedAttention):
 
     __slots__ = ()
 
-    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """See ``Attention``."""
         spec = self.spec
         q_TC, k_TC, v_TC = torch.split(self.qkv(x_TE), self._sizes, dim=-1)
         q_THD = self.q_norm(q_TC).view(-1, spec.num_heads, spec.head_dim)
         k_THD = self.k_norm(k_TC).view(-1, spec.num_kv_heads, spec.head_dim)
         v_THD = v_TC.view(-1, spec.num_kv_heads, spec.value_dim)
-        return self.out(pass_.attend(self.layer_id, q_THD, k_THD, v_THD).flatten(-2))
+        return pass_.attend(self.layer_id, q_THD, k_THD, v_THD).flatten(-2)

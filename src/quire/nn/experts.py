@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from quire.contracts.rows import ActivationName, LayerKernels, RowKernels
+from quire.contracts.block_calls import LayerKernels
+from quire.contracts.rows import ActivationName, RowKernels
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
 from quire.nn.packed import pack_maps, packed

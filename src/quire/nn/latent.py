@@ -67,12 +67,12 @@ class MultiHeadLatentAttention(Attention):
         rank, position_dim = kv_up_HCR.shape[-1], spec.head_dim - nope_dim
         self._sizes = [qkv.out_features - rank - position_dim, rank, position_dim]
 
-    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """Map ``[T, E]`` to a fresh ``[T, E]``; the pass stores the latent rows of these tokens."""
+    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """See ``Attention``; the pass stores the latent rows of these tokens."""
         spec = self.spec
         q_TC, latent_TR, position_TD = torch.split(self.qkv(x_TE), self._sizes, dim=-1)
         if self.query_up is not None:
             q_TC = self.query_up(q_TC)
         rows_TR = torch.cat((self.latent_norm(latent_TR), position_TD), -1)
         q_THD = q_TC.view(-1, spec.num_heads, spec.head_dim)
-        return self.out(pass_.attend_latent(self.layer_id, q_THD, rows_TR, self.expansion).flatten(-2))
+        return pass_.attend_latent(self.layer_id, q_THD, rows_TR, self.expansion).flatten(-2)

@@ -14,6 +14,10 @@ from torch import Tensor
 class LowRankTerm(Protocol):
     """The contribution of adapters to the results of one linear map."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no row of this forward is under an adapter that changes the map."""
+
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> None:
         """Add to the rows of ``y`` under adapters, in place; all others stay, to the bit."""
         ...
@@ -48,6 +52,11 @@ class Linear:
     @property
     def weight_bytes(self) -> int:
         return self.weight.nbytes
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether ``product`` alone gives the results of this forward."""
+        return self.low_rank is None or self.low_rank.is_idle
 
     def plain_weight(self) -> Tensor:
         """Return the weight ``[O, I]`` as rows, however it is laid out."""

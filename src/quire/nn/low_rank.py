@@ -295,6 +295,11 @@ class LowRankLinear:
         """Whether no loaded adapter changes the map."""
         return not self.pieces and not self.tables
 
+    @property
+    def is_idle(self) -> bool:
+        """See ``quire.nn.linear.LowRankTerm``."""
+        return self.work is None
+
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> None:
         """See ``quire.nn.linear.LowRankTerm``. ``InvalidArgument`` for rows of another forward."""
         work = self.work

@@ -35,12 +35,12 @@ class GatedAttention(NormedAttention):
         super().__post_init__()
         self._sizes[0] *= 2
 
-    def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
-        """Map ``[T, E]`` to a fresh ``[T, E]``; the pass stores K and V of these tokens."""
+    def heads(self, x_TE: Tensor, pass_: Pass) -> Tensor:
+        """See ``Attention``."""
         spec = self.spec
         q_TC, k_TC, v_TC = torch.split(self.qkv(x_TE), self._sizes, dim=-1)
         q_THD, gate_THD = q_TC.view(-1, spec.num_heads, 2 * spec.head_dim).chunk(2, dim=-1)
         k_THD = self.k_norm(k_TC.view(-1, spec.num_kv_heads, spec.head_dim))
         v_THD = v_TC.view(-1, spec.num_kv_heads, spec.value_dim)
         out_THD = pass_.attend(self.layer_id, self.q_norm(q_THD), k_THD, v_THD)
-        return self.out(out_THD.mul_(torch.sigmoid(gate_THD)).flatten(-2))
+        return out_THD.mul_(torch.sigmoid(gate_THD)).flatten(-2)

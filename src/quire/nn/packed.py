@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.linear import LinearMap, WeightForm
-from quire.contracts.rows import LayerKernels
 from quire.nn.linear import Linear
 from quire.ops.packed_weights import unpack
 

@@ -88,8 +88,8 @@ class StateEvents:
         try:
             while not self._over:
                 views = self._context.llm.views
-                if self._last is None or (views.mark != self._mark and views.budget.is_free):
-                    self._mark = views.mark
+                if self._last is None or ((views.mark != self._mark or views.is_behind) and views.budget.is_free):
+                    self._mark, views.is_behind = views.mark, False
                     self._last = await self._context.llm.read(_event)
                     self._tell()
                 await asyncio.sleep(PERIOD)

@@ -11,8 +11,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from quire.contracts.views import TiersView
+from quire.contracts.views import TextView, TiersView
 from quire.engine.views.state_views import ReadState, StateViews
+from quire.errors import InvalidArgument, NotFound
 from quire.server.events import STREAMED
 from quire.server.state_answers import context_of, json_answer, read_views, shared_answer, viewer_of
 from quire.server.state_events import StateStream, events_of
@@ -56,11 +57,18 @@ async def text(
 ) -> Response:
     """List tokens of a branch with their texts."""
     viewer, owner = viewer_of(request), str(request.state.owner)
-    found = await read_views(
-        request,
-        lambda views: views.text(branch, start, stop, viewer, owner=owner, state=views.state(anew=False)),
-    )
-    return json_answer(found.document())
+
+    def read(views: StateViews) -> TextView:
+        try:
+            found = views.text(branch, start, stop, viewer, owner=owner, state=views.state(anew=False))
+            if found.num_tokens >= (start if stop is None else stop):
+                return found
+        except (InvalidArgument, NotFound):
+            pass
+        # A branch that has just begun, or grown, is in no reading yet.
+        return views.text(branch, start, stop, viewer, owner=owner)
+
+    return json_answer((await read_views(request, read)).document())
 
 
 @router.get("/pages")

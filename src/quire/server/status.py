@@ -1,6 +1,7 @@
 """``/health``, ``/version``, ``/metrics``, ``/v1/models``, and endpoints that no model supports.
 
-Metrics are in Prometheus' text format, under exactly the names of ``quire.metrics``.
+Metrics are in Prometheus' text format, under exactly the names of ``quire.metrics``, and those that
+vLLM has too also under its names.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from quire.executor import counters
 from quire.metrics import MetricFamily, Sample
 from quire.server.context import Context, public_name
 from quire.server.errors import REFUSED_VALUES, ApiError, bad_field
+from quire.server.vllm_names import vllm_families
 
 router = APIRouter()
 
@@ -119,6 +121,7 @@ async def metrics(request: Request) -> Response:
         _gauge("quire:http_requests_under_way", "HTTP requests being answered.", context.gate.under_way),
         _gauge("quire:sessions_open", "Sessions that clients hold.", len(context.sessions)),
     ]
+    families += vllm_families(families, context.model_name)
     return Response(generate_latest(_Families(families)), headers={"content-type": CONTENT_TYPE})
 
 

@@ -7,10 +7,15 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
+from quire.engine.views.timeline import Timeline
 from quire.engine.views.timeline_reader import timeline_document
 from quire.server.context import Context
+from quire.server.state_answers import viewer_of
 
 router = APIRouter()
+
+LONGEST_WAIT = 1.0
+"""Seconds that an answer waits, at most, for its turn."""
 
 
 @router.get("/v1/state/timeline", tags=["state"])
@@ -20,10 +25,13 @@ async def timeline(
 ) -> dict[str, Any]:
     """Tell the steps after ``since``, the requests that changed, latencies and rates."""
     context: Context = request.app.state.context
-    owner = viewer(context, request.state.owner)
-    return await asyncio.to_thread(timeline_document, context.llm.engine.timeline, since, owner)
+    line, owner = context.llm.engine.timeline, viewer_of(request).owner
+    # It takes no lock of the engine's, but Python runs one thread at a time.
+    if not line.budget.is_free:
+        await asyncio.sleep(min(line.budget.wait, LONGEST_WAIT))
+    return await asyncio.to_thread(_read, line, since, owner)
 
 
-def viewer(context: Context, owner: str) -> str | None:
-    """Return whose requests a caller may see; None: all, where there are not two keys."""
-    return owner if len(set(context.settings.api_key)) > 1 else None
+def _read(line: Timeline, since: int, owner: str | None) -> dict[str, Any]:
+    with line.budget.spent():
+        return timeline_document(line, since, owner)

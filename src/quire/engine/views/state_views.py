@@ -88,6 +88,9 @@ class StateViews:
         self.budget = LookBudget()
         self.texts = TextReader(engine.tokenizer)
         self.commits = CommitReader(engine)
+        self.is_behind = False
+        """Whether somebody was shown what was no longer so, since the budget allowed no look. Who
+        tells viewers of changes tells them once more, and sets it back."""
         self._lock = Lock()
         self._last: ReadState | None = None
         self._mark: Hashable = None
@@ -110,6 +113,7 @@ class StateViews:
         with self._lock:
             mark = self.mark
             if not anew and self._last is not None and (mark == self._mark or not self.budget.is_free):
+                self.is_behind |= mark != self._mark
                 return self._last
             self._number += 1
             before = time.thread_time()
@@ -127,6 +131,7 @@ class StateViews:
             if (known := self._made.get(name)) is not None:
                 self._made.move_to_end(name)
                 if known[0] == found.reading.number or not self.budget.is_free:
+                    self.is_behind |= known[0] != found.reading.number
                     return known[1]  # type: ignore[no-any-return]
         with self.budget.spent():
             made = make(found)
@@ -143,7 +148,10 @@ class StateViews:
         if known is None or last is None:
             return None
         is_new = known[0] == last.reading.number and self.mark == self._mark
-        return known[1] if is_new or not self.budget.is_free else None
+        if not is_new and self.budget.is_free:
+            return None
+        self.is_behind |= not is_new
+        return known[1]
 
     def forget(self) -> None:
         """Give back the memory of what was read."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from quire.branches.adapter_keys import OwnedSalt
 from quire.callers import Caller, caller
 from quire.engine.scheduled_request import ScheduledRequest, Status
+from quire.engine.views.look_budget import LookBudget
 
 if TYPE_CHECKING:
     from quire.engine.scheduler import Scheduled
@@ -144,6 +145,10 @@ class Timeline:
         self.on_end: list[Callable[[RequestLane], None]] = []
         """Called with each lane that ends, under the engine's lock: they must be quick. What they
         raise is dropped."""
+        self.budget = LookBudget()
+        """How often it may be looked at over HTTP, by all viewers together."""
+        self.model = "model"
+        """The model's name, in recordings."""
         self.adapter_name: Callable[[int], str | None] = str
         self._lock = threading.Lock()
         self._steps: deque[StepRecord] = deque(maxlen=STEPS)
@@ -283,11 +288,26 @@ class Timeline:
             lane.numbers = self._numbers(lane, request)
             lane.finished, lane.request, lane.changed = end - self._zero, None, self.count + 1
             self._ended.append(lane)
+        if request.params is not None:
+            self._observe(lane, request)
         for listener in self.on_end:
             try:
                 listener(lane)
             except Exception:
                 continue
+
+    def _observe(self, lane: RequestLane, request: SequenceRequest) -> None:
+        """Count a request that sampled and has ended."""
+        metrics = self.metrics
+        metrics.request_prompt_tokens.observe(request.num_prompt)
+        metrics.request_generation_tokens.observe(len(request.output_ids))
+        if lane.admitted is not None:
+            metrics.request_queue_time.observe(max(0.0, lane.admitted - lane.arrival))
+            if request.first_token is not None:
+                first, last = request.first_token - self._zero, request.last_token - self._zero
+                metrics.request_prefill_time.observe(max(0.0, first - lane.admitted))
+                metrics.request_decode_time.observe(last - first)
+                metrics.request_inference_time.observe(max(0.0, last - lane.admitted))
 
     def _numbers(self, lane: RequestLane, request: SequenceRequest) -> dict[str, Any]:
         """Return what is known of a request, under way or ended. Every value is a copy."""

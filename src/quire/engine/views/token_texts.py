@@ -50,18 +50,20 @@ class TextReader:
         return self._tokenizer.token_text(token)
 
     def view(self, branch: ReadBranch, viewer: Viewer, start: int, stop: int | None) -> TextView:
-        """Return tokens ``start`` to ``stop`` (None: all, or as many as fit). ``InvalidArgument``
-        for positions that the branch has not, or more than ``MOST_TOKENS``."""
+        """Return tokens ``start`` to ``stop`` (None: all, or as many as fit), or to the end if that
+        comes before. ``InvalidArgument`` for a start that the branch has not, a stop before it, and
+        more than ``MOST_TOKENS``."""
         if not 0 <= start <= branch.length:
             raise InvalidArgument(field="start", given=start, allowed=f"a position in 0..{branch.length}")
         if stop is None:
-            stop = min(branch.length, start + MOST_TOKENS)
-        if not start <= stop <= branch.length:
-            raise InvalidArgument(field="stop", given=stop, allowed=f"a position in {start}..{branch.length}")
+            stop = start + MOST_TOKENS
+        if stop < start:
+            raise InvalidArgument(field="stop", given=stop, allowed=f"a position from start={start} on")
         if stop - start > MOST_TOKENS:
             raise InvalidArgument(
                 f"stop - start is {stop - start}; at most {MOST_TOKENS} tokens are given at a time", field="stop"
             )
+        stop = min(stop, branch.length)
         return TextView(branch=viewer.id_of(branch), num_tokens=branch.length, tokens=self.tokens(branch, start, stop))
 
     def ends(self, ids_T: Ids) -> tuple[str | None, str | None]:

@@ -37,23 +37,32 @@ int quire_linear_level() {
 #endif
 }
 
-// y = x W^T + bias; y is [rows, outputs]. Return 0, or 1 without memory.
-int quire_linear(const Linear* map, void* y, const void* x, int64_t x_stride, int64_t rows, int64_t threads) {
-    if (rows * map->inputs * map->outputs <= ONE_THREAD) threads = 1;
+void (*quire_begin_linear(LinearCall* call, const Linear* map, void* y, const void* x, int64_t x_stride, int64_t rows,
+                          int64_t threads))(void*) {
     const int64_t panels = (map->outputs + PANEL - 1) / PANEL, row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     // At least three panels, of which two are read side by side, unless threads would have no work.
     int64_t parts = (ITEMS_OF_ONE * threads + row_tiles - 1) / row_tiles, most = panels / 3 > threads ? panels / 3 : panels < threads ? panels : threads;
     if (parts > most) parts = most;
+    call->map = map, call->x = x, call->y = y, call->rows = rows, call->x_stride = x_stride;
     // Equal tiles of whole blocks of rows.
-    const int64_t tile_rows = row_tiles > 1 ? (rows + 6 * row_tiles - 1) / (6 * row_tiles) * 6 : rows;
-    LinearCall call = {map, x, y, rows, x_stride, tile_rows, parts, {0}, {0}};
-    void (*run)(void*) = quire_linear_portable;
+    call->tile_rows = row_tiles > 1 ? (rows + 6 * row_tiles - 1) / (6 * row_tiles) * 6 : rows;
+    call->parts = parts;
+    call->items = parts * ((rows + call->tile_rows - 1) / call->tile_rows);
+    call->next_item = 0, call->done = 0, call->failed = 0;
 #if defined(__x86_64__)
-    if (map->level == 1) run = quire_linear_avx2;
-    if (map->level == 2) run = quire_linear_avx512;
-    if (map->level == 3) run = quire_linear_bf16;
+    if (map->level == 1) return quire_linear_avx2;
+    if (map->level == 2) return quire_linear_avx512;
+    if (map->level == 3) return quire_linear_bf16;
 #endif
-    run_on(threads < parts * row_tiles ? threads : parts * row_tiles, run, &call, map->parallel);
+    return quire_linear_portable;
+}
+
+// Return 0, or 1 without memory.
+int quire_linear(const Linear* map, void* y, const void* x, int64_t x_stride, int64_t rows, int64_t threads) {
+    if (rows * map->inputs * map->outputs <= ONE_THREAD) threads = 1;
+    LinearCall call;
+    void (*run)(void*) = quire_begin_linear(&call, map, y, x, x_stride, rows, threads);
+    run_on(threads < call.items ? threads : call.items, run, &call, map->parallel);
     return call.failed;
 }
 }

@@ -41,20 +41,25 @@ struct Linear {
     int64_t level;        // at most quire_linear_level()
 };
 
-}
-
-namespace {
-
 struct LinearCall {
     const Linear* map;
     const void* x;
     void* y;
     int64_t rows, x_stride;
     int64_t tile_rows, parts;  // rows and parts of the panels that make an item
+    int64_t items;
     // Right for any number of threads, also for fewer than were asked for.
-    std::atomic<int64_t> next_item;
+    std::atomic<int64_t> next_item, done;
     std::atomic<int> failed;  // a thread had no memory
 };
+
+// Plan y = x W^T + bias; y is [rows, outputs]. Return what the threads run over the call.
+void (*quire_begin_linear(LinearCall* call, const Linear* map, void* y, const void* x, int64_t x_stride, int64_t rows,
+                          int64_t threads))(void*);
+
+}
+
+namespace {
 
 // A thread's memory for sums, packed rows and widened weights, kept for its next call.
 struct Room {

@@ -337,9 +337,8 @@ INLINE void run_items(LinearCall& call) {
     }
     float* sums = widened + (2 + 2 * WIDEST_GROUP) * PANEL;
     X* x = (X*)(sums + 2 * to_apart);
-    const int64_t panels = (map.outputs + PANEL - 1) / PANEL, row_tiles = (call.rows + call.tile_rows - 1) / call.tile_rows;
-    const int64_t items = call.parts * row_tiles;
-    for (int64_t item, packed = -1; (item = call.next_item.fetch_add(1)) < items;) {
+    const int64_t panels = (map.outputs + PANEL - 1) / PANEL;
+    for (int64_t item, packed = -1; (item = call.next_item.fetch_add(1)) < call.items;) {
         const int64_t part = item % call.parts, first = item / call.parts * call.tile_rows;
         const int64_t rows = call.rows - first < call.tile_rows ? call.rows - first : call.tile_rows;
         if (packed != first) {
@@ -363,6 +362,7 @@ INLINE void run_items(LinearCall& call) {
             sum_panels<1, FORM>(map, panel, sums, to_apart, widened, x, length, rows);
             put_rows<T>(call, panel, first, rows, sums);
         }
+        call.done.fetch_add(1);
     }
 }
 

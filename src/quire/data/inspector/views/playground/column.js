@@ -2,12 +2,14 @@
 
 import { sessionPath, tokensOf } from "../../lib/edits.js";
 import { TokenStrip } from "../../lib/tokens.js";
+import { endsWith, nextName, pause } from "./parts.js";
 import { openTokenMenu } from "./token_menu.js";
 
 /** Tokens at the end that are shown at first, and are added by "Earlier". */
 const WINDOW = 1500;
 /** Milliseconds between two questions whether a session is free again. */
 const AGAIN = 150;
+const TRIES = 20;
 
 export class Column {
   /**
@@ -69,7 +71,7 @@ export class Column {
   // -- what is shown -------------------------------------------------------------
 
   /** Read the session anew, if it differs from what is shown. */
-  async refresh({ force = false } = {}) {
+  async refresh({ force = false, tail = [] } = {}) {
     if (this.running) return;
     try {
       const info = await this.app.get(sessionPath(this.id), { tokens: false });
@@ -78,18 +80,25 @@ export class Column {
       this.info = info;
       this.element.classList.remove("gone");
       this.describe();
-      if (!same) await this.loadTokens();
+      if (!same) await this.loadTokens(tail);
     } catch (error) {
       if (error.status !== 404) throw error;
       this.lost();
     }
   }
 
-  async loadTokens() {
+  /** `tail`: ids that it ends with, or with all but the last of. */
+  async loadTokens(tail = []) {
     const { num_tokens: length } = this.info;
-    this.start = Math.min(this.start, Math.max(0, length - WINDOW)) || Math.max(0, length - WINDOW);
-    const tokens = await tokensOf(this.app, `session:${this.id}`, this.start, length);
-    if (this.running) return;
+    this.start = Math.max(0, length - WINDOW);
+    let tokens = [];
+    for (let tries = 0; tries < TRIES; tries++) {
+      tokens = await tokensOf(this.app, `session:${this.id}`, this.start, length);
+      if (this.running || this.app.signal.aborted) return;
+      // Many viewers share one reading of the state, which may be a moment old.
+      if (tokens.length === length - this.start && endsWith(tokens, tail) !== null) break;
+      await pause(AGAIN);
+    }
     const at = this.strip.index;
     this.strip.set(tokens);
     if (at >= 0 && at < tokens.length) this.strip.go(at, { quiet: true });
@@ -225,7 +234,7 @@ export class Column {
     await this.settle();
     this.setRunning(null);
     if (this.app.signal.aborted) return;
-    await this.refresh({ force: true }).catch(this.app.fail);
+    await this.refresh({ force: true, tail: ids }).catch(this.app.fail);
     this.keepChances(ids, chances);
     this.told(ids.length, finish, failure);
   }
@@ -246,7 +255,7 @@ export class Column {
       } catch {
         return;
       }
-      await new Promise((resolve) => setTimeout(resolve, AGAIN));
+      await pause(AGAIN);
     }
   }
 
@@ -265,17 +274,13 @@ export class Column {
   /** Remember how probable the new tokens were: those at the end of the session. */
   keepChances(ids, chances) {
     const shown = this.strip.tokens;
-    // A token that ended the generation is not in the session.
-    for (let dropped = 0; dropped <= Math.min(2, ids.length); dropped++) {
-      const kept = ids.length - dropped;
-      const from = shown.length - kept;
-      if (from < 0 || !ids.slice(0, kept).every((id, index) => shown[from + index].id === id)) continue;
-      for (let index = 0; index < kept; index++) {
-        if (typeof chances[index] !== "number") continue;
-        this.chances.set(shown[from + index].position, { id: ids[index], logprob: chances[index] });
-        this.shade(this.strip.nodes[from + index], shown[from + index]);
-      }
-      return;
+    const from = endsWith(shown, ids);
+    if (from === null) return;
+    for (let index = from; index < shown.length; index++) {
+      const logprob = chances[index - from];
+      if (typeof logprob !== "number") continue;
+      this.chances.set(shown[index].position, { id: shown[index].id, logprob });
+      this.shade(this.strip.nodes[index], shown[index]);
     }
   }
 
@@ -381,10 +386,4 @@ export class Column {
       this.app.announce(`${name} is deleted`);
     });
   }
-}
-
-/** "draft" -> "draft 2" -> "draft 3". */
-function nextName(name) {
-  const [, stem, number] = /^(.*?)(?: (\d{1,6}))?$/s.exec(name);
-  return `${stem} ${Number(number ?? 1) + 1}`;
 }

@@ -34,7 +34,9 @@ export class Sampling {
     };
     const fields = el("div.sampling", { role: "group", "aria-label": "Sampling, of all branches" }, FIELDS.map(field));
     // A fold, so that small screens keep their room for the branches.
-    this.element = el("details.sampling-fold", { open: innerWidth > 760 }, el("summary", {}, "Sampling"), fields);
+    const wide = matchMedia("(min-width: 761px)");
+    this.element = el("details.sampling-fold", { open: wide.matches }, el("summary", {}, "Sampling"), fields);
+    wide.addEventListener("change", () => (this.element.open = wide.matches), { signal: app.signal });
   }
 
   /** Return the fields of a request. Throws an Error that names the first that is no number. */

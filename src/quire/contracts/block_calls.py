@@ -1,0 +1,109 @@
+"""Whole decoder blocks as one call, and what a model is given to run on its machine.
+
+Letters: as in ``contracts.rows``; C columns of all heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from quire.contracts.attention import Scoring
+from quire.contracts.linear import LinearKernel, LinearMap, Quantization
+from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowKernels
+
+
+class AttentionParts(NamedTuple):
+    """What a call over a block needs for its attention: two structures of the kernel's."""
+
+    layer: int
+    """Address of what one layer of a KV state is made of."""
+    forward: int
+    """Address of what the layers of its class have in common in one forward."""
+
+
+@runtime_checkable
+class PartsBackend(Protocol):
+    """An attention backend whose attention a call over a block can run."""
+
+    def layer_part(
+        self,
+        num_heads: int,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        scoring: Scoring,
+        sinks_H: Tensor | None,
+        norms: HeadNormWeights | None,
+    ) -> Any:
+        """Return a layer's structure, whose address is ``place``; None if it cannot be called so.
+        It holds what it points to."""
+
+    def forward_part(
+        self, prepared: Any, num_heads: int, k_SHD: Tensor, v_SHD: Tensor, rotation: Rotation | None, slots_T: Tensor
+    ) -> Any:
+        """Return the structure of a forward for layers of such shapes, likewise. ``prepared``: what
+        ``AttentionBackend.plan`` has made."""
+
+
+class NormWeight(NamedTuple):
+    """A root mean square norm over the model width."""
+
+    weight_E: Tensor
+    eps: float
+
+
+class BlockTail(Protocol):
+    """The end of a decoder block, from the heads of attention on, as one call."""
+
+    def takes(self, x_TE: Tensor) -> bool:
+        """Return whether the call is for such rows. Others are for the parts one by one."""
+
+    def __call__(self, heads_TC: Tensor, x_TE: Tensor) -> Tensor:
+        """Return a fresh ``h + down(gated(gate_up(norm(h))))`` with ``h = x + out(heads)``. Each
+        number is the same to the bit as from the parts one by one."""
+
+
+class WholeBlock(Protocol):
+    """A decoder block as one call."""
+
+    def takes(self, x_TE: Tensor) -> bool:
+        """Return whether the call is for such rows. Others are for the parts one by one."""
+
+    def __call__(self, x_TE: Tensor, attention: AttentionParts) -> Tensor:
+        """Return a fresh result of the block's end over the heads ``attention(qkv(norm(x)))``, and
+        write K and V to the layer's pools. Each number is the same to the bit as from the parts one
+        by one."""
+
+
+class BlockKernel(Protocol):
+    """Joins the parts of a block. None: it does not know such parts."""
+
+    def tail(
+        self, out: LinearMap, norm: NormWeight, gate_up: LinearMap, down: LinearMap, activation: ActivationName
+    ) -> BlockTail | None:
+        """Return the end of a block as one call."""
+
+    def whole(self, norm: NormWeight, qkv: LinearMap, tail: BlockTail) -> WholeBlock | None:
+        """Return a block with this end as one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKernels:
+    """What the layers of a model are given for the machine that they run on."""
+
+    rows: RowKernels | None = None
+    """None: PyTorch's operations."""
+    linear: LinearKernel | None = None
+    """None: PyTorch's products, with oneDNN's packed weights where these are faster."""
+    quantization: Quantization | None = None
+    """Form of the weights of linear maps, of which ``linear`` has the products; None: a form that
+    loses nothing. With "int4" the head has 8 bits."""
+
+    blocks: BlockKernel | None = None
+    """None: the parts of a block run one by one."""
+
+    def of_head(self) -> LayerKernels:
+        """Return the same for the map to logits, whose error nothing behind it evens out."""
+        return replace(self, quantization="int8") if self.quantization else self

@@ -1,0 +1,154 @@
+"""A decoder block as one call in C++, for CPUs.
+
+A decode of few sequences is many short calls. Each costs microseconds of Python and the beginning
+and end of a parallel region, which this saves. The parts are those of ``kernels.linear``,
+``kernels.rows`` and ``kernels.paged_attention``, so every number is the same to the bit.
+
+Letters: as in ``contracts.rows``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from quire.contracts.block_calls import AttentionParts, BlockTail, NormWeight, WholeBlock
+from quire.contracts.linear import LinearMap
+from quire.contracts.rows import ActivationName
+from quire.kernels.linear import NativeMap
+from quire.kernels.native_library import NativeLibrary, native_library
+from quire.kernels.rows import ACTIVATION_NUMBERS, TYPES
+
+MOST_ROWS = 64
+"""Rows of a call. With more, calls one by one are long beside what they cost by themselves."""
+
+
+class _Block(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down", "attention_norm", "mlp_norm", "parallel")),
+        *((name, ctypes.c_int64) for name in ("types", "activation")),
+        *((name, ctypes.c_double) for name in ("attention_eps", "mlp_eps")),
+    ]  # fmt: skip
+
+
+class NativeBlocks:
+    """``contracts.rows.BlockKernel`` by the C++ library."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._tail = library.function(
+            "quire_block_tail", *(pointer, pointer, pointer, number, pointer, number, number), result=ctypes.c_int
+        )
+        self._whole = library.function(
+            "quire_block", *(pointer, pointer, pointer, pointer, pointer, number, number), result=ctypes.c_int
+        )
+        self._parallel = library.parallel
+
+    def tail(
+        self, out: LinearMap, norm: NormWeight, gate_up: LinearMap, down: LinearMap, activation: ActivationName
+    ) -> BlockTail | None:
+        """See the contract."""
+        maps = _native((out, gate_up, down))
+        if maps is None:
+            return None
+        types, width, inner = TYPES.get((maps[0].dtype, norm.weight_E.dtype)), _width(norm), down.weights.inputs
+        fits = down.weights.outputs == width == gate_up.weights.inputs == out.weights.outputs
+        if types is None or not fits or gate_up.weights.outputs != 2 * inner:
+            return None
+        native = _Block(
+            None, *(one.place for one in maps), None, norm.weight_E.data_ptr(), self._parallel, types,
+            ACTIVATION_NUMBERS[activation], 0.0, norm.eps,
+        )  # fmt: skip
+        return NativeTail(self._tail, native, maps, norm)
+
+    def whole(self, norm: NormWeight, qkv: LinearMap, tail: BlockTail) -> WholeBlock | None:
+        """See the contract."""
+        maps = _native((qkv,))
+        if maps is None or not isinstance(tail, NativeTail) or qkv.weights.inputs != _width(norm):
+            return None
+        if (maps[0].dtype, norm.weight_E.dtype, _width(norm)) != (tail.dtype, tail.norm.weight_E.dtype, tail.width):
+            return None
+        native = _Block.from_buffer_copy(tail.native)
+        native.qkv, native.attention_norm, native.attention_eps = maps[0].place, norm.weight_E.data_ptr(), norm.eps
+        return NativeBlock(self._whole, native, (norm, maps, tail), tail)
+
+
+class _Few:
+    """What both calls have: rows of one dtype, not many."""
+
+    __slots__ = ("_kept", "_place", "_run", "dtype", "native", "width")
+
+    def __init__(
+        self, run: ctypes._NamedFuncPointer, native: _Block, kept: object, dtype: torch.dtype, width: int
+    ) -> None:
+        """``native`` has addresses in ``kept``."""
+        self._run, self.native, self._place, self._kept = run, native, ctypes.addressof(native), kept
+        self.dtype, self.width = dtype, width
+
+    def takes(self, x_TE: Tensor) -> bool:
+        """See the contracts."""
+        return 0 < x_TE.shape[0] <= MOST_ROWS and x_TE.dtype == self.dtype and x_TE.is_contiguous()
+
+
+class NativeTail(_Few):
+    """``contracts.rows.BlockTail`` with everything ready for calls."""
+
+    __slots__ = ("norm",)
+
+    def __init__(
+        self, run: ctypes._NamedFuncPointer, native: _Block, maps: Sequence[NativeMap], norm: NormWeight
+    ) -> None:
+        super().__init__(run, native, (maps, norm), maps[0].dtype, _width(norm))
+        self.norm = norm
+
+    def __call__(self, heads_TC: Tensor, x_TE: Tensor) -> Tensor:
+        """See the contract. ``MemoryError``: no memory for sums."""
+        if heads_TC.stride(1) != 1:
+            heads_TC = heads_TC.contiguous()
+        y_TE, rows = torch.empty_like(x_TE), x_TE.shape[0]
+        if self._run(
+            self._place, y_TE.data_ptr(), heads_TC.data_ptr(), heads_TC.stride(0), x_TE.data_ptr(), rows, torch.get_num_threads()
+        ):  # fmt: skip
+            raise MemoryError(f"the end of a block over {rows} rows found no memory for its sums")
+        return y_TE
+
+
+class NativeBlock(_Few):
+    """``contracts.rows.WholeBlock`` with everything ready for calls."""
+
+    __slots__ = ()
+
+    def __init__(self, run: ctypes._NamedFuncPointer, native: _Block, kept: object, tail: NativeTail) -> None:
+        super().__init__(run, native, kept, tail.dtype, tail.width)
+
+    def __call__(self, x_TE: Tensor, attention: AttentionParts) -> Tensor:
+        """See the contract. ``MemoryError``: no memory for sums."""
+        y_TE, rows = torch.empty_like(x_TE), x_TE.shape[0]
+        if self._run(
+            self._place, attention[0], attention[1], y_TE.data_ptr(), x_TE.data_ptr(), rows, torch.get_num_threads()
+        ):
+            raise MemoryError(f"a block over {rows} rows found no memory for its sums")
+        return y_TE
+
+
+def _native(maps: Sequence[LinearMap]) -> tuple[NativeMap, ...] | None:
+    """Return maps of this library for activations of one dtype; None for others."""
+    found = tuple(one for one in maps if isinstance(one, NativeMap))
+    return found if len(found) == len(maps) and len({one.dtype for one in found}) == 1 else None
+
+
+def _width(norm: NormWeight) -> int:
+    """Return E; 0 for a weight with gaps."""
+    return len(norm.weight_E) if norm.weight_E.is_contiguous() else 0
+
+
+@cache
+def native_blocks() -> NativeBlocks | None:
+    """Return the kernel; None if it was not built (``native_library.native_problem``)."""
+    found = native_library()
+    return None if found is None else NativeBlocks(found)

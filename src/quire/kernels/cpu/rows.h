@@ -1,0 +1,314 @@
+// Work on rows between the products: root mean square norms, gates, rotation with the write of K and V.
+//
+// The reference is quire/ops/rows.py; quire/kernels/rows.py calls this through ctypes. A row is worked on by one thread, in one
+// order, whatever other rows there are: its result depends on that row only, to the bit. All is computed in float32, rounded once.
+//
+// Letters: E, F widths of a row; D head size; R rotary columns.
+
+#pragma once
+
+#include <cmath>
+
+#include "common.h"
+
+// The level that runs: 0 any processor, 1 AVX2, 2 AVX-512. In rows.cpp.
+extern "C" int quire_rows_now;
+
+namespace {
+
+// Of no numbers the places may be null, which memcpy must not be given.
+template <typename T>
+INLINE void copy(T* to, const T* from, int64_t count) {
+    if (count > 0) std::memcpy(to, from, sizeof(T) * count);
+}
+
+// -- functions ---------------------------------------------------------------------------------------------------------
+
+// e^x: powers of two times a polynomial of degree 7. Off by 2 units in the last place at most; 0 and infinity beyond the range.
+INLINE Lanes exp_of(Lanes given) {
+    const Lanes most = Lanes{} + 89.f, least = Lanes{} - 104.f;
+    Lanes x = chosen(negative(most - given), most, given);
+    x = chosen(negative(x - least), least, x);
+    Lanes n = (x * 1.44269504f + 12582912.f) - 12582912.f;
+    Lanes r = x - n * 0.693145751953125f;
+    r = r - n * 1.42860682e-6f;
+    Lanes p = r * (1.f / 5040) + 1.f / 720;
+    p = p * r + 1.f / 120;
+    p = p * r + 1.f / 24;
+    p = p * r + 1.f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.f;
+    p = p * r + 1.f;
+    // Two factors, since one cannot be 2^128 or a denormal number.
+    Ints power = __builtin_convertvector(n, Ints), half = power >> 1;
+    p = p * (Lanes)((half + 127) << 23) * (Lanes)((power - half + 127) << 23);
+    return chosen(no_number(given), given, p);
+}
+
+struct Silu {};
+struct Gelu {};
+struct GeluTanh {};
+
+INLINE Lanes activated(Silu, Lanes x) { return x / (1.f + exp_of(-x)); }
+
+// x times the logistic function of 2 sqrt(2 / pi) (x + 0.044715 x^3), which is (1 + tanh) / 2 without its cancellation.
+INLINE Lanes activated(GeluTanh, Lanes x) { return x / (1.f + exp_of(x * (-1.59576912f - 0.0713548163f * (x * x)))); }
+
+// x times the normal distribution function. erfc is a fit of relative error 1.2e-7 (Press et al., Numerical Recipes, 6.2).
+INLINE Lanes activated(Gelu, Lanes x) {
+    Lanes a = (Lanes)((Bits)x & 0x7fffffffu) * 0.707106781f;
+    Lanes t = 1.f / (1.f + 0.5f * a);
+    Lanes p = 0.17087277f * t - 0.82215223f;
+    p = p * t + 1.48851587f;
+    p = p * t - 1.13520398f;
+    p = p * t + 0.27886807f;
+    p = p * t - 0.18628806f;
+    p = p * t + 0.09678418f;
+    p = p * t + 0.37409196f;
+    p = p * t + 1.00002368f;
+    p = p * t - 1.26551223f;
+    Lanes tail = 0.5f * t * exp_of(p - a * a);
+    return x * chosen(negative(x), tail, 1.f - tail);
+}
+
+template <typename T>
+INLINE float squares(const T* x, int64_t count) {
+    Lanes sums[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * LANES <= count; i += 4 * LANES)
+        for (int j = 0; j < 4; j++) {
+            Lanes value = wide(x + i + j * LANES);
+            sums[j] += value * value;
+        }
+    for (; i + LANES <= count; i += LANES) {
+        Lanes value = wide(x + i);
+        sums[0] += value * value;
+    }
+    float sum = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; i < count; i++) sum += wide_one(x + i) * wide_one(x + i);
+    return sum;
+}
+
+template <typename T>
+INLINE float norm_scale(const T* x, int64_t count, float eps) {
+    return 1.f / std::sqrt(squares(x, count) / (float)count + eps);
+}
+
+// -- the work on one row -----------------------------------------------------------------------------------------------
+
+struct Rows {
+    const int64_t count, piece;  // how many; how many a thread takes at a time
+    std::atomic<int64_t> next{0}, done{0};
+};
+
+template <typename T, typename W>
+struct Norm {
+    Rows rows;
+    T* out;
+    const T* x;
+    int64_t stride;
+    const W* weight;
+    int64_t width;
+    float eps;
+};
+
+template <typename T, typename W>
+INLINE void write_norm(T* to, const T* from, const W* weight, int64_t width, float eps) {
+    float scale = norm_scale(from, width, eps);
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) put(to + i, wide(from + i) * scale * wide(weight + i));
+    for (; i < width; i++) put_one(to + i, wide_one(from + i) * scale * wide_one(weight + i));
+}
+
+template <typename T, typename W>
+INLINE void run_row(const Norm<T, W>& work, int64_t row) {
+    write_norm(work.out + row * work.width, work.x + row * work.stride, work.weight, work.width, work.eps);
+}
+
+template <typename T, typename W>
+struct AddNorm {
+    Rows rows;
+    T *out, *y;
+    int64_t y_stride;
+    const T* x;
+    int64_t x_stride;
+    const W* weight;
+    int64_t width;
+    float eps;
+};
+
+template <typename T, typename W>
+INLINE void run_row(const AddNorm<T, W>& work, int64_t row) {
+    T* y = work.y + row * work.y_stride;
+    const T* x = work.x + row * work.x_stride;
+    int64_t i = 0;
+    for (; i + LANES <= work.width; i += LANES) put(y + i, wide(y + i) + wide(x + i));
+    for (; i < work.width; i++) put_one(y + i, wide_one(y + i) + wide_one(x + i));
+    write_norm(work.out + row * work.width, y, work.weight, work.width, work.eps);
+}
+
+template <typename T>
+struct Sum {
+    Rows rows;
+    T* y;
+    const T* x;
+    int64_t width;
+};
+
+template <typename T>
+INLINE void run_row(const Sum<T>& work, int64_t row) {
+    T* y = work.y + row * work.width;
+    const T* x = work.x + row * work.width;
+    int64_t i = 0;
+    for (; i + LANES <= work.width; i += LANES) put(y + i, wide(y + i) + wide(x + i));
+    for (; i < work.width; i++) put_one(y + i, wide_one(y + i) + wide_one(x + i));
+}
+
+template <typename T, typename A>
+struct Gated {
+    Rows rows;
+    T* out;
+    const T* x;
+    int64_t stride, width;
+};
+
+template <typename T, typename A>
+INLINE void run_row(const Gated<T, A>& work, int64_t row) {
+    const int64_t width = work.width;
+    const T *gate = work.x + row * work.stride, *up = gate + width;
+    T* to = work.out + row * width;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) put(to + i, activated(A(), wide(gate + i)) * wide(up + i));
+    for (; i < width; i++) {
+        Lanes one = wide_one(gate + i) - Lanes{};
+        put_one(to + i, activated(A(), one)[0] * wide_one(up + i));
+    }
+}
+
+template <typename T, typename W>
+struct Place {
+    Rows rows;
+    T* out;  // [T, heads + kv_heads, D]
+    const T* qkv;
+    int64_t stride, heads, kv_heads, key_width, value_width;
+    const float *cos, *sin;
+    int64_t turn_stride, rotary, interleaved;
+    const W *q_weight, *k_weight;  // null: no norm
+    float eps;
+    T *k, *v;  // pools
+    const int64_t* slots;
+};
+
+// Numbers of a head after its norm.
+template <typename T, typename W>
+struct Normed {
+    const T* from;
+    const W* weight;
+    float scale;
+};
+
+template <typename T, typename W>
+INLINE Lanes values(const Normed<T, W>& head, int64_t i) {
+    Lanes value = wide(head.from + i);
+    return head.weight ? value * head.scale * wide(head.weight + i) : value;
+}
+
+template <typename T, typename W>
+INLINE float value(const Normed<T, W>& head, int64_t i) {
+    float value = wide_one(head.from + i);
+    return head.weight ? value * head.scale * wide_one(head.weight + i) : value;
+}
+
+template <typename T, typename W>
+INLINE void turn_halves(T* to, const Normed<T, W>& head, const float* cos, const float* sin, int64_t half) {
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        Lanes low = values(head, i), high = values(head, half + i);
+        put(to + i, low * wide(cos + i) + high * wide(sin + i));
+        put(to + half + i, high * wide(cos + half + i) + low * wide(sin + half + i));
+    }
+    for (; i < half; i++) {
+        float low = value(head, i), high = value(head, half + i);
+        put_one(to + i, low * cos[i] + high * sin[i]);
+        put_one(to + half + i, high * cos[half + i] + low * sin[half + i]);
+    }
+}
+
+template <typename T, typename W>
+INLINE void turn_pairs(T* to, const Normed<T, W>& head, const float* cos, const float* sin, int64_t rotary) {
+    int64_t i = 0;
+    for (; i + LANES <= rotary; i += LANES) {
+        Lanes own = values(head, i);
+        Lanes other = __builtin_shufflevector(own, own, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+        put(to + i, own * wide(cos + i) + other * wide(sin + i));
+    }
+    for (; i < rotary; i += 2) {
+        float first = value(head, i), second = value(head, i + 1);
+        put_one(to + i, first * cos[i] + second * sin[i]);
+        put_one(to + i + 1, second * cos[i + 1] + first * sin[i + 1]);
+    }
+}
+
+template <typename T, typename W>
+INLINE void run_row(const Place<T, W>& work, int64_t row) {
+    const int64_t width = work.key_width, all = work.heads + work.kv_heads, slot = work.slots[row];
+    const T* from = work.qkv + row * work.stride;
+    T* to = work.out + row * all * width;
+    const float *cos = work.cos + row * work.turn_stride, *sin = work.sin + row * work.turn_stride;
+    for (int64_t h = 0; h < all; h++) {
+        Normed<T, W> head = {from + h * width, h < work.heads ? work.q_weight : work.k_weight, 1.f};
+        if (head.weight) head.scale = norm_scale(head.from, width, work.eps);
+        T* turned = to + h * width;
+        if (work.interleaved)
+            turn_pairs(turned, head, cos, sin, work.rotary);
+        else
+            turn_halves(turned, head, cos, sin, work.rotary / 2);
+        int64_t i = work.rotary;
+        if (head.weight) {
+            for (; i + LANES <= width; i += LANES) put(turned + i, values(head, i));
+            for (; i < width; i++) put_one(turned + i, value(head, i));
+        } else {
+            copy(turned + i, head.from + i, width - i);
+        }
+    }
+    const int64_t keys = work.kv_heads * width, numbers = work.kv_heads * work.value_width;
+    copy(work.k + slot * keys, to + work.heads * width, keys);
+    copy(work.v + slot * numbers, from + all * width, numbers);
+}
+
+// -- threads and generations of processors -----------------------------------------------------------------------------
+
+template <typename Work>
+INLINE void run_rows(void* data) {
+    Work& work = *(Work*)data;
+    const int64_t count = work.rows.count, piece = work.rows.piece;
+    for (int64_t first; (first = work.rows.next.fetch_add(piece)) < count;) {
+        const int64_t stop = first + piece < count ? first + piece : count;
+        for (int64_t row = first; row < stop; row++) run_row(work, row);
+        work.rows.done.fetch_add(stop - first);
+    }
+}
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+template <typename Work>
+__attribute__((target("arch=x86-64-v4"))) void run_at_2(void* data) { run_rows<Work>(data); }
+template <typename Work>
+__attribute__((target("arch=x86-64-v3"))) void run_at_1(void* data) { run_rows<Work>(data); }
+#else
+template <typename Work>
+void run_at_2(void* data) { run_rows<Work>(data); }
+template <typename Work>
+void run_at_1(void* data) { run_rows<Work>(data); }
+#endif
+template <typename Work>
+void run_at_0(void* data) { run_rows<Work>(data); }
+
+template <typename Work>
+void (*runner())(void*) {
+    return quire_rows_now == 2 ? run_at_2<Work> : quire_rows_now == 1 ? run_at_1<Work> : run_at_0<Work>;
+}
+
+// A thread takes some thousand numbers at a time.
+int64_t piece_of(int64_t width) { return width >= 4096 ? 1 : 4096 / (width + 1) + 1; }
+
+}  // namespace
