@@ -22,6 +22,8 @@ class Caller:
     """The W3C header of this name, as it came; empty without one."""
     tracestate: str = ""
     """The same."""
+    path: str = ""
+    """The path of the call."""
 
 
 NOBODY = Caller()

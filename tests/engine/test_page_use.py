@@ -17,8 +17,8 @@ from quire.types import SeqId
 from .conftest import WINDOW, Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 
 
-def naive(llm: LLM) -> PageUse:
-    """Page by page: whoever names it, the most demanding one decides."""
+def kinds_of_pages(llm: LLM) -> list[list[str]]:
+    """Page by page, for each pool: whoever names it, the most demanding one decides."""
     engine = engine_of(llm)
     state, cache = engine.runner.state, engine.cache
     sessions = list(engine.branches.sessions.values())
@@ -30,28 +30,36 @@ def naive(llm: LLM) -> PageUse:
     def kind(seq: SeqId) -> str:
         return "pinned" if seq in pinned else "evictable" if seq in idle | cached else "held"
 
-    found = dict.fromkeys(("free", "evictable", "held", "pinned"), 0)
+    found: list[list[str]] = []
 
-    def count(size: int, used: set[int], named: dict[SeqId, set[int]]) -> None:
+    def sort(size: int, used: set[int], named: dict[SeqId, set[int]]) -> None:
+        found.append([])
         for page in range(size):
             kinds = {kind(seq) for seq, pages in named.items() if page in pages}
             if page not in used:
                 assert not kinds
-                found["free"] += 1
+                found[-1].append("free")
             else:
-                found[next((one for one in ("pinned", "held") if one in kinds), "evictable")] += 1
+                found[-1].append(next((one for one in ("pinned", "held") if one in kinds), "evictable"))
 
     for index, pool in enumerate(state.table.pools):
         named = {seq: {*state.table.get(seq).tables[index].pages.tolist()} - {-1} for seq in state.table.ids}
-        count(pool.num_pages, set().union(*named.values()), named)
+        sort(pool.num_pages, set().union(*named.values()), named)
     if state.recurrent is not None:
         table = state.recurrent.table
         slots: dict[SeqId, set[int]] = {}
         for seq, states in table._sequences.items():
             kept = states.kept.values() if seq in engine.branches.written() else ()
             slots[seq] = {states.present, *states.nodes, *kept} - {-1}
-        count(table.pool.num_pages, set(np.flatnonzero(table.pool.references).tolist()), slots)
-    return PageUse(total=state.num_pages, **found)
+        sort(table.pool.num_pages, set(np.flatnonzero(table.pool.references).tolist()), slots)
+    return found
+
+
+def naive(llm: LLM) -> PageUse:
+    """The numbers of pages of each kind."""
+    every = [kind for kinds in kinds_of_pages(llm) for kind in kinds]
+    counts = {kind: every.count(kind) for kind in ("free", "evictable", "held", "pinned")}
+    return PageUse(total=engine_of(llm).runner.state.num_pages, **counts)
 
 
 class Traffic:

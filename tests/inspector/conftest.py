@@ -122,7 +122,7 @@ def visit(browser: Browser) -> Visit:
             watch = Watch(page, f"{parts.scheme}://{parts.netloc}")
             page.goto(url)
             yield page, watch
-            assert watch.unexpected() == []
+            assert watch.unexpected() == [], watch.requests[-12:]
         finally:
             context.close()
 

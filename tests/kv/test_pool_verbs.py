@@ -7,12 +7,13 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, LayerSpec, Recurrent, StateTensor
 from quire.contracts.layers import WindowedAttention as Windowed
-from quire.contracts.pool_verbs import SequenceUse, SequenceWindow, Shortage
+from quire.contracts.pool_verbs import SequenceUse, SequenceWindow, Shortage, StateRole
 from quire.errors import NotFound, ResourceExhausted, Unsupported
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.state import State
@@ -297,3 +298,83 @@ def test_layers_without_fused_attention() -> None:
         layer for layer, spec in enumerate(state.specs) if not fuses(spec, torch.device("cpu"))
     ]
     assert make("recurrent").unfused_layers() == []
+
+
+# -- what sequences name ---------------------------------------------------------------------------
+
+
+def with_encoder(seed: int) -> State:
+    """A state with rows of encoders, some of them shared by forks."""
+    state, rng = State([FULL, CROSS], page_size=PAGE, capacity=96, cross_capacity=40), random.Random(seed)
+    for seq in (0, 1):
+        state.add_sequence(seq)
+        rows = torch.zeros(rng.randint(1, 9), 1, 4)
+        state.set_cross_kv(1, seq, rows, rows)
+        run(state, [seq], [rng.randint(1, 9)])
+    state.fork_sequence(0, 2)
+    state.add_sequence(3)
+    return state
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "encoder"])
+def test_held_pages(kind: str) -> None:
+    """Entries of tables are what reference counts count, and stand where the sequences' own verbs
+    say.
+    """
+    for seed in range(12):
+        state = with_encoder(seed) if kind == "encoder" else branched(kind, seed)
+        facts, references = state.pool_facts, state.page_references()
+        assert [one.num_pages for one in facts] == [one.size for one in references]
+        assert sum(one.num_pages for one in facts) == state.num_pages
+        assert sum(one.num_pages * one.page_bytes for one in facts) == state.num_bytes
+        kinds = [state.layer_spec(layer).kind for one in facts for layer in one.layers]
+        assert len(kinds) == len(KINDS.get(kind, [FULL, CROSS]))
+        found = state.held_pages(state.sequence_ids())
+        for pool, (fact, counted) in enumerate(zip(facts, references, strict=True)):
+            named = np.concatenate([one.tables[pool] for one in found])
+            names = np.bincount(named[named >= 0], minlength=fact.num_pages)
+            if fact.kind == "encoder":
+                assert ((names > 0) == (counted == 1)).all(), "forks hold one encoding, which counts once"
+                assert names.max() > 1
+            else:
+                assert names.tolist() == counted.tolist()
+        for seq, one in zip(state.sequence_ids(), found, strict=True):
+            assert one.length == state.sequence_length(seq)
+            assert one.window == state.window(seq)
+            assert list(one.reachable) == state.reachable(seq)
+            for pool, ranges in enumerate(one.held):
+                assert list(ranges) == state.held(seq, facts[pool].layers[0])
+                pages = one.tables[pool]
+                held = {position // PAGE for part in ranges for position in part}
+                assert set(np.flatnonzero(pages >= 0).tolist()) == held
+            if kind in ("hybrid", "recurrent"):
+                assert sorted({0, *one.state_positions.tolist()}) == state.kept_positions(seq)
+                present = one.state_positions[one.state_roles == StateRole.PRESENT]
+                assert present.tolist() == ([one.length] if one.length else [])
+                checkpoints = one.state_positions[one.state_roles == StateRole.CHECKPOINT].tolist()
+                assert checkpoints == state.recurrent.table.kept(seq)  # type: ignore[union-attr]
+            else:
+                assert one.state_positions.size == one.state_roles.size == 0
+
+
+def test_held_pages_are_copies() -> None:
+    state = branched("hybrid", 3)
+    state.held_pages([0])[0].tables[0][:] = 77
+    state.page_references()[0][:] = 77
+    state.check()
+    with pytest.raises(NotFound):
+        state.held_pages([0, 99])
+
+
+def test_states_of_uncommitted_nodes() -> None:
+    state = make("hybrid")
+    state.add_sequence(0)
+    run(state, [0], [5])
+    state.begin_forward([0], [3], [[-1, 0, 0]])
+    state.end_forward(skipped=state.geometry.layer_ids)
+    (found,) = state.held_pages([0])
+    nodes = found.state_roles == StateRole.NODE
+    assert found.state_positions[nodes].tolist() == [5, 5, 5]
+    assert found.tables[-1][nodes].tolist() == state.recurrent.table._sequences[0].nodes  # type: ignore[union-attr]
+    state.commit_accepted_token_tree_nodes([0], [1])
+    assert StateRole.NODE not in state.held_pages([0])[0].state_roles.tolist()

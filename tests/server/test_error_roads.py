@@ -13,6 +13,7 @@ import pytest
 
 from quire.branches.state_loads import LoadFailed
 from quire.engine.grammar_trial import GrammarsBusy
+from quire.engine.views.state_views import StateViews
 from quire.errors import (
     AlreadyExists,
     BlendLoadError,
@@ -86,6 +87,10 @@ ROADS: dict[str, Road] = {
 """Path and body of every call that runs something; ID is a session's."""
 GENERATING = {name: road for name, road in ROADS.items() if road[0].endswith(("completions", "generate"))}
 STREAMS = {f"streamed {name}": (path, {**body, "stream": True}) for name, (path, body) in GENERATING.items()}
+
+
+READS = ("", "/history", "/text?branch=session:x", "/pages", "/pages/0/0", "/tiers", "/events")
+"""What is below ``/v1/state`` and reads the state, or tiers."""
 
 
 def classes(kind: type[QuireError] = QuireError) -> Iterator[type[QuireError]]:
@@ -202,3 +207,25 @@ def test_results_in_python_have_the_error_itself(chat_served: Served, monkeypatc
     assert sample.failure is search.failure is error
     (output,) = llm.generate("a b c")
     assert output.outputs[0].failure is None
+
+
+@pytest.mark.parametrize("kind", EXPECTED, ids=lambda kind: kind.__name__)
+def test_what_fails_in_a_reader_has_its_status(
+    chat_served: Served, monkeypatch: pytest.MonkeyPatch, kind: type[QuireError]
+) -> None:
+    views = chat_served.llm.views
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise kind(REASON)
+
+    monkeypatch.setattr(views, "state", broken)
+    monkeypatch.setattr(views, "tiers", broken)
+    monkeypatch.setattr(StateViews, "tiers", broken)
+    views.forget()
+    for path in READS:
+        answer = chat_served.client.get(f"/v1/state{path}")
+        where = (path, answer.status_code, answer.text)
+        assert answer.status_code == EXPECTED[kind][0], where
+        assert_is(answer.json()["error"], kind, where)
+    monkeypatch.undo()
+    assert {chat_served.client.get(f"/v1/state{path}").status_code for path in ("", "/history", "/tiers")} == {200}

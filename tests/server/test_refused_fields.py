@@ -414,6 +414,48 @@ OTHERS: dict[str, list[tuple[Any, Any]]] = {
         ({"ids": ["ID"], "each": [{"logit_bias": {"x": 1}}]}, "each.0.logit_bias"),
         ({"ids": ["ID"], "prompt": "a"}, (400, "unsupported_parameter", "prompt")),
     ],
+    "GET /v1/state/text": [
+        (None, (400, "invalid_argument", "branch")),
+    ],
+    "GET /v1/state/text?branch=session:unknown": [
+        (None, (404, "not_found", "branch")),
+    ],
+    "GET /v1/state/text?branch=commit:0123": [
+        (None, (404, "not_found", "branch")),
+    ],
+    "GET /v1/state/text?branch=session:ID&start=-1": [
+        (None, "start"),
+    ],
+    "GET /v1/state/text?branch=session:ID&start=99999": [
+        (None, "start"),
+    ],
+    "GET /v1/state/text?branch=session:ID&start=2&stop=1": [
+        (None, "stop"),
+    ],
+    "GET /v1/state/text?branch=session:ID&stop=99999": [
+        (None, "stop"),
+    ],
+    "GET /v1/state/text?branch=session:ID&start=x": [
+        (None, "start"),
+    ],
+    "GET /v1/state/pages?pool=9": [
+        (None, (404, "not_found", "pool")),
+    ],
+    "GET /v1/state/pages?pool=-1": [
+        (None, (404, "not_found", "pool")),
+    ],
+    "GET /v1/state/pages?pool=all": [
+        (None, "pool"),
+    ],
+    "GET /v1/state/pages/0/999999999999": [
+        (None, (404, "not_found", "page")),
+    ],
+    "GET /v1/state/pages/7/0": [
+        (None, (404, "not_found", "pool")),
+    ],
+    "GET /v1/state/pages/0/first": [
+        (None, "page"),
+    ],
     "/tokenize": [
         ({"prompt": "x", "messages": MESSAGES}, (400, None, "prompt")),
         ({"prompt": HUGE}, None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator
@@ -36,11 +37,13 @@ from quire.server.response_store import Responses
 from quire.server.session_keeper import SessionKeeper
 from quire.server.sessions import Sessions, StoredBytes
 from quire.server.settings import ServerSettings
+from quire.server.spans import RequestSpans, exporter_for
 
 
 def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI:
     """Return the server of one model as an ASGI application. The end of its lifespan closes the
-    sessions, and leaves ``llm`` to the caller. The routes share ``app.state.context``."""
+    sessions, and leaves ``llm`` to the caller. The routes share ``app.state.context``.
+    ``Unsupported`` for an ``otlp_endpoint`` without OpenTelemetry's packages."""
     settings = settings or ServerSettings()
     gate = Gate(settings.max_waiting)
     owners = [hashlib.sha256(key.encode()).hexdigest() for key in settings.api_key] or [""]
@@ -60,8 +63,11 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     if llm.kept is not None:
         context.sessions.keeper = SessionKeeper(llm, llm.kept, owners, context.salt)
 
+    exporter = exporter_for(settings.otlp_endpoint)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        spans = None if exporter is None else RequestSpans(llm.engine.timeline, exporter, context.model_name)
         await context.refresh_adapters()
         await context.sessions.resume()
         await context.responses.resume()
@@ -71,6 +77,8 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
             await context.reruns.close()
             await context.sessions.close_all()
             context.texts.close()
+            if spans is not None:
+                await asyncio.to_thread(spans.close)
 
     app = FastAPI(
         title="Quire",

@@ -217,7 +217,8 @@ class GateMiddleware:
                 check_framing(scope)
                 owner = scope["state"]["owner"] = self._owner(scope)
                 # Each request has a task of its own, and so a context.
-                caller.set(Caller(owner, _trace(scope, b"traceparent"), _trace(scope, b"tracestate")))
+                trace = _trace(scope, b"traceparent"), _trace(scope, b"tracestate")
+                caller.set(Caller(owner, *trace, path=scope["path"]))
                 if scope["path"] not in UNCOUNTED:
                     counted.enter_context(self._gate.running())
                 # The body is in memory until the answer is sent.

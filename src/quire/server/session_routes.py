@@ -240,7 +240,8 @@ async def describe(session_id: str, request: Request, rewind_to: RewindTo = None
         raise FailedPrecondition("the session is closed")
     costs = None
     if held.busy is None:
-        with _about("rewind_to"), suppress(FailedPrecondition):  # a call has begun meanwhile
+        # A call has begun meanwhile; or it has ended, and the session is shorter.
+        with _about("rewind_to"), suppress(FailedPrecondition, *([] if rewind_to else [InvalidArgument])):
             costs = await asyncio.gather(*(session.rewind_cost(position) for position in positions))
     content: dict[str, Any] = {}
     if tokens:

@@ -18,6 +18,7 @@ PARSERS = (*tools.NAMES, *harmony.NAMES)
 
 _PER_KEY = "Default: half of {}, or all of it where there are not two keys."
 _KEY = re.compile(r"[\x21-\x7e]+")
+_ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 _ORIGIN = re.compile(r"\*|https?://[^\s/?#,]+")
 
 
@@ -29,6 +30,11 @@ class ServerSettings:
     port: int = option(8000, "Port to listen on; 0 takes a free one.")
     api_key: tuple[str, ...] = option(
         (), "Key that clients must send as a bearer token; may be repeated, each sees its own sessions."
+    )
+    otlp_endpoint: str | None = option(
+        None,
+        "Address that a span of each request is sent to (OpenTelemetry, OTLP over HTTP), as http://127.0.0.1:4318; by "
+        "default as the standard variables OTEL_* say.",
     )
     served_model_name: str | None = option(
         None, "The model's name in requests and /v1/models; by default what was loaded."
@@ -99,6 +105,11 @@ class ServerSettings:
         if self.tool_call_parser is not None and self.tool_call_parser not in PARSERS:
             allowed = f"one of {', '.join(PARSERS)}"
             raise InvalidArgument(field="tool_call_parser", given=self.tool_call_parser, allowed=allowed)
+        endpoint = self.otlp_endpoint
+        if endpoint is not None and not (isinstance(endpoint, str) and _ENDPOINT.fullmatch(endpoint)):
+            raise InvalidArgument(
+                field="otlp_endpoint", given=endpoint, allowed="like http://host:port or https://host/path"
+            )
         for origin in self.allowed_origin:
             if not isinstance(origin, str) or not _ORIGIN.fullmatch(origin):
                 raise InvalidArgument(field="allowed_origin", given=origin, allowed="* or like https://host:port")

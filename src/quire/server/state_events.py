@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 from starlette.types import Send
 
 from quire.contracts.views import FORMAT
-from quire.errors import QuireError
 from quire.llm import LLM
 from quire.server.context import Context
 from quire.server.events import Chunk, EventStream
@@ -50,19 +49,23 @@ class StateEvents:
         self._mark: object = None
         self._news = asyncio.Event()
         """Set, and replaced, at each event and at the end."""
+        self._failure: Exception | None = None
+        """Why nobody looks any more."""
         self._listeners = 0
         self._task: asyncio.Task[None] | None = None
 
     async def follow(self) -> AsyncGenerator[Chunk, None]:
         """Yield what there is now, then every change, until the server stops. A listener that is
-        slow misses events and gets the last one."""
+        slow misses events and gets the last one. Raises what keeps the state from being read."""
         self._listeners += 1
         if self._task is None or self._task.done():
-            self._last = None
+            self._last = self._failure = None
             self._task = asyncio.get_running_loop().create_task(self._watch())
         seen: object = None
         try:
             while not self._over:
+                if self._failure is not None:
+                    raise self._failure
                 news = self._news
                 if self._last is not None and self._last is not seen:
                     seen = self._last
@@ -88,13 +91,13 @@ class StateEvents:
         try:
             while not self._over:
                 views = self._context.llm.views
-                if self._last is None or (views.mark != self._mark and views.budget.is_free):
-                    self._mark = views.mark
+                if self._last is None or ((views.mark != self._mark or views.is_behind) and views.budget.is_free):
+                    self._mark, views.is_behind = views.mark, False
                     self._last = await self._context.llm.read(_event)
                     self._tell()
                 await asyncio.sleep(PERIOD)
-        except QuireError:
-            pass  # the LLM is closed, so the server is about to stop
+        except Exception as error:
+            self._failure = error
         finally:
             self._tell()
 

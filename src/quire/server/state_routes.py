@@ -61,10 +61,11 @@ async def text(
     def read(views: StateViews) -> TextView:
         try:
             found = views.text(branch, start, stop, viewer, owner=owner, state=views.state(anew=False))
-            if found.num_tokens >= (start if stop is None else stop):
+            if views.is_last or found.num_tokens >= (start if stop is None else stop):
                 return found
         except (InvalidArgument, NotFound):
-            pass
+            if views.is_last:
+                raise
         # A branch that has just begun, or grown, is in no reading yet.
         return views.text(branch, start, stop, viewer, owner=owner)
 

@@ -62,12 +62,13 @@ import { Live } from "./lib/live.js";
 import { readHash, writeHash } from "./lib/router.js";
 import { named, textNodes, visible } from "./lib/text.js";
 
+/** `live`: only of a running server, and not of a state file or a store. */
 const VIEWS = [
   { name: "history", title: "History", hint: "Sessions, requests, cached prefixes and commits as one tree" },
   { name: "pages", title: "Pages", hint: "The pools of pages, and who holds them" },
-  { name: "time", title: "Time", hint: "Requests and steps over time" },
+  { name: "time", title: "Time", hint: "Requests and steps over time", live: true },
   { name: "token", title: "Token", hint: "One token: probabilities, attention, norms" },
-  { name: "playground", title: "Playground", hint: "Branches side by side" },
+  { name: "playground", title: "Playground", hint: "Branches side by side", live: true },
 ];
 
 const listeners = new Map();
@@ -192,7 +193,7 @@ function scopeOf(name, params) {
 async function route() {
   const { view, params } = readHash(location.hash);
   const spec = VIEWS.find((one) => one.name === view);
-  if (!spec) return go("history", {}, { replace: true });
+  if (!spec || (spec.live && live.isStill)) return go("history", {}, { replace: true });
   if (shown?.name === view && !shown.failed) {
     shown.scope.params = params;
     update({ kind: "params" });
@@ -283,7 +284,10 @@ const frame = new Frame({
 });
 
 on("change", (data) => update({ kind: "events", data }));
-on("overview", () => update({ kind: "overview" }));
+on("overview", () => {
+  if (live.isStill && VIEWS.some((one) => one.live && one.name === shown?.name)) route();
+  update({ kind: "overview" });
+});
 on("theme", () => update({ kind: "theme" }));
 on("reconnected", () => {
   announce("Connected to the server again");

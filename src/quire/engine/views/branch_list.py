@@ -85,7 +85,7 @@ def _called(view: BranchView, name: str) -> BranchView:
 
 def _standing(pages: SequencePages) -> tuple[int, ...]:
     """Return the positions of recurrent states, each once."""
-    return tuple(np.unique(pages.state_positions).tolist()) if pages.state_positions.size else ()
+    return tuple(sorted(set(pages.state_positions.tolist())))
 
 
 def _counted(reading: StateReading) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

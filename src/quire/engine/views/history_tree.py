@@ -7,8 +7,9 @@ instead of those that are computed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from quire.branches.adapter_keys import NO_SALT, AdapterKey, OwnedSalt, is_private, salt_of
 from quire.branches.prefix_tree import PrefixNode
@@ -39,41 +40,47 @@ class _Tree:
         self.ends.setdefault(id(node), []).append(name)
 
 
-def history_of(reading: int, branches: Iterable[tuple[ReadBranch, BranchView]], texts: TextReader) -> HistoryView:
-    """Return all of these branches, and the trees that they make. Cost O(tokens) in NumPy, and
-    O(nodes)."""
+def history_of(
+    reading: int,
+    branches: Iterable[tuple[ReadBranch, BranchView]],
+    texts: TextReader,
+    adapters: Mapping[str, str] = MappingProxyType({}),
+) -> HistoryView:
+    """Return all of these branches, and the trees that they make. ``adapters``: names by
+    fingerprints. Cost O(tokens) in NumPy, and O(nodes)."""
     listed = list(branches)
     trees: dict[Hashable, _Tree] = {}
     for branch, view in listed:
         if branch.key is not None:  # else its tokens are not known
             trees.setdefault(branch.key, _Tree()).add(branch, view.id)
-    nodes: list[HistoryNode] = []
-    for key, tree in trees.items():
-        nodes += _nodes(key, tree, texts)
+    roots = sorted(((_told(key, adapters), _name(repr(_plain(key))), tree) for key, tree in trees.items()), key=_place)
+    nodes = [node for told, name, tree in roots for node in _nodes(told, name, tree, texts)]
     return HistoryView(reading=reading, branches=tuple(view for _, view in listed), nodes=tuple(nodes))
 
 
-def _nodes(key: Hashable, tree: _Tree, texts: TextReader) -> Sequence[HistoryNode]:
-    found: list[HistoryNode] = []
-    waiting: list[tuple[PrefixNode, str | None]] = [(tree.root, None)]
+def _place(root: tuple[Mapping[str, str | None], str, _Tree]) -> tuple[str, ...]:
+    """Return what trees are sorted by: the same while they are there, whatever is used."""
+    told, name, _ = root
+    return (*(value or "" for value in told.values()), name)
+
+
+def _nodes(told: Mapping[str, str | None], name: str, tree: _Tree, texts: TextReader) -> Iterator[HistoryNode]:
+    waiting: list[tuple[PrefixNode, str, str | None]] = [(tree.root, name, None)]
     while waiting:
-        node, parent = waiting.pop()
-        name = _name(repr(_plain(key)) if parent is None else f"{parent} {node.edge[0]}")
+        node, name, parent = waiting.pop()
         head, tail = texts.ends(node.edge)
-        found.append(
-            HistoryNode(
-                id=name,
-                parent=parent,
-                start=node.start,
-                end=node.end,
-                branches=tuple(tree.ends.get(id(node), ())),
-                head=head,
-                tail=tail,
-                key=_told(key) if parent is None else None,
-            )
+        yield HistoryNode(
+            id=name,
+            parent=parent,
+            start=node.start,
+            end=node.end,
+            branches=tuple(tree.ends.get(id(node), ())),
+            head=head,
+            tail=tail,
+            key=told if parent is None else None,
         )
-        waiting += [(child, name) for child in reversed(node.children.values())]
-    return found
+        below = sorted(node.children.items(), reverse=True)
+        waiting += [(child, _name(f"{name} {first}"), name) for first, child in below]
 
 
 def _name(text: str) -> str:
@@ -85,14 +92,14 @@ def _plain(key: Hashable) -> object:
     return (key.salt, key.runs) if isinstance(key, AdapterKey) else key
 
 
-def _told(key: Hashable) -> dict[str, str | None]:
+def _told(key: Hashable, adapters: Mapping[str, str]) -> dict[str, str | None]:
     """Return what a tree does not share with others, in words."""
     salt = salt_of(key)
     adapter = key.runs[-1][1] if isinstance(key, AdapterKey) else None
+    adapter = None if adapter is None else adapters.get(adapter, adapter)
     found: str | None = None
     if is_private(salt):
         found = "private"
     elif salt != NO_SALT and isinstance(salt, tuple) and len(salt) == 2:
-        given = salt[1].given if isinstance(salt[1], OwnedSalt) else salt[1]
-        found = given
+        found = salt[1].given if isinstance(salt[1], OwnedSalt) else salt[1]
     return {"adapter": adapter, "salt": found}

@@ -14,8 +14,8 @@ SHARE = 0.02
 class LookBudget:
     """One account for all documents and all viewers. Any thread may call.
 
-    Whoever has looked for ``s`` seconds keeps everybody from looking anew for ``s / SHARE``; what
-    was seen last is shown until then.
+    Whoever has looked for ``s`` seconds, or made a document of what was seen, keeps everybody from
+    looking anew for ``s / SHARE``. Until then all are shown what was seen last.
     """
 
     def __init__(

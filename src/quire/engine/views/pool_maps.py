@@ -92,7 +92,7 @@ class PoolMap:
         """Return when each page is free if sequences are given up in their order: with the last one
         that names it."""
         order = self.reading.order
-        never = len(order)
+        never = len(order) + 1
         last = np.full(self.references.size, -1, dtype=np.int64)
         whens = np.array([order.get(seq, never) for seq in self.reading.seqs], dtype=np.int64)
         named = whens[self.named.seqs]
@@ -118,7 +118,7 @@ class PoolMap:
         shown = seen[named.seqs]
         # The last one that is written stays.
         order = np.lexsort((-named.positions, -turn[named.seqs], rank[named.seqs], shown))
-        holding = np.unique(named.seqs[shown])
+        holding = np.flatnonzero(np.bincount(named.seqs[shown], minlength=len(reading.seqs)))
         listed = np.full(len(reading.seqs), SOMEBODY_ELSE, dtype=np.int32)
         listed[holding] = np.arange(holding.size)
         holder = np.full(self.references.size, NOBODY, dtype=np.int32)

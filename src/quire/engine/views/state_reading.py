@@ -100,6 +100,8 @@ class StateReading:
     owners: SequenceOwners
     order: Mapping[SeqId, int]
     """When each sequence that may be given up is, from 0 on."""
+    adapters: Mapping[str, str]
+    """Names of loaded adapters by fingerprints."""
     running: int
     waiting: int
 
@@ -126,6 +128,7 @@ def read_state(engine: Engine, names: AdapterNames, number: int) -> StateReading
         started = time.perf_counter()
         state = engine.runner.state
         seqs = state.sequence_ids()
+        adapters = {engine.branches.fingerprint_of(one): names.name_of(one) for one in engine.runner.adapters.ids}
         branches = list(_branches(engine, names))
         known = {one.seq for one in branches}
         branches += [_loose(seq, state.sequence_length(seq)) for seq in seqs if seq not in known]
@@ -139,6 +142,7 @@ def read_state(engine: Engine, names: AdapterNames, number: int) -> StateReading
             branches=branches,
             owners=sequence_owners(state, engine.branches, engine.cache),
             order=_order(engine),
+            adapters={fingerprint: name for fingerprint, name in adapters.items() if name is not None},
             running=engine.num_running,
             waiting=engine.num_waiting,
             seconds=time.perf_counter() - started,
@@ -255,6 +259,8 @@ def _rows(pool: CachePool, names: AdapterNames) -> Iterator[ReadBranch]:
     """Yield the rows of an executor's KV caches, and the trees that wait beside them."""
     for cache_id, cache in list(pool.caches.items()):
         for number, row in enumerate(cache.rows):
+            if not pool.state.has_sequence(row.seq):
+                continue  # it was released
             label = f"{cache_id}.{number}"
             yield _row(names, row, label)
             if row.pending is not None:

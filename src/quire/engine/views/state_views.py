@@ -88,6 +88,9 @@ class StateViews:
         self.budget = LookBudget()
         self.texts = TextReader(engine.tokenizer)
         self.commits = CommitReader(engine)
+        self.is_behind = False
+        """Whether somebody was shown what was no longer so, since the budget allowed no look. Who
+        tells viewers of changes tells them once more, and sets it back."""
         self._lock = Lock()
         self._last: ReadState | None = None
         self._mark: Hashable = None
@@ -104,12 +107,18 @@ class StateViews:
         engine = self._engine
         return (engine.runner.revision, engine.branches.revision, engine.num_running, engine.num_waiting)
 
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing has changed since the last reading."""
+        return self._last is not None and self.mark == self._mark
+
     def state(self, *, anew: bool = True) -> ReadState:
-        """Return the state as it is now. With ``anew=False`` the last reading, if nothing has
-        changed or the budget allows no other: what many viewers ask for."""
+        """Return the state as it is now. With ``anew=False``, for many viewers, the last reading,
+        if nothing has changed since or the budget allows no other."""
         with self._lock:
             mark = self.mark
             if not anew and self._last is not None and (mark == self._mark or not self.budget.is_free):
+                self.is_behind |= mark != self._mark
                 return self._last
             self._number += 1
             before = time.thread_time()
@@ -120,13 +129,13 @@ class StateViews:
             return found
 
     def shared(self, name: Hashable, make: Callable[[ReadState], T]) -> T:
-        """Return a document that all who ask for ``name`` share: the last one while the budget
-        allows no other, else one of the state as it is now."""
+        """Return a document that all who ask for ``name`` share, made once of each reading. What it
+        costs to make puts off the next reading."""
         found = self.state(anew=False)
         with self._lock:
             if (known := self._made.get(name)) is not None:
                 self._made.move_to_end(name)
-                if known[0] == found.reading.number or not self.budget.is_free:
+                if known[0] == found.reading.number:
                     return known[1]  # type: ignore[no-any-return]
         with self.budget.spent():
             made = make(found)
@@ -140,10 +149,13 @@ class StateViews:
         """Return what ``shared`` would return without a look at the state, and without waiting;
         None: it would have to look."""
         known, last = self._made.get(name), self._last
-        if known is None or last is None:
+        if known is None or last is None or known[0] != last.reading.number:
             return None
-        is_new = known[0] == last.reading.number and self.mark == self._mark
-        return known[1] if is_new or not self.budget.is_free else None
+        if self.mark != self._mark:
+            if self.budget.is_free:
+                return None
+            self.is_behind = True
+        return known[1]
 
     def forget(self) -> None:
         """Give back the memory of what was read."""
@@ -181,7 +193,7 @@ class StateViews:
             requests={"running": reading.running, "waiting": reading.waiting},
             branches=found.branches.kinds(),
             started=self._started,
-            versions={"quire": metadata.version("quire")},
+            versions=self._versions,
         )
 
     def history(
@@ -194,7 +206,7 @@ class StateViews:
         if owner is not None:
             named = frozenset(view.last_commit for _, view in branches if view.last_commit is not None)
             branches += [(one, shown_unread(one)) for one in self.commits.read(owner, named)]
-        return history_of(found.reading.number, branches, self.texts)
+        return history_of(found.reading.number, branches, self.texts, found.reading.adapters)
 
     def pages(self, pool: int, viewer: Viewer = EVERYBODY, *, state: ReadState | None = None) -> PoolView:
         """Return the pages of a pool; ``NotFound``."""
@@ -283,6 +295,10 @@ class StateViews:
             page_bytes=facts.page_bytes,
             counts=counts,
         )
+
+    @cached_property
+    def _versions(self) -> dict[str, str]:
+        return {"quire": metadata.version("quire")}
 
     @cached_property
     def _layers(self) -> tuple[Mapping[str, Any], ...]:

@@ -147,6 +147,7 @@ export class Frame {
 
   numbers() {
     const found = this.live.overview;
+    for (const { name, live } of this.views) this.tabs.get(name).parentElement.hidden = Boolean(live && this.live.isStill);
     fill(this.model, found ? named(modelName(found)) : null);
     if (!found) return fill(this.statusbar);
     const items = figures(found).map(([label, value, share]) =>
@@ -161,7 +162,7 @@ export class Frame {
     if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey || isWriting(event)) return;
     if (!singleKeys.on || document.querySelector("dialog[open]")) return;
     const view = this.views[Number(event.key) - 1];
-    if (view) this.go(view.name);
+    if (view && !(view.live && this.live.isStill)) this.go(view.name);
     else if (event.key === "?") this.help();
     else if (event.key === "t" || event.key === "T") this.switchTheme();
     else if (event.key === "/") {

@@ -32,6 +32,11 @@ export class Live {
     this.wake = null;
   }
 
+  /** Whether what is shown is a state file or a store: no model runs. */
+  get isStill() {
+    return this.overview !== null && this.overview.source !== "server";
+  }
+
   /** Connect, again and again, until the page is left. */
   async run() {
     for (;;) {
