@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import re
 import shutil
 import tempfile
 import threading
@@ -127,7 +128,8 @@ def run_aside(work: Any) -> None:
 
 def row(page: Page, name: str) -> None:
     """Click a branch in the tree."""
-    page.locator(f"[role=treeitem][aria-label^='{name},']").first.click()
+    named = page.locator("bdi.name", has_text=re.compile(f"^{re.escape(name)}$"))
+    page.locator("[role=treeitem]").filter(has=named).first.click()
 
 
 # -- the page --------------------------------------------------------------------------------------

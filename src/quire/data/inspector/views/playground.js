@@ -92,6 +92,8 @@ class Playground {
 
   /** Learn the names of branches, if commits can be kept at all. */
   async findBranches() {
+    // A server without a store that lasts refuses to list any.
+    if (!this.app.overview?.tiers?.some((kind) => kind !== "memory")) return;
     try {
       const { data } = await this.app.get("v1/branches");
       this.stored = data.map((one) => one.name);
