@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from quire.engine.session import Session
     from quire.executor.executor import Executor
     from quire.executor.llm_executor import LlmExecutor
+    from quire.inspection import describe
     from quire.llm import LLM
     from quire.outputs import (
         BeamSearchOutput,
@@ -66,6 +67,7 @@ _LAZY = {
     "BlendCalibration": "quire.blend.calibration",
     "QualityLimits": "quire.blend.calibration",
     "WarmedSegment": "quire.outputs",
+    "describe": "quire.inspection",
 }
 
 __all__ = [
@@ -103,6 +105,7 @@ __all__ = [
     "StructuredOutputs",
     "Unsupported",
     "WarmedSegment",
+    "describe",
 ]
 
 

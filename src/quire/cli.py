@@ -254,9 +254,9 @@ def inspect(
 
         found, print_found = asyncio.run(describe_store(tier)), print_store
     else:
-        from quire.inspection import describe, print_description
+        from quire.inspection import facts_of, print_description
 
-        found, print_found = describe(Path(target)), print_description
+        found, print_found = facts_of(Path(target)), print_description
     if as_json:
         print(json.dumps(found))
     else:

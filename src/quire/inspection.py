@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.blend.calibration import BlendCalibration
-from quire.errors import DataLoss
+from quire.contracts.state_files import StateFileView
+from quire.errors import DataLoss, InvalidArgument
 from quire.kv.rule_table import Cell, Combination, rules_of, tables
 from quire.kv.rule_text import as_markdown, as_text
 from quire.kv.state_schema import check_metadata
@@ -20,7 +21,15 @@ from quire.segments import DEFAULT_RATIO
 from quire.tables import folding_table, print_tables
 
 
-def describe(path: Path) -> dict[str, Any]:
+def describe(path: str | Path) -> StateFileView:
+    """Return what a state file holds, to be drawn or read. Errors: those of ``facts_of``, and
+    ``InvalidArgument`` unless ``path`` is the name of a file."""
+    if not isinstance(path, (str, Path)) or not str(path):
+        raise InvalidArgument(field="path", given=path, allowed="the name of a state file")
+    return StateFileView(facts_of(Path(path)))
+
+
+def facts_of(path: Path) -> dict[str, Any]:
     """Return a state file's content in JSON types, with checksums and metadata verified. Raise
     errors of ``read_state``, and ``InvalidArgument`` for an unknown kind of file."""
     with read_state(path) as file:

@@ -36,6 +36,7 @@ from quire.engine.request_outputs import prefix_output, warmed
 from quire.engine.request_preparation import Messages as Messages
 from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session_history import SessionHistory
+from quire.engine.views.shown_llm import ShownLLM
 from quire.engine.views.state_views import StateViews
 from quire.engine.views.tracing import Traces
 from quire.errors import InvalidArgument
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from quire.executor.executor import Executor
 
 
-class LLM(SessionHistory, Traces):
+class LLM(SessionHistory, ShownLLM, Traces):
     """A loaded model that generates, and whose state sessions can hold.
 
     ``model`` is the name of a bundled model, a directory, or a Hugging Face id.

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from quire.errors import QuireError
 from quire.hints import HintResult
+from quire.pictured import Pictured
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -178,7 +179,7 @@ class WarmedSegment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RequestOutput:
+class RequestOutput(Pictured):
     """A prompt and its continuations."""
 
     request_id: str

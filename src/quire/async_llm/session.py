@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Self, overload
 
+from rich.console import RenderableType
 from torch import Tensor
 
 from quire.async_llm.background import Background, awaited, shared
@@ -39,6 +40,12 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
 
     def __repr__(self) -> str:
         return repr(self._session).replace("Session", "AsyncSession", 1)
+
+    def _repr_html_(self) -> str:
+        return self._session._repr_html_()
+
+    def __rich__(self) -> RenderableType:
+        return self._session.__rich__()
 
     name = shared(Session.name)
     """It can be set."""
@@ -148,6 +155,8 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
     token = awaited(Session.token)
     attention = awaited(Session.attention)
     norms = awaited(Session.norms)
+    tree = awaited(Session.tree)
+    heat = awaited(Session.heat)
 
     async def compare(self, other: AsyncSession, *, top: int = 10) -> ComparisonView:
         """Return where two sessions part, as ``Session.compare`` does."""

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.pictured import Pictured
+
 FORMAT = 1
 """The version of the documents."""
 
@@ -85,7 +87,7 @@ class StopView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChancesView:
+class ChancesView(Pictured):
     """The token at a position, and what the model thought of it after the tokens before."""
 
     position: int
@@ -135,7 +137,7 @@ class ChancesView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionView:
+class AttentionView(Pictured):
     """What one token reads, at one layer: the weights of its query over all positions up to it."""
 
     position: int
@@ -173,7 +175,7 @@ class AttentionView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class NormsView:
+class NormsView(Pictured):
     """Euclidean norms of what a layer remembers: of rows by position, or of recurrent states."""
 
     layer: int
@@ -237,7 +239,7 @@ class PartingSide:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComparisonView:
+class ComparisonView(Pictured):
     """Where two sequences part, and what either side thought there."""
 
     shared: int

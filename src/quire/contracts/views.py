@@ -14,6 +14,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.pictured import Pictured
+
 FORMAT = 1
 """The format of all documents. It grows when a field changes its meaning or goes away."""
 MOST_TEXT = 80
@@ -145,7 +147,7 @@ class HistoryNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryView:
+class HistoryView(Pictured):
     """All branches as trees over tokens: parents come before what is below them."""
 
     reading: int
@@ -197,7 +199,7 @@ class TextView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PoolView:
+class PoolView(Pictured):
     """The pages of one pool. All arrays are ``[pages]``."""
 
     reading: int

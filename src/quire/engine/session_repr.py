@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
+
+from quire.drawing.summaries import Summary
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
@@ -13,6 +15,8 @@ SHOWN = 24
 """Characters of each end of a text that are shown."""
 DECODED = 32
 """Tokens of each end that are decoded for that."""
+SHOWN_IN_SUMMARIES = 200
+"""Tokens of each end that a summary shows."""
 
 
 def session_repr(engine: Engine, state: SessionBranch, *, closed: bool, name: str | None = None) -> str:
@@ -28,6 +32,30 @@ def session_repr(engine: Engine, state: SessionBranch, *, closed: bool, name: st
         parts += _tried(lambda: _pages(engine, state))
     parts += _tried(lambda: _text(engine, state))
     return f"<Session {'' if name is None else _short(name) + ' '}of {', '.join(parts)}>"
+
+
+def session_summary(
+    engine: Engine,
+    state: SessionBranch,
+    *,
+    closed: bool,
+    name: str | None,
+    labels: Mapping[str, str],
+    adapter: Callable[[], str | None],
+) -> Summary:
+    """Return what ``session_repr`` tells as a table, with more of the text. It never raises and
+    never waits, either."""
+    facts = [("tokens", f"{len(state.tokens):,}")]
+    if closed or engine.closed:
+        facts.append(("state", "closed"))
+    else:
+        facts += [("state", one) for one in _tried(lambda: _pages(engine, state))]
+        words = [word for word in ("pinned", "modified") if getattr(state, word)]
+        facts += [("is", ", ".join(words))] if words else []
+    facts += [("adapter", one) for one in _tried(lambda: [adapter() or ""]) if one]
+    facts += [("label", f"{label} = {value}") for label, value in labels.items()]
+    texts = [("text", one) for one in _tried(lambda: _ends(engine, state, SHOWN_IN_SUMMARIES))]
+    return Summary("Session" if name is None else f"Session {name}", facts, texts)
 
 
 def _tried(part: Callable[[], list[str]]) -> list[str]:
@@ -49,13 +77,20 @@ def _pages(engine: Engine, state: SessionBranch) -> list[str]:
 
 
 def _text(engine: Engine, state: SessionBranch) -> list[str]:
+    # What lies between the ends is as long as it takes to be left out.
+    return [_short(one) for one in _ends(engine, state, DECODED)]
+
+
+def _ends(engine: Engine, state: SessionBranch, most: int) -> list[str]:
+    """Return the text, with ``most`` tokens of each end and spaces between; [] without any."""
     if engine.tokenizer is None:
         return []
-    ids = [token for token in state.tokens.ids.tolist() if token >= 0]  # others stand for embeddings
-    ends = [ids] if len(ids) <= 2 * DECODED else [ids[:DECODED], ids[-DECODED:]]
-    texts = [engine.tokenizer.decode(end, skip_special_tokens=True) for end in ends]
-    # What lies between the ends is as long as it takes to be left out.
-    return [_short((" " * 2 * SHOWN).join(texts))]
+    tokens = state.tokens.ids
+    some = tokens if tokens.size <= 2 * most else None
+    parts = [tokens[:most], tokens[-most:]] if some is None else [some]
+    # Ids below 0 stand for embeddings.
+    texts = [engine.tokenizer.decode(part[part >= 0].tolist(), skip_special_tokens=True) for part in parts]
+    return [(" " * 2 * SHOWN).join(texts)]
 
 
 def _short(text: str) -> str:

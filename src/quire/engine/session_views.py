@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from rich.console import RenderableType
+
 from quire.config import check_int
 from quire.contracts.layers import LayerSpec
 from quire.contracts.token_views import AttentionView, ChancesView, ComparisonView, NormsView
+from quire.drawing.branch_tree import BranchTree, tree_of
+from quire.drawing.heat import Heat
+from quire.drawing.painters import norm_heat
+from quire.drawing.summaries import Summary
+from quire.engine import layer_memory
+from quire.engine.session_repr import session_summary
 from quire.engine.state_access import StateAccess
 from quire.engine.views import layer_looks, token_chances
+from quire.engine.views.state_views import StateViews
 from quire.errors import InvalidArgument
 from quire.interrupts import uninterrupted
+
+MOST_QUERIES = 1024
 
 
 class SessionViews(StateAccess):
@@ -75,6 +86,62 @@ class SessionViews(StateAccess):
         self._open("compare")
         other._open("compare")
         return token_chances.comparison_view(self._engine, self._state, other._state, top, self._names.name_of)
+
+    @uninterrupted
+    def tree(self) -> BranchTree:
+        """Return the tree of all branches that share a beginning with this session: which tokens
+        they share, and where they part. It is drawn in notebooks and terminals, and by its
+        ``plot``."""
+        state = self._open("tree")
+        views = StateViews(self._engine, self._names, "")
+        return tree_of(views.history(owner=None), f"the tree of session {state.number}", f"session:{state.number}")
+
+    @uninterrupted
+    def heat(self, *, layer: int, head: int | None = None, what: str = "attention", queries: int = 64) -> Heat:
+        """Return a heat map of a layer. ``what`` "attention": what each of the last ``queries``
+        (1..1024) tokens reads of all, by one query head, or on average. "k", "v", "latent" or
+        "state_0": the norms of what is held, by position, of one head or of all.
+
+        ``InvalidArgument``: the layer has no such head or ``what``, or the map is too large.
+        ``FailedPrecondition``, ``Unsupported``: as of ``attention``, or the tokens' state was
+        changed and there is more than one query.
+        """
+        self._open("heat")
+        spec = self._known_layer(layer)
+        names = layer_memory.names_of(spec) if spec.kind != "cross" else ()
+        if what not in ("attention", *names):
+            raise InvalidArgument(field="what", given=what, allowed=" or ".join(map(repr, ("attention", *names))))
+        check_int("queries", queries, 1, MOST_QUERIES)
+        if what != "attention":
+            view = layer_looks.norms_view(self._engine, self._state, layer)
+            if head is not None:
+                check_int("head", head, 0, view.norms[what].shape[1] - 1)
+            return norm_heat(view, what, head)
+        layer_looks.require_attention(spec, layer)
+        if head is not None:
+            check_int("head", head, 0, spec.num_heads - 1)  # type: ignore[union-attr]
+        if not len(self):
+            raise InvalidArgument("the session is empty; append at least one token to have one that reads")
+        return layer_looks.attention_heat(self._engine, self._state, layer, head, queries)
+
+    def _repr_html_(self) -> str:
+        return self._summary()._repr_html_()
+
+    def __rich__(self) -> RenderableType:
+        return self._summary().__rich__()
+
+    def _summary(self) -> Summary:
+        return session_summary(
+            self._engine,
+            self._state,
+            closed=self._closed,
+            name=self.name,
+            labels=self.labels,
+            adapter=self._adapter_name,
+        )
+
+    def _adapter_name(self) -> str | None:
+        return self.adapter
 
     def _known_layer(self, layer: int) -> LayerSpec:
         """Return a layer's geometry; ``InvalidArgument`` for another number."""

@@ -13,15 +13,18 @@ from torch import Tensor
 from quire.contracts.kv_state import Export
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.token_views import AttentionView, NormsView
+from quire.drawing.heat import Heat
 from quire.engine import layer_memory
 from quire.engine.engine import Engine
 from quire.engine.sequence_request import SessionBranch
 from quire.engine.views.token_run import require_idle, run_token
-from quire.errors import Unsupported
+from quire.errors import InvalidArgument, Unsupported
 from quire.types import Remove
 
 ROWS_AT_ONCE = 4096
 """Rows of which norms are taken at a time."""
+MOST_WEIGHTS = 1 << 26
+"""Weights of a heat map that are in memory, at most: 256 MiB."""
 
 
 def attention_view(engine: Engine, source: SessionBranch, position: int, layer: int, head: int | None) -> AttentionView:
@@ -30,9 +33,9 @@ def attention_view(engine: Engine, source: SessionBranch, position: int, layer: 
     spec = engine.runner.state.layer_spec(layer)
     require_attention(spec, layer)
     run = run_token(engine, source, position, "attention", layer)
-    assert run.weights_HN is not None
-    heads = tuple(range(run.weights_HN.shape[0])) if head is None else (head,)
-    weights: NDArray[np.float32] = run.weights_HN[list(heads)].cpu().numpy()
+    assert run.weights_HTN is not None
+    heads = tuple(range(run.weights_HTN.shape[0])) if head is None else (head,)
+    weights: NDArray[np.float32] = run.weights_HTN[list(heads), -1].cpu().numpy()
     sinks = np.zeros(len(heads), dtype=np.float32)
     if getattr(spec, "sinks", ()):
         sinks = np.maximum(0.0, 1.0 - weights.sum(-1, dtype=np.float64)).astype(np.float32)
@@ -40,13 +43,32 @@ def attention_view(engine: Engine, source: SessionBranch, position: int, layer: 
         position=position,
         layer=layer,
         kind=spec.kind,
-        num_heads=run.weights_HN.shape[0],
+        num_heads=run.weights_HTN.shape[0],
         heads=heads,
         weights=weights,
         sinks=sinks,
         num_run=run.num_run,
         exact=run.exact,
     )
+
+
+def attention_heat(engine: Engine, source: SessionBranch, layer: int, head: int | None, queries: int) -> Heat:
+    """Return what the last ``queries`` tokens read at a layer, by one query head or on average over
+    all. Errors: those of ``run_token``."""
+    spec, length = engine.runner.state.layer_spec(layer), len(source.tokens)
+    count = min(queries, length)
+    heads = getattr(spec, "num_heads", 1)
+    if heads * count * length > MOST_WEIGHTS:
+        raise InvalidArgument(
+            f"{heads} heads of {count} queries over {length} positions are more than {MOST_WEIGHTS} weights; give fewer queries",
+            field="queries",
+        )
+    run = run_token(engine, source, length - count, "heat", layer, count)
+    assert run.weights_HTN is not None
+    weights_TN = run.weights_HTN.mean(0) if head is None else run.weights_HTN[head]
+    title = f"attention at layer {layer} ({spec.kind}), " + ("mean of all heads" if head is None else f"head {head}")
+    rows = [str(position) for position in range(length - count, length)]
+    return Heat(title, weights_TN.cpu().numpy(), rows, np.arange(length, dtype=np.int64), "query", "weight")
 
 
 def require_attention(spec: LayerSpec, layer: int) -> None:

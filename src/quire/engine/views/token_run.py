@@ -3,7 +3,7 @@
 The session stays as it is, and so does the prefix cache. State that was written into, blended or
 converted is read as it is: what would have to compute it again is refused.
 
-Letters: V vocabulary; Hq query heads; n positions up to the token.
+Letters: V vocabulary; Hq query heads; T tokens that run; n positions up to the last one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.engine.blend_calibration import run_chunks
 from quire.engine.engine import Engine
 from quire.engine.prompts import embeddings_of
 from quire.engine.sequence_request import SessionBranch
-from quire.errors import Cancelled, FailedPrecondition
+from quire.errors import Cancelled, FailedPrecondition, Unsupported
 from quire.runner.local import Extras
 from quire.types import Add, Chunk, Edit, SetWindow, Step
 
@@ -29,27 +29,38 @@ class TokenRun:
 
     logits_V: Tensor
     """float32: of the token after it."""
-    weights_HN: Tensor | None
-    """float32 ``[Hq, n]`` of the observed layer."""
+    weights_HTN: Tensor | None
+    """float32 ``[Hq, T, n]`` of the observed layer."""
     num_run: int
     """Tokens that ran, this one among them."""
     exact: bool
     """Whether the state before it is what its tokens give."""
 
 
-def run_token(engine: Engine, source: SessionBranch, position: int, verb: str, observed: int | None = None) -> TokenRun:
-    """Run the token at a position behind the state of those before it; ``observed``: the layer
-    whose attention weights are wanted.
+def run_token(
+    engine: Engine, source: SessionBranch, position: int, verb: str, observed: int | None = None, count: int = 1
+) -> TokenRun:
+    """Run the token at a position, and those behind it up to ``count``, behind the state of those
+    before it; ``observed``: the layer whose attention weights are wanted.
 
-    ``FailedPrecondition``: the session is busy, or the state before cannot be had without
-    computing again what its tokens do not give. ``Unsupported``: the layer has no weights.
-    ``ResourceExhausted``: there is no room for a token.
+    ``FailedPrecondition``: the session is busy, or the state before, or of more than one token,
+    cannot be had without computing again what its tokens do not give. ``Unsupported``: the layer
+    has no weights, or the tokens ran under several adapters. ``ResourceExhausted``: there is no
+    room for them.
     """
     with engine.lock:
         require_idle(source, verb)
         if engine.sampling.under_way:
             raise FailedPrecondition(f"{verb}: a step is under way; a logits processor cannot look at its own engine")
-        ids = source.tokens.ids[: position + 1].copy()
+        stop = position + count
+        if count > 1 and (source.modified or source.origin.exact_part(stop) < stop):
+            raise FailedPrecondition(
+                f"{verb}: the state was written into, blended or converted, and of {count} tokens it would be computed anew; ask "
+                "for one token at a time"
+            )
+        if (end := source.runs.end(position)) is not None and end < stop:
+            raise Unsupported(f"{verb}: tokens {position}..{stop - 1} ran under several adapters; ask for fewer")
+        ids = source.tokens.ids[:stop].copy()
         media, adapter = source.tokens.media, source.runs.at(position)
         media.require(ids[position:])
         # The state behind the fork is computed, if it is, before anybody can write into it.
@@ -71,8 +82,8 @@ def run_token(engine: Engine, source: SessionBranch, position: int, verb: str, o
             output = run_chunks(engine, [chunk], extras)
     finally:
         engine.forget(fork)
-    weights_HN = None if observed is None else output.observed[observed][0][:, -1]
-    return TokenRun(output.rows(0)[-1].float(), weights_HN, missing + 1, exact)
+    weights_HTN = None if observed is None else output.observed[observed][0]
+    return TokenRun(output.rows(0)[-1].float(), weights_HTN, missing + count, exact)
 
 
 def require_idle(source: SessionBranch, verb: str) -> None:

@@ -35,7 +35,7 @@ export async function askForKey(client, live) {
           try {
             await client.json("GET", "v1/state", { key: key.trim(), quiet: true });
           } catch (error) {
-            if (error.status === 401) return key.trim() ? `Wrong key: ${error.message}` : "This server needs a key.";
+            if (error.status === 401) return key.trim() ? "Wrong key: this server does not take it." : "This server needs a key.";
             return error.message;
           }
           return null;

@@ -20,13 +20,16 @@ export const help = [
 ];
 
 const SEARCH_WAIT = 150;
+/** Milliseconds after which a row that was walked to is in the address. Browsers slow down pages that
+ * change it many times a second. */
+const WALK_WAIT = 150;
 
 /** @param {HTMLElement} root @param {object} app */
 export async function mount(root, app) {
   await app.css("views/history.css");
   const view = new HistoryView(root, app);
   await view.load();
-  return { update: (change) => view.update(change), unmount() {} };
+  return { update: (change) => view.update(change), unmount: () => clearTimeout(view.walking) };
 }
 
 class HistoryView {
@@ -37,6 +40,7 @@ class HistoryView {
     this.zoom = null;
     this.loading = null;
     this.stale = false;
+    this.drawnAs = null;
     this.list = new TreeList(app, {
       select: (item) => this.selected(item),
       open: (item) => this.open(item),
@@ -110,7 +114,7 @@ class HistoryView {
         {
           type: "button",
           "aria-pressed": String(chosen !== null && chosen.has(kind)),
-          "aria-label": `Only ${kindWords(kind)}: ${count}`,
+          title: `Show only this kind: ${kindWords(kind)}`,
           dataset: { kind },
           onclick: () => this.toggleKind(kind),
         },
@@ -180,6 +184,7 @@ class HistoryView {
   async read() {
     const doc = await this.app.get("v1/state/history");
     this.tree = buildTree(doc);
+    this.drawnAs = null;
     this.draw();
   }
 
@@ -192,26 +197,38 @@ class HistoryView {
   // -- drawing ---------------------------------------------------------------------------
 
   draw() {
-    const { params, format } = this.app;
-    const query = params.q ?? "";
+    const { params } = this.app;
+    const { a, b, branch, q: query = "" } = params;
+    const chosen = this.tree.items.get(branch);
+    if (chosen && branch !== this.adopted) this.list.current = chosen;
+    this.adopted = chosen ? branch : null;
+    const key = JSON.stringify([query, params.kinds, params.scale, a, b, this.zoom, [...this.closed]]);
+    if (this.drawnAs === key) {
+      if (this.list.current) this.list.select(this.list.current, { reveal: false });
+      this.drawPanels(chosen);
+      return;
+    }
+    this.drawnAs = key;
     if (document.activeElement !== this.search) this.search.value = query;
     const rows = rowsOf(this.tree, { closed: this.closed, query, kinds: this.chosenKinds() });
     const kind = params.scale === "even" ? "even" : "linear";
     this.scaleButton.setAttribute("aria-pressed", String(kind === "even"));
     this.zoomButton.hidden = this.zoom === null;
     const scale = makeScale(kind, this.tree.items.values(), this.zoom ?? [0, this.tree.end]);
-    const { a, b, branch } = params;
-    const marks = new Map([[b, "B"], [a, "A"]].filter(([id]) => id));
-    const chosen = this.tree.items.get(branch);
-    if (chosen) this.list.current = chosen;
-    this.list.show(rows, scale, marks);
+    this.list.show(rows, scale, new Map([[b, "B"], [a, "A"]].filter(([id]) => id)));
     this.drawKinds();
-    const found = rows.filter((row) => row.matches && row.item.branch).length;
+    this.drawCount(rows);
+    this.drawPanels(chosen);
+  }
+
+  drawCount(rows) {
+    const { params, format } = this.app;
     const all = [...this.tree.kinds.values()].reduce((sum, one) => sum + one, 0);
-    const said = query || params.kinds ? `${format.number(found)} of ${format.count(all, "branch", "branches")}` : format.count(all, "branch", "branches");
+    const found = rows.filter((row) => row.matches && row.item.branch).length;
+    const whole = format.count(all, "branch", "branches");
+    const said = params.q || params.kinds ? `${format.number(found)} of ${whole}` : whole;
     if (this.count.textContent !== said) this.count.textContent = said;
     this.drawEmpty(rows.length, all);
-    this.drawPanels(chosen);
   }
 
   drawEmpty(seen, all) {
@@ -248,10 +265,12 @@ class HistoryView {
   // -- what the reader does --------------------------------------------------------------------
 
   selected(item) {
-    this.app.set({ branch: item.id });
+    clearTimeout(this.walking);
+    this.walking = setTimeout(() => this.app.set({ branch: item.id }), WALK_WAIT);
   }
 
   open(item, { focus = false } = {}) {
+    clearTimeout(this.walking);
     const { a, b } = this.app.params;
     this.unfold(item);
     if (a && !b && item.branch && item.id !== a) {
@@ -327,6 +346,7 @@ class HistoryView {
   }
 
   compare(item) {
+    clearTimeout(this.walking);
     if (!item.branch) return void this.app.announce("Choose a branch to compare");
     const { a } = this.app.params;
     if (a && a !== item.id) {

@@ -20,7 +20,7 @@ export function drawPositions(app, place, { item, at }) {
     return [
       el("svg:rect", { x: 0, y, width: WIDTH, height: LANE, class: "lane", rx: 2 }),
       ranges.map(([start, stop, shade]) =>
-        el("svg:rect", { x: x(start), y, width: Math.max(1, x(stop) - x(start)), height: LANE, class: `range ${kind} ${shade ?? ""}` }),
+        el("svg:rect", { x: x(start), y, width: Math.max(1, x(Math.min(stop, end)) - x(start)), height: LANE, class: `range ${kind} ${shade ?? ""}` }),
       ),
       marks.map((one) => el("svg:path", { d: `M${x(one)} ${y}v${LANE}`, class: "mark", "vector-effect": "non-scaling-stroke" })),
     ];
@@ -74,7 +74,7 @@ function lanesOf(item, pools) {
   if (branch.checkpoints.length) {
     lanes.push({ name: "States", kind: "state", ranges: [], marks: branch.checkpoints, said: `recurrent states at ${some(branch.checkpoints)}` });
   }
-  const far = branch.reachable.filter(([start, stop]) => stop > start);
+  const far = branch.reachable.map(([start, stop]) => [start, Math.min(stop, item.end + 1)]).filter(([start, stop]) => stop > start);
   lanes.push({
     name: "Rewind",
     kind: "reach",

@@ -4,13 +4,14 @@ import { labelOf } from "./tree.js";
 
 const OVERSCAN = 6;
 const MOST_RAILS = 40;
-const KIND_NAMES = { session: "Sessions", request: "Requests", cached: "Cached", cache: "Cache rows", commit: "Commits" };
+const KIND_NAMES = { session: "Sessions", request: "Requests", cached: "Cached", cache: "Cache rows", commit: "Commits", other: "Others" };
 const KIND_WORDS = {
   session: "session",
   request: "request",
   cached: "cached prefix",
   cache: "row of a KV cache",
   commit: "commit",
+  other: "copy of a call",
   run: "shared tokens",
 };
 
@@ -157,7 +158,14 @@ export class TreeList {
   select(item, { reveal = true } = {}) {
     this.current = item;
     if (reveal) this.reveal();
-    this.draw(true);
+    this.draw();
+    for (const [index, node] of this.drawn) this.markCurrent(node, index);
+  }
+
+  markCurrent(node, index) {
+    const here = this.rows[index]?.item.id === this.current?.id;
+    node.classList.toggle("current", here);
+    node.setAttribute("aria-selected", String(here));
   }
 
   reveal() {
@@ -241,6 +249,7 @@ export class TreeList {
       let node = this.drawn.get(index);
       if (!node) {
         node = this.row(index);
+        this.markCurrent(node, index);
         this.drawn.set(index, node);
         if (before) before.after(node);
         else this.space.prepend(node);
@@ -253,18 +262,18 @@ export class TreeList {
   }
 
   row(index) {
-    const { el, icon, named, format, visible } = this.app;
+    const { el, icon, named, format } = this.app;
     const row = this.rows[index];
     const { item } = row;
     const { branch } = item;
-    const selected = this.current?.id === item.id;
     const mark = this.marks.get(item.id);
     const label = item.kind === "run" ? runLabel(item, el, named) : named(labelOf(item));
     const own = item.end - item.start;
-    const spoken = [
-      `${visible(labelOf(item), 120)}, ${kindWords(item.kind)}`,
-      `${format.count(item.end, "token")}${own < item.end ? `, ${format.number(own)} of its own` : ""}`,
-      item.kind === "run" ? `${format.count(item.below, "branch", "branches")} within` : null,
+    // What only screen readers are told, between what is seen.
+    const said = [
+      kindWords(item.kind),
+      own < item.end ? `${format.number(own)} of its own` : null,
+      item.kind === "run" ? "shared" : null,
       branch?.busy ? "busy" : null,
       branch?.pinned ? "pinned" : null,
       branch && branch.computed < branch.num_tokens - 1 ? `${format.number(branch.computed)} in the pool` : null,
@@ -279,9 +288,7 @@ export class TreeList {
         "aria-setsize": row.setsize,
         "aria-posinset": row.posinset,
         "aria-expanded": row.expandable ? String(row.expanded) : null,
-        "aria-selected": String(selected),
-        "aria-label": spoken.filter(Boolean).join(", "),
-        class: `kind-${item.kind}${row.matches ? "" : " around"}${selected ? " current" : ""}`,
+        class: `kind-${item.kind}${row.matches ? "" : " around"}`,
         dataset: { row: String(index), item: item.id },
         style: { transform: `translateY(${index * this.height}px)`, height: `${this.height}px` },
       },
@@ -291,9 +298,9 @@ export class TreeList {
         el("span.twisty", { class: row.expandable ? (row.expanded ? "open" : "shut") : "leaf" }, row.expandable ? icon("right") : null),
         icon(item.kind, { class: `kind-${item.kind}` }),
         el("span.row-name", {}, label),
-        mark ? el("span.tag.mark", {}, mark) : null,
+        mark ? el("span.tag.mark", { "aria-hidden": "true" }, mark) : null,
         branch?.busy ? el("span.busy", { title: "A call works on it" }) : null,
-        el("span.row-tokens", {}, format.short(item.end)),
+        el("span.row-tokens", {}, format.short(item.end), el("span.sr-only", {}, ` tokens, ${said.filter(Boolean).join(", ")}: `)),
       ),
       this.track(row),
     );

@@ -121,7 +121,7 @@ export class Column {
     const { el, icon, named, format, fill, visible } = this.app;
     const name = this.info?.name ?? this.id;
     fill(this.heading, icon("session", { class: "kind-session" }), named(name));
-    this.element.setAttribute("aria-label", `Branch ${visible(name, 80)}`);
+    this.element.setAttribute("aria-label", `Branch ${visible(name, 80)}, ${this.id.slice(-6)}`);
     const { info } = this;
     if (!info) return;
     const parts = [format.count(info.num_tokens, "token"), format.count(info.pages, "page")];
@@ -162,7 +162,8 @@ export class Column {
     this.element.classList.add("gone");
     this.setRunning(null);
     const { el, fill } = this.app;
-    fill(this.note, "This session is not there any more. ", el("button.button.small", { type: "button", onclick: () => this.restore() }, "Make it again from its tokens"));
+    const again = this.strip.tokens.length > 0 && el("button.button.small", { type: "button", onclick: () => this.restore() }, "Make it again from its tokens");
+    fill(this.note, "This session is not there any more. ", again);
     this.note.className = "column-note error";
   }
 

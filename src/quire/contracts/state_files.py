@@ -1,0 +1,21 @@
+"""What a state file holds, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.pictured import Pictured
+
+
+@dataclass(frozen=True, slots=True)
+class StateFileView(Pictured):
+    """A state file's content; its checksums were right."""
+
+    facts: Mapping[str, Any]
+    """As ``quire inspect --json`` prints them."""
+
+    def document(self) -> dict[str, Any]:
+        """Return ``facts`` in JSON types."""
+        return dict(self.facts)

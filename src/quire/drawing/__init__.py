@@ -1,0 +1,1 @@
+"""Pictures of values for notebooks and terminals."""
