@@ -284,7 +284,8 @@ class HistoryView {
       this.app.set({ branch: item.id, b: item.id });
       return;
     }
-    this.app.set({ branch: item.id, details: 1 });
+    const hidden = this.list.places.has(item.id) ? {} : { q: null, kinds: null };
+    this.app.set({ branch: item.id, details: 1, ...hidden });
     this.list.select(item);
     if (focus) this.details.show(item, { focus: true });
   }
