@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # On a terminal pip shows what it downloads, which takes minutes; elsewhere a line says what happens.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(shell test -t 2 || echo -q)
 
-.PHONY: demo test test-all test-clients mutants lint format bench clean help
+.PHONY: demo test test-all test-clients mutants lint format bench screenshots clean help
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -65,6 +65,9 @@ bench: $(VENV)/.stamp-test  ## Benchmarks beside transformers, and LLAMA=PYTHON,
 	$(BIN)/python bench/serve.py
 	$(BIN)/python bench/soak.py
 	$(BIN)/python bench/slow_grammars.py
+
+screenshots: $(VENV)/.stamp-test  ## Pictures of the inspector, notebooks and terminals in docs/images (needs chromium; 3 minutes)
+	$(BIN)/python bench/screenshots.py
 
 clean:  ## Remove what make made
 	rm -rf $(VENV) $(CLIENTS) $(PROGRAMS)/node_modules build dist src/quire.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tqdm import tqdm
 
-from quire import LLM, SamplingParams, cli
+from quire import LLM, AsyncLLM, SamplingParams, cli
+from quire.engine import progress_bars
+from quire.errors import DataLoss, InvalidArgument
+from quire.models import catalogue
 
 LONG = "x = 1\n" * 40
 """120 tokens, which take several steps of 32."""
@@ -82,3 +89,143 @@ def test_the_command_shows_the_prompt_and_writes_the_same(
     assert capsys.readouterr().out == out
     assert re.search(r"Prompt: +\d+%.* 64/200 \[", err), err
     assert "tok/s" in err.rpartition("\r")[2]
+
+
+# -- sessions --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bars are shown without a delay, and every time."""
+    monkeypatch.setattr(progress_bars, "DELAY", 0)
+    monkeypatch.setattr(progress_bars, "tqdm", partial(tqdm, mininterval=0))
+
+
+def seen(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, act: Callable[[], object]) -> str:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stderr)
+        act()
+    return stderr.getvalue()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_long_prompt_of_a_session_shows_its_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with llm.session() as session:
+        text = seen(monkeypatch, Terminal(), lambda: session.append(LONG))
+        done = [int(found) for found in re.findall(rf"(\d+)/{len(session) - 1} ", text)]
+        assert {32, 64, 96} <= set(done)
+        assert done == sorted(done)
+        assert re.search(r"<\d\d:\d\d", text), "no time is left"
+    with llm.session() as session:
+        session.append(LONG[:6])
+        assert seen(monkeypatch, Terminal(), lambda: session.append("y")) == "", "one step is no long prompt"
+        assert "Prompt" in seen(monkeypatch, io.StringIO(), lambda: session.append(LONG[::-1], use_tqdm=True))
+        assert seen(monkeypatch, Terminal(), lambda: session.append("z = 3\n" * 40, use_tqdm=False)) == ""
+        assert seen(monkeypatch, io.StringIO(), lambda: session.append("u = 3\n" * 40)) == ""
+    with llm.session("v = 4\n" * 40) as session:
+        llm.engine.branches.drop(session._state)
+        llm.reset_prefix_cache()
+        assert "Prompt" in seen(monkeypatch, Terminal(), lambda: session.compute())
+        assert seen(monkeypatch, Terminal(), lambda: session.compute()) == ""
+
+
+@pytest.mark.usefixtures("at_once")
+def test_files_show_their_bytes(llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "state.quire"
+    with llm.session(LONG) as session:
+        session.compute()
+        for stderr, options, is_shown in (
+            (Terminal(), {}, True),
+            (io.StringIO(), {}, False),
+            (Terminal(), {"use_tqdm": False}, False),
+            (io.StringIO(), {"use_tqdm": True}, True),
+        ):
+            saving = seen(monkeypatch, stderr, partial(session.save, path, **options))
+            assert ("Saving: 100%" in saving) == is_shown
+            assert bool(saving) == is_shown
+            other = Terminal() if stderr.isatty() else io.StringIO()
+            loading = seen(monkeypatch, other, lambda options=options: llm.load_session(path, **options).close())
+            assert ("Restoring: 100%" in loading) == is_shown
+            assert bool(loading) == is_shown
+        for wrong in (1, "yes"):
+            with pytest.raises(InvalidArgument, match="use_tqdm"):
+                session.save(path, use_tqdm=wrong)
+            with pytest.raises(InvalidArgument, match="use_tqdm"):
+                llm.load_session(path, use_tqdm=wrong)
+            with pytest.raises(InvalidArgument, match="use_tqdm"):
+                session.append("x", use_tqdm=wrong)
+            with pytest.raises(InvalidArgument, match="use_tqdm"):
+                session.compute(use_tqdm=wrong)
+
+
+def test_what_is_quick_shows_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a terminal, without being asked for."""
+    with llm.session("x = 1") as session:
+        assert seen(monkeypatch, Terminal(), lambda: session.save(tmp_path / "state.quire")) == ""
+        assert seen(monkeypatch, Terminal(), lambda: llm.load_session(tmp_path / "state.quire").close()) == ""
+
+
+def test_a_damaged_file_is_found_with_a_bar(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at_once: None
+) -> None:
+    path = tmp_path / "state.quire"
+    with llm.session(LONG) as session:
+        session.save(path)
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+    def load() -> None:
+        with pytest.raises(DataLoss, match="is damaged"):
+            llm.load_session(path)
+
+    assert "Restoring" in seen(monkeypatch, Terminal(), load)
+
+
+def test_servers_show_no_bars(monkeypatch: pytest.MonkeyPatch, at_once: None) -> None:
+    """Where a thread of its own steps, a terminal belongs to somebody else."""
+
+    async def run() -> None:
+        async with AsyncLLM("tiny-python", dtype="float32", kv_cache_memory="32MiB", max_num_batched_tokens=32) as llm:
+            session = await llm.session()
+            monkeypatch.setattr(sys, "stderr", stderr)
+            await session.append(LONG)
+            await session.compute()
+            monkeypatch.undo()
+
+    stderr = Terminal()
+    asyncio.run(run())
+    assert stderr.getvalue() == ""
+
+
+def test_the_time_left_is_shown(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(llm, monkeypatch, LONG, stderr=Terminal())
+    assert re.search(r"prompt tokens 64/\d+, \d\d:\d\d left", text)
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def test_loading_shows_bytes_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"dtype": "float32", "kv_cache_memory": "8MiB"}
+    assert "loading" in seen(monkeypatch, Terminal(), lambda: LLM("tiny-python", **options).close())
+    assert "loading" not in seen(monkeypatch, io.StringIO(), lambda: LLM("tiny-python", **options).close())
+
+
+def test_downloads_show_bars_on_terminals_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[Any] = []
+
+    def snapshot_download(name: str, *, tqdm_class: Any, **given: object) -> str:
+        with tqdm_class(total=7, desc=f"Fetching {name}", name="quire.test") as bar:
+            bar.update(7)
+        made.append(bar)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+
+    def fetch() -> None:
+        assert catalogue._download("model", "some/name", None, ["*"], "a model") == tmp_path
+
+    assert "Fetching some/name: 100%" in seen(monkeypatch, Terminal(), fetch)
+    assert seen(monkeypatch, io.StringIO(), fetch) == ""
+    assert len(made) == 2

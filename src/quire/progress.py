@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
@@ -27,15 +28,28 @@ class GenerationBar:
         self.shown = show
         self._bar = tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show)
         self._said: str | None = None
+        self._began: tuple[float, int] | None = None
+        """When the prompts were first looked at, and how many of their tokens were there."""
 
     def advance(self) -> None:
         """Show the progress since the last call."""
         done = sum(samples[0].num_prompt_run for samples in self._requests)
-        said = f"prompt tokens {done:,}/{self._total:,}" if done < self._total else ""
+        said = f"prompt tokens {done:,}/{self._total:,}{self._left(done)}" if done < self._total else ""
         if said != self._said:
             self._bar.set_postfix_str(said)
             self._said = said
         self._bar.update(sum(all(one.finished for one in samples) for samples in self._requests) - self._bar.n)
+
+    def _left(self, done: int) -> str:
+        """Return how long the other tokens of the prompts will take, at the rate of those that ran
+        so far."""
+        if self._began is None:
+            self._began = (time.monotonic(), done)
+        started, before = self._began
+        seconds = time.monotonic() - started
+        if done <= before or not seconds:
+            return ""
+        return f", {tqdm.format_interval(seconds * (self._total - done) / (done - before))} left"
 
     def close(self) -> None:
         """Show the final state and leave the line."""

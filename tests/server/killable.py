@@ -33,7 +33,7 @@ def run(said: Path, model: str, options: dict[str, Any], given: dict[str, Any]) 
     sys.stdout = sys.stderr = said.open("w", buffering=1)
     if (largest := given.pop("largest_file", None)) is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
-    serve(AsyncLLM(model, **options), ServerSettings(port=0, **given))
+    serve(AsyncLLM(model, **options), ServerSettings(**{"port": 0, **given}))
 
 
 @dataclass

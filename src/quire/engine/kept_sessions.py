@@ -95,7 +95,7 @@ class KeptSessions:
         is computed. ``NotDurable``: the file cannot be written."""
         path = self.journal.new_state(record.id)
         with saving(path):
-            session.save(path)
+            session.save(path, use_tqdm=False)
         return replace(record, state=path.name)
 
     def write(self, record: SessionRecord) -> Future[None]:

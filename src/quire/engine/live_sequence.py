@@ -19,6 +19,7 @@ from quire.contracts.executor import ExecutorInputs
 from quire.engine.chat_turns import ChatTurns
 from quire.engine.engine import Engine
 from quire.engine.keeping import Keeper
+from quire.engine.progress_bars import run_shown
 from quire.engine.prompts import Prompt, is_segmented, read_prompt
 from quire.engine.segmented_prompts import read_segments
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
@@ -246,20 +247,21 @@ class LiveSequence(Labelled):
         tail = tokens[length:].tolist()
         return self._engine.submit_run(state, tokens[:length], tail=tail, media=media, priority=priority)
 
-    def _wait(self, request: SequenceRequest) -> None:
-        """Run a request to its end. Raise its error, and ``Cancelled`` for a cancelled run."""
-        self._engine.run([request])
+    def _wait(self, request: SequenceRequest, use_tqdm: bool | None = False) -> None:
+        """Run a request to its end. Raise its error, and ``Cancelled`` for a cancelled run.
+        ``use_tqdm`` shows how far its prompt is; None: on a terminal, if it takes long."""
+        run_shown(self._engine, request, use_tqdm)
         if request.error is not None:
             raise request.error
         if request.finish_reason == "cancelled" and request.params is None:
             raise Cancelled("the session's call was cancelled; the session is as it was before")
 
-    def _compute(self, verb: str, *, priority: int = 0) -> SequenceRequest | None:
+    def _compute(self, verb: str, *, priority: int = 0, use_tqdm: bool | None = False) -> SequenceRequest | None:
         """Run all tokens but the last one, as far as they are not computed. None: they were."""
         with self._engine.lock:
             request = self._submit_first(self._idle(verb).tokens.ids, len(self) - 1, priority=priority)
         if request is not None:
-            self._wait(request)
+            self._wait(request, use_tqdm)
         return request
 
     def _catch_up(self, verb: str, length: int) -> None:

@@ -13,6 +13,7 @@ from quire.branches.adapter_keys import private_salt
 from quire.branches.history import Ids, TokenHistory
 from quire.branches.saved_rows import NO_POSITIONS, SESSION, load_row, other_eviction, read_rows
 from quire.engine.engine import Engine
+from quire.engine.progress_bars import byte_bar, counted, verify_shown
 from quire.engine.sequence_request import SessionBranch
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.kv import sequencefile
@@ -31,9 +32,12 @@ MOST_ROWS = 16
 """Rows that a KV cache may have of which one is loaded as a session."""
 
 
-def save(engine: Engine, state: SessionBranch, identity: ModelIdentity, path: Path) -> None:
+def save(
+    engine: Engine, state: SessionBranch, identity: ModelIdentity, path: Path, use_tqdm: bool | None = False
+) -> None:
     metadata, plan, tensors = parts(engine, state, identity)
-    size = write_state(path, metadata, plan, tensors)
+    with byte_bar("Saving", sum(one.nbytes for one in plan), use_tqdm) as bar:
+        size = write_state(path, metadata, plan, counted(tensors, bar))
     engine.metrics.state_bytes_saved.inc(size)
 
 
@@ -110,14 +114,17 @@ def branch_of(
     return state
 
 
-def opened(engine: Engine, source: str | Path | bytes | bytearray | memoryview) -> StateFile:
+def opened(
+    engine: Engine, source: str | Path | bytes | bytearray | memoryview, use_tqdm: bool | None = False
+) -> StateFile:
     """Open a file of this engine's model, fully checked, without the lock. Close it afterwards."""
 
     def limits(size: int) -> HeaderLimits:
         return sequencefile.header_limits(engine.runner.state, _longest(engine), MOST_RUNS, MOST_ROWS, size)
 
-    file = read_state(source, limits=limits)
+    file = read_state(source, limits=limits, verify=False)
     try:
+        verify_shown(file, "Restoring", use_tqdm)
         check_metadata(file.metadata)
     except BaseException:
         file.close()

@@ -34,6 +34,7 @@ from quire.hints import MOST_PRIORITY, NO_HINTS, CacheHints, PinAccount, checked
 from quire.interrupts import uninterrupted
 from quire.outputs import RequestOutput, Reuse
 from quire.sampling_params import SamplingParams
+from quire.signatures import require_bool
 from quire.types import BASE
 
 
@@ -44,11 +45,14 @@ class Session(SessionEdits):
 
     @uninterrupted
     @kept
-    def append(self, text: Prompt, *, priority: int = 0) -> Self:
+    def append(self, text: Prompt, *, priority: int = 0, use_tqdm: bool | None = None) -> Self:
         """Add text or token ids (no BOS), perhaps with embeddings, and run them.
         ``quire.engine.prompts.read_prompt`` describes prompts with embeddings; ``priority`` is
-        that of ``CacheHints``."""
+        that of ``CacheHints``. ``use_tqdm`` shows on stderr how far it is; None: on a terminal, if
+        there are more tokens than one step takes."""
         check_int("priority", priority, -MOST_PRIORITY, MOST_PRIORITY)
+        if use_tqdm is not None:
+            require_bool("use_tqdm", use_tqdm)
         new, media = self._encode(text)
         with self._engine.lock:
             state = self._idle("append")
@@ -63,7 +67,7 @@ class Session(SessionEdits):
                 state.tokens.extend(new)
                 state.logits = None
         if request is not None:
-            self._wait(request)
+            self._wait(request, use_tqdm)
         return self
 
     # -- generating --------------------------------------------------------------------------------
@@ -167,11 +171,14 @@ class Session(SessionEdits):
     # -- probabilities -----------------------------------------------------------------------------
 
     @uninterrupted
-    def compute(self, *, priority: int = 0) -> Reuse:
+    def compute(self, *, priority: int = 0, use_tqdm: bool | None = None) -> Reuse:
         """Run all tokens but the last one, as far as they are not computed; return what was reused.
-        The last one runs when its logits are wanted. ``priority`` is that of ``CacheHints``."""
+        The last one runs when its logits are wanted. ``priority`` is that of ``CacheHints``, and
+        ``use_tqdm`` as in ``append``."""
         check_int("priority", priority, -MOST_PRIORITY, MOST_PRIORITY)
-        request = self._compute("compute", priority=priority)
+        if use_tqdm is not None:
+            require_bool("use_tqdm", use_tqdm)
+        request = self._compute("compute", priority=priority, use_tqdm=use_tqdm)
         if request is not None:
             return reuse_of(request.work, self._engine.tokenizer)
         return Reuse(cached=self.num_computed, by_tier={"pool": self.num_computed} if self.num_computed else {})

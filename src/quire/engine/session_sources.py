@@ -160,18 +160,28 @@ class SessionSources(RequestPreparation):
         session.name, session.labels = name, labels or {}
         return session
 
-    def load_session(self, path: str | Path, *, convert_dtype: bool = False, row: int | None = None) -> Session:
+    def load_session(
+        self,
+        path: str | Path,
+        *,
+        convert_dtype: bool = False,
+        row: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> Session:
         """Return the session of a file by ``Session.save``, or of a row of a serialized KV cache.
 
         ``row`` picks one of several rows of what ``KVCache.serialize`` returned. ``convert_dtype``
-        accepts another KV dtype. ``InvalidArgument`` (another model, dtype or version: expected and
+        accepts another KV dtype. ``use_tqdm`` shows the bytes on stderr; None: on a terminal, if it
+        takes long. ``InvalidArgument`` (another model, dtype or version: expected and
         found), ``DataLoss`` (damaged), ``NotFound``, ``ResourceExhausted``.
         """
         self._require_open("load_session")
         if not isinstance(path, (str, Path)):
             message = f"load_session takes a path, got {type(path).__name__}; bytes go to session_from_bytes"
             raise InvalidArgument(message, field="path")
-        return self._restore(path, convert_dtype, row)
+        if use_tqdm is not None:
+            require_bool("use_tqdm", use_tqdm)
+        return self._restore(path, convert_dtype, row, use_tqdm)
 
     def session_from_bytes(
         self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False, row: int | None = None
@@ -184,12 +194,16 @@ class SessionSources(RequestPreparation):
         return self._restore(data, convert_dtype, row)
 
     def _restore(
-        self, source: str | Path | bytes | bytearray | memoryview, convert_dtype: bool, row: int | None
+        self,
+        source: str | Path | bytes | bytearray | memoryview,
+        convert_dtype: bool,
+        row: int | None,
+        use_tqdm: bool | None = False,
     ) -> Session:
         require_bool("convert_dtype", convert_dtype)
         if row is not None:
             check_int("row", row, None, also="or None")
-        with saved_sessions.opened(self._engine, source) as file, self._engine.lock:
+        with saved_sessions.opened(self._engine, source, use_tqdm) as file, self._engine.lock:
             loaded = saved_sessions.load(self._engine, file, self._identity, convert_dtype=convert_dtype, row=row)
             session = self._session(loaded)
         session._kept = self._kept

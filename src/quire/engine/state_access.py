@@ -29,14 +29,17 @@ class StateAccess(LiveSequence):
     """A live sequence whose state can be saved, shared with the executor, read and written."""
 
     @uninterrupted
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, use_tqdm: bool | None = None) -> None:
         """Write the state file: under a temporary name, synced, renamed. Tokens that are not
-        computed yet are computed first."""
+        computed yet are computed first. ``use_tqdm`` shows the bytes on stderr; None: on a
+        terminal, if it takes long."""
         if not isinstance(path, (str, Path)) or not str(path):
             raise InvalidArgument(f"save takes the name of a file, got {path!r}; to_bytes gives bytes", field="path")
+        if use_tqdm is not None:
+            require_bool("use_tqdm", use_tqdm)
         self._compute_to_save("save")
         with self._branch("save") as branch:
-            saved_sessions.save(self._engine, branch, self._identity, Path(path))
+            saved_sessions.save(self._engine, branch, self._identity, Path(path), use_tqdm)
 
     @uninterrupted
     def to_bytes(self) -> bytes:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from quire.errors import InvalidArgument, NotFound
 from quire.models.families import FAMILIES
@@ -117,12 +119,33 @@ def _files_of(name: str) -> list[str]:
         return []
 
 
+def _download_bar() -> type[Any]:
+    """Return the class of a download's bars: the Hub's own, on terminals only."""
+    from huggingface_hub import utils
+
+    base: Any = utils.tqdm  # type: ignore[attr-defined]
+
+    class DownloadBar(base):  # type: ignore[misc]
+        """A bar of a download."""
+
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **{**given, "disable": bool(given.get("disable")) or not sys.stderr.isatty()})
+
+    return DownloadBar
+
+
 def _download(kind: str, name: str, revision: str | None, files: Sequence[str], accepted: str) -> Path:
     from huggingface_hub import errors, snapshot_download  # Slow to import, and most names need no hub.
 
     try:
         return Path(
-            snapshot_download(name, revision=revision, allow_patterns=list(files), ignore_patterns=list(IGNORED_FILES))
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=list(files),
+                ignore_patterns=list(IGNORED_FILES),
+                tqdm_class=_download_bar(),
+            )
         )
     except errors.GatedRepoError as error:
         reason = "its repository is gated: accept its terms on huggingface.co and set HF_TOKEN"

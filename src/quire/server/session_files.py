@@ -67,7 +67,7 @@ async def receive_session(request: Request, context: Context, *, convert_dtype: 
         except ClientDisconnect:
             raise Cancelled("the client closed the connection before the file was there") from None
         with hiding(path, "the uploaded state file"):
-            return await unless_gone(request, llm.load_session(path, convert_dtype=convert_dtype))
+            return await unless_gone(request, llm.load_session(path, convert_dtype=convert_dtype, use_tqdm=False))
 
 
 async def _write(path: Path, place: TemporaryFile, parts: AsyncIterator[bytes]) -> None:
@@ -125,7 +125,7 @@ async def saved_session(session: AsyncSession, request: Request, context: Contex
         held = len(session) if session.window is None else min(len(session), session.window[0])
         place.claim(held * context.llm.bytes_per_token)  # an estimate
         with hiding(path, name):
-            await unless_gone(request, session.save(path))
+            await unless_gone(request, session.save(path, use_tqdm=False))
         place.claim(path.stat().st_size)
     except BaseException:
         await place.__aexit__()

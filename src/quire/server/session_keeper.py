@@ -66,7 +66,7 @@ class SessionKeeper:
             if with_state:
                 path = self._kept.journal.new_state(name)
                 with saving(path):
-                    await held.save(path)
+                    await held.save(path, use_tqdm=False)
                 record = replace(record, state=path.name)
                 if is_gone():
                     path.unlink(missing_ok=True)

@@ -250,7 +250,7 @@ async def _events(source: SnapshotSource, is_over: Callable[[], bool]) -> AsyncI
         await asyncio.sleep(PERIOD)
 
 
-class _Server(uvicorn.Server):
+class SnapshotServer(uvicorn.Server):
     """Uvicorn, which tells when it listens, and ends at the first signal."""
 
     def __init__(self, source: SnapshotSource, key: str, number: int, started: Callable[[], None]) -> None:
@@ -292,7 +292,7 @@ def show(source: Callable[[], SnapshotSource], *, port: int = 0, browse: bool = 
                 with suppress(webbrowser.Error):
                     webbrowser.open(address)
 
-        server = _Server(source(), key, sockets[0].getsockname()[1], started)
+        server = SnapshotServer(source(), key, sockets[0].getsockname()[1], started)
         # Uvicorn raises the signal again once it has ended.
         with suppress(KeyboardInterrupt):
             server.run(sockets)

@@ -1,0 +1,304 @@
+"""Pictures of all that shows state, made anew: the inspector's page, notebooks, terminals.
+
+It runs servers of the bundled model and drives Debian's Chromium (``apt-get install chromium``;
+``pip install '.[browser,plot]'``). The scene is the same each time, times and rates are not.
+
+``python bench/screenshots.py [--only history,pages] [--output docs/images]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from quire import AsyncLLM
+from quire.errors import NotFound
+from quire.server.app import create_app
+from quire.server.serving import Server, bind, url_of
+from quire.server.settings import ServerSettings
+from screenshot_scene import MODULE, Scene
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+OUTPUT = Path(__file__).parents[1] / "docs" / "images"
+LARGEST = 200_000
+"""Bytes of a picture."""
+COLORS = (256, 128, 64, 32)
+"""Colours of a picture: as many as keep it small enough."""
+WIDE = {"width": 1280, "height": 800}
+PHONE = {"width": 360, "height": 740}
+FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
+OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "48MiB", "max_num_seqs": 32}
+
+OTHER_FOLDER = """([old, other]) => {
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (walker.nextNode())
+        if (walker.currentNode.data.includes(old)) walker.currentNode.data = walker.currentNode.data.replaceAll(old, other);
+}"""
+"""Pictures do not show how this machine calls its folders."""
+
+Taken = Callable[["Page"], None]
+
+
+class Album:
+    """Where pictures go."""
+
+    def __init__(self, browser: Browser, folder: Path, scratch: Path, only: list[str]) -> None:
+        self._browser, self._folder, self._only = browser, folder, only
+        self.scratch = scratch
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def wants(self, name: str) -> bool:
+        """Whether a picture is to be made."""
+        return not self._only or any(name.startswith(one) for one in self._only)
+
+    def take(
+        self, name: str, url: str, act: Taken, *, size: dict[str, int] = WIDE, schemes: tuple[str, ...] = ("light",)
+    ) -> None:
+        """Open a page, act on it, and keep its picture. The dark one's name ends in ``-dark``."""
+        for scheme in schemes if self.wants(name) else ():
+            context = self._browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce")
+            try:
+                page = context.new_page()
+                page.goto(url)
+                act(page)
+                page.wait_for_timeout(600)
+                page.evaluate(OTHER_FOLDER, [str(self.scratch), "/var/quire"])
+                self.keep(name if scheme == "light" else f"{name}-{scheme}", page.screenshot())
+            finally:
+                context.close()
+
+    def of_html(self, name: str, html: str, width: int = 900) -> None:
+        """Keep the picture of a document."""
+        page = self._browser.new_page(viewport={"width": width, "height": 200})
+        try:
+            page.set_content(f"<body style='margin:12px;background:white'>{html}</body>")
+            self.keep(name, page.screenshot(full_page=True))
+        finally:
+            page.close()
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Write a picture, small enough to be looked at over a slow line."""
+        image = Image.open(io.BytesIO(data)).convert("RGB")
+        for colors in COLORS:
+            packed = io.BytesIO()
+            image.quantize(colors, dither=Image.Dither.NONE).save(packed, "PNG", optimize=True)
+            if packed.tell() < LARGEST:
+                break
+        (self._folder / f"{name}.png").write_bytes(packed.getvalue())
+        print(f"{name}.png: {packed.tell():,} bytes, {colors} colours", flush=True)
+
+
+@contextmanager
+def served(llm: AsyncLLM, **settings: Any) -> Iterator[str]:
+    """A server over ``llm`` on a free port; its address."""
+    app = create_app(llm, ServerSettings(allow_edits=True, **settings))
+    sockets = bind("127.0.0.1", 0)
+    server = Server(app)
+    thread = threading.Thread(target=server.run, args=(sockets,))
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.02)
+        yield url_of(sockets[0])
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def run_aside(work: Any) -> None:
+    """Run a coroutine in a thread: on this one Playwright's event loop runs."""
+    thread = threading.Thread(target=asyncio.run, args=(work,))
+    thread.start()
+    thread.join()
+
+
+def row(page: Page, name: str) -> None:
+    """Click a branch in the tree."""
+    page.locator(f"[role=treeitem][aria-label^='{name},']").first.click()
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def of_history(album: Album, url: str) -> None:
+    """The tree with details, a comparison, a phone."""
+
+    def details(page: Page) -> None:
+        row(page, "put and get")
+        page.wait_for_selector(".details:not([hidden])")
+
+    def comparison(page: Page) -> None:
+        row(page, "with types")
+        page.get_by_role("button", name="Compare…").click()
+        row(page, "a deque")
+        page.wait_for_selector(".sides")
+
+    album.take("history", f"{url}/#history?scale=even", details, schemes=("light", "dark"))
+    album.take("history-compare", f"{url}/#history?scale=even", comparison)
+    album.take("history-phone", f"{url}/#history", lambda page: page.wait_for_selector("[role=treeitem]"), size=PHONE)
+
+
+def of_pages(album: Album, url: str) -> None:
+    """A pool, and one of its pages."""
+
+    def hover(page: Page) -> None:
+        page.wait_for_selector(".view-pages canvas")
+        page.wait_for_timeout(500)
+        box = page.locator(".view-pages canvas").first.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + 60, box["y"] + 12)
+
+    album.take("pages", f"{url}/#pages", hover, schemes=("light", "dark"))
+
+
+def of_time(album: Album, url: str, scene: Scene) -> None:
+    """Lanes and plots under load."""
+    if album.wants("time"):
+        with scene.loaded():
+            time.sleep(8)
+            album.take("time", f"{url}/#time", lambda page: page.wait_for_timeout(4000), schemes=("light", "dark"))
+
+
+def of_token(album: Album, url: str, session: str) -> None:
+    """One token: chances, attention, norms."""
+
+    def wait(page: Page) -> None:
+        page.wait_for_selector(".view-token canvas")
+        page.wait_for_timeout(1500)
+
+    album.take(
+        "token",
+        f"{url}/#token?branch=session:{session}&position=160",
+        wait,
+        size={"width": 1280, "height": 1000},
+        schemes=("light", "dark"),
+    )
+
+
+def of_playground(album: Album, url: str, scene: Scene) -> None:
+    """Branches side by side."""
+    if not album.wants("playground"):
+        return
+    first = scene.session("def area(shape):\n", "area")
+    scene.write(first, 32, seed=3)
+    second = scene.fork(first, "area again", at=6)
+    scene.write(second, 32, seed=5)
+    album.take(
+        "playground",
+        f"{url}/#playground?open={first},{second}",
+        lambda page: page.wait_for_timeout(1500),
+        schemes=("light", "dark"),
+    )
+
+
+def of_recurrent(album: Album, folder: Path) -> None:
+    """Pools of a model with recurrent layers: checkpoints beside pages."""
+    if not album.wants("pages-recurrent"):
+        return
+    llm = AsyncLLM(recurrent_model(folder), **{**OPTIONS, "kv_cache_memory": "24MiB"})
+    with served(llm, served_model_name="recurrent") as url:
+        scene = Scene(url)
+        session = scene.session(MODULE * 2, "review")
+        for number in range(3):
+            scene.write(scene.fork(session, f"way {number}"), 24 + 8 * number, seed=number)
+        scene.session(MODULE, "another")
+
+        def wait(page: Page) -> None:
+            page.wait_for_selector(".view-pages canvas")
+            page.wait_for_timeout(800)
+
+        album.take("pages-recurrent", f"{url}/#pages?branch=session:{session}", wait)
+    run_aside(llm.close())
+
+
+def recurrent_model(folder: Path) -> Path:
+    """A model of recurrent layers and some attention: random weights, the bundled tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from checkpoints import DRAWN
+    from quire.models.catalogue import bundled_models
+
+    bundled = bundled_models()["tiny-python"]
+    vocabulary = AutoConfig.from_pretrained(bundled).vocab_size
+    kind, values = DRAWN["bamba-small"]
+    config = AutoConfig.for_model(kind, **{**values, "vocab_size": vocabulary}, eos_token_id=0, bos_token_id=0)
+    torch.manual_seed(0)
+    path = folder / "recurrent"
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    for file in bundled.glob("tokenizer*"):
+        shutil.copy(file, path)
+    return path
+
+
+# -- without a model -------------------------------------------------------------------------------
+
+
+def of_still(album: Album, store: Path) -> None:
+    """A store as ``quire inspect --open`` shows it."""
+    if not (album.wants("inspect-store")):
+        return
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "quire.cli", "inspect", str(store), "--open", "--no-browser"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[3]
+
+        def details(page: Page) -> None:
+            row(page, "main")
+            page.wait_for_selector(".details:not([hidden])")
+
+        album.take("inspect-store", address, details)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="beginnings of names, with commas between them")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    given = parser.parse_args()
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        raise SystemExit(str(NotFound("chromium is not installed; apt-get install chromium brings it")))
+    from playwright.sync_api import sync_playwright
+
+    only = [one for one in given.only.split(",") if one]
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as driver:
+        folder = Path(scratch)
+        browser = driver.chromium.launch(executable_path=chromium, headless=True, args=[*FLAGS])
+        album = Album(browser, given.output, folder, only)
+        llm = AsyncLLM("tiny-python", **OPTIONS, store=[f"file://{folder}/store"])
+        with served(llm) as url:
+            scene = Scene(url)
+            found = scene.build()
+            of_history(album, url)
+            of_pages(album, url)
+            of_token(album, url, found["put and get"])
+            of_playground(album, url, scene)
+            of_time(album, url, scene)
+        run_aside(llm.close())
+        of_still(album, folder / "store")
+        of_recurrent(album, folder)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
