@@ -4,8 +4,10 @@ text is markup, a command to a terminal or a turned line.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import io
+import json
 import re
 import sys
 import threading
@@ -440,3 +442,32 @@ def empty_norms() -> NormsView:
 def test_empty_views_are_drawn(make: Callable[[], Any]) -> None:
     checked_html(make())
     checked_text(make())
+
+
+# -- the notebook ----------------------------------------------------------------------------------
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells one after the other; what a cell ends with is shown as a notebook would."""
+    pyplot = figures()
+    monkeypatch.chdir(tmp_path)
+    book = json.loads((Path(__file__).parent.parent / "examples" / "looking.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    shown = []
+    for cell in book["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        assert not cell["outputs"], "a notebook is committed without its outputs"
+        *before, last = ast.parse("".join(cell["source"])).body
+        exec(compile(ast.Module(before, []), "looking.ipynb", "exec"), names)
+        if not isinstance(last, ast.Expr):
+            exec(compile(ast.Module([last], []), "looking.ipynb", "exec"), names)
+            continue
+        found = eval(compile(ast.Expression(last.value), "looking.ipynb", "eval"), names)
+        if hasattr(found, "_repr_html_"):
+            shown.append(checked_html(found))
+        elif found is not None:
+            assert found.figure is not None
+            found.figure.canvas.draw()
+            pyplot.close(found.figure)
+    assert len(shown) == 10
