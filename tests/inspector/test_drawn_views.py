@@ -63,7 +63,7 @@ def test_the_grid_s_numbers_are_those_of_the_engine(visit: Visit, server: Served
     server.client.post("/v1/completions", json={"model": "tiny-chat", "prompt": PROMPT, "max_tokens": 4})
     fresh(server)
     with visit(f"{server.url}/#pages?evictions=128") as (page, _):
-        expect(page.locator(".page-grid-stack canvas").first).to_be_visible()
+        page.wait_for_selector(".page-legend [data-kind]")
         use = server.llm.engine.page_use()
         document = pool(server)
         assert document["counts"] == {name: getattr(use, name) for name in OWNER_NAMES}
@@ -84,6 +84,7 @@ def test_the_grid_is_walked_by_keys_and_says_what_it_stands_on(visit: Visit, ser
     session = made(server.client, PROMPT * 3, name="walked")
     fresh(server)
     with visit(f"{server.url}/#pages") as (page, _):
+        page.wait_for_selector(".page-legend [data-kind]")
         page.locator(".page-grid-stack canvas").last.focus()
         page.keyboard.press("Control+Home")
         expect(page.get_by_role("heading", name="Page 0", exact=True)).to_be_visible()
