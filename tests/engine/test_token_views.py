@@ -102,15 +102,23 @@ def test_known_logits_are_not_computed_again(small: LLM) -> None:
 
 
 def test_one_token_runs_where_the_state_is_there_and_all_where_it_is_not(small: LLM) -> None:
-    with small.session(random_tokens(20)) as session:
+    small.generate([random_tokens(16)], greedy(2))
+    with small.session(random_tokens(20)) as session, small.session(random_tokens(9, seed=3)) as later:
         session.compute()
+        assert later.token(9).num_run > 0
         recorder = record(small)
         here = session.token(12)
         assert here.num_run == 1
         assert [one.num_tokens for one in recorder.forwards] == [1]
         engine_of(small).branches.drop(session._state)
+        before = snapshot(small)
         again = session.token(12)
         assert again.num_run == 12
+        session.attention(11, 0)
+        session.norms(0)
+        session.compare(session)
+        session.tree()
+        assert snapshot(small) == before
         assert session.num_computed == 0, "looking does not wake a session"
         assert again.token is not None
         assert here.token is not None
