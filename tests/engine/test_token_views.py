@@ -102,7 +102,7 @@ def test_known_logits_are_not_computed_again(small: LLM) -> None:
 
 
 def test_one_token_runs_where_the_state_is_there_and_all_where_it_is_not(small: LLM) -> None:
-    small.generate([random_tokens(16)], greedy(2))
+    small.generate([random_tokens(20)[:8]], greedy(1))
     with small.session(random_tokens(20)) as session, small.session(random_tokens(9, seed=3)) as later:
         session.compute()
         assert later.token(9).num_run > 0
@@ -111,7 +111,9 @@ def test_one_token_runs_where_the_state_is_there_and_all_where_it_is_not(small: 
         assert here.num_run == 1
         assert [one.num_tokens for one in recorder.forwards] == [1]
         engine_of(small).branches.drop(session._state)
+        later.logits()  # the session used last
         before = snapshot(small)
+        assert before[1], "a prefix of the session is cached"
         again = session.token(12)
         assert again.num_run == 12
         session.attention(11, 0)
@@ -328,6 +330,19 @@ def test_the_number_of_allowed_tokens_is_that_of_the_mask(python_llm: LLM) -> No
         assert mask is not None
         fitting = [t for t in range(tokenizer.vocab_size) if tokenizer.token_bytes.piece(t) in (b"x", b"y", b"z")]
         assert mask.allowed in (len(fitting), None)
+
+
+def test_a_request_that_parts_from_the_session_cuts_its_notes(small: LLM) -> None:
+    """As a chat whose template writes an answer in another way than the model did."""
+    with small.session([1, 2, 3]) as session:
+        session.generate(greedy(6))
+        tokens = np.array([*session.tokens[:5], 50, 51, 52, 53], dtype=np.int64)
+        with engine_of(small).lock:
+            request = session._submit(tokens, greedy(2))
+        session._result(request)
+        assert [session.token(position).generated for position in range(11)] == (
+            [False] * 3 + [True] * 2 + [False] * 4 + [True] * 2
+        )
 
 
 def test_notes_stay_few(small: LLM) -> None:
