@@ -40,7 +40,7 @@ def snapshot(llm: LLM) -> tuple[Any, ...]:
     engine = engine_of(llm)
     state, branches = engine.runner.state, engine.branches
     sessions = [(key, one.seq, one.computed, one.mark) for key, one in branches.sessions.items()]
-    cached = None if engine.cache is None else list(engine.cache._entries)
+    cached = None if engine.cache is None else (list(engine.cache._entries), engine.cache.ages())
     return sessions, cached, sorted(state.sequence_ids()), state.num_used_pages, state.num_checkpoints
 
 
@@ -111,6 +111,7 @@ def test_one_token_runs_where_the_state_is_there_and_all_where_it_is_not(small: 
         assert here.num_run == 1
         assert [one.num_tokens for one in recorder.forwards] == [1]
         engine_of(small).branches.drop(session._state)
+        small.generate([random_tokens(7, seed=9)], greedy(1))  # the prefix used last
         later.logits()  # the session used last
         before = snapshot(small)
         assert before[1], "a prefix of the session is cached"
