@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -271,6 +272,8 @@ class Terminal:
             os.environ.update(TERM="xterm-256color", COLUMNS="100", LINES="30")
             os.execv(sys.executable, [sys.executable, "-m", "quire", "top", *arguments])
         self.shown = b""
+        self.modes = 0
+        """The terminal's local modes after the end."""
 
     def read(self, until: Callable[[bytes], bool], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
@@ -292,6 +295,7 @@ class Terminal:
             except OSError:
                 break
         _, status = os.waitpid(self.process_id, 0)
+        self.modes = termios.tcgetattr(self.terminal)[3]
         os.close(self.terminal)
         return os.waitstatus_to_exitcode(status)
 
@@ -311,6 +315,8 @@ def test_in_a_terminal_it_goes_on_until_it_is_ended(served: Served, way: str) ->
     assert b"\x1b[?1049l" in terminal.shown  # the former screen is back
     assert b"\x1b[?25h" in terminal.shown  # and the cursor
     assert b"Traceback" not in terminal.shown
+    assert terminal.modes & termios.ICANON  # it takes lines again
+    assert terminal.modes & termios.ECHO
 
 
 def test_in_a_terminal_it_survives_a_server_that_goes_away(llm: AsyncLLM) -> None:

@@ -119,6 +119,17 @@ def test_samples_of_a_prompt_have_a_lane_each(llm: LLM) -> None:
     assert len({lane.request_id for lane in lanes}) == 1
 
 
+def test_one_token_is_a_decode_too(llm: LLM) -> None:
+    """It is drawn in the step of the prompt, in which the request also ends."""
+    since = llm.engine.timeline.count
+    llm.generate([prompt(8, 11)], GREEDY.replace(n=2, max_tokens=1, temperature=1.0, seed=1))
+    first, second = (lane for lane, _ in llm.engine.timeline.lanes(since))
+    assert (phases(first), phases(second)) == (["waiting", "prefill", "decode"], ["waiting", "decode"])
+    for lane in (first, second):
+        assert lane.phases[-1] == ("decode", lane.numbers["first_token"])
+        assert lane.admitted == lane.phases[1][1]
+
+
 def test_kinds_of_requests(llm: LLM) -> None:
     since = llm.engine.timeline.count
     with llm.session(prompt(8, 4)) as session:
