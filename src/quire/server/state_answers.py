@@ -25,6 +25,9 @@ from quire.server.sessions import Sessions
 
 T = TypeVar("T")
 
+ANSWER_SECONDS = 0.001
+"""What an answer costs beside its document: a request is read, passes the gate, and is sent
+(``bench/inspector.py``)."""
 FIELDS = {name: name for name in ("branch", "start", "stop", "pool", "page")}
 """Fields of requests that errors of readers are about."""
 
@@ -74,6 +77,17 @@ async def read_views(request: Request, reader: Callable[[StateViews], T]) -> T:
         return await context_of(request).llm.read(read)
 
 
+async def own_answer(request: Request, reader: Callable[[StateViews, ReadState], Shown]) -> Response:
+    """Answer with a document of the last reading, or of a new one if there is time, that is made
+    for this request alone. What that costs puts off the next reading."""
+
+    def read(views: StateViews) -> bytes:
+        with views.budget.spent():
+            return encoded_document(reader(views, views.state(anew=False)).document())
+
+    return _counted(request, await read_views(request, read))
+
+
 async def branch_of(request: Request, name: str, viewer: Viewer | None = None) -> ReadBranch:
     """Return the branch of an id as it is now; ``NotFound`` if there is none that the request's key
     sees. It is a copy: to change anything, look for the session under the engine's lock."""
@@ -97,7 +111,7 @@ async def shared_answer(
             return views.shared(called, lambda state: encoded_document(make(views, state).document()))
 
         known = await read_views(request, read)
-    return json_answer(known)
+    return _counted(request, known)
 
 
 def encoded_document(document: Mapping[str, Any]) -> bytes:
@@ -109,3 +123,13 @@ def json_answer(document: Mapping[str, Any] | bytes) -> Response:
     """Return an answer with a document, which no cache keeps."""
     body = document if isinstance(document, bytes) else encoded_document(document)
     return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+
+
+def count_answer(request: Request) -> None:
+    """Count an answer as looking: the more viewers there are, the less often each sees news."""
+    context_of(request).llm.views.budget.spend(ANSWER_SECONDS)
+
+
+def _counted(request: Request, document: bytes) -> Response:
+    count_answer(request)
+    return json_answer(document)

@@ -15,7 +15,7 @@ from quire.contracts.views import TextView, TiersView
 from quire.engine.views.state_views import ReadState, StateViews
 from quire.errors import InvalidArgument, NotFound
 from quire.server.events import STREAMED
-from quire.server.state_answers import context_of, json_answer, read_views, shared_answer, viewer_of
+from quire.server.state_answers import context_of, own_answer, shared_answer, viewer_of
 from quire.server.state_events import StateStream, events_of
 
 router = APIRouter(prefix="/v1/state", tags=["state"])
@@ -58,9 +58,9 @@ async def text(
     """List tokens of a branch with their texts."""
     viewer, owner = viewer_of(request), str(request.state.owner)
 
-    def read(views: StateViews) -> TextView:
+    def read(views: StateViews, state: ReadState) -> TextView:
         try:
-            found = views.text(branch, start, stop, viewer, owner=owner, state=views.state(anew=False))
+            found = views.text(branch, start, stop, viewer, owner=owner, state=state)
             if views.is_last or found.num_tokens >= (start if stop is None else stop):
                 return found
         except (InvalidArgument, NotFound):
@@ -69,7 +69,7 @@ async def text(
         # A branch that has just begun, or grown, is in no reading yet.
         return views.text(branch, start, stop, viewer, owner=owner)
 
-    return json_answer((await read_views(request, read)).document())
+    return await own_answer(request, read)
 
 
 @router.get("/pages")
@@ -87,28 +87,29 @@ async def branch_pages(
 ) -> Response:
     """List the pages of a branch in the order of their positions."""
     viewer, owner = viewer_of(request), str(request.state.owner)
-    found = await read_views(
-        request,
-        lambda views: views.branch_pages(branch, pool, viewer, owner=owner, state=views.state(anew=False)),
+    return await own_answer(
+        request, lambda views, state: views.branch_pages(branch, pool, viewer, owner=owner, state=state)
     )
-    return json_answer(found.document())
 
 
 @router.get("/pages/{pool}/{page}")
 async def page(request: Request, pool: int, page: int) -> Response:
     """Describe one page: who holds it, and which tokens."""
     viewer = viewer_of(request)
-    found = await read_views(request, lambda views: views.page(pool, page, viewer, state=views.state(anew=False)))
-    return json_answer(found.document())
+    return await own_answer(request, lambda views, state: views.page(pool, page, viewer, state=state))
 
 
 @router.get("/tiers")
 async def tiers(request: Request) -> Response:
     """Tell what each tier outside of the pool holds."""
-    found = await read_views(request, StateViews.tiers)
-    if not viewer_of(request).sees_all:
-        found = TiersView(tiers=tuple(replace(one, label=None) for one in found.tiers))
-    return json_answer(found.document())
+    sees_all = viewer_of(request).sees_all
+
+    def read(views: StateViews, state: ReadState) -> TiersView:
+        del state
+        found = views.tiers()
+        return found if sees_all else TiersView(tiers=tuple(replace(one, label=None) for one in found.tiers))
+
+    return await own_answer(request, read)
 
 
 @router.get("/events", responses=STREAMED)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request
 from quire.engine.views.timeline import Timeline
 from quire.engine.views.timeline_reader import timeline_document
 from quire.server.context import Context
-from quire.server.state_answers import viewer_of
+from quire.server.state_answers import count_answer, viewer_of
 
 router = APIRouter()
 
@@ -25,6 +25,7 @@ async def timeline(
 ) -> dict[str, Any]:
     """Tell the steps after ``since``, the requests that changed, latencies and rates."""
     context: Context = request.app.state.context
+    count_answer(request)
     line, owner = context.llm.engine.timeline, viewer_of(request).owner
     # It takes no lock of the engine's, but Python runs one thread at a time.
     if not line.budget.is_free:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Lock
+from threading import Lock, local
 
 SHARE = 0.02
 """The part of the time that all looking together may take."""
@@ -25,6 +25,7 @@ class LookBudget:
         self._clock, self._work = clock, work
         self._free = float("-inf")
         self._lock = Lock()
+        self._inside = local()
 
     @property
     def is_free(self) -> bool:
@@ -43,9 +44,15 @@ class LookBudget:
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """Note what this thread computes in the block, which keeps others from computing."""
+        """Note what this thread computes in the block, which keeps others from computing. Within
+        another such block it is noted once."""
+        if getattr(self._inside, "is_open", False):
+            yield
+            return
+        self._inside.is_open = True
         before = self._work()
         try:
             yield
         finally:
+            self._inside.is_open = False
             self.spend(self._work() - before)

@@ -122,9 +122,10 @@ class StateViews:
                 return self._last
             self._number += 1
             before = time.thread_time()
-            found = ReadState(read_state(self._engine, self._names, self._number))
+            with self.budget.spent():
+                found = ReadState(read_state(self._engine, self._names, self._number))
             # Others may have computed while this thread had the lock, but no step could run.
-            self.budget.spend(max(found.reading.seconds, time.thread_time() - before))
+            self.budget.spend(max(0.0, found.reading.seconds - (time.thread_time() - before)))
             self._last, self._mark = found, mark
             return found
 

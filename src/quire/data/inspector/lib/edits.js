@@ -73,7 +73,7 @@ export async function askToFork(app, branch, at = branch.num_tokens) {
   return made;
 }
 
-/** Say what a rewind removes and costs, ask, and rewind. Returns whether it was done. */
+/** Say what a rewind removes and costs, ask, and rewind. Returns how many tokens are left; null: it was not done. */
 export async function askToRewind(app, branch, to) {
   const id = sessionId(branch);
   const cost = await rewindCost(app, id, to).catch(() => null);
@@ -86,8 +86,9 @@ export async function askToRewind(app, branch, to) {
       await app.post(sessionPath(id, "rewind"), { to: Number(values.to) });
     },
   });
-  if (done) app.notify(`Rewound to ${app.format.count(Number(done.to), "token")}`);
-  return done !== undefined;
+  if (!done) return null;
+  app.notify(`Rewound to ${app.format.count(Number(done.to), "token")}`);
+  return Number(done.to);
 }
 
 /**
