@@ -103,7 +103,8 @@ class Scene:
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """Keep four requests under way: long prompts, and one of a grammar now and then."""
+        """Keep five requests under way: long prompts that share beginnings or do not, one of a
+        grammar."""
         over = threading.Event()
 
         def work(number: int) -> None:
@@ -111,13 +112,19 @@ class Scene:
                 turn = 0
                 while not over.is_set():
                     turn += 1
-                    prompt = MODULE * (1 + (turn + number) % 3) + HEADERS[(turn + number) % 4]
-                    body = {"prompt": prompt, "max_tokens": 24 + 24 * number, "seed": turn, "ignore_eos": True}
+                    own = f"# {number}.{turn}\n" if turn % 2 else ""
+                    prompt = own + MODULE * (1 + (turn + number) % 3) + HEADERS[(turn + number) % 4]
+                    body: dict[str, Any] = {
+                        "prompt": prompt,
+                        "max_tokens": 24 + 24 * number,
+                        "seed": turn,
+                        "ignore_eos": True,
+                    }
                     if number == 3:
                         body |= {"prompt": "x = ", "structured_outputs": {"regex": "[0-9]{20,40}"}, "ignore_eos": False}
                     client.post("/completions", content=json.dumps(body), headers={"content-type": "application/json"})
 
-        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(4)]
+        threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(5)]
         for thread in threads:
             thread.start()
         try:

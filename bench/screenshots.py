@@ -46,7 +46,13 @@ COLUMNS = 110
 """Of a terminal."""
 PHONE = {"width": 360, "height": 740}
 FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
-OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "48MiB", "max_num_seqs": 32}
+OPTIONS: dict[str, Any] = {
+    "max_num_batched_tokens": 96,
+    "device": "cpu",
+    "dtype": "float32",
+    "kv_cache_memory": "48MiB",
+    "max_num_seqs": 4,
+}
 
 OTHER_FOLDER = """([old, other]) => {
     const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -187,11 +193,19 @@ def of_pages(album: Album, url: str) -> None:
 
 
 def of_time(album: Album, url: str, scene: Scene) -> None:
-    """Lanes and plots under load."""
+    """Lanes and plots under load, and what is known of one request."""
+
+    def lane(page: Page) -> None:
+        page.wait_for_selector(".view-time canvas")
+        page.wait_for_timeout(4000)
+        box = page.locator(".view-time canvas").first.bounding_box()
+        assert box is not None
+        page.mouse.click(box["x"] + box["width"] * 0.8, box["y"] + 60)
+
     if album.wants("time"):
         with scene.loaded():
             time.sleep(8)
-            album.take("time", f"{url}/#time", lambda page: page.wait_for_timeout(4000), schemes=("light", "dark"))
+            album.take("time", f"{url}/#time", lane, schemes=("light", "dark"))
 
 
 def of_token(album: Album, url: str, session: str) -> None:
