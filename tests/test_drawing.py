@@ -387,6 +387,8 @@ def test_awaited_sessions_are_shown() -> None:
             assert (await session.heat(layer=0, queries=1)).values.shape[0] == 1
             assert (await session.compare(session)).shared == len(session)
             assert (await session.token(1)).position == 1
+            assert "pages" in checked_text(await made.pages())
+            assert "x = 1" in checked_html(await made.history())
 
     asyncio.run(run())
 

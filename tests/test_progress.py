@@ -116,6 +116,8 @@ def test_a_long_prompt_of_a_session_shows_its_tokens(llm: LLM, monkeypatch: pyte
         assert {32, 64, 96} <= set(done)
         assert done == sorted(done)
         assert re.search(r"<\d\d:\d\d", text), "no time is left"
+    assert "Prompt" in seen(monkeypatch, Terminal(), lambda: llm.session(LONG, cache_salt="a").close())
+    assert seen(monkeypatch, Terminal(), lambda: llm.session(LONG, cache_salt="b", use_tqdm=False).close()) == ""
     with llm.session() as session:
         session.append(LONG[:6])
         assert seen(monkeypatch, Terminal(), lambda: session.append("y")) == "", "one step is no long prompt"

@@ -40,7 +40,7 @@ def snapshot(llm: LLM) -> tuple[Any, ...]:
     engine = engine_of(llm)
     state, branches = engine.runner.state, engine.branches
     sessions = [(key, one.seq, one.computed, one.mark) for key, one in branches.sessions.items()]
-    cached = None if engine.cache is None else list(engine.cache._entries)
+    cached = None if engine.cache is None else (list(engine.cache._entries), engine.cache.ages())
     return sessions, cached, sorted(state.sequence_ids()), state.num_used_pages, state.num_checkpoints
 
 
@@ -102,15 +102,26 @@ def test_known_logits_are_not_computed_again(small: LLM) -> None:
 
 
 def test_one_token_runs_where_the_state_is_there_and_all_where_it_is_not(small: LLM) -> None:
-    with small.session(random_tokens(20)) as session:
+    small.generate([random_tokens(20)[:8]], greedy(1))
+    with small.session(random_tokens(20)) as session, small.session(random_tokens(9, seed=3)) as later:
         session.compute()
+        assert later.token(9).num_run > 0
         recorder = record(small)
         here = session.token(12)
         assert here.num_run == 1
         assert [one.num_tokens for one in recorder.forwards] == [1]
         engine_of(small).branches.drop(session._state)
+        small.generate([random_tokens(7, seed=9)], greedy(1))  # the prefix used last
+        later.logits()  # the session used last
+        before = snapshot(small)
+        assert before[1], "a prefix of the session is cached"
         again = session.token(12)
         assert again.num_run == 12
+        session.attention(11, 0)
+        session.norms(0)
+        session.compare(session)
+        session.tree()
+        assert snapshot(small) == before
         assert session.num_computed == 0, "looking does not wake a session"
         assert again.token is not None
         assert here.token is not None
@@ -320,6 +331,19 @@ def test_the_number_of_allowed_tokens_is_that_of_the_mask(python_llm: LLM) -> No
         assert mask is not None
         fitting = [t for t in range(tokenizer.vocab_size) if tokenizer.token_bytes.piece(t) in (b"x", b"y", b"z")]
         assert mask.allowed in (len(fitting), None)
+
+
+def test_a_request_that_parts_from_the_session_cuts_its_notes(small: LLM) -> None:
+    """As a chat whose template writes an answer in another way than the model did."""
+    with small.session([1, 2, 3]) as session:
+        session.generate(greedy(6))
+        tokens = np.array([*session.tokens[:5], 50, 51, 52, 53], dtype=np.int64)
+        with engine_of(small).lock:
+            request = session._submit(tokens, greedy(2))
+        session._result(request)
+        assert [session.token(position).generated for position in range(11)] == (
+            [False] * 3 + [True] * 2 + [False] * 4 + [True] * 2
+        )
 
 
 def test_notes_stay_few(small: LLM) -> None:

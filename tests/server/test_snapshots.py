@@ -181,6 +181,9 @@ def test_what_a_window_let_go_of_is_a_hole(llm: LLM, folder: Path) -> None:
     holes = [page for page in range(total) if owners[page] == 0]
     assert holes == [page for page in range(total) if page not in pages_of(held)]
     assert unpacked(pool["references"], "u2")[holes].tolist() == [0] * len(holes)
+    mine = found.branch_pages("session:0", 0).document()
+    assert unpacked(mine["positions"], "i4").tolist() == [page * PAGE for page in range(total)]
+    assert unpacked(mine["pages"], "i4").tolist() == [-1 if page in holes else page for page in range(total)]
     assert norms(found, "session:0", 0).positions.tolist() == sorted(held)
 
 
@@ -329,7 +332,15 @@ def asked(make: Callable[[], SnapshotSource]) -> Iterator[Callable[..., httpx.Re
 
 def test_the_server_answers_what_it_has_and_refuses_the_rest_in_a_sentence(session_file: Path) -> None:
     with asked(lambda: FileSource(session_file)) as ask:
-        for path in ("", "/history", "/pages", "/pages/0/0", "/tiers", "/norms?branch=session:0&layer=0"):
+        for path in (
+            "",
+            "/history",
+            "/pages",
+            "/pages/0/0",
+            "/branch-pages?branch=session:0",
+            "/tiers",
+            "/norms?branch=session:0&layer=0",
+        ):
             answer = ask(f"/v1/state{path}")
             assert (answer.status_code, answer.json()["format"]) == (200, 1)
         assert len(ask("/v1/state/text?branch=session:0&start=2&stop=5").json()["tokens"]) == 3

@@ -238,6 +238,8 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     bytes_per_token = shared(LLM.bytes_per_token)
     config = shared(LLM.config)
     kept = shared(LLM.kept)
+    pages = awaited(LLM.pages)
+    history = awaited(LLM.history)
     views = shared(LLM.views)
     """Its methods block; ``read`` runs them."""
     default_params = shared(LLM.default_params)

@@ -73,6 +73,7 @@ class SessionSources(RequestPreparation):
         row: int | None = None,
         name: str | None = None,
         labels: Mapping[str, str] | None = None,
+        use_tqdm: bool | None = None,
     ) -> Session:
         """Return a live sequence that starts with ``prompt``, which is run.
 
@@ -92,8 +93,11 @@ class SessionSources(RequestPreparation):
 
         ``name`` and ``labels`` (strings by strings) tell many sessions apart; they need not be
         unique. With ``state_dir`` a session that has a name outlives the process: ``resume``.
+        ``use_tqdm`` is as in ``Session.append``.
         """
         self._require_open("session")
+        if use_tqdm is not None:
+            require_bool("use_tqdm", use_tqdm)
         called, labelled = checked_name(name), checked_labels({} if labels is None else labels)
         if cache is not None:
             others = {
@@ -129,7 +133,7 @@ class SessionSources(RequestPreparation):
                 self._engine.checks_of(state).length(tokens.size, None)
             session = self._session(state, called, labelled)
         try:
-            session.compute()
+            session.compute(use_tqdm=use_tqdm)
         except BaseException:
             session.close()
             raise

@@ -20,6 +20,7 @@ from quire.contracts.views import (
     FORMAT,
     NOBODY,
     OWNER_NAMES,
+    BranchPagesView,
     BranchView,
     HistoryView,
     OverviewView,
@@ -171,6 +172,23 @@ class Snapshot:
             position=np.array([-1 if one is None else one.start for one in first], dtype=np.int32),
             eviction=np.full(len(pages), -1, dtype=np.int32),
             branches=tuple(index),
+        )
+
+    def branch_pages(self, branch: str, pool: int) -> BranchPagesView:
+        """Return the pages of a branch in their order; -1 where a window let go. ``NotFound``."""
+        self.branch(branch)
+        named = sorted(
+            (holder.start, page if one.owner != FREE else -1)
+            for page, one in enumerate(self._pool(pool).pages)
+            for holder in one.holders
+            if holder.branch == branch
+        )
+        return BranchPagesView(
+            reading=self.reading,
+            pool=pool,
+            branch=branch,
+            pages=np.array([page for _, page in named], dtype=np.int32),
+            positions=np.array([start for start, _ in named], dtype=np.int64),
         )
 
     def page(self, pool: int, page: int) -> PageView:

@@ -184,6 +184,9 @@ def create_snapshot_app(
         document("/history", lambda found, _: found.history()),
         document("/text", lambda found, asked: found.text(_text(asked, "branch"), *_span(asked))),
         document("/pages", lambda found, asked: found.pool(_number(asked, "pool", 0))),
+        document(
+            "/branch-pages", lambda found, asked: found.branch_pages(_text(asked, "branch"), _number(asked, "pool", 0))
+        ),
         document("/pages/{pool:int}/{page:int}", lambda found, asked: found.page(**asked.path_params)),
         document("/tiers", lambda found, _: found.tiers),
         document(

@@ -62,6 +62,9 @@ export class BranchAxis {
   constructor(host, app) {
     this.app = app;
     this.branch = null;
+    this.pools = [];
+    /** Positions of kept states of recurrent layers; null: there are no such layers. */
+    this.kept = null;
     this.head = el("div.axis-head");
     this.body = el("div");
     this.legend = el("ul.axis-legend", { "aria-label": "Legend of the axis" });
@@ -72,9 +75,10 @@ export class BranchAxis {
       ["hole", "hole: gone, its page is kept"],
       ["null", "null page: all of it is gone"],
       ["reachable", "a rewind lands here at once"],
-      ["mark", "checkpoint of recurrent layers"],
+      ["rerun", "a rewind lands on the state before and runs tokens again"],
+      ["mark", "state of recurrent layers that is kept"],
     ]) {
-      this.legend.append(el("li", {}, el("span.axis-key", { class: `key-${kind}`, "aria-hidden": "true" }), words));
+      this.legend.append(el("li", { dataset: { kind } }, el("span.axis-key", { class: `key-${kind}`, "aria-hidden": "true" }), words));
     }
     this.show(null, []);
   }
@@ -102,6 +106,7 @@ export class BranchAxis {
       `${format.number(branch.computed)} computed`,
       `${format.count(branch.pages, "page")}, ${format.number(branch.shared_pages)} shared`,
       branch.window ? `window ${format.number(branch.window[0])}, sink ${format.number(branch.window[1])}` : null,
+      branch.held.length === 0 ? "nothing of it is in the pools" : null,
       branch.busy ? "busy" : null,
       branch.pinned ? "pinned" : null,
       branch.modified ? "written into" : null,
@@ -118,12 +123,26 @@ export class BranchAxis {
       const spans = spansOf(held.ranges, branch.computed, pools[held.pool]?.page_tokens ?? 1);
       return { label: this.layersOf(held), spans };
     });
-    if (branch.checkpoints.length > 0) {
-      const marks = branch.checkpoints.map((position) => ({ position, title: `checkpoint at ${position}` }));
-      rows.push({ label: "Checkpoints", spans: [], marks });
+    this.kept = pools.some(({ kind }) => kind === "states") ? [0, ...branch.checkpoints] : null;
+    if (this.kept !== null) {
+      const marks = branch.checkpoints.map((position) => ({ position, title: `state kept at ${position}` }));
+      rows.push({ label: "Kept states", spans: [], marks });
     }
-    rows.push({ label: "Reachable", spans: branch.reachable.map(([start, stop]) => ({ start, stop, kind: "reachable" })) });
+    for (const entry of this.legend.children) {
+      const { kind } = entry.dataset;
+      const recurrent = kind === "rerun" || kind === "mark";
+      entry.hidden = this.kept === null ? recurrent : kind === "reachable";
+    }
+    const kind = this.kept === null ? "reachable" : "rerun";
+    const reachable = branch.reachable.map(([start, stop]) => ({ start, stop: Math.min(stop, branch.num_tokens), kind }));
+    rows.push({ label: "Rewind", spans: reachable, marks: this.landings(branch) });
     this.axis.show({ tokens: branch.num_tokens, rows });
+  }
+
+  /** Return the marks of the positions on which rewinds land, where layers are recurrent. */
+  landings(branch) {
+    const stands = (this.kept ?? []).filter((one) => landing(branch.reachable, this.kept, one) === one);
+    return stands.map((position) => ({ position, title: `a rewind lands on ${position}` }));
   }
 
   /** Name the layers of a part that is held. */
@@ -145,7 +164,7 @@ export class BranchAxis {
       : missing.length === 0
         ? "held by all layers"
         : `not held by ${missing.join(" and ")}`;
-    const lands = landing(branch.reachable, position);
+    const lands = landing(branch.reachable, this.kept, position);
     const rewind =
       lands === position
         ? "a rewind lands here"

@@ -23,6 +23,7 @@ const SEARCH_WAIT = 150;
 /** Milliseconds after which a row that was walked to is in the address. Browsers slow down pages that
  * change it many times a second. */
 const WALK_WAIT = 150;
+const TRIES = 16;
 
 /** @param {HTMLElement} root @param {object} app */
 export async function mount(root, app) {
@@ -59,7 +60,7 @@ class HistoryView {
       close: () => this.close(),
       choose: (item) => this.open(item),
       compare: (item) => this.compare(item),
-      changed: (id) => this.reloadTo(id),
+      changed: (id, tokens) => this.reloadTo(id, tokens),
     });
     this.comparison = new Comparison(app, { close: () => this.endComparing(), swap: () => this.swap() });
     this.empty = app.el("div.empty", { hidden: true });
@@ -188,10 +189,16 @@ class HistoryView {
     this.draw();
   }
 
-  async reloadTo(id) {
-    await this.load();
-    const item = this.tree.items.get(id);
-    if (item) this.open(item, { focus: true });
+  /** Load until a branch is there, with as many tokens as it has now, and show it. Many viewers share
+   * one reading of the state, so the first one may be older than the change. */
+  async reloadTo(id, tokens = null) {
+    for (let tries = 0; tries < TRIES && !this.app.signal.aborted; tries++) {
+      await this.load();
+      const item = this.tree.items.get(id);
+      if (item && (tokens === null || item.branch.num_tokens === tokens)) return this.open(item, { focus: true });
+      await new Promise((resolve) => setTimeout(resolve, 100 + 50 * tries));
+    }
+    return undefined;
   }
 
   // -- drawing ---------------------------------------------------------------------------
@@ -277,7 +284,8 @@ class HistoryView {
       this.app.set({ branch: item.id, b: item.id });
       return;
     }
-    this.app.set({ branch: item.id, details: 1 });
+    const hidden = this.list.places.has(item.id) ? {} : { q: null, kinds: null };
+    this.app.set({ branch: item.id, details: 1, ...hidden });
     this.list.select(item);
     if (focus) this.details.show(item, { focus: true });
   }
@@ -336,7 +344,8 @@ class HistoryView {
     if (!this.mayEdit()) return;
     if (sessionId(item.branch) === null) return void this.app.announce("Only sessions can be rewound");
     const to = this.details.item === item ? this.details.at : item.end;
-    if (await askToRewind(this.app, item.branch, to)) await this.reloadTo(item.id);
+    const left = await askToRewind(this.app, item.branch, to);
+    if (left !== null) await this.reloadTo(item.id, left);
   }
 
   mayEdit() {

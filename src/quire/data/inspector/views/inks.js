@@ -76,6 +76,18 @@ export function tint(ink, ground, strength) {
   return mix(ground, ink, STRENGTHS[strength]);
 }
 
+/**
+ * Return black or white, whichever is easier to read on a colour.
+ * @param {Ink} ground
+ */
+export function readableOn(ground) {
+  const [red, green, blue] = ground.map((value) => {
+    const share = value / 255;
+    return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+  });
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#000" : "#fff";
+}
+
 /** Read the theme that holds now. */
 export function readTheme() {
   const ground = color.rgb("--surface");

@@ -11,6 +11,8 @@ import { LinePlot } from "./line_plot.js";
 
 const MEAN = "mean";
 const TOP = 6;
+/** Weights that the server tells at once; beyond them one head at a time is asked for. */
+const MOST_WEIGHTS = 4194304;
 
 /**
  * Return one row of an array of rows, or their mean.
@@ -99,7 +101,15 @@ export class LayerPanel {
 
   headChosen() {
     this.head = this.heads.value === MEAN ? MEAN : Number(this.heads.value);
-    this.drawAttention();
+    if (this.attention.heads.includes(this.head) || this.head === MEAN) this.drawAttention();
+    else this.fetchAttention(this.branch, this.attention.position);
+  }
+
+  /** Return the one head to ask for, null where all of them can be told at once. */
+  singleHead(position) {
+    const heads = this.layers.get(this.layerId)?.heads ?? 1;
+    if ((position + 1) * heads <= MOST_WEIGHTS) return null;
+    return this.head === MEAN || this.head >= heads ? 0 : this.head;
   }
 
   /**
@@ -134,14 +144,14 @@ export class LayerPanel {
     const { signal } = this.stop;
     this.attention = null;
     if (!this.attends) {
-      this.attentionNote.textContent = "This layer keeps a recurrent state and has no attention weights; its norms are below.";
+      this.attentionNote.textContent = "This layer keeps a recurrent state and has no attention weights. Its norms tell how large the state is.";
       this.drawAttention();
       return;
     }
     this.attentionNote.textContent = "Computing on a fork…";
     this.attentionBox.setAttribute("aria-busy", "true");
     try {
-      const query = { branch, position, layer: this.layerId };
+      const query = { branch, position, layer: this.layerId, head: this.singleHead(position) };
       const document = await this.app.get("/v1/state/attention", query, { signal });
       this.attention = { ...document, values: decode.f4(document.weights) };
       this.offerHeads(document);
@@ -158,14 +168,18 @@ export class LayerPanel {
     this.drawAttention();
   }
 
+  /** Offer the layer's heads, and their mean where all of them were told. */
   offerHeads(document) {
-    const heads = document.heads.length;
-    const kept = this.head === MEAN || this.head < heads ? this.head : MEAN;
-    this.head = kept;
+    const all = document.heads.length === document.num_heads;
+    const known = this.head === MEAN ? all : this.head < document.num_heads;
+    if (!known) this.head = all ? MEAN : document.heads[0];
+    const choices = Array.from({ length: document.num_heads }, (_, head) =>
+      el("option", { value: String(head), selected: this.head === head }, `Head ${head}`),
+    );
     fill(
       this.heads,
-      el("option", { value: MEAN, selected: kept === MEAN }, `mean of ${format.count(heads, "head")}`),
-      document.heads.map((head, row) => el("option", { value: String(row), selected: kept === row }, `Head ${head}`)),
+      all ? el("option", { value: MEAN, selected: this.head === MEAN }, `mean of ${format.count(document.num_heads, "head")}`) : null,
+      choices,
     );
   }
 
@@ -178,8 +192,9 @@ export class LayerPanel {
       this.calls.onWeights(null);
       return;
     }
-    const weights = rowOf(attention.values, attention.shape, this.head);
-    const sink = this.head === MEAN ? attention.sinks.reduce((sum, one) => sum + one, 0) / attention.sinks.length : attention.sinks[this.head];
+    const row = this.head === MEAN ? MEAN : attention.heads.indexOf(this.head);
+    const weights = rowOf(attention.values, attention.shape, row);
+    const sink = row === MEAN ? attention.sinks.reduce((sum, one) => sum + one, 0) / attention.sinks.length : attention.sinks[row];
     const parts = [
       `What position ${format.number(attention.position)} reads`,
       sink > 0 ? `learned sinks take ${format.share(sink)}` : null,

@@ -6,6 +6,7 @@ import { el, fill, icon } from "../lib/dom.js";
 import { format } from "../lib/format.js";
 import { named, textNodes, visible } from "../lib/text.js";
 import { branchName } from "./branch_picker.js";
+import { isHole } from "./page_model.js";
 
 const WAIT = 110;
 const KEPT = 256;
@@ -69,7 +70,7 @@ export class PageDetails {
       then(known);
       return;
     }
-    if (pool.owner[page] === 0) {
+    if (pool.owner[page] === 0 && !isHole(pool, page)) {
       const nothing = { pool: pool.pool, page, references: 0, owner: "free", eviction: -1, holders: [], others: 0, tokens: [] };
       this.draw(overviewPool, nothing, branches);
       then(nothing);

@@ -9,6 +9,8 @@ import { gridOf, paintTiles } from "./page_tiles.js";
 
 /** So many of the next evictions get a frame of their own strength; the ones after them the last. */
 const STRONG_EVICTIONS = 6;
+/** So many pages at most are painted in the screen's full resolution. */
+const FINE = 2000;
 
 /**
  * @typedef {object} GridPicture
@@ -99,19 +101,18 @@ export class PageGrid {
     const begin = performance.now();
     const { count, kinds, tiles } = this.picture;
     this.grid = gridOf(count, this.width, Math.max(220, Math.min(460, 0.5 * globalThis.innerHeight)));
-    const ratio = globalThis.devicePixelRatio || 1;
-    const side = Math.max(2, Math.round(this.grid.size * ratio));
-    this.side = side;
-    const gap = side >= 5 ? Math.max(1, Math.round(ratio * (this.grid.size >= 14 ? 2 : 1))) : 0;
-    this.inner = side - gap;
-    for (const canvas of [this.pages, this.marks]) {
-      const [wide, high] = [this.grid.columns * side, Math.max(1, this.grid.rows) * side];
-      if (canvas.width !== wide || canvas.height !== high) [canvas.width, canvas.height] = [wide, high];
-      canvas.style.width = `${wide / ratio}px`;
-      canvas.style.height = `${high / ratio}px`;
-    }
+    const { size, columns } = this.grid;
+    const rows = Math.max(1, this.grid.rows);
+    this.ratio = globalThis.devicePixelRatio || 1;
+    this.gap = size >= 14 ? 2 : size >= 5 ? 1 : 0;
+    this.inner = size - this.gap;
+    // Many squares are painted one pixel for each CSS pixel: they have no detail that more would show.
+    const scale = count > FINE ? 1 : this.ratio;
+    const side = Math.max(2, Math.round(size * scale));
+    resize(this.pages, columns * side, rows * side, columns * size, rows * size);
+    resize(this.marks, Math.round(columns * size * this.ratio), Math.round(rows * size * this.ratio), columns * size, rows * size);
     const context = this.pages.getContext("2d");
-    if (count > 0) paintTiles(context, { ...this.grid, side, gap, count }, kinds, tiles);
+    if (count > 0) paintTiles(context, { ...this.grid, side, gap: Math.round(this.gap * scale), count }, kinds, tiles);
     else context.clearRect(0, 0, this.pages.width, this.pages.height);
     this.times.pages = performance.now() - begin;
     this.drawMarks();
@@ -119,12 +120,13 @@ export class PageGrid {
 
   /** Paint what moves: the chosen branch, the next evictions, the cursor. */
   drawMarks() {
-    if (this.theme === null || this.side === undefined) return;
+    if (this.theme === null || this.ratio === undefined) return;
     const begin = performance.now();
     const context = this.marks.getContext("2d");
-    context.clearRect(0, 0, this.marks.width, this.marks.height);
-    this.drawChosen(context);
+    context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
+    context.clearRect(0, 0, this.grid.columns * this.grid.size, this.grid.rows * this.grid.size);
     this.drawEvictions(context);
+    this.drawChosen(context);
     const focused = document.activeElement === this.marks;
     if (this.pinned >= 0) this.frame(context, this.pinned, css(this.theme.accent), 2);
     if (this.hovered >= 0) this.frame(context, this.hovered, css(this.theme.text), 1.5);
@@ -136,27 +138,26 @@ export class PageGrid {
   drawChosen(context) {
     const { chosen, count } = this.picture;
     if (chosen.length === 0) return;
-    const { side, inner } = this;
-    context.fillStyle = css(this.theme.ground, 0.62);
-    const { columns, rows } = this.grid;
-    context.fillRect(0, 0, columns * side, (rows - 1) * side);
-    context.fillRect(0, (rows - 1) * side, (count - (rows - 1) * columns) * side, side);
-    for (const page of chosen) {
-      const [x, y] = this.corner(page);
-      context.clearRect(x, y, inner, inner);
-    }
-    if (side < 6) return;
+    const { inner } = this;
+    const { columns, rows, size } = this.grid;
+    context.fillStyle = css(this.theme.ground, 0.55);
+    context.beginPath();
+    context.rect(0, 0, columns * size, (rows - 1) * size);
+    context.rect(0, (rows - 1) * size, (count - (rows - 1) * columns) * size, size);
+    for (const page of new Set(chosen)) context.rect(...this.corner(page), inner, inner);
+    context.fill("evenodd");
+    if (size < 4) return;
     context.strokeStyle = css(this.theme.text, 0.55);
-    context.lineWidth = Math.max(1, side / 12);
+    context.lineWidth = Math.max(1, size / 12);
     context.lineJoin = "round";
     context.beginPath();
-    let drawing = false;
-    for (const page of chosen) {
+    chosen.forEach((page, at) => {
       const [x, y] = this.corner(page);
-      if (drawing) context.lineTo(x + inner / 2, y + inner / 2);
+      // A run of pages that goes on in the next row needs no line across the grid.
+      const follows = at > 0 && !(page === chosen[at - 1] + 1 && page % columns === 0);
+      if (follows) context.lineTo(x + inner / 2, y + inner / 2);
       else context.moveTo(x + inner / 2, y + inner / 2);
-      drawing = true;
-    }
+    });
     context.stroke();
     const [x, y] = this.corner(chosen[0]);
     context.fillStyle = css(this.theme.text);
@@ -167,10 +168,9 @@ export class PageGrid {
 
   /** Frame what the next evictions take, the first ones strongest; large squares get their number. */
   drawEvictions(context) {
-    const { side, inner } = this;
+    const { inner } = this;
     const labelled = inner >= 15;
-    const ratio = globalThis.devicePixelRatio || 1;
-    context.lineWidth = Math.max(1, Math.min(2 * ratio, inner / 5));
+    context.lineWidth = Math.max(1, Math.min(2, inner / 5));
     context.textAlign = "center";
     context.textBaseline = "middle";
     context.font = `600 ${Math.round(inner * 0.52)}px ${this.theme.font}`;
@@ -186,7 +186,7 @@ export class PageGrid {
       context.beginPath();
       for (const [page] of pages) {
         const [x, y] = this.corner(page);
-        if (side < 5) context.rect(x, y, 1, 1);
+        if (this.grid.size < 5) context.rect(x + 0.5, y + 0.5, 1, 1);
         else context.rect(x + half, y + half, inner - 2 * half, inner - 2 * half);
       }
       context.stroke();
@@ -194,36 +194,36 @@ export class PageGrid {
       context.fillStyle = css(this.theme.text, alpha);
       for (const [page, place] of pages) {
         const [x, y] = this.corner(page);
-        if (place < 99) context.fillText(String(place + 1), x + inner / 2, y + inner / 2 + ratio / 2);
+        if (place < 99) context.fillText(String(place + 1), x + inner / 2, y + inner / 2 + 0.5);
       }
     });
   }
 
   /** Frame one page. */
   frame(context, page, style, width) {
-    const ratio = globalThis.devicePixelRatio || 1;
     const [x, y] = this.corner(page);
     context.strokeStyle = css(this.theme.ground);
-    context.lineWidth = (width + 2) * ratio;
+    context.lineWidth = width + 2;
     context.strokeRect(x, y, this.inner, this.inner);
     context.strokeStyle = style;
-    context.lineWidth = width * ratio;
+    context.lineWidth = width;
     context.strokeRect(x, y, this.inner, this.inner);
   }
 
-  /** Return a page's left upper corner in device pixels. */
+  /** Return a page's left upper corner in CSS pixels. */
   corner(page) {
-    const row = Math.floor(page / this.grid.columns);
-    return [(page - row * this.grid.columns) * this.side, row * this.side];
+    const { columns, size } = this.grid;
+    const row = Math.floor(page / columns);
+    return [(page - row * columns) * size, row * size];
   }
 
   /** Return the page under the pointer, or -1. */
   pageAt(event) {
-    const ratio = globalThis.devicePixelRatio || 1;
-    const column = Math.floor((event.offsetX * ratio) / this.side);
-    const row = Math.floor((event.offsetY * ratio) / this.side);
-    if (column < 0 || column >= this.grid.columns || row < 0) return -1;
-    const page = row * this.grid.columns + column;
+    const { columns, size } = this.grid;
+    const column = Math.floor(event.offsetX / size);
+    const row = Math.floor(event.offsetY / size);
+    if (column < 0 || column >= columns || row < 0) return -1;
+    const page = row * columns + column;
     return page < this.picture.count ? page : -1;
   }
 
@@ -283,13 +283,19 @@ export class PageGrid {
   moveTo(page) {
     this.cursor = Math.min(this.picture.count - 1, Math.max(0, page));
     this.hovered = -1;
-    const [, y] = this.corner(this.cursor);
-    const ratio = globalThis.devicePixelRatio || 1;
+    const [, top] = this.corner(this.cursor);
     const scroller = this.stack.parentElement;
-    const [top, bottom] = [y / ratio, (y + this.side) / ratio];
+    const bottom = top + this.grid.size;
     if (top < scroller.scrollTop) scroller.scrollTop = top;
     else if (bottom > scroller.scrollTop + scroller.clientHeight) scroller.scrollTop = bottom - scroller.clientHeight;
     this.drawMarks();
     this.calls.onMove(this.cursor, "keys");
   }
+}
+
+/** Give a canvas a size in pixels and one on the page. */
+function resize(canvas, wide, high, cssWidth, cssHeight) {
+  if (canvas.width !== wide || canvas.height !== high) [canvas.width, canvas.height] = [wide, high];
+  canvas.style.width = `${cssWidth}px`;
+  canvas.style.height = `${cssHeight}px`;
 }

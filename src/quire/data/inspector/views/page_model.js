@@ -69,14 +69,20 @@ export function nextEvictions(pool, limit) {
 export function pictureOf(pool, by, theme, count) {
   const kinds = new Uint32Array(count);
   /** @type {import("./page_tiles.js").Tile[]} */
-  const tiles = [{ ink: mix(theme.ground, theme.owners[0], 0.55), edge: theme.owners[0], pattern: "hollow" }];
+  const tiles = [
+    { ink: mix(theme.ground, theme.owners[0], 0.55), edge: theme.owners[0], pattern: "hollow" },
+    { ink: theme.ground, edge: mix(theme.ground, theme.text, 0.28), pattern: "hatched" },
+  ];
   /** @type {Map<number, number>} */
   const known = new Map();
   let latest = 1;
   if (by === "eviction") for (const place of pool.eviction) latest = Math.max(latest, place);
   for (let page = 0; page < count; page += 1) {
     const owner = pool.owner[page];
-    if (owner === 0) continue;
+    if (owner === 0) {
+      kinds[page] = isHole(pool, page) ? 1 : 0;
+      continue;
+    }
     const strength = strengthOf(pool.references[page]);
     const holder = pool.holder[page];
     const shade = by === "branch" ? holder + 2 : by === "eviction" ? shadeOf(pool.eviction[page], latest) : 0;
@@ -97,12 +103,37 @@ export function pictureOf(pool, by, theme, count) {
 }
 
 /**
+ * Return whether a page stands for rows that a branch has let go of, as in a state file.
+ * @param {Pool} pool
+ * @param {number} page
+ */
+export function isHole(pool, page) {
+  return pool.owner[page] === 0 && pool.holder[page] !== -1;
+}
+
+/**
+ * Return the branches that are the first holders of most pages, with their numbers of pages.
+ * @param {Pool} pool
+ * @param {number} most branches to return
+ * @returns {[string, number][]}
+ */
+export function largestHolders(pool, most) {
+  const counts = new Array(pool.branches.length).fill(0);
+  for (const holder of pool.holder) if (holder >= 0) counts[holder] += 1;
+  return pool.branches
+    .map((id, at) => /** @type {[string, number]} */ ([id, counts[at]]))
+    .sort((a, b) => b[1] - a[1])
+    .slice(0, most)
+    .filter(([, pages]) => pages > 0);
+}
+
+/**
  * Return how many pages are worth drawing: all, or those up to a little after the last one in use.
  * @param {Pool} pool
  */
 export function worthDrawing(pool) {
   let last = pool.count - 1;
-  while (last >= 0 && pool.owner[last] === 0) last -= 1;
+  while (last >= 0 && pool.owner[last] === 0 && !isHole(pool, last)) last -= 1;
   const wanted = Math.max(MARGIN, Math.ceil(((last + 1) * 1.1) / MARGIN) * MARGIN);
   return pool.count - wanted < MARGIN ? pool.count : wanted;
 }

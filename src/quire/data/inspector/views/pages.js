@@ -6,10 +6,11 @@
 import { decode } from "../lib/decode.js";
 import { BranchAxis, layerNames } from "./branch_axis.js";
 import { BranchPicker, branchName, names } from "./branch_picker.js";
-import { STRENGTHS, STRENGTH_NAMES, css, readTheme } from "./inks.js";
+import { readTheme } from "./inks.js";
 import { PageDetails, ordinal } from "./page_details.js";
 import { PageGrid } from "./page_grid.js";
-import { OWNERS, SOMEBODY_ELSE, nextEvictions, pictureOf, poolOf, worthDrawing } from "./page_model.js";
+import { showLegend } from "./page_legend.js";
+import { OWNERS, nextEvictions, pictureOf, poolOf, worthDrawing } from "./page_model.js";
 import { PageTable } from "./page_table.js";
 import { showTiers } from "./tier_list.js";
 
@@ -219,7 +220,17 @@ class PagesView {
     const unit = summary?.kind === "states" ? "slots" : "pages";
     this.grid.describe(`${format0(pool.count)} ${unit} of ${summary ? layerNames(summary.layers) : `pool ${pool.pool}`}`, "page-grid-help");
     this.drawHead(summary);
-    this.drawLegend(evictions, chosen);
+    const nulls = this.held.length - chosen.length;
+    showLegend(this.legend, {
+      pool,
+      theme,
+      colour: this.colour,
+      evictions: this.evictionLimit ? evictions.size : null,
+      chosen: this.branchId === null ? null : chosen.length,
+      nulls,
+      nameOf: (id) => (this.branchMap.has(id) ? branchName(this.branchMap.get(id)) : id),
+      onBranch: (branch) => this.app.set({ branch }, { replace: false }),
+    });
     this.table.show(pool, this.branchMap);
     if (this.grid.pinned >= 0) this.look(this.grid.pinned, "refresh");
   }
@@ -254,44 +265,6 @@ class PagesView {
       summary.window ? `window of ${format.number(summary.window)}` : null,
     ].filter((fact) => fact !== null);
     fill(this.head, el("h2", {}, layerNames(summary.layers)), el("p.hint", {}, facts.join(" · ")));
-  }
-
-  drawLegend(evictions, chosen) {
-    const { el, fill, format } = this.app;
-    const { pool, theme } = this;
-    const owners = OWNERS.map((owner, code) =>
-      el(
-        "li",
-        { dataset: { owner } },
-        el("span.swatch", { class: `swatch-${owner}`, "aria-hidden": "true", style: { "--ink": css(theme.owners[code]) } }),
-        `${owner} `,
-        el("b", {}, format.number(pool.counts[owner] ?? 0)),
-      ),
-    );
-    let others = 0;
-    let shared = 0;
-    for (let page = 0; page < pool.count; page += 1) {
-      if (pool.holder[page] === SOMEBODY_ELSE) others += 1;
-      if (pool.references[page] > 1) shared += 1;
-    }
-    const nulls = this.held.length - chosen.length;
-    const more = [
-      others ? el("li", {}, el("span.swatch.swatch-other", { "aria-hidden": "true" }), "holder not shown ", el("b", {}, format.number(others))) : null,
-      this.evictionLimit
-        ? el("li", {}, el("span.swatch.swatch-eviction", { "aria-hidden": "true", style: { "--ink": css(theme.eviction) } }), "given up next ", el("b", {}, format.number(evictions.size)))
-        : null,
-      this.branchId !== null
-        ? el("li", {}, el("span.swatch.swatch-chosen", { "aria-hidden": "true" }), "of the branch ", el("b", {}, format.number(chosen.length)), nulls ? `, ${format.count(nulls, "null page")}` : null)
-        : null,
-    ];
-    const ramp = STRENGTHS.map((strength, at) =>
-      el("span.ramp-step", { style: { "--strength": `${Math.round(100 * strength)}%` } }, STRENGTH_NAMES[at]),
-    );
-    fill(
-      this.legend,
-      el("ul.legend-list", { "aria-label": "Legend" }, owners, more),
-      el("div.ramp", {}, el("span.ramp-label", {}, `Owners of a page (${format.number(shared)} shared)`), el("span.ramp-steps", {}, ramp)),
-    );
   }
 
   drawAxis() {

@@ -92,12 +92,14 @@ class Playground {
 
   /** Learn the names of branches, if commits can be kept at all. */
   async findBranches() {
+    this.stored = null;
     try {
+      const { tiers } = await this.app.get("v1/state/tiers");
+      if (!tiers.some((tier) => tier.durable)) return;
       const { data } = await this.app.get("v1/branches");
       this.stored = data.map((one) => one.name);
     } catch (error) {
       if (this.app.isAbort(error)) throw error;
-      this.stored = null;
     }
   }
 

@@ -6,7 +6,7 @@
  * @typedef {object} Span
  * @property {number} start first position
  * @property {number} stop position after the last
- * @property {"held" | "hole" | "null" | "missing" | "reachable"} kind
+ * @property {"held" | "hole" | "null" | "reachable" | "rerun"} kind
  * @typedef {object} AxisRow
  * @property {string} label
  * @property {Span[]} spans
@@ -27,9 +27,11 @@ const TITLES = {
   held: "held",
   hole: "hole of the window",
   null: "null page",
-  missing: "not held",
   reachable: "reachable",
+  rerun: "reachable by running tokens again",
 };
+
+const PATTERNS = new Set(["hole", "null", "rerun"]);
 
 let axes = 0;
 
@@ -42,14 +44,18 @@ function svg(tag, attributes = {}, ...children) {
 }
 
 /**
- * Return the last reachable position that is not after `position`, or -1.
- * @param {[number, number][]} ranges half-open, ascending
+ * Return where a rewind to a position lands: the last position up to it that is reachable and, where
+ * layers are recurrent, at which a state is kept. -1: there is none.
+ * @param {[number, number][]} ranges reachable ones, half-open, ascending
+ * @param {number[] | null} kept positions of kept states, ascending; null: no layer needs one
  * @param {number} position
  */
-export function landing(ranges, position) {
+export function landing(ranges, kept, position) {
   let best = -1;
   for (const [start, stop] of ranges) {
-    if (start <= position) best = Math.max(best, Math.min(position, stop - 1));
+    if (start > position) continue;
+    if (kept === null) best = Math.max(best, Math.min(position, stop - 1));
+    else for (const one of kept) if (one <= position && start <= one && one < stop) best = Math.max(best, one);
   }
   return best;
 }
@@ -140,7 +146,7 @@ export class PositionAxis {
           width: Math.max(1, (span.stop - span.start) * this.scale),
           height: BAR,
         });
-        if (span.kind === "hole" || span.kind === "null") bar.setAttribute("fill", `url(#${this.prefix}-${span.kind})`);
+        if (PATTERNS.has(span.kind)) bar.setAttribute("fill", `url(#${this.prefix}-${span.kind})`);
         const title = svg("title");
         title.textContent = `${row.label}: ${span.start} to ${span.stop} ${TITLES[span.kind]}`;
         bar.append(title);
@@ -174,7 +180,12 @@ export class PositionAxis {
       { id: `${this.prefix}-null`, width: 6, height: 6, patternUnits: "userSpaceOnUse" },
       svg("circle", { class: "axis-dot", cx: 3, cy: 3, r: 1 }),
     );
-    return svg("defs", {}, hole, nothing);
+    const rerun = svg(
+      "pattern",
+      { id: `${this.prefix}-rerun`, width: 5, height: 5, patternUnits: "userSpaceOnUse" },
+      svg("line", { class: "axis-rerun-line", x1: 1.5, x2: 1.5, y1: 0, y2: 5 }),
+    );
+    return svg("defs", {}, hole, nothing, rerun);
   }
 
   /** Join spans of one kind that are less than a pixel apart, so that long lists stay cheap. */

@@ -49,6 +49,7 @@ class TimeView {
     this.app = app;
     this.theme = readTheme();
     this.timer = 0;
+    this.refused = false;
     this.busy = false;
     this.window = new TimeWindow(() => this.moved());
     const { el } = app;
@@ -129,16 +130,25 @@ class TimeView {
       model.add(document);
       this.refreshed = performance.now();
     } catch (error) {
-      this.app.fail(error);
+      if (error.status >= 400 && error.status < 500 && error.status !== 401) this.refuse(error);
+      else this.app.fail(error);
     } finally {
       this.busy = false;
     }
+    if (this.refused) return;
     this.noteUse();
     this.draw();
   }
 
+  /** Say why there is no timeline, as of a state file, and ask no more. */
+  refuse(error) {
+    const { el, fill, visible } = this.app;
+    this.refused = true;
+    fill(this.root, el("div.empty", {}, el("h2", {}, "There is no timeline"), el("p", {}, visible(error.message, 400))));
+  }
+
   fetchSoon() {
-    if (this.timer) return;
+    if (this.timer || this.refused) return;
     const wait = Math.max(0, REFRESH - (performance.now() - (this.refreshed ?? 0)));
     this.timer = setTimeout(() => {
       this.timer = 0;
@@ -154,14 +164,18 @@ class TimeView {
 
   noteUse() {
     const { overview } = this.app;
-    if (overview?.use) model.addUse(overview.time, overview.use);
+    if (overview?.use) model.addUse(overview.reading, overview.time, overview.use);
   }
 
   update(change) {
-    if (change.kind === "params") {
+    if (change.kind === "params" && !this.refused) {
       this.draw();
     } else if (change.kind === "events") {
+      const { reading, time, use } = change.data ?? {};
+      if (use) model.addUse(reading, time, use);
       if (names(change.data, "timeline")) this.fetchSoon();
+    } else if (this.refused) {
+      return undefined;
     } else if (change.kind === "overview") {
       this.noteUse();
     } else if (change.kind === "theme") {

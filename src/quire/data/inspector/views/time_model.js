@@ -29,7 +29,7 @@ export class TimeModel {
     this.places = new Map();
     /** @type {{time: number, latencies: object, rate: number | null}[]} */
     this.samples = [];
-    /** @type {{time: number, use: Record<string, number>}[]} */
+    /** @type {{reading: number, time: number, use: Record<string, number>}[]} */
     this.uses = [];
     this.pagesTotal = 0;
     this.last = null;
@@ -82,13 +82,13 @@ export class TimeModel {
 
   /**
    * Note the use of pages.
+   * @param {number} reading of which reading it is; each counts once
    * @param {number} time Unix time
    * @param {Record<string, number>} use numbers of pages by owner
    */
-  addUse(time, use) {
-    const last = this.uses.at(-1);
-    if (last && last.time === time) return;
-    this.uses.push({ time, use });
+  addUse(reading, time, use) {
+    if (this.uses.at(-1)?.reading === reading) return;
+    this.uses.push({ reading, time, use });
     if (this.uses.length > SAMPLES) this.uses.shift();
   }
 

@@ -3,14 +3,15 @@
  * what a layer's heads read from it, and norms of what the layer remembers.
  */
 
+import { color } from "../lib/color.js";
 import { BranchPicker, names } from "./branch_picker.js";
 import { showChances } from "./chance_list.js";
+import { mix } from "./inks.js";
 import { LayerPanel } from "./layer_panel.js";
 import { TokenText } from "./token_text.js";
 
 export const title = "Token";
 
-const CHANCE_KINDS = new Set(["session", "cached", "commit"]);
 const WAIT = 150;
 
 /**
@@ -192,7 +193,6 @@ class TokenView {
       this.app.fill(this.chanceHost, this.app.el("p.hint", {}, "The branch is gone."));
       return;
     }
-    if (!CHANCE_KINDS.has(this.branch.kind)) this.app.fill(this.chanceHost, this.app.el("p.hint", {}, "…"));
     await Promise.all([this.fetchChances(branch, position, order), this.panel.show(branch, position, this.tokens)]);
   }
 
@@ -217,6 +217,7 @@ class TokenView {
   /** Colour the text by weights. */
   heat(weights) {
     this.heatKey.hidden = weights === null;
-    this.text.showHeat(weights, (share) => this.app.color.mix("--surface", "--heat", share));
+    const [ground, hot] = [color.rgb("--surface-2"), color.rgb("--heat")];
+    this.text.showHeat(weights, (share) => mix(ground, hot, share));
   }
 }

@@ -6,6 +6,7 @@
 import { el, fill } from "../lib/dom.js";
 import { format } from "../lib/format.js";
 import { textNodes, visible } from "../lib/text.js";
+import { css, readableOn } from "./inks.js";
 
 /** Tokens that are shown at once. */
 export const PART = 512;
@@ -30,7 +31,7 @@ export class TokenText {
     /** @type {Map<number, HTMLElement>} */
     this.marks = new Map();
     this.order = 0;
-    /** @type {{weights: ArrayLike<number>, colour: (share: number) => string} | null} */
+    /** @type {{weights: ArrayLike<number>, inkOf: (share: number) => import("./inks.js").Ink} | null} */
     this.heat = null;
     this.list = el("div.token-list", {
       role: "listbox",
@@ -101,10 +102,10 @@ export class TokenText {
           role: "option",
           dataset: { position },
           "aria-selected": "false",
-          "aria-label": `${visible(text, 40) || "nothing"}, position ${position}`,
+          "aria-label": `${text === null ? `token ${id}` : visible(text, 40) || "nothing"}, position ${position}`,
           title: `position ${position}, token ${id}`,
         },
-        text === "" ? el("span.ctl", {}, "∅") : textNodes(text, { lines: true }),
+        tokenText(text, id),
       );
       this.marks.set(position, shown);
       return shown;
@@ -133,10 +134,10 @@ export class TokenText {
   /**
    * Colour tokens by weights; null takes the colours away.
    * @param {ArrayLike<number> | null} weights by position
-   * @param {(share: number) => string} [colour] of a share of the largest weight
+   * @param {(share: number) => import("./inks.js").Ink} inkOf the colour of a share of the largest weight
    */
-  showHeat(weights, colour = () => "") {
-    this.heat = weights === null ? null : { weights, colour };
+  showHeat(weights, inkOf) {
+    this.heat = weights === null ? null : { weights, inkOf };
     this.paintHeat();
   }
 
@@ -149,9 +150,10 @@ export class TokenText {
     for (const [position, mark] of this.marks) {
       const weight = heat === null ? undefined : heat.weights[position];
       const shown = weight !== undefined && most > 0;
-      mark.style.background = shown ? heat.colour(Math.sqrt(weight / most)) : "";
+      const ink = shown ? heat.inkOf(Math.sqrt(weight / most)) : null;
+      mark.style.background = ink === null ? "" : css(ink);
+      mark.style.color = ink === null ? "" : readableOn(ink);
       mark.classList.toggle("heated", shown);
-      mark.classList.toggle("strong", shown && weight / most > 0.45);
     }
   }
 
@@ -203,4 +205,20 @@ export class TokenText {
     this.show(this.tokens, position, false);
     this.calls.onPick(this.position);
   }
+}
+
+/** Show a token's text: its id without a tokenizer, a sign for an empty one. */
+function tokenText(text, id) {
+  if (text === null) return `⟨${id}⟩ `;
+  return text === "" ? el("span.ctl", {}, "∅") : textNodes(text, { lines: true });
+}
+
+/** Return black or white, whichever can be read better on a colour as "rgb(...)". */
+function inkOn(ground) {
+  const [red, green, blue] = (ground.match(/[\d.]+/g) ?? [0, 0, 0]).map((value) => {
+    const part = Number(value) / 255;
+    return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  });
+  const light = 0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05;
+  return 1.05 / light > light / 0.05 ? "#fff" : "#000";
 }

@@ -17,7 +17,7 @@ export function branchWithin(item) {
 }
 
 /**
- * The panel beside the tree. `actions`: close(), choose(item), compare(item), changed(id).
+ * The panel beside the tree. `actions`: close(), choose(item), compare(item), changed(id, tokens).
  */
 export class Details {
   constructor(app, actions) {
@@ -107,7 +107,9 @@ export class Details {
 
   async rewind() {
     if (sessionId(this.item.branch) === null) return;
-    if (await askToRewind(this.app, this.item.branch, this.at)) this.actions.changed(this.item.id);
+    const { id } = this.item;
+    const left = await askToRewind(this.app, this.item.branch, this.at);
+    if (left !== null) this.actions.changed(id, left);
   }
 
   // -- facts ------------------------------------------------------------------------
