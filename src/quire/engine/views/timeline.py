@@ -137,6 +137,7 @@ class Timeline:
     ) -> None:
         self._queues, self._loads, self._pools, self._eos_ids = queues, loads, pools, eos_ids
         self.metrics = metrics
+        self._num_pages = pools.num_pages
         self._zero = time.monotonic()
         self.epoch = time.time()
         """Unix time of second 0."""
@@ -250,7 +251,7 @@ class Timeline:
         if self._draft is None:
             return
         began, chosen, decodes, prefills, preemptions = self._draft
-        now, pools, queues = time.monotonic() - self._zero, self._pools, self._queues
+        now, queues = time.monotonic() - self._zero, self._queues
         for lane in self._filled:
             request = lane.request
             if request is not None and request.output_ids and lane.phases[-1][0] == "prefill":
@@ -266,7 +267,7 @@ class Timeline:
             decodes,
             prefills,
             int(generated - self._generated),
-            pools.num_pages - pools.num_used_pages,
+            self._num_pages - self._pools.num_used_pages,
             len(queues.running),
             len(queues.waiting),
             preemptions - self._preemptions,
@@ -400,7 +401,7 @@ class Timeline:
     @property
     def pages(self) -> tuple[int, int]:
         """Pages in all, and those that are free."""
-        return self._pools.num_pages, self._pools.num_pages - self._pools.num_used_pages
+        return self._num_pages, self._num_pages - self._pools.num_used_pages
 
     @property
     def queue_lengths(self) -> tuple[int, int]:

@@ -56,7 +56,7 @@ export async function sessionFrom(app, branch, at, name = "") {
 export async function askToFork(app, branch, at = branch.num_tokens) {
   let made = null;
   const verb = sessionId(branch) !== null ? "Fork" : "Open as a session";
-  await app.ask(
+  const done = await app.ask(
     verb,
     [
       { name: "at", label: `Tokens to keep, of ${app.format.number(branch.num_tokens)}`, type: "number", value: at, min: 0, max: branch.num_tokens, required: true },
@@ -69,7 +69,7 @@ export async function askToFork(app, branch, at = branch.num_tokens) {
       },
     },
   );
-  if (made !== null) app.notify(`Session ${made} begins with ${app.format.count(at, "token")} of ${branch.name ?? branch.id}`);
+  if (done) app.notify(`${done.name || made} begins with ${app.format.count(Number(done.at), "token")} of ${branch.name ?? branch.id}`);
   return made;
 }
 

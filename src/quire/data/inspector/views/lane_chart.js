@@ -186,16 +186,23 @@ export class LaneChart {
     context.clip();
     context.textAlign = "left";
     context.textBaseline = "middle";
+    const { start, stop } = this.view;
+    if (!this.rows.some((row) => row.some((lane) => lane.stop >= start && lane.start <= stop))) {
+      context.fillStyle = css(theme.muted);
+      context.font = `12px ${theme.font}`;
+      context.fillText("No request in this time. Key 0 shows all that is known.", this.left + 12, RULER + 22);
+    }
     const focused = document.activeElement === this.canvas;
     for (let index = first; index <= last; index += 1) {
       const row = this.rows[index];
       const top = RULER + index * LANE - scroll;
+      const chosen = row.find((lane) => lane.number === this.chosen);
+      if (chosen) this.highlight(context, chosen, top, width, focused);
       context.save();
       context.beginPath();
       context.rect(this.left, top, width - this.left, LANE);
       context.clip();
       for (const lane of row) {
-        if (lane.number === this.chosen) this.highlight(context, lane, top, width, focused);
         paintLane(context, this.plot, lane, top + (LANE - BAR) / 2);
       }
       context.restore();

@@ -19,6 +19,20 @@ const STOPS = {
   context: "the end of the context",
 };
 
+/** Why the state of no more tokens was reused, in the words of `quire.outputs.MISSES`. */
+const MISSES = {
+  none: "no longer beginning of this prompt was known",
+  other_text: "token {at} differs from a text that was computed before",
+  other_adapter: "the first {at} tokens were computed under another adapter, which gives another state",
+  other_salt: "the first {at} tokens were computed under another cache_salt, which nothing is shared with",
+  evicted: "the state of the first {at} tokens was there and has been given up",
+  window: "windows have let go of what a continuation at {at} needs",
+  no_checkpoint: "{at} tokens were known, and recurrent layers kept no state there",
+  too_expensive: "to load the state of the first {at} tokens takes longer than to compute it",
+  damaged: "what a tier has of the state of the first {at} tokens is damaged",
+  unreachable: "a tier that may have more did not answer",
+};
+
 /**
  * Say a request's reuse by tier, as parts of a bar.
  * @param {any} request
@@ -43,9 +57,9 @@ function reuseOf(request) {
 
 /** Say why no more of the prompt was reused. */
 function missOf(request) {
-  if (!request.miss || request.miss === "none" || request.miss === "None") return "–";
-  const at = request.missed_at === null || request.missed_at === undefined ? "" : `, from position ${format.number(request.missed_at)} on`;
-  return `${visible(request.miss, 300)}${at}`;
+  if (!request.miss) return "–";
+  const at = request.missed_at === null || request.missed_at === undefined ? "?" : format.number(request.missed_at);
+  return (MISSES[request.miss] ?? visible(request.miss, 300)).replace("{at}", at);
 }
 
 /** Say why a request ended. */

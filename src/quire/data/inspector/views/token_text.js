@@ -212,3 +212,13 @@ function tokenText(text, id) {
   if (text === null) return `⟨${id}⟩ `;
   return text === "" ? el("span.ctl", {}, "∅") : textNodes(text, { lines: true });
 }
+
+/** Return black or white, whichever can be read better on a colour as "rgb(...)". */
+function inkOn(ground) {
+  const [red, green, blue] = (ground.match(/[\d.]+/g) ?? [0, 0, 0]).map((value) => {
+    const part = Number(value) / 255;
+    return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  });
+  const light = 0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05;
+  return 1.05 / light > light / 0.05 ? "#fff" : "#000";
+}

@@ -2,7 +2,7 @@
 
 import { sessionPath, tokensOf } from "../../lib/edits.js";
 import { TokenStrip } from "../../lib/tokens.js";
-import { endsWith, nextName, pause } from "./parts.js";
+import { branchNamed, endsWith, nextName, pause } from "./parts.js";
 import { openTokenMenu } from "./token_menu.js";
 
 /** Tokens at the end that are shown at first, and are added by "Earlier". */
@@ -362,7 +362,7 @@ export class Column {
       const given = await this.app.ask(
         "Commit",
         [
-          { name: "name", label: "Branch", value: known[0] ?? "main", required: true, hint: known.length ? `There are ${this.app.visible(known.join(", "), 120)}.` : "" },
+          { name: "name", label: "Branch", value: this.branchName(known), required: true, hint: known.length ? `Known: ${this.app.visible(known.join(", "), 120)}.` : "" },
           { name: "message", label: "Message" },
         ],
         {
@@ -376,6 +376,13 @@ export class Column {
       await this.refresh();
       this.say(`Committed to ${this.app.visible(given.name, 60)}`);
     });
+  }
+
+  /** The branch to propose: a known one if it may go on from there, else one that is free. */
+  branchName(known) {
+    const { last_commit: last, name } = this.info ?? {};
+    if (last && known.length === 1) return known[0];
+    return [branchNamed(name ?? ""), "main"].find((one) => one && !known.includes(one)) ?? "";
   }
 
   remove() {

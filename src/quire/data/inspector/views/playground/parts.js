@@ -18,3 +18,6 @@ export function nextName(name) {
   const [, stem, number] = /^(.*?)(?: (\d{1,6}))?$/s.exec(name);
   return `${stem} ${Number(number ?? 1) + 1}`;
 }
+
+/** Return a name that a branch can have: "draft 1" -> "draft-1". */
+export const branchNamed = (name) => name.replace(/[^A-Za-z0-9_-]+/g, "-").replace(/^-+|-+$/g, "");
