@@ -102,7 +102,6 @@ def test_known_logits_are_not_computed_again(small: LLM) -> None:
 
 
 def test_one_token_runs_where_the_state_is_there_and_all_where_it_is_not(small: LLM) -> None:
-    small.generate([random_tokens(20)[:8]], greedy(1))
     with small.session(random_tokens(20)) as session, small.session(random_tokens(9, seed=3)) as later:
         session.compute()
         assert later.token(9).num_run > 0
@@ -111,7 +110,7 @@ def test_one_token_runs_where_the_state_is_there_and_all_where_it_is_not(small: 
         assert here.num_run == 1
         assert [one.num_tokens for one in recorder.forwards] == [1]
         engine_of(small).branches.drop(session._state)
-        small.generate([random_tokens(7, seed=9)], greedy(1))  # the prefix used last
+        small.generate([random_tokens(20)[:8]], greedy(1))  # which the session's own state would replace
         later.logits()  # the session used last
         before = snapshot(small)
         assert before[1], "a prefix of the session is cached"
