@@ -99,7 +99,8 @@ def test_unknown_fields_are_tolerated(client: httpx.Client) -> None:
 
 
 def test_paths_and_methods(client: httpx.Client) -> None:
-    for path in ("/", "/v1", "/v1/nothing", "/tokenize/", "/%ff"):
+    assert client.get("/").headers["content-type"].startswith("text/html")
+    for path in ("/v1", "/v1/nothing", "/tokenize/", "/%ff", "/inspector/nothing.js"):
         check_error(client.get(path), 404, "not_found")
     for method, path in (("GET", "/tokenize"), ("DELETE", "/v1/models"), ("POST", "/health")):
         found = client.request(method, path)

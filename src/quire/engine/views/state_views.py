@@ -33,7 +33,6 @@ from quire.contracts.views import (
 from quire.engine.views.branch_list import BranchList, shown_unread
 from quire.engine.views.commit_list import CommitReader
 from quire.engine.views.history_tree import history_of
-from quire.engine.views.look_budget import LookBudget
 from quire.engine.views.pool_maps import PoolMap
 from quire.engine.views.state_reading import ReadBranch, StateReading, read_state
 from quire.engine.views.token_texts import TextReader
@@ -85,7 +84,7 @@ class StateViews:
         self._engine = engine
         self._names = names
         self._model = model
-        self.budget = LookBudget()
+        self.budget = engine.timeline.budget
         self.texts = TextReader(engine.tokenizer)
         self.commits = CommitReader(engine)
         self.is_behind = False

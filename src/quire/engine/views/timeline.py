@@ -147,7 +147,7 @@ class Timeline:
         """Called with each lane that ends, under the engine's lock: they must be quick. What they
         raise is dropped."""
         self.budget = LookBudget()
-        """How often it may be looked at over HTTP, by all viewers together."""
+        """The one account of all who look, also at the state (``state_views``)."""
         self.model = "model"
         """The model's name, in recordings."""
         self.adapter_name: Callable[[int], str | None] = str
