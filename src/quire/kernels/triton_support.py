@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.ops.uploads import uploaded
+
 LEAST_CAPABILITY = (8, 0)
 """Compute capability from which a GPU multiplies bfloat16 and copies without registers."""
 
@@ -61,9 +63,7 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]
         whole[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         ends.append((at, at + size, array.dtype == np.uint8))
         at += size
-    held = torch.from_numpy(whole)
-    if device.type == "cuda":
-        held = held.pin_memory().to(device, non_blocking=True)
+    held = uploaded(whole, device)
     return [held[start:stop] if is_bytes else held[start:stop].view(torch.int32) for start, stop, is_bytes in ends]
 
 
