@@ -36,7 +36,7 @@ from quire.kernels.native_library import native_problem
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.rows import native_rows
 from quire.kernels.triton_rows import TritonRows
-from quire.kernels.triton_support import triton_problem
+from quire.kernels.triton_support import attention_problem, triton_problem
 from quire.kv.forward_need import pages_for
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
@@ -294,7 +294,7 @@ def fastest_attention(device: torch.device) -> str:
     """Return the backend that "auto" is: C++ on a CPU and Triton on a GPU, if they are there."""
     if device.type == "cpu":
         return "native" if not native_problem() else "torch"
-    return "triton" if not triton_problem(device) else "torch"
+    return "triton" if not attention_problem(device) else "torch"
 
 
 def layer_kernels(device: torch.device, quantization: str | None = None) -> LayerKernels:

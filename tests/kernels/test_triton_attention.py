@@ -20,13 +20,15 @@ import torch
 from tests.test_attention_kernel import CHUNKS, DECODES, FEATURES, KINDS, SIZES, Case, Entry, random_entry
 from tests.triton_machine import DEVICE, DTYPES, MISSING, CarriedAttention, needs_triton
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, build
 from quire.contracts.attention import Scoring
 from quire.contracts.layers import FullAttention
+from quire.contracts.rows import LayerKernels
 from quire.errors import InvalidArgument, Unsupported
 from quire.kernels import triton_support
 from quire.kernels.attention_tiles import ITEM_FIELDS, MERGE_FIELDS, reach_of, sight_of, split_size, tiles_of, work_of
 from quire.kernels.triton_attention import Shape, TritonAttention, key_blocks, most_rows, power, settings
+from quire.kernels.triton_rows import TritonRows
 from quire.kernels.visibility import sink_part, window_part
 
 pytestmark = needs_triton
@@ -230,18 +232,30 @@ def test_what_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend.fuses(spec, DEVICE)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "run on CUDA devices; the state is on cpu" in backend.refusal(spec, torch.device("cpu"))
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert "needs the shared memory of compute capability 9 or 10; cuda has 8.9" in backend.refusal(spec, cuda)
+    assert build.fastest_attention(cuda) == "torch"
+    assert build.layer_kernels(cuda).rows is not None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert backend.refusal(spec, cuda) == ""
+    assert build.fastest_attention(cuda) == "triton"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "need compute capability 8.0; cuda has 7.5" in backend.refusal(spec, torch.device("cuda"))
+    assert "need compute capability 8.0; cuda has 7.5" in backend.refusal(spec, cuda)
+    assert build.layer_kernels(cuda).rows is None
     with pytest.raises(Unsupported, match="Triton kernels run on CUDA devices"):
         LLM("tiny-python", device="cpu", attention_backend="triton", kv_cache_memory="4MiB")
     monkeypatch.setattr(triton_support, "_has_triton", lambda: False)
     assert "need the package triton" in backend.refusal(spec, torch.device("cuda"))
 
 
-def test_a_model_says_the_same() -> None:
-    """Prefill in chunks, decode, a fork: greedy tokens of the bundled model."""
+def test_a_model_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill in chunks and decodes beside it: greedy tokens of the bundled model, by all Triton
+    kernels and by PyTorch.
+    """
     found = []
-    for name in ("triton", "torch"):
+    for name, rows in (("torch", None), ("triton", TritonRows())):
+        monkeypatch.setattr(build, "layer_kernels", lambda *args, rows=rows: LayerKernels(rows))
         llm = LLM(
             "tiny-python", dtype="float32", attention_backend=name, kv_cache_memory="4MiB",
             max_num_batched_tokens=24, device=DEVICE.type,

@@ -77,8 +77,9 @@ def _advance(
         if MASKED:
             seen_MN = (address_N[None, :] >= low_M[:, None]) & (address_N[None, :] < high_M[:, None])
             if BITS:
-                bit_N = address_N - bits_first
-                ruled_N = (bit_N >= 0) & (address_N < bits_stop)
+                ruled_N = (address_N >= bits_first) & (address_N < bits_stop)
+                # A shift by less than 0 may be anything.
+                bit_N = tl.where(ruled_N, address_N - bits_first, 0)
                 byte_MN = tl.load(
                     bits_M[:, None] + (bit_N // 8)[None, :], mask=held_M[:, None] & ruled_N[None, :], other=0
                 )

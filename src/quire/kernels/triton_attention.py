@@ -23,7 +23,7 @@ from quire.contracts.layers import LayerSpec
 from quire.errors import InvalidArgument
 from quire.kernels.attention_tiles import Sight, reach_of, sight_of, split_size, tiles_of, work_of
 from quire.kernels.sdpa import SdpaAttention
-from quire.kernels.triton_support import known_dtypes, on_device_of, triton_problem, upload
+from quire.kernels.triton_support import attention_problem, known_dtypes, on_device_of, upload
 from quire.kernels.visibility import sink_part, window_part
 from quire.ops.attention import check_sink_query, kind_refusal
 
@@ -148,7 +148,7 @@ class TritonAttention:
 
     def refusal(self, spec: LayerSpec, device: torch.device) -> str:
         """Return why this backend cannot run such a layer on that device; "" if it can."""
-        return triton_problem(device) or kind_refusal(self.name, spec)
+        return attention_problem(device) or kind_refusal(self.name, spec)
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
         """Return true: weights exist for a block of keys at a time."""
@@ -301,7 +301,7 @@ class TritonAttention:
         lse = bound.state_lse if lse_TH is None else lse_TH
         main, rest = key_blocks(key_size)
         # A cap is a map of natural scores.
-        scale = scoring.scale * (1.0 if scoring.softcap else LOG2E)
+        scale, cap = float(scoring.scale) * (1.0 if scoring.softcap else LOG2E), float(scoring.softcap or 1.0)
         out_row, out_head, lse_row = heads * value_size, value_size, heads
         with on_device_of(q_THD):
             for launch in bound.launches:
@@ -313,7 +313,7 @@ class TritonAttention:
                     launch.items, bound.tables, *bound.ranges[launch.part], bound.bits[launch.part],
                     q, k, v, sinks, out_THD, lse, bound.state_out, bound.state_lse,
                     q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-                    out_row, out_head, lse_row, scale, scoring.softcap or 1.0,
+                    out_row, out_head, lse_row, scale, cap,
                     HEADS=heads, GROUP=heads // kv_heads, TOGETHER=launch.together, HEAD_AXIS=0 if few else 1,
                     PAGE=prepared.plan.page_size, LINEAR=launch.linear, M=launch.rows, N=launch.made.keys,
                     DK=key_size, MAIN=main, REST=rest, DV=value_size, VALUE=power(value_size),

@@ -95,7 +95,7 @@ class TritonRows(ReferenceRows):
             with on_device_of(qkv_TC):
                 place_heads[(count, groups)](
                     out, k_SHD, v_SHD, qkv_TC, slots_T, cos, sin, *(weights or (out, out)),
-                    qkv_TC.stride(0), angle_stride, 0.0 if norms is None else norms.eps,
+                    qkv_TC.stride(0), angle_stride, 0.0 if norms is None else float(norms.eps),
                     HEADS=num_heads, KV_HEADS=kv_heads, DK=dk, DV=dv, ROTARY=rotary,
                     INTERLEAVED=rotation is not None and rotation.interleaved, NORMS=norms is not None,
                     W=width, H=heads,
@@ -127,7 +127,7 @@ def _normed(y: Tensor, x: Tensor | None, weight_E: Tensor, eps: float) -> Tensor
     rows = max(1, min(AT_ONCE // columns, 16))
     with on_device_of(y):
         norm_rows[(-(-count // rows),)](
-            out, y, y if x is None else x, weight_E.contiguous(), count, inner, y_outer, y_inner, x_outer, x_inner, eps,
+            out, y, y if x is None else x, weight_E.contiguous(), count, inner, y_outer, y_inner, x_outer, x_inner, float(eps),
             WIDTH=width, W=columns, R=rows, ADD=x is not None,
             num_warps=4 if columns <= 2048 else 8 if columns <= 8192 else 16,
         )  # fmt: skip

@@ -18,6 +18,8 @@ from quire.ops.uploads import uploaded
 
 LEAST_CAPABILITY = (8, 0)
 """Compute capability from which a GPU multiplies bfloat16 and copies without registers."""
+ROOMY = (9, 10)
+"""Major compute capabilities of GPUs with 227 KiB of shared memory for a program."""
 
 
 def interpreted() -> bool:
@@ -44,6 +46,17 @@ def triton_problem(device: torch.device) -> str:
         needed = ".".join(map(str, LEAST_CAPABILITY))
         return f"the Triton kernels need compute capability {needed}; {device} has {capability[0]}.{capability[1]}"
     return ""
+
+
+def attention_problem(device: torch.device) -> str:
+    """Return why attention cannot run on a device; "" if it can."""
+    if (problem := triton_problem(device)) or device.type != "cuda":
+        return problem
+    major, minor = torch.cuda.get_device_capability(device)
+    if major in ROOMY:
+        return ""
+    needed = " or ".join(map(str, ROOMY))
+    return f"the Triton attention needs the shared memory of compute capability {needed}; {device} has {major}.{minor}"
 
 
 @cache
