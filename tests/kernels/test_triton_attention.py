@@ -31,8 +31,8 @@ from quire.kernels.triton_attention import Shape, TritonAttention, key_blocks, m
 from quire.kernels.triton_rows import TritonRows
 from quire.kernels.visibility import sink_part, window_part
 
-pytestmark = needs_triton
-CUT = CarriedAttention(least_split=64, programs=1000)
+pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")]
+CUT = CarriedAttention(least_split=32, programs=1000)
 """Cuts what tiles see into as many items as it can."""
 WHOLE = CarriedAttention(least_split=1 << 20)
 
@@ -112,6 +112,16 @@ def test_values_that_are_columns_of_keys(
     """Latent attention in absorbed form: rows are read once."""
     case = Case(entries, heads=(1, 20), sizes=sizes, dtype=torch.float16, page_size=16, fresh=False)
     case.v_SHD = case.k_SHD[..., : sizes[1]]
+    check(case, CUT, patch=monkeypatch)
+
+
+def test_null_pages_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in front of the pool is NaN: page -1 would be there."""
+    case = Case([Entry(kind="mask", past=20, count=3), Entry(kind="mask", past=60, count=18)], page_size=1, fresh=False)
+    assert any((table < 0).any() for table in case.plan.tables)
+    for name in ("k_SHD", "v_SHD"):
+        pool = getattr(case, name)
+        setattr(case, name, torch.cat((torch.full_like(pool[:1], torch.nan), pool))[1:])
     check(case, CUT, patch=monkeypatch)
 
 

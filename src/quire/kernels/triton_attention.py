@@ -141,8 +141,8 @@ class TritonAttention:
     name = "triton"
 
     def __init__(self, *, least_split: int = LEAST_SPLIT, programs: int | None = None) -> None:
-        """Make a backend. For tests: the fewest keys of an item, a power of two from 64 on, and how
-        many programs there should be, None: as many as the device needs."""
+        """Make a backend. For tests: the fewest keys of an item, and how many programs there should
+        be, None: as many as the device needs."""
         self._other = SdpaAttention()
         self._least, self._programs = least_split, programs
 
