@@ -123,12 +123,13 @@ CASES: dict[str, tuple[list[int], list[int], tuple[int, int, int, int], bool]] =
 
 def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     """Return what a model's layers launch in bfloat16: case, program, arguments."""
-    from quire.kernels import attention_programs, row_programs
+    from quire.kernels import attention_programs, recurrence_programs, row_programs, triton_recurrence
     from quire.kernels import triton_rows as rows_module
     from quire.kernels.triton_attention import TritonAttention
 
     names = {
         attention_programs: ("attend_items", "merge_states"),
+        recurrence_programs: ("update_states",),
         row_programs: ("norm_rows", "gate_rows", "place_heads"),
     }
     recorders = {(module, name): Recorder(getattr(module, name)) for module, listed in names.items() for name in listed}
@@ -165,6 +166,10 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     for given in (None, norms):
         rows.place_qkv(torch.zeros(64, 48 * 128, dtype=dtype), 32, angles, given, *pool, torch.arange(64))
     yield from recorded("rows")
+    states, row = torch.zeros(4, 32, 128, 128), torch.zeros(4, 32, 128)
+    for beta in (None, row[..., 0].contiguous()):
+        triton_recurrence.updated(states, row.unsqueeze(2), row, row, row[..., :1].contiguous(), beta, 1.0)
+    yield from recorded("recurrence")
 
 
 def main() -> None:

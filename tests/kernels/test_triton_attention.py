@@ -293,7 +293,7 @@ def test_programs_compile_for_a_gpu(tmp_path: Path) -> None:
     )  # fmt: skip
     assert lines.returncode == 0, lines.stderr[-2000:]
     made = [json.loads(line) for line in lines.stdout.splitlines()]
-    assert {one["case"] for one in made} >= {"decode", "prompt", "chunk", "latent decode", "rows"}
+    assert {one["case"] for one in made} >= {"decode", "prompt", "chunk", "latent decode", "rows", "recurrence"}
     for one in made:
         assert one["cubin"] > 0
         assert one["shared"] <= 227 * 1024, one

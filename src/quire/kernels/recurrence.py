@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.recurrence import Recurred, RecurrencePlan
+from quire.kernels import triton_recurrence
 from quire.kernels.decays import Weighed, faded, weigh
 from quire.kernels.recurrence_groups import GroupRows, cut
 from quire.ops.recurrence import check_convolve, check_linear_attention, promoted, sum_dtype
@@ -208,12 +209,15 @@ def _gather(places: list[tuple[Tensor, int]]) -> Tensor:
 def _update(states_NHKV: Tensor, rows: Inputs, scale: float) -> tuple[Tensor, Tensor]:
     """Run one row of each sequence; return outputs ``[N, H, R, V]`` and the states after, fresh.
     Each state is used several times, so CPUs take as many sequences at a time as caches allow."""
-    states = torch.empty_like(states_NHKV, memory_format=torch.contiguous_format)
-    number, heads, values = len(states), states.shape[1], states.shape[3]
-    out_NHRV = states.new_empty(number, heads, rows.q.shape[2], values)
+    number, heads, _, values = states_NHKV.shape
     decay = None
     if rows.log_decay is not None:
         decay = faded(rows.log_decay).reshape(number, heads, -1, 1)
+    if triton_recurrence.updates(states_NHKV):
+        factors = None if decay is None else decay[..., 0]
+        return triton_recurrence.updated(states_NHKV, rows.q, rows.k, rows.v, factors, rows.beta, scale)
+    states = torch.empty_like(states_NHKV, memory_format=torch.contiguous_format)
+    out_NHRV = states.new_empty(number, heads, rows.q.shape[2], values)
     # A row of one head (shared) or of all, as matrices.
     q, k_NHK1, v_NH1V = rows.q, rows.k.unsqueeze(-1), rows.v.unsqueeze(-2)
     beta_NH11 = None if rows.beta is None else rows.beta[..., None, None]
