@@ -11,7 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E = tl.constexpr(1.4426950216293335)
+"""In float32."""
+LOG2E_REST = tl.constexpr(1.9259629911266175e-08)
+"""What float32 leaves of it."""
+LN2 = tl.constexpr(0.6931471805599453)
 TANH_SCALE = tl.constexpr(1.5957691216057308)
 """Twice the root of 2 / pi."""
 ROOT_HALF = tl.constexpr(0.7071067811865476)
@@ -42,6 +46,15 @@ def norm_rows(
 
 
 @triton.jit
+def _exp(x):
+    """Return e^x. A GPU has powers of 2 only: what the product with log2(e) loses, which counts for
+    large exponents, is put back."""
+    power = x * LOG2E
+    lost = tl.fma(x, tl.full(x.shape, LOG2E, tl.float32), -power) + x * LOG2E_REST
+    return tl.exp2(power) * tl.where(tl.abs(x) < 1000.0, 1.0 + lost * LN2, 1.0)
+
+
+@triton.jit
 def _erfc(z):
     """Return the complementary error function, off by less than 2e-7 of it (Press et al., Numerical
     Recipes in C, section 6.2)."""
@@ -55,7 +68,7 @@ def _erfc(z):
     p = t * p + 0.37409196
     p = t * p + 1.00002368
     p = t * p - 1.26551223
-    found = t * tl.exp2((p - z * z) * LOG2E)
+    found = t * _exp(p - z * z)
     return tl.where(z >= 0, found, 2.0 - found)
 
 
@@ -77,7 +90,7 @@ def gate_rows(
         x_W = gate_W
         if ACTIVATION == 2:
             x_W = TANH_SCALE * (gate_W + 0.044715 * gate_W * gate_W * gate_W)
-        active_W = gate_W / (1.0 + tl.exp(-x_W))
+        active_W = gate_W / (1.0 + _exp(-x_W))
     tl.store(out + row * FEATURES + w, (active_W * up_W).to(out.dtype.element_ty), mask=held_W)
 
 
