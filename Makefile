@@ -17,7 +17,12 @@ unexport PYTHONDONTWRITEBYTECODE
 # On a terminal pip shows what it downloads, which takes minutes; elsewhere a line says what happens.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(shell test -t 2 || echo -q)
 
-.PHONY: demo test test-all test-clients mutants lint format bench screenshots clean help
+# What measures and tests a GPU works offline, with the Python that has PyTorch for it.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+# PyTorch for CPUs brings no Triton, whose kernels are tested by its interpreter; PyTorch for CUDA brings its own.
+TRITON := triton==3.6.0
+
+.PHONY: demo test test-all test-clients mutants lint format bench gpu-test gpu-bench screenshots clean help
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -70,6 +75,12 @@ bench: $(VENV)/.stamp-test  ## Benchmarks beside transformers, and LLAMA=PYTHON,
 screenshots: $(VENV)/.stamp-test  ## Pictures of the inspector, notebooks and terminals in docs/images (needs chromium; 3 minutes)
 	$(BIN)/python bench/screenshots.py
 
+gpu-test:  ## Tests on a CUDA device, with GPU_PYTHON, offline; nothing without a device
+	PYTHONPATH=src:. $(GPU_PYTHON) -m tests.gpu_suite
+
+gpu-bench:  ## Benchmarks on a CUDA device, with GPU_PYTHON, offline
+	PYTHONPATH=src $(GPU_PYTHON) bench/gpu.py
+
 clean:  ## Remove what make made
 	rm -rf $(VENV) $(CLIENTS) $(PROGRAMS)/node_modules build dist src/quire.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -85,6 +96,7 @@ $(VENV)/.stamp-run: pyproject.toml setup.py constraints.txt $(NATIVE) | $(VENV)/
 $(VENV)/.stamp-test: pyproject.toml setup.py constraints.txt $(NATIVE) | $(VENV)/bin/python
 	@echo "Installing Quire and what its tests need, PyTorch among it, into $(VENV): once, some minutes"
 	@$(PIP) -e '.[server,test,browser,lint]'
+	@test "$$(uname)" != Linux || $(BIN)/python -c 'import triton' 2> /dev/null || $(PIP) --no-deps $(TRITON)
 	@touch $@ $(VENV)/.stamp-run
 
 $(CLIENTS)/.stamp: $(PROGRAMS)/requirements.txt

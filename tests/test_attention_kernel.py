@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.triton_machine import DEVICE, CarriedAttention, needs_triton
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend, AttentionState, ForwardPlan, KeyRule, Scoring
@@ -37,7 +38,14 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "torch": SdpaAttention,
     "native": NativeAttention,
     "reference": ReferenceAttention,
+    "triton": lambda: CarriedAttention(least_split=64, programs=1000),
 }
+QUICK = ("torch", "native", "reference")
+"""Those that meet each random plan; of the interpreter ``tests/kernels/test_triton_attention.py``
+tries fewer."""
+NAMES = [*QUICK, pytest.param("triton", marks=needs_triton)]
+PATIENT = [*QUICK, pytest.param("triton", marks=[needs_triton, pytest.mark.slow])]
+"""For what takes the interpreter a minute."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GROUPS = ((1, 1), (4, 1), (2, 2), (2, 4), (1, 8))
 """(KV heads, query heads of each): MHA, GQA, MQA."""
@@ -323,14 +331,14 @@ class Case:
         )
 
     def check(self, *names: str) -> None:
-        """Attention, state and weights, by the backends named (all)."""
+        """Attention, state and weights, by the backends named (the quick ones)."""
         pools = self.k_SHD.clone(), self.v_SHD.clone()
         plain, plain_lse, _, plain_bounds = self.exact(False)
         out, _, weights, bounds = (
             (plain, plain_lse, *self.exact(False)[2:]) if self.sinks_H is None else self.exact(True)
         )
         shape = (self.plan.num_tokens, self.q_THD.shape[1], self.v_SHD.shape[2])
-        for name in names or BACKENDS:
+        for name in names or QUICK:
             backend = BACKENDS[name]()
             found = self.run(backend)
             state = self.run_state(backend)
@@ -607,7 +615,7 @@ def check_feature(
         ).check()
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_that_see_nothing(name: str) -> None:
     """A past that is empty, a mask without a key, a window that ends before the keys: 0 and -inf,
     learned logit or not.
@@ -630,7 +638,7 @@ def test_rows_that_see_nothing(name: str) -> None:
         assert not nothing.run(BACKENDS[name]()).any()
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", PATIENT)
 def test_new_rows_from_the_pool(name: str) -> None:
     """Prompts and long chunks without fresh K and V, beside entries whose last page nobody sees."""
     hidden = Entry(kind="mask", past=5, count=1)
@@ -638,7 +646,7 @@ def test_new_rows_from_the_pool(name: str) -> None:
         Case([hidden, *CHUNKS, hidden, hidden], seed=seed, page_size=1, fresh=False).check(name)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", PATIENT)
 def test_sequences_do_not_reach_each_other(name: str) -> None:
     """NaN in the rows of one sequence changes no bit of another, however they are padded
     together."""
@@ -656,7 +664,7 @@ def test_sequences_do_not_reach_each_other(name: str) -> None:
             assert torch.equal(before[others], after[others]), feature
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", PATIENT)
 @pytest.mark.parametrize("count", [1, 3, 20])
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_rows_behind_the_sink_are_not_read(name: str, count: int, kind: Kind) -> None:
@@ -677,7 +685,7 @@ def test_rows_behind_the_sink_are_not_read(name: str, count: int, kind: Kind) ->
         case.check(name)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_sink_query_is_given_if_and_only_if_there_are_sinks(name: str) -> None:
     with_sink = Case(with_windows(DECODES, window=9, sink=3))
     with pytest.raises(InvalidArgument, match="the plan has a sink part and no q_sink_THD"):
@@ -695,9 +703,9 @@ def test_q_of_another_type_than_planned() -> None:
         backend.run(prepared, case.q_THD, case.new, case.k_SHD, case.v_SHD, case.scoring)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_kinds_of_layers(name: str) -> None:
-    backend, cpu = BACKENDS[name](), torch.device("cpu")
+    backend, cpu = BACKENDS[name](), DEVICE if name == "triton" else torch.device("cpu")
     sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "value_dim": 8}
     assert backend.refusal(FullAttention(**sizes, softcap=3.0, sinks=(0.5, 1.0)), cpu) == ""
     assert backend.refusal(WindowedAttention(**sizes, window=3), cpu) == ""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import triton_machine
 from torch import Tensor
 
 from quire.contracts.layers import RopeSpec
@@ -37,13 +38,14 @@ TYPES = (
 )
 """Of rows and weights. C++ leaves the last to PyTorch."""
 LEVELS = (0, 1, 2)
+CARRIED_ROWS = triton_machine.CarriedRows()
 
 
-@pytest.fixture(params=["torch", *LEVELS])
+@pytest.fixture(params=["torch", *LEVELS, pytest.param("triton", marks=triton_machine.needs_triton)])
 def kernels(request: pytest.FixtureRequest) -> Iterator[RowKernels]:
     """Each implementation; a level that the processor lacks is skipped."""
-    if request.param == "torch":
-        yield REFERENCE_ROWS
+    if request.param in ("torch", "triton"):
+        yield REFERENCE_ROWS if request.param == "torch" else CARRIED_ROWS
         return
     found = native()
     if found.use_level(request.param) != request.param:
@@ -67,6 +69,13 @@ def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernel_rows, "ONE_THREAD", 1)
     yield
     torch.set_num_threads(before)
+
+
+def rounds_twice(kernels: RowKernels, dtype: torch.dtype) -> bool:
+    """Return whether PyTorch's form runs, which rounds a value in between."""
+    if kernels is CARRIED_ROWS:
+        return dtype not in triton_machine.DTYPES
+    return kernels is REFERENCE_ROWS or dtype == torch.float16
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -159,7 +168,7 @@ def exact_gate(gate: Tensor, activation: ActivationName) -> Tensor:
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gates(kernels: RowKernels, dtype: torch.dtype, activation: ActivationName) -> None:
-    rounded_twice = kernels is REFERENCE_ROWS or dtype == torch.float16
+    rounded_twice = rounds_twice(kernels, dtype)
     for width, count in itertools.product(WIDTHS, COUNTS):
         gate, up = (drawn(count, width, dtype=dtype, seed=seed) for seed in (width, width + 1))
         found = kernels.gated(torch.cat((gate, up), -1), activation)
@@ -179,7 +188,7 @@ def test_gates(kernels: RowKernels, dtype: torch.dtype, activation: ActivationNa
 def test_gates_over_all_magnitudes(kernels: RowKernels, activation: ActivationName) -> None:
     """Relative error where PyTorch has cancellation: the C++ forms have none."""
     gate = torch.cat([sign * torch.logspace(-40, 38, 3001) for sign in (1, -1)] + [torch.linspace(-12, 12, 4001)])
-    found = kernels.gated(torch.stack((gate, torch.ones_like(gate)), -1).view(-1, 2), activation).squeeze(-1)
+    found = kernels.gated(torch.cat((gate, torch.ones_like(gate))).unsqueeze(0), activation)[0]
     exact = exact_gate(gate, activation)
     off = gate.double().abs() * 2 * SINGLE
     if kernels is not REFERENCE_ROWS:
@@ -194,7 +203,7 @@ def test_gates_over_all_magnitudes(kernels: RowKernels, activation: ActivationNa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_gates_of_what_is_no_number(kernels: RowKernels, dtype: torch.dtype, activation: ActivationName) -> None:
-    if kernels is REFERENCE_ROWS:
+    if kernels is REFERENCE_ROWS or (kernels is CARRIED_ROWS and rounds_twice(kernels, dtype)):
         pytest.skip("PyTorch's gelu of infinity is NaN")
     bad = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 3e38, -3e38, 100.0, -100.0])
     for gate, up in ((bad, torch.ones(10)), (torch.ones(10), bad), (bad.repeat(3), torch.ones(30))):
@@ -289,7 +298,7 @@ def test_heads_are_placed(
     turned, k_SHD, v_SHD = case.run(kernels)
     exact, terms = case.exact()
     # PyTorch's form rounds normed heads before they turn.
-    twice = norms is not None and (kernels is REFERENCE_ROWS or dtype == torch.float16)
+    twice = norms is not None and rounds_twice(kernels, dtype)
     assert_near(turned, exact, terms * (SINGLE * (8 + case.dk / 16) + twice * torch.finfo(dtype).eps))
     k_expected, v_expected = case.k_SHD.clone(), case.v_SHD.clone()
     k_expected[case.slots_T] = turned[:, case.heads :]

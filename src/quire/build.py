@@ -36,6 +36,8 @@ from quire.kernels.low_rank import native_low_rank
 from quire.kernels.native_library import native_problem
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.rows import native_rows
+from quire.kernels.triton_rows import TritonRows
+from quire.kernels.triton_support import attention_problem, triton_problem
 from quire.kv.forward_need import pages_for
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
@@ -269,10 +271,10 @@ def make_state(
     specs: Sequence[LayerSpec], sizes: PoolSizes, page_size: int, dtype: torch.dtype, device: torch.device, backend: str
 ) -> State:
     """Return the KV state for these layers; ``backend``: one of ``ATTENTION_BACKENDS``, of which
-    "auto" is the C++ kernels on a CPU, if they were built."""
+    "auto" is the fastest on the device."""
     pages = any(not isinstance(spec, Recurrent) for spec in specs)
     if backend == "auto":
-        backend = "native" if device.type == "cpu" and not native_problem() else "torch"
+        backend = fastest_attention(device)
     module, _, name = ATTENTION_CLASSES[backend].partition(":")
     attention: AttentionBackend = getattr(import_module(module), name)()
     return State(
@@ -290,6 +292,13 @@ def make_state(
     )
 
 
+def fastest_attention(device: torch.device) -> str:
+    """Return the backend that "auto" is: C++ on a CPU and Triton on a GPU, if they are there."""
+    if device.type == "cpu":
+        return "native" if not native_problem() else "torch"
+    return "triton" if not attention_problem(device) else "torch"
+
+
 def layer_kernels(device: torch.device, quantization: str | None = None) -> LayerKernels:
     """Return what the layers of a model on this device are given; ``Unsupported`` if nothing
     multiplies with weights of that quantization."""
@@ -297,7 +306,7 @@ def layer_kernels(device: torch.device, quantization: str | None = None) -> Laye
         reason = f"the device is {device}, and only CPUs have it" if device.type != "cpu" else native_problem()
         raise Unsupported(f"quantization {quantization!r}: {reason}", field="quantization", given=quantization)
     if device.type != "cpu":
-        return LayerKernels()
+        return LayerKernels(None if triton_problem(device) else TritonRows())
     return LayerKernels(native_rows(), native_linear(), cast("Quantization | None", quantization), native_blocks())
 
 

@@ -24,6 +24,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_CLASSES = {
     "torch": "quire.kernels.sdpa:SdpaAttention",
     "native": "quire.kernels.paged_attention:NativeAttention",
+    "triton": "quire.kernels.triton_attention:TritonAttention",
     "reference": "quire.ops.attention:ReferenceAttention",
 }
 """Attention backends by name: the module and the class of each."""

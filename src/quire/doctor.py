@@ -72,7 +72,8 @@ def _devices(torch_version: str) -> list[Finding]:
         findings.append(Finding("CUDA", f"no device ({built} of PyTorch): models run on the CPU"))
     choices = ", ".join(ATTENTION_BACKENDS)
     native = f"on the CPU native ({NativeAttention().level}), " if not native_problem() else ""
-    found = f"{native}elsewhere torch (scaled dot product attention); attention_backend can be {choices}"
+    kernels = "on CUDA devices triton, " if find_spec("triton") is not None else ""
+    found = f"{native}{kernels}elsewhere torch (scaled dot product attention); attention_backend can be {choices}"
     findings.append(Finding("attention", found))
     return findings
 

@@ -27,6 +27,7 @@ from tests.mutants import (
     faults_serving,
     faults_stored,
     faults_tiers,
+    faults_triton,
     faults_unmarked_text,
 )
 
@@ -48,6 +49,7 @@ MUTANTS = (
     *faults_hostile.MUTANTS,
     *faults_reuse.MUTANTS,
     *faults_tiers.MUTANTS,
+    *faults_triton.MUTANTS,
     *faults_chunks.MUTANTS,
     *faults_unmarked_text.MUTANTS,
     *faults_clients.MUTANTS,

@@ -88,9 +88,9 @@ MUTANTS = (
     Mutant(
         name="masks-aligned-at-the-bottom-right",
         file="kv/plans.py",
-        old="        positions=positions,\n        positions_T=torch.from_numpy(positions).to(batch.device),\n        max_position",
+        old="        positions=positions,\n        positions_T=uploaded(positions, batch.device),\n        max_position",
         new="        positions=np.arange(rows.size) + np.repeat(batch.stored + batch.added - starts[1:], np.diff(starts)),\n"
-        "        positions_T=torch.from_numpy(positions).to(batch.device),\n        max_position",
+        "        positions_T=uploaded(positions, batch.device),\n        max_position",
         tests=("engine/test_blended_invariants.py::test_every_family",),
     ),
     Mutant(

@@ -27,9 +27,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.recurrence import Recurred, RecurrencePlan
+from quire.kernels import triton_recurrence
 from quire.kernels.decays import Weighed, faded, weigh
 from quire.kernels.recurrence_groups import GroupRows, cut
 from quire.ops.recurrence import check_convolve, check_linear_attention, promoted, sum_dtype
+from quire.ops.uploads import uploaded
 
 PIECE = 256
 """Most rows of a piece: preparation once per piece costs little, and padding stays small."""
@@ -144,7 +146,7 @@ class ChunkedRecurrence:
                 targets = wanted[group.last]
                 kept = np.flatnonzero(targets >= 0)
                 if kept.size:
-                    index = torch.from_numpy(targets[kept]).to(result.device)
+                    index = uploaded(targets[kept], result.device)
                     result.index_copy_(0, index, _pick(states, kept).to(result.dtype))
             known = after
         return result
@@ -170,11 +172,11 @@ class ChunkedRecurrence:
             # Rows of the given states, then those of x.
             pool = torch.cat([states_GWC.flatten(0, 1).to(compute), x_TC.to(compute)])
             taps_WT = _addresses(plan, *states_GWC.shape[:2])
-            index_WT = torch.from_numpy(taps_WT).to(x_TC.device)
+            index_WT = uploaded(taps_WT, x_TC.device)
             out_TC = pool.index_select(0, index_WT[0]).mul_(weight_WC[0])
             for index_T, weight_C in zip(index_WT[1:], weight_WC[1:], strict=True):
                 out_TC.addcmul_(pool.index_select(0, index_T), weight_C)
-            states_MWC = pool[torch.from_numpy(taps_WT[1:, plan.wanted].T.copy()).to(x_TC.device)]
+            states_MWC = pool[uploaded(taps_WT[1:, plan.wanted].T.copy(), x_TC.device)]
         if bias is not None:
             out_TC.add_(bias)
         return Recurred(out_TC.to(x_TC.dtype), states_MWC.to(states_GWC.dtype).contiguous())
@@ -187,7 +189,7 @@ def _pick(rows: Tensor, index: NDArray[np.int64]) -> Tensor:
     """Return ``rows[index]``; the tensor itself if that is all of it in order."""
     if len(index) == len(rows) and bool((index == np.arange(len(rows))).all()):
         return rows
-    return rows.index_select(0, torch.from_numpy(index).to(rows.device))
+    return rows.index_select(0, uploaded(index, rows.device))
 
 
 def _gather(places: list[tuple[Tensor, int]]) -> Tensor:
@@ -207,12 +209,15 @@ def _gather(places: list[tuple[Tensor, int]]) -> Tensor:
 def _update(states_NHKV: Tensor, rows: Inputs, scale: float) -> tuple[Tensor, Tensor]:
     """Run one row of each sequence; return outputs ``[N, H, R, V]`` and the states after, fresh.
     Each state is used several times, so CPUs take as many sequences at a time as caches allow."""
-    states = torch.empty_like(states_NHKV, memory_format=torch.contiguous_format)
-    number, heads, values = len(states), states.shape[1], states.shape[3]
-    out_NHRV = states.new_empty(number, heads, rows.q.shape[2], values)
+    number, heads, _, values = states_NHKV.shape
     decay = None
     if rows.log_decay is not None:
         decay = faded(rows.log_decay).reshape(number, heads, -1, 1)
+    if triton_recurrence.updates(states_NHKV):
+        factors = None if decay is None else decay[..., 0]
+        return triton_recurrence.updated(states_NHKV, rows.q, rows.k, rows.v, factors, rows.beta, scale)
+    states = torch.empty_like(states_NHKV, memory_format=torch.contiguous_format)
+    out_NHRV = states.new_empty(number, heads, rows.q.shape[2], values)
     # A row of one head (shared) or of all, as matrices.
     q, k_NHK1, v_NH1V = rows.q, rows.k.unsqueeze(-1), rows.v.unsqueeze(-2)
     beta_NH11 = None if rows.beta is None else rows.beta[..., None, None]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.recurrence import RecurrencePlan
+from quire.ops.uploads import uploaded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,13 +90,13 @@ class GroupRows:
         # Padding repeats a row of its own piece: no value of another sequence enters, not even a
         # NaN.
         rows = group.first[:, None] + np.minimum(offsets, group.lengths[:, None] - 1)
-        self._rows = torch.from_numpy(rows.reshape(-1)).to(device)
+        self._rows = uploaded(rows.reshape(-1), device)
         self._targets = self._rows
         if padded:
             kept = offsets < group.lengths[:, None]
-            self._padding = torch.from_numpy(~kept).to(device)
-            self._kept = torch.from_numpy(np.flatnonzero(kept)).to(device)
-            self._targets = torch.from_numpy(rows[kept]).to(device)
+            self._padding = uploaded(~kept, device)
+            self._kept = uploaded(np.flatnonzero(kept), device)
+            self._targets = uploaded(rows[kept], device)
 
     def take(self, x: Tensor, /, *, dtype: torch.dtype, blank: bool) -> Tensor:
         """Return rows ``[N, L, ...]`` of x ``[T, ...]`` in ``dtype``; ``blank``: padding is 0, else

@@ -33,6 +33,7 @@ from quire.kv.storage import check_tensor, geometry
 from quire.ops.attention import attention_weights, merge
 from quire.ops.rope import rotate, rotate_last
 from quire.ops.rows import normed_heads
+from quire.ops.uploads import uploaded
 from quire.types import SeqId
 
 MaskedKeys: TypeAlias = Literal["masked past", "masked own"]
@@ -62,8 +63,7 @@ class AttentionPass:
             for index in range(len(state.classes))
         ]
         self.slots: list[Tensor] = [
-            torch.from_numpy(plans.new_slots(self.batch, tables, state.page_size)).to(state.device)
-            for tables in self._tables
+            uploaded(plans.new_slots(self.batch, tables, state.page_size), state.device) for tables in self._tables
         ]
         """Of all new tokens."""
         self._whole, self._running_slots = self.batch, self.slots
@@ -112,7 +112,7 @@ class AttentionPass:
                 self._relative_T = self.batch.positions_T
             else:
                 relative = self.batch.positions - self.batch.evicted
-                self._relative_T = torch.from_numpy(relative).to(self._state.device)
+                self._relative_T = uploaded(relative, self._state.device)
         return self._relative_T
 
     def _rotation(self, spec: RopeSpec, relative: bool = False) -> Rotation:
@@ -151,7 +151,7 @@ class AttentionPass:
         if rope is None or self.batch.evicted is None:
             return q_THD.to(self._state.dtype)
         # The caller has rotated at the true position: turn back by the number of evicted tokens.
-        back_T = torch.from_numpy(self.batch.evicted).to(self._state.device)
+        back_T = uploaded(self.batch.evicted, self._state.device)
         cos, sin = self._state.rotary_table(rope).turn_back(back_T, int(self.batch.evicted.max()))
         turn = rotate_last if isinstance(layer.spec, LatentAttention) else rotate
         return turn(q_THD, cos, sin, interleaved=rope.interleaved).to(self._state.dtype)
@@ -207,7 +207,7 @@ class AttentionPass:
                 f"{positions.size} positions, the least of which is {positions.min(initial=0)}; {self.batch.num_tokens} of 0 or more are "
                 "needed, one for each new token"
             )
-        self._places_T = torch.from_numpy(positions).to(self._state.device)
+        self._places_T = uploaded(positions, self._state.device)
         self._max_place = int(positions.max())
         self._rotations.clear()
 
@@ -224,7 +224,7 @@ class AttentionPass:
         if not self.chosen.choose(rows):
             return
         self.batch = plans.narrowed(self._whole, rows)
-        rows_S = torch.from_numpy(rows).to(self._state.device)
+        rows_S = uploaded(rows, self._state.device)
         self._running_slots = [slots_T.index_select(0, rows_S) for slots_T in self.slots]
         self._places_T, self._relative_T = self.batch.positions_T, None
         self._prepared.clear()
@@ -260,7 +260,7 @@ class AttentionPass:
         if (first := self._run_of(layer.class_index, rows)) is not None:
             storage.write_run(layer.index, first, k, v)
         else:
-            storage.write(layer.index, slots_T.index_select(0, torch.from_numpy(rows).to(state.device)), k, v)
+            storage.write(layer.index, slots_T.index_select(0, uploaded(rows, state.device)), k, v)
         self.chosen.give(layer_id, rows)
 
     def _run_of(self, class_index: int, rows: NDArray[np.int64]) -> int | None:
@@ -488,7 +488,7 @@ class AttentionPass:
 
     def _compacted(self, plan: ForwardPlan) -> Raw:
         compact, slots, positions = plans.compacted(plan)
-        slots_M, positions_M = (torch.from_numpy(x).to(self._state.device) for x in (slots, positions))
+        slots_M, positions_M = (uploaded(x, self._state.device) for x in (slots, positions))
         return Raw(self._prepare(compact), slots_M, positions_M, int(positions.max(initial=0)))
 
     def _read_raw(self, layer: Layer, raw: Raw) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from quire.kv.forward_need import ForwardNeed, pages_for, slots_of
 from quire.kv.pages import PageIds
 from quire.kv.trees import Tree
 from quire.kv.windows import Window, visibility
+from quire.ops.uploads import uploaded
 
 Keys: TypeAlias = Literal["fused", "past", "own"]
 """Which keys: all stored ones, those from before this forward, the new tokens only."""
@@ -99,7 +100,7 @@ def batch_of(need: ForwardNeed, device: torch.device) -> Batch:
         need.trees,
         need.windows,
         device,
-        torch.from_numpy(positions).to(device),
+        uploaded(positions, device),
         int(positions.max()),
     )
 
@@ -114,7 +115,7 @@ def narrowed(batch: Batch, rows: NDArray[np.int64]) -> Batch:
         counts=np.diff(starts),
         starts=starts,
         positions=positions,
-        positions_T=torch.from_numpy(positions).to(batch.device),
+        positions_T=uploaded(positions, batch.device),
         max_position=int(positions.max()),
     )
 

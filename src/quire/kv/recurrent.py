@@ -25,6 +25,7 @@ from quire.errors import FailedPrecondition, InvalidArgument
 from quire.kv.recurrent_states import NULL, OpenRecurrent, RecurrentNeed, Slots
 from quire.kv.recurrent_table import RecurrentTable
 from quire.kv.storage import allocate, check_tensor
+from quire.ops.uploads import uploaded
 from quire.types import SeqId
 
 
@@ -91,8 +92,8 @@ class RecurrentStorage:
         """Prepare these slots for any number of reads; ``NULL`` stands for the initial values."""
         initial = slots == NULL
         return SlotIndex(
-            torch.from_numpy(np.maximum(slots, 0)).to(self.device),
-            torch.from_numpy(initial).to(self.device) if initial.any() else None,
+            uploaded(np.maximum(slots, 0), self.device),
+            uploaded(initial, self.device) if initial.any() else None,
         )
 
     def read(self, layer: int, state: int, slots: Slots | SlotIndex) -> Tensor:
@@ -113,7 +114,7 @@ class RecurrentStorage:
         if sources.size == 0:
             return
         index = self.index(sources)
-        target_N = torch.from_numpy(targets).to(self.device)
+        target_N = uploaded(targets, self.device)
         for tensor_LS, initial in self._groups:
             rows_LN = tensor_LS.index_select(1, index.slots_N)
             if index.initial_N is not None:
@@ -312,7 +313,7 @@ class RecurrentPass:
         """Their states, by layer and state."""
 
     def _tensor(self, values: Slots | list[int]) -> Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._part.device)
+        return uploaded(np.asarray(values, dtype=np.int64), self._part.device)
 
     @property
     def is_open(self) -> bool:

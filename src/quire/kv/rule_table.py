@@ -351,7 +351,7 @@ def use_cell(use: str, found: Combination) -> Cell:
 
 DEVICES = ("cpu", "cuda")
 DEVICE_ROWS: dict[str, tuple[Cell, Cell]] = {
-    "every verb and use above": (Cell(), Cell(note="the same code, on PyTorch's kernels")),
+    "every verb and use above": (Cell(), Cell(note="the same code, on Triton's and PyTorch's kernels")),
     "weights in float32": (Cell(), Cell()),
     "weights in bfloat16": (Cell(note="'auto' takes it where it is fast"), Cell()),
     "weights in float16": (Cell(), Cell()),

@@ -21,6 +21,7 @@ from quire.contracts.layers import CrossAttention, FullAttention, LatentAttentio
 from quire.errors import InvalidArgument, ResourceExhausted
 from quire.kv.forward_need import SlotCopy, SlotRange
 from quire.kv.sequences import slot_index
+from quire.ops.uploads import uploaded
 
 KeyValueSpec: TypeAlias = FullAttention | WindowedAttention
 """Layers that keep K and V of every token."""
@@ -111,7 +112,7 @@ def _taken(rows_SHD: Tensor, slots: NDArray[np.int64]) -> Tensor:
     """Return a copy of rows, in one thread if it is small, as ``copy_rows``."""
     if rows_SHD.is_cpu and 0 < slots.size * rows_SHD.shape[1:].numel() * rows_SHD.itemsize < IN_PARALLEL:
         return torch.from_numpy(rows_SHD.view(torch.uint8).numpy().take(slots, axis=0)).view(rows_SHD.dtype)
-    return rows_SHD.index_select(0, torch.from_numpy(slots).to(rows_SHD.device))
+    return rows_SHD.index_select(0, uploaded(slots, rows_SHD.device))
 
 
 class PagedStorage:
@@ -171,8 +172,8 @@ class PagedStorage:
         """Copy slots, in every layer."""
         if not copies:
             return
-        source = torch.from_numpy(slot_index(SlotRange(part.source, part.count) for part in copies)).to(self.device)
-        target = torch.from_numpy(slot_index(SlotRange(part.target, part.count) for part in copies)).to(self.device)
+        source = uploaded(slot_index(SlotRange(part.source, part.count) for part in copies), self.device)
+        target = uploaded(slot_index(SlotRange(part.target, part.count) for part in copies), self.device)
         for tensor in self._tensors:
             tensor.index_copy_(1, target, tensor.index_select(1, source))
 

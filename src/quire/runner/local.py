@@ -20,6 +20,7 @@ from quire.contracts.model import Block, Model, OpenPass, Pass
 from quire.errors import InvalidArgument, Unsupported
 from quire.interrupts import uninterrupted
 from quire.kv.rule_table import position_refusal, weights_refusal
+from quire.ops.uploads import uploaded
 from quire.runner.adapter_pool import AdapterPool
 from quire.runner.room import Room
 from quire.types import (
@@ -219,7 +220,7 @@ class LocalRunner:
                         hidden.append(x_TE)
                 if extras.rows is not None:
                     index = np.searchsorted(extras.rows.alive, np.arange(len(tokens)) if index is None else index)
-                x_RE = x_TE if index is None else x_TE.index_select(0, torch.from_numpy(index).to(self.device))
+                x_RE = x_TE if index is None else x_TE.index_select(0, uploaded(index, self.device))
             # Outside of inference mode: callers may write to the results.
             with torch.no_grad():
                 if extras.places is not None:
@@ -247,7 +248,7 @@ class LocalRunner:
         rows = choice.rehearsed
         running = np.diff(np.searchsorted(rows, np.concatenate(([0], np.cumsum(counts)))))
         self.adapters.activate(adapters, running.tolist(), [0] * len(counts))
-        rehearsal, x_SE = choice.rehearse(pass_), x_TE.index_select(0, torch.from_numpy(rows).to(self.device))
+        rehearsal, x_SE = choice.rehearse(pass_), x_TE.index_select(0, uploaded(rows, self.device))
         for layer, block in enumerate(self.model.blocks):
             choice.give(layer, pass_)
             x_SE = block(x_SE, rehearsal)
@@ -299,9 +300,9 @@ class LocalRunner:
     def _embed(self, tokens: Ids, placeholders: Ids | None, extras: Extras) -> Tensor:
         """Return ``[T, E]``, with the given rows at placeholders."""
         if placeholders is None or extras.embeddings is None:
-            return self.model.embed(torch.from_numpy(tokens).to(self.device))
-        x_TE = self.model.embed(torch.from_numpy(tokens.clip(min=0)).to(self.device))
-        rows = torch.from_numpy(placeholders).to(self.device)
+            return self.model.embed(uploaded(tokens, self.device))
+        x_TE = self.model.embed(uploaded(tokens.clip(min=0), self.device))
+        rows = uploaded(placeholders, self.device)
         return x_TE.index_copy(0, rows, extras.embeddings.to(x_TE.device, x_TE.dtype))
 
     def _weights(self, pass_: OpenPass, num_chunks: int) -> tuple[tuple[Tensor, ...], ...]:

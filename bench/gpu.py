@@ -1,0 +1,401 @@
+"""Quire on one CUDA device, against what the device can do and beside transformers: ``make
+gpu-bench``.
+
+The device's limits come first, measured in the same run: a copy (bytes read and written) and the
+product of two bfloat16 matrices of 8,192 x 8,192. Then, one table and one JSON line for each part:
+
+* ``attention``: decodes, prompts and latent decodes of models' shapes, by the Triton kernels and by
+  PyTorch's operations, as shares of these limits; ``--tune`` tries other sizes of programs;
+* ``latency``: decodes of batch 1 and 64 and prompts of 8,192 tokens, of models' shapes;
+* ``hybrid``: the same of Qwen3-Next's shape with few layers;
+* ``throughput``: 256 requests of 100 to 1,024 tokens in and out.
+
+Weights are random and made on the device. Nothing is downloaded.
+``python bench/gpu.py [--parts attention,latency,throughput,hybrid] [--models qwen3-0.6b] [--tune]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from checkpoints import DEFAULT_DIRECTORY
+from quire.contracts.attention import AttentionBackend, ForwardPlan, Scoring
+from quire.errors import QuireError
+from quire.kernels import triton_attention
+from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.triton_attention import Settings, TritonAttention
+from quire.kernels.triton_support import triton_problem
+from quire_bench.hardware import Hardware, measure
+from quire_bench.latency import run_latency
+from quire_bench.reports import print_json, print_table
+from quire_bench.throughput import run_throughput
+
+PARTS = ("attention", "latency", "throughput", "hybrid")
+PAGE_SIZE = 16
+SHARD_BYTES = 4 << 30
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+    },
+    "llama-3-8b": {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 16_384,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+        "tie_word_embeddings": False,
+    },
+    "qwen3-next-4-layers": {
+        "model_type": "qwen3_next",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "max_position_embeddings": 40_960,
+    },
+    "quick": {
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    },
+}
+"""``config.json`` of each shape; what it lacks is transformers' default."""
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def drawn_checkpoint(name: str, directory: Path, device: torch.device) -> Path:
+    """Return the directory of a shape's checkpoint with random weights; write it if it is not
+    there. Values are drawn on the device.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = directory.expanduser() / f"gpu-{name}"
+    if (path / "config.json").is_file():
+        return path
+    path.mkdir(parents=True, exist_ok=True)
+    values = dict(MODELS[name])
+    config = AutoConfig.for_model(values.pop("model_type"), **values, eos_token_id=0, bos_token_id=0, pad_token_id=0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        shapes.pop("lm_head.weight", None)
+    generator = torch.Generator(device).manual_seed(0)
+    index: dict[str, str] = {}
+    for number, names in enumerate(_shards(shapes)):
+        file = f"model-{number:05d}.safetensors"
+        tensors = {one: _drawn(one, shapes[one], generator).cpu() for one in names}
+        save_file(tensors, path / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(names, file)
+    total = sum(2 * shape.numel() for shape in shapes.values())
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+    )
+    config.architectures = [type(model).__name__]
+    config.dtype = torch.bfloat16
+    config.save_pretrained(path)
+    return path
+
+
+def _shards(shapes: Mapping[str, torch.Size]) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, shape in shapes.items():
+        if names and size + 2 * shape.numel() > SHARD_BYTES:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += 2 * shape.numel()
+    yield names
+
+
+def _drawn(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Return values that keep activations finite: norms near 1, others small."""
+    values = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).mul_(0.02)
+    return (values + 1 if name.endswith("norm.weight") else values).to(torch.bfloat16)
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Attention of one layer over ``batch`` sequences of ``keys`` tokens, ``count`` of them new."""
+
+    name: str
+    batch: int
+    count: int
+    keys: int
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    latent: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of K and V, each once."""
+        width = self.key_size + (0 if self.latent else self.value_size)
+        return 2 * self.batch * self.keys * self.kv_heads * width
+
+    @property
+    def operations(self) -> float:
+        """Multiplications and additions for visible keys."""
+        pairs = self.batch * self.count * (self.keys - (self.count - 1) / 2)
+        return 2 * pairs * self.heads * (self.key_size + self.value_size)
+
+    def plan(self, device: torch.device) -> ForwardPlan:
+        """Return the plan over pages in any order."""
+        width = -(-self.keys // PAGE_SIZE)
+        pages = np.random.default_rng(0).permutation(self.batch * width).astype(np.int32).reshape(self.batch, width)
+        return ForwardPlan(
+            page_size=PAGE_SIZE,
+            counts=np.full(self.batch, self.count),
+            keys=np.full(self.batch, self.keys),
+            origins=np.zeros(self.batch, dtype=np.int64),
+            starts=np.arange(self.batch + 1) * self.count,
+            tables=tuple(pages),
+            positions=np.tile(np.arange(self.keys - self.count, self.keys), self.batch),
+            rules=(None,) * self.batch,
+            device=device,
+        )
+
+
+CASES = (
+    Attended("decode 64 x 8,192", 64, 1, 8192, 32, 8, 128, 128),
+    Attended("decode 64 x 1,024", 64, 1, 1024, 32, 8, 128, 128),
+    Attended("decode 1 x 8,192", 1, 1, 8192, 32, 8, 128, 128),
+    Attended("verify 16 x 8 of 4,096", 16, 8, 4096, 32, 8, 128, 128),
+    Attended("prompt of 8,192", 1, 8192, 8192, 32, 8, 128, 128),
+    Attended("chunk of 2,048 behind 6,144", 1, 2048, 8192, 32, 8, 128, 128),
+    Attended("prompt of 8,192, heads of 64", 1, 8192, 8192, 32, 8, 64, 64),
+    Attended("latent decode 64 x 8,192, 16 heads", 64, 1, 8192, 16, 1, 576, 512, latent=True),
+    Attended("latent decode 64 x 8,192, 128 heads", 64, 1, 8192, 128, 1, 576, 512, latent=True),
+)
+
+
+def call_of(case: Attended, backend: AttentionBackend, device: torch.device) -> Callable[[], object]:
+    """Return the call of one layer. Layers take turns, so that no cache holds what a call reads."""
+    dtype, slots = torch.bfloat16, case.batch * -(-case.keys // PAGE_SIZE) * PAGE_SIZE
+    number = max(1, min(8, (256 << 20) // case.bytes + 1))
+    layers = []
+    for _ in range(number):
+        k = torch.randn(slots, case.kv_heads, case.key_size, dtype=dtype, device=device)
+        v = k[..., : case.value_size]
+        if not case.latent:
+            v = torch.randn(slots, case.kv_heads, case.value_size, dtype=dtype, device=device)
+        layers.append((k, v))
+    tokens, fresh = case.batch * case.count, None
+    q = torch.randn(tokens, case.heads, case.key_size, dtype=dtype, device=device)
+    if case.count > 1:
+        fresh = (
+            torch.randn(tokens, case.kv_heads, case.key_size, dtype=dtype, device=device),
+            torch.randn(tokens, case.kv_heads, case.value_size, dtype=dtype, device=device),
+        )
+    prepared, scoring, turns = backend.plan(case.plan(device), dtype), Scoring(0.1), itertools.cycle(layers)
+
+    def call() -> object:
+        return backend.run(prepared, q, fresh, *next(turns), scoring)
+
+    return call
+
+
+def seconds_of(call: Callable[[], object], rounds: int) -> float:
+    """Return the median time on the device of a call."""
+    for _ in range(3):
+        call()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
+    for begin, end in pairs:
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+
+
+def attention(device: torch.device, found: Hardware, rounds: int, chosen: str, tune: bool) -> dict[str, Any]:
+    """Measure attention of one layer, of cases whose names hold ``chosen``; print a table."""
+    rows: list[dict[str, object]] = []
+    copy, peak = found["copy_gbps"] * 1e9, found["peak_tflops"]["bfloat16"] * 1e12
+    with torch.inference_mode():
+        for case in (one for one in CASES if chosen in one.name):
+            taken = seconds_of(call_of(case, TritonAttention(), device), rounds)
+            row: dict[str, object] = {"attention": case.name, "triton us": taken * 1e6} | _shares(
+                case, taken, copy, peak
+            )
+            try:
+                row["torch us"] = seconds_of(call_of(case, SdpaAttention(), device), max(3, rounds // 4)) * 1e6
+            except torch.OutOfMemoryError:
+                row["torch us"] = "no memory"
+            if tune:
+                row |= tuned(case, device, rounds)
+            rows.append(row)
+            torch.cuda.empty_cache()
+    print_table(rows)
+    return {"attention": rows}
+
+
+def _shares(case: Attended, seconds: float, copy: float, peak: float) -> dict[str, object]:
+    """Return the shares of both limits; the larger one is how near the kernel is."""
+    return {"of copy": f"{case.bytes / seconds / copy:.0%}", "of GEMM": f"{case.operations / seconds / peak:.0%}"}
+
+
+def tuned(case: Attended, device: torch.device, rounds: int) -> dict[str, object]:
+    """Return the fastest size of programs for a case, then how many there should be, and the
+    time.
+    """
+    usual, programs = triton_attention.settings, dict(triton_attention.PROGRAMS)
+    times: dict[tuple[Settings, int], float] = {}
+
+    def measured(made: Settings, wanted: int) -> None:
+        triton_attention.settings = lambda *_: made
+        triton_attention.PROGRAMS.update(dict.fromkeys(programs, wanted))
+        try:
+            times[made, wanted] = seconds_of(call_of(case, TritonAttention(), device), max(5, rounds // 4))
+        except Exception as error:
+            # Shared memory or registers do not suffice, or the compiler gives up.
+            print(f"{case.name}, {made}: {type(error).__name__}: {error}", file=sys.stderr)
+
+    try:
+        for sizes in itertools.product((32, 64, 128), (4, 8), (2, 3, 5)):
+            measured(Settings(*sizes), programs[case.count == 1])
+        best, _ = min(times, key=times.__getitem__)
+        for wanted in (1, 2, 4, 8, 16):
+            measured(best, wanted)
+    finally:
+        triton_attention.settings = usual
+        triton_attention.PROGRAMS.update(programs)
+    best, wanted = min(times, key=times.__getitem__)
+    by = f"{best.keys} keys, {best.warps} warps, {best.stages} stages, {wanted} programs"
+    return {"best us": times[best, wanted] * 1e6, "by": by}
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def models(parts: Sequence[str], names: Sequence[str], arguments: argparse.Namespace, found: Hardware) -> None:
+    """Measure whole models; each prints its tables and lines."""
+    device = torch.device(arguments.device)
+    common = {"rounds": arguments.rounds, "peer": arguments.peer, "hardware": found}
+    options = {"device": arguments.device, "max_num_batched_tokens": 8192, "max_model_len": 8192 + 256}
+    for name in names:
+        path = str(drawn_checkpoint(name, arguments.dir, device))
+        if "latency" in parts:
+            sizes = {"decode": 32, "engine_options": options, **common}
+            run_latency(path, batches=[1, 64], prompts=[8192], context=1024, **sizes)
+            batch = fitting(name, 8192 + 32, device)
+            run_latency(path, batches=[batch], prompts=[1024], context=8192, **{**sizes, "peer": "none"})
+        if "throughput" in parts:
+            run_throughput(
+                path, engine_options={**options, "max_num_seqs": 256}, requests=arguments.requests, scale=1.0,
+                peer_batches=[64, 256], **common,
+            )  # fmt: skip
+    if "hybrid" in parts:
+        path = str(drawn_checkpoint("qwen3-next-4-layers", arguments.dir, device))
+        run_latency(path, batches=[1, 64], prompts=[8192], context=1024, decode=32, engine_options=options, **common)
+
+
+def fitting(name: str, length: int, device: torch.device) -> int:
+    """Return how many sequences of a shape fit into the pool beside its weights, at most 64."""
+    shape = MODELS[name]
+    row = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    width, inner = shape["hidden_size"], shape["intermediate_size"]
+    heads = shape["num_attention_heads"] + shape["num_key_value_heads"]
+    block = width * (2 * heads * shape["head_dim"] + 3 * inner)
+    weights = 2 * (shape["num_hidden_layers"] * block + 2 * shape["vocab_size"] * width)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return max(1, min(64, int(0.85 * total - weights) // (row * length)))
+
+
+def main() -> int:
+    """Measure and print; 2 without a device."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--models", default="qwen3-0.6b,llama-3-8b", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--rounds", type=int, default=3, help="of whole models; attention takes ten times as many")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--peer", default="transformers", choices=("none", "transformers"))
+    parser.add_argument("--case", default="", help="only attention whose name holds this, as 'decode 64'")
+    parser.add_argument("--tune", action="store_true", help="try other sizes of attention's programs")
+    parser.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY)
+    parser.add_argument("--device", default="cuda")
+    arguments = parser.parse_args()
+    parts, names = arguments.parts.split(","), arguments.models.split(",")
+    if unknown := [*({*parts} - {*PARTS}), *({*names} - {*MODELS})]:
+        parser.error(f"{', '.join(sorted(unknown))}: parts are {', '.join(PARTS)}; models are {', '.join(MODELS)}")
+    if not torch.cuda.is_available():
+        print("There is no CUDA device; gpu.py measures on one only.", file=sys.stderr)
+        return 2
+    device = torch.device(arguments.device)
+    if problem := triton_problem(device):
+        print(f"{problem[0].upper()}{problem[1:]}.", file=sys.stderr)
+        return 2
+    found = measure(device=arguments.device, seconds=10.0)
+    print_table(
+        [
+            {
+                "device": found["device"],
+                "copy GB/s": found["copy_gbps"],
+                "bfloat16 TFLOP/s": found["peak_tflops"]["bfloat16"],
+            }
+        ]
+    )
+    facts = {"benchmark": "gpu", "hardware": found}
+    if "attention" in parts:
+        print_json({**facts, **attention(device, found, 10 * arguments.rounds, arguments.case, arguments.tune)})
+    try:
+        models(parts, names if {"latency", "throughput"} & {*parts} else [], arguments, found)
+    except QuireError as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,341 @@
+"""Attention over pages in Triton, for CUDA devices. The reference is ``quire.ops.attention``.
+
+K and V are read where they are, through the page table. A batch becomes tiles of rows and items of
+work (``attention_tiles``), which are uploaded once for a forward; ``run`` launches programs
+(``attention_programs``) and waits for nothing.
+
+Letters: T new tokens; B entries; S slots; Hq, Hkv query and KV heads; Dk, Dv head sizes; M rows and
+N keys of a program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
+from quire.contracts.layers import LayerSpec
+from quire.errors import InvalidArgument
+from quire.kernels.attention_tiles import Sight, reach_of, sight_of, split_size, tiles_of, work_of
+from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.triton_support import attention_problem, known_dtypes, on_device_of, upload
+from quire.kernels.visibility import sink_part, window_part
+from quire.ops.attention import check_sink_query, kind_refusal
+
+LEAST_SPLIT = 128
+"""Keys: items of a tile that is cut have this many at least."""
+FEW_ROWS = 16
+"""Rows of the smallest program, of decodes."""
+PROGRAMS = {True: 8, False: 2}
+"""Programs that each multiprocessor should get: of few rows, and of many."""
+MERGED_AT_ONCE = 16
+"""States that a merging program reads at a time."""
+LOG2E = 1.4426950408889634
+
+
+class Settings(NamedTuple):
+    """How a program of M rows is made."""
+
+    keys: int
+    """N"""
+    warps: int
+    stages: int
+    """Steps whose keys are under way at once."""
+
+
+def most_rows(value_size: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the numbers of rows that programs may have: their sums must fit into registers."""
+    if dtype == torch.float32:
+        return (FEW_ROWS, 32)
+    return (FEW_ROWS, 64, 128) if value_size <= 128 else (FEW_ROWS, 64)
+
+
+def settings(rows: int, key_size: int, value_size: int, dtype: torch.dtype) -> Settings:
+    """Return how a program is made for these sizes."""
+    large = key_size > 256 or value_size > 128
+    if dtype == torch.float32:
+        return Settings(16 if large else 32, 4, 2)
+    if rows == FEW_ROWS:
+        return Settings(32 if large else 64, 4, 3)
+    if large:
+        return Settings(32, 8, 2)
+    return Settings(64, 4 if rows == 64 else 8, 3)
+
+
+def power(size: int) -> int:
+    """Return the smallest power of two that is not below the size, and is at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def key_blocks(size: int) -> tuple[int, int]:
+    """Return the powers of two in which the columns of K are read, the second one 0 if one is
+    enough: 192 are 128 and 64."""
+    if power(size) == size or size < 16:
+        return power(size), 0
+    main = power(size) // 2
+    return main, power(size - main)
+
+
+class Shape(NamedTuple):
+    """What the launches of a plan depend on."""
+
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    fresh: bool
+    """K and V of the new tokens are given, so that prompts read these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Items of one part that programs of one kind work on."""
+
+    items: Tensor
+    count: int
+    part: int
+    rows: int
+    """M"""
+    together: int
+    """Heads of a KV head that are in one program."""
+    linear: bool
+    """Keys are the new tokens' own rows, and not in pages."""
+    made: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class BoundTiles:
+    """A plan for layers of one shape, on the device."""
+
+    launches: tuple[Launch, ...]
+    tables: Tensor
+    ranges: tuple[tuple[Tensor, Tensor], ...]
+    """``low`` and ``high`` of rows in each part."""
+    bits: tuple[Tensor, ...]
+    has_bits: tuple[bool, ...]
+    merges: Tensor
+    num_merges: int
+    state_out: Tensor
+    state_lse: Tensor
+
+
+@dataclass(slots=True)
+class TiledPlan:
+    """A batch over pages, for layers of any shape."""
+
+    plan: ForwardPlan
+    dtype: torch.dtype
+    parts: list[Sight]
+    bound: dict[Shape, BoundTiles] = field(default_factory=dict)
+
+
+class TritonAttention:
+    """The backend ``triton``: exact attention by Triton programs. Batches of a type that they do
+    not know, such as float64, run through PyTorch's kernels (``SdpaAttention``)."""
+
+    name = "triton"
+
+    def __init__(self, *, least_split: int = LEAST_SPLIT, programs: int | None = None) -> None:
+        """Make a backend. For tests: the fewest keys of an item, and how many programs there should
+        be, None: as many as the device needs."""
+        self._other = SdpaAttention()
+        self._least, self._programs = least_split, programs
+
+    def refusal(self, spec: LayerSpec, device: torch.device) -> str:
+        """Return why this backend cannot run such a layer on that device; "" if it can."""
+        return attention_problem(device) or kind_refusal(self.name, spec)
+
+    def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
+        """Return true: weights exist for a block of keys at a time."""
+        del spec, device
+        return True
+
+    # -- plan --------------------------------------------------------------------------------------
+
+    def plan(self, plan: ForwardPlan, dtype: torch.dtype) -> Any:
+        """See the contract. A plan of another type is ``SdpaAttention``'s."""
+        if dtype not in known_dtypes():
+            return self._other.plan(plan, dtype)
+        window, sink = window_part(plan), sink_part(plan)
+        return TiledPlan(plan, dtype, [sight_of(plan, part) for part in (window, sink) if part is not None])
+
+    def bind(self, prepared: TiledPlan, shape: Shape) -> BoundTiles:
+        """Return the launches of a plan for layers of one shape, made once."""
+        found = prepared.bound.get(shape)
+        if found is None:
+            found = prepared.bound[shape] = self._bind(prepared, shape)
+        return found
+
+    def _bind(self, prepared: TiledPlan, shape: Shape) -> BoundTiles:
+        plan, group = prepared.plan, shape.heads // shape.kv_heads
+        choices = np.array(most_rows(shape.value_size, prepared.dtype))
+        kind_B = np.minimum(np.searchsorted(choices, plan.counts * group), choices.size - 1)
+        tiles = tiles_of(plan, np.maximum(choices // group, 1)[kind_B])
+        reaches = [reach_of(plan, tiles, sight) for sight in prepared.parts]
+        sizes = np.array([table.size for table in plan.tables])
+        # A prompt without a past need not go through pages.
+        linear_B = (plan.keys == plan.counts) & (kind_B > 0) & shape.fresh
+        table_B = np.where(linear_B, plan.starts[:-1], np.cumsum(sizes) - sizes)
+        arrays: list[NDArray[Any]] = [np.concatenate(plan.tables).astype(np.int32)]
+        for sight in prepared.parts:
+            arrays += [sight.low_T.astype(np.int32), sight.high_T.astype(np.int32), sight.bits]
+        made: list[tuple[int, int, int, bool, Settings]] = []
+        merges, states = [], 0
+        for kind, linear in sorted({(int(kind), bool(linear)) for kind, linear in zip(kind_B, linear_B, strict=True)}):
+            chosen_N = ((kind_B == kind) & (linear_B == linear))[tiles.entry_N]
+            some, rows = tiles.chosen(chosen_N), int(choices[kind])
+            how = settings(rows, shape.key_size, shape.value_size, prepared.dtype)
+            together = min(group, rows)
+            parts = [(sight, reach.chosen(chosen_N)) for sight, reach in zip(prepared.parts, reaches, strict=True)]
+            keys = int(sum(reach.keys_N.sum() for _, reach in parts))
+            programs = self._wanted(plan.device, rows == FEW_ROWS)
+            size = split_size(keys, shape.kv_heads * -(-group // together), programs, self._least)
+            work = work_of(some, parts, table_B, size, how.keys, states)
+            states += work.num_states
+            merges.append(work.merges)
+            for part, items in enumerate(work.items):
+                if len(items):
+                    made.append((len(items), part, rows, linear, how))
+                    arrays.append(items)
+        arrays.append(np.concatenate(merges))
+        tables, *rest = upload(arrays, plan.device)
+        parts_of, rest = rest[: 3 * len(prepared.parts)], rest[3 * len(prepared.parts) :]
+        launches = tuple(
+            Launch(items, count, part, rows, min(group, rows), linear, how)
+            for items, (count, part, rows, linear, how) in zip(rest, made, strict=False)
+        )
+        return BoundTiles(
+            launches,
+            tables,
+            tuple(zip(parts_of[::3], parts_of[1::3], strict=True)),
+            tuple(parts_of[2::3]),
+            tuple(bool(sight.bits.size) for sight in prepared.parts),
+            rest[-1],
+            sum(map(len, merges)),
+            torch.empty(max(1, states * shape.heads * shape.value_size), dtype=torch.float32, device=plan.device),
+            torch.empty(max(1, states * shape.heads), dtype=torch.float32, device=plan.device),
+        )
+
+    def _wanted(self, device: torch.device, few: bool) -> int:
+        if self._programs is not None:
+            return self._programs
+        if device.type != "cuda":
+            return 1
+        return PROGRAMS[few] * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+    # -- run ---------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        prepared: Any,
+        q_THD: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        scoring: Scoring,
+        *,
+        q_sink_THD: Tensor | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """See the contract. ``InvalidArgument``: ``q_sink_THD`` missing or surplus, a tensor not of
+        the planned type."""
+        if not isinstance(prepared, TiledPlan):
+            return self._other.run(prepared, q_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink_THD, sinks_H=sinks_H)
+        return self._attend(prepared, q_THD, new, k_SHD, v_SHD, scoring, q_sink_THD, sinks_H, None)
+
+    def run_state(
+        self,
+        prepared: Any,
+        q_THD: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        scoring: Scoring,
+        *,
+        q_sink_THD: Tensor | None = None,
+        coarse: bool = False,
+    ) -> AttentionState:
+        """See the contract; never coarse. Raise as ``run``."""
+        if not isinstance(prepared, TiledPlan):
+            return self._other.run_state(
+                prepared, q_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink_THD, coarse=coarse
+            )
+        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        out_THD = self._attend(prepared, q_THD, new, k_SHD, v_SHD, scoring, q_sink_THD, None, lse_TH)
+        return AttentionState(out_THD, lse_TH)
+
+    def _attend(
+        self,
+        prepared: TiledPlan,
+        q_THD: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        scoring: Scoring,
+        q_sink_THD: Tensor | None,
+        sinks_H: Tensor | None,
+        lse_TH: Tensor | None,
+    ) -> Tensor:
+        from quire.kernels.attention_programs import attend_items, merge_states
+
+        check_sink_query(prepared.plan, q_sink_THD)
+        given = [("q", q_THD), ("q_sink", q_sink_THD), ("K", k_SHD), ("V", v_SHD)]
+        for name, x in given:
+            if x is not None and (x.dtype != prepared.dtype or x.device.type != prepared.plan.device.type):
+                device = prepared.plan.device
+                raise InvalidArgument(
+                    f"the batch was planned for {prepared.dtype} on {device}; {name} is {x.dtype} on {x.device}"
+                )
+        (_, heads, key_size), kv_heads, value_size = q_THD.shape, v_SHD.shape[1], v_SHD.shape[2]
+        bound = self.bind(prepared, Shape(heads, kv_heads, key_size, value_size, new is not None))
+        queries = [_in_rows(x) for x in (q_THD, q_sink_THD) if x is not None]
+        pool = _in_rows(k_SHD), _in_rows(v_SHD)
+        fresh = pool if new is None else (_in_rows(new[0]), _in_rows(new[1]))
+        sinks = bound.state_lse if sinks_H is None else sinks_H.to(torch.float32).contiguous()
+        out_THD = q_THD.new_empty(*q_THD.shape[:2], value_size)
+        lse = bound.state_lse if lse_TH is None else lse_TH
+        main, rest = key_blocks(key_size)
+        # A cap is a map of natural scores.
+        scale, cap = float(scoring.scale) * (1.0 if scoring.softcap else LOG2E), float(scoring.softcap or 1.0)
+        out_row, out_head, lse_row = heads * value_size, value_size, heads
+        with on_device_of(q_THD):
+            for launch in bound.launches:
+                q, (k, v) = queries[launch.part], fresh if launch.linear else pool
+                shared = _same_rows(k, v) and value_size == power(value_size) == main
+                pieces = kv_heads * -(-(heads // kv_heads) // launch.together)
+                few = launch.rows == FEW_ROWS
+                attend_items[(pieces, launch.count) if few else (launch.count, pieces)](
+                    launch.items, bound.tables, *bound.ranges[launch.part], bound.bits[launch.part],
+                    q, k, v, sinks, out_THD, lse, bound.state_out, bound.state_lse,
+                    q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+                    out_row, out_head, lse_row, scale, cap,
+                    HEADS=heads, GROUP=heads // kv_heads, TOGETHER=launch.together, HEAD_AXIS=0 if few else 1,
+                    PAGE=prepared.plan.page_size, LINEAR=launch.linear, M=launch.rows, N=launch.made.keys,
+                    DK=key_size, MAIN=main, REST=rest, DV=value_size, VALUE=power(value_size),
+                    SHARED=shared, BITS=bound.has_bits[launch.part], CAP=scoring.softcap is not None,
+                    SINKS=sinks_H is not None, LSE=lse_TH is not None,
+                    num_warps=launch.made.warps, num_stages=launch.made.stages,
+                )  # fmt: skip
+            if bound.num_merges:
+                merge_states[(bound.num_merges, heads)](
+                    bound.merges, bound.state_out, bound.state_lse, sinks, out_THD, lse, out_row, out_head, lse_row,
+                    HEADS=heads, STATES=MERGED_AT_ONCE, DV=value_size, VALUE=power(value_size),
+                    SINKS=sinks_H is not None, LSE=lse_TH is not None,
+                    num_warps=4 if value_size > 128 else 1,
+                )  # fmt: skip
+        return out_THD
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Return the tensor, or a copy, with the numbers of a row side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _same_rows(k: Tensor, v: Tensor) -> bool:
+    """Return whether V is the first columns of K."""
+    return k.data_ptr() == v.data_ptr() and k.stride() == v.stride()

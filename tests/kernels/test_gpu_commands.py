@@ -1,0 +1,74 @@
+"""What ``make gpu-test`` and ``make gpu-bench`` run, as far as it shows without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.gpu_suite import SUITES
+
+from quire import LLM, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+def test_every_test_for_gpus_is_in_a_suite() -> None:
+    listed = {part for suite in SUITES for part in suite if part.endswith(".py")}
+    assert all((ROOT / name).is_file() for name in listed)
+    marked = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"pytest\.mark\.gpu\b", path.read_text(encoding="utf-8")) and path.name != Path(__file__).name
+    }
+    assert len(marked) > 5
+    assert marked <= listed
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        (["-m", "tests.gpu_suite"], 0, "There is no CUDA device: the tests for GPUs are skipped."),
+        (["bench/gpu.py"], 2, "There is no CUDA device; gpu.py measures on one only."),
+    ],
+)
+def test_without_a_gpu_one_sentence_says_so(command: list[str], code: int, said: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == code
+    assert (done.stdout + done.stderr).strip() == said
+
+
+def test_checkpoints_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several files, with the names and shapes that a model loads."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    gpu = importlib.import_module("gpu")
+    monkeypatch.setattr(gpu, "SHARD_BYTES", 100 << 10)
+    path = gpu.drawn_checkpoint("quick", tmp_path, torch.device("cpu"))
+    assert len(list(path.glob("*.safetensors"))) > 1
+    llm = LLM(path, device="cpu", dtype="float32", kv_cache_memory="4MiB")
+    assert len(llm.generate([[3, 4]], SamplingParams(temperature=0, max_tokens=3))[0].outputs[0].token_ids) == 3
+    assert gpu.drawn_checkpoint("quick", tmp_path, torch.device("cpu")) == path
+
+
+def test_attention_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes and operations of small cases, by loops; pages of a plan are each sequence's own."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    gpu = importlib.import_module("gpu")
+    case = gpu.Attended("x", batch=3, count=4, keys=20, heads=6, kv_heads=2, key_size=8, value_size=5)
+    pairs = 3 * sum(1 for query in range(16, 20) for key in range(20) if key <= query)
+    assert case.operations == pairs * 6 * (2 * 8 + 2 * 5)
+    assert case.bytes == 3 * 20 * 2 * (8 + 5) * 2
+    plan = case.plan(torch.device("cpu"))
+    assert sorted(np.concatenate(plan.tables)) == list(range(3 * 2))
+    assert plan.positions.tolist() == [16, 17, 18, 19] * 3

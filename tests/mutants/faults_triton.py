@@ -1,0 +1,66 @@
+"""Faults of the Triton kernels, as their interpreter runs them."""
+
+from __future__ import annotations
+
+from tests.mutants.harness import Mutant
+
+TESTS = "kernels/test_triton_attention.py"
+PROGRAMS = "kernels/attention_programs.py"
+MUTANTS = (
+    Mutant(
+        name="triton-rows-see-the-key-behind-them",
+        file=PROGRAMS,
+        old="(address_N[None, :] < high_M[:, None])",
+        new="(address_N[None, :] <= high_M[:, None])",
+        tests=(f"{TESTS}::test_each_feature",),
+    ),
+    Mutant(
+        name="triton-sums-do-not-fade",
+        file=PROGRAMS,
+        old="sum_MV = sum_MV * fade_M[:, None]\n        if SHARED:",
+        new="if SHARED:",
+        tests=(f"{TESTS}::test_sizes_of_models",),
+    ),
+    Mutant(
+        name="triton-merge-forgets-the-learned-logit",
+        file=PROGRAMS,
+        old="        total = 1.0\n",
+        new="        total = 0.0\n",
+        tests=(f"{TESTS}::test_each_feature",),
+    ),
+    Mutant(
+        name="triton-reads-null-pages",
+        file=PROGRAMS,
+        old="known_N = known_N & (page_N >= 0)",
+        new="known_N = known_N & (page_N >= -1)",
+        tests=(f"{TESTS}::test_null_pages_are_not_read",),
+    ),
+    Mutant(
+        name="triton-second-piece-of-keys-is-not-asked",
+        file=PROGRAMS,
+        old="s_MN = tl.dot(q_rest_MD, tl.trans(rest_ND), s_MN",
+        new="tl.dot(q_rest_MD, tl.trans(rest_ND), s_MN",
+        tests=(f"{TESTS}::test_sizes_of_models",),
+    ),
+    Mutant(
+        name="triton-middle-of-an-item-begins-too-early",
+        file="kernels/attention_tiles.py",
+        old="plain_first = -(-np.maximum(reach.plain_first_N[tile], first) // block) * block",
+        new="plain_first = np.maximum(reach.plain_first_N[tile], first) // block * block",
+        tests=(f"{TESTS}::test_items_meet_each_key_once",),
+    ),
+    Mutant(
+        name="triton-every-layer-uploads",
+        file="kernels/triton_attention.py",
+        old="found = prepared.bound[shape] = self._bind(prepared, shape)",
+        new="found = prepared.bound[(*shape, len(prepared.bound))] = self._bind(prepared, shape)",
+        tests=(f"{TESTS}::test_a_forward_is_bound_once_for_layers_of_one_shape",),
+    ),
+    Mutant(
+        name="triton-keys-turn-without-their-norm",
+        file="kernels/row_programs.py",
+        old="weight_HW += tl.load(k_weight + there_HW",
+        new="weight_HW += 0 * tl.load(k_weight + there_HW",
+        tests=("test_row_kernels.py::test_heads_are_placed",),
+    ),
+)

@@ -1,0 +1,166 @@
+"""Everything a user does, on a CUDA device, against the same on the CPU: ``make gpu-test``.
+
+In float32 two right runs of the bundled model are as far apart as ``TINY_PYTHON`` says, and its
+greedy tokens here are farther apart than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.exact import TINY_PYTHON
+
+from quire import LLM, SamplingParams
+from quire.sampling_params import StructuredOutputs
+from quire.types import Add, Chunk, Step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+DEVICE = "cuda"
+OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "32MiB", "max_model_len": 1024}
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+PROMPTS = ["def add(left, right):\n    return", "class Stack:\n    def __init__(self):\n", "import os\n\n" * 40]
+BACKENDS = ["auto", "triton", "torch", "reference"]
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Iterator[LLM]:
+    with LLM("tiny-python", device="cpu", **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[LLM]:
+    with LLM("tiny-python", device=DEVICE, **OPTIONS) as llm:
+        yield llm
+
+
+def tokens(llm: LLM, prompts: Any, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(one.token_ids) for output in llm.generate(prompts, params) for one in output.outputs]
+
+
+def logits(llm: LLM, ids: list[int], chunk: int) -> torch.Tensor:
+    """Logits of all positions, from a prompt that comes in pieces."""
+    runner = llm.engine.runner
+    seq = runner.new_seq()
+    runner.execute(Step(edits=(Add(seq),)))
+    parts = [
+        runner.execute(Step(chunks=(Chunk(seq, ids[start : start + chunk], logits="all"),))).logits_RV
+        for start in range(0, len(ids), chunk)
+    ]
+    runner.state.remove_sequence(seq)
+    return torch.cat(parts).cpu()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_greedy_texts(backend: str, cpu: LLM) -> None:
+    with LLM("tiny-python", device=DEVICE, attention_backend=backend, **OPTIONS) as llm:
+        assert tokens(llm, PROMPTS) == tokens(cpu, PROMPTS)
+
+
+@pytest.mark.parametrize("chunk", [200, 16, 1])
+def test_log_probabilities(chunk: int, cpu: LLM, gpu: LLM) -> None:
+    ids = [(7 * index) % 900 + 5 for index in range(200 if chunk > 1 else 40)]
+    expected, found = (logits(llm, ids, chunk).log_softmax(-1) for llm in (cpu, gpu))
+    assert float((found - expected).abs().max()) <= TINY_PYTHON
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits(dtype: str, cpu: LLM) -> None:
+    """Each layer rounds its residual stream, the products' inputs and results: about 8 roundings
+    in each of 8 layers, of values as large as the logits.
+    """
+    with LLM("tiny-python", device=DEVICE, **{**OPTIONS, "dtype": dtype}) as llm:
+        ids = list(range(5, 105))
+        expected, found = logits(cpu, ids, 100), logits(llm, ids, 100)
+        eps = torch.finfo(getattr(torch, dtype)).eps
+        assert float((found - expected).abs().max()) <= 64 * eps * float(expected.abs().max())
+        assert tokens(llm, PROMPTS) == tokens(llm, PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=12),
+        SamplingParams(temperature=1.0, top_k=5, min_p=0.05, seed=4, max_tokens=12, n=3),
+        SamplingParams(temperature=0.7, seed=5, max_tokens=12, repetition_penalty=1.2, presence_penalty=0.3),
+        SamplingParams(temperature=0.9, seed=6, max_tokens=12, min_tokens=12, logit_bias={7: 3.0}, logprobs=3),
+    ],
+)
+def test_sampled_texts_are_the_seeds(params: SamplingParams, gpu: LLM) -> None:
+    found = tokens(gpu, PROMPTS[:2], params)
+    assert found == tokens(gpu, PROMPTS[:2], params)
+    assert {len(one) for one in found} == {12} or params.min_tokens == 0
+    assert found != tokens(gpu, PROMPTS[:2], params.replace(seed=99))
+
+
+def test_grammars(gpu: LLM) -> None:
+    pytest.importorskip("llguidance")
+    form = StructuredOutputs(regex="[0-9]{3}-[a-c]{2}")
+    params = SamplingParams(temperature=0.8, seed=1, structured_outputs=form, max_tokens=24)
+    output = gpu.generate("x = ", params)
+    text = output[0].outputs[0].text
+    assert len(text) == 6
+    assert text[:3].isdigit()
+
+
+def test_sessions_are_forked_rewound_and_moved(cpu: LLM, gpu: LLM, tmp_path: Path) -> None:
+    found = []
+    for number, llm in enumerate((cpu, gpu)):
+        session = llm.session(PROMPTS[2] + PROMPTS[1])
+        session.generate(GREEDY)
+        fork = session.fork()
+        fork.append("\n    def push(self, item):\n")
+        first = list(fork.generate(GREEDY).outputs[0].token_ids)
+        fork.rewind(n=8)
+        again = list(fork.generate(GREEDY).outputs[0].token_ids)
+        path = tmp_path / f"{number}.session"
+        fork.save(path)
+        found.append((first, again, path, fork.text))
+    assert found[0][:2] == found[1][:2]
+    # What one device has saved, the other goes on with.
+    texts = []
+    for llm, (_, _, path, text) in zip((gpu, cpu), found, strict=True):
+        loaded = llm.load_session(path)
+        assert loaded.text == text
+        texts.append(list(loaded.generate(GREEDY).outputs[0].token_ids))
+    assert texts[0] == texts[1]
+
+
+def test_windows_with_a_sink(cpu: LLM, gpu: LLM) -> None:
+    found = []
+    for llm in (cpu, gpu):
+        session = llm.session(PROMPTS[1] * 8, window=64, sink=4)
+        found.append(list(session.generate(GREEDY.replace(max_tokens=24)).outputs[0].token_ids))
+    assert found[0] == found[1]
+
+
+def test_a_small_pool_preempts_and_reuses(cpu: LLM) -> None:
+    """Sequences wait, are preempted and share prefixes; texts stay the same."""
+    prompts = [PROMPTS[2] + tail for tail in ("a =", "b =", "def c", "x")]
+    with LLM("tiny-python", device=DEVICE, **{**OPTIONS, "kv_cache_memory": "6MiB", "host_memory": "64MiB"}) as llm:
+        assert tokens(llm, prompts) == tokens(cpu, prompts)
+        assert tokens(llm, prompts[::-1]) == tokens(cpu, prompts[::-1])
+
+
+def test_no_step_waits_in_a_layer(gpu: LLM) -> None:
+    """A forward of decodes is queued without a wait for the device: PyTorch raises at one."""
+    runner = gpu.engine.runner
+    seqs = [runner.new_seq() for _ in range(3)]
+    runner.execute(Step(edits=tuple(map(Add, seqs))))
+    step = Step(chunks=tuple(Chunk(seq, [5, 6, 7], logits="last") for seq in seqs))
+    runner.execute(step)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        runner.execute(Step(chunks=tuple(Chunk(seq, [9], logits="last") for seq in seqs)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for seq in seqs:
+        runner.state.remove_sequence(seq)

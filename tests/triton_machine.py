@@ -1,0 +1,113 @@
+"""Where the tests run Triton kernels: on a CUDA device, else on the CPU by Triton's interpreter.
+
+Import this before a module of Triton programs: how they run is decided when they are defined.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.contracts.attention import AttentionState, ForwardPlan
+from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation
+from quire.kernels.triton_attention import TritonAttention
+from quire.kernels.triton_rows import TritonRows
+
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
+MISSING = "" if find_spec("triton") else "the package triton is not installed"
+INTERPRETED = not HAS_CUDA and not MISSING
+needs_triton = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+"""Of tests of Triton kernels."""
+DTYPES = (torch.float32, torch.float16, torch.bfloat16) if HAS_CUDA else (torch.float32, torch.float16)
+"""That kernels know here: the interpreter has no bfloat16."""
+
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+    from triton.runtime import interpreter
+
+    _patch = interpreter._patch_lang_tensor
+
+    class _Scope:
+        """Passes on what the interpreter changes in Triton, with one change."""
+
+        def __init__(self, scope: Any) -> None:
+            self._scope = scope
+
+        def set_attr(self, owner: Any, name: str, value: Any) -> None:
+            if name == "__index__":
+
+                def value(self: Any) -> int:
+                    # The interpreter's own ``int(data)`` takes no array of one number since NumPy
+                    # 2.4.
+                    return int(self.handle.data.item())
+
+            self._scope.set_attr(owner, name, value)
+
+    interpreter._patch_lang_tensor = lambda tensor, scope: _patch(tensor, _Scope(scope))
+
+
+class CarriedAttention(TritonAttention):
+    """The backend ``triton`` for tests whose tensors are on the CPU."""
+
+    def plan(self, plan: ForwardPlan, dtype: torch.dtype) -> Any:
+        return super().plan(replace(plan, device=DEVICE), dtype)
+
+    def run(self, prepared: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return super().run(prepared, *map(there, args), **{name: there(x) for name, x in kwargs.items()}).cpu()
+
+    def run_state(self, prepared: Any, *args: Any, **kwargs: Any) -> AttentionState:
+        found = super().run_state(prepared, *map(there, args), **{name: there(x) for name, x in kwargs.items()})
+        return AttentionState(found.out.cpu(), found.lse.cpu())
+
+
+class CarriedRows(TritonRows):
+    """The row kernels for tests whose tensors are on the CPU."""
+
+    def rms_norm(self, x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        return super().rms_norm(there(x), there(weight_E), eps).cpu()
+
+    def add_rms_norm(self, y_TE: Tensor, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        y = there(y_TE)
+        found = super().add_rms_norm(y, there(x_TE), there(weight_E), eps).cpu()
+        if HAS_CUDA:
+            y_TE.copy_(y)
+        return found
+
+    def gated(self, gate_up: Tensor, activation: ActivationName) -> Tensor:
+        return super().gated(there(gate_up), activation).cpu()
+
+    def place_qkv(
+        self,
+        qkv_TC: Tensor,
+        num_heads: int,
+        rotation: Rotation | None,
+        norms: HeadNormWeights | None,
+        k_SHD: Tensor,
+        v_SHD: Tensor,
+        slots_T: Tensor,
+    ) -> Tensor:
+        k, v = there(k_SHD), there(v_SHD)
+        turned = None if rotation is None else Rotation(*there(rotation[:2]), rotation.interleaved)
+        weights = None if norms is None else HeadNormWeights(*there(norms[:2]), norms.eps)
+        found = super().place_qkv(there(qkv_TC), num_heads, turned, weights, k, v, there(slots_T)).cpu()
+        if HAS_CUDA:
+            k_SHD.copy_(k)
+            v_SHD.copy_(v)
+        return found
+
+
+def there(x: Any) -> Any:
+    """Return a tensor, or a pair of some, on the device of the kernels; other things as they
+    are.
+    """
+    if isinstance(x, tuple) and x and isinstance(x[0], Tensor):
+        return tuple(part.to(DEVICE) for part in x)
+    return x.to(DEVICE) if isinstance(x, Tensor) else x
