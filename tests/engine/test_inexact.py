@@ -19,7 +19,7 @@ from quire.branches.branch import Origin
 from quire.contracts.executor import PrefillInput
 from quire.engine import layer_memory
 from quire.engine.request_preparation import cache_key
-from quire.inspection import describe, print_description
+from quire.inspection import facts_of, print_description
 
 from .conftest import Checkpoint, MakeLLM, assert_near, check, engine_of, greedy, random_tokens
 from .test_bridge import altered, free_pages
@@ -158,7 +158,7 @@ def test_files_say_how_far(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path,
         assert (loaded.exact, loaded.exact_tokens) == (False, EXACT)
         path = tmp_path / kind
         path.write_bytes(data)
-        found = describe(path)
+        found = facts_of(path)
         assert (found["exact"], found["exact_tokens"]) in (([False], [EXACT]), (False, EXACT))
         print_description(found)
         assert f"approximate from token {EXACT} on" in capsys.readouterr().out

@@ -155,11 +155,11 @@ def test_a_saved_state_of_another_kind(
 
 
 def test_inspection_shows_states(make_llm: MakeLLM, hybrid: Checkpoint, tmp_path: Path, capsys: Any) -> None:
-    from quire.inspection import describe, print_description
+    from quire.inspection import facts_of, print_description
 
     llm = make_llm(hybrid, kv_cache_memory="4MiB")
     llm.session(random_tokens(9)).save(tmp_path / "one.quire")
-    found = describe(tmp_path / "one.quire")
+    found = facts_of(tmp_path / "one.quire")
     (sequence,) = found["sequences"]
     assert sum(sequence["layers"].values()) == sequence["num_layers"] == len(llm.model.layer_specs)
     print_description(found)

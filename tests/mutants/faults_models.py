@@ -21,7 +21,7 @@ KERNELS = (
     ),
     Mutant(
         name="head-in-four-bits",
-        file="contracts/rows.py",
+        file="contracts/block_calls.py",
         old='return replace(self, quantization="int8") if self.quantization else self',
         new="return self",
         tests=("models/test_packed.py::test_every_linear_map_has_the_form",),

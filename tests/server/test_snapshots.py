@@ -446,8 +446,13 @@ def test_mistakes_are_one_sentence(
             out, err = capsys.readouterr()
             assert told in err
             assert (out, err.count("\n")) == ("", 1)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    for name in [name for name in sys.modules if name.startswith("quire.server")]:
-        monkeypatch.delitem(sys.modules, name)
-    assert run("inspect", str(session_file), "--open", "--no-browser", monkeypatch=monkeypatch) == 2
-    assert "quire inspect --open needs the package uvicorn, which is not installed" in capsys.readouterr().err
+    # In another process: modules that were imported without it would stay with other tests.
+    code = "import sys; sys.modules['uvicorn'] = None; sys.argv[0] = 'quire'; from quire.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "inspect", str(session_file), "--open", "--no-browser"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "quire inspect --open needs the package uvicorn, which is not installed" in done.stderr
+    assert done.stderr.count("\n") == 1
