@@ -5,11 +5,18 @@ that send it.
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Triton decides when it is imported how its programs run, and other packages import it. Without a
+# GPU its interpreter runs them.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The same examples in every run, 40 unless a test says otherwise, so that a change is red or green
 # for everybody. How long one takes says how busy the machine is.

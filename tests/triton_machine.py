@@ -1,11 +1,10 @@
 """Where the tests run Triton kernels: on a CUDA device, else on the CPU by Triton's interpreter.
 
-Import this before a module of Triton programs: how they run is decided when they are defined.
+``conftest`` says which, before Triton is imported.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -29,8 +28,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16) if HAS_CUDA else (torch.
 """That kernels know here: the interpreter has no bfloat16."""
 
 if INTERPRETED:
-    os.environ["TRITON_INTERPRET"] = "1"
-
     from triton.runtime import interpreter
 
     _patch = interpreter._patch_lang_tensor

@@ -22,8 +22,8 @@ from tests.triton_machine import DEVICE, DTYPES, MISSING, CarriedAttention, need
 
 from quire import LLM, SamplingParams, build
 from quire.contracts.attention import Scoring
+from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import FullAttention
-from quire.contracts.rows import LayerKernels
 from quire.errors import InvalidArgument, Unsupported
 from quire.kernels import triton_support
 from quire.kernels.attention_tiles import ITEM_FIELDS, MERGE_FIELDS, reach_of, sight_of, split_size, tiles_of, work_of
@@ -243,6 +243,10 @@ def test_what_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "run on CUDA devices; the state is on cpu" in backend.refusal(spec, torch.device("cpu"))
     cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "and there is none" in backend.refusal(spec, cuda)
+    assert build.layer_kernels(cuda).rows is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert "needs the shared memory of compute capability 9 or 10; cuda has 8.9" in backend.refusal(spec, cuda)
     assert build.fastest_attention(cuda) == "torch"
@@ -253,6 +257,7 @@ def test_what_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "need compute capability 8.0; cuda has 7.5" in backend.refusal(spec, cuda)
     assert build.layer_kernels(cuda).rows is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Unsupported, match="Triton kernels run on CUDA devices"):
         LLM("tiny-python", device="cpu", attention_backend="triton", kv_cache_memory="4MiB")
     monkeypatch.setattr(triton_support, "_has_triton", lambda: False)

@@ -505,8 +505,8 @@ def test_what_is_deleted_while_it_runs(
         began, go_on = threading.Event(), threading.Event()
         save = StateAccess.save
 
-        def slow(self: Any, path: Any) -> None:
-            save(self, path)
+        def slow(self: Any, path: Any, **options: Any) -> None:
+            save(self, path, **options)
             began.set()
             go_on.wait(20)
 

@@ -41,6 +41,8 @@ def triton_problem(device: torch.device) -> str:
         return ""
     if device.type != "cuda":
         return f"the Triton kernels run on CUDA devices; the state is on {device}"
+    if not torch.cuda.is_available():
+        return "the Triton kernels run on CUDA devices, and there is none"
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         needed = ".".join(map(str, LEAST_CAPABILITY))
