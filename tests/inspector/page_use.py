@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +31,23 @@ def made(client: httpx.Client, prompt: str = PROMPT, **options: Any) -> str:
 
 
 def told(client: httpx.Client, path: str) -> Any:
-    """A document, or what another endpoint tells."""
-    answer = client.get(path)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    """A document, or what another endpoint tells. While looking has to wait for its turn a document
+    of all branches is an old one; then the next one that has all sessions as they are.
+    """
+    until = time.monotonic() + 20
+    while True:
+        answer = client.get(path)
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        if path.partition("?")[0] != "/v1/state/history":
+            return found
+        sessions = client.get("/v1/sessions", params={"limit": 1000}).json()["data"]
+        here = {f"session:{one['id']}": one["num_tokens"] for one in sessions}
+        shown = {one["id"]: one["num_tokens"] for one in found["branches"] if one["kind"] == "session"}
+        if here == shown:
+            return found
+        assert time.monotonic() < until, (here, shown)
+        time.sleep(0.1)
 
 
 def close_all(client: httpx.Client) -> None:
