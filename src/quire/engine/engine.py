@@ -34,12 +34,17 @@ logger = logging.getLogger("quire.engine")
 
 CLOSE_SECONDS = 10.0
 """How long a closing engine waits for state to become durable."""
+MOST_LOST_LOADS = 64
+"""Steps in a row whose state did not come, before their requests end: a fault, not bad luck."""
 ANSWER_SECONDS = 0.02
 """The longest wait for tiers' answers while nothing can run. Then the engine looks around again."""
 
 
 class Engine(UnsampledRuns):
     """Continuous batching over one runner."""
+
+    _lost_loads = 0
+    """Steps in a row whose state did not come."""
 
     @property
     def has_work(self) -> bool:
@@ -133,9 +138,13 @@ class Engine(UnsampledRuns):
                 return []
             except LoadFailed:
                 # Nothing has run. The request whose state did not come begins again, others go on.
+                self._lost_loads += 1
+                if self._lost_loads > MOST_LOST_LOADS:
+                    raise
                 for work in scheduled.requests:
                     self.scheduler.settle(work)
                 return []
+            self._lost_loads = 0
             for work in scheduled.requests if self.stored.open else ():
                 self.scheduler.settle(work)
             if blended is not None:
