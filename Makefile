@@ -62,6 +62,7 @@ bench: $(VENV)/.stamp-test  ## Benchmarks beside transformers, and LLAMA=PYTHON,
 	$(BIN)/python bench/recurrence.py
 	$(BIN)/python bench/attention.py
 	$(BIN)/python bench/linear.py
+	$(BIN)/python bench/blocks.py
 	$(BIN)/python bench/quantisation.py
 	$(BIN)/python bench/states.py
 	$(BIN)/python bench/latent.py

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from quire import LLM
-from quire.branches.history import common_prefix
+from quire.branches.history import TokenHistory, common_prefix
 from quire.contracts.executor import PrefillInput
 from quire.contracts.views import OWNER_NAMES, HistoryView, PoolView
-from quire.engine.views.state_reading import ReadBranch
+from quire.engine.views.state_reading import ReadBranch, _ids_of
 from quire.engine.views.state_views import ReadState
 from quire.engine.views.viewer import EVERYBODY
 from quire.errors import FailedPrecondition
@@ -476,3 +476,14 @@ def test_ends_of_long_runs(python_llm: LLM) -> None:
     sizes = [len(texts.ends(ids[:count])[0] or "") for count in range(1, ids.size, 7)]
     assert max(sizes) == 80
     assert all(low <= high for low, high in pairwise(sizes))
+
+
+def test_ids_that_were_read_stay_when_a_busy_history_goes_on() -> None:
+    """A request goes back and writes others in the same place; a reading has what was there."""
+    for busy in (True, False):
+        history = TokenHistory(range(8))
+        history.extend([8, 9])
+        read = _ids_of(history, busy=busy)
+        history.truncate(4)
+        history.extend([70, 80, 90])
+        assert read.tolist() == list(range(10)), busy
