@@ -1,7 +1,8 @@
 """The trace of agents' sessions on vLLM, in the environment that vLLM is installed in; started by
 ``bench/stores.py --vllm PYTHON``.
 
-``python bench/agent_trace_vllm.py MODEL SESSIONS VOCABULARY SHORTER POOL_TOKENS`` prints a JSON line.
+``python bench/agent_trace_vllm.py MODEL SESSIONS VOCABULARY SHORTER POOL_TOKENS`` prints one JSON
+line.
 """
 
 from __future__ import annotations
