@@ -307,7 +307,7 @@ class Blending:
         """Return which rows have read nothing before the position ``origin`` where they were
         computed: if all layers have windows, what a token reads reaches back a window in each."""
         windows = [getattr(spec, "layer_window", None) for spec in self._runner.model.layer_specs]
-        far = task.valid_mask.numpy() != 0
+        far: NDArray[np.bool_] = task.valid_mask.numpy() != 0
         if None in windows:
             return np.zeros_like(far)
         far &= task.positions.numpy() >= origin + sum(window - 1 for window in windows if window)
