@@ -36,6 +36,7 @@ __all__ = [
     "HeaderLimits",
     "StateFile",
     "TensorSpec",
+    "header_size",
     "plan_of",
     "read_state",
     "to_bytes",
@@ -215,6 +216,13 @@ def read_state(
     return state
 
 
+def header_size(source: Buffer, there: int) -> int:
+    """Return how many of a state's first bytes must be there for it to be opened, of which there
+    are ``there``; 8 if these do not tell."""
+    view = _bytes_view(source)
+    return 8 if there < 8 else min(8 + int.from_bytes(view[:8], "little"), len(view))
+
+
 class StateFile:
     """An open state, made by ``read_state``.
 
@@ -267,6 +275,10 @@ class StateFile:
         if begin % spec.dtype.itemsize or flat.data_ptr() % spec.dtype.itemsize:
             flat = flat.clone()
         return flat.view(spec.dtype).view(spec.shape)
+
+    def end(self, *names: str) -> int:
+        """Return how many of the file's first bytes hold these tensors, which there must be."""
+        return max(self._span(name)[1] for name in names)
 
     def verify(self, *names: str) -> None:
         """Compare these tensors, without any all of them, with their checksums. ``DataLoss`` names
