@@ -114,9 +114,9 @@ def narrowed(batch: Batch, rows: NDArray[np.int64]) -> Batch:
         counts=np.diff(starts),
         starts=starts,
         positions=positions,
-        evicted=None if batch.evicted is None else batch.evicted[rows],
         positions_T=uploaded(positions, batch.device),
         max_position=int(positions.max()),
+        evicted=None if batch.evicted is None else batch.evicted[rows],
     )
 
 
