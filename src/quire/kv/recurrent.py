@@ -238,8 +238,7 @@ class RecurrentPart:
         self._write(layer, state_id, self.table.slots(seq_id)[self.table.position(seq_id)], data)
 
     def _write(self, layer: int, state_id: int, slot: int, data: Tensor) -> None:
-        slots_N = torch.tensor([slot], dtype=torch.int64, device=self.device)
-        self.storage.write(layer, state_id, slots_N, data[None])
+        self.storage.write(layer, state_id, uploaded(np.array([slot]), self.device), data[None])
 
     def check_data(self, verb: str, tensor: StateTensor, data: Tensor, lead: tuple[int, ...]) -> None:
         """Raise ``InvalidArgument`` unless ``data`` is ``[*lead, *shape]``, of the state tensor's
