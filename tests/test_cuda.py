@@ -15,6 +15,7 @@ import torch
 from tests.exact import TINY_PYTHON
 
 from quire import LLM, SamplingParams
+from quire.memory_profile import run_greatest_step
 from quire.sampling_params import StructuredOutputs
 from quire.types import Add, Chunk, Step
 
@@ -164,3 +165,16 @@ def test_no_step_waits_in_a_layer(gpu: LLM) -> None:
         torch.cuda.set_sync_debug_mode("default")
     for seq in seqs:
         runner.state.remove_sequence(seq)
+
+
+def test_the_pool_leaves_room_for_the_greatest_step() -> None:
+    """The pool takes what is left of its share, and a step with all logits runs beside it."""
+    share = 0.5
+    with LLM("tiny-python", device=DEVICE, dtype="bfloat16", max_num_seqs=100_000, gpu_memory_utilization=share) as llm:
+        total = torch.cuda.mem_get_info()[1]
+        runner = llm.engine.runner
+        assert runner.state.num_bytes > 0.8 * share * total
+        run_greatest_step(runner, [8] * 256)
+        free, _ = torch.cuda.mem_get_info()
+        # Segments of the allocator are multiples of 2 MiB; PyTorch may need a few more than before.
+        assert total - free <= share * total + (256 << 20)

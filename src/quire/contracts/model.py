@@ -99,6 +99,12 @@ class OpenPass(Pass, Protocol):
     def weights(self) -> Mapping[int, Sequence[Tensor]]:
         """Weights by layer, per entry float32 ``[Hq, n, keys]``, since ``capture_weights``."""
 
+    def stack_parts(
+        self, layers: Sequence[tuple[int, HeadNormWeights | None]], dtype: torch.dtype
+    ) -> Sequence[AttentionParts] | None:
+        """Return ``attention_parts`` of layers that run with nothing in between; None if one has
+        none, or may have to be waited for."""
+
     def use_mask(self, mask: Tensor) -> None:
         """Use one mask in all layers: flat bool, per entry ``[n, keys]``, columns by address."""
 
@@ -177,6 +183,15 @@ class Block(Protocol):
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor: ...
 
 
+class JoinedBlocks(Protocol):
+    """All blocks of a model as one call."""
+
+    def run(self, x_TE: Tensor, pass_: OpenPass) -> Tensor | None:
+        """Return what the blocks do one after the other, the same to the bit; None if they must be
+        called one by one."""
+        ...
+
+
 class Model(Protocol):
     """A decoder. Weights only; no state survives a call."""
 
@@ -189,6 +204,11 @@ class Model(Protocol):
     layer_specs: Sequence[LayerSpec]
     """One for each layer, by global layer id."""
     blocks: Sequence[Block]
+
+    @property
+    def stack(self) -> JoinedBlocks | None:
+        """The blocks as one call, on machines whose kernels have it."""
+        ...
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """Embed int64 ``[T]`` as ``[T, E]``."""

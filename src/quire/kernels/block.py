@@ -47,6 +47,9 @@ class NativeBlocks:
         self._whole = library.function(
             "quire_block", *(pointer, pointer, pointer, pointer, pointer, number, number), result=ctypes.c_int
         )
+        self._stack = library.function(
+            "quire_blocks", *(pointer, number, pointer, pointer, number, number), result=ctypes.c_int
+        )
         self._parallel = library.parallel
 
     def tail(
@@ -77,17 +80,24 @@ class NativeBlocks:
         native.qkv, native.attention_norm, native.attention_eps = maps[0].place, norm.weight_E.data_ptr(), norm.eps
         return NativeBlock(self._whole, native, (norm, maps, tail), tail)
 
+    def stack(self, blocks: Sequence[WholeBlock]) -> NativeStack | None:
+        """See the contract."""
+        found = [one for one in blocks if isinstance(one, NativeBlock)]
+        if not found or len(found) < len(blocks) or len({(one.dtype, one.width) for one in found}) > 1:
+            return None
+        return NativeStack(self._stack, found)
+
 
 class _Few:
-    """What both calls have: rows of one dtype, not many."""
+    """What calls over one block have: rows of one dtype, not many."""
 
-    __slots__ = ("_kept", "_place", "_run", "dtype", "native", "width")
+    __slots__ = ("_kept", "_run", "dtype", "native", "place", "width")
 
     def __init__(
         self, run: ctypes._NamedFuncPointer, native: _Block, kept: object, dtype: torch.dtype, width: int
     ) -> None:
         """``native`` has addresses in ``kept``."""
-        self._run, self.native, self._place, self._kept = run, native, ctypes.addressof(native), kept
+        self._run, self.native, self.place, self._kept = run, native, ctypes.addressof(native), kept
         self.dtype, self.width = dtype, width
 
     def takes(self, x_TE: Tensor) -> bool:
@@ -112,7 +122,7 @@ class NativeTail(_Few):
             heads_TC = heads_TC.contiguous()
         y_TE, rows = torch.empty_like(x_TE), x_TE.shape[0]
         if self._run(
-            self._place, y_TE.data_ptr(), heads_TC.data_ptr(), heads_TC.stride(0), x_TE.data_ptr(), rows, torch.get_num_threads()
+            self.place, y_TE.data_ptr(), heads_TC.data_ptr(), heads_TC.stride(0), x_TE.data_ptr(), rows, torch.get_num_threads()
         ):  # fmt: skip
             raise MemoryError(f"the end of a block over {rows} rows found no memory for its sums")
         return y_TE
@@ -130,9 +140,30 @@ class NativeBlock(_Few):
         """See the contract. ``MemoryError``: no memory for sums."""
         y_TE, rows = torch.empty_like(x_TE), x_TE.shape[0]
         if self._run(
-            self._place, attention[0], attention[1], y_TE.data_ptr(), x_TE.data_ptr(), rows, torch.get_num_threads()
+            self.place, attention[0], attention[1], y_TE.data_ptr(), x_TE.data_ptr(), rows, torch.get_num_threads()
         ):
             raise MemoryError(f"a block over {rows} rows found no memory for its sums")
+        return y_TE
+
+
+class NativeStack:
+    """``contracts.block_calls.BlockStack`` by the C++ library."""
+
+    __slots__ = ("_blocks", "_run", "takes")
+
+    def __init__(self, run: ctypes._NamedFuncPointer, blocks: Sequence[NativeBlock]) -> None:
+        """``blocks``: at least one, for rows of one dtype and width."""
+        self._run, self._blocks = run, tuple(blocks)
+        self.takes = blocks[0].takes
+        """See the contract."""
+
+    def __call__(self, x_TE: Tensor, attention: Sequence[AttentionParts]) -> Tensor:
+        """See the contract. ``MemoryError``: no memory for sums."""
+        y_TE, rows = torch.empty_like(x_TE), x_TE.shape[0]
+        places = [number for one, parts in zip(self._blocks, attention, strict=True) for number in (one.place, *parts)]
+        steps = (ctypes.c_void_p * len(places))(*places)
+        if self._run(steps, len(self._blocks), y_TE.data_ptr(), x_TE.data_ptr(), rows, torch.get_num_threads()):
+            raise MemoryError(f"{len(self._blocks)} blocks over {rows} rows found no memory for their sums")
         return y_TE
 
 

@@ -39,6 +39,13 @@ struct ForwardAttention {
     const int64_t* slots;
 };
 
+// A block of several that run one after the other.
+struct Step {
+    const Block* block;
+    const LayerAttention* layer;
+    const ForwardAttention* forward;
+};
+
 void quire_attention(const void* planned, const void* q, const void* q_sink, const void* k, const void* v, void* out, float* lse,
                      const float* sinks, double scale, double softcap, Parallel parallel);
 }
@@ -176,5 +183,12 @@ int quire_block(const Block* block, const LayerAttention* layer, const ForwardAt
     if (block->types == 0) return whole<float, float>(*block, *layer, *forward, (float*)y, (const float*)x, rows, threads);
     return (block->types == 1 ? whole<bfloat16, bfloat16> : whole<bfloat16, float>)(*block, *layer, *forward, (bfloat16*)y,
                                                                                     (const bfloat16*)x, rows, threads);
+}
+
+// So many blocks, each over what the one before it has written. A block reads x for the last time before it writes y.
+int quire_blocks(const Step* steps, int64_t count, void* y, const void* x, int64_t rows, int64_t threads) {
+    for (int64_t i = 0; i < count; i++, x = y)
+        if (quire_block(steps[i].block, steps[i].layer, steps[i].forward, y, x, rows, threads)) return 1;
+    return 0;
 }
 }

@@ -48,7 +48,9 @@ void (*quire_begin_linear(LinearCall* call, const Linear* map, void* y, const vo
     call->tile_rows = row_tiles > 1 ? (rows + 6 * row_tiles - 1) / (6 * row_tiles) * 6 : rows;
     call->parts = parts;
     call->items = parts * ((rows + call->tile_rows - 1) / call->tile_rows);
-    call->next_item = 0, call->done = 0, call->failed = 0;
+    call->ranges = threads < MOST_RANGES ? threads : MOST_RANGES;
+    for (int64_t range = 0; range < call->ranges; range++) call->taken[range] = 0;
+    call->threads = 0, call->done = 0, call->failed = 0;
 #if defined(__x86_64__)
     if (map->level == 1) return quire_linear_avx2;
     if (map->level == 2) return quire_linear_avx512;
