@@ -77,11 +77,13 @@ class FrozenWork:
             calls.append(lambda: launch(program, *args, **kwargs))
 
         def refused(*args: Any) -> Tensor:
-            raise RuntimeError("memory of the host is brought to the device while work is captured")
+            raise RuntimeError("host and device exchange values while work is captured")
 
         with pytest.MonkeyPatch.context() as patch, _Recorder(calls):
             patch.setattr(InterpretedFunction, "run", recorded)
             patch.setattr(torch, "from_numpy", refused)
+            for name in ("tolist", "numpy"):
+                patch.setattr(Tensor, name, refused)
             result = run()
         self.recorded += 1
 

@@ -35,12 +35,12 @@ pytestmark = [needs_triton, pytest.mark.skipif(not INTERPRETED, reason="captured
 LONGEST, PAGE, VOCAB = 100, 4, 97
 FAMILIES: dict[str, Any] = {
     "llama-gqa": dense,
-    "mistral-window": dense,
+    "qwen2-windows": dense,
     "youtu": test_deepseek,
     "falcon-h1": test_recurrent_families,
     "mamba2": test_recurrent_families,
 }
-"""Full attention, windows, latent rows, a hybrid, recurrent layers alone."""
+"""Full attention, windows beside it, latent rows, a hybrid, recurrent layers alone."""
 
 
 class Pair:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.contracts.kv_state import ModelState
 from quire.errors import Unsupported
 from quire.interrupts import uninterrupted
 from quire.kv.state import State
@@ -113,8 +114,9 @@ class GraphRunner:
             raise Unsupported(f"captured steps need a state of this package, got {type(state).__name__}")
         if reason := static_refusal(state, 1):
             raise Unsupported(f"captured steps: {reason}")
-        self.model, self.state, self.room, self.adapters = inner.model, state, inner.room, inner.adapters
-        self._inner, self._capture = inner, capture
+        self.model, self.room, self.adapters = inner.model, inner.room, inner.adapters
+        self.state: ModelState = state
+        self._inner, self._state, self._capture = inner, state, capture
         self._longest, self._largest, self._most = longest, largest, sizes
         self._sizes: dict[Size, CapturedStep | None] = {}
         """By size, the one used last at the end; None: it cannot be captured."""
@@ -140,7 +142,7 @@ class GraphRunner:
         plain = Step(chunks=step.chunks)
         seqs, counts = [chunk.seq for chunk in step.chunks], [len(chunk.tokens) for chunk in step.chunks]
         kept = [chunk.checkpoints for chunk in step.chunks]
-        if not self.state.begin_static(captured.static, seqs, counts, checkpoints=kept if any(kept) else ()):
+        if not self._state.begin_static(captured.static, seqs, counts, checkpoints=kept if any(kept) else ()):
             return self._inner.execute(plain)
         try:
             captured.static.tokens.fill(np.concatenate([np.asarray(chunk.tokens) for chunk in step.chunks]))
@@ -194,9 +196,9 @@ class GraphRunner:
         return found
 
     def _made(self, size: Size) -> CapturedStep | None:
-        if static_refusal(self.state, size.tokens):
+        if static_refusal(self._state, size.tokens):
             return None
-        return CapturedStep(StaticForward(self.state, *size, self._longest))
+        return CapturedStep(StaticForward(self._state, *size, self._longest))
 
     def _refuse(self, captured: CapturedStep, reason: str) -> None:
         """Let steps of a size take the plain path from now on."""
