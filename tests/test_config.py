@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "trust_remote_code": (NOT_BOOLS, "True or False"),
     "seed": ([-1, 2**63, 1.0, True, None], f"an integer in [0, {2**63 - 1}]"),
     "host_memory": ([-1, 1.5, "4G", True], "byte"),
-    "store": (["memory://1GiB", ["somewhere"], [3], 3, None], "a list of URLs"),
+    "store": (["memory://1GiB", ["file:///a", 3], [3], 3, None], "a list of URLs"),
     "adapter_ranks": ([*NOT_POSITIVE, None], "an integer >= 1"),
     "adapter_memory": ([-1, 1.5, "4G", True], "byte"),
     "state_dir": (NOT_STRINGS, "a non-empty string"),

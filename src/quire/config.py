@@ -417,7 +417,7 @@ def _name(name: str, value: Any) -> str:
 
 
 def _urls(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or any(not isinstance(url, str) or "://" not in url for url in value):
+    if not isinstance(value, list | tuple) or any(not isinstance(url, str) for url in value):
         raise InvalidArgument(field=name, given=value, allowed="a list of URLs such as 'file:///var/quire?size=200GiB'")
     return tuple(value)
 

@@ -56,10 +56,10 @@ class AttentionPass:
 
     def __init__(self, state: StateParts, need: ForwardNeed) -> None:
         self._state = state
-        self.batch: Batch = self._batch_of(need)
-        """The new tokens that run."""
+        self.batch: Batch = self._batch_of(need)  # The new tokens that run.
         self._tables = self._tables_of(need)
-        self.slots: list[Tensor] = self._new_slots()  # Of all new tokens.
+        self._slots = self._new_slots()  # On the host: looking there waits for no device.
+        self.slots: list[Tensor] = self._slots_there()  # Of all new tokens.
         self._whole, self._running_slots = self.batch, self.slots
         self.chosen = ChosenRows(self.batch.starts)
         self._runs: dict[tuple[int, int, int], int | None] = {}
@@ -68,13 +68,11 @@ class AttentionPass:
         self._raw: dict[tuple[Keys, int], Raw] = {}
         self._rotations: dict[tuple[int, bool], Rotation] = {}
         """By the identity of a ``RopeSpec`` of the state: its hash costs more than the look-up."""
-        self._places_T: Tensor = self.batch.positions_T
-        """Where the new tokens are rotated."""
+        self._places_T: Tensor = self.batch.positions_T  # Where the new tokens are rotated.
         self._max_place = self.batch.max_position
         self._mask: Masks | None = None
         self._relative_T: Tensor | None = None
-        imports = state.imports
-        self.awaited: dict[SeqId, Import] = {seq: imports[seq] for seq in need.seq_ids if seq in imports}
+        self.awaited: dict[SeqId, Import] = {seq: state.imports[seq] for seq in need.seq_ids if seq in state.imports}
         """The imports of its sequences of which something may not have come."""
         self._wait: Callable[[int], None] | None = None
         self.is_open = True  # Whether its forward is still the open one.
@@ -94,9 +92,11 @@ class AttentionPass:
         sequences = [self._state.table.get(seq_id) for seq_id in need.seq_ids]
         return [[one.tables[index].pages for one in sequences] for index in range(len(self._state.classes))]
 
-    def _new_slots(self) -> list[Tensor]:
-        state = self._state
-        return [uploaded(plans.new_slots(self.batch, one, state.page_size), state.device) for one in self._tables]
+    def _new_slots(self) -> list[NDArray[np.int64]]:
+        return [plans.new_slots(self.batch, tables, self._state.page_size) for tables in self._tables]
+
+    def _slots_there(self) -> list[Tensor]:
+        return [uploaded(slots, self._state.device) for slots in self._slots]
 
     # -- positions ---------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class AttentionPass:
             return None
         name = (class_index, int(rows[0]), rows.size)
         if name not in self._runs:
-            slots = self.slots[class_index][rows[0] : rows[0] + rows.size].cpu().numpy()
+            slots = self._slots[class_index][rows[0] : rows[0] + rows.size]
             self._runs[name] = int(slots[0]) if bool((np.diff(slots) == 1).all()) else None
         return self._runs[name]
 

@@ -6,8 +6,10 @@ written; the others are its own until the import ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -164,7 +166,13 @@ class StateImports(StateExchange):
             found.missing.pop(group, None)
 
     def import_rows(
-        self, seq_id: SeqId, group: int, start: int, tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
+        self,
+        seq_id: SeqId,
+        group: int,
+        start: int,
+        tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+        *,
+        check: Callable[[int], None] | None = None,
     ) -> None:
         verb = "import_rows"
         start = stop = check_integer(start, f"{verb}: start", 0)
@@ -172,9 +180,10 @@ class StateImports(StateExchange):
         pieces = [tensors] if isinstance(tensors, Mapping) else tensors
         if not pieces:
             raise InvalidArgument(f"{verb}: tensors are no piece; one or more are needed", field="tensors")
+        plans = cache(lambda count: group_plan(spec, count, self.dtype))
         for piece in pieces:
             count = next((tensor.shape[0] for tensor in piece.values() if tensor.dim()), 0)
-            _check_tensors(verb, group, piece, group_plan(spec, count, self.dtype))
+            _check_tensors(verb, group, piece, plans(count))
             stop += count
         part = range(start, stop)
         started = self.imports.get(seq_id)
@@ -195,7 +204,7 @@ class StateImports(StateExchange):
                     f"{verb}: rows {describe_ranges([part])} of layer {group} were imported already, at least in part; missing: "
                     f"{describe_ranges(found.missing.get(group, []))}"
                 )
-            self._write(found, group, [part], pieces)
+            self._write(found, group, [part], pieces, check)
             found.has_come(group, part)
 
     @contextmanager
@@ -211,20 +220,29 @@ class StateImports(StateExchange):
                 raise _not_importing(seq_id, verb)
             yield started
 
-    def _write(self, started: Import, group: int, parts: list[range], pieces: Sequence[Mapping[str, Tensor]]) -> None:
+    def _write(
+        self,
+        started: Import,
+        group: int,
+        parts: list[range],
+        pieces: Sequence[Mapping[str, Tensor]],
+        check: Callable[[int], None] | None = None,
+    ) -> None:
         """Write ``pieces``, which follow each other, to the positions of ``parts``."""
         layer = self.layer(group)
         pages, storage = started.pages[layer.class_index], self.classes[layer.class_index].storage
         found = [slots_of(pages, part.start, part.stop, self.page_size) for part in parts]
         slots = np.concatenate([*found, np.empty(0, dtype=np.int64)])
         latent = isinstance(layer.spec, LatentAttention)
-        run_of = [0, *np.cumsum(np.diff(slots) != 1).tolist()]
-        """For each row the number of breaks between the slots up to it."""
+        breaks = np.flatnonzero(np.diff(slots) != 1).tolist()
+        """The rows behind which the next slot is not the next one."""
         stop = 0
-        for piece in pieces:
+        for number, piece in enumerate(pieces):
+            if check is not None:
+                check(number)
             k, v = (piece["latent"].unsqueeze(1), None) if latent else (piece["k"], piece["v"])
             start, stop = stop, stop + k.shape[0]
-            if start < stop and run_of[start] == run_of[stop - 1]:
+            if start < stop and bisect_left(breaks, start) == bisect_left(breaks, stop - 1):
                 storage.write_run(layer.index, int(slots[start]), k, v)
             else:
                 slots_N = torch.from_numpy(slots[start:stop]).to(self.device)
@@ -300,11 +318,11 @@ def _not_importing(seq_id: SeqId, verb: str) -> FailedPrecondition:
 
 def _check_tensors(verb: str, group: int, tensors: Mapping[str, Tensor], plan: Mapping[str, TensorPlan]) -> None:
     """Raise ``InvalidArgument`` unless the tensors of a layer are as planned."""
-    if set(tensors) != set(plan):
+    if tensors.keys() != plan.keys():
         raise InvalidArgument(f"{verb}: tensors {sorted(tensors)} of layer {group} found, {sorted(plan)} expected")
     for name, one in plan.items():
         given = tensors[name]
-        if tuple(given.shape) != one.shape or given.dtype != one.dtype:
+        if given.shape != one.shape or given.dtype != one.dtype:
             raise InvalidArgument(
                 f"{verb}: {name} of layer {group} is {given.dtype} {tuple(given.shape)}, expected {one.dtype} {one.shape}"
             )

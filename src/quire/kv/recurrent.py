@@ -24,7 +24,7 @@ from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePl
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.kv.recurrent_states import NULL, OpenRecurrent, RecurrentNeed, Slots
 from quire.kv.recurrent_table import RecurrentTable
-from quire.kv.storage import allocate, check_tensor
+from quire.kv.storage import allocate, check_tensor, copy_rows
 from quire.ops.uploads import uploaded
 from quire.types import SeqId
 
@@ -111,6 +111,10 @@ class RecurrentStorage:
     def write(self, layer: int, state: int, slots_N: Tensor, rows_N: Tensor) -> None:
         """Write rows to slots; ``slots_N``: int64 on the device, without ``NULL``, none twice."""
         self._rows[layer, state][0].index_copy_(0, slots_N, rows_N)
+
+    def write_one(self, layer: int, state: int, slot: int, row: Tensor) -> None:
+        """Write one row, on any device; see ``copy_rows``."""
+        copy_rows(self._rows[layer, state][0], row[None], slot)
 
     def copy(self, sources: Slots, targets: Slots) -> None:
         """Copy whole slots, over all layers; the source ``NULL`` writes the initial values."""
@@ -240,11 +244,7 @@ class RecurrentPart:
         if moved is not None:
             source, target = (np.array([slot], dtype=np.int64) for slot in moved)
             self.storage.copy(source, target)
-        self._write(layer, state_id, self.table.slots(seq_id)[self.table.position(seq_id)], data)
-
-    def _write(self, layer: int, state_id: int, slot: int, data: Tensor) -> None:
-        slots_N = torch.tensor([slot], dtype=torch.int64, device=self.device)
-        self.storage.write(layer, state_id, slots_N, data[None])
+        self.storage.write_one(layer, state_id, int(self.table.slots(seq_id)[self.table.position(seq_id)]), data)
 
     def check_data(self, verb: str, tensor: StateTensor, data: Tensor, lead: tuple[int, ...]) -> None:
         """Raise ``InvalidArgument`` unless ``data`` is ``[*lead, *shape]``, of the state tensor's
@@ -288,7 +288,7 @@ class RecurrentPart:
         names = iter(wanted)
         for index in range(len(self.specs[layer].states)):
             for slot in self._held_slots(seq_id):
-                self._write(layer, index, slot, tensors[next(names)])
+                self.storage.write_one(layer, index, slot, tensors[next(names)])
 
 
 class RecurrentPass:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import ForwardPlan
@@ -155,7 +156,7 @@ class StaticPass(StatePass):
         self.is_open = True
         self._real = self._batch_of(need)
         self._tables = self._tables_of(need)
-        self._new_slots()
+        self._slots = self._new_slots()
         for (keys, index), found in self._prepared.items():
             plan = self._plan(keys, index)  # type: ignore[arg-type]
             self._backend.replan(found.made, plan)
@@ -178,10 +179,13 @@ class StaticPass(StatePass):
         self._positions.fill(self._real.positions)
         return self._real
 
-    def _new_slots(self) -> list[Tensor]:
-        for part, tables, one in zip(self._new, self._tables, self._state.classes, strict=True):
-            slots = plans.new_slots(self._real, tables, self._state.page_size)
+    def _new_slots(self) -> list[NDArray[np.int64]]:
+        found = [plans.new_slots(self._real, tables, self._state.page_size) for tables in self._tables]
+        for part, slots, one in zip(self._new, found, self._state.classes, strict=True):
             part.fill(slots, rest=one.storage.num_slots)
+        return found
+
+    def _slots_there(self) -> list[Tensor]:
         return [part.tensor for part in self._new]
 
     def _plan(self, keys: plans.Keys, class_index: int) -> ForwardPlan:
