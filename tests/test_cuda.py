@@ -6,6 +6,7 @@ greedy tokens here are farther apart than that.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from tests.exact import TINY_PYTHON
 
 from quire import LLM, SamplingParams
 from quire.memory_profile import run_greatest_step
+from quire.ops.host_link import host_link
+from quire.runner.local import Extras
 from quire.sampling_params import StructuredOutputs
 from quire.types import Add, Chunk, Step
 
@@ -178,3 +181,56 @@ def test_the_pool_leaves_room_for_the_greatest_step() -> None:
         free, _ = torch.cuda.mem_get_info()
         # Segments of the allocator are multiples of 2 MiB; PyTorch may need a few more than before.
         assert total - free <= share * total + (256 << 20)
+
+
+def test_state_that_comes_back_is_what_was_given_up(cpu: LLM, gpu: LLM) -> None:
+    """Rows leave the device and come back in many pieces, while another sequence decodes."""
+    runner = gpu.engine.runner
+    seq, other = runner.new_seq(), runner.new_seq()
+    runner.execute(Step(edits=(Add(seq), Add(other)), chunks=(Chunk(seq, list(range(5, 205))), Chunk(other, [5]))))
+    state = runner.state
+    export = state.open_export(seq)
+    rows = {
+        layer: {name: host(one) for name, one in export.rows(layer, 0, 200).items()}
+        for layer in state.geometry.layer_ids
+    }
+    state.remove_sequence(seq)
+    for _ in range(20):
+        runner.execute(Step(chunks=(Chunk(other, [6]),)))
+    state.prepare_import(seq, state.import_metadata(200))
+    state.publish_import(seq)
+
+    def load() -> None:
+        for layer, tensors in rows.items():
+            state.import_rows(
+                seq, layer, 0, [{name: one[a : a + 50] for name, one in tensors.items()} for a in range(0, 200, 50)]
+            )
+            arrived[layer].set()
+
+    arrived = {layer: threading.Event() for layer in rows}
+    thread = threading.Thread(target=load)
+    thread.start()
+    found = runner.execute(
+        Step(chunks=(Chunk(seq, [7]), Chunk(other, [7]))),
+        Extras(await_layer=lambda layer: arrived[layer].wait() and None),
+    ).logits_RV[0]
+    thread.join()
+    state.finish_import(seq)
+    again = state.open_export(seq)
+    assert all(
+        torch.equal(host(again.rows(layer, 0, 200)[name]), one)
+        for layer, group in rows.items()
+        for name, one in group.items()
+    )
+    expected = logits(cpu, [*range(5, 205), 7], 201)[-1]
+    assert float((found.cpu().log_softmax(-1) - expected.log_softmax(-1)).abs().max()) <= TINY_PYTHON
+    for one in (seq, other):
+        state.remove_sequence(one)
+
+
+def host(rows: torch.Tensor) -> torch.Tensor:
+    link = host_link(rows.device)
+    assert link is not None
+    found = link.to_host(rows)
+    assert torch.equal(found, rows.cpu())
+    return found

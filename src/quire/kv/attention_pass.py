@@ -383,8 +383,7 @@ class AttentionPass:
             raise FailedPrecondition("this forward is over; take the pass of the open one")
 
     def require_come(self, layer_id: int) -> None:
-        """Wait for what imports have not brought yet of a layer; ``FailedPrecondition`` if it has
-        not come then."""
+        """Wait for a layer of imports; ``FailedPrecondition`` if it has not come then."""
         for seq_id, started in self.awaited.items():
             if layer_id in started.missing and self._wait is not None:
                 self._wait(layer_id)
@@ -392,6 +391,7 @@ class AttentionPass:
                 raise FailedPrecondition(
                     f"layer {layer_id} of sequence {seq_id}, which is being imported, has not come; write it, or wait for it"
                 )
+            started.let_wait(self._state.link, layer_id)
 
     def wait_for_layers(self, wait: Callable[[int], None]) -> None:
         """See ``contracts.model.OpenPass``."""

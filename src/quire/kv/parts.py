@@ -32,6 +32,7 @@ from quire.kv.sequence_table import SequenceTable
 from quire.kv.sequences import check_integer
 from quire.kv.storage import PagedSpec, PagedStorage, StoredSpec
 from quire.ops.attention import ReferenceAttention
+from quire.ops.host_link import host_link
 from quire.ops.recurrence import ReferenceRecurrence
 from quire.ops.rope import RotaryTable
 from quire.ops.rows import REFERENCE_ROWS
@@ -122,6 +123,8 @@ class StateParts:
                 backend=ReferenceRecurrence() if recurrence is None else recurrence,
             )
         self.imports: dict[SeqId, Import] = {}
+        self.link = host_link(self.device)
+        """How imports come to a device; None: they are written at once."""
         self.layer_parts: LayerParts | None = layer_parts(self.backend, self.layer)
         """For calls over whole blocks; None if the backend knows none."""
 

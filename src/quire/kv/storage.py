@@ -158,6 +158,10 @@ class PagedStorage:
         if v_NHD is not None:
             rows.v.index_copy_(0, slots_N, v_NHD)
 
+    def write_at(self, layer: int, slots: NDArray[np.int64], k_NHD: Tensor, v_NHD: Tensor | None = None) -> None:
+        """Write rows of the device to slots that the host knows."""
+        self.write(layer, uploaded(slots, self.device), k_NHD, v_NHD)
+
     def write_run(self, layer: int, start: int, k_NHD: Tensor, v_NHD: Tensor | None = None) -> None:
         """Write rows, on any device, to slots in a row; several times faster than ``write``."""
         rows = self.layers[layer]
