@@ -49,6 +49,11 @@ def tokens(llm: LLM, prompts: Any, params: SamplingParams = GREEDY) -> list[list
     return [list(one.token_ids) for output in llm.generate(prompts, params) for one in output.outputs]
 
 
+def captured(llm: LLM) -> float:
+    """How many steps were captured."""
+    return llm.engine.snapshot()['quire:steps_total{path="captured"}']
+
+
 def logits(llm: LLM, ids: list[int], chunk: int) -> torch.Tensor:
     """Logits of all positions, from a prompt that comes in pieces."""
     runner = llm.engine.runner
@@ -151,6 +156,60 @@ def test_a_small_pool_preempts_and_reuses(cpu: LLM) -> None:
     with LLM("tiny-python", device=DEVICE, **{**OPTIONS, "kv_cache_memory": "6MiB", "host_memory": "64MiB"}) as llm:
         assert tokens(llm, prompts) == tokens(cpu, prompts)
         assert tokens(llm, prompts[::-1]) == tokens(cpu, prompts[::-1])
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 9, 11])
+def test_captured_decodes(sequences: int, cpu: LLM, gpu: LLM) -> None:
+    """They give the tokens of the plain path, with rows that no token has (9 is padded to 10), also
+    while others come and go.
+    """
+    prompts = [PROMPTS[number % 2] + " " * number for number in range(sequences)]
+    before = captured(gpu)
+    found = tokens(gpu, prompts)
+    assert captured(gpu) > before
+    assert found == tokens(cpu, prompts)
+    with LLM("tiny-python", device=DEVICE, enforce_eager=True, **OPTIONS) as eager:
+        assert tokens(eager, prompts) == found
+        assert captured(eager) == 0
+
+
+def test_captured_logits_are_those_of_the_plain_path(gpu: LLM) -> None:
+    """To the bit: the same kernels with the same splits. Drafts of three tokens, too."""
+    with LLM("tiny-python", device=DEVICE, enforce_eager=True, **OPTIONS) as eager:
+        for count, wanted in ((1, "last"), (3, "all")):
+            found = []
+            for runner in (gpu.engine.runner, eager.engine.runner):
+                seqs = [runner.new_seq() for _ in range(4)]
+                runner.execute(Step(edits=tuple(map(Add, seqs))))
+                prompts = [
+                    [(7 * index + seq) % 900 for index in range(100 * place + 1)] for place, seq in enumerate(range(4))
+                ]
+                runner.execute(Step(chunks=tuple(Chunk(seq, ids) for seq, ids in zip(seqs, prompts, strict=True))))
+                outputs = [
+                    runner.execute(Step(chunks=tuple(Chunk(seq, [9 + step] * count, logits=wanted) for seq in seqs)))
+                    for step in range(5)
+                ]
+                found.append(torch.cat([output.logits_RV for output in outputs]))
+                assert outputs[-1].captured == (runner is gpu.engine.runner)
+                for seq in seqs:
+                    runner.state.remove_sequence(seq)
+            assert torch.equal(*found)
+
+
+def test_a_captured_step_waits_for_nothing(gpu: LLM) -> None:
+    runner = gpu.engine.runner
+    seqs = [runner.new_seq() for _ in range(3)]
+    runner.execute(Step(edits=tuple(map(Add, seqs)), chunks=tuple(Chunk(seq, [5, 6, 7]) for seq in seqs)))
+    decode = Step(chunks=tuple(Chunk(seq, [9]) for seq in seqs))
+    assert [runner.execute(decode).captured for _ in range(3)] == [True] * 3
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        runner.execute(decode)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for seq in seqs:
+        runner.state.remove_sequence(seq)
 
 
 def test_no_step_waits_in_a_layer(gpu: LLM) -> None:
