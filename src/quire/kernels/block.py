@@ -45,9 +45,6 @@ class NativeBlocks:
             "quire_block_tail", *(pointer, pointer, pointer, number, pointer, number, number), result=ctypes.c_int
         )
         self._whole = library.function(
-            "quire_block", *(pointer, pointer, pointer, pointer, pointer, number, number), result=ctypes.c_int
-        )
-        self._stack = library.function(
             "quire_blocks", *(pointer, number, pointer, pointer, number, number), result=ctypes.c_int
         )
         self._parallel = library.parallel
@@ -83,9 +80,9 @@ class NativeBlocks:
     def stack(self, blocks: Sequence[WholeBlock]) -> NativeStack | None:
         """See the contract."""
         found = [one for one in blocks if isinstance(one, NativeBlock)]
-        if not found or len(found) < len(blocks) or len({(one.dtype, one.width) for one in found}) > 1:
+        if not found or len(found) < len(blocks) or len({one.kind for one in found}) > 1:
             return None
-        return NativeStack(self._stack, found)
+        return NativeStack(self._whole, found)
 
 
 class _Few:
@@ -138,12 +135,12 @@ class NativeBlock(_Few):
 
     def __call__(self, x_TE: Tensor, attention: AttentionParts) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""
-        y_TE, rows = torch.empty_like(x_TE), x_TE.shape[0]
-        if self._run(
-            self.place, attention[0], attention[1], y_TE.data_ptr(), x_TE.data_ptr(), rows, torch.get_num_threads()
-        ):
-            raise MemoryError(f"a block over {rows} rows found no memory for its sums")
-        return y_TE
+        return _run_blocks(self._run, (self.place, *attention), x_TE)
+
+    @property
+    def kind(self) -> tuple[torch.dtype, int, int, int]:
+        """Equal for blocks that one call can run."""
+        return self.dtype, self.width, self.native.types, self.native.activation
 
 
 class NativeStack:
@@ -159,12 +156,18 @@ class NativeStack:
 
     def __call__(self, x_TE: Tensor, attention: Sequence[AttentionParts]) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""
-        y_TE, rows = torch.empty_like(x_TE), x_TE.shape[0]
         places = [number for one, parts in zip(self._blocks, attention, strict=True) for number in (one.place, *parts)]
-        steps = (ctypes.c_void_p * len(places))(*places)
-        if self._run(steps, len(self._blocks), y_TE.data_ptr(), x_TE.data_ptr(), rows, torch.get_num_threads()):
-            raise MemoryError(f"{len(self._blocks)} blocks over {rows} rows found no memory for their sums")
-        return y_TE
+        return _run_blocks(self._run, places, x_TE)
+
+
+def _run_blocks(run: ctypes._NamedFuncPointer, places: Sequence[int], x_TE: Tensor) -> Tensor:
+    """Run blocks over a fresh tensor; ``places``: of each block the addresses of its weights, its
+    layer and its forward."""
+    y_TE, rows, count = torch.empty_like(x_TE), x_TE.shape[0], len(places) // 3
+    steps = (ctypes.c_void_p * len(places))(*places)
+    if run(steps, count, y_TE.data_ptr(), x_TE.data_ptr(), rows, torch.get_num_threads()):
+        raise MemoryError(f"{count} blocks over {rows} rows found no memory for their sums")
+    return y_TE
 
 
 def _native(maps: Sequence[LinearMap]) -> tuple[NativeMap, ...] | None:

@@ -52,14 +52,16 @@ struct LinearCall {
     // A thread takes the items of a range one after the other, which are neighbours in memory, and then those that are left of
     // other ranges. So it is right for any number of threads, also for fewer than were asked for.
     int64_t ranges;
-    std::atomic<int64_t> threads, taken[MOST_RANGES];
-    std::atomic<int64_t> done;
+    std::atomic<int64_t> taken[MOST_RANGES];
+    int64_t done;
     std::atomic<int> failed;  // a thread had no memory
 };
 
-// Plan y = x W^T + bias; y is [rows, outputs]. Return what the threads run over the call.
-void (*quire_begin_linear(LinearCall* call, const Linear* map, void* y, const void* x, int64_t x_stride, int64_t rows,
-                          int64_t threads))(void*);
+// What every thread of a parallel region runs over a call; ``thread``: which of them it is.
+typedef void (*Multiply)(LinearCall* call, int64_t thread);
+
+// Plan y = x W^T + bias; y is [rows, outputs].
+Multiply quire_begin_linear(LinearCall* call, const Linear* map, void* y, const void* x, int64_t x_stride, int64_t rows, int64_t threads);
 
 }
 
@@ -69,7 +71,7 @@ namespace {
 struct Turn {
     LinearCall& call;
     int64_t range, left;
-    explicit Turn(LinearCall& of) : call(of), range(of.threads.fetch_add(1) % of.ranges), left(of.ranges) {}
+    Turn(LinearCall& of, int64_t thread) : call(of), range(thread % of.ranges), left(of.ranges) {}
     // The next item; -1 behind the last.
     int64_t next() {
         for (; left; left--, range = (range + 1) % call.ranges) {
@@ -82,6 +84,11 @@ struct Turn {
         return -1;
     }
 };
+
+INLINE int64_t panel_bytes(const Linear& map) {
+    const int64_t bytes[4] = {4 * PANEL, 2 * PANEL, PANEL, PANEL / 2};
+    return map.inputs * bytes[map.form];
+}
 
 // A thread's memory for sums, packed rows and widened weights, kept for its next call.
 struct Room {

@@ -357,11 +357,6 @@ __attribute__((noinline)) void tiles(float* sums, int64_t to_apart, int64_t rows
 
 // -- items: some panels and some rows ---------------------------------------------------------------------------------
 
-INLINE int64_t panel_bytes(const Linear& map) {
-    const int64_t bytes[4] = {4 * PANEL, 2 * PANEL, PANEL, PANEL / 2};
-    return map.inputs * bytes[map.form];
-}
-
 // The inputs of a block, an even number: blocks of one map are equally long, but for the last.
 INLINE int64_t even_part(int64_t inputs) {
     const int64_t count = (inputs + BLOCK - 1) / BLOCK;
@@ -420,7 +415,7 @@ INLINE void put_rows(const LinearCall& call, int64_t panel, int64_t first, int64
 }
 
 template <int FORM, typename X, typename T>
-INLINE void run_items(LinearCall& call) {
+INLINE void run_items(LinearCall& call, int64_t thread) {
     static thread_local Room room;
     const Linear& map = *call.map;
     const int64_t to_apart = call.tile_rows * PANEL, length = std::is_same<X, float>::value ? map.inputs : map.inputs / 2;
@@ -432,7 +427,7 @@ INLINE void run_items(LinearCall& call) {
     float* sums = widened + (2 + 2 * WIDEST_GROUP) * PANEL;
     X* x = (X*)(sums + 2 * to_apart);
     const int64_t panels = (map.outputs + PANEL - 1) / PANEL;
-    Turn turn(call);
+    Turn turn(call, thread);
     for (int64_t item, packed = -1; (item = turn.next()) >= 0;) {
         const int64_t part = item % call.parts, first = item / call.parts * call.tile_rows;
         const int64_t rows = call.rows - first < call.tile_rows ? call.rows - first : call.tile_rows;
@@ -457,27 +452,26 @@ INLINE void run_items(LinearCall& call) {
             sum_panels<1, FORM>(map, panel, sums, to_apart, widened, x, length, rows);
             put_rows<T>(call, panel, first, rows, sums);
         }
-        call.done.fetch_add(1);
+        __atomic_fetch_add(&call.done, 1, __ATOMIC_RELEASE);
     }
 }
 
 template <typename X, typename T>
-INLINE void run_form(LinearCall& call) {
+INLINE void run_form(LinearCall& call, int64_t thread) {
     switch (call.map->form) {
-        case FLOAT32: return run_items<FLOAT32, float, T>(call);
-        case BFLOAT16: return run_items<BFLOAT16, X, T>(call);
-        case INT8: return run_items<INT8, X, T>(call);
-        default: return run_items<INT4, X, T>(call);
+        case FLOAT32: return run_items<FLOAT32, float, T>(call, thread);
+        case BFLOAT16: return run_items<BFLOAT16, X, T>(call, thread);
+        case INT8: return run_items<INT8, X, T>(call, thread);
+        default: return run_items<INT4, X, T>(call, thread);
     }
 }
 
-INLINE void run_call(void* data) {
-    LinearCall& call = *(LinearCall*)data;
-    if (!call.map->is_bfloat16) return run_form<float, float>(call);
+INLINE void run_call(LinearCall& call, int64_t thread) {
+    if (!call.map->is_bfloat16) return run_form<float, float>(call, thread);
 #ifdef PAIRS
-    run_form<uint32_t, bfloat16>(call);
+    run_form<uint32_t, bfloat16>(call, thread);
 #else
-    run_form<float, bfloat16>(call);
+    run_form<float, bfloat16>(call, thread);
 #endif
 }
 
