@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 SYSTEM = 512
 """Tokens of a system prompt."""
+TURN = (64, 256)
+"""Fewest and most new tokens of a turn."""
 ANSWER = 24
 """Tokens of an answer."""
 AT_ONCE = 4
@@ -51,22 +53,26 @@ class Played:
 
 
 class AgentTrace:
-    """The turns of ``sessions`` agents over ids below ``vocab_size``; equal for equal arguments."""
+    """The turns of ``sessions`` agents over ids below ``vocab_size``; equal for equal arguments.
+    All texts and answers have one ``shorter``-th of their tokens."""
 
-    def __init__(self, sessions: int, vocab_size: int, seed: int = 0) -> None:
+    def __init__(self, sessions: int, vocab_size: int, shorter: int = 1, seed: int = 0) -> None:
         rng = random.Random(seed)
+        system = SYSTEM // shorter
+        self.answer = ANSWER // shorter
+        """Tokens of an answer."""
 
         def text(tokens: int) -> tuple[int, ...]:
             return tuple(rng.randrange(3, vocab_size) for _ in range(tokens))
 
-        common = text(SYSTEM // 2)
-        self._starts = [[*common, *text(SYSTEM // 2)] for _ in range(sessions)]
-        turns = [(one, rng.randint(64, 256)) for one in range(sessions) for _ in range(rng.randint(2, 4))]
+        common = text(system // 2)
+        self._starts = [[*common, *text(system // 2)] for _ in range(sessions)]
+        turns = [(one, rng.randint(*TURN) // shorter) for one in range(sessions) for _ in range(rng.randint(2, 4))]
         rng.shuffle(turns)
         self.turns = [
             Turn(one, rng.randrange(sessions) if rng.random() < 0.1 else one, text(tokens)) for one, tokens in turns
         ]
-        self.tokens = SYSTEM * sessions + sum(len(turn.text) for turn in self.turns)
+        self.tokens = system * sessions + sum(len(turn.text) for turn in self.turns)
         """Tokens of all sessions, without answers."""
 
     def play(self, generate: Generate) -> Played:

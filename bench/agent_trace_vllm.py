@@ -1,7 +1,8 @@
 """The trace of agents' sessions on vLLM, in the environment that vLLM is installed in; started by
 ``bench/stores.py --vllm PYTHON``.
 
-``python bench/agent_trace_vllm.py MODEL SESSIONS VOCABULARY POOL_TOKENS`` prints one JSON line.
+``python bench/agent_trace_vllm.py MODEL SESSIONS VOCABULARY SHORTER POOL_TOKENS`` prints one JSON
+line.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import sys
 
-from agent_trace import ANSWER, AT_ONCE, AgentTrace
+from agent_trace import AT_ONCE, AgentTrace
 
 BLOCK = 32
 """Tokens of a block of vLLM's."""
@@ -19,7 +20,8 @@ BLOCK = 32
 def main() -> None:
     """Run the command line."""
     model, *numbers = sys.argv[1:]
-    sessions, vocabulary, pool = map(int, numbers)
+    sessions, vocabulary, shorter, pool = map(int, numbers)
+    agents = AgentTrace(sessions, vocabulary, shorter)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     # By itself it leaves a core to other work, which two cores cannot spare.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
@@ -30,12 +32,12 @@ def main() -> None:
         enable_prefix_caching=True,
         block_size=BLOCK,
         num_gpu_blocks_override=pool // BLOCK,
-        max_model_len=4096,
+        max_model_len=min(4096, pool // BLOCK * BLOCK),
         max_num_seqs=AT_ONCE,
         skip_tokenizer_init=True,
         disable_log_stats=False,
     )
-    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=agents.answer, ignore_eos=True, detokenize=False)
 
     def generate(prompts: list[list[int]]) -> list[tuple[list[int], float]]:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
@@ -43,7 +45,7 @@ def main() -> None:
 
     generate([[3 + index % 1000 for index in range(600)]])
     llm.reset_prefix_cache()
-    played = AgentTrace(sessions, vocabulary).play(generate)
+    played = agents.play(generate)
     print(json.dumps({"seconds": played.seconds, "first": played.first, "answers": played.answers}))
 
 

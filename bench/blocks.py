@@ -1,4 +1,4 @@
-"""What decoder blocks in one call bring: decode steps with it and without, in turns.
+"""What blocks in one call bring: decode steps with all of them in one, and with parts, in turns.
 
 The model is a random checkpoint of a real shape, the prompts have 120 tokens. *faster* is the time
 without over the time with, the median of neighbouring rounds, then the least and the most.
@@ -44,13 +44,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         blocks = [one for one in llm.model.blocks if isinstance(one, PreNormBlock) and one.joined is not None]
         if not blocks:
             raise Unsupported(f"{arguments.shape}: no block of it runs as one call")
-        joined = [one.joined for one in blocks]
+        joined, stack = [one.joined for one in blocks], llm.model.stack
         for batch in arguments.batches:
             sessions = [llm.session([1 + row, *PROMPT[1:]]) for row in range(batch)]
             seconds(llm, sessions, arguments.tokens)
             found: dict[bool, list[float]] = {True: [], False: []}
             for _ in range(arguments.rounds):
                 for whole in (True, False):
+                    llm.model.stack = stack if whole else None
                     for block, call in zip(blocks, joined, strict=True):
                         block.joined = call if whole else None
                     found[whole].append(seconds(llm, sessions, arguments.tokens))

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from agent_trace import ANSWER, AgentTrace, Played
+from agent_trace import AgentTrace, Played
 from checkpoints import DEFAULT_DIRECTORY, DRAWN, SHAPES, checkpoint, drawn
 from quire import LLM, SamplingParams
 from quire.errors import QuireError
@@ -257,13 +257,14 @@ def evictions(path: str, tokens: int, rounds: int) -> dict[str, Any]:
 # -- a trace of agents -----------------------------------------------------------------------------
 
 
-def trace(path: str, sessions: int, base: Path | None, vllm: str | None) -> dict[str, Any]:
-    """Sessions of agents that pause, fork and come back, with and without tiers, and on vLLM."""
+def trace(path: str, sessions: int, shorter: int, base: Path | None, vllm: str | None) -> dict[str, Any]:
+    """Sessions of agents that pause, fork and come back, with and without tiers, and on vLLM.
+    ``shorter``: texts are so many times shorter."""
     with closing(LLM(path, kv_cache_memory="256MiB", host_memory=0)) as probe:
         vocabulary, per_token = probe.model.vocab_size, probe.bytes_per_token
-    agents = AgentTrace(sessions, vocabulary)
+    agents = AgentTrace(sessions, vocabulary, shorter)
     pool = max(per_token * agents.tokens // 10, 64 << 20)
-    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=agents.answer, ignore_eos=True)
 
     def run(**options: Any) -> tuple[Played, dict[str, float]]:
         with closing(started(path, kv_cache_memory=pool, **options)) as llm:
@@ -280,6 +281,7 @@ def trace(path: str, sessions: int, base: Path | None, vllm: str | None) -> dict
     found = {
         "sessions": sessions,
         "turns": len(agents.turns),
+        "tokens": agents.tokens,
         "pool_bytes": pool,
         "seconds": tiers.seconds,
         "throughput_ratio": plain.seconds / tiers.seconds,
@@ -291,7 +293,7 @@ def trace(path: str, sessions: int, base: Path | None, vllm: str | None) -> dict
         "same": equal(tiers.answers, plain.answers),
     }
     if vllm is not None:
-        given = [path, sessions, vocabulary, pool // per_token]
+        given = [path, sessions, vocabulary, shorter, pool // per_token]
         script = Path(__file__).with_name("agent_trace_vllm.py")
         done = subprocess.run([vllm, str(script), *map(str, given)], capture_output=True, text=True, check=False)
         if done.returncode:
@@ -325,6 +327,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--sessions", type=int, default=200)
+    parser.add_argument("--shorter", type=int, default=1, help="the trace's texts are so many times shorter")
     parser.add_argument("--new", type=int, help="tokens to compute beside those that are loaded, in the part overlap")
     parser.add_argument(
         "--vllm", metavar="PYTHON", help="the interpreter of an environment with vLLM, to play the trace too"
@@ -337,6 +340,8 @@ def main() -> None:
     parts = given.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    if not 1 <= given.shorter <= 8:
+        parser.error(f"--shorter is {given.shorter}; 1 to 8 is accepted")
     results: dict[str, Any] = {"hardware": measure(), "threads": torch.get_num_threads(), "processors": os.cpu_count()}
     for name in given.models.split(","):
         path = path_of(name, given.dir)
@@ -353,7 +358,7 @@ def main() -> None:
         if "evict" in parts:
             found |= evictions(path, given.tokens, given.rounds)
         if "trace" in parts:
-            found["trace"] = trace(path, given.sessions, given.store_dir, given.vllm)
+            found["trace"] = trace(path, given.sessions, given.shorter, given.store_dir, given.vllm)
         print_table([{"model": name, "what": key, "value": value} for key, value in found.items()])
         results[name] = found
     print_json(results)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from quire import LLM, ResourceExhausted, SamplingParams
 
@@ -45,11 +46,9 @@ def test_pool_respects_the_limit_of_the_control_group(monkeypatch: pytest.Monkey
     """In a container what the host has free says nothing: the pool is a quarter of what loading may
     use, too.
     """
-    import torch
+    from quire import pool_budget
 
-    from quire import build
-
-    monkeypatch.setattr(build, "free_memory", lambda device: 1 << 30)
-    assert build.pool_budget(torch.device("cpu"), 0.9) == 1 << 28
-    monkeypatch.setattr(build, "free_memory", lambda device: None)
-    assert build.pool_budget(torch.device("cpu"), 0.9) > 0
+    monkeypatch.setattr(pool_budget, "free_memory", lambda device: 1 << 30)
+    assert pool_budget.free_budget(torch.device("cpu")).nbytes == 1 << 28
+    monkeypatch.setattr(pool_budget, "free_memory", lambda device: None)
+    assert pool_budget.free_budget(torch.device("cpu")).nbytes > 0

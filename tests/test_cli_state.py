@@ -95,7 +95,7 @@ def test_copies_and_removals_while_the_llm_commits(used: tuple[LLM, str], shell:
     session.commit("here")
     assert "no earlier state" not in shell("ls")
     assert "from which this is no continuation" in shell("pull", "here", other, code=2)
-    assert "branch here is at commit" in shell("pull", "here", other, "--force")
+    assert "branch here in directory" in shell("pull", "here", other, "--force")
 
 
 def test_mistakes_are_one_sentence(

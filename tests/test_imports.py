@@ -48,7 +48,7 @@ LAYERS = (
     {"branches"},
     {"executor"},
     {"engine"},
-    {"build"},
+    {"pool_budget", "memory_profile", "build"},
     {"progress"},
     {"llm"},
     {"async_llm"},

@@ -66,6 +66,7 @@ class Mixed:
     """
 
     architecture, vocab_size, max_position, hidden_size = "Mixed", VOCAB, 128, E
+    stack = None
 
     def __init__(self, kinds: Sequence[str], *, whole: bool) -> None:
         generator = torch.Generator().manual_seed(3)

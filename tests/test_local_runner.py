@@ -27,6 +27,7 @@ class OneLayer:
     """Attention over embeddings, the least that is a model. It keeps what its layer returned."""
 
     architecture, vocab_size, max_position, hidden_size = "OneLayer", VOCAB, 64, HEADS * DIM
+    stack = None
     layer_specs: Sequence[LayerSpec] = (SPEC,)
 
     def __init__(self) -> None:

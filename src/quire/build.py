@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -17,14 +16,14 @@ from quire.branches.stored_state import StoredState
 from quire.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.block_calls import LayerKernels
-from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
+from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.linear import Quantization
 from quire.engine.chat_templates import with_chosen_template
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
 from quire.engine.scheduler import Limits
 from quire.engine.tokenizer import Tokenizer
-from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Unsupported
+from quire.errors import CheckpointError, InvalidArgument, Unsupported
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
 from quire.executor.reports import dtype_name
@@ -34,33 +33,40 @@ from quire.kernels.heap import keep_freed_memory
 from quire.kernels.linear import native_linear
 from quire.kernels.low_rank import native_low_rank
 from quire.kernels.native_library import native_problem
-from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.rows import native_rows
+from quire.kernels.triton_recurrence import fastest_recurrence
 from quire.kernels.triton_rows import TritonRows
 from quire.kernels.triton_support import attention_problem, triton_problem
 from quire.kv.forward_need import pages_for
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
+from quire.kv.static_pass import static_refusal
 from quire.kv.storage import bytes_per_token
+from quire.memory_profile import device_memory, greatest_lengths, measured_budget, run_greatest_step
 from quire.models.adapter_targets import embedding_of, linears_of, low_rank_refusal
 from quire.models.catalogue import resolve_model
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import model_fingerprint
 from quire.models.loading import free_memory, load_model, resolve_dtype
 from quire.models.peft import read_adapter
+from quire.pool_budget import (
+    ATTENTION,
+    STATE_SHARE,
+    Budget,
+    PoolSizes,
+    free_budget,
+    given_budget,
+    pool_sizes,
+)
 from quire.runner.adapter_pool import AdapterPool
-from quire.runner.local import LocalRunner
+from quire.runner.graph import CudaCapture, GraphRunner
+from quire.runner.local import LocalRunner, Runner
 from quire.sampling_params import SamplingParams
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
 from quire.store.urls import open_tiers, state_tier
 
 logger = logging.getLogger("quire")
-
-ATTENTION = (FullAttention, LatentAttention, WindowedAttention)
-"""Layers that keep tokens."""
-CPU_POOL_SHARE = 0.25
-"""Part of the free memory that the pool takes on a CPU, without ``kv_cache_memory``."""
 
 
 class Identity:
@@ -85,7 +91,7 @@ class Parts:
     path: Path
     engine: Engine
     model: LoadedModel
-    runner: LocalRunner
+    runner: Runner
     tokenizer: Tokenizer | None
     identity: Identity
     adapters: NamedAdapters
@@ -120,10 +126,17 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         limit = f"the model's {model.max_position} positions; give at most that"
         raise InvalidArgument(f"max_model_len {max_len} is beyond {limit}")
     kv_dtype = model.dtype if config.kv_dtype == "auto" else resolve_dtype(config.kv_dtype, model.dtype, device)
-    sizes = pool_sizes(config, model.layer_specs, kv_dtype, device, max_len)
-    state = make_state(model.layer_specs, sizes, config.page_size, kv_dtype, device, config.attention_backend)
+    adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
+    budget = pool_budget(config, model, adapters, kv_dtype, device, max_len)
+    sizes = pool_sizes(config, model.layer_specs, kv_dtype, max_len, budget)
+    captures = device.type == "cuda" and not config.enforce_eager and not getattr(model, "fallback", False)
+    state = make_state(
+        model.layer_specs, sizes, config.page_size, kv_dtype, device, config.attention_backend, padding=captures
+    )
     interval = checkpoint_interval(config, model.layer_specs, kv_dtype)
-    runner = LocalRunner(model, state, device, make_adapters(model, config.adapter_ranks, config.adapter_memory))
+    local = LocalRunner(model, state, device, adapters)
+    can_capture = captures and not static_refusal(state, 1)
+    runner = GraphRunner(local, CudaCapture(), longest=max_len) if can_capture else local
     generation = read_json(path / "generation_config.json")
     identity = Identity(path, model)
     engine = Engine(
@@ -155,8 +168,8 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     for note in notes:
         logger.info(note)
     defaults = SamplingParams.from_generation_config(generation)
-    adapters = NamedAdapters(engine, lambda directory: read_adapter(directory, model, admit=runner.adapters.admit))
-    return Parts(config, path, engine, model, runner, tokenizer, identity, adapters, defaults, notes)
+    named = NamedAdapters(engine, lambda directory: read_adapter(directory, model, admit=runner.adapters.admit))
+    return Parts(config, path, engine, model, runner, tokenizer, identity, named, defaults, notes)
 
 
 HOST_SHARE = 0.125
@@ -250,12 +263,6 @@ def resolve_device(name: str) -> torch.device:
 ENGINE_RING = 1
 """Recent states of a sequence beside its present one; a large hybrid's takes tens of megabytes."""
 
-STATES_PER_SEQUENCE = 8
-"""State slots for each of ``max_num_seqs``, if there is room: the present state, the next one, the
-ring, and those that cached sequences keep at prompt and turn ends."""
-
-LEAST_STATES = 4
-"""One sequence, what its next step writes, and a copy of both."""
 
 DEFAULT_INTERVAL = 512
 """Tokens between checkpoints of a model without attention, whose tokens cost nothing."""
@@ -263,15 +270,19 @@ DEFAULT_INTERVAL = 512
 LEAST_INTERVAL, MOST_INTERVAL = 64, 1024
 """Bounds of the default number of tokens between checkpoints."""
 
-STATE_SHARE = 0.5
-"""The most of the budget that recurrent states may take from the pages of attention layers."""
-
 
 def make_state(
-    specs: Sequence[LayerSpec], sizes: PoolSizes, page_size: int, dtype: torch.dtype, device: torch.device, backend: str
+    specs: Sequence[LayerSpec],
+    sizes: PoolSizes,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str,
+    *,
+    padding: bool = False,
 ) -> State:
     """Return the KV state for these layers; ``backend``: one of ``ATTENTION_BACKENDS``, of which
-    "auto" is the fastest on the device."""
+    "auto" is the fastest on the device; ``padding``: as ``State``'s."""
     pages = any(not isinstance(spec, Recurrent) for spec in specs)
     if backend == "auto":
         backend = fastest_attention(device)
@@ -287,9 +298,44 @@ def make_state(
         dtype=dtype,
         device=device,
         backend=attention,
-        recurrence=ChunkedRecurrence(),
+        recurrence=fastest_recurrence(device),
         rows=layer_kernels(device).rows,
+        padding=padding,
     )
+
+
+def pool_budget(
+    config: EngineConfig,
+    model: LoadedModel,
+    adapters: AdapterPool,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int,
+) -> Budget:
+    """Return the bytes of the pools: ``kv_cache_memory``, a share of free host memory, or of a GPU
+    what the greatest step leaves, which runs once on a state that is gone afterwards."""
+    if config.kv_cache_memory is not None:
+        return given_budget(config.kv_cache_memory)
+    if (memory := device_memory(device)) is None:
+        return free_budget(device)
+    specs, size = model.layer_specs, config.page_size
+    lengths = greatest_lengths(config.max_num_seqs, config.max_num_batched_tokens, max_len)
+    if state_bytes := bytes_per_state([spec for spec in specs if isinstance(spec, Recurrent)]):
+        # Tens of megabytes for each sequence; fewer sequences have as many tokens.
+        count = max(1, min(len(lengths), int(memory.free() * STATE_SHARE) // state_bytes))
+        lengths = greatest_lengths(count, config.max_num_batched_tokens, max_len)
+    tokens = sum(pages_for(length, size) * size for length in lengths)
+    windowed = any(isinstance(spec, ATTENTION) and spec.layer_window is not None for spec in specs)
+    sizes = PoolSizes(tokens, tokens if windowed else None, max(lengths), len(lengths) if state_bytes else 0)
+
+    def run() -> int:
+        state = make_state(specs, sizes, size, dtype, device, config.attention_backend)
+        run_greatest_step(LocalRunner(model, state, device, adapters), lengths)
+        return state.num_bytes
+
+    budget = measured_budget(memory, config.gpu_memory_utilization, lengths, run)
+    logger.info("%s the KV pool", budget.words)
+    return budget
 
 
 def fastest_attention(device: torch.device) -> str:
@@ -341,105 +387,6 @@ def checkpoint_interval(config: EngineConfig, specs: Sequence[LayerSpec], dtype:
     return -(-wanted // config.page_size) * config.page_size
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSizes:
-    """Tokens for which the pools have room."""
-
-    tokens: int
-    """Of layers that keep all tokens; of all layers where every layer has a window."""
-    window_tokens: int | None
-    """Of layers with a window; None: there are none."""
-    step_tokens: int
-    """Most tokens of one sequence in a step, so that a window and its new tokens fit."""
-    states: int = 0
-    """Slots for recurrent states; 0: there are no recurrent layers."""
-
-
-def pool_sizes(
-    config: EngineConfig,
-    specs: Sequence[LayerSpec],
-    dtype: torch.dtype,
-    device: torch.device,
-    max_len: int,
-    budget: int | None = None,
-) -> PoolSizes:
-    """Share out the budget: ``kv_cache_memory``, else at most ``budget`` bytes (None: measured).
-
-    Layers with a window get what ``max_num_seqs`` windows and a step need, if that is less than
-    what other layers get. ``ResourceExhausted`` if one page and one token do not fit.
-    """
-    attention = [spec for spec in specs if isinstance(spec, ATTENTION)]
-    size = config.page_size
-    windows = [spec.layer_window for spec in attention if spec.layer_window is not None]
-    full_bytes = bytes_per_token([spec for spec in attention if spec.layer_window is None], dtype)
-    window_bytes = bytes_per_token([spec for spec in attention if spec.layer_window is not None], dtype)
-    per_token = full_bytes + window_bytes
-    state_bytes = bytes_per_state([spec for spec in specs if isinstance(spec, Recurrent)])
-    if config.kv_cache_memory is not None:
-        budget = parse_bytes(config.kv_cache_memory)
-        given = f"kv_cache_memory {config.kv_cache_memory} holds"
-    else:
-        budget = pool_budget(device, config.gpu_memory_utilization) if budget is None else budget
-        given = f"{budget / 2**20:.0f} MiB of free memory for the KV pool on {device} hold"
-        # More than every sequence at its full length, in whole pages, is never used.
-        most = config.max_num_seqs * pages_for(max_len, size) * size * per_token
-        budget = min(budget, most + config.max_num_seqs * STATES_PER_SEQUENCE * state_bytes)
-    states = 0
-    if state_bytes:
-        share = STATE_SHARE if per_token else 1.0
-        states = min(config.max_num_seqs * STATES_PER_SEQUENCE, int(budget * share) // state_bytes)
-        if states < LEAST_STATES:
-            raise ResourceExhausted(
-                f"{given} {states} recurrent states of {state_bytes} bytes, and {LEAST_STATES} are needed at least; free some "
-                "memory, or give a larger kv_cache_memory"
-            )
-        budget -= states * state_bytes
-    if not per_token:
-        return PoolSizes(max_len, None, config.max_num_batched_tokens, states)
-    tokens = budget // per_token
-    window_tokens: int | None = None
-    window = min(max(windows, default=0), max_len)
-    if windows:
-        # A window touches one page more than it fills, and so do the new tokens.
-        one = (pages_for(window, size) + 2) * size
-        wanted = config.max_num_seqs * one + pages_for(config.max_num_batched_tokens, size) * size
-        if full_bytes and tokens > wanted:
-            tokens, window_tokens = (budget - wanted * window_bytes) // full_bytes, wanted
-        else:
-            window_tokens = tokens if full_bytes else min(tokens, wanted)
-    if tokens < size:
-        raise ResourceExhausted(
-            f"{given} no page of {size} tokens ({per_token * size} bytes); free some memory, or give a larger kv_cache_memory"
-        )
-    tokens = tokens // size * size
-    step = config.max_num_batched_tokens
-    if window_tokens is not None:
-        window_tokens = window_tokens // size * size
-        if window_tokens < max_len and window < max_len:
-            step = min(step, (window_tokens // size - 1) * size - window)
-        if step < 1:
-            raise ResourceExhausted(
-                f"{given} {window_tokens} tokens of layers with a window of {window}, and one window, one token and a "
-                f"page are needed ({(window + 1 + 2 * size) * per_token} bytes); give a larger kv_cache_memory"
-            )
-    return PoolSizes(int(tokens), window_tokens, int(step), states)
-
-
-def pool_budget(device: torch.device, gpu_share: float) -> int:
-    """Return the pool's bytes: of a GPU what ``gpu_memory_utilization`` leaves, of host memory a
-    quarter of what is free within the control group's limit."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - (1 - gpu_share) * total))
-    return int(_free_or_half(device) * CPU_POOL_SHARE)
-
-
-def _free_or_half(device: torch.device) -> int:
-    """Return the free bytes; where nothing tells them, half of what the machine has."""
-    found = free_memory(device)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if found is None else found
-
-
 def eos_ids(
     generation: dict[str, Any], model_config: dict[str, Any], tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[int, ...]:
@@ -472,19 +419,18 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     arguments = choices.arguments(config)
     chunk = arguments.setdefault("prefill_chunk_size", 2048)
     chunk = min(chunk, config.max_sequence_length) if chunk > 0 else config.max_sequence_length
+    pool = config.memory_config.memory_pool_size
     sizes = pool_sizes(
         EngineConfig(
             model=choices.model,
-            kv_cache_memory=config.memory_config.memory_pool_size,
             max_num_seqs=config.max_batch_size,
             max_num_batched_tokens=chunk,
             page_size=size,
         ),
         model.layer_specs,
         model.dtype,
-        device,
         config.max_sequence_length,
-        int(_free_or_half(device) * config.memory_config.max_memory_usage / 100),
+        free_budget(device, config.memory_config.max_memory_usage / 100) if pool is None else given_budget(pool),
     )
     state = make_state(model.layer_specs, sizes, size, model.dtype, device, choices.attention_backend)
     arguments["fallbacks"] = check_flash(config, state)

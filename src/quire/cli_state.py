@@ -259,8 +259,8 @@ def _transfer(name: str, space: str, force: bool, source: StoreTier, target: Sto
     found = asyncio.run(run())
     lost = f"; {found.missing} are lost and will be computed again" if found.missing else ""
     print(
-        f"branch {name} is at commit {found.commit[:SHOWN]} there: {found.commits} new commits, {found.objects} objects of "
-        f"{found.bytes:,} bytes sent, {found.there} were there{lost}"
+        f"branch {name} in {target.label} is at commit {found.commit[:SHOWN]}: {found.commits} new commits, "
+        f"{found.objects} objects of {found.bytes:,} bytes sent, {found.there} were there{lost}"
     )
 
 

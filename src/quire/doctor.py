@@ -97,9 +97,9 @@ def _waiting() -> Finding:
 def _memory() -> list[Finding]:
     import torch
 
-    from quire.build import pool_budget
+    from quire.pool_budget import free_budget
 
-    pool = pool_budget(torch.device("cpu"), 0.9)
+    pool = free_budget(torch.device("cpu")).nbytes
     text = f"{pool / 2**30:.1f} GiB would be the KV pool on the CPU (a quarter of what is free)"
     return [Finding("memory", text, pool > 64 * 2**20, "Free some memory, or give kv_cache_memory.")]
 

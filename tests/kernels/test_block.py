@@ -18,11 +18,12 @@ from quire.contracts.block_calls import NormWeight
 from quire.contracts.executor_calls import PrefillInput
 from quire.contracts.linear import WeightForm
 from quire.contracts.rows import ActivationName
-from quire.kernels.block import MOST_ROWS, NativeBlock, NativeBlocks, NativeTail, native_blocks
+from quire.kernels.block import MOST_ROWS, NativeBlock, NativeBlocks, NativeStack, NativeTail, native_blocks
 from quire.kernels.linear import NativeLinear, NativeMap
 from quire.kernels.native_library import native_library, native_problem
 from quire.kernels.rows import NativeRows, native_rows
 from quire.models.blocks import PreNormBlock
+from quire.models.decoder import Decoder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SHAPES = ((64, 96, 64), (48, 200, 24), (576, 1536, 576), (8, 8, 8))
@@ -175,7 +176,7 @@ def test_parts_that_do_not_fit_are_not_joined(rows: NativeRows) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Kind and rows of each call."""
     found: list[tuple[str, int]] = []
-    for kind, rows_at in ((NativeTail, 1), (NativeBlock, 0)):
+    for kind, rows_at in ((NativeTail, 1), (NativeBlock, 0), (NativeStack, 0)):
         plain = kind.__call__
 
         def counted(self: Any, *given: Any, plain: Any = plain, rows_at: int = rows_at) -> Tensor:
@@ -199,6 +200,13 @@ def test_a_model_decodes_the_same_with_and_without(rows: NativeRows, dtype: str,
         joined = joined_blocks(llm)
         assert len(joined) == len(llm.model.blocks)
         ours = [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)]
+        assert calls.count(("NativeStack", 3)) >= 11
+        assert not any(kind == "NativeBlock" for kind, _ in calls)
+        calls.clear()
+        assert isinstance(llm.model, Decoder)
+        llm.model.stack = None
+        llm.reset_prefix_cache()
+        assert [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY)] == ours
         assert calls.count(("NativeBlock", 3)) >= 11 * len(joined)
         calls.clear()
         adapted = llm.generate(prompts[:1], GREEDY, adapter="docs")[0].outputs[0].token_ids

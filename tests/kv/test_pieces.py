@@ -17,7 +17,15 @@ from torch import Tensor
 
 from quire.contracts.kv_state import Export
 from quire.contracts.layers import FullAttention, WindowedAttention
-from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
+from quire.errors import (
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    QuireError,
+    ResourceExhausted,
+    Unsupported,
+)
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv import storage
 from quire.kv.rule_table import COMBINATIONS, Combination
@@ -142,6 +150,29 @@ def test_rows_go_where_their_pages_are() -> None:
         assert same_groups(state.open_export(1).rows(layer, 0, 10), export.rows(layer, 0, 10))
 
 
+def test_each_piece_is_checked_right_before_it_is_written() -> None:
+    story, other = (Story(Combination(name="full", kinds=("full",))) for _ in range(2))
+    story.begun()
+    state, export = other.state, story.state.open_export(0)
+    state.prepare_import(1, state.import_metadata(10))
+    storage, checked = state.classes[0].storage, list[tuple[int, int]]()
+
+    def check(number: int) -> None:
+        checked.append((number, int(storage.layers[0].k.flatten(1).any(1).sum())))
+        if number == 1 and len(checked) == 2:
+            raise DataLoss("damaged")
+
+    pieces = [export.rows(0, 0, 3), export.rows(0, 3, 4), export.rows(0, 4, 10)]
+    with pytest.raises(DataLoss, match="damaged"):
+        state.import_rows(1, 0, 0, pieces, check=check)
+    assert checked == [(0, 0), (1, 3)]
+    assert state.pending_layers(1) == [0]
+    state.import_rows(1, 0, 0, pieces, check=check)
+    assert checked[2:] == [(0, 3), (1, 3), (2, 4)]
+    state.finish_import(1)
+    assert same_groups(state.open_export(1).rows(0, 0, 10), export.rows(0, 0, 10))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("parallel", [0, 1 << 30])
 def test_rows_are_copied_to_the_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, parallel: int) -> None:
@@ -159,6 +190,9 @@ def test_rows_are_copied_to_the_bit(monkeypatch: pytest.MonkeyPatch, dtype: torc
     assert pool.read(1, np.empty(0, dtype=np.int64)).v.shape == (0, 2, 5)
     found.k.fill_(7)
     assert same_bits(pool.layers[1].k[4:10], k_NHD)
+    for start, rows in ((7, k_NHD), (-1, k_NHD), (0, k_NHD[:, :1])):
+        with pytest.raises(InvalidArgument, match="do not fit"):
+            storage.copy_rows(pool.layers[1].k, rows, start)
 
 
 def test_nothing_comes_of_layers_whose_rows_are_all_shared() -> None:

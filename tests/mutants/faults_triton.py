@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutants.harness import Mutant
 
 TESTS = "kernels/test_triton_attention.py"
+SIZES = "test_graph_runner.py::test_no_more_sizes_are_kept_than_asked_for"
+STATIC = "kv/static_pass.py"
 PROGRAMS = "kernels/attention_programs.py"
 MUTANTS = (
     Mutant(
@@ -55,6 +57,48 @@ MUTANTS = (
         old="found = prepared.bound[shape] = self._bind(prepared, shape)",
         new="found = prepared.bound[(*shape, len(prepared.bound))] = self._bind(prepared, shape)",
         tests=(f"{TESTS}::test_a_forward_is_bound_once_for_layers_of_one_shape",),
+    ),
+    Mutant(
+        name="captured-tokens-stay",
+        file="runner/graph.py",
+        old="captured.static.tokens.fill(np.concatenate(",
+        new="captured.is_warm or captured.static.tokens.fill(np.concatenate(",
+        tests=(SIZES,),
+    ),
+    Mutant(
+        name="captured-positions-stay",
+        file=STATIC,
+        old="        self._positions.fill(self._real.positions)",
+        new="        self._static.pass_ or self._positions.fill(self._real.positions)",
+        tests=(SIZES,),
+    ),
+    Mutant(
+        name="captured-slots-stay",
+        file=STATIC,
+        old="            part.fill(slots,",
+        new="            self._static.pass_ or part.fill(slots,",
+        tests=(SIZES,),
+    ),
+    Mutant(
+        name="captured-rotations-stay",
+        file=STATIC,
+        old="        self._rotations.clear()\n",
+        new="",
+        tests=(SIZES,),
+    ),
+    Mutant(
+        name="captured-plans-stay",
+        file="kernels/triton_attention.py",
+        old="            parts.fill(self._numbers(prepared, shape), prepared, prepared.memory)",
+        new="            prepared.memory.append(self._numbers(prepared, shape).tables)",
+        tests=(SIZES,),
+    ),
+    Mutant(
+        name="captured-states-stay",
+        file=STATIC,
+        old="        self._targets.fill(opened.targets,",
+        new="        self._targets.tensor.any() or self._targets.fill(opened.targets,",
+        tests=("test_graph_runner.py::test_a_failed_step_is_undone",),
     ),
     Mutant(
         name="triton-keys-turn-without-their-norm",

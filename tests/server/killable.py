@@ -24,7 +24,7 @@ from quire.async_llm import AsyncLLM
 from quire.server.serving import serve
 from quire.server.settings import ServerSettings
 
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 
 
 def run(said: Path, model: str, options: dict[str, Any], given: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ def killable(
             text = said.read_text() if said.exists() else ""
             url = next((word for line in text.splitlines() for word in line.split() if word.startswith("http:")), "")
             time.sleep(0.002)
-        with httpx.Client(base_url=url, timeout=60, trust_env=False, headers=headers) as client:
+        with httpx.Client(base_url=url, timeout=120, trust_env=False, headers=headers) as client:
             yield Killable(process, client, url)
     finally:
         if process.is_alive():

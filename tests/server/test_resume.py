@@ -72,15 +72,21 @@ def error(answer: httpx.Response) -> tuple[int, str, str]:
 # -- kill -9 ---------------------------------------------------------------------------------------
 
 
+LONG = [[number, *range(20, 90)] for number in range(5)]
+"""Prompts that are sent again and again, and whose state is worth a load."""
+
+
 class Client(threading.Thread):
-    """A client that makes calls on sessions until the server is gone. For each session it knows
-    what it was told, and what it will be told next.
+    """A client that makes calls on sessions, commits them, and sends prompts until the server is
+    gone. For each session and each branch it knows what it was told, and what it will be told next.
     """
 
-    def __init__(self, url: str, oracle: LLM, known: dict[str, Tokens], seed: int) -> None:
+    def __init__(self, url: str, oracle: LLM, known: dict[str, Tokens], branches: dict[str, Tokens], seed: int) -> None:
         super().__init__(name="test-client")
         self.url, self.oracle, self.dice = url, oracle, random.Random(seed)
-        self.known = known
+        self.known, self.branches = known, branches
+        self.moving: dict[str, Tokens] = {}
+        """The tokens of a branch of which a commit is under way."""
         self.coming: dict[str, Tokens | None] = {}
         """The tokens of a session for which a call is under way; None: it is being deleted."""
         self.making = 0
@@ -88,7 +94,7 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx.Client(base_url=self.url, timeout=60, trust_env=False) as client:
+            with httpx.Client(base_url=self.url, timeout=120, trust_env=False) as client:
                 while True:
                     self.call(client)
         except httpx.TransportError:
@@ -97,7 +103,7 @@ class Client(threading.Thread):
             self.failure = failure
 
     def call(self, client: httpx.Client) -> None:
-        kind = self.dice.randrange(8)
+        kind = self.dice.randrange(10)
         if len(self.known) < 3 or kind == 7:
             self.making = 1
             name = made(client, prompt=[1, 2, 3])
@@ -106,6 +112,15 @@ class Client(threading.Thread):
         name = self.dice.choice(list(self.known))
         tokens = self.known[name]
         path = f"/v1/sessions/{name}"
+        if kind == 8:
+            branch = self.dice.choice(["main", "side"])
+            self.moving[branch] = tokens
+            ok(client.post(f"{path}/commit", json={"name": branch, "force": True}))
+            self.branches[branch] = self.moving.pop(branch)
+        elif kind == 9:
+            ask(client, self.oracle, self.dice.choice(LONG))
+        if kind >= 8:
+            return
         if kind < 3 or len(tokens) > 60:
             count = self.dice.randrange(1, 5)
             self.coming[name] = [*tokens, *continuation(self.oracle, tokens, count)]
@@ -141,6 +156,25 @@ class Client(threading.Thread):
             self.known[name] = result
 
 
+def ask(client: httpx.Client, oracle: LLM, prompt: Tokens) -> int:
+    """Check what a prompt gives; return how many of its tokens came from the disk."""
+    answer = ok(client.post("/v1/completions", json={**GREEDY, "model": "m", "prompt": prompt, "max_tokens": 3}))
+    (output,) = oracle.generate([prompt], SamplingParams(max_tokens=3, **GREEDY))
+    assert answer["choices"][0]["text"] == output.outputs[0].text
+    return int(answer["quire"]["reuse"]["by_tier"].get("disk", 0))
+
+
+def check_branches(found: Killable, last: Client) -> None:
+    """Each branch stands at the commit that its client was told of, or at the one under way."""
+    names = {one["name"] for one in ok(found.client.get("/v1/branches"))["data"]}
+    assert set(last.branches) <= names <= {*last.branches, *last.moving}
+    for branch in names:
+        made = ok(found.client.post("/v1/sessions/checkout", json={"branch": branch}))["id"]
+        now = tokens_of(found.client, made)
+        assert now in [one for one in (last.branches.get(branch), last.moving.get(branch)) if one is not None]
+        last.branches[branch], last.known[made] = now, now
+
+
 def check_sessions(found: Killable, last: Client) -> None:
     """Each session is as its client was last told, or as the call would have left it that the
     client was told nothing of.
@@ -161,18 +195,20 @@ def check_sessions(found: Killable, last: Client) -> None:
 
 
 def kill_and_resume(model: Path, folder: Path, oracle: LLM, rounds: int, seed: int) -> None:
-    dice, known = random.Random(seed), dict[str, Tokens]()
+    dice, known, branches = random.Random(seed), dict[str, Tokens](), dict[str, Tokens]()
     last: Client | None = None
-    answered = 0
+    answered = committed = loaded = 0
     for number in range(rounds):
-        with killable(model, folder / "state", options=SMALL) as found:
+        with killable(model, folder / "state", options=SMALL, served_model_name="m") as found:
             if last is not None:
                 check_sessions(found, last)
+                check_branches(found, last)
+                loaded += ask(found.client, oracle, dice.choice(LONG))
             if known:
                 name = dice.choice(list(known))
                 assert turn(found.client, name) == continuation(oracle, known[name], 4)
                 known[name] = tokens_of(found.client, name)
-            last = Client(found.url, oracle, known, seed + number)
+            last = Client(found.url, oracle, known, branches, seed + number)
             last.start()
             time.sleep(dice.uniform(0, 0.3))
             found.kill()
@@ -181,7 +217,10 @@ def kill_and_resume(model: Path, folder: Path, oracle: LLM, rounds: int, seed: i
             if last.failure is not None:
                 raise last.failure
             answered += sum(map(len, known.values()))
+            committed += len(branches)
     assert answered, "no call was answered in all rounds"
+    assert committed, "no commit was answered in all rounds"
+    assert loaded, "no state came from the disk in all rounds"
 
 
 def test_kill(plain_folder: Path, oracle: LLM, tmp_path: Path) -> None:
@@ -189,6 +228,7 @@ def test_kill(plain_folder: Path, oracle: LLM, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(40))
 def test_kill_a_thousand_times(plain_folder: Path, oracle: LLM, tmp_path: Path, seed: int) -> None:
     kill_and_resume(plain_folder, tmp_path, oracle, 26, 100 * seed + 7)

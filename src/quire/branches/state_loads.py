@@ -11,8 +11,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,7 @@ from quire.errors import QuireError
 from quire.kv.statefile import StateFile
 from quire.outputs import Miss
 from quire.store.keys import StoredPiece
-from quire.store.objects import Contents, read_tensors, unpack
+from quire.store.objects import Contents, read_tensors, unpack, verify_tensors
 from quire.store.records import Unfit
 from quire.store.stack import Found, Store
 from quire.types import SeqId
@@ -175,8 +176,14 @@ class StateLoad:
     def _verified(
         self, piece: StoredPiece, file: StateFile, layer: int, plan: Mapping[str, TensorPlan]
     ) -> dict[str, Tensor]:
-        try:
+        with self._dropping(piece):
             return read_tensors(piece.key, file, layer, plan)
+
+    @contextmanager
+    def _dropping(self, piece: StoredPiece) -> Iterator[None]:
+        """Drop an object that does not fit."""
+        try:
+            yield
         except Unfit as error:
             for tier in self.nbytes:
                 self._drop(piece.key, tier, error)
@@ -195,13 +202,21 @@ class StateLoad:
         plan = cache(lambda count: self._layout.plan(ObjectKind.ROWS, count, layer))
         found: list[dict[str, Tensor]] = []
         for piece in self._rows:
-            tensors = self._verified(piece, files[piece.key], layer, plan(piece.stop - piece.start))
+            with self._dropping(piece):
+                tensors = read_tensors(piece.key, files[piece.key], layer, plan(piece.stop - piece.start), verify=False)
             begin, end = max(piece.start, self.shared), min(piece.stop, self._length)
             if (begin, end) != (piece.start, piece.stop):
                 tensors = {name: one[begin - piece.start : end - piece.start] for name, one in tensors.items()}
             found.append(tensors)
+
+        def check(number: int) -> None:
+            # Right before it is copied, so that the copy finds it in the processor's cache.
+            piece = self._rows[number]
+            with self._dropping(piece):
+                verify_tensors(piece.key, files[piece.key], layer, found[number])
+
         if found:
-            self._state.import_rows(self.seq, layer, max(self._rows[0].start, self.shared), found)
+            self._state.import_rows(self.seq, layer, max(self._rows[0].start, self.shared), found, check=check)
 
     def _put_window(self, layer: int, file: StateFile) -> None:
         tensors = self._tensors(layer, self._stops[-1], file)

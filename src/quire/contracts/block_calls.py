@@ -5,6 +5,7 @@ Letters: as in ``contracts.rows``; C columns of all heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -77,6 +78,16 @@ class WholeBlock(Protocol):
         by one."""
 
 
+class BlockStack(Protocol):
+    """Whole blocks that run one after the other as one call."""
+
+    def takes(self, x_TE: Tensor) -> bool:
+        """Return whether the call is for such rows."""
+
+    def __call__(self, x_TE: Tensor, attention: Sequence[AttentionParts]) -> Tensor:
+        """Return a fresh result of the last block; ``attention`` is of all, in their order."""
+
+
 class BlockKernel(Protocol):
     """Joins the parts of a block. None: it does not know such parts."""
 
@@ -87,6 +98,9 @@ class BlockKernel(Protocol):
 
     def whole(self, norm: NormWeight, qkv: LinearMap, tail: BlockTail) -> WholeBlock | None:
         """Return a block with this end as one call."""
+
+    def stack(self, blocks: Sequence[WholeBlock]) -> BlockStack | None:
+        """Return blocks that follow each other as one call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ these Protocols.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from quire.contracts.attention_state import AttentionVerbs
@@ -387,11 +387,18 @@ class KVState(Protocol):
         """
 
     def import_rows(
-        self, seq_id: SeqId, group: int, start: int, tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
+        self,
+        seq_id: SeqId,
+        group: int,
+        start: int,
+        tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+        *,
+        check: Callable[[int], None] | None = None,
     ) -> None:
         """(ours) Write rows of tokens of one layer of an import, from position ``start`` on; in any
         pieces and order, each row once. ``tensors``: the rows, or tensors of the first, the next
-        and so on.
+        and so on. ``check``: called with the number of each of these before its rows are read and
+        written; where it raises, that and all later ones are not, and all rows have still to come.
 
         A piece is one row or more, all of them expected, without a gap. ``InvalidArgument``: else;
         names, shapes or dtypes. ``Unsupported``: a cross or recurrent layer, which comes whole.

@@ -99,6 +99,12 @@ class OpenPass(Pass, Protocol):
     def weights(self) -> Mapping[int, Sequence[Tensor]]:
         """Weights by layer, per entry float32 ``[Hq, n, keys]``, since ``capture_weights``."""
 
+    def stack_parts(
+        self, layers: Sequence[tuple[int, HeadNormWeights | None]], dtype: torch.dtype
+    ) -> Sequence[AttentionParts] | None:
+        """Return ``attention_parts`` of layers that run with nothing in between; None if one has
+        none, or may have to be waited for."""
+
     def use_mask(self, mask: Tensor) -> None:
         """Use one mask in all layers: flat bool, per entry ``[n, keys]``, columns by address."""
 
@@ -116,10 +122,10 @@ class OpenPass(Pass, Protocol):
         earlier call, if there was one, a part. A query still sees all keys up to its own position.
         Rows that are left out must be given to each layer that runs later (``write_rows``).
 
-        ``InvalidArgument``: other rows. ``Unsupported``: a token tree, a sequence with a window, a
-        mask, positions or captured weights of the caller's, cross and recurrent layers, keys
-        that are rotated when read. None of these can follow either, nor attention over new tokens
-        alone (``self_attention``). ``FailedPrecondition``: the forward is over."""
+        ``InvalidArgument``: other rows. ``Unsupported``: a token tree, a mask, positions or
+        captured weights of the caller's, cross and recurrent layers, keys that are rotated when
+        read. None of these can follow either, nor attention over new tokens alone
+        (``self_attention``). ``FailedPrecondition``: the forward is over."""
 
     def rehearse(self, rows: NDArray[np.int64], asking: NDArray[np.int64], first_layer: int) -> RehearsalPass:
         """Return a pass of some of the forward's new tokens alone, to run before the first layer
@@ -130,8 +136,9 @@ class OpenPass(Pass, Protocol):
         (``write_rows`` of this pass), and stay given. ``asking``: those of ``rows`` whose attention
         is summed, in layers ``first_layer`` and later.
 
-        ``InvalidArgument``: other rows. ``Unsupported``: as for ``narrow``. ``FailedPrecondition``:
-        the forward is over or narrowed, or a layer has run."""
+        ``InvalidArgument``: other rows. ``Unsupported``: as for ``narrow``, and a sequence with a
+        window of its own. ``FailedPrecondition``: the forward is over or narrowed, or a layer has
+        run."""
 
     def write_rows(self, layer_id: int, rows: NDArray[np.int64], k: Tensor, v: Tensor | None) -> None:
         """Store rows of new tokens for a layer that has not run yet; it then need not compute them.
@@ -177,6 +184,15 @@ class Block(Protocol):
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor: ...
 
 
+class JoinedBlocks(Protocol):
+    """All blocks of a model as one call."""
+
+    def run(self, x_TE: Tensor, pass_: OpenPass) -> Tensor | None:
+        """Return what the blocks do one after the other, the same to the bit; None if they must be
+        called one by one."""
+        ...
+
+
 class Model(Protocol):
     """A decoder. Weights only; no state survives a call."""
 
@@ -189,6 +205,11 @@ class Model(Protocol):
     layer_specs: Sequence[LayerSpec]
     """One for each layer, by global layer id."""
     blocks: Sequence[Block]
+
+    @property
+    def stack(self) -> JoinedBlocks | None:
+        """The blocks as one call, on machines whose kernels have it."""
+        ...
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """Embed int64 ``[T]`` as ``[T, E]``."""

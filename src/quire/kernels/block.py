@@ -45,7 +45,7 @@ class NativeBlocks:
             "quire_block_tail", *(pointer, pointer, pointer, number, pointer, number, number), result=ctypes.c_int
         )
         self._whole = library.function(
-            "quire_block", *(pointer, pointer, pointer, pointer, pointer, number, number), result=ctypes.c_int
+            "quire_blocks", *(pointer, number, pointer, pointer, number, number), result=ctypes.c_int
         )
         self._parallel = library.parallel
 
@@ -77,17 +77,24 @@ class NativeBlocks:
         native.qkv, native.attention_norm, native.attention_eps = maps[0].place, norm.weight_E.data_ptr(), norm.eps
         return NativeBlock(self._whole, native, (norm, maps, tail), tail)
 
+    def stack(self, blocks: Sequence[WholeBlock]) -> NativeStack | None:
+        """See the contract."""
+        found = [one for one in blocks if isinstance(one, NativeBlock)]
+        if not found or len(found) < len(blocks) or len({one.kind for one in found}) > 1:
+            return None
+        return NativeStack(self._whole, found)
+
 
 class _Few:
-    """What both calls have: rows of one dtype, not many."""
+    """What calls over one block have: rows of one dtype, not many."""
 
-    __slots__ = ("_kept", "_place", "_run", "dtype", "native", "width")
+    __slots__ = ("_kept", "_run", "dtype", "native", "place", "width")
 
     def __init__(
         self, run: ctypes._NamedFuncPointer, native: _Block, kept: object, dtype: torch.dtype, width: int
     ) -> None:
         """``native`` has addresses in ``kept``."""
-        self._run, self.native, self._place, self._kept = run, native, ctypes.addressof(native), kept
+        self._run, self.native, self.place, self._kept = run, native, ctypes.addressof(native), kept
         self.dtype, self.width = dtype, width
 
     def takes(self, x_TE: Tensor) -> bool:
@@ -112,7 +119,7 @@ class NativeTail(_Few):
             heads_TC = heads_TC.contiguous()
         y_TE, rows = torch.empty_like(x_TE), x_TE.shape[0]
         if self._run(
-            self._place, y_TE.data_ptr(), heads_TC.data_ptr(), heads_TC.stride(0), x_TE.data_ptr(), rows, torch.get_num_threads()
+            self.place, y_TE.data_ptr(), heads_TC.data_ptr(), heads_TC.stride(0), x_TE.data_ptr(), rows, torch.get_num_threads()
         ):  # fmt: skip
             raise MemoryError(f"the end of a block over {rows} rows found no memory for its sums")
         return y_TE
@@ -128,12 +135,39 @@ class NativeBlock(_Few):
 
     def __call__(self, x_TE: Tensor, attention: AttentionParts) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""
-        y_TE, rows = torch.empty_like(x_TE), x_TE.shape[0]
-        if self._run(
-            self._place, attention[0], attention[1], y_TE.data_ptr(), x_TE.data_ptr(), rows, torch.get_num_threads()
-        ):
-            raise MemoryError(f"a block over {rows} rows found no memory for its sums")
-        return y_TE
+        return _run_blocks(self._run, (self.place, *attention), x_TE)
+
+    @property
+    def kind(self) -> tuple[torch.dtype, int, int, int]:
+        """Equal for blocks that one call can run."""
+        return self.dtype, self.width, self.native.types, self.native.activation
+
+
+class NativeStack:
+    """``contracts.block_calls.BlockStack`` by the C++ library."""
+
+    __slots__ = ("_blocks", "_run", "takes")
+
+    def __init__(self, run: ctypes._NamedFuncPointer, blocks: Sequence[NativeBlock]) -> None:
+        """``blocks``: at least one, for rows of one dtype and width."""
+        self._run, self._blocks = run, tuple(blocks)
+        self.takes = blocks[0].takes
+        """See the contract."""
+
+    def __call__(self, x_TE: Tensor, attention: Sequence[AttentionParts]) -> Tensor:
+        """See the contract. ``MemoryError``: no memory for sums."""
+        places = [number for one, parts in zip(self._blocks, attention, strict=True) for number in (one.place, *parts)]
+        return _run_blocks(self._run, places, x_TE)
+
+
+def _run_blocks(run: ctypes._NamedFuncPointer, places: Sequence[int], x_TE: Tensor) -> Tensor:
+    """Run blocks over a fresh tensor; ``places``: of each block the addresses of its weights, its
+    layer and its forward."""
+    y_TE, rows, count = torch.empty_like(x_TE), x_TE.shape[0], len(places) // 3
+    steps = (ctypes.c_void_p * len(places))(*places)
+    if run(steps, count, y_TE.data_ptr(), x_TE.data_ptr(), rows, torch.get_num_threads()):
+        raise MemoryError(f"{count} blocks over {rows} rows found no memory for their sums")
+    return y_TE
 
 
 def _native(maps: Sequence[LinearMap]) -> tuple[NativeMap, ...] | None:

@@ -6,12 +6,13 @@ written; the others are its own until the import ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.contracts.kv_state import TensorPlan
@@ -96,6 +97,8 @@ class StateImports(StateExchange):
             # The rest of a page held in part is never written, and a kernel reads whole pages.
             one.storage.blank(_rows_between(self, seq_id, index, length))
         started.pages += [table.pages.copy() for table in self.table.get(seq_id).tables]
+        if self.link is not None:
+            started.ready = self.link.computed()
         self.imports[seq_id] = started
 
     def _check_shared(self, metadata: Mapping[str, Any], shared: int, verb: str) -> list[int]:
@@ -156,7 +159,13 @@ class StateImports(StateExchange):
                         f"import_page_group: {name} of layer {group} has checksum {given_sum}, expected {promised}"
                     )
             if part is not None and expected is None:
-                part.import_group(seq_id, group, {name: tensor.to(self.device) for name, tensor in tensors.items()})
+                names = list(tensors)
+                self._load(
+                    found,
+                    group,
+                    lambda *copies: part.import_group(seq_id, group, dict(zip(names, copies, strict=True))),
+                    *tensors.values(),
+                )
             elif self.encoders is not None and group in self.encoders.specs:
                 self.encoders.fill(seq_id, group, tensors["k"], tensors["v"])
             else:
@@ -164,7 +173,13 @@ class StateImports(StateExchange):
             found.missing.pop(group, None)
 
     def import_rows(
-        self, seq_id: SeqId, group: int, start: int, tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
+        self,
+        seq_id: SeqId,
+        group: int,
+        start: int,
+        tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+        *,
+        check: Callable[[int], None] | None = None,
     ) -> None:
         verb = "import_rows"
         start = stop = check_integer(start, f"{verb}: start", 0)
@@ -172,9 +187,10 @@ class StateImports(StateExchange):
         pieces = [tensors] if isinstance(tensors, Mapping) else tensors
         if not pieces:
             raise InvalidArgument(f"{verb}: tensors are no piece; one or more are needed", field="tensors")
+        plans = cache(lambda count: group_plan(spec, count, self.dtype))
         for piece in pieces:
             count = next((tensor.shape[0] for tensor in piece.values() if tensor.dim()), 0)
-            _check_tensors(verb, group, piece, group_plan(spec, count, self.dtype))
+            _check_tensors(verb, group, piece, plans(count))
             stop += count
         part = range(start, stop)
         started = self.imports.get(seq_id)
@@ -195,7 +211,7 @@ class StateImports(StateExchange):
                     f"{verb}: rows {describe_ranges([part])} of layer {group} were imported already, at least in part; missing: "
                     f"{describe_ranges(found.missing.get(group, []))}"
                 )
-            self._write(found, group, [part], pieces)
+            self._write(found, group, [part], pieces, check)
             found.has_come(group, part)
 
     @contextmanager
@@ -211,24 +227,44 @@ class StateImports(StateExchange):
                 raise _not_importing(seq_id, verb)
             yield started
 
-    def _write(self, started: Import, group: int, parts: list[range], pieces: Sequence[Mapping[str, Tensor]]) -> None:
+    def _write(
+        self,
+        started: Import,
+        group: int,
+        parts: list[range],
+        pieces: Sequence[Mapping[str, Tensor]],
+        check: Callable[[int], None] | None = None,
+    ) -> None:
         """Write ``pieces``, which follow each other, to the positions of ``parts``."""
         layer = self.layer(group)
         pages, storage = started.pages[layer.class_index], self.classes[layer.class_index].storage
         found = [slots_of(pages, part.start, part.stop, self.page_size) for part in parts]
         slots = np.concatenate([*found, np.empty(0, dtype=np.int64)])
         latent = isinstance(layer.spec, LatentAttention)
-        run_of = [0, *np.cumsum(np.diff(slots) != 1).tolist()]
-        """For each row the number of breaks between the slots up to it."""
+        breaks = np.flatnonzero(np.diff(slots) != 1).tolist()
+        """The rows behind which the next slot is not the next one."""
         stop = 0
-        for piece in pieces:
-            k, v = (piece["latent"].unsqueeze(1), None) if latent else (piece["k"], piece["v"])
-            start, stop = stop, stop + k.shape[0]
-            if start < stop and run_of[start] == run_of[stop - 1]:
-                storage.write_run(layer.index, int(slots[start]), k, v)
+        for number, piece in enumerate(pieces):
+            if check is not None:
+                check(number)
+            rows = (piece["latent"].unsqueeze(1),) if latent else (piece["k"], piece["v"])
+            start, stop = stop, stop + rows[0].shape[0]
+            if start < stop and bisect_left(breaks, start) == bisect_left(breaks, stop - 1):
+                write = partial(storage.write_run, layer.index, int(slots[start]))
             else:
-                slots_N = torch.from_numpy(slots[start:stop]).to(self.device)
-                storage.write(layer.index, slots_N, k.to(self.device), None if v is None else v.to(self.device))
+                write = partial(storage.write_at, layer.index, slots[start:stop])
+            self._load(started, group, write, *rows)
+
+    def _load(self, started: Import, group: int, write: Callable[..., None], *tensors: Tensor) -> None:
+        """Let ``write`` have tensors of a layer on the device: at once, or for host memory beside
+        what the device computes, from which forwards and the import's end wait for it."""
+        if self.link is None or not all(tensor.is_cpu for tensor in tensors):
+            write(*(tensor.to(self.device) for tensor in tensors))
+            return
+        if started.ready is not None:
+            self.link.side_waits(started.ready)
+        self.link.load(tensors, write)
+        started.arrived[group] = self.link.loaded()
 
     def pending_layers(self, seq_id: SeqId) -> list[int]:
         self.table.get(seq_id)
@@ -250,10 +286,10 @@ class StateImports(StateExchange):
             raise _not_importing(seq_id, "finish_import")
         if missing := self.pending_layers(seq_id):
             raise FailedPrecondition(f"finish_import: layers {missing} of sequence {seq_id} are missing")
+        self._end_import(seq_id)
         self.table.finish_import(seq_id)
         if self.recurrent is not None:
             self.recurrent.table.finish_import(seq_id)
-        del self.imports[seq_id]
 
     def check_imports(self) -> None:
         """Check that rows which have not come go to pages that nothing else holds."""
@@ -277,10 +313,11 @@ class StateImports(StateExchange):
                         )
 
     def _end_import(self, seq_id: SeqId) -> None:
-        """Forget an import, once what is being written is done: its pages may go."""
+        """Forget an import, once what is being written is done: its pages may go, or be read."""
         if (started := self.imports.pop(seq_id, None)) is not None:
             with started.lock:
-                pass
+                if self.link is not None:
+                    self.link.compute_waits(self.link.loaded())
 
 
 def _rows_between(state: StateParts, seq_id: SeqId, index: int, length: int) -> list[SlotRange]:
@@ -300,11 +337,11 @@ def _not_importing(seq_id: SeqId, verb: str) -> FailedPrecondition:
 
 def _check_tensors(verb: str, group: int, tensors: Mapping[str, Tensor], plan: Mapping[str, TensorPlan]) -> None:
     """Raise ``InvalidArgument`` unless the tensors of a layer are as planned."""
-    if set(tensors) != set(plan):
+    if tensors.keys() != plan.keys():
         raise InvalidArgument(f"{verb}: tensors {sorted(tensors)} of layer {group} found, {sorted(plan)} expected")
     for name, one in plan.items():
         given = tensors[name]
-        if tuple(given.shape) != one.shape or given.dtype != one.dtype:
+        if given.shape != one.shape or given.dtype != one.dtype:
             raise InvalidArgument(
                 f"{verb}: {name} of layer {group} is {given.dtype} {tuple(given.shape)}, expected {one.dtype} {one.shape}"
             )

@@ -12,7 +12,7 @@ size of a state; Hq query heads; C channels; W taps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypedDict, Unpack
 
 import numpy as np
@@ -24,7 +24,7 @@ from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePl
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.kv.recurrent_states import NULL, OpenRecurrent, RecurrentNeed, Slots
 from quire.kv.recurrent_table import RecurrentTable
-from quire.kv.storage import allocate, check_tensor
+from quire.kv.storage import allocate, check_tensor, copy_rows
 from quire.ops.uploads import uploaded
 from quire.types import SeqId
 
@@ -67,7 +67,10 @@ class RecurrentStorage:
     """The state tensors of all layers. Those of equal shape, dtype and initial value share one
     ``[L, S, *shape]``, to be copied at once. ``ResourceExhausted`` if they do not fit in memory."""
 
-    def __init__(self, specs: Sequence[Recurrent], num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, specs: Sequence[Recurrent], num_slots: int, device: torch.device, *, padding: bool = False
+    ) -> None:
+        """Take memory for ``num_slots`` slots; ``padding``: see ``PagedStorage``."""
         self.num_slots = num_slots
         self.device = device
         groups: dict[StateTensor, list[tuple[int, int]]] = {}
@@ -77,7 +80,7 @@ class RecurrentStorage:
         self._groups: list[tuple[Tensor, Tensor]] = []
         self._rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         for tensor, members in groups.items():
-            shape = (len(members), num_slots, *tensor.shape)
+            shape = (len(members), num_slots + padding, *tensor.shape)
             tensor_LS = allocate(shape, dtype_of(tensor), device, "the state slots need", "give fewer slots")
             initial = initial_of(tensor).to(device)
             self._groups.append((tensor_LS, initial))
@@ -108,6 +111,10 @@ class RecurrentStorage:
     def write(self, layer: int, state: int, slots_N: Tensor, rows_N: Tensor) -> None:
         """Write rows to slots; ``slots_N``: int64 on the device, without ``NULL``, none twice."""
         self._rows[layer, state][0].index_copy_(0, slots_N, rows_N)
+
+    def write_one(self, layer: int, state: int, slot: int, row: Tensor) -> None:
+        """Write one row, on any device; see ``copy_rows``."""
+        copy_rows(self._rows[layer, state][0], row[None], slot)
 
     def copy(self, sources: Slots, targets: Slots) -> None:
         """Copy whole slots, over all layers; the source ``NULL`` writes the initial values."""
@@ -140,6 +147,7 @@ class RecurrentPart:
         interval: int = 0,
         device: torch.device | str = "cpu",
         backend: RecurrenceBackend,
+        padding: bool = False,
     ) -> None:
         if len(specs) != len(layer_ids) or len(set(layer_ids)) != len(layer_ids):
             raise InvalidArgument(f"{len(specs)} recurrent layers with ids {list(layer_ids)}; give each its own id")
@@ -157,7 +165,7 @@ class RecurrentPart:
         self.layer_ids = list(layer_ids)
         self.device = torch.device(device)
         self.backend = backend
-        self.storage = RecurrentStorage(self.specs, num_slots, self.device)
+        self.storage = RecurrentStorage(self.specs, num_slots, self.device, padding=padding)
         self.table = RecurrentTable(num_slots, ring=ring, interval=interval)
         self.current_pass: RecurrentPass | None = None
         """The open forward."""
@@ -179,11 +187,12 @@ class RecurrentPart:
 
     # -- the bracket -------------------------------------------------------------------------------
 
-    def begin(self, need: RecurrentNeed) -> RecurrentPass:
-        """Take the slots and open the forward. ``ResourceExhausted`` before anything changes."""
+    def begin(self, need: RecurrentNeed, made: Callable[[OpenRecurrent], RecurrentPass] | None = None) -> RecurrentPass:
+        """Take the slots and open the forward, with the pass that ``made`` returns (None: a new
+        one). ``ResourceExhausted`` before anything changes."""
         opened = self.table.open(need)
         try:
-            self.current_pass = RecurrentPass(self, opened)
+            self.current_pass = RecurrentPass(self, opened) if made is None else made(opened)
         except BaseException:
             self.table.abort()
             raise
@@ -235,11 +244,7 @@ class RecurrentPart:
         if moved is not None:
             source, target = (np.array([slot], dtype=np.int64) for slot in moved)
             self.storage.copy(source, target)
-        self._write(layer, state_id, self.table.slots(seq_id)[self.table.position(seq_id)], data)
-
-    def _write(self, layer: int, state_id: int, slot: int, data: Tensor) -> None:
-        slots_N = torch.tensor([slot], dtype=torch.int64, device=self.device)
-        self.storage.write(layer, state_id, slots_N, data[None])
+        self.storage.write_one(layer, state_id, int(self.table.slots(seq_id)[self.table.position(seq_id)]), data)
 
     def check_data(self, verb: str, tensor: StateTensor, data: Tensor, lead: tuple[int, ...]) -> None:
         """Raise ``InvalidArgument`` unless ``data`` is ``[*lead, *shape]``, of the state tensor's
@@ -283,7 +288,7 @@ class RecurrentPart:
         names = iter(wanted)
         for index in range(len(self.specs[layer].states)):
             for slot in self._held_slots(seq_id):
-                self._write(layer, index, slot, tensors[next(names)])
+                self.storage.write_one(layer, index, slot, tensors[next(names)])
 
 
 class RecurrentPass:

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import xxhash
@@ -33,6 +33,8 @@ MAX_CONTAINERS = 1_000_000
 """Arrays and objects in a header, at most. A tensor has three; JSON readers make objects of all."""
 MAX_METADATA_DEPTH = 64
 MAX_RANK = 64
+REMEMBERED_CHARACTERS = 1 << 16
+"""A table of tensors of up to so much text is remembered: runs of equal length have equal ones."""
 
 
 @cache
@@ -78,6 +80,14 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """In elements, in row-major order."""
+        found = [1]
+        for size in self.shape[:0:-1]:
+            found.append(found[-1] * max(1, size))
+        return tuple(found[::-1]) if self.shape else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +247,7 @@ def read_header(view: memoryview, label: str, expected_version: int, limits: Hea
     another version is called that (``InvalidArgument``).
     """
     text = _checked_json(view, label, limits or HeaderLimits(MAX_HEADER_BYTES, MAX_CONTAINERS, MAX_HEADER_BYTES))
-    table = _parse(_decode(text, label), label)
-    fields = table.pop("__metadata__")
+    fields, rest = _metadata_and_rest(_decode(text, label), label)
     if not isinstance(fields, dict) or not isinstance(fields.get("quire"), str):
         raise DataLoss(f"{label}: the header's metadata must hold the text 'quire'")
     document = _parse(fields["quire"], label)
@@ -249,7 +258,8 @@ def read_header(view: memoryview, label: str, expected_version: int, limits: Hea
                 f"{label} is undamaged but of another {key}: {expected!r} expected, {found!r:.80} found"
             )
     data_start = 8 + len(text)
-    specs, spans = _tensor_table(table, len(view) - data_start, label)
+    table = _remembered_table if len(rest) <= REMEMBERED_CHARACTERS else _table_behind
+    specs, spans = table(rest, len(view) - data_start, label)
     metadata, checksums = document.get("metadata"), document.get("checksums")
     if document.keys() != _DOCUMENT_KEYS or not isinstance(metadata, dict) or not isinstance(checksums, dict):
         raise DataLoss(f"{label}: {some(sorted(_DOCUMENT_KEYS))} expected under 'quire', {some(document)} found")
@@ -305,6 +315,28 @@ def _refuse_foreign(text: memoryview, data_len: int, label: str) -> NoReturn:
         f"{label} is a safetensors file of {len(specs)} tensors, but no state file: 'header_checksum' and 'quire' "
         f"expected in its metadata, {some(fields)} found"
     )
+
+
+def _metadata_and_rest(text: str, label: str) -> tuple[Any, str]:
+    """Return the value of ``__metadata__``, which comes first, and the text behind it."""
+    begin = text.index(":") + 1
+    try:
+        fields, end = _DECODER.raw_decode(text, begin)
+    except (RecursionError, ValueError):
+        end = len(text)  # All of it says what is wrong.
+    if end == len(text) or "\\u" in text[begin:end]:
+        return _parse(text, label)["__metadata__"], text[end:]
+    return fields, text[end:]
+
+
+def _table_behind(rest: str, data_len: int, label: str) -> tuple[dict[str, TensorSpec], dict[str, Span]]:
+    """Return what ``_tensor_table`` does, of the text behind the value of ``__metadata__``."""
+    table = _parse('{"__metadata__":0' + rest, label)
+    del table["__metadata__"]
+    return _tensor_table(table, data_len, label)
+
+
+_remembered_table = lru_cache(maxsize=32)(_table_behind)
 
 
 def _tensor_table(table: Mapping[str, Any], data_len: int, label: str) -> tuple[dict[str, TensorSpec], dict[str, Span]]:
@@ -369,7 +401,7 @@ def _decode(text: memoryview, label: str) -> str:
 def _parse(text: str, label: str) -> dict[str, Any]:
     """Parse a JSON object without duplicate keys, NaN, infinity or lone surrogates."""
     try:
-        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_number, parse_float=_finite)
+        found = _DECODER.decode(text)
         if "\\u" in text:
             json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
@@ -399,6 +431,9 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         _refuse_number(text)
     return number
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_number, parse_float=_finite)
 
 
 def _is_encodable(text: str) -> bool:

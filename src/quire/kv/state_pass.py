@@ -5,6 +5,7 @@ Letters: T new tokens; Hq, Hkv heads; K, V sizes of keys and values; C channels;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Unpack
 
@@ -19,7 +20,7 @@ from quire.contracts.model import LatentExpansion
 from quire.contracts.rows import HeadNormWeights
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv import latent
-from quire.kv.attention_parts import ForwardPart
+from quire.kv.attention_parts import ForwardPart, LayerPart, LayerParts
 from quire.kv.attention_pass import AttentionPass
 from quire.kv.encoders import EncoderPass
 from quire.kv.forward_need import ForwardNeed
@@ -52,6 +53,39 @@ class StatePass(AttentionPass):
         if part is None:
             return None
         self.require_open(layer_id)
+        forward = self._forward_part(state.layer_parts, part)
+        if forward.made is None:
+            return None
+        self.begin_write(layer_id)
+        self.end_write(layer_id)
+        return AttentionParts(part.made.place, forward.made.place)
+
+    def stack_parts(
+        self, layers: Sequence[tuple[int, HeadNormWeights | None]], dtype: torch.dtype
+    ) -> Sequence[AttentionParts] | None:
+        """See ``contracts.model.OpenPass``."""
+        known = self._state.layer_parts
+        if self.awaited or self.capturing or known is None or dtype != self._state.dtype:
+            return None
+        self._require_current()
+        found: list[AttentionParts] = []
+        forwards: dict[tuple[int, ...], int] = {}
+        for layer_id, norms in layers:
+            part = known.of(layer_id, norms)
+            if part is None:
+                return None
+            if part.kind not in forwards:
+                forward = self._forward_part(known, part)
+                if forward.made is None:
+                    return None
+                forwards[part.kind] = forward.made.place
+            found.append(AttentionParts(part.made.place, forwards[part.kind]))
+        for layer_id, _ in layers:
+            self.begin_write(layer_id)
+            self.end_write(layer_id)
+        return found
+
+    def _forward_part(self, known: LayerParts, part: LayerPart) -> ForwardPart:
         index, rope = part.layer.class_index, part.layer.turning
         made = (
             self.prepared("fused", index).made,
@@ -60,16 +94,14 @@ class StatePass(AttentionPass):
         )
         forward = self._parts.get(part.kind)
         if forward is None or not forward.is_of(*made):
-            forward = self._parts[part.kind] = state.layer_parts.in_forward(part, *made)
-        if forward.made is None:
-            return None
-        self.begin_write(layer_id)
-        self.end_write(layer_id)
-        return AttentionParts(part.made.place, forward.made.place)
+            forward = self._parts[part.kind] = known.in_forward(part, *made)
+        return forward
 
     def rehearse(self, rows: NDArray[np.int64], asking: NDArray[np.int64], first_layer: int) -> Rehearsal:
         """See ``contracts.model.OpenPass``."""
         self.require_all_alike("rehearse")
+        if any(self.batch.windows):
+            raise Unsupported("rehearse: a sequence has a window of its own, whose sink is read at relative positions")
         for chosen in (rows, asking):
             self.chosen.check(chosen)
         if not (rows.size and np.isin(asking, rows, assume_unique=True).all()):

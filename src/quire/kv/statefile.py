@@ -29,6 +29,7 @@ from quire import interrupts
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unsupported
 from quire.kv.atomic_file import check_regular, os_errors, replacing
 from quire.kv.state_header import JSON, VERSION, HeaderDraft, HeaderLimits, TensorSpec, checksum, read_header, some
+from quire.ops.host_link import host_link
 
 __all__ = [
     "JSON",
@@ -36,6 +37,7 @@ __all__ = [
     "HeaderLimits",
     "StateFile",
     "TensorSpec",
+    "header_size",
     "plan_of",
     "read_state",
     "to_bytes",
@@ -152,7 +154,8 @@ def _put(sink: BinaryIO, offset: int, tensor: Tensor, label: str) -> str:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the elements in row-major order in host memory; copy only those in another layout."""
-    dense = tensor.detach().resolve_neg().cpu().contiguous()
+    found, link = tensor.detach().resolve_neg(), host_link(tensor.device)
+    dense = found.cpu().contiguous() if link is None else link.to_host(found)
     # Not reshape(-1): a contiguous tensor of one element may have any stride; a byte view needs 1.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
 
@@ -215,6 +218,13 @@ def read_state(
     return state
 
 
+def header_size(source: Buffer, there: int) -> int:
+    """Return how many of a state's first bytes must be there for it to be opened, of which there
+    are ``there``; 8 if these do not tell."""
+    view = _bytes_view(source)
+    return 8 if there < 8 else min(8 + int.from_bytes(view[:8], "little"), len(view))
+
+
 class StateFile:
     """An open state, made by ``read_state``.
 
@@ -228,8 +238,8 @@ class StateFile:
     def __init__(self, view: memoryview, label: str, expected_version: int, limits: HeaderLimits | None = None) -> None:
         self._header = read_header(view, label, expected_version, limits)
         self._view: memoryview | None = view
-        self._flat: Tensor | None = None
-        """All of ``_view``; None: no tensor was asked for yet."""
+        self._flat: dict[torch.dtype, Tensor] = {}
+        """The whole elements of ``_view``, in the dtypes that were asked for."""
         self._label = label
 
     @property
@@ -261,12 +271,21 @@ class StateFile:
         if spec is None:
             raise NotFound(f"{self._label} has no tensor {name!r}; it holds {some(self._header.specs)}")
         begin, end = self._span(name)
-        if self._flat is None:
-            self._flat = _as_tensor(self._open_view())
-        flat = self._flat[begin:end]
-        if begin % spec.dtype.itemsize or flat.data_ptr() % spec.dtype.itemsize:
-            flat = flat.clone()
-        return flat.view(spec.dtype).view(spec.shape)
+        raw, size = self._flat_of(torch.uint8), spec.dtype.itemsize
+        if begin % size or raw.data_ptr() % size:
+            return raw[begin:end].clone().view(spec.dtype).view(spec.shape)
+        # One operation: a load asks for thousands of tensors.
+        return self._flat_of(spec.dtype).as_strided(spec.shape, spec.strides, begin // size)
+
+    def _flat_of(self, dtype: torch.dtype) -> Tensor:
+        if (flat := self._flat.get(dtype)) is None:
+            flat = _as_tensor(self._open_view())
+            flat = self._flat[dtype] = flat[: len(flat) - len(flat) % dtype.itemsize].view(dtype)
+        return flat
+
+    def end(self, *names: str) -> int:
+        """Return how many of the file's first bytes hold these tensors, which there must be."""
+        return max(self._span(name)[1] for name in names)
 
     def verify(self, *names: str) -> None:
         """Compare these tensors, without any all of them, with their checksums. ``DataLoss`` names
@@ -290,7 +309,8 @@ class StateFile:
 
     def close(self) -> None:
         """Close the file; its mapping ends with the last tensor taken from it. May be repeated."""
-        self._view = self._flat = None
+        self._view = None
+        self._flat.clear()
 
     def __enter__(self) -> StateFile:
         return self

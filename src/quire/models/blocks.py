@@ -9,15 +9,16 @@ Letters: T new tokens, E model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from quire.contracts.block_calls import BlockKernel, BlockTail, LayerKernels, NormWeight, WholeBlock
-from quire.contracts.model import Pass
+from quire.contracts.block_calls import BlockKernel, BlockStack, BlockTail, LayerKernels, NormWeight, WholeBlock
+from quire.contracts.model import OpenPass, Pass
+from quire.contracts.rows import HeadNormWeights
 from quire.nn.attention import Attention
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
@@ -136,8 +137,34 @@ class ParallelBlock:
         return self.attention(n_TE, pass_).add_(x_TE).add_(self.mlp(n_TE))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedStack:
+    """All blocks of a model as one call (``contracts.model.JoinedBlocks``)."""
+
+    blocks: Sequence[JoinedBlock]
+    call: BlockStack
+    layers: Sequence[tuple[int, HeadNormWeights | None]]
+    """Layer id and norms of the heads of each block."""
+
+    def run(self, x_TE: Tensor, pass_: OpenPass) -> Tensor | None:
+        """See the contract."""
+        if not (self.call.takes(x_TE) and all(one.is_plain for block in self.blocks for one in block.maps)):
+            return None
+        parts = pass_.stack_parts(self.layers, x_TE.dtype)
+        return None if parts is None else self.call(x_TE, parts)
+
+
 DecoderBlock: TypeAlias = PreNormBlock | PostNormBlock | ParallelBlock
 """Any block of a decoder; all have ``attention`` and ``mlp``."""
+
+
+def joined_stack(blocks: Sequence[object], kernel: BlockKernel | None) -> JoinedStack | None:
+    """Return blocks, each of which is one call, as one call; None if a block is not."""
+    found = [one.joined for one in blocks if isinstance(one, PreNormBlock) and one.joined is not None]
+    whole = [one.whole for one in found if one.whole is not None]
+    if kernel is None or len(whole) < len(blocks) or (call := kernel.stack(whole)) is None:
+        return None
+    return JoinedStack(found, call, [(one.attention.layer_id, one.attention.head_norms) for one in found])
 
 
 def joined(block: PreNormBlock, kernel: BlockKernel | None) -> JoinedBlock | None:

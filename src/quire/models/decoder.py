@@ -25,12 +25,14 @@ from quire.errors import InvalidArgument
 from quire.models.blocks import (
     DecoderBlock,
     FeedForward,
+    JoinedStack,
     Norm,
     ParallelBlock,
     PostNormBlock,
     PreNormBlock,
     SandwichBlock,
     ScaledBlock,
+    joined_stack,
 )
 from quire.models.checkpoint import NameTable
 from quire.nn.attention import Attention, NormedAttention, WidthNormedAttention
@@ -181,6 +183,7 @@ class Trunk:
         """A tensor shared by embedding and head counts once."""
         self.parameter_bytes = sum(tensor.nbytes for tensor in parameters.values())
         self.quantization: str | None = None
+        self.stack: JoinedStack | None = None
 
     def pack(self, kernels: LayerKernels) -> bool:
         """Give the layers their kernels. Lay the weights out for this machine where that helps;
@@ -193,6 +196,7 @@ class Trunk:
         for block in self.blocks:
             if isinstance(block, PreNormBlock):
                 block.join(kernels)
+        self.stack = joined_stack(self.blocks, kernels.blocks)
         self.parameter_bytes += grown
         head = packed(self.lm_head, kernels.of_head())
         if head is self.lm_head:

@@ -52,6 +52,7 @@ class FallbackModel:
         self.max_model_len: int | None = None
         self.layer_specs: Sequence[LayerSpec] = list(specs)
         self.blocks: Sequence[Block] = [self._run]
+        self.stack = None
         self.dtype, self.device = weight.dtype, weight.device
         tensors = list(causal.parameters())
         self.num_parameters = sum(tensor.numel() for tensor in tensors)

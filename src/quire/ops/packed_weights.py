@@ -13,6 +13,8 @@ from quire.contracts.linear import PackedMatrix, WeightForm, group_of
 
 PANEL = 32
 """Outputs of a panel."""
+INT4_BITS = torch.tensor([16 * (i % 2) + 4 * (i // 2) for i in range(8)])
+"""First bits of eight inputs in a word."""
 SMALLER_SCALES = (0.95, 0.9, 0.85, 0.8, 0.75)
 """Factors of an INT4 scale that may be nearer to most values, if the largest is clipped."""
 
@@ -37,9 +39,8 @@ def pack(weight_OI: Tensor, form: WeightForm) -> PackedMatrix:
     if form == "int8":
         laid = _lay((codes.abs() | ((codes < 0) << 7)).view(panels, PANEL, inputs))
     else:
-        parts = (codes + 8).view(panels, PANEL, inputs // 8, 2, 4)
-        low, high = (_lay(parts[:, :, :, i].flatten(2)) for i in (0, 1))
-        laid = low | (high << 4)
+        words = ((codes + 8).view(panels, 2, 16, inputs // 8, 8) << INT4_BITS).sum(-1).transpose(2, 3).transpose(1, 2)
+        laid = torch.stack([words >> bit & 255 for bit in (0, 8, 16, 24)], -1).flatten(3)
     scales_pGP = scales.view(panels, PANEL, inputs // group).mT.contiguous()
     return PackedMatrix(form, outputs, inputs, group, laid.to(torch.uint8), scales_pGP)
 
@@ -57,8 +58,9 @@ def unpack(packed: PackedMatrix) -> Tensor:
         codes = _read(laid, inputs)
         numbers = torch.where(codes >= 128, 128 - codes, codes)
     else:
-        parts = [_read(half, inputs // 2).view(panels, PANEL, inputs // 8, 4) for half in (laid & 15, laid >> 4)]
-        numbers = torch.stack(parts, 3).reshape(panels, PANEL, inputs) - 8
+        words = (laid.view(panels, -1, 2, 16, 4) << torch.tensor([0, 8, 16, 24])).sum(-1)
+        codes = words.permute(0, 2, 3, 1).unsqueeze(-1) >> INT4_BITS & 15
+        numbers = codes.reshape(panels, PANEL, inputs) - 8
     assert packed.scales is not None
     scales = packed.scales.float().mT.repeat_interleave(packed.group, -1)
     return (numbers.float() * scales).view(-1, inputs)[: packed.outputs]

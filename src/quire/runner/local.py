@@ -117,6 +117,8 @@ class StepOutput:
     """Per chunk, per layer float32 ``[Hq, n, K]``, if asked for."""
     observed: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
     """By observed layer, per chunk float32 ``[Hq, n, K]``."""
+    captured: bool = False
+    """Whether the work was captured, and launched as a whole (``GraphRunner``)."""
 
     def rows(self, chunk: int) -> Tensor:
         """Return ``[rows, V]`` of one chunk: 1 row for "last", n for "all", 0 for "none"."""
@@ -212,7 +214,11 @@ class LocalRunner:
                 if extras.rows is not None and extras.rows.rehearsed.size:
                     self._rehearse(extras.rows, x_TE, pass_, adapters, counts)
                     self.adapters.activate(adapters, counts, np.diff(starts).tolist())
-                for layer, block in enumerate(self.model.blocks):
+                stack, blocks = self.model.stack, self.model.blocks
+                if stack is not None and extras.rows is None and not extras.hidden_states:
+                    y_TE = stack.run(x_TE, pass_)
+                    x_TE, blocks = (x_TE, blocks) if y_TE is None else (y_TE, ())
+                for layer, block in enumerate(blocks):
                     if extras.rows is not None:
                         x_TE = self._entering(extras.rows, layer, block, x_TE, pass_, step)
                     x_TE = block(x_TE, pass_)

@@ -1,14 +1,17 @@
-// A decoder block in one call, in three parallel regions: norm, projection, rotation and the write of K and V; attention; and the
-// block's end, which also runs alone: projection, residual sum and norm, gated MLP, residual sum. Every number is that of the calls
-// one by one; quire/kernels/block.py calls this through ctypes.
+// Decoder blocks in one call and one parallel region: norm, projection, rotation and the write of K and V; attention; and the block's
+// end, which also runs alone: projection, residual sum and norm, gated MLP, residual sum. Every number is that of the calls one by
+// one; quire/kernels/block.py calls this through ctypes.
 //
 // Threads do one thing after the other together. Each takes items until there are none, and goes on when all are done. So it is
-// right for any number of threads, also for those that come late.
+// right for any number of threads, also for those that come late. Who waits fetches the weights that come next.
 //
 // Letters: M rows; E model width; F inner width of the MLP; C columns of all heads.
 #include <sched.h>
 
+#include <new>
+
 #include "linear.h"
+#include "paged_attention.h"
 #include "rows.h"
 
 extern "C" {
@@ -39,77 +42,129 @@ struct ForwardAttention {
     const int64_t* slots;
 };
 
-void quire_attention(const void* planned, const void* q, const void* q_sink, const void* k, const void* v, void* out, float* lse,
-                     const float* sinks, double scale, double softcap, Parallel parallel);
+// A block of several that run one after the other.
+struct Step {
+    const Block* block;
+    const LayerAttention* layer;
+    const ForwardAttention* forward;
+};
 }
 
 namespace {
 
 // Turns of a loop that waits, before it lets another thread have the core: some tens of microseconds.
 constexpr int TURNS = 4000;
+// Bytes of the next weights that a thread fetches while it waits: a part of its own cache.
+constexpr int64_t FETCHED = 256 << 10;
 
-INLINE void wait_for(const std::atomic<int64_t>& done, int64_t count) {
-    for (int turn = 0; done.load(std::memory_order_acquire) < count; turn++) {
-        if (turn > TURNS) sched_yield();
-#if defined(__x86_64__)
-        else __builtin_ia32_pause();
-#endif
+// Who runs a region, and the weights that it multiplies next.
+struct Worker {
+    int64_t number;
+    const char *next = nullptr, *end = nullptr;
+
+    explicit Worker(std::atomic<int64_t>& workers) : number(workers.fetch_add(1)) {}
+
+    // Where this thread begins: its range of items, each of which is some panels.
+    void expect(const LinearCall& call) {
+        const Linear& map = *call.map;
+        const int64_t panels = (map.outputs + PANEL - 1) / PANEL, item = call.items * (number % call.ranges) / call.ranges;
+        const int64_t first = panels * (item % call.parts) / call.parts * panel_bytes(map), all = panels * panel_bytes(map);
+        next = (const char*)map.weights + first, end = next + (all - first < FETCHED ? all - first : FETCHED);
     }
-}
+
+    void wait(const int64_t& done, int64_t count) {
+        for (int turn = 0; __atomic_load_n(&done, __ATOMIC_ACQUIRE) < count; turn++) {
+            if (next < end) {
+                __builtin_prefetch(next, 0, 2);
+                next += 64;
+            } else if (turn > TURNS)
+                sched_yield();
+#if defined(__x86_64__)
+            else
+                __builtin_ia32_pause();
+#endif
+        }
+    }
+};
 
 // Return false without memory. Who has none takes no item, so that nobody waits for it.
-INLINE bool multiply(LinearCall& call, void (*run)(void*)) {
-    run(&call);
+INLINE bool multiply(LinearCall& call, Multiply run, Worker& worker) {
+    run(&call, worker.number);
     if (call.failed) return false;
-    wait_for(call.done, call.items);
+    worker.wait(call.done, call.items);
     return true;
 }
 
 template <typename Work>
-INLINE void do_rows(Work& work) {
+INLINE void do_rows(Work& work, Worker& worker) {
     runner<Work>()(&work);
-    wait_for(work.rows.done, work.rows.count);
+    worker.wait(work.rows.done, work.rows.count);
 }
 
 template <typename T, typename W, typename A>
 struct Tail {
     LinearCall out, gate_up, down;
-    void (*run)(void*);
+    Multiply run;
     AddNorm<T, W> norm;
     Gated<T, A> gated;
     Sum<T> sum;
+
+    // ``room``: rows * (2 E + 3 F) numbers.
+    Tail(const Block& block, T* room, T* y, const T* heads, int64_t heads_stride, const T* x, int64_t rows, int64_t threads)
+        : Tail(block, room, room + rows * block.out->outputs, room + 2 * rows * block.out->outputs,
+               room + 2 * rows * (block.out->outputs + block.down->inputs), y, heads, heads_stride, x, rows, threads) {}
+
+    Tail(const Block& block, T* h, T* normed, T* both, T* inside, T* y, const T* heads, int64_t heads_stride, const T* x, int64_t rows,
+         int64_t threads)
+        : norm{{rows, piece_of(block.out->outputs)}, normed, h, block.out->outputs, x, block.out->outputs, (const W*)block.mlp_norm,
+               block.out->outputs, (float)block.mlp_eps},
+          gated{{rows, piece_of(block.down->inputs)}, inside, both, 2 * block.down->inputs, block.down->inputs},
+          sum{{rows, piece_of(block.out->outputs)}, y, h, block.out->outputs} {
+        run = quire_begin_linear(&out, block.out, h, heads, heads_stride, rows, threads);
+        quire_begin_linear(&gate_up, block.gate_up, both, normed, block.out->outputs, rows, threads);
+        quire_begin_linear(&down, block.down, y, inside, block.down->inputs, rows, threads);
+    }
+
+    // ``next``: the product behind this block, or null.
+    bool go(Worker& worker, const LinearCall* next) {
+        worker.expect(gate_up);
+        if (!multiply(out, run, worker)) return false;
+        do_rows(norm, worker);
+        worker.expect(down);
+        if (!multiply(gate_up, run, worker)) return false;
+        do_rows(gated, worker);
+        if (next) worker.expect(*next);
+        if (!multiply(down, run, worker)) return false;
+        do_rows(sum, worker);
+        return true;
+    }
+
+    bool failed() const { return out.failed || gate_up.failed || down.failed; }
+};
+
+int64_t tail_room(const Block& block) { return 2 * block.out->outputs + 3 * block.down->inputs; }
+
+template <typename T, typename W, typename A>
+struct Alone {
+    Tail<T, W, A> tail;
+    std::atomic<int64_t> workers;
 };
 
 template <typename T, typename W, typename A>
-void run_tail(void* data) {
-    auto& tail = *(Tail<T, W, A>*)data;
-    if (!multiply(tail.out, tail.run)) return;
-    do_rows(tail.norm);
-    if (!multiply(tail.gate_up, tail.run)) return;
-    do_rows(tail.gated);
-    if (!multiply(tail.down, tail.run)) return;
-    do_rows(tail.sum);
+void run_alone(void* data) {
+    auto& alone = *(Alone<T, W, A>*)data;
+    Worker worker(alone.workers);
+    alone.tail.go(worker, nullptr);
 }
 
 template <typename T, typename W, typename A>
 int tail(const Block& block, T* y, const T* heads, int64_t heads_stride, const T* x, int64_t rows, int64_t threads) {
     static thread_local Room room;
-    const int64_t width = block.out->outputs, inner = block.down->inputs;
-    T* h = (T*)room.of(rows * (2 * width + 3 * inner) * sizeof(T) / sizeof(float) + 1);
-    if (!h) return 1;
-    T *normed = h + rows * width, *gate_up = normed + rows * width, *inside = gate_up + rows * 2 * inner;
-    const int64_t piece = piece_of(width);
-    Tail<T, W, A> call = {
-        {}, {}, {}, nullptr,
-        {{rows, piece}, normed, h, width, x, width, (const W*)block.mlp_norm, width, (float)block.mlp_eps},
-        {{rows, piece_of(inner)}, inside, gate_up, 2 * inner, inner},
-        {{rows, piece}, y, h, width},
-    };
-    call.run = quire_begin_linear(&call.out, block.out, h, heads, heads_stride, rows, threads);
-    quire_begin_linear(&call.gate_up, block.gate_up, gate_up, normed, width, rows, threads);
-    quire_begin_linear(&call.down, block.down, y, inside, inner, rows, threads);
-    run_on(threads, run_tail<T, W, A>, &call, block.parallel);
-    return call.out.failed || call.gate_up.failed || call.down.failed;
+    T* place = (T*)room.of(rows * tail_room(block) * sizeof(T) / sizeof(float) + 1);
+    if (!place) return 1;
+    Alone<T, W, A> call{{block, place, y, heads, heads_stride, x, rows, threads}, {0}};
+    run_on(threads, run_alone<T, W, A>, &call, block.parallel);
+    return call.tail.failed();
 }
 
 template <typename T, typename W>
@@ -119,43 +174,96 @@ int tail_with(const Block& block, void* y, const void* heads, int64_t heads_stri
                                     : tail<T, W, GeluTanh>)(block, (T*)y, (const T*)heads, heads_stride, (const T*)x, rows, threads);
 }
 
-template <typename T, typename W>
-struct Front {
+// A block of a stack.
+template <typename T, typename W, typename A>
+struct Whole {
     Norm<T, W> norm;
     LinearCall qkv;
-    void (*run)(void*);
+    Multiply run;
     Place<T, W> place;
+    Call attention;
+    Attend attend;
+    Tail<T, W, A> tail;
+
+    // ``room``: as ``whole_room`` says.
+    Whole(const Step& step, T* room, T* y, const T* x, int64_t rows, int64_t threads)
+        : Whole(*step.block, *step.layer, *step.forward, room, room + rows * step.block->qkv->inputs,
+                room + rows * (step.block->qkv->inputs + step.block->qkv->outputs), y, x, rows, threads) {}
+
+    Whole(const Block& block, const LayerAttention& layer, const ForwardAttention& forward, T* normed, T* all, T* turned, T* y, const T* x,
+          int64_t rows, int64_t threads)
+        : Whole(block, layer, forward, normed, all, turned, turned + rows * (layer.heads + layer.kv_heads) * layer.key_width,
+                block.qkv->inputs, layer.heads * layer.value_width, y, x, rows, threads) {}
+
+    Whole(const Block& block, const LayerAttention& layer, const ForwardAttention& forward, T* normed, T* all, T* turned, T* heads,
+          int64_t width, int64_t columns, T* y, const T* x, int64_t rows, int64_t threads)
+        : norm{{rows, piece_of(width)}, normed, x, width, (const W*)block.attention_norm, width, (float)block.attention_eps},
+          place{{rows, piece_of((layer.heads + layer.kv_heads) * layer.key_width)}, turned, all, block.qkv->outputs, layer.heads,
+                layer.kv_heads, layer.key_width, layer.value_width, forward.cos, forward.sin, forward.turn_stride, forward.rotary,
+                forward.interleaved, (const W*)layer.q_norm, (const W*)layer.k_norm, (float)layer.head_eps, (T*)layer.k, (T*)layer.v,
+                forward.slots},
+          tail(block, heads + rows * columns, y, heads, columns, x, rows, threads) {
+        run = quire_begin_linear(&qkv, block.qkv, all, normed, width, rows, threads);
+        attend = quire_begin_attention(&attention, (const Call*)forward.call, turned, nullptr, layer.k, layer.v, heads, nullptr,
+                                       layer.sinks, layer.scale, layer.softcap);
+    }
+
+    bool go(Worker& worker, const LinearCall* next) {
+        do_rows(norm, worker);
+        worker.expect(tail.out);
+        if (!multiply(qkv, run, worker)) return false;
+        do_rows(place, worker);
+        attend(&attention);
+        worker.wait(attention.done, attention.batch->num_items);
+        return tail.go(worker, next);
+    }
+
+    bool failed() const { return qkv.failed || tail.failed(); }
 };
 
-template <typename T, typename W>
-void run_front(void* data) {
-    auto& front = *(Front<T, W>*)data;
-    do_rows(front.norm);
-    if (multiply(front.qkv, front.run)) do_rows(front.place);
+int64_t whole_room(const Step& step) {
+    const LayerAttention& layer = *step.layer;
+    return step.block->qkv->inputs + step.block->qkv->outputs + (layer.heads + layer.kv_heads) * layer.key_width +
+           layer.heads * layer.value_width + tail_room(*step.block);
+}
+
+template <typename T, typename W, typename A>
+struct Stack {
+    Whole<T, W, A>* blocks;
+    int64_t count;
+    std::atomic<int64_t> workers;
+};
+
+template <typename T, typename W, typename A>
+void run_stack(void* data) {
+    auto& stack = *(Stack<T, W, A>*)data;
+    Worker worker(stack.workers);
+    for (int64_t i = 0; i < stack.count; i++)
+        if (!stack.blocks[i].go(worker, i + 1 < stack.count ? &stack.blocks[i + 1].qkv : nullptr)) return;
+}
+
+template <typename T, typename W, typename A>
+int stack(const Step* steps, int64_t count, T* y, const T* x, int64_t rows, int64_t threads) {
+    static thread_local Room room, calls;
+    int64_t most = 0;
+    for (int64_t i = 0; i < count; i++) most = whole_room(steps[i]) > most ? whole_room(steps[i]) : most;
+    T* place = (T*)room.of(rows * most * sizeof(T) / sizeof(float) + 1);
+    auto* blocks = (Whole<T, W, A>*)calls.of(count * sizeof(Whole<T, W, A>) / sizeof(float));
+    if (!place || !blocks) return 1;
+    // A block reads x for the last time before it writes y.
+    for (int64_t i = 0; i < count; i++) new (blocks + i) Whole<T, W, A>(steps[i], place, y, i ? y : x, rows, threads);
+    Stack<T, W, A> call{blocks, count, {0}};
+    run_on(threads, run_stack<T, W, A>, &call, steps->block->parallel);
+    for (int64_t i = 0; i < count; i++)
+        if (blocks[i].failed()) return 1;
+    return 0;
 }
 
 template <typename T, typename W>
-int whole(const Block& block, const LayerAttention& layer, const ForwardAttention& forward, T* y, const T* x, int64_t rows,
-          int64_t threads) {
-    static thread_local Room room;
-    const int64_t width = block.qkv->inputs, columns = block.qkv->outputs, key = layer.key_width;
-    const int64_t all = layer.heads + layer.kv_heads, out = layer.heads * layer.value_width;
-    T* normed = (T*)room.of(rows * (width + columns + all * key + out) * sizeof(T) / sizeof(float) + 1);
-    if (!normed) return 1;
-    T *qkv = normed + rows * width, *turned = qkv + rows * columns, *heads = turned + rows * all * key;
-    Front<T, W> call = {
-        {{rows, piece_of(width)}, normed, x, width, (const W*)block.attention_norm, width, (float)block.attention_eps},
-        {}, nullptr,
-        {{rows, piece_of(all * key)}, turned, qkv, columns, layer.heads, layer.kv_heads, key, layer.value_width, forward.cos,
-         forward.sin, forward.turn_stride, forward.rotary, forward.interleaved, (const W*)layer.q_norm, (const W*)layer.k_norm,
-         (float)layer.head_eps, (T*)layer.k, (T*)layer.v, forward.slots},
-    };
-    call.run = quire_begin_linear(&call.qkv, block.qkv, qkv, normed, width, rows, threads);
-    run_on(threads, run_front<T, W>, &call, block.parallel);
-    if (call.qkv.failed) return 1;
-    quire_attention(forward.call, turned, nullptr, layer.k, layer.v, heads, nullptr, layer.sinks, layer.scale, layer.softcap,
-                    block.parallel);
-    return tail_with<T, W>(block, y, heads, out, x, rows, threads);
+int stack_with(const Step* steps, int64_t count, void* y, const void* x, int64_t rows, int64_t threads) {
+    return (steps->block->activation == 0   ? stack<T, W, Silu>
+            : steps->block->activation == 1 ? stack<T, W, Gelu>
+                                            : stack<T, W, GeluTanh>)(steps, count, (T*)y, (const T*)x, rows, threads);
 }
 
 }  // namespace
@@ -170,11 +278,12 @@ int quire_block_tail(const Block* block, void* y, const void* heads, int64_t hea
                                 : tail_with<bfloat16, float>)(*block, y, heads, heads_stride, x, rows, threads);
 }
 
-// The same with heads = attention(qkv(norm(x))), whose K and V are written to the layer's pools.
-int quire_block(const Block* block, const LayerAttention* layer, const ForwardAttention* forward, void* y, const void* x,
-                int64_t rows, int64_t threads) {
-    if (block->types == 0) return whole<float, float>(*block, *layer, *forward, (float*)y, (const float*)x, rows, threads);
-    return (block->types == 1 ? whole<bfloat16, bfloat16> : whole<bfloat16, float>)(*block, *layer, *forward, (bfloat16*)y,
-                                                                                    (const bfloat16*)x, rows, threads);
+// The same with heads = attention(qkv(norm(x))), whose K and V are written to the layer's pools, for so many blocks of one type and
+// activation, each over what the one before it has written.
+int quire_blocks(const Step* steps, int64_t count, void* y, const void* x, int64_t rows, int64_t threads) {
+    const int64_t types = steps->block->types;
+    return (types == 0   ? stack_with<float, float>
+            : types == 1 ? stack_with<bfloat16, bfloat16>
+                         : stack_with<bfloat16, float>)(steps, count, y, x, rows, threads);
 }
 }

@@ -8,7 +8,7 @@ constexpr int MOST_ROWS = 4;
 
 #include "linear_tiles.h"
 
-extern "C" void quire_linear_avx2(void* call) { run_call(call); }
+extern "C" void quire_linear_avx2(LinearCall* call, int64_t thread) { run_call(*call, thread); }
 
 TARGET_END
 #endif

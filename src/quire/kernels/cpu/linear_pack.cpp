@@ -127,11 +127,11 @@ INLINE void pack_codes(const PackCall& call, const T* weight, int64_t outputs, u
                 store(codes + i, is_int8 ? signed_size(whole) : whole + 8);
             }
             for (int64_t i = 0; i < call.group; i++) {
-                uint8_t* place = to + (k + i) / (is_int8 ? 4 : 8) * (2 * 64) + o / LANES * 64 + byte_of((int)(o % LANES), (int)(i % 4));
+                uint8_t* vector = to + (k + i) / (is_int8 ? 4 : 8) * (2 * 64) + o / LANES * 64;
                 if (is_int8)
-                    *place = (uint8_t)codes[i];
+                    vector[byte_of((int)(o % LANES), (int)(i % 4))] = (uint8_t)codes[i];
                 else
-                    *place |= (uint8_t)(i % 8 < 4 ? codes[i] : codes[i] << 4);
+                    ((uint32_t*)vector)[o % LANES] |= (uint32_t)codes[i] << (16 * (i % 2) + i % 8 / 2 * 4);
             }
         }
 }

@@ -5,4 +5,4 @@ constexpr int MOST_ROWS = 4;
 
 #include "linear_tiles.h"
 
-extern "C" void quire_linear_portable(void* call) { run_call(call); }
+extern "C" void quire_linear_portable(LinearCall* call, int64_t thread) { run_call(*call, thread); }

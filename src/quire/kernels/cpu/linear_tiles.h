@@ -31,14 +31,10 @@ INLINE Lanes value_of_int8(Bits code) {
     Lanes size = __builtin_convertvector((Whole)(code & 0x7fu), Lanes);
     return (Lanes)((Bits)size | ((code & 0x80u) << 24));
 }
-INLINE Lanes value_of_int4(Bits code) { return __builtin_convertvector((Whole)code - 8, Lanes); }
-
 // Inputs k and k + 1 from pairs of codes: the lower and the upper halves.
-template <int FORM>
-INLINE void put_values(float* to, Bits pairs) {
-    Bits even = pairs & 0xffffu, odd = pairs >> 16;
-    store(to, FORM == INT8 ? value_of_int8(even) : value_of_int4(even));
-    store(to + PANEL, FORM == INT8 ? value_of_int8(odd) : value_of_int4(odd));
+INLINE void put_int8(float* to, Bits pairs) {
+    store(to, value_of_int8(pairs & 0xffffu));
+    store(to + PANEL, value_of_int8(pairs >> 16));
 }
 
 // to[k][o]: values without scale of so many inputs of a panel.
@@ -51,67 +47,88 @@ INLINE void widen_panel(float* to, const uint8_t* from, int64_t inputs) {
                 store(to + k * PANEL + half * LANES, (Lanes)(pairs << 16));
                 store(to + (k + 1) * PANEL + half * LANES, (Lanes)(pairs & 0xffff0000u));
             }
-    } else {
-        for (int64_t k = 0; k < inputs; k += FORM == INT8 ? 4 : 8)
+    } else if (FORM == INT8) {
+        for (int64_t k = 0; k < inputs; k += 4)
             for (int half = 0; half < 2; half++, from += 64) {
                 Bits first, second;
-                Bytes codes = loaded<Bytes>(from);
                 float* column = to + k * PANEL + half * LANES;
-                spread(FORM == INT8 ? codes : codes & 0xf, &first, &second);
-                put_values<FORM>(column, first), put_values<FORM>(column + 2 * PANEL, second);
-                if (FORM == INT4) {
-                    spread(codes >> 4, &first, &second);
-                    put_values<FORM>(column + 4 * PANEL, first), put_values<FORM>(column + 6 * PANEL, second);
-                }
+                spread(loaded<Bytes>(from), &first, &second);
+                put_int8(column, first), put_int8(column + 2 * PANEL, second);
+            }
+    } else {
+        for (int64_t k = 0; k < inputs; k += 8)
+            for (int half = 0; half < 2; half++, from += 64) {
+                Bits codes = loaded<Bits>(from);
+                for (int i = 0; i < 8; i++)
+                    store(to + (k + i) * PANEL + half * LANES,
+                          __builtin_convertvector((Whole)(codes >> (16 * (i % 2) + 4 * (i / 2)) & 15u) - 8, Lanes));
             }
     }
 }
 
 #ifdef PAIRS
-// Bytes of the bfloat16 of 0..127, and of -8..7.
+// The bfloat16 of 0..127, byte by byte, and of -8..7, twice.
 struct Tables {
-    uint8_t low[128], high[128], low4[64], high4[64];
+    uint8_t low[128], high[128];
+    bfloat16 int4[32];
     Tables() {
         for (int code = 0; code < 128; code++) {
             float value = (float)code;
             uint32_t bits = loaded<uint32_t>(&value) >> 16;
             low[code] = (uint8_t)bits, high[code] = (uint8_t)(bits >> 8);
         }
-        for (int code = 0; code < 64; code++) {
-            float value = (float)(code % 16) - 8;
-            uint32_t bits = loaded<uint32_t>(&value) >> 16;
-            low4[code] = (uint8_t)bits, high4[code] = (uint8_t)(bits >> 8);
-        }
+        for (int code = 0; code < 32; code++) put_one(int4 + code, (float)(code % 16) - 8);
     }
 };
 const Tables tables;
 
-// to[k / 2][o][2]: values without scale, which bfloat16 has exactly.
+// Reads the codes of 16 outputs as pairs without scale, which bfloat16 has exactly.
+template <int FORM>
+struct Codes;
+
+template <>
+struct Codes<INT8> {
+    static constexpr int INPUTS = 4;  // of 64 bytes
+    __m512i low, low_rest, high, high_rest, sign;
+    __attribute__((always_inline)) Codes() {
+        low = _mm512_loadu_si512(tables.low), low_rest = _mm512_loadu_si512(tables.low + 64);
+        high = _mm512_loadu_si512(tables.high), high_rest = _mm512_loadu_si512(tables.high + 64);
+        sign = _mm512_set1_epi8((char)0x80);
+    }
+    __attribute__((always_inline)) void read(const uint8_t* from, __m512i (&pairs)[2]) const {
+        const __m512i codes = _mm512_loadu_si512(from), lower = _mm512_permutex2var_epi8(low, codes, low_rest);
+        const __m512i size = _mm512_permutex2var_epi8(high, codes, high_rest);
+        const __m512i upper = _mm512_ternarylogic_epi32(size, codes, sign, 0xf8);  // size | (codes & sign)
+        pairs[0] = _mm512_unpacklo_epi8(lower, upper), pairs[1] = _mm512_unpackhi_epi8(lower, upper);
+    }
+};
+
+template <>
+struct Codes<INT4> {
+    static constexpr int INPUTS = 8;
+    __m512i table;
+    __attribute__((always_inline)) Codes() { table = _mm512_loadu_si512(tables.int4); }
+    // A look-up takes the lowest five bits; the fifth makes no difference.
+    __attribute__((always_inline)) void read(const uint8_t* from, __m512i (&pairs)[4]) const {
+        const __m512i codes = _mm512_loadu_si512(from);
+        pairs[0] = _mm512_permutexvar_epi16(codes, table);
+        pairs[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
+        pairs[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);
+        pairs[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table);
+    }
+};
+
+// to[k / 2][o][2]
 template <int FORM>
 INLINE void pair_panel(bfloat16* to, const uint8_t* from, int64_t inputs) {
-    const __m512i low = _mm512_loadu_si512(tables.low), low_rest = _mm512_loadu_si512(tables.low + 64);
-    const __m512i high = _mm512_loadu_si512(tables.high), high_rest = _mm512_loadu_si512(tables.high + 64);
-    const __m512i low4 = _mm512_loadu_si512(tables.low4), high4 = _mm512_loadu_si512(tables.high4);
-    const __m512i sign = _mm512_set1_epi8((char)0x80), nibble = _mm512_set1_epi8(0xf);
-    for (int64_t k = 0; k < inputs; k += FORM == INT8 ? 4 : 8)
+    const Codes<FORM> codes;
+    constexpr int INPUTS = Codes<FORM>::INPUTS;
+    for (int64_t k = 0; k < inputs; k += INPUTS)
         for (int half = 0; half < 2; half++, from += 64) {
-            __m512i codes = _mm512_loadu_si512(from);
+            __m512i pairs[INPUTS / 2];
+            codes.read(from, pairs);
             __builtin_prefetch(from + AHEAD, 0, 2);
-            bfloat16* column = to + k * PANEL + half * 32;
-            for (int part = 0; part < (FORM == INT8 ? 1 : 2); part++, column += 4 * PANEL) {
-                __m512i lower, upper;
-                if (FORM == INT8) {
-                    lower = _mm512_permutex2var_epi8(low, codes, low_rest);
-                    upper = _mm512_permutex2var_epi8(high, codes, high_rest);
-                    upper = _mm512_ternarylogic_epi32(upper, codes, sign, 0xf8);  // upper | (codes & sign)
-                } else {
-                    __m512i some = _mm512_and_si512(part ? _mm512_srli_epi16(codes, 4) : codes, nibble);
-                    lower = _mm512_shuffle_epi8(low4, some);
-                    upper = _mm512_shuffle_epi8(high4, some);
-                }
-                _mm512_storeu_si512(column, _mm512_unpacklo_epi8(lower, upper));
-                _mm512_storeu_si512(column + 2 * PANEL, _mm512_unpackhi_epi8(lower, upper));
-            }
+            for (int p = 0; p < INPUTS / 2; p++) _mm512_storeu_si512(to + (k + 2 * p) * PANEL + half * 32, pairs[p]);
         }
 }
 #endif
@@ -122,8 +139,8 @@ INLINE void widen_scales(float* to, const bfloat16* from) {
     for (int n = 0; n < PANEL; n += LANES) store(to + n, wide(from + n));
 }
 
-// How a tile reads inputs and weights: Q panels of weights that are ``apart`` elements from each other; rows of x packed by
-// pack_rows, so that the M rows' values of one input lie side by side.
+// How a tile reads inputs and weights: Q panels of weights that are ``apart`` elements from each other, the first of which ends at
+// ``end``; rows of x packed by pack_rows, so that the M rows' values of one input lie side by side.
 
 // to[q][m][o] += the tile; of a group with scales += the tile * scale[q][o].
 template <int M, int Q>
@@ -139,22 +156,31 @@ INLINE void add_tile(float* to, int64_t to_apart, const Lanes (&sums)[Q][M][2], 
             }
 }
 
+// How many elements further are fetched. Behind the end of Q panels that are read side by side come Q others.
+template <int Q, int BYTES = AHEAD, typename T>
+INLINE int64_t ahead_of(const T* w, const T* end, int64_t apart) {
+    constexpr int64_t AWAY = BYTES / (int)sizeof(T);
+    return AWAY + (Q > 1 && end - w <= AWAY ? (Q - 1) * apart : 0);
+}
+
 // The first block of rows fetches weights; the others find them in a cache.
 template <bool FETCH, typename T>
-INLINE void fetch_later(const T* from) {
+INLINE void fetch(const T* from) {
     if (!FETCH) return;
-    for (int byte = 0; byte < PANEL * (int)sizeof(T); byte += 64) __builtin_prefetch((const char*)from + AHEAD + byte, 0, 3);
+    for (int byte = 0; byte < PANEL * (int)sizeof(T); byte += 64) __builtin_prefetch((const char*)from + byte, 0, 3);
 }
 
 template <int M, int Q, bool FETCH>
-INLINE void tile(float* to, int64_t to_apart, const float* x, const float* w, int64_t apart, int64_t inputs, const float* scale) {
+INLINE void tile(float* to, int64_t to_apart, const float* x, const float* w, int64_t apart, const float* end, int64_t inputs,
+                 const float* scale) {
     Lanes sums[Q][M][2] = {};
     for (int64_t k = 0; k < inputs; k++, w += PANEL, x += M) {
+        const int64_t ahead = ahead_of<Q>(w, end, apart);
         Lanes columns[Q][2];
 #pragma GCC unroll 2
         for (int q = 0; q < Q; q++) {
             columns[q][0] = loaded<Lanes>(w + q * apart), columns[q][1] = loaded<Lanes>(w + q * apart + LANES);
-            fetch_later<FETCH>(w + q * apart);
+            fetch<FETCH>(w + q * apart + ahead);
         }
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++)
@@ -166,13 +192,15 @@ INLINE void tile(float* to, int64_t to_apart, const float* x, const float* w, in
 
 // Weights of bfloat16 pairs, widened.
 template <int M, int Q, bool FETCH>
-INLINE void tile(float* to, int64_t to_apart, const float* x, const bfloat16* w, int64_t apart, int64_t inputs, const float* scale) {
+INLINE void tile(float* to, int64_t to_apart, const float* x, const bfloat16* w, int64_t apart, const bfloat16* end, int64_t inputs,
+                 const float* scale) {
     Lanes sums[Q][M][2] = {};
     for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL, x += 2 * M) {
+        const int64_t ahead = ahead_of<Q>(w, end, apart);
 #pragma GCC unroll 2
         for (int q = 0; q < Q; q++) {
             Bits first = loaded<Bits>(w + q * apart), second = loaded<Bits>(w + q * apart + 2 * LANES);
-            fetch_later<FETCH>(w + q * apart), fetch_later<FETCH>(w + q * apart + PANEL);
+            fetch<FETCH>(w + q * apart + ahead), fetch<FETCH>(w + q * apart + ahead + PANEL);
             Lanes even[2] = {(Lanes)(first << 16), (Lanes)(second << 16)};
             Lanes odd[2] = {(Lanes)(first & 0xffff0000u), (Lanes)(second & 0xffff0000u)};
 #pragma GCC unroll 16
@@ -187,14 +215,16 @@ INLINE void tile(float* to, int64_t to_apart, const float* x, const bfloat16* w,
 
 #ifdef PAIRS
 template <int M, int Q, bool FETCH>
-INLINE void tile(float* to, int64_t to_apart, const uint32_t* x, const bfloat16* w, int64_t apart, int64_t inputs, const float* scale) {
+INLINE void tile(float* to, int64_t to_apart, const uint32_t* x, const bfloat16* w, int64_t apart, const bfloat16* end, int64_t inputs,
+                 const float* scale) {
     Lanes sums[Q][M][2] = {};
     for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL, x += M) {
+        const int64_t ahead = ahead_of<Q>(w, end, apart);
         __m512bh columns[Q][2];
 #pragma GCC unroll 2
         for (int q = 0; q < Q; q++) {
             for (int n = 0; n < 2; n++) columns[q][n] = (__m512bh)_mm512_loadu_si512(w + q * apart + n * 2 * LANES);
-            fetch_later<FETCH>(w + q * apart), fetch_later<FETCH>(w + q * apart + PANEL);
+            fetch<FETCH>(w + q * apart + ahead), fetch<FETCH>(w + q * apart + ahead + PANEL);
         }
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
@@ -209,11 +239,69 @@ INLINE void tile(float* to, int64_t to_apart, const uint32_t* x, const bfloat16*
 #endif
 
 template <int M, int Q, bool FETCH, typename X, typename W>
-INLINE void tile_of(int64_t rows, float* to, int64_t to_apart, const X* x, const W* w, int64_t apart, int64_t inputs, const float* scale) {
+INLINE void tile_of(int64_t rows, float* to, int64_t to_apart, const X* x, const W* w, int64_t apart, const W* end, int64_t inputs,
+                    const float* scale) {
     if constexpr (M > 1)
-        if (rows < M) return tile_of<M - 1, Q, FETCH>(rows, to, to_apart, x, w, apart, inputs, scale);
-    tile<M, Q, FETCH>(to, to_apart, x, w, apart, inputs, scale);
+        if (rows < M) return tile_of<M - 1, Q, FETCH>(rows, to, to_apart, x, w, apart, end, inputs, scale);
+    tile<M, Q, FETCH>(to, to_apart, x, w, apart, end, inputs, scale);
 }
+
+#ifdef PAIRS
+// A few rows multiply codes that become pairs in registers: to[q][m][o], group by group as sum_panels adds them.
+template <int M, int Q, int FORM>
+__attribute__((noinline)) void code_tile(const Linear& map, int64_t panel, float* to, int64_t to_apart, const uint32_t* x) {
+    constexpr int INPUTS = Codes<FORM>::INPUTS;
+    const Codes<FORM> codes;
+    const int64_t apart = map.inputs * PANEL / (FORM == INT8 ? 1 : 2), scales_apart = map.inputs / map.group * PANEL;
+    const uint8_t *from = (const uint8_t*)map.weights + panel * apart, *end = from + apart;
+    const bfloat16 *scales = map.scales + panel * scales_apart, *scales_end = scales + scales_apart;
+    Lanes totals[Q][M][2] = {};
+    for (int64_t k = 0; k < map.inputs; k += map.group, scales += PANEL) {
+        Lanes sums[Q][M][2] = {};
+        const int64_t ahead = ahead_of<Q>(from, end, apart), scales_ahead = ahead_of<Q, AHEAD / 8>(scales, scales_end, scales_apart);
+        for (int64_t i = 0; i < map.group; i += INPUTS, from += 2 * 64, x += INPUTS / 2 * M)
+#pragma GCC unroll 2
+            for (int q = 0; q < Q; q++)
+#pragma GCC unroll 2
+                for (int n = 0; n < 2; n++) {
+                    __m512i pairs[INPUTS / 2];
+                    const uint8_t* place = from + q * apart + n * 64;
+                    codes.read(place, pairs);
+                    __builtin_prefetch(place + ahead, 0, 3);
+#pragma GCC unroll 4
+                    for (int p = 0; p < INPUTS / 2; p++)
+#pragma GCC unroll 6
+                        for (int m = 0; m < M; m++)
+                            sums[q][m][n] = (Lanes)_mm512_dpbf16_ps((__m512)sums[q][m][n], (__m512bh)pairs[p],
+                                                                    (__m512bh)_mm512_set1_epi32((int)x[p * M + m]));
+                }
+#pragma GCC unroll 2
+        for (int q = 0; q < Q; q++) {
+            __builtin_prefetch(scales + q * scales_apart + scales_ahead, 0, 3);
+#pragma GCC unroll 2
+            for (int n = 0; n < 2; n++) {
+                const Lanes scale = wide(scales + q * scales_apart + n * LANES);
+#pragma GCC unroll 6
+                for (int m = 0; m < M; m++) totals[q][m][n] = totals[q][m][n] + sums[q][m][n] * scale;
+            }
+        }
+    }
+    for (int q = 0; q < Q; q++)
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < 2; n++) store(to + q * to_apart + m * PANEL + n * LANES, totals[q][m][n]);
+}
+
+// Of up to six rows; all sums and totals stay in registers.
+constexpr int FEW_ROWS = 6;
+
+template <int M, int Q, int FORM>
+INLINE void code_tile_of(int64_t rows, const Linear& map, int64_t panel, float* to, int64_t to_apart, const uint32_t* x) {
+    if constexpr (M > 1)
+        if (rows < M) return code_tile_of<M - 1, Q, FORM>(rows, map, panel, to, to_apart, x);
+    constexpr int SIDE = M > FEW_ROWS / 2 ? 1 : Q;
+    for (int q = 0; q < Q; q += SIDE) code_tile<M, SIDE, FORM>(map, panel + q, to + q * to_apart, to_apart, x);
+}
+#endif
 
 // -- rows ------------------------------------------------------------------------------------------------------------
 
@@ -253,7 +341,7 @@ INLINE void pack_pairs(uint32_t* to, const bfloat16* x, int64_t x_stride, int64_
 // Q panels' part times all packed rows. ``length``: elements of a packed row, ``begin``: those before this part.
 template <int Q, typename X, typename W>
 __attribute__((noinline)) void tiles(float* sums, int64_t to_apart, int64_t rows, const X* x, int64_t length, int64_t begin,
-                                     const W* w, int64_t apart, int64_t inputs, const float* scale) {
+                                     const W* w, int64_t apart, const W* end, int64_t inputs, const float* scale) {
     const int64_t count = blocks_of(rows);
     for (int64_t i = 0; i < count; i++) {
         const int64_t from = rows * i / count, some = rows * (i + 1) / count - from;
@@ -261,18 +349,13 @@ __attribute__((noinline)) void tiles(float* sums, int64_t to_apart, int64_t rows
         float* place = sums + from * PANEL;
         const X* rows_of = x + from * length + begin * some;
         if (i == 0)
-            tile_of<MOST, Q, true>(some, place, to_apart, rows_of, w, apart, inputs, scale);
+            tile_of<MOST, Q, true>(some, place, to_apart, rows_of, w, apart, end, inputs, scale);
         else
-            tile_of<MOST, Q, false>(some, place, to_apart, rows_of, w, apart, inputs, scale);
+            tile_of<MOST, Q, false>(some, place, to_apart, rows_of, w, apart, end, inputs, scale);
     }
 }
 
 // -- items: some panels and some rows ---------------------------------------------------------------------------------
-
-INLINE int64_t panel_bytes(const Linear& map) {
-    const int64_t bytes[4] = {4 * PANEL, 2 * PANEL, PANEL, PANEL / 2};
-    return map.inputs * bytes[map.form];
-}
 
 // The inputs of a block, an even number: blocks of one map are equally long, but for the last.
 INLINE int64_t even_part(int64_t inputs) {
@@ -284,15 +367,21 @@ INLINE int64_t even_part(int64_t inputs) {
 template <int Q, int FORM, typename X>
 INLINE void sum_panels(const Linear& map, int64_t panel, float* sums, int64_t to_apart, float* room, const X* x, int64_t length, int64_t rows) {
     constexpr bool is_paired = !std::is_same<X, float>::value;
+#ifdef PAIRS
+    if constexpr (FORM >= INT8 && is_paired)
+        if (rows <= FEW_ROWS) return code_tile_of<FEW_ROWS, Q, FORM>(rows, map, panel, sums, to_apart, x);
+#endif
     const int64_t bytes = panel_bytes(map), step = FORM >= INT8 ? map.group : even_part(map.inputs);
     const uint8_t* from = (const uint8_t*)map.weights + panel * bytes;
     for (int q = 0; q < Q; q++) std::memset(sums + q * to_apart, 0, sizeof(float) * PANEL * rows);
     for (int64_t k = 0; k < map.inputs; k += step) {
         const int64_t inputs = map.inputs - k < step ? map.inputs - k : step, begin = is_paired ? k / 2 : k;
         if constexpr (FORM == FLOAT32) {
-            tiles<Q>(sums, to_apart, rows, x, length, begin, (const float*)from + k * PANEL, bytes / 4, inputs, nullptr);
+            tiles<Q>(sums, to_apart, rows, x, length, begin, (const float*)from + k * PANEL, bytes / 4, (const float*)(from + bytes), inputs,
+                     nullptr);
         } else if constexpr (FORM == BFLOAT16) {
-            tiles<Q>(sums, to_apart, rows, x, length, begin, (const bfloat16*)from + k * PANEL, bytes / 2, inputs, nullptr);
+            tiles<Q>(sums, to_apart, rows, x, length, begin, (const bfloat16*)from + k * PANEL, bytes / 2, (const bfloat16*)(from + bytes), inputs,
+                     nullptr);
         } else {
             float* scale = room;
             for (int q = 0; q < Q; q++) widen_scales(scale + q * PANEL, map.scales + ((panel + q) * (map.inputs / map.group) + k / map.group) * PANEL);
@@ -301,12 +390,12 @@ INLINE void sum_panels(const Linear& map, int64_t panel, float* sums, int64_t to
 #ifdef PAIRS
                 bfloat16* pairs = (bfloat16*)(room + 2 * PANEL);
                 for (int q = 0; q < Q; q++) pair_panel<FORM>(pairs + q * WIDEST_GROUP * PANEL, codes + q * bytes, inputs);
-                tiles<Q>(sums, to_apart, rows, x, length, begin, (const bfloat16*)pairs, WIDEST_GROUP * PANEL, inputs, scale);
+                tiles<Q>(sums, to_apart, rows, x, length, begin, (const bfloat16*)pairs, WIDEST_GROUP * PANEL, pairs, inputs, scale);
 #endif
             } else {
                 float* values = room + 2 * PANEL;
                 for (int q = 0; q < Q; q++) widen_panel<FORM>(values + q * WIDEST_GROUP * PANEL, codes + q * bytes, inputs);
-                tiles<Q>(sums, to_apart, rows, x, length, begin, (const float*)values, WIDEST_GROUP * PANEL, inputs, scale);
+                tiles<Q>(sums, to_apart, rows, x, length, begin, (const float*)values, WIDEST_GROUP * PANEL, values, inputs, scale);
             }
         }
     }
@@ -326,7 +415,7 @@ INLINE void put_rows(const LinearCall& call, int64_t panel, int64_t first, int64
 }
 
 template <int FORM, typename X, typename T>
-INLINE void run_items(LinearCall& call) {
+INLINE void run_items(LinearCall& call, int64_t thread) {
     static thread_local Room room;
     const Linear& map = *call.map;
     const int64_t to_apart = call.tile_rows * PANEL, length = std::is_same<X, float>::value ? map.inputs : map.inputs / 2;
@@ -338,7 +427,8 @@ INLINE void run_items(LinearCall& call) {
     float* sums = widened + (2 + 2 * WIDEST_GROUP) * PANEL;
     X* x = (X*)(sums + 2 * to_apart);
     const int64_t panels = (map.outputs + PANEL - 1) / PANEL;
-    for (int64_t item, packed = -1; (item = call.next_item.fetch_add(1)) < call.items;) {
+    Turn turn(call, thread);
+    for (int64_t item, packed = -1; (item = turn.next()) >= 0;) {
         const int64_t part = item % call.parts, first = item / call.parts * call.tile_rows;
         const int64_t rows = call.rows - first < call.tile_rows ? call.rows - first : call.tile_rows;
         if (packed != first) {
@@ -362,27 +452,26 @@ INLINE void run_items(LinearCall& call) {
             sum_panels<1, FORM>(map, panel, sums, to_apart, widened, x, length, rows);
             put_rows<T>(call, panel, first, rows, sums);
         }
-        call.done.fetch_add(1);
+        __atomic_fetch_add(&call.done, 1, __ATOMIC_RELEASE);
     }
 }
 
 template <typename X, typename T>
-INLINE void run_form(LinearCall& call) {
+INLINE void run_form(LinearCall& call, int64_t thread) {
     switch (call.map->form) {
-        case FLOAT32: return run_items<FLOAT32, float, T>(call);
-        case BFLOAT16: return run_items<BFLOAT16, X, T>(call);
-        case INT8: return run_items<INT8, X, T>(call);
-        default: return run_items<INT4, X, T>(call);
+        case FLOAT32: return run_items<FLOAT32, float, T>(call, thread);
+        case BFLOAT16: return run_items<BFLOAT16, X, T>(call, thread);
+        case INT8: return run_items<INT8, X, T>(call, thread);
+        default: return run_items<INT4, X, T>(call, thread);
     }
 }
 
-INLINE void run_call(void* data) {
-    LinearCall& call = *(LinearCall*)data;
-    if (!call.map->is_bfloat16) return run_form<float, float>(call);
+INLINE void run_call(LinearCall& call, int64_t thread) {
+    if (!call.map->is_bfloat16) return run_form<float, float>(call, thread);
 #ifdef PAIRS
-    run_form<uint32_t, bfloat16>(call);
+    run_form<uint32_t, bfloat16>(call, thread);
 #else
-    run_form<float, bfloat16>(call);
+    run_form<float, bfloat16>(call, thread);
 #endif
 }
 

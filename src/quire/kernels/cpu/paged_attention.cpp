@@ -208,17 +208,24 @@ int64_t quire_attention_plan(Batch* batch, int64_t threads) {
 
 int64_t quire_attention_room(const Batch* batch) { return room_for(batch->most_rows, batch->key_size, batch->value_size); }
 
-// ``parallel``: GOMP_parallel, or null. The other arguments are those of Call that differ from layer to layer.
-void quire_attention(const Call* planned, const void* q, const void* q_sink, const void* k, const void* v, void* out, float* lse,
-                     const float* sinks, double scale, double softcap, Parallel parallel) {
-    Call call = *planned;
-    call.q = q, call.q_sink = q_sink, call.k = k, call.v = v, call.out = out, call.lse = lse, call.sinks = sinks;
-    call.scale = scale, call.softcap = softcap;
-    call.next_item = call.next_room = 0;
-    const Batch& batch = *call.batch;
+Attend quire_begin_attention(Call* call, const Call* planned, const void* q, const void* q_sink, const void* k, const void* v, void* out,
+                             float* lse, const float* sinks, double scale, double softcap) {
+    *call = *planned;
+    call->q = q, call->q_sink = q_sink, call->k = k, call->v = v, call->out = out, call->lse = lse, call->sinks = sinks;
+    call->scale = scale, call->softcap = softcap;
+    call->next_item = call->next_room = call->done = 0;
+    const Batch& batch = *call->batch;
     if (batch.num_states)
         for (int64_t t = 0; t < batch.rows; t++)
-            for (int64_t head = 0; head < batch.kv_heads; head++) call.left[t * batch.kv_heads + head] = (int32_t)batch.pieces[t];
-    run_on(std::min(batch.threads, batch.num_items), LEVELS[call.level][call.type], &call, parallel);
+            for (int64_t head = 0; head < batch.kv_heads; head++) call->left[t * batch.kv_heads + head] = (int32_t)batch.pieces[t];
+    return LEVELS[call->level][call->type];
+}
+
+// ``parallel``: GOMP_parallel, or null.
+void quire_attention(const Call* planned, const void* q, const void* q_sink, const void* k, const void* v, void* out, float* lse,
+                     const float* sinks, double scale, double softcap, Parallel parallel) {
+    Call call;
+    const Attend attend = quire_begin_attention(&call, planned, q, q_sink, k, v, out, lse, sinks, scale, softcap);
+    run_on(std::min(call.batch->threads, call.batch->num_items), attend, &call, parallel);
 }
 }

@@ -70,7 +70,7 @@ struct Batch {
 struct Call {
     const Batch* batch;
     float* states;  // [num_states, Hq, state_size]
-    int32_t* left;  // [T, Hkv]: items that have not ended
+    int32_t* left;  // [T, Hkv]: items that have not ended; whoever ends last counts them anew
     char* room;
     int64_t state_size, room_size;  // floats; bytes of a thread
     int64_t q_row, q_head, q_sink_row, q_sink_head, k_slot, k_head, v_slot, v_head;
@@ -80,7 +80,7 @@ struct Call {
     float* lse;          // [T, Hq], or null
     const float* sinks;  // [Hq] learned logits, or null
     double scale, softcap;  // softcap 0: none
-    int64_t next_item, next_room;
+    int64_t next_item, next_room, done;  // items; threads; items that have ended
 };
 
 // Bytes of scratch of a thread: as much as the kernel of any machine needs (``rooms``).
@@ -94,4 +94,8 @@ INLINE int64_t room_for(int64_t rows, int64_t key_size, int64_t value_size) {
 
 // The body of a parallel region for one machine, by type (float32, bfloat16, float16); ``call``: a Call. Null: not in this build.
 typedef void (*Attend)(void* call);
+// Begin a layer's call; the arguments are those of Call that differ from layer to layer. Any number of threads runs what it returns,
+// until ``done`` is the number of items.
+extern "C" Attend quire_begin_attention(Call* call, const Call* planned, const void* q, const void* q_sink, const void* k, const void* v,
+                                        void* out, float* lse, const float* sinks, double scale, double softcap);
 extern const Attend quire_attend_portable[3], quire_attend_avx2[3], quire_attend_avx512[3], quire_attend_bfloat16[3];

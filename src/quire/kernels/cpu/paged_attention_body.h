@@ -324,7 +324,9 @@ INLINE void run_item(Call& call, const Item& item, Room& room) {
     for (int64_t i = 0; i < item.rows; i++)
         for (int64_t h = item.head; h < item.head + item.heads; h++) {
             const int64_t row = order[i];
-            if (batch.base[row] < 0 || __atomic_fetch_sub(call.left + row * batch.kv_heads + h, 1, __ATOMIC_ACQ_REL) != 1) continue;
+            int32_t* left = call.left + row * batch.kv_heads + h;
+            if (batch.base[row] < 0 || __atomic_fetch_sub(left, 1, __ATOMIC_ACQ_REL) != 1) continue;
+            *left = (int32_t)batch.pieces[row];
             for (int64_t head = h * group; head < (h + 1) * group; head++) {
                 float* state = call.states + (batch.base[row] * batch.heads + head) * call.state_size;
                 Tail tail = loaded<Tail>(state + columns);
@@ -340,9 +342,13 @@ INLINE void run_item(Call& call, const Item& item, Room& room) {
 template <typename T>
 void attend(void* data) {
     Call& call = *(Call*)data;
-    Room room = rooms<T>(call, call.room + __atomic_fetch_add(&call.next_room, 1, __ATOMIC_RELAXED) * call.room_size);
-    for (int64_t i; (i = __atomic_fetch_add(&call.next_item, 1, __ATOMIC_RELAXED)) < call.batch->num_items;)
+    const int64_t number = __atomic_fetch_add(&call.next_room, 1, __ATOMIC_RELAXED);
+    if (number >= call.batch->threads) return;
+    Room room = rooms<T>(call, call.room + number * call.room_size);
+    for (int64_t i; (i = __atomic_fetch_add(&call.next_item, 1, __ATOMIC_RELAXED)) < call.batch->num_items;) {
         run_item<T>(call, call.batch->items[i], room);
+        __atomic_fetch_add(&call.done, 1, __ATOMIC_RELEASE);
+    }
 }
 
 }  // namespace

@@ -98,7 +98,8 @@ INLINE float norm_scale(const T* x, int64_t count, float eps) {
 
 struct Rows {
     const int64_t count, piece;  // how many; how many a thread takes at a time
-    std::atomic<int64_t> next{0}, done{0};
+    std::atomic<int64_t> next{0};
+    int64_t done = 0;
 };
 
 template <typename T, typename W>
@@ -285,7 +286,7 @@ INLINE void run_rows(void* data) {
     for (int64_t first; (first = work.rows.next.fetch_add(piece)) < count;) {
         const int64_t stop = first + piece < count ? first + piece : count;
         for (int64_t row = first; row < stop; row++) run_row(work, row);
-        work.rows.done.fetch_add(stop - first);
+        __atomic_fetch_add(&work.rows.done, stop - first, __ATOMIC_RELEASE);
     }
 }
 

@@ -1,0 +1,114 @@
+"""What the greatest step takes of a device's memory, measured by running it once before there is a
+pool: what is left is the pool's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from quire.errors import ResourceExhausted
+from quire.ops.request_sampler import RequestSampler
+from quire.ops.sampling import sample
+from quire.pool_budget import Budget
+from quire.runner.local import LocalRunner
+from quire.sampling_params import SamplingParams
+from quire.types import Add, Chunk, Step
+
+MIB = 1 << 20
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=1, seed=0)
+"""Rows that are edited, filtered and drawn take more than greedy ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes of a device while something ran."""
+
+    total: int
+    peak: int
+    """The most that PyTorch's allocator held, the weights among it, with what it rounds up."""
+    outside: int
+    """What is taken beside that afterwards: contexts, kernels, other processes."""
+
+
+class DeviceMemory(Protocol):
+    """The memory of one device."""
+
+    name: str
+
+    def free(self) -> int:
+        """Return the bytes that nobody holds."""
+
+    def use_of(self, run: Callable[[], int]) -> MemoryUse:
+        """Run something. It returns how many bytes it held that the peak is to be without."""
+
+
+class CudaMemory:
+    """The memory of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.name = str(device)
+
+    def free(self) -> int:
+        """See ``DeviceMemory``."""
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def use_of(self, run: Callable[[], int]) -> MemoryUse:
+        """See ``DeviceMemory``. What was freed goes back to the device before and after."""
+        device = self._device
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        held = run()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_reserved(device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return MemoryUse(total, peak - held, total - free - torch.cuda.memory_reserved(device))
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """Return what measures a device; None for the host, whose memory is everybody's."""
+    return CudaMemory(device) if device.type == "cuda" else None
+
+
+def greatest_lengths(max_num_seqs: int, max_num_batched_tokens: int, max_len: int) -> list[int]:
+    """Return the new tokens of each sequence in the greatest step: as many sequences and tokens as
+    a step may have."""
+    count = min(max_num_seqs, max_num_batched_tokens)
+    tokens = min(max_num_batched_tokens, count * max_len)
+    return [tokens // count + (index < tokens % count) for index in range(count)]
+
+
+def run_greatest_step(runner: LocalRunner, lengths: list[int]) -> None:
+    """Run new sequences of these lengths, with the logits of every token, which a request may ask
+    for, and draw a token for each."""
+    seqs = [runner.new_seq() for _ in lengths]
+    chunks = tuple(Chunk(seq, [0] * length, logits="all") for seq, length in zip(seqs, lengths, strict=True))
+    output = runner.execute(Step(edits=tuple(map(Add, seqs)), chunks=chunks))
+    rows_RV = output.logits_RV[: len(seqs)]
+    samplers = [RequestSampler(SAMPLED, [0], vocab_size=rows_RV.shape[1]) for _ in seqs]
+    sample(rows_RV, samplers)
+
+
+def measured_budget(memory: DeviceMemory, share: float, lengths: list[int], run: Callable[[], int]) -> Budget:
+    """Return what ``share`` of a device leaves beside weights and the greatest step, which ``run``
+    runs. ``ResourceExhausted`` if there is no room for that step."""
+    free = memory.free()
+    try:
+        use = memory.use_of(run)
+    except (torch.OutOfMemoryError, ResourceExhausted) as error:
+        raise ResourceExhausted(
+            f"a step of {sum(lengths)} tokens of {len(lengths)} sequences does not fit into the {free / MIB:.0f} MiB that are free on "
+            f"{memory.name} beside the weights; give a smaller max_num_batched_tokens or max_num_seqs"
+        ) from error
+    nbytes = max(0, int(share * use.total) - use.outside - use.peak)
+    return Budget(
+        nbytes,
+        f"{nbytes / MIB:.0f} MiB of {use.total / MIB:.0f} MiB on {memory.name} (gpu_memory_utilization {share}, less {use.peak / MIB:.0f} "
+        f"MiB for weights and the greatest step, less {use.outside / MIB:.0f} MiB that others hold) hold",
+        "give a greater gpu_memory_utilization or a smaller max_num_batched_tokens, or free some memory",
+    )
