@@ -6,6 +6,7 @@ product of two bfloat16 matrices of 8,192 x 8,192. Then, one table and one JSON 
 
 * ``attention``: decodes, prompts and latent decodes of models' shapes, by the Triton kernels and by
   PyTorch's operations, as shares of these limits; ``--tune`` tries other sizes of programs;
+* ``recurrence``: the same of recurrent layers and their convolutions;
 * ``latency``: decodes of batch 1 and 64 and prompts of 8,192 tokens, of models' shapes;
 * ``hybrid``: the same of Qwen3-Next's shape with few layers;
 * ``captured``: decodes of batch 1, 8 and 64, captured and launched one by one: the time of a step,
@@ -13,8 +14,8 @@ product of two bfloat16 matrices of 8,192 x 8,192. Then, one table and one JSON 
 * ``throughput``: 256 requests of 100 to 1,024 tokens in and out.
 
 Weights are random and made on the device. Nothing is downloaded.
-``python bench/gpu.py [--parts attention,latency,throughput,hybrid,captured] [--models qwen3-0.6b]
-[--tune]``
+``python bench/gpu.py [--parts attention,recurrence,latency,throughput,hybrid,captured]
+[--models qwen3-0.6b] [--tune]``
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints import DEFAULT_DIRECTORY
+from gpu_recurrence import recurrences
 from quire import LLM, SamplingParams
 from quire.contracts.attention import AttentionBackend, ForwardPlan, Scoring
 from quire.errors import QuireError
@@ -48,7 +50,7 @@ from quire_bench.latency import run_latency
 from quire_bench.reports import print_json, print_table
 from quire_bench.throughput import run_throughput
 
-PARTS = ("attention", "latency", "throughput", "hybrid", "captured")
+PARTS = ("attention", "recurrence", "latency", "throughput", "hybrid", "captured")
 PAGE_SIZE = 16
 SHARD_BYTES = 4 << 30
 MODELS: dict[str, dict[str, Any]] = {
@@ -434,6 +436,11 @@ def main() -> int:
     facts = {"benchmark": "gpu", "hardware": found}
     if "attention" in parts:
         print_json({**facts, **attention(device, found, 10 * arguments.rounds, arguments.case, arguments.tune)})
+    if "recurrence" in parts:
+        copy, peak = found["copy_gbps"] * 1e9, found["peak_tflops"]["bfloat16"] * 1e12
+        rows = recurrences(device, copy, peak, 10 * arguments.rounds, seconds_of)
+        print_table(rows)
+        print_json({**facts, "recurrence": rows})
     try:
         models(parts, names if {"latency", "throughput", "captured"} & {*parts} else [], arguments, found)
     except QuireError as error:
