@@ -1,19 +1,22 @@
 """What blending saves: first tokens of prompts made of cached documents, from memory and from disk,
-beside full prefills and prefix caching; a trace of retrieval with a pool that is too small; edits
-in the middle of a long session.
+beside full prefills and prefix caching; what loading adds; what a prompt costs of which nothing is
+cached; batches of the same documents in ever new orders; a trace of retrieval with a pool that is
+too small; edits in the middle of a long session.
 
 Documents are random tokens, in a new order for each prompt, so a prefix cache finds one of them at
 most. Rounds of the compared ways alternate, and shares are of medians in one run. How near blended
 answers are is measured by ``bench/blend_quality.py``, on a model that has learned something.
 
-``python bench/blend.py [--models smollm2-135m-32k,llama-3.2-1b] [--tokens 4000] [--rounds 5]
-[--parts first,trace,edit] [--select auto]``
+``python bench/blend.py [--models smollm2-135m-32k,llama-3.2-1b] [--tokens 4000,8000,16000]
+[--rounds 5] [--parts first,overlap,miss,orders,trace,edit] [--select auto]``
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +34,10 @@ FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 DOCUMENTS = 8
 QUESTION = 32
 """Tokens."""
-PARTS = ("first", "trace", "edit")
+PARTS = ("first", "overlap", "miss", "orders", "trace", "edit")
+BATCHES = 4
+PER_BATCH = 3
+"""Prompts."""
 
 
 def documents(llm: LLM, count: int, tokens: int, seed: int = 0) -> list[Segment]:
@@ -113,6 +119,139 @@ def first(path: str, tokens: int, rounds: int, params: BlendParams, dtype: str) 
     ]
 
 
+def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The mean share of each way of ``first`` over all lengths."""
+    shares: dict[str, list[float]] = {}
+    for row in rows:
+        shares.setdefault(row["way"], []).append(1 / row["times faster"])
+    return [
+        {"part": "first", "way": way, "tokens": "mean", "share": round(statistics.fmean(some), 3)}
+        for way, some in shares.items()
+    ]
+
+
+def cool(folder: str) -> None:
+    """Let the system's cache give up what it can of the files in a folder."""
+    for file in Path(folder).rglob("*"):
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def overlap(path: str, tokens: int, rounds: int, params: BlendParams, dtype: str) -> list[dict[str, Any]]:
+    """What of the loading of chunks is hidden, from memory and from a disk that the system has not
+    cached."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="quire-blend-") as folder:
+        ways: dict[str, dict[str, Any]] = {
+            "memory": {"host_memory": "4GiB"},
+            "disk": {"host_memory": 0, "store": [f"file://{folder}"]},
+        }
+        for name, options in ways.items():
+            with closing(LLM(path, dtype=dtype, kv_cache_memory="3GiB", max_model_len=2 * tokens, **options)) as llm:
+                times = overlapped(llm, folder, tokens, rounds, params)
+            rows.append({"part": "overlap", "way": name, "tokens": tokens, **times})
+    return rows
+
+
+def overlapped(llm: LLM, folder: str, tokens: int, rounds: int, params: BlendParams) -> dict[str, Any]:
+    """Times of a blended prompt as it is, and of one that loads all layers it will need before its
+    first one runs, whose two parts are timed alone. ``overlap`` is the part of the shorter one that
+    is hidden; it means nothing where that is next to nothing."""
+    segments = documents(llm, DOCUMENTS, tokens // DOCUMENTS)
+    question = random_prompts(1, QUESTION, llm.model.vocab_size, seed=7)[0].tolist()
+    llm.warm(segments)
+    llm.engine.flush(120)
+    blending, rng = llm.engine.blending, random.Random(0)
+    find, loads, computes = blending._find, list[float](), list[float]()
+
+    def load_first(work: Any, blend: Any) -> Any:
+        task, begun = find(work, blend), time.perf_counter()
+        if not isinstance(task, str):
+            for layer in blending.layout.layers[blending.check_layer :]:
+                task.pieces(layer)
+        loads.append(time.perf_counter() - begun)
+        return task
+
+    def run(is_apart: bool) -> float:
+        forget(llm)
+        cool(folder)
+        blending._find = load_first if is_apart else find  # type: ignore[method-assign]
+        seconds, output = ask(llm, [*rng.sample(segments, len(segments)), question], params)
+        assert output.blend.blended, output.blend.reason
+        if is_apart:
+            computes.append(seconds - loads[-1])
+        return seconds
+
+    found = interleave({"together": lambda: run(False), "apart": lambda: run(True)}, rounds)
+    load, compute = (statistics.median(times[-rounds:]) for times in (loads, computes))
+    together, shorter, longer = Spread.of(found.seconds["together"]).median, min(load, compute), max(load, compute)
+    return {
+        "seconds": round(together, 3),
+        "load": round(load, 4),
+        "compute": round(compute, 3),
+        "overlap": round((load + compute - together) / shorter, 3) if shorter > longer / 50 else "",
+        "of the longer": round(together / longer, 3),
+    }
+
+
+def miss(path: str, tokens: int, rounds: int, params: BlendParams, dtype: str) -> list[dict[str, Any]]:
+    """A prompt of which nothing is cached, with and without ``blend``, while other chunks are."""
+    with closing(LLM(path, dtype=dtype, kv_cache_memory="3GiB", max_model_len=2 * tokens)) as llm:
+        llm.warm(documents(llm, DOCUMENTS, 256, seed=1))
+        question = random_prompts(1, QUESTION, llm.model.vocab_size, seed=7)[0].tolist()
+        segments = documents(llm, DOCUMENTS, tokens // DOCUMENTS)
+
+        def asked(blend: BlendParams | None) -> Callable[[], float]:
+            def run() -> float:
+                forget(llm)
+                seconds, output = ask(llm, [*segments, question], blend)
+                assert blend is None or not output.blend.blended
+                return seconds
+
+            return run
+
+        found = interleave({"full prefill": asked(None), "nothing found": asked(params)}, rounds)
+    return [{**row, "tokens": tokens} for row in rows_of("miss", found)]
+
+
+def orders(path: str, tokens: int, params: BlendParams, dtype: str) -> list[dict[str, Any]]:
+    """Batches of prompts of the same documents, each in a new order, where memory has room for the
+    documents once. Each blended prompt is compared with a full prefill of the same one."""
+    with closing(LLM(path, dtype=dtype, kv_cache_memory="1GiB", max_model_len=2 * tokens)) as probe:
+        room = int(1.25 * tokens * probe.bytes_per_token) + (8 << 20)
+    common: dict[str, Any] = {"dtype": dtype, "kv_cache_memory": "3GiB", "max_model_len": 2 * tokens}
+    with closing(LLM(path, host_memory=room, **common)) as llm:
+        segments = documents(llm, DOCUMENTS, tokens // DOCUMENTS)
+        question = random_prompts(1, QUESTION, llm.model.vocab_size, seed=7)[0].tolist()
+        llm.warm(segments)
+        keeping = BlendParams(ratio=params.ratio, select=params.select)
+        rng, rows = random.Random(0), list[dict[str, Any]]()
+        ask(llm, [segments[0], question], None)
+        for batch in range(BATCHES):
+            shares = []
+            for _ in range(PER_BATCH):
+                parts = [*rng.sample(segments, len(segments)), question]
+                forget(llm)
+                full, _ = ask(llm, parts, None)
+                forget(llm)
+                blended, output = ask(llm, parts, keeping)
+                shares.append(full / blended)
+            rows.append(
+                {
+                    "part": "orders",
+                    "way": f"batch {batch + 1}",
+                    "tokens": tokens,
+                    "times faster": round(statistics.median(shares), 2),
+                    "kept": output.blend.blended,
+                    "of the first batch": round(
+                        statistics.median(shares) / (rows[0]["times faster"] if rows else statistics.median(shares)), 3
+                    ),
+                }
+            )
+    return rows
+
+
 def rows_of(part: str, found: Comparison) -> list[dict[str, Any]]:
     """Each way, with the shares of its rounds' times of the first way's."""
     return [
@@ -179,7 +318,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="smollm2-135m-32k,llama-3.2-1b")
-    parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--tokens", default="4000", help="lengths of prompts; a mean is of all; others take the first")
     parser.add_argument("--edit-tokens", type=int, default=32000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", default=",".join(PARTS))
@@ -189,17 +328,27 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=DEFAULT_DIRECTORY)
     given = parser.parse_args()
     params = BlendParams(ratio=given.ratio, select=given.select, keep=False)
+    lengths, rounds, dtype = [int(one) for one in given.tokens.split(",")], given.rounds, given.dtype
+    if unknown := set(given.parts.split(",")) - set(PARTS):
+        parser.error(f"--parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     rows: list[dict[str, Any]] = []
     for name in given.models.split(","):
         path = str(checkpoint(name, directory=given.directory))
         for part in given.parts.split(","):
             match part:
                 case "first":
-                    found = first(path, given.tokens, given.rounds, params, given.dtype)
+                    found = [row for tokens in lengths for row in first(path, tokens, rounds, params, dtype)]
+                    found += means(found) if len(lengths) > 1 else []
+                case "overlap":
+                    found = overlap(path, lengths[0], rounds, params, dtype)
+                case "miss":
+                    found = miss(path, lengths[0], rounds, params, dtype)
+                case "orders":
+                    found = orders(path, lengths[0], params, dtype)
                 case "trace":
-                    found = trace(path, given.rounds, params, given.dtype)
+                    found = trace(path, rounds, params, dtype)
                 case _:
-                    found = edit(path, given.edit_tokens, given.rounds, params, given.dtype)
+                    found = edit(path, given.edit_tokens, rounds, params, dtype)
             rows += [{"model": name, **row} for row in found]
             print_table([row for row in rows if row["model"] == name and row["part"] == part])
     print_json({"bench": "blend", "hardware": measure(), "rows": rows})

@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.triton_machine import CarriedRecurrence
 from torch import Tensor
 
 from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan
@@ -38,9 +39,11 @@ DECAYS = ("none", "head", "column")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.fixture(params=sorted(BACKENDS))
+@pytest.fixture(params=[*sorted(BACKENDS), pytest.param("triton", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest) -> RecurrenceBackend:
-    return BACKENDS[request.param]
+    """Each backend; Triton's on a GPU only, since its interpreter would take minutes for them
+    all."""
+    return BACKENDS[request.param] if request.param in BACKENDS else CarriedRecurrence()
 
 
 @pytest.fixture(autouse=True)

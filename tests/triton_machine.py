@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from quire.contracts.attention import AttentionState, ForwardPlan
+from quire.contracts.recurrence import Recurred, RecurrencePlan
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation
 from quire.kernels.triton_attention import TritonAttention
+from quire.kernels.triton_recurrence import TritonRecurrence
 from quire.kernels.triton_rows import TritonRows
 
 HAS_CUDA = torch.cuda.is_available()
@@ -99,6 +101,21 @@ class CarriedRows(TritonRows):
             k_SHD.copy_(k)
             v_SHD.copy_(v)
         return found
+
+
+class CarriedRecurrence(TritonRecurrence):
+    """The recurrences for tests whose tensors are on the CPU."""
+
+    def linear_attention(self, plan: RecurrencePlan, *args: Any, **kwargs: Any) -> Recurred:
+        return here(super().linear_attention(plan, *map(there, args), **{name: there(x) for name, x in kwargs.items()}))
+
+    def convolve(self, plan: RecurrencePlan, *args: Any) -> Recurred:
+        return here(super().convolve(plan, *map(there, args)))
+
+
+def here(found: Recurred) -> Recurred:
+    """Return a result on the CPU."""
+    return Recurred(found.out.cpu(), found.states.cpu())
 
 
 def there(x: Any) -> Any:

@@ -33,8 +33,8 @@ from quire.kernels.heap import keep_freed_memory
 from quire.kernels.linear import native_linear
 from quire.kernels.low_rank import native_low_rank
 from quire.kernels.native_library import native_problem
-from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.rows import native_rows
+from quire.kernels.triton_recurrence import fastest_recurrence
 from quire.kernels.triton_rows import TritonRows
 from quire.kernels.triton_support import attention_problem, triton_problem
 from quire.kv.forward_need import pages_for
@@ -284,7 +284,7 @@ def make_state(
         dtype=dtype,
         device=device,
         backend=attention,
-        recurrence=ChunkedRecurrence(),
+        recurrence=fastest_recurrence(device),
         rows=layer_kernels(device).rows,
     )
 

@@ -221,7 +221,11 @@ class EditReport:
     replayed: int
     """Other tokens that were run again, all or in part."""
     blended: int = 0
-    """Other tokens whose state was kept and moved: approximate."""
+    """Other tokens whose state was kept and moved: approximate. Those that read nothing of what was
+    replaced, behind all windows of a model that has nothing else, are kept too, and are exact."""
+    released: int = 0
+    """Tokens behind the span, of those that were run again, of which a window had let go: their
+    state is in no layer that has one, so that no edit could keep it."""
     mode: EditMode
     exact: bool
     """Whether all state of the session is what its tokens give."""

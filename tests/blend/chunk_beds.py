@@ -17,9 +17,9 @@ from quire.blend.chunk_catalog import ChunkCatalog
 from quire.blend.chunks import ChunkKeys, ChunkLayout
 from quire.blend.retriever import ChunkRetriever
 from quire.contracts.layers import FullAttention, LatentAttention, WindowedAttention
-from quire.contracts.store import Blob, ObjectKey, StoreTier, TierStat
+from quire.contracts.store import Blob, ObjectKey, ObjectPart, StoreTier, TierStat
 from quire.kv.state import State
-from quire.store.memory import MemoryTier
+from quire.store.memory import MemoryTier, cut
 from quire.store.stack import Store
 
 FULL = FullAttention(num_heads=2, num_kv_heads=2, head_dim=4, value_dim=2)
@@ -130,7 +130,7 @@ class SlowShelf:
 
     def __init__(self) -> None:
         self.held: dict[ObjectKey, Blob] = {}
-        self.open = {verb: threading.Event() for verb in ("get", "put", "children")}
+        self.open = {verb: threading.Event() for verb in ("get", "part", "put", "children")}
         for one in self.open.values():
             one.set()
         self.gets = 0
@@ -143,6 +143,11 @@ class SlowShelf:
         self.gets += 1
         await self._wait("get")
         return [self.held.get(key) for key in keys]
+
+    async def part(self, key: ObjectKey, start: int, stop: int) -> ObjectPart | None:
+        if start:
+            await self._wait("part")
+        return cut(self.held.get(key), start, stop)
 
     async def put(self, key: ObjectKey, blob: Blob) -> bool:
         await self._wait("put")

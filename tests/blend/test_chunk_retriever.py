@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.store.servers import RedisServer
 
 from quire.blend import chunk_catalog
 from quire.blend.chunk_matching import LEAST
 from quire.blend.retriever import ChunkTask
 from quire.contracts.blend import BlendRetriever, BlendRetrieverTask
+from quire.contracts.store import StoreTier
 from quire.errors import BlendLoadError, FailedPrecondition, InvalidArgument
+from quire.kv.statefile import read_state
+from quire.store import stack
 from quire.store.files import FileTier
 from quire.store.memory import MemoryTier
+from quire.store.redis import RedisTier
+from quire.store.remote import ObjectTier
 
 from .chunk_beds import LEAD, SPECS, Bed, SlowShelf, bed, prompt, text, until
 
@@ -563,3 +570,125 @@ def test_never_a_wrong_row(data: st.DataObject) -> None:
                 if failed is not None:
                     assert set() < set(failed.requests) <= set(range(len(prompts)))
                 task.close()
+
+
+# -- remote tiers ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def far(
+    monkeypatch: pytest.MonkeyPatch, piece: int | None, *near: StoreTier, **more: Any
+) -> Iterator[tuple[Bed, SlowShelf]]:
+    """A bed over a tier whose objects come in pieces (None: the first one has three layers), and
+    which has the chunk A."""
+    shelf = SlowShelf()
+    shelf.kind = "redis"
+    with bed(*near, shelf, specs=SPECS * 3, **more) as made:
+        made.warm(A)
+        listed(made)
+        made.store.flush(10)
+        (blob,) = shelf.held.values()
+        end = made.layout.end(read_state(blob, verify=False), 2)
+        monkeypatch.setattr(stack, "PIECE_BYTES", end if piece is None else piece)
+        yield made, shelf
+
+
+def test_layers_of_a_remote_chunk_are_used_while_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    with far(monkeypatch, None, MemoryTier(1 << 20)) as (made, shelf):
+        memory = made.store.memory
+        assert memory is not None
+        memory.clear_now()
+        (key,) = shelf.held
+        shelf.open["part"].clear()
+        task = asked(made, prompt(A, QUESTION))
+        for layer in range(3):
+            made.check([A + QUESTION], task, [1] * 40 + [0] * 6, layer)
+        found: list[int] = []
+        waiting = threading.Thread(target=lambda: found.append(len(task.pieces(8))))
+        waiting.start()
+        waiting.join(0.05)
+        assert waiting.is_alive()
+        assert made.store.get([key])[0].result(1) is not None, "who comes later gets the same"
+        assert memory.get_now([key]) == [None]
+        shelf.open["part"].set()
+        waiting.join(10)
+        assert found == [1]
+        made.check([A + QUESTION], task, [1] * 40 + [0] * 6, 8)
+        until(lambda: memory.contains_now([key]) == [True])
+        assert bytes(memory.get_now([key])[0] or b"") == shelf.held[key]
+        assert shelf.gets == 0, "it came in parts alone"
+
+
+def test_headers_may_be_longer_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    with far(monkeypatch, 5) as (made, _):
+        task = asked(made, prompt(A, QUESTION))
+        for layer in (8, 0):
+            made.check([A + QUESTION], task, [1] * 40 + [0] * 6, layer)
+
+
+@pytest.mark.parametrize("what", ["gone", "damaged", "closed", "cut"])
+def test_what_happens_while_a_chunk_comes(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    with far(monkeypatch, None, seconds=5.0) as (made, shelf):
+        (key,) = shelf.held
+        shelf.open["part"].clear()
+        task = asked(made, prompt(A, QUESTION))
+        made.check([A + QUESTION], task, [1] * 40 + [0] * 6, 0)
+        blob = bytearray(shelf.held[key])
+        blob[-1] ^= 1
+        changes: dict[str, Callable[[], object]] = {
+            "gone": lambda: shelf.held.clear(),
+            "damaged": lambda: shelf.held.update({key: bytes(blob)}),
+            "closed": task.close,
+            "cut": lambda: shelf.held.update({key: bytes(blob[:-1])}),
+        }
+        changes[what]()
+        threading.Timer(0.05, shelf.open["part"].set).start()
+        if what == "closed":
+            with pytest.raises(FailedPrecondition, match="closed"):
+                task.result(8)
+            return
+        match = "checksum" if what == "damaged" else "broke off before layer 8"
+        with pytest.raises(BlendLoadError, match=match):
+            task.result(8)
+        made.store.flush(10)
+        assert (key in shelf.held) == (what == "cut")
+
+
+def test_a_remote_chunk_that_was_removed_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with far(monkeypatch, None, MemoryTier(1 << 20)) as (made, shelf):
+        memory = made.store.memory
+        assert memory is not None
+        memory.clear_now()
+        (key,) = shelf.held
+        shelf.open["part"].clear()
+        found = made.store.get([key])[0].result(10)
+        assert found is not None
+        assert found.arriving is not None
+        assert not found.arriving.is_whole
+        made.store.remove([key])
+        shelf.open["part"].set()
+        arriving = found.arriving
+        until(lambda: arriving.ended)
+        assert memory.contains_now([key]) == [False]
+
+
+@pytest.mark.parametrize("kind", ["redis", "object"])
+def test_parts_of_real_tiers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis by GETRANGE, a bucket by ranges."""
+    monkeypatch.setattr(stack, "PIECE_BYTES", 1000)
+    server = RedisServer() if kind == "redis" else None
+    tier = ObjectTier(tmp_path.as_uri()) if server is None else RedisTier(server.url, None)
+    try:
+        with bed(tier) as made:
+            for ids in (A, B):
+                made.warm(ids)
+            listed(made, 2)
+            assert made.store.flush(10)
+            task = asked(made, prompt(B, A, QUESTION))
+            for layer in LAYERS:
+                made.check([B + A + QUESTION], task, [1] * 73 + [0] * 6, layer)
+            assert task.tokens_by_tier == {kind: 73}
+            assert {part.fetch.tier for part in task._parts} == {kind}
+    finally:
+        if server is not None:
+            server.kill()

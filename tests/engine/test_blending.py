@@ -17,7 +17,7 @@ import pytest
 import torch
 from tests.test_parity import FAMILIES as EVERY
 
-from quire import LLM, FailedPrecondition, InvalidArgument, Unsupported
+from quire import LLM, InvalidArgument, Session, Unsupported
 from quire.blend.forward import BlendedForward
 from quire.blend.retriever import ChunkTask
 from quire.blend.rotation import KeyMove
@@ -595,15 +595,121 @@ def test_an_edit_whose_rows_are_true(make_llm: MakeLLM, llama: Checkpoint) -> No
     assert session.generate(greedy(COUNT)).outputs[0].token_ids == llama.greedy(ids, COUNT)
 
 
-def test_edits_that_cannot_be_blended(make_llm: MakeLLM, llama: Checkpoint, checkpoints: dict[str, Checkpoint]) -> None:
-    llm = make_llm(llama)
-    session = llm.session(random_tokens(60))
+WINDOWED = [name for name in BLENDABLE if any(one in name for one in ("window", "gemma2", "gemma3", "gpt-oss"))]
+
+
+def held_from(session: Session) -> int:
+    """The first of the last tokens that all layers hold."""
+    state = session._engine.runner.state
+    assert session._state.seq is not None
+    export = state.open_export(session._state.seq)
+    return max(export.held(layer)[-1].start for layer in session._engine.blending.layout.layers)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_edits_of_models_with_windows(
+    name: str,
+    families: dict[str, Checkpoint],
+    tmp_path_factory: pytest.TempPathFactory,
+    make_llm: MakeLLM,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What windows hold is kept, and what they let go of is run again. True rows change nothing:
+    the mask, and which rows stand where, are right."""
+    monkeypatch.setattr("quire.engine.blending.ASKING", 2)  # windows are shorter than what else runs
+    checkpoint = family(name, families, tmp_path_factory)
+    ids = random_tokens(90, seed=8)
+    exact_TV, bound = checkpoint.exact_logits(ids)
+    for ratio, budget in ((0.0, 2048), (0.5, 17)):
+        llm = make_llm(checkpoint, enable_prefix_caching=False, page_size=8, max_num_batched_tokens=budget)
+        session = llm.session(ids)
+        session.logits()
+        held = held_from(session)
+        assert 70 < held < 90
+        report = session.edit((10, 20), ids[10:20], mode="blend", blend=blended(ratio))
+        # The span's rows are no longer there either, so those before it run again too.
+        assert report.released == held - 20
+        assert report.replayed >= 10 + report.released
+        is_far = {spec.kind for spec in engine_of(llm).runner.model.layer_specs} == {"window"}
+        assert (report.blended > 0) == (not is_far)
+        assert float((session.logits().double() - exact_TV[-1]).abs().max()) <= 4 * bound
+        assert session.generate(greedy(COUNT)).outputs[0].token_ids == checkpoint.greedy(ids, COUNT)
+        check(llm)
+    # Another text before what is kept: all anew is exact, and otherwise it is marked.
+    for ratio in (0.0, 1.0):
+        session = make_llm(checkpoint, page_size=8).session(ids)
+        report = session.edit((8, 12), [7, 8], mode="blend", blend=blended(ratio))
+        wanted = [*ids[:8], 7, 8, *ids[12:]]
+        assert session.tokens == wanted
+        assert report.released == 0, "in one forward nothing has left yet"
+        assert report.exact == session.exact == (ratio == 1)
+        assert (report.blended > 0) == (ratio == 0)
+        if ratio:
+            assert session.generate(greedy(COUNT)).outputs[0].token_ids == checkpoint.greedy(wanted, COUNT)
+        check(llm)
+
+
+def test_what_no_window_saw_is_exact(
+    families: dict[str, Checkpoint],
+    tmp_path_factory: pytest.TempPathFactory,
+    make_llm: MakeLLM,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If all layers have windows, tokens that many windows behind a span have read nothing of it:
+    they are kept, nothing of the budget is theirs, and the session stays exact."""
+    monkeypatch.setattr("quire.engine.blending.ASKING", 2)
+    checkpoint = family("mistral-window", families, tmp_path_factory)
+    llm = make_llm(checkpoint, page_size=8)
+    specs = engine_of(llm).runner.model.layer_specs
+    reach = sum(spec.layer_window - 1 for spec in specs)  # type: ignore
+    ids = random_tokens(80, seed=8)
+    for ratio in (0.0, 0.5):
+        session = llm.session(ids)
+        session.logits()
+        stop = held_from(session) - reach
+        assert stop > 3
+        wanted = [*ids[: stop - 3], 5, *ids[stop:]]
+        report = session.edit((stop - 3, stop), [5], mode="blend", blend=blended(ratio))
+        assert (report.exact, report.blended, report.released) == (True, 0, reach)
+        assert session.generate(greedy(COUNT)).outputs[0].token_ids == checkpoint.greedy(wanted, COUNT)
+        session = make_llm(checkpoint, page_size=8).session(ids)
+        report = session.edit((stop - 3, stop), [5], mode="blend", blend=blended(ratio))
+        assert report.released == 0
+        assert report.blended == (reach if not ratio else reach // 2)
+    check(llm)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v3"])
+@pytest.mark.parametrize("select", ["v", "v_or_question"])
+def test_edits_of_sessions_with_a_window(
+    name: str,
+    select: SelectName,
+    families: dict[str, Checkpoint],
+    tmp_path_factory: pytest.TempPathFactory,
+    make_llm: MakeLLM,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sink is read at relative positions by the tokens that run, too."""
+    monkeypatch.setattr("quire.engine.blending.ASKING", 2)
+    checkpoint = family(name, families, tmp_path_factory)
+    llm = make_llm(checkpoint, enable_prefix_caching=False, page_size=8)
+    ids, options = random_tokens(90, seed=8), {"window": 40, "sink": 3}
+    fresh = llm.session(ids, **options)  # type: ignore[arg-type]
+    wanted, answer = fresh.logits(), fresh.generate(greedy(COUNT)).outputs[0].token_ids
+    bound = 4 * checkpoint.exact_logits(ids)[1]
+    for ratio in (0.0, 0.4, 1.0):
+        session = llm.session(ids, **options)  # type: ignore[arg-type]
+        session.logits()
+        report = session.edit((10, 20), ids[10:20], mode="blend", blend=blended(ratio, select=select))
+        assert report.released > 0
+        assert (report.blended > 0) == (ratio < 1)
+        assert session.window == (40, 3)
+        assert float((session.logits() - wanted).abs().max()) <= bound
+        assert session.generate(greedy(COUNT)).outputs[0].token_ids == answer
+    check(llm)
+
+
+def test_blend_is_for_the_mode_blend(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    session = make_llm(llama).session(random_tokens(60))
     with pytest.raises(InvalidArgument, match="blend"):
         session.edit((2, 4), blend=blended())
-    windowed = make_llm(checkpoints["gemma3"]).session(random_tokens(60))
-    with pytest.raises(Unsupported, match="window"):
-        windowed.edit((2, 4), mode="blend")
-    assert len(windowed) == 60
-    assert windowed.exact
-    with pytest.raises((Unsupported, FailedPrecondition)):
-        llm.session(random_tokens(60), window=32, sink=4).edit((2, 4), mode="blend")

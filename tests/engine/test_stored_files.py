@@ -27,6 +27,7 @@ from quire.contracts.store import ObjectKey
 from quire.kv.statefile import read_state
 from quire.outputs import TIERS
 from quire.store import keys
+from quire.store.files import FileTier
 
 from .conftest import Checkpoint, MakeLLM, engine_of, greedy, random_tokens
 from .test_conversations import Conversations
@@ -202,6 +203,45 @@ def test_what_differs_is_not_found(
     monkeypatch.undo()
     third = start(llama)
     assert reused(third, prompt) == (answer, 60 - 60 % CHUNK if 60 - 60 % CHUNK > 59 else 59)
+
+
+@pytest.mark.parametrize("salt", ["other", None])
+def test_a_look_tells_nothing_of_another_salt(
+    start: Callable[..., LLM], llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, salt: str | None
+) -> None:
+    """Nor by its time: the tier is asked for as many keys as of an unknown prompt, and has none."""
+    looks: list[tuple[str, int, int]] = []
+
+    def note(name: str) -> None:
+        call = getattr(FileTier, name)
+
+        async def noted(tier: FileTier, keys: Any) -> Any:
+            found = await call(tier, keys)
+            looks.append((name, len(keys), sum(map(bool, found))))
+            return found
+
+        monkeypatch.setattr(FileTier, name, noted)
+
+    for name in ("get", "contains", "children"):
+        note(name)
+    prompt, unknown = random_tokens(60), random_tokens(60, seed=9)
+    first = start(llama)
+    reused(first, prompt, cache_salt="mine")
+    first.close()
+    second = start(llama)
+
+    def looked(tokens: list[int], salt: str | None) -> list[tuple[str, int, int]]:
+        flush(second)
+        looks.clear()
+        reused(second, tokens, cache_salt=salt)
+        flush(second)
+        return sorted(looks)
+
+    nothing = looked(unknown, "third")
+    assert nothing
+    assert not any(found for _, _, found in nothing)
+    assert looked(prompt, salt) == nothing
+    assert any(found for _, _, found in looked(prompt, "mine"))
 
 
 def test_state_belongs_to_its_adapter(

@@ -1,7 +1,8 @@
 """Compile Triton programs for a GPU that is not there, as they would be launched: run as a program.
 
 Launches are recorded with tensors on the CPU, and their programs compiled for compute capability
-9.0. A line of JSON for each says what the compiler made: ``python -m tests.kernels.ahead``.
+9.0. A line of JSON for each says what the compiler made: ``python -m tests.kernels.ahead``, with
+``--rare`` of rare cases.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
 
     names = {
         attention_programs: ("attend_items", "merge_states"),
-        recurrence_programs: ("update_states",),
+        recurrence_programs: ("walk_rows", "weigh_chunks", "pass_chunks", "read_chunks", "convolve_rows"),
         row_programs: ("norm_rows", "gate_rows", "place_heads"),
     }
     recorders = {(module, name): Recorder(getattr(module, name)) for module, listed in names.items() for name in listed}
@@ -166,16 +167,49 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     for given in (None, norms):
         rows.place_qkv(torch.zeros(64, 48 * 128, dtype=dtype), 32, angles, given, *pool, torch.arange(64))
     yield from recorded("rows")
-    states, row = torch.zeros(4, 32, 128, 128), torch.zeros(4, 32, 128)
-    for beta in (None, row[..., 0].contiguous()):
-        triton_recurrence.updated(states, row.unsqueeze(2), row, row, row[..., :1].contiguous(), beta, 1.0)
-    yield from recorded("recurrence")
+    triton_recurrence.triton_problem = lambda device: ""
+    for case in RECURRENCES:
+        recur(*RECURRENCES[case])
+        yield from recorded(case)
+
+
+RARE = ("large state space", "columns")
+"""Cases of few models or none, which are compiled by themselves."""
+RECURRENCES: dict[str, tuple[int, int, int, int, bool]] = {
+    "gated delta": (32, 128, 128, 1, True),
+    "state space": (24, 128, 64, 1, False),
+    "large state space": (24, 256, 64, 1, False),
+    "columns": (4, 128, 128, 128, True),
+}
+"""Heads, K, V, decays of a head, whether by the delta rule."""
+
+
+def recur(heads: int, keys: int, values: int, decays: int, delta: bool) -> None:
+    """Launch what a layer does with a long chain and a decode, and with decodes alone."""
+    from quire.contracts.recurrence import RecurrencePlan
+    from quire.kernels.triton_recurrence import TritonRecurrence
+
+    backend = TritonRecurrence()
+    for lengths in ([200, 1], [1, 1]):
+        total, starts = sum(lengths), np.concatenate(([0], np.cumsum(lengths)))
+        parents, given = np.arange(total) - 1, np.full(total, -1)
+        parents[starts[:-1]], given[starts[:-1]] = -1, np.arange(2)
+        plan = RecurrencePlan(starts=starts, parents=parents, given=given, wanted=starts[1:] - 1, chains=True)
+        x = torch.zeros(total, heads, max(keys, values))
+        decay = torch.zeros(total, heads) if decays == 1 else torch.zeros(total, heads, keys)
+        q, v, beta = x[..., :keys], x[..., :values], torch.zeros(total, heads) if delta else None
+        states = torch.zeros(2, heads, keys, values)
+        backend.linear_attention(plan, q, q, v, states, log_decay=decay, beta_TH=beta)
+        channels = heads * values
+        x = torch.zeros(total, channels, dtype=torch.bfloat16)
+        backend.convolve(plan, x, x.new_zeros(channels, 4), x.new_zeros(channels), x.new_zeros(2, 3, channels))
 
 
 def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     for case, program, args, kwargs in launched():
-        print(json.dumps({"case": case, **compiled(program, args, kwargs)}), flush=True)
+        if (case in RARE) == ("--rare" in sys.argv):
+            print(json.dumps({"case": case, **compiled(program, args, kwargs)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -284,7 +284,8 @@ def test_a_model_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- compiled ahead --------------------------------------------------------------------------------
 
 
-def test_programs_compile_for_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rare", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_programs_compile_for_a_gpu(rare: bool, tmp_path: Path) -> None:
     """For compute capability 9.0: prompts use its matrix units, nothing spills, shared memory
     suffices.
     """
@@ -293,17 +294,19 @@ def test_programs_compile_for_a_gpu(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     lines = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.ahead"], cwd=Path(__file__).parents[2], env=environment,
+        [sys.executable, "-m", "tests.kernels.ahead", *["--rare"] * rare], cwd=Path(__file__).parents[2], env=environment,
         capture_output=True, text=True, check=False, timeout=280,
     )  # fmt: skip
     assert lines.returncode == 0, lines.stderr[-2000:]
     made = [json.loads(line) for line in lines.stdout.splitlines()]
-    assert {one["case"] for one in made} >= {"decode", "prompt", "chunk", "latent decode", "rows", "recurrence"}
+    usual = {"decode", "prompt", "chunk", "latent decode", "rows", "gated delta", "state space"}
+    assert {one["case"] for one in made} >= ({"large state space", "columns"} if rare else usual)
+    multiply = {("prompt", "attend_items"), ("chunk", "attend_items"), ("gated delta", "weigh_chunks")}
     for one in made:
         assert one["cubin"] > 0
         assert one["shared"] <= 227 * 1024, one
-        assert one["stack"] == 0, one
-        if one["case"] in ("prompt", "chunk") and one["program"] == "attend_items":
+        assert one["stack"] <= (8 if rare else 0), one
+        if one["program"] in ("pass_chunks", "read_chunks") or (one["case"], one["program"]) in multiply:
             assert one["wgmma"] > 0, one
 
 

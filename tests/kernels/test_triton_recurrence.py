@@ -1,98 +1,275 @@
-"""One row of each recurrent sequence in Triton, against the same by loops in float64: on a GPU, or
-on the CPU by Triton's interpreter.
+"""The backend ``triton`` of recurrences against the definition of ``tests.test_recurrence``: on a
+GPU, or on the CPU by Triton's interpreter. On a GPU that file runs it too, with all its cases.
 
-Letters: N sequences; H heads, R queries of each; K, V sizes of keys and values.
+Letters: as there.
 """
 
 from __future__ import annotations
 
-import itertools
+import random
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tests.triton_machine import DEVICE, HAS_CUDA, needs_triton
-from torch import Tensor
+from tests.test_recurrence import (
+    CONVOLUTIONS,
+    DECAYS,
+    TREES,
+    assert_close,
+    chain_plan,
+    check_convolution,
+    make,
+    make_convolution,
+    run,
+    scattered,
+    tree_plan,
+)
+from tests.triton_machine import DTYPES, CarriedRecurrence, needs_triton
 
-from quire.kernels import recurrence, triton_recurrence
-from quire.kernels.recurrence import Inputs
+from quire.contracts.recurrence import RecurrencePlan
+from quire.kernels import triton_recurrence
+from quire.kernels.recurrence import ChunkedRecurrence
+from quire.kernels.recurrence_groups import cut
+from quire.kernels.recurrence_steps import Steps, steps_of
+from quire.kernels.triton_recurrence import ROWS, TritonRecurrence, alone
 
-pytestmark = needs_triton
-SIZES = [(2, 3, 1, 8, 8), (3, 2, 2, 12, 70), (1, 4, 3, 5, 3), (2, 1, 1, 128, 65)]
-"""(N, H, R, K, V)"""
-
-
-def drawn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def exact(
-    states: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs and states in float64, and the sums of the magnitudes of what is added up in each."""
-    number, heads = states.shape[:2]
-    out = torch.zeros(number, heads, q.shape[2], states.shape[3], dtype=torch.float64)
-    after, out_size, size = states.double().clone(), out.clone(), states.double().abs()
-    for n, h in itertools.product(range(number), range(heads)):
-        state = after[n, h]
-        key, query = k[n, min(h, k.shape[1] - 1)].double(), q[n, min(h, q.shape[1] - 1)].double()
-        if decay is not None:
-            state *= decay[n, h].double()[:, None]
-            size[n, h] *= decay[n, h].double()[:, None]
-        new, new_size = v[n, h].double(), v[n, h].double().abs()
-        if beta is not None:
-            new = beta[n, h].double() * (new - key @ state)
-            new_size = beta[n, h].double().abs() * (new_size + key.abs() @ size[n, h])
-        state += key[:, None] * new
-        size[n, h] += key.abs()[:, None] * new_size
-        out[n, h] = scale * query @ state
-        out_size[n, h] = abs(scale) * query.abs() @ size[n, h]
-    return out, after, out_size, size
+pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")]
+BACKEND = CarriedRecurrence()
+RAGGED = chain_plan([63, 1, 64, 0, 65, 5, 130], [62, 63, 127, 192, 197, 327])
+"""With all states after the ends wanted but that of an entry without rows."""
+WANTED = chain_plan([150, 4, 66, 1, 9], [0, 1, 62, 63, 64, 100, 149, 150, 153, 219])
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("decays", ["none", "head", "keys"])
+# -- linear attention ------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("delta", [False, True])
-@pytest.mark.parametrize("shared", [False, True])
-def test_one_row_of_each_sequence(
-    sizes: tuple[int, int, int, int, int], decays: str, delta: bool, shared: bool
-) -> None:
-    """Each sum of up to K terms in float32, and the few roundings around it: (K + 8) eps of the
-    magnitudes at most, twice with the delta rule, which reads the state first.
-    """
-    n, h, r, keys, values = sizes
-    states, v = drawn(n, h, keys, values, seed=1), drawn(n, h, values, seed=2)
-    q, k = drawn(n, 1 if shared else h, r, keys, seed=3), drawn(n, 1 if shared else h, keys, seed=4)
-    factors = {"none": None, "head": drawn(n, h, 1, seed=5), "keys": drawn(n, h, keys, seed=5)}[decays]
-    decay = None if factors is None else factors.sigmoid()
-    beta = drawn(n, h, seed=6).sigmoid() if delta else None
-    before = states.clone()
-    given = [None if x is None else x.to(DEVICE) for x in (states, q, k, v, decay, beta)]
-    out, after = (x.cpu() for x in triton_recurrence.updated(*given, 0.3))  # type: ignore[arg-type]
-    wanted_out, wanted, out_size, size = exact(states, q, k, v, decay, beta, 0.3)
-    unit = (1 + delta) * (keys + 8) * torch.finfo(torch.float32).eps
-    assert ((out.double() - wanted_out).abs() <= 2 * unit * out_size).all()
-    assert ((after.double() - wanted).abs() <= unit * size).all()
-    assert torch.equal(states, before)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_ragged_batches(decay: str, delta: bool) -> None:
+    """Chunks, short entries and none; query heads that share a state; narrow inputs."""
+    dtype = DTYPES[delta]
+    inputs = make(RAGGED, decay, delta, heads=1 + (decay == "none"), ratio=2 - delta, sizes=(20, 17), dtype=dtype)
+    inputs = replace(inputs, states=torch.cat((inputs.states, inputs.states[:1])))
+    assert_close(run(BACKEND, RAGGED, inputs), RAGGED, inputs)
 
 
-def test_decodes_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it runs, the backend's update is this one, with decays as logarithms."""
-    rows = Inputs(
-        *(x.to(DEVICE) for x in (drawn(2, 3, 1, 8, seed=1), drawn(2, 3, 8, seed=2), drawn(2, 3, 4, seed=3))),
-        -drawn(2, 3, seed=4).abs().to(DEVICE),
-        drawn(2, 3, seed=5).sigmoid().to(DEVICE),
-    )
-    states = drawn(2, 3, 8, 4, seed=6).to(DEVICE)
-    monkeypatch.setattr(triton_recurrence, "updates", lambda states: False)
-    expected = recurrence._update(states, rows, 0.5)
-    calls = []
-    monkeypatch.setattr(triton_recurrence, "updates", lambda states: not calls.append(states))
-    for found, other in zip(recurrence._update(states, rows, 0.5), expected, strict=True):
-        torch.testing.assert_close(found, other)
-    assert len(calls) == 1
+@pytest.mark.parametrize(("decay", "delta"), [("none", False), ("head", True), ("column", True)])
+def test_wanted_rows_within_chunks(decay: str, delta: bool) -> None:
+    inputs = make(WANTED, decay, delta, heads=1)
+    assert_close(run(BACKEND, WANTED, inputs), WANTED, inputs)
 
 
-def test_states_that_it_does_not_know() -> None:
-    assert triton_recurrence.updates(torch.zeros(1, 1, 8, 8, device=DEVICE)) == HAS_CUDA
-    assert not triton_recurrence.updates(torch.zeros(1, 1, 8, 8, dtype=torch.float64, device=DEVICE))
-    assert not triton_recurrence.updates(torch.zeros(1, 1, 512, 8, device=DEVICE))
+@pytest.mark.parametrize("decay", ["head", "column"])
+@pytest.mark.parametrize("kind", ["zero", "strong", "huge", "forget", "mixed", "all"])
+def test_extreme_decays(kind: str, decay: str) -> None:
+    """-inf is complete forgetting; nothing overflows or is not a number."""
+    plan = chain_plan([70, 3], [30, 69, 72])
+    rates = torch.zeros(73, 1, 8, dtype=torch.float64)
+    if kind == "strong":
+        rates[::3] = -60.0
+    elif kind == "huge":
+        rates[::5] = -1e38
+    elif kind == "forget":
+        rates[[20, 50, 51, 71]] = -torch.inf
+    elif kind == "mixed":
+        rates = torch.randn(rates.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).abs().neg()
+        rates[rates < -1] = -torch.inf
+    elif kind == "all":
+        rates[:] = -torch.inf
+    inputs = make(plan, decay, True, heads=1, log_decay=rates if decay == "column" else rates[..., 0])
+    found = run(BACKEND, plan, inputs)
+    assert all(bool(one.isfinite().all()) for one in found)
+    assert_close(found, plan, inputs)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
+def test_systems_far_from_the_identity(beta: float) -> None:
+    """One key throughout; with beta 2 nothing of an error fades, so the inverse is all of it."""
+    plan = chain_plan([130])
+    inputs = make(plan, "head", True, heads=1, log_decay=torch.full((130, 1), -1e-3))
+    assert inputs.beta is not None
+    alike = replace(inputs, k=inputs.k[:1].expand_as(inputs.k), beta=torch.full_like(inputs.beta, beta))
+    assert_close(run(BACKEND, plan, alike), plan, alike)
+
+
+@pytest.mark.parametrize("tree", sorted(TREES))
+def test_trees(tree: str) -> None:
+    """Row by row; what branches start from is kept, whether or not it is wanted."""
+    plan = tree_plan(TREES[tree])
+    for wanted, delta, decay in ((plan.wanted, True, "head"), (plan.wanted[1::3], False, "column")):
+        part = replace(plan, wanted=wanted)
+        inputs = make(part, decay, delta, heads=1, ratio=2)
+        assert_close(run(BACKEND, part, inputs), part, inputs)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("sizes", [(8, 5), (12, 70), (128, 65)])
+def test_decodes(sizes: tuple[int, int], decay: str, delta: bool) -> None:
+    """With all states wanted in their order nothing of the plan is uploaded; else it is."""
+    for plan in (chain_plan([1, 1, 1]), chain_plan([1, 1, 1], [0, 2])):
+        assert alone(plan, 3) == (len(plan.wanted) == 3)
+        inputs = make(plan, decay, delta, ratio=2, sizes=sizes)
+        assert_close(run(BACKEND, plan, inputs), plan, inputs)
+
+
+def test_views_and_shared_heads() -> None:
+    plan = chain_plan([70, 3])
+    inputs = make(plan, "head", True)
+    found = run(BACKEND, plan, inputs.mapped(scattered))
+    assert_close(found, plan, inputs)
+    before = inputs.mapped(torch.clone)
+    found.out.fill_(7)
+    found.states.fill_(7)
+    for one, old in zip(vars_of(inputs), vars_of(before), strict=True):
+        assert torch.equal(one, old)
+    shared = replace(inputs, k=inputs.k[:, :1].expand_as(inputs.k), q=inputs.q[:, :1].expand_as(inputs.q))
+    assert_close(run(BACKEND, plan, shared), plan, shared)
+
+
+def vars_of(inputs: Any) -> list[torch.Tensor]:
+    return [inputs.q, inputs.k, inputs.v, inputs.states, inputs.log_decay, inputs.beta]
+
+
+def test_states_of_another_dtype_are_rounded_at_the_end() -> None:
+    for plan in (chain_plan([70, 1]), tree_plan([[-1, 0, 0, 1]])):
+        inputs = make(plan)
+        half = replace(inputs, states=inputs.states.half())
+        found = run(BACKEND, plan, half)
+        assert found.states.dtype == torch.float16
+        assert torch.equal(found.states, run(BACKEND, plan, half.to(torch.float32)).states.half())
+
+
+# -- convolution -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(CONVOLUTIONS))
+def test_convolution(name: str) -> None:
+    plan = CONVOLUTIONS[name]
+    for turn, taps in enumerate((1, 4) if "long" in name else (1, 2, 4)):
+        x, weight, bias, states = make_convolution(plan, taps, DTYPES[turn % len(DTYPES)])
+        check_convolution(BACKEND.convolve(plan, x, weight, bias, states), plan, x, weight, bias, states)
+        views = [scattered(one) for one in (x, weight, states)]
+        check_convolution(BACKEND.convolve(plan, *views[:2], None, views[2]), plan, x, weight, None, states)
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+def check_steps(plan: RecurrencePlan, steps: Steps) -> None:
+    """Follow the programs: each row is run once, from the state after its parent."""
+    states: dict[tuple[str, int], int] = {}
+    runs: list[list[int]] = []
+    for first, count, given in steps.chunked.tolist():
+        state = given
+        for row, length, target in steps.chunks[first : first + count].tolist():
+            assert 1 <= length <= ROWS
+            assert (plan.parents[row], plan.given[row]) == (
+                (-1, state) if row == first_row(plan, row) else (row - 1, -1)
+            )
+            assert (plan.parents[row + 1 : row + length] == np.arange(row, row + length - 1)).all()
+            assert not set(plan.wanted) & set(range(row, row + length - 1))
+            if target >= 0:
+                states["wanted", target] = row + length - 1
+            runs.append(list(range(row, row + length)))
+    for first, count, _ in steps.walked.tolist():
+        last = None
+        for row in range(first, first + count):
+            source, target, keep = steps.rows[row].tolist()
+            if source >= 0:
+                assert (plan.parents[row], plan.given[row]) == (-1, source)
+            else:
+                assert plan.parents[row] == (last if source == -1 else states["kept", -2 - source])
+            for name, place in (("wanted", target), ("kept", keep)):
+                if place >= 0:
+                    states[name, place] = row
+            last = row
+        runs.append(list(range(first, first + count)))
+    assert sorted(row for run_ in runs for row in run_) == list(range(plan.num_rows))
+    assert [states["wanted", place] for place in range(len(plan.wanted))] == plan.wanted.tolist()
+    assert {place for name, place in states if name == "kept"} == set(range(steps.kept))
+
+
+def first_row(plan: RecurrencePlan, row: int) -> int:
+    return int(plan.starts[np.searchsorted(plan.starts, row, side="right") - 1])
+
+
+def test_steps_follow_the_plan() -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        share = rng.choice([0, 0.02, 0.3, 1])
+        if rng.random() < 0.5:
+            lengths = [rng.choice([0, 1, 2, rng.randint(1, 300)]) for _ in range(rng.randint(1, 4))]
+            plan = chain_plan([*lengths, 1])
+        else:
+            along = rng.choice([0.5, 0.99])
+            trees = [
+                [node - 1 if rng.random() < along and node else rng.randint(-1, node - 1) for node in range(size)]
+                for size in (rng.choice([1, 4, 40, 200]) for _ in range(rng.randint(1, 3)))
+            ]
+            plan = tree_plan(trees)
+        if plan.num_rows:
+            chosen = [row for row in range(plan.num_rows) if rng.random() < share]
+            part = replace(plan, wanted=np.array(chosen, dtype=np.int64))
+            check_steps(part, steps_of(part, ROWS))
+
+
+def test_long_chains_run_in_chunks_and_drafts_row_by_row() -> None:
+    steps = steps_of(chain_plan([200, 1, 8, 9]), ROWS)
+    assert steps.chunks[:, 1].tolist() == [64, 64, 64, 8, 9]
+    assert steps.walked[:, 1].tolist() == [1, 8]
+    assert len(steps_of(chain_plan([8], range(8)), ROWS).chunks) == 0
+    assert len(cut(chain_plan([200]), ROWS)) == 4
+
+
+# -- where it runs ---------------------------------------------------------------------------------
+
+
+def test_layers_of_a_forward_share_what_is_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads: list[Any] = []
+    usual = triton_recurrence.upload
+    monkeypatch.setattr(triton_recurrence, "upload", lambda *given: (uploads.append(given), usual(*given))[1])
+    backend = CarriedRecurrence()
+    for plan, expected in ((chain_plan([9, 2]), 2), (chain_plan([2, 9]), 4), (chain_plan([1, 1]), 4)):
+        inputs = make(plan, heads=1)
+        x, weight, bias, states = make_convolution(plan, 3)
+        for _ in range(3):
+            run(backend, plan, inputs)
+            check_convolution(backend.convolve(plan, x, weight, bias, states), plan, x, weight, bias, states)
+        assert len(uploads) == expected
+
+
+def test_what_the_programs_do_not_know_runs_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float64, large heads: the same results by the form for all devices."""
+    taken: list[RecurrencePlan] = []
+    usual = ChunkedRecurrence.linear_attention
+
+    def counted(self: ChunkedRecurrence, plan: RecurrencePlan, *args: Any, **kwargs: Any) -> Any:
+        taken.append(plan)
+        return usual(self, plan, *args, **kwargs)
+
+    monkeypatch.setattr(ChunkedRecurrence, "linear_attention", counted)
+    plan = chain_plan([3, 1])
+    for number, inputs in enumerate(
+        (
+            make(plan, dtype=torch.float64),
+            replace(make(plan), states=make(plan).states.double()),
+            make(plan, sizes=(257, 2), heads=1),
+            make(plan, "column", sizes=(129, 2), heads=1),
+        )
+    ):
+        assert_close(run(BACKEND, plan, inputs), plan, inputs)
+        assert len(taken) == number + 1
+    run(BACKEND, plan, make(plan))
+    assert len(taken) == 4
+
+
+def test_gpus_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(triton_recurrence.fastest_recurrence(torch.device("cpu"))) is ChunkedRecurrence
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, kind in (((7, 5), ChunkedRecurrence), ((9, 0), TritonRecurrence)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert type(triton_recurrence.fastest_recurrence(cuda)) is kind

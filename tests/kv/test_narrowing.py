@@ -9,6 +9,7 @@ Letters: T new tokens; S of them that run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -105,6 +106,8 @@ def test_any_rows_of_any_batch(backend: str, examples: int) -> None:
         dtype=st.sampled_from([torch.float32, torch.bfloat16]),
         sizes=st.sampled_from([(64, 512, 2048), (3, 8, 5), (8, 8, 0)]),
         forked=st.booleans(),
+        window=st.sampled_from([None, None, (12, 0), (20, 3), (9, 8)]),
+        eviction=st.sampled_from(["token", "forward"]),
         data=st.data(),
     )
     def run(
@@ -113,12 +116,16 @@ def test_any_rows_of_any_batch(backend: str, examples: int) -> None:
         dtype: torch.dtype,
         sizes: tuple[int, int, int],
         forked: bool,
+        window: tuple[int, int] | None,
+        eviction: Literal["token", "forward"],
         data: st.DataObject,
     ) -> None:
         pair = Narrowed(SPECS, page_size=page_size, dtype=dtype, backend=BACKENDS[backend](), capacity=500)
         ids = list(range(len(entries)))
         pair.add(*ids)
         for seq_id, (past, _) in enumerate(entries):
+            if window is not None and seq_id == 0:
+                pair.window(0, *window, eviction)
             if past:
                 pair.append(seq_id, past)
         if forked:
@@ -387,7 +394,7 @@ def test_what_no_rows_can_be_left_out_of() -> None:
     window.add(0)
     window.window(0, 100, 2)
     window.begin([0], [3])
-    refused(window, Unsupported, lambda: window.state.open_pass().narrow(one), "window")
+    refused(window, Unsupported, lambda: window.state.open_pass().rehearse(one, one, 0), "window")
     inline = Narrowed([attention(), attention(mode="inline")])
     inline.add(0)
     inline.begin([0], [3])

@@ -6,6 +6,34 @@ from tests.mutants.harness import Mutant
 
 MUTANTS = (
     Mutant(
+        name="sinks-of-all-rows-for-those-that-run",
+        file="kv/plans.py",
+        old="evicted=None if batch.evicted is None else batch.evicted[rows]",
+        new="evicted=None if batch.evicted is None else batch.evicted[: len(rows)]",
+        tests=("kv/test_narrowing.py::test_any_rows_of_any_batch",),
+    ),
+    Mutant(
+        name="rows-that-windows-let-go-of-are-kept",
+        file="engine/blending.py",
+        old="            held = intersection(held, export.held(layer))\n",
+        new="            held = held or export.held(layer)\n",
+        tests=("engine/test_blending.py::test_edits_of_models_with_windows",),
+    ),
+    Mutant(
+        name="far-rows-one-window-too-near",
+        file="engine/blending.py",
+        old="origin + sum(window - 1 for window in windows if window)",
+        new="origin + sum(window - 1 for window in windows[1:] if window) - 1",
+        tests=("engine/test_blending.py::test_what_no_window_saw_is_exact",),
+    ),
+    Mutant(
+        name="layers-used-before-they-are-here",
+        file="blend/retriever.py",
+        old="        return arriving.there >= layout.end(self.file, layer)\n",
+        new="        return True\n",
+        tests=("blend/test_chunk_retriever.py::test_layers_of_a_remote_chunk_are_used_while_others_come",),
+    ),
+    Mutant(
         name="cached-keys-stay-where-they-were",
         file="blend/forward.py",
         old="        return self._moves[name](k_NHD)",

@@ -21,12 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.store.oracle import KEYS, PARENTS, digest, rows, stop
 
-from quire.contracts.store import Blob, ObjectKey, ObjectKind, StoreTier, TierStat
+from quire.contracts.store import Blob, ObjectKey, ObjectKind, ObjectPart, StoreTier, TierStat
 from quire.errors import InvalidArgument, TierError
 from quire.store import stack, tier_guard
 from quire.store.files import FileTier
 from quire.store.keys import record_key
-from quire.store.memory import MemoryTier
+from quire.store.memory import MemoryTier, cut
 from quire.store.stack import Found, Store
 from quire.store.tier_guard import Breaker
 
@@ -45,7 +45,7 @@ class Shelf:
         self.pinned: set[ObjectKey] = set()
         self.calls: list[str] = []
         self.error: Exception | None = None
-        self.broken: Collection[str] = ("get", "put", "contains", "children", "remove", "pin", "stat")
+        self.broken: Collection[str] = ("get", "part", "put", "contains", "children", "remove", "pin", "stat")
         """The verbs that raise ``error``."""
         self.stuck = False
 
@@ -59,6 +59,10 @@ class Shelf:
     async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
         await self._call("get")
         return [self.held.get(key) for key in keys]
+
+    async def part(self, key: ObjectKey, start: int, stop: int) -> ObjectPart | None:
+        await self._call("part")
+        return cut(self.held.get(key), start, stop)
 
     async def put(self, key: ObjectKey, blob: Blob) -> bool:
         await self._call("put")

@@ -97,7 +97,7 @@ async def check(tier: StoreTier, oracle: Oracle) -> None:
 async def step(tier: StoreTier, oracle: Oracle, random: Random, blob: bytes) -> None:
     """One operation of both: mostly puts and gets, so that evictions follow long chains of uses."""
     key, keys = random.choice(KEYS), random.choices(KEYS, k=random.randrange(4))
-    match random.choices(("put", "get", "pin", "remove", "contains"), (50, 40, 4, 4, 2))[0]:
+    match random.choices(("put", "get", "part", "pin", "remove", "contains"), (50, 30, 10, 4, 4, 2))[0]:
         case "put":
             note(f"put {shown(key)} {len(blob)}")
             assert await tier.put(key, blob) == oracle.put(key, blob)
@@ -115,6 +115,12 @@ async def step(tier: StoreTier, oracle: Oracle, random: Random, blob: bytes) -> 
             # Of uses below an object that is taken out of a chain, what it stood under need not
             # know. All are used again, for the order to be the same.
             assert [one is not None for one in await tier.get(KEYS)] == [one is not None for one in oracle.get(KEYS)]
+        case "part":
+            stop = random.choice((0, 1, 150, 2000))
+            note(f"part {shown(key)} {stop}")
+            part, (whole,) = await tier.part(key, 0, stop), oracle.get([key])
+            found = None if part is None else (bytes(part.blob), part.size)
+            assert found == (None if whole is None else (whole[:stop], len(whole)))
         case "contains":
             assert await tier.contains(keys) == [key in oracle.held for key in keys]
 
@@ -145,3 +151,25 @@ def test_operations(name: str, random: Random) -> None:
 def test_operations_on_redis(server: RedisServer, capacity: int | None, random: Random) -> None:
     with on(server, capacity) as bed:
         asyncio.run(run(bed, random))
+
+
+async def pieces(tier: StoreTier) -> None:
+    key, blob = KEYS[0], bytes(range(256)) * 2
+    assert await tier.part(key, 0, 10) is None
+    assert await tier.put(key, blob)
+    for start, stop in ((0, 512), (0, 5), (5, 6), (500, 512), (500, 9999)):
+        part = await tier.part(key, start, stop)
+        assert part is not None
+        assert (bytes(part.blob), part.size) == (blob[start:stop], 512)
+    await tier.close()
+
+
+@pytest.mark.parametrize("name", BEDS)
+def test_parts_of_an_object(name: str) -> None:
+    with BEDS[name]() as bed:
+        asyncio.run(pieces(bed.make()))
+
+
+def test_parts_of_an_object_on_redis(server: RedisServer) -> None:
+    with on(server, None) as bed:
+        asyncio.run(pieces(bed.make()))

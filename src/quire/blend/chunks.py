@@ -128,6 +128,12 @@ class ChunkLayout:
         """Open the object of a chunk, whose tensors are not read yet. Raise ``Unfit``."""
         return unpack(key, contents, blob)
 
+    def end(self, file: StateFile, layer: int) -> int:
+        """Return how many of the object's first bytes hold a layer and all before it; 0 if it has
+        no such layer, which ``read`` says."""
+        names = [name for one in self.plan(layer, 1) if (name := tensor_name(layer, one)) in file.specs]
+        return file.end(*names) if names else 0
+
     def read(self, key: ObjectKey, file: StateFile, layer: int) -> dict[str, Tensor]:
         """Return a layer's tensors, verified. Raise ``Unfit``."""
         return read_tensors(key, file, layer, self.plan(layer, key.count))

@@ -151,19 +151,21 @@ class BlendedForward:
     def _scores(self, layer: int, fresh: Projected, pass_: OpenPass) -> NDArray[np.float32]:
         """Return the scores of all candidates, each by the measure that its request asks for."""
         selection = self._selection
-        found = np.zeros(selection.candidates.size, dtype=np.float32)
-        if not found.size:
-            return found
+        if not selection.candidates.size:
+            return np.zeros(0, dtype=np.float32)
         chunk_of_C = np.searchsorted(self._starts, selection.candidates, side="right") - 1
         names = [None if one is None else one.score for one in self.chunks]
         wanted = sorted({name for index in set(chunk_of_C.tolist()) if (name := names[index]) is not None})
         scores = {name: score_of(name) for name in wanted}
         needs = frozenset().union(*(score.needs for score in scores.values()))
         inputs = self._inputs(layer, fresh, pass_, needs)
+        found_C = fresh.v_AHD.new_zeros(selection.candidates.size, dtype=torch.float32)
         for name, score in scores.items():
             own = np.array([names[index] == name for index in chunk_of_C])
-            found[own] = score.scores(inputs).float().cpu().numpy()[own]
-        return found
+            found_C = torch.where(torch.from_numpy(own).to(found_C.device), score.scores(inputs).float(), found_C)
+        # The only time that the host waits for the device in a layer that selects.
+        on_host: NDArray[np.float32] = found_C.cpu().numpy()
+        return on_host
 
     def _inputs(self, layer: int, fresh: Projected, pass_: OpenPass, needs: frozenset[str]) -> ScoreInputs:
         spec, device = self._state.layer_spec(layer), fresh.v_AHD.device

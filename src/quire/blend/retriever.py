@@ -33,7 +33,7 @@ from quire.blend.rows_task import Order, RowsPiece, RowsTask
 from quire.blend.token_sums import Ids
 from quire.contracts.store import ObjectKey
 from quire.errors import BlendLoadError, FailedPrecondition, InvalidArgument, QuireError
-from quire.kv.statefile import StateFile
+from quire.kv.statefile import StateFile, header_size
 from quire.store.objects import Contents
 from quire.store.records import Unfit
 from quire.store.stack import Found
@@ -58,6 +58,27 @@ class _Fetch:
     requests: set[int] = field(default_factory=set)
     file: StateFile | None = None
     tier: str = ""
+
+    def has(self, layout: ChunkLayout, layer: int | None) -> bool:
+        """Return whether its header (None), or a layer and its header, are here, or never will
+        be."""
+        if not self.answer.done():
+            return False
+        found = self.answer.result()
+        if found is None or (arriving := found.arriving) is None or arriving.ended:
+            return True
+        if self.file is None or layer is None:
+            return arriving.there >= max(8, header_size(found.blob, arriving.there))
+        return arriving.there >= layout.end(self.file, layer)
+
+    def lacks(self, layout: ChunkLayout, layer: int | None) -> bool:
+        """Return whether it has ended before what ``has`` asks for."""
+        found = self.answer.result()
+        if found is None or (arriving := found.arriving) is None or arriving.is_whole:
+            return False
+        if self.file is None or layer is None:
+            return arriving.there < max(8, header_size(found.blob, arriving.there))
+        return arriving.there < layout.end(self.file, layer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,10 +192,11 @@ class ChunkTask(RowsTask):
         return BlendLoadError(str(self._error), requests)
 
     def _load_ahead(self) -> None:
-        """Have the next layers loaded, if all chunks are here, so that nothing has to be waited
-        for."""
-        if all(one.answer.done() for one in self._fetches) and self._fetches:
+        """Have the next layers loaded that are here, so that nothing has to be waited for."""
+        if self._fetches:
             for layer in self._next:
+                if not all(one.has(self._layout, layer) for one in self._fetches):
+                    return
                 if layer not in self._queued and layer not in self._layers:
                     self._queued.add(layer)
                     self._catalog.loading.add(partial(_load_one, weakref.ref(self), layer))
@@ -182,7 +204,7 @@ class ChunkTask(RowsTask):
     # ------------------------------------------------------------------ any thread
 
     def arrived(self) -> None:
-        """Take notice that a chunk has come, or will not."""
+        """Take notice that a chunk, or some of it, has come, or will not."""
         with self._changed:
             self._changed.notify_all()
             if not self._closed:
@@ -194,6 +216,14 @@ class ChunkTask(RowsTask):
             self._queued.discard(layer)
             if self._closed or self._error or layer in self._layers or layer in self._loading:
                 return
+            fetches = self._fetches
+        with contextlib.suppress(BlendLoadError, FailedPrecondition):  # told to whoever asks
+            self._open(fetches)
+        with self._changed:
+            # Of a chunk that was not open yet nobody knew where its layers end.
+            late = not all(one.has(self._layout, layer) for one in fetches)
+            if late or self._closed or self._error or layer in self._layers or layer in self._loading:
+                return
             self._loading.add(layer)
         with contextlib.suppress(BlendLoadError, FailedPrecondition):  # told to whoever asks
             self._load(layer)
@@ -203,10 +233,9 @@ class ChunkTask(RowsTask):
         try:
             with self._changed:
                 parts, fetches = self._parts, self._fetches
-                while self._is_open() and (late := [one for one in fetches if not one.answer.done()]):
-                    if not self._changed.wait(self._left()):
-                        raise self._failed(f"{len(late)} of {len(fetches)} chunks did not come in time", late)
+            self._wait(fetches, None)
             self._open(fetches)
+            self._wait(fetches, layer)
             loaded = self._read(layer, parts)
             with self._changed:
                 self._is_open()
@@ -224,6 +253,16 @@ class ChunkTask(RowsTask):
             with self._changed:
                 self._loading.discard(layer)
                 self._changed.notify_all()
+
+    def _wait(self, fetches: Sequence[_Fetch], layer: int | None) -> None:
+        """Wait for the headers of chunks, or for a layer."""
+        with self._changed:
+            while self._is_open() and (late := [one for one in fetches if not one.has(self._layout, layer)]):
+                if not self._changed.wait(self._left()):
+                    raise self._failed(f"{len(late)} of {len(fetches)} chunks did not come in time", late)
+            if broken := [one for one in fetches if one.lacks(self._layout, layer)]:
+                what = "their headers ended" if layer is None else f"layer {layer}"
+                raise self._failed(f"{len(broken)} of {len(fetches)} chunks broke off before {what}", broken)
 
     def _open(self, fetches: Sequence[_Fetch]) -> None:
         """Check the headers of chunks, once."""
@@ -282,6 +321,12 @@ class ChunkTask(RowsTask):
 
 
 def _told(task: weakref.ref[ChunkTask], answer: Future[Found | None]) -> None:
+    if (found := answer.result()) is not None and found.arriving is not None:
+        found.arriving.tell(partial(_came, task))
+    _came(task)
+
+
+def _came(task: weakref.ref[ChunkTask]) -> None:
     if (found := task()) is not None:
         found.arrived()
 

@@ -122,10 +122,10 @@ class OpenPass(Pass, Protocol):
         earlier call, if there was one, a part. A query still sees all keys up to its own position.
         Rows that are left out must be given to each layer that runs later (``write_rows``).
 
-        ``InvalidArgument``: other rows. ``Unsupported``: a token tree, a sequence with a window, a
-        mask, positions or captured weights of the caller's, cross and recurrent layers, keys
-        that are rotated when read. None of these can follow either, nor attention over new tokens
-        alone (``self_attention``). ``FailedPrecondition``: the forward is over."""
+        ``InvalidArgument``: other rows. ``Unsupported``: a token tree, a mask, positions or
+        captured weights of the caller's, cross and recurrent layers, keys that are rotated when
+        read. None of these can follow either, nor attention over new tokens alone
+        (``self_attention``). ``FailedPrecondition``: the forward is over."""
 
     def rehearse(self, rows: NDArray[np.int64], asking: NDArray[np.int64], first_layer: int) -> RehearsalPass:
         """Return a pass of some of the forward's new tokens alone, to run before the first layer
@@ -136,8 +136,9 @@ class OpenPass(Pass, Protocol):
         (``write_rows`` of this pass), and stay given. ``asking``: those of ``rows`` whose attention
         is summed, in layers ``first_layer`` and later.
 
-        ``InvalidArgument``: other rows. ``Unsupported``: as for ``narrow``. ``FailedPrecondition``:
-        the forward is over or narrowed, or a layer has run."""
+        ``InvalidArgument``: other rows. ``Unsupported``: as for ``narrow``, and a sequence with a
+        window of its own. ``FailedPrecondition``: the forward is over or narrowed, or a layer has
+        run."""
 
     def write_rows(self, layer_id: int, rows: NDArray[np.int64], k: Tensor, v: Tensor | None) -> None:
         """Store rows of new tokens for a layer that has not run yet; it then need not compute them.

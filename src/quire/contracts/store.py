@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeAlias
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
 from quire.errors import InvalidArgument
 
@@ -79,6 +79,14 @@ class TierStat:
     """Bytes of objects that are never given up."""
 
 
+class ObjectPart(NamedTuple):
+    """Some bytes of an object."""
+
+    blob: Blob
+    size: int
+    """Bytes of the whole object."""
+
+
 class StoreTier(Protocol):
     """One place that keeps objects. A new tier is one file that implements this.
 
@@ -102,6 +110,11 @@ class StoreTier(Protocol):
     async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
         """Return the objects in the order of the keys, None where one is not there. It counts as
         use of them and of all that they stand under."""
+        ...
+
+    async def part(self, key: ObjectKey, start: int, stop: int) -> ObjectPart | None:
+        """Return the bytes of an object from ``start`` to ``stop``, or to its end if that is
+        before; None if it is not there. A part from 0 on counts as use, others may."""
         ...
 
     async def put(self, key: ObjectKey, blob: Blob) -> bool:

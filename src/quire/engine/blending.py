@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quire.blend.calibration import BlendCalibration, default_layer
 from quire.blend.chunk_capture import ChunkCapture
@@ -40,6 +41,7 @@ from quire.engine.segmented_prompts import Pieces
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import BlendLoadError, InvalidArgument, Unsupported
 from quire.kv.rule_table import blending_refusal
+from quire.kv.windows import intersection
 from quire.metrics import EngineMetrics
 from quire.ops.rope import RotaryTable
 from quire.runner.local import Runner
@@ -236,8 +238,6 @@ class Blending:
     def _find(self, work: Branch, blend: PromptBlend) -> ChunkTask | str:
         """Look for chunks of a prompt from its first token on that is not computed."""
         params = blend.params
-        if work.window is not None:
-            return "the session has a window of its own, whose sink is read at other positions"
         if len(work.runs.ids) > 1 or (work.tokens.ids[: blend.length] < 0).any():
             return "the prompt has several adapters, or embeddings"
         end = min(blend.question, blend.length - 1)
@@ -263,31 +263,55 @@ class Blending:
             task.close()
             return reason
         blend.by_tier = dict(task.tokens_by_tier)
+        if work.window is not None:
+            return task  # a chunk by itself has seen what the window hides
+        blend.exact = self._far_rows(task, len(self.lead))
         if tuple(work.tokens.ids[: len(self.lead)].tolist()) == self.lead:
             # A chunk behind its lead, where it was computed, has read there what it reads here.
             at_home = task.positions.numpy() == np.arange(blend.length)
-            blend.exact = at_home & (task.valid_mask.numpy() != 0)
+            blend.exact |= at_home & (task.valid_mask.numpy() != 0)
         return task
 
-    def moved(self, seq: SeqId, move: Move, params: BlendParams) -> PromptBlend:
+    def moved(self, seq: SeqId, move: Move, params: BlendParams, *, windowed: bool) -> PromptBlend | None:
         """Return the blending of tokens whose rows a sequence holds at other positions, and nothing
-        more. The last of them are what its selection asks the attention of."""
-        rows, length = SequenceRetriever(self.layout, self._runner.state.open_export(seq)), move.start + move.length
-        last = max(move.start, length - ASKING)
+        more; None: some layer has let go of each of them. The last of them are what its selection
+        asks the attention of. ``windowed``: the sequence has a window of its own."""
+        export, length = self._runner.state.open_export(seq), move.start + move.length
+        held = [range(move.source, move.source + move.length)]
+        for layer in self.layout.layers:
+            held = intersection(held, export.held(layer))
+        moves = [Move(one.start + move.start - move.source, one.start, len(one)) for one in held]
+        if not moves:
+            return None
+        rows, count = SequenceRetriever(self.layout, export), sum(map(len, held))
 
         def find(work: Branch, blend: PromptBlend) -> RowsTask:
-            return rows.new_task(length, [move])
+            task = rows.new_task(length, moves)
+            if not windowed:
+                blend.exact = self._far_rows(task, move.source)
+            return task
 
         return PromptBlend(
             replace(params, keep=False),
-            Pieces((last,)),
+            Pieces((max(move.start, length - ASKING),)),
             length,
             DEFAULT_RATIO if params.ratio is None else params.ratio,
             self._score(params),
             self._most,
             find,
-            by_tier={"pool": move.length},
+            released=move.length - count,
+            by_tier={"pool": count},
         )
+
+    def _far_rows(self, task: RowsTask, origin: int) -> NDArray[np.bool_]:
+        """Return which rows have read nothing before the position ``origin`` where they were
+        computed: if all layers have windows, what a token reads reaches back a window in each."""
+        windows = [getattr(spec, "layer_window", None) for spec in self._runner.model.layer_specs]
+        far: NDArray[np.bool_] = task.valid_mask.numpy() != 0
+        if None in windows:
+            return np.zeros_like(far)
+        far &= task.positions.numpy() >= origin + sum(window - 1 for window in windows if window)
+        return far
 
     def missing(self, work: ScheduledRequest, blend: PromptBlend) -> list[Ids]:
         """Return the chunks of a prompt, but of the question, that are neither kept nor being
@@ -360,6 +384,7 @@ class Blending:
                 continue
             left_out = forward.left_out(index)
             anew = chunk.valid_n & ~left_out
+            work.blend.spared += int(left_out.sum())
             if chunk.rows.exact is not None:
                 left_out &= ~chunk.rows.exact
             work.blend.ran(work.computed, left_out, anew)

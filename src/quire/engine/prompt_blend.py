@@ -54,6 +54,12 @@ class PromptBlend:
     """``[S]``: those that were not computed anew, and are not exact."""
     anew: NDArray[np.bool_] = field(default_factory=_nothing)
     """``[S]``: those that were."""
+    released: int = 0
+    """Of an edit: tokens that follow and have no rows, since a window has let go of them."""
+    spared: int = 0
+    """Tokens that did not run, those with exact rows too."""
+    windowed: bool = False
+    """Whether its sequence has a window of its own."""
     by_tier: dict[str, int] = field(default_factory=dict)
     reason: str = "the prompt did not run"
     divergence: float | None = None
@@ -75,6 +81,7 @@ class PromptBlend:
         """Look for chunks of what is not computed of an admitted prompt."""
         self.end()
         self.valid, self.exact, self.left_out, self.anew = (np.zeros(self.length, dtype=np.bool_) for _ in range(4))
+        self.spared, self.windowed = 0, work.window is not None
         found = self.find(work, self)
         if isinstance(found, str):
             self.reason = found
@@ -111,10 +118,10 @@ class PromptBlend:
 
     def _score(self, stop: int, rows: BlendedRows, valid: NDArray[np.bool_]) -> str:
         """Return the name of what orders the candidates of a step's chunk that ends at ``stop``.
-        ``v`` takes the place of what asks the question where no row of that is in this chunk, and
-        where asking does not pay or decides nothing."""
-        if self.score != "v_or_question":
-            return self.score
+        ``v`` takes the place of what asks the question where no row of that is in this chunk, where
+        asking does not pay or decides nothing, and where a sink is read at relative positions."""
+        if self.score != "v_or_question" or self.windowed:
+            return "v" if self.score == "v_or_question" else self.score
         others = valid[: rows.question_start]
         asks = stop > min(self.question, self.length - 1) and 0 < self.ratio < 1
         return self.score if asks and valid.size - others.sum() <= MOST_ASKING * valid.size else "v"

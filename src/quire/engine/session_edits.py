@@ -64,7 +64,8 @@ class SessionEdits(SessionViews):
         ``mode`` "exact": what follows is run again, each token under the adapter that it ran under;
         new tokens run under the session's adapter. Then the session is as if it had always had
         these tokens. "blend": what follows is kept, moved, and computed anew in part, as ``blend``
-        says; then the session is not ``exact``. State that is approximate already is not kept.
+        says; then the session is not ``exact``. State that is approximate already is not kept, and
+        tokens that a window has let go of, of the model's or of the session's, are run again.
 
         The chat of a session goes on with the content of the message in which the span is replaced.
 
@@ -109,8 +110,9 @@ class SessionEdits(SessionViews):
         return EditReport(
             removed=place.stop - place.start,
             added=added.size,
-            replayed=replayed - done.blended,
+            replayed=replayed - (0 if source is None else source.blend.spared),
             blended=done.blended,
+            released=0 if source is None else source.blend.released,
             mode=mode,
             exact=self.exact,
         )
@@ -208,32 +210,23 @@ class SessionEdits(SessionViews):
             return None
         if params is not None and params.target is not None:
             raise Unsupported("target: a calibration is of prompts; an edit takes a ratio", field="target")
-        params = self._engine.blending.checked(BlendParams() if params is None else params)
-        if self._state.window is not None or any(
-            spec.kind == "window" for spec in self._engine.runner.model.layer_specs
-        ):
-            raise Unsupported(
-                "what follows an edit is kept by layers that hold all tokens only, and a window has let go of some; give mode='exact'",
-                field="mode",
-                given="blend",
-                allowed="'exact'",
-            )
-        return params
+        return self._engine.blending.checked(BlendParams() if params is None else params)
 
     def _source(self, place: TextPlace, added: int, params: BlendParams) -> EditSource | None:
-        """Return what gives the rows that follow the span; None: nothing does, or they stay where
-        they are."""
+        """Return what gives the rows that follow the span; None: nothing does."""
         state, engine = self._state, self._engine
         exact = state.origin.exact_part(state.computed)
         if state.seq is None or state.modified or exact <= place.stop:
             return None
         fork = engine.branches.fork_of(state.seq)
-        move = Move(place.start + added, place.stop, exact - place.stop)
+        blend = None
         try:
-            return EditSource(fork, engine.blending.moved(fork, move, params))
-        except BaseException:
-            engine.branches.remove(fork)
-            raise
+            move = Move(place.start + added, place.stop, exact - place.stop)
+            blend = engine.blending.moved(fork, move, params, windowed=state.window is not None)
+        finally:
+            if blend is None:
+                engine.branches.remove(fork)
+        return None if blend is None else EditSource(fork, blend)
 
     def _give_back(self, source: EditSource | None) -> None:
         if source is not None:

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.recurrence import Recurred, RecurrencePlan
-from quire.kernels import triton_recurrence
 from quire.kernels.decays import Weighed, faded, weigh
 from quire.kernels.recurrence_groups import GroupRows, cut
 from quire.ops.recurrence import check_convolve, check_linear_attention, promoted, sum_dtype
@@ -171,7 +170,7 @@ class ChunkedRecurrence:
         else:
             # Rows of the given states, then those of x.
             pool = torch.cat([states_GWC.flatten(0, 1).to(compute), x_TC.to(compute)])
-            taps_WT = _addresses(plan, *states_GWC.shape[:2])
+            taps_WT = addresses(plan, *states_GWC.shape[:2])
             index_WT = uploaded(taps_WT, x_TC.device)
             out_TC = pool.index_select(0, index_WT[0]).mul_(weight_WC[0])
             for index_T, weight_C in zip(index_WT[1:], weight_WC[1:], strict=True):
@@ -213,9 +212,6 @@ def _update(states_NHKV: Tensor, rows: Inputs, scale: float) -> tuple[Tensor, Te
     decay = None
     if rows.log_decay is not None:
         decay = faded(rows.log_decay).reshape(number, heads, -1, 1)
-    if triton_recurrence.updates(states_NHKV):
-        factors = None if decay is None else decay[..., 0]
-        return triton_recurrence.updated(states_NHKV, rows.q, rows.k, rows.v, factors, rows.beta, scale)
     states = torch.empty_like(states_NHKV, memory_format=torch.contiguous_format)
     out_NHRV = states.new_empty(number, heads, rows.q.shape[2], values)
     # A row of one head (shared) or of all, as matrices.
@@ -299,7 +295,7 @@ def _inverse(scores_BXLL: Tensor, beta_BXL: Tensor) -> Tensor:
 # -- convolution -----------------------------------------------------------------------------------
 
 
-def _addresses(plan: RecurrencePlan, given: int, kept: int) -> NDArray[np.int64]:
+def addresses(plan: RecurrencePlan, given: int, kept: int) -> NDArray[np.int64]:
     """Return ``[W, T]``: places of each row's inputs, oldest first, in the states' rows, then
     x's."""
     offset, rows = given * kept, np.arange(plan.num_rows)

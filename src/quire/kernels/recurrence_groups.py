@@ -42,18 +42,25 @@ class Group:
         return self.first + self.lengths - 1
 
 
-def cut(plan: RecurrencePlan, longest: int) -> list[list[Group]]:
-    """Return the groups of each depth; no piece has more than ``longest`` rows."""
+def beginnings(plan: RecurrencePlan, longest: int) -> NDArray[np.bool_]:
+    """Return ``[T]``: whether a piece begins at a row; none has more than ``longest`` rows."""
     total, parents = plan.num_rows, plan.parents
-    if not total:
-        return []
     rows = np.arange(total)
     ends = np.bincount(parents[parents >= 0], minlength=total) > 1
     ends[plan.wanted] = True
     follows = np.zeros(total, dtype=np.bool_)
     follows[1:] = (parents[1:] == rows[:-1]) & ~ends[:-1]
     run_first = np.maximum.accumulate(np.where(follows, 0, rows))
-    begins = (rows - run_first) % longest == 0
+    begins: NDArray[np.bool_] = (rows - run_first) % longest == 0
+    return begins
+
+
+def cut(plan: RecurrencePlan, longest: int) -> list[list[Group]]:
+    """Return the groups of each depth; no piece has more than ``longest`` rows."""
+    total, parents = plan.num_rows, plan.parents
+    if not total:
+        return []
+    begins = beginnings(plan, longest)
     first = np.flatnonzero(begins)
     lengths = np.diff(first, append=total)
     piece_of = np.cumsum(begins) - 1

@@ -62,9 +62,9 @@ class AttentionPass:
             [state.table.get(seq_id).tables[index].pages for seq_id in need.seq_ids]
             for index in range(len(state.classes))
         ]
-        self.slots: list[Tensor] = [
-            uploaded(plans.new_slots(self.batch, tables, state.page_size), state.device) for tables in self._tables
-        ]
+        self._slots = [plans.new_slots(self.batch, tables, state.page_size) for tables in self._tables]
+        """On the host: looking there waits for no device."""
+        self.slots: list[Tensor] = [uploaded(slots, state.device) for slots in self._slots]
         """Of all new tokens."""
         self._whole, self._running_slots = self.batch, self.slots
         self.chosen = ChosenRows(self.batch.starts)
@@ -269,7 +269,7 @@ class AttentionPass:
             return None
         name = (class_index, int(rows[0]), rows.size)
         if name not in self._runs:
-            slots = self.slots[class_index][rows[0] : rows[0] + rows.size].cpu().numpy()
+            slots = self._slots[class_index][rows[0] : rows[0] + rows.size]
             self._runs[name] = int(slots[0]) if bool((np.diff(slots) == 1).all()) else None
         return self._runs[name]
 

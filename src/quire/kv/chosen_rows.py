@@ -87,8 +87,6 @@ def narrow_refusal(state: StateParts, batch: Batch) -> str:
     """Return why no rows of this forward can be left out; "" if they can."""
     if any(tree is not None for tree in batch.trees):
         return "an entry adds nodes of a token tree, whose branches share positions"
-    if any(window is not None for window in batch.windows):
-        return "a sequence has a window of its own, whose sink is read at relative positions"
     if state.recurrent is not None:
         return "recurrent layers need every token"
     if state.encoders is not None:

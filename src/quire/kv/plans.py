@@ -106,8 +106,7 @@ def batch_of(need: ForwardNeed, device: torch.device) -> Batch:
 
 
 def narrowed(batch: Batch, rows: NDArray[np.int64]) -> Batch:
-    """Return the batch of these rows only: ascending, some of each entry, without trees and
-    windows."""
+    """Return the batch of these rows only: ascending, some of each entry, without trees."""
     starts = np.searchsorted(rows, batch.starts)
     positions = batch.positions[rows]
     return replace(
@@ -117,6 +116,7 @@ def narrowed(batch: Batch, rows: NDArray[np.int64]) -> Batch:
         positions=positions,
         positions_T=uploaded(positions, batch.device),
         max_position=int(positions.max()),
+        evicted=None if batch.evicted is None else batch.evicted[rows],
     )
 
 

@@ -100,6 +100,8 @@ class StatePass(AttentionPass):
     def rehearse(self, rows: NDArray[np.int64], asking: NDArray[np.int64], first_layer: int) -> Rehearsal:
         """See ``contracts.model.OpenPass``."""
         self.require_all_alike("rehearse")
+        if any(self.batch.windows):
+            raise Unsupported("rehearse: a sequence has a window of its own, whose sink is read at relative positions")
         for chosen in (rows, asking):
             self.chosen.check(chosen)
         if not (rows.size and np.isin(asking, rows, assume_unique=True).all()):

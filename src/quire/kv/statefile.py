@@ -36,6 +36,7 @@ __all__ = [
     "HeaderLimits",
     "StateFile",
     "TensorSpec",
+    "header_size",
     "plan_of",
     "read_state",
     "to_bytes",
@@ -215,6 +216,13 @@ def read_state(
     return state
 
 
+def header_size(source: Buffer, there: int) -> int:
+    """Return how many of a state's first bytes must be there for it to be opened, of which there
+    are ``there``; 8 if these do not tell."""
+    view = _bytes_view(source)
+    return 8 if there < 8 else min(8 + int.from_bytes(view[:8], "little"), len(view))
+
+
 class StateFile:
     """An open state, made by ``read_state``.
 
@@ -272,6 +280,10 @@ class StateFile:
             flat = _as_tensor(self._open_view())
             flat = self._flat[dtype] = flat[: len(flat) - len(flat) % dtype.itemsize].view(dtype)
         return flat
+
+    def end(self, *names: str) -> int:
+        """Return how many of the file's first bytes hold these tensors, which there must be."""
+        return max(self._span(name)[1] for name in names)
 
     def verify(self, *names: str) -> None:
         """Compare these tensors, without any all of them, with their checksums. ``DataLoss`` names

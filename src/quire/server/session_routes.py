@@ -415,6 +415,7 @@ async def edit(session_id: str, body: EditBody, request: Request) -> Response:
             "added": done.added,
             "replayed": done.replayed,
             "blended": done.blended,
+            "released": done.released,
             "mode": done.mode,
             "exact": done.exact,
         }

@@ -26,11 +26,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Concatenate, ParamSpec, TypeVar
 
-from quire.contracts.store import Blob, ObjectKey, ObjectKind, TierStat
+from quire.contracts.store import Blob, ObjectKey, ObjectKind, ObjectPart, TierStat
 from quire.errors import InvalidArgument, QuireError, TierError
 from quire.kv.atomic_file import remove_stale, replacing, sync_directory
 from quire.store.file_index import FileIndex, is_damage
 from quire.store.keys import checked_name
+from quire.store.memory import cut
 from quire.store.threads import DaemonThreads
 
 P = ParamSpec("P")
@@ -73,6 +74,10 @@ class FileTier:
 
     async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
         return await self._call(self._get, _names(keys))
+
+    async def part(self, key: ObjectKey, start: int, stop: int) -> ObjectPart | None:
+        (blob,) = await self.get([key])
+        return cut(blob, start, stop)
 
     async def put(self, key: ObjectKey, blob: Blob) -> bool:
         return await self._call(self._put, key, checked_name(key), blob)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from quire.contracts.store import Blob, ObjectKey, ObjectKind, TierStat
+from quire.contracts.store import Blob, ObjectKey, ObjectKind, ObjectPart, TierStat
 
 
 @dataclass(slots=True)
@@ -127,6 +127,9 @@ class MemoryTier:
     async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
         return self.get_now(keys)
 
+    async def part(self, key: ObjectKey, start: int, stop: int) -> ObjectPart | None:
+        return cut(self.get_now([key])[0], start, stop)
+
     async def put(self, key: ObjectKey, blob: Blob) -> bool:
         return self.put_now(key, blob)
 
@@ -198,3 +201,11 @@ class MemoryTier:
                 return one
             self._offer(one)
         return None
+
+
+def cut(blob: Blob | None, start: int, stop: int) -> ObjectPart | None:
+    """Return a part of an object that is in memory, or mapped, without a copy."""
+    if blob is None:
+        return None
+    view = memoryview(blob).cast("B")
+    return ObjectPart(view[start:stop], len(view))

@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from quire.contracts.store import Blob, ObjectKey, ObjectKind, TierStat
+from quire.contracts.store import Blob, ObjectKey, ObjectKind, ObjectPart, TierStat
 from quire.errors import InvalidArgument, TierError, Unsupported
 from quire.store.keys import checked_name
 
@@ -168,6 +168,20 @@ class RedisTier:
             with contextlib.suppress(OutOfMemoryError):  # a server that is full notes no uses
                 await self._use(args=names)
         return found
+
+    async def part(self, key: ObjectKey, start: int, stop: int) -> ObjectPart | None:
+        from redis.exceptions import OutOfMemoryError
+
+        name = checked_name(key)
+        with self._errors():
+            async with self._client.pipeline(transaction=True) as pipe:
+                for words in (("EXISTS",), ("STRLEN",), ("GETRANGE", start, max(0, stop - 1))):
+                    pipe.execute_command(words[0], _object(name), *words[1:])
+                there, size, blob = await pipe.execute()
+            if not start:
+                with contextlib.suppress(OutOfMemoryError):
+                    await self._use(args=[name])
+        return ObjectPart(blob if stop > start else b"", int(size)) if there else None
 
     async def put(self, key: ObjectKey, blob: Blob) -> bool:
         from redis.exceptions import OutOfMemoryError

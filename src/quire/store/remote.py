@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from quire.contracts.store import Blob, ObjectKey, ObjectKind, TierStat
+from quire.contracts.store import Blob, ObjectKey, ObjectKind, ObjectPart, TierStat
 from quire.errors import InvalidArgument, TierError, Unsupported
 from quire.store.keys import checked_name
 
@@ -52,6 +52,10 @@ class ObjectTier:
 
     async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
         return await self._all(map(self._read, _paths(keys)))
+
+    async def part(self, key: ObjectKey, start: int, stop: int) -> ObjectPart | None:
+        (found,) = await self._all([self._part(_path(key), start, stop)])
+        return found
 
     async def put(self, key: ObjectKey, blob: Blob) -> bool:
         path = _path(key)
@@ -104,6 +108,19 @@ class ObjectTier:
     async def _read(self, path: str) -> Blob | None:
         try:
             return memoryview(await (await self._store.get_async(path)).bytes_async())
+        except FileNotFoundError:
+            return None
+
+    async def _part(self, path: str, start: int, stop: int) -> ObjectPart | None:
+        # A range of nothing is an error, and tells no size.
+        size = None if start else await self._size(path)
+        if not start and (size is None or not min(stop, size)):
+            return None if size is None else ObjectPart(b"", size)
+        try:
+            found = await self._store.get_async(
+                path, options={"range": (start, stop if size is None else min(stop, size))}
+            )
+            return ObjectPart(memoryview(await found.bytes_async()), found.meta["size"])
         except FileNotFoundError:
             return None
 

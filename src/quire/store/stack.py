@@ -19,6 +19,7 @@ from typing import TypeVar
 from quire.contracts.store import Blob, ObjectKey, ObjectKind, StoreTier, TierStat
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.metrics import MetricFamily
+from quire.store.arriving_blob import ArrivingBlob
 from quire.store.memory import MemoryTier
 from quire.store.store_metrics import DAMAGE, StoreMetrics
 from quire.store.tier_guard import TierGuard
@@ -28,6 +29,9 @@ R = TypeVar("R")
 LOG = logging.getLogger("quire.store")
 QUEUE_BYTES = 256 << 20
 CLOSE_SECONDS = 2.0
+PIECE_BYTES = 1 << 20
+AT_ONCE = 2
+"""Pieces of one chunk that are asked for at a time."""
 REMOTE = {"redis", "object"}
 """Kinds of tiers from which objects are copied to memory when they are read."""
 
@@ -38,6 +42,8 @@ class Found:
 
     blob: Blob
     tier: str
+    arriving: ArrivingBlob | None = None
+    """What tells how much of ``blob`` is there; None: all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +85,8 @@ class Store:
         self._queued = 0
         self._flights: dict[ObjectKey, Future[Found | None]] = {}
         """Reads under way."""
+        self._arriving: dict[ObjectKey, Found] = {}
+        """Chunks of which some bytes are here."""
         self._changes: dict[ObjectKey, Future[bool]] = {}
         """The last change under way of each object; the next one waits for it."""
         self._writing: dict[ObjectKey, Blob] = {}
@@ -119,7 +127,9 @@ class Store:
 
     def get(self, keys: Sequence[ObjectKey]) -> list[Future[Found | None]]:
         """Read objects, each from the nearest tier that has it. What is being read already is not
-        read again. What waits to be written is found as if it were written."""
+        read again. What waits to be written is found as if it were written. A chunk of a remote
+        tier is found when its first bytes are here (``Found.arriving``), so that its first layers
+        are used while the others come."""
         answers: list[Future[Found | None]] = []
         near = self._memory.get_now(keys) if self._memory else [None] * len(keys)
         for key, blob in zip(keys, near, strict=True):
@@ -290,6 +300,8 @@ class Store:
         with self._room:
             if (blob := self._writing.get(key)) is not None:
                 return _done(Found(blob, self._durable[0].kind))
+            if (found := self._arriving.get(key)) is not None:
+                return _done(found)
             if flight := self._flights.get(key):
                 return flight
             before = self._changes.get(key)
@@ -319,6 +331,7 @@ class Store:
             before = {change for key in keys if (change := self._changes.get(key))}
             for key in keys:
                 self._flights.pop(key, None)  # began before this: not for those who ask after it
+                self._arriving.pop(key, None)
 
             async def run() -> bool:
                 for change in before:
@@ -412,7 +425,10 @@ class Store:
         if before is not None:
             await asyncio.wrap_future(before)
         for tier in self._far:
-            if (blob := await tier.get(key)) is not None:
+            if key.kind is ObjectKind.CHUNK and tier.kind in REMOTE:
+                if (found := await self._first_part(key, tier)) is not None:
+                    return found
+            elif (blob := await tier.get(key)) is not None:
                 # A record may be replaced, by another process too; state under a key never is.
                 if self._memory and tier.kind in REMOTE and key.kind is not ObjectKind.RECORD:
                     with self._room:
@@ -421,6 +437,36 @@ class Store:
                 return Found(blob, tier.kind)
         self.metrics.misses.inc()
         return None
+
+    async def _first_part(self, key: ObjectKey, tier: TierGuard) -> Found | None:
+        """Return a chunk of which the first bytes are here, and have the others fetched."""
+        if (first := await tier.part(key, 0, PIECE_BYTES)) is None:
+            return None
+        arriving = ArrivingBlob(first.blob, first.size)
+        found = Found(arriving.blob, tier.kind, arriving)
+        with self._room:
+            if key in self._flights:  # else it was removed meanwhile
+                self._arriving[key] = found
+        self._keep(asyncio.get_running_loop().create_task(self._fetch_rest(key, tier, found, arriving)))
+        return found
+
+    async def _fetch_rest(self, key: ObjectKey, tier: TierGuard, found: Found, arriving: ArrivingBlob) -> None:
+        size = len(arriving.blob)
+        try:
+            starts = range(arriving.there, size, PIECE_BYTES)
+            for some in (starts[at : at + AT_ONCE] for at in range(0, len(starts), AT_ONCE)):
+                parts = await asyncio.gather(*(tier.part(key, start, start + PIECE_BYTES) for start in some))
+                for start, part in zip(some, parts, strict=True):
+                    if part is None or part.size != size or len(part.blob) != min(PIECE_BYTES, size - start):
+                        return
+                    arriving.take(part.blob)
+        finally:
+            with self._room:
+                if self._arriving.get(key) is found:
+                    del self._arriving[key]
+                    if arriving.is_whole and self._memory is not None:
+                        self._memory.put_now(key, arriving.blob)
+            arriving.end()
 
     async def _write(self, key: ObjectKey, blob: Blob) -> bool:
         return any(await asyncio.gather(*(one.put(key, blob) for one in self._durable)))

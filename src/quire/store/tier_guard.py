@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
-from quire.contracts.store import Blob, ObjectKey, StoreTier, TierStat
+from quire.contracts.store import Blob, ObjectKey, ObjectPart, StoreTier, TierStat
 from quire.errors import TierError
 from quire.store.store_metrics import StoreMetrics
 
@@ -97,6 +97,22 @@ class TierGuard:
         self._metrics.hits.inc(self.kind)
         self._metrics.read.inc(self.kind, memoryview(blob).nbytes)
         return blob
+
+    async def part(self, key: ObjectKey, start: int, stop: int) -> ObjectPart | None:
+        """Return some bytes of an object."""
+        async with self._reading:
+            # In a list, since None would be a failure.
+            answer = await self._try(self.reads, lambda: _listed(self.tier.part(key, start, stop)))
+        if answer is None:
+            return None
+        if (part := answer[0]) is None:
+            self._forget(key)
+            return None
+        if not start:
+            self._learn(key)
+            self._metrics.hits.inc(self.kind)
+        self._metrics.read.inc(self.kind, memoryview(part.blob).nbytes)
+        return part
 
     async def put(self, key: ObjectKey, blob: Blob) -> bool:
         """Keep an object; return whether the tier has it."""
@@ -191,6 +207,10 @@ class TierGuard:
         self._known.move_to_end(used)
         if len(self._known) > PARENTS_KNOWN:
             self._known.popitem(last=False)
+
+
+async def _listed(answer: Awaitable[R]) -> list[R]:
+    return [await answer]
 
 
 def _told(error: Exception) -> str:
