@@ -32,7 +32,7 @@ def main() -> None:
         enable_prefix_caching=True,
         block_size=BLOCK,
         num_gpu_blocks_override=pool // BLOCK,
-        max_model_len=4096,
+        max_model_len=min(4096, pool // BLOCK * BLOCK),
         max_num_seqs=AT_ONCE,
         skip_tokenizer_init=True,
         disable_log_stats=False,

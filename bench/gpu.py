@@ -6,12 +6,16 @@ product of two bfloat16 matrices of 8,192 x 8,192. Then, one table and one JSON 
 
 * ``attention``: decodes, prompts and latent decodes of models' shapes, by the Triton kernels and by
   PyTorch's operations, as shares of these limits; ``--tune`` tries other sizes of programs;
+* ``recurrence``: the same of recurrent layers and their convolutions;
 * ``latency``: decodes of batch 1 and 64 and prompts of 8,192 tokens, of models' shapes;
 * ``hybrid``: the same of Qwen3-Next's shape with few layers;
+* ``captured``: decodes of batch 1, 8 and 64, captured and launched one by one: the time of a step,
+  and the share of it in which the device is busy;
 * ``throughput``: 256 requests of 100 to 1,024 tokens in and out.
 
 Weights are random and made on the device. Nothing is downloaded.
-``python bench/gpu.py [--parts attention,latency,throughput,hybrid] [--models qwen3-0.6b] [--tune]``
+``python bench/gpu.py [--parts attention,recurrence,latency,throughput,hybrid,captured]
+[--models qwen3-0.6b] [--tune]``
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import itertools
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +37,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints import DEFAULT_DIRECTORY
+from gpu_recurrence import recurrences
+from quire import LLM, SamplingParams
 from quire.contracts.attention import AttentionBackend, ForwardPlan, Scoring
 from quire.errors import QuireError
 from quire.kernels import triton_attention
@@ -43,7 +50,7 @@ from quire_bench.latency import run_latency
 from quire_bench.reports import print_json, print_table
 from quire_bench.throughput import run_throughput
 
-PARTS = ("attention", "latency", "throughput", "hybrid")
+PARTS = ("attention", "recurrence", "latency", "throughput", "hybrid", "captured")
 PAGE_SIZE = 16
 SHARD_BYTES = 4 << 30
 MODELS: dict[str, dict[str, Any]] = {
@@ -337,9 +344,48 @@ def models(parts: Sequence[str], names: Sequence[str], arguments: argparse.Names
                 path, engine_options={**options, "max_num_seqs": 256}, requests=arguments.requests, scale=1.0,
                 peer_batches=[64, 256], **common,
             )  # fmt: skip
+        if "captured" in parts:
+            print_json({"benchmark": "gpu", "hardware": found, **captured(path, name, arguments.rounds)})
     if "hybrid" in parts:
         path = str(drawn_checkpoint("qwen3-next-4-layers", arguments.dir, device))
         run_latency(path, batches=[1, 64], prompts=[8192], context=1024, decode=32, engine_options=options, **common)
+
+
+def captured(path: str, name: str, rounds: int) -> dict[str, Any]:
+    """Measure decodes through the engine, by captured steps and without; print a table."""
+    rows: list[dict[str, object]] = []
+    for eager in (False, True):
+        with LLM(path, device="cuda", enforce_eager=eager, max_model_len=2048) as llm:
+            for batch in (1, 8, 64):
+                taken, busy = decoded(llm, batch, 40 * rounds)
+                rows.append(
+                    {"model": name, "batch": batch, "captured": not eager, "step us": taken, "busy": f"{busy:.0%}"}
+                )
+    print_table(rows)
+    return {"captured": rows}
+
+
+def decoded(llm: LLM, batch: int, steps: int) -> tuple[float, float]:
+    """Return the microseconds of an engine's step with ``batch`` decodes, and the share in which
+    the device computes.
+    """
+    engine, params = llm.engine, SamplingParams(temperature=0, ignore_eos=True, max_tokens=2 * steps + 16)
+    requests = [one for number in range(batch) for one in engine.submit(np.full(512, 5 + number), params)]
+    for _ in range(batch + 12):
+        engine.step()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    torch.cuda.synchronize()
+    taken = (time.perf_counter() - began) / steps
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(min(steps, 20)):
+            engine.step()
+        torch.cuda.synchronize()
+    computed = sum(event.self_device_time_total for event in profile.key_averages()) / min(steps, 20)
+    engine.end(requests)
+    return taken * 1e6, computed / (taken * 1e6)
 
 
 def fitting(name: str, length: int, device: torch.device) -> int:
@@ -390,8 +436,13 @@ def main() -> int:
     facts = {"benchmark": "gpu", "hardware": found}
     if "attention" in parts:
         print_json({**facts, **attention(device, found, 10 * arguments.rounds, arguments.case, arguments.tune)})
+    if "recurrence" in parts:
+        copy, peak = found["copy_gbps"] * 1e9, found["peak_tflops"]["bfloat16"] * 1e12
+        rows = recurrences(device, copy, peak, 10 * arguments.rounds, seconds_of)
+        print_table(rows)
+        print_json({**facts, "recurrence": rows})
     try:
-        models(parts, names if {"latency", "throughput"} & {*parts} else [], arguments, found)
+        models(parts, names if {"latency", "throughput", "captured"} & {*parts} else [], arguments, found)
     except QuireError as error:
         parser.error(str(error))
     return 0

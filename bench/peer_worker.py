@@ -250,6 +250,20 @@ class VllmPeer:
         for output in self.engine.step():
             texts[self.placed.index(output.request_id)].extend(output.outputs[0].token_ids)
 
+    def serve(self, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
+        """Answer all prompts at once; return the ``seconds`` to the last of ``lengths`` new tokens
+        each, and the ``tokens``.
+        """
+        texts: dict[str, list[int]] = {str(self.made + 1 + index): [] for index in range(len(prompts))}
+        self.made += len(prompts)
+        started = time.perf_counter()
+        for name, prompt, length in zip(texts, prompts, lengths, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, self.greedy(length))
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                texts[output.request_id].extend(output.outputs[0].token_ids)
+        return {"seconds": time.perf_counter() - started, "tokens": list(texts.values())}
+
     def release(self) -> None:
         self.engine.abort_request(self.placed)
         self.placed = []

@@ -360,6 +360,20 @@ class TestThroughput:
         assert result["notes"] == {"failing": "no such kernel"}
         assert "failing: no such kernel" in capsys.readouterr().out
 
+    def test_an_engine_gets_all_requests_at_once(self, path: Path) -> None:
+        asked: list[tuple[int, int]] = []
+
+        def engine(work: Workload, batch: int) -> Outcome:
+            asked.append((len(work), batch))
+            return Outcome(tokens=tuple((0,) for _ in work.prompts), seconds=1e-6)
+
+        result = run_throughput(
+            str(path), engine_options=self.OPTIONS, requests=40, scale=0.01, rounds=2, engines={"other": engine}
+        )
+        assert asked[-2:] == [(40, 40)] * 2
+        assert result["peers"]["other"]["batch"] == 40
+        assert not result["peers"]["other"]["estimated"]
+
     def test_default_scale(
         self, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -6,6 +6,7 @@ greedy tokens here are farther apart than that.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from tests.exact import TINY_PYTHON
 
 from quire import LLM, SamplingParams
 from quire.memory_profile import run_greatest_step
+from quire.ops.host_link import host_link
+from quire.runner.local import Extras
 from quire.sampling_params import StructuredOutputs
 from quire.types import Add, Chunk, Step
 
@@ -44,6 +47,11 @@ def gpu() -> Iterator[LLM]:
 
 def tokens(llm: LLM, prompts: Any, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [list(one.token_ids) for output in llm.generate(prompts, params) for one in output.outputs]
+
+
+def captured(llm: LLM) -> float:
+    """How many steps were captured."""
+    return llm.engine.snapshot()['quire:steps_total{path="captured"}']
 
 
 def logits(llm: LLM, ids: list[int], chunk: int) -> torch.Tensor:
@@ -150,6 +158,60 @@ def test_a_small_pool_preempts_and_reuses(cpu: LLM) -> None:
         assert tokens(llm, prompts[::-1]) == tokens(cpu, prompts[::-1])
 
 
+@pytest.mark.parametrize("sequences", [1, 3, 9, 11])
+def test_captured_decodes(sequences: int, cpu: LLM, gpu: LLM) -> None:
+    """They give the tokens of the plain path, with rows that no token has (9 is padded to 10), also
+    while others come and go.
+    """
+    prompts = [PROMPTS[number % 2] + " " * number for number in range(sequences)]
+    before = captured(gpu)
+    found = tokens(gpu, prompts)
+    assert captured(gpu) > before
+    assert found == tokens(cpu, prompts)
+    with LLM("tiny-python", device=DEVICE, enforce_eager=True, **OPTIONS) as eager:
+        assert tokens(eager, prompts) == found
+        assert captured(eager) == 0
+
+
+def test_captured_logits_are_those_of_the_plain_path(gpu: LLM) -> None:
+    """To the bit: the same kernels with the same splits. Drafts of three tokens, too."""
+    with LLM("tiny-python", device=DEVICE, enforce_eager=True, **OPTIONS) as eager:
+        for count, wanted in ((1, "last"), (3, "all")):
+            found = []
+            for runner in (gpu.engine.runner, eager.engine.runner):
+                seqs = [runner.new_seq() for _ in range(4)]
+                runner.execute(Step(edits=tuple(map(Add, seqs))))
+                prompts = [
+                    [(7 * index + seq) % 900 for index in range(100 * place + 1)] for place, seq in enumerate(range(4))
+                ]
+                runner.execute(Step(chunks=tuple(Chunk(seq, ids) for seq, ids in zip(seqs, prompts, strict=True))))
+                outputs = [
+                    runner.execute(Step(chunks=tuple(Chunk(seq, [9 + step] * count, logits=wanted) for seq in seqs)))
+                    for step in range(5)
+                ]
+                found.append(torch.cat([output.logits_RV for output in outputs]))
+                assert outputs[-1].captured == (runner is gpu.engine.runner)
+                for seq in seqs:
+                    runner.state.remove_sequence(seq)
+            assert torch.equal(*found)
+
+
+def test_a_captured_step_waits_for_nothing(gpu: LLM) -> None:
+    runner = gpu.engine.runner
+    seqs = [runner.new_seq() for _ in range(3)]
+    runner.execute(Step(edits=tuple(map(Add, seqs)), chunks=tuple(Chunk(seq, [5, 6, 7]) for seq in seqs)))
+    decode = Step(chunks=tuple(Chunk(seq, [9]) for seq in seqs))
+    assert [runner.execute(decode).captured for _ in range(3)] == [True] * 3
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        runner.execute(decode)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for seq in seqs:
+        runner.state.remove_sequence(seq)
+
+
 def test_no_step_waits_in_a_layer(gpu: LLM) -> None:
     """A forward of decodes is queued without a wait for the device: PyTorch raises at one."""
     runner = gpu.engine.runner
@@ -178,3 +240,56 @@ def test_the_pool_leaves_room_for_the_greatest_step() -> None:
         free, _ = torch.cuda.mem_get_info()
         # Segments of the allocator are multiples of 2 MiB; PyTorch may need a few more than before.
         assert total - free <= share * total + (256 << 20)
+
+
+def test_state_that_comes_back_is_what_was_given_up(cpu: LLM, gpu: LLM) -> None:
+    """Rows leave the device and come back in many pieces, while another sequence decodes."""
+    runner = gpu.engine.runner
+    seq, other = runner.new_seq(), runner.new_seq()
+    runner.execute(Step(edits=(Add(seq), Add(other)), chunks=(Chunk(seq, list(range(5, 205))), Chunk(other, [5]))))
+    state = runner.state
+    export = state.open_export(seq)
+    rows = {
+        layer: {name: host(one) for name, one in export.rows(layer, 0, 200).items()}
+        for layer in state.geometry.layer_ids
+    }
+    state.remove_sequence(seq)
+    for _ in range(20):
+        runner.execute(Step(chunks=(Chunk(other, [6]),)))
+    state.prepare_import(seq, state.import_metadata(200))
+    state.publish_import(seq)
+
+    def load() -> None:
+        for layer, tensors in rows.items():
+            state.import_rows(
+                seq, layer, 0, [{name: one[a : a + 50] for name, one in tensors.items()} for a in range(0, 200, 50)]
+            )
+            arrived[layer].set()
+
+    arrived = {layer: threading.Event() for layer in rows}
+    thread = threading.Thread(target=load)
+    thread.start()
+    found = runner.execute(
+        Step(chunks=(Chunk(seq, [7]), Chunk(other, [7]))),
+        Extras(await_layer=lambda layer: arrived[layer].wait() and None),
+    ).logits_RV[0]
+    thread.join()
+    state.finish_import(seq)
+    again = state.open_export(seq)
+    assert all(
+        torch.equal(host(again.rows(layer, 0, 200)[name]), one)
+        for layer, group in rows.items()
+        for name, one in group.items()
+    )
+    expected = logits(cpu, [*range(5, 205), 7], 201)[-1]
+    assert float((found.cpu().log_softmax(-1) - expected.log_softmax(-1)).abs().max()) <= TINY_PYTHON
+    for one in (seq, other):
+        state.remove_sequence(one)
+
+
+def host(rows: torch.Tensor) -> torch.Tensor:
+    link = host_link(rows.device)
+    assert link is not None
+    found = link.to_host(rows)
+    assert torch.equal(found, rows.cpu())
+    return found

@@ -41,6 +41,7 @@ FIXED_NAMES = {
     "e2e_request_latency_seconds": "histogram",
     "num_preemptions_total": "counter",
     "request_success_total": "counter",
+    "steps_total": "counter",
     "forks_total": "counter",
     "rewinds_total": "counter",
     "tokens_replayed_total": "counter",

@@ -16,6 +16,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.ops import filters, sampling
@@ -338,6 +339,73 @@ def test_a_row_has_the_same_distribution_bits_in_any_batch(params: list[Sampling
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filters, "TOP_WIDTH", 4)
         assert torch.equal(probabilities(z_RV, samplers), whole)
+
+
+AT_ONCE = [
+    {"temperature": 0},
+    {"temperature": 0.8},
+    {"temperature": 1.1, "top_k": 5, "top_p": 0.9},
+    {"temperature": 0.9, "top_p": 0.7, "min_p": 0.01},
+    {"temperature": 0, "logit_bias": {3: 9.0}},
+    {"temperature": 1.0, "top_p": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.4},
+    {"temperature": 1.0, "top_p": 0.99, "top_k": 50},
+]
+
+
+class Transfers(TorchDispatchMode):
+    """Counts values that Python takes: a device has to be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        name = func._schema.name.removeprefix("aten::")
+        waits = ("_local_scalar_dense", "nonzero", "masked_select")
+        # The numbers of requests' generators, float64, are on the host.
+        if name in waits and args[0].dtype != torch.float64:
+            self.waits.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_tokens_come_with_one_transfer(seed: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a GPU draws what the CPU draws, from the same numbers, and takes values once;
+    twice if some row's top-p is wide. Rows that cannot be drawn from leave their streams alone.
+    """
+    if wide:
+        monkeypatch.setattr(filters, "TOP_WIDTH", 3)
+    fields = [*AT_ONCE, *AT_ONCE, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 0.7}]
+    z_RV = logits(len(fields), 97, seed=seed).round(decimals=1)
+    z_RV[-1], z_RV[-2, 4], z_RV[-3, 9] = -torch.inf, torch.nan, torch.inf
+    banned = [[1, 2] if row % 3 == 0 else [] for row in range(len(fields))]
+    banned[1] = list(range(97))
+
+    def drawn() -> tuple[Any, list[RequestSampler]]:
+        samplers = [sampler(97, [1, 5], [5, 7], index=row, **one) for row, one in enumerate(fields)]
+        return sample(z_RV, samplers, banned), samplers
+
+    expected, before = drawn()
+    taken: list[int] = []
+    numpy = Tensor.numpy
+    with monkeypatch.context() as patch, Transfers() as transfers:
+        patch.setattr(sampling, "_fits_at_once", lambda *given: True)
+        patch.setattr(Tensor, "tolist", lambda x: (taken.append(x.numel()), numpy(x).tolist())[1])
+        patch.setattr(Tensor, "numpy", None)
+        patch.setattr(torch, "tensor", None)  # Would be copied without a queue.
+        found, after = drawn()
+    assert found.token_ids == expected.token_ids
+    assert {row: str(error) for row, error in found.failures.items()} == {
+        row: str(error) for row, error in expected.failures.items()
+    }
+    assert set(found.failures) == {1, len(fields) - 3, len(fields) - 2, len(fields) - 1}
+    assert taken[0] == 3 * len(fields)
+    assert (len(taken) > 1) == wide
+    assert transfers.waits == []
+    for one, other in zip(before, after, strict=True):
+        assert one.params.is_greedy or one.uniform() == other.uniform()
 
 
 def test_greedy_batch_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:

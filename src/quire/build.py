@@ -40,6 +40,7 @@ from quire.kernels.triton_support import attention_problem, triton_problem
 from quire.kv.forward_need import pages_for
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
+from quire.kv.static_pass import static_refusal
 from quire.kv.storage import bytes_per_token
 from quire.memory_profile import device_memory, greatest_lengths, measured_budget, run_greatest_step
 from quire.models.adapter_targets import embedding_of, linears_of, low_rank_refusal
@@ -58,7 +59,8 @@ from quire.pool_budget import (
     pool_sizes,
 )
 from quire.runner.adapter_pool import AdapterPool
-from quire.runner.local import LocalRunner
+from quire.runner.graph import CudaCapture, GraphRunner
+from quire.runner.local import LocalRunner, Runner
 from quire.sampling_params import SamplingParams
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
@@ -89,7 +91,7 @@ class Parts:
     path: Path
     engine: Engine
     model: LoadedModel
-    runner: LocalRunner
+    runner: Runner
     tokenizer: Tokenizer | None
     identity: Identity
     adapters: NamedAdapters
@@ -127,9 +129,14 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
     budget = pool_budget(config, model, adapters, kv_dtype, device, max_len)
     sizes = pool_sizes(config, model.layer_specs, kv_dtype, max_len, budget)
-    state = make_state(model.layer_specs, sizes, config.page_size, kv_dtype, device, config.attention_backend)
+    captures = device.type == "cuda" and not config.enforce_eager and not getattr(model, "fallback", False)
+    state = make_state(
+        model.layer_specs, sizes, config.page_size, kv_dtype, device, config.attention_backend, padding=captures
+    )
     interval = checkpoint_interval(config, model.layer_specs, kv_dtype)
-    runner = LocalRunner(model, state, device, adapters)
+    local = LocalRunner(model, state, device, adapters)
+    can_capture = captures and not static_refusal(state, 1)
+    runner = GraphRunner(local, CudaCapture(), longest=max_len) if can_capture else local
     generation = read_json(path / "generation_config.json")
     identity = Identity(path, model)
     engine = Engine(
@@ -265,10 +272,17 @@ LEAST_INTERVAL, MOST_INTERVAL = 64, 1024
 
 
 def make_state(
-    specs: Sequence[LayerSpec], sizes: PoolSizes, page_size: int, dtype: torch.dtype, device: torch.device, backend: str
+    specs: Sequence[LayerSpec],
+    sizes: PoolSizes,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str,
+    *,
+    padding: bool = False,
 ) -> State:
     """Return the KV state for these layers; ``backend``: one of ``ATTENTION_BACKENDS``, of which
-    "auto" is the fastest on the device."""
+    "auto" is the fastest on the device; ``padding``: as ``State``'s."""
     pages = any(not isinstance(spec, Recurrent) for spec in specs)
     if backend == "auto":
         backend = fastest_attention(device)
@@ -286,6 +300,7 @@ def make_state(
         backend=attention,
         recurrence=fastest_recurrence(device),
         rows=layer_kernels(device).rows,
+        padding=padding,
     )
 
 

@@ -127,6 +127,7 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = option(True, "Keep finished sequences, to start later prompts from their beginnings.")
     attention_backend: str = option("auto", f"One of: {', '.join(ATTENTION_BACKENDS)}.")
+    enforce_eager: bool = option(False, "Launch the kernels of decodes one by one, and capture none as CUDA graphs.")
     tensor_parallel_size: int = option(1, "Devices over which each layer is split; this release has 1 only.")
     pipeline_parallel_size: int = option(1, "Devices over which the layers are divided; this release has 1 only.")
     speculative: object | None = option(None, "Speculative decoding; this release has none.")
@@ -185,7 +186,7 @@ class EngineConfig:
         _set(self, _urls, "store")
         if self.host_memory is not None and any(url.startswith("memory:") for url in self.store):
             raise InvalidArgument(field="host_memory", given=self.host_memory, allowed="None beside memory:// in store")
-        _set(self, require_bool, "enable_prefix_caching", "trust_remote_code")
+        _set(self, require_bool, "enable_prefix_caching", "enforce_eager", "trust_remote_code")
         _set(self, _name, "revision", "attention_backend")
         _set(self, check_int, "seed", low=0, high=2**63 - 1)
         _set(self, lambda _, value: named_paths(value), "adapters")

@@ -83,6 +83,7 @@ class LLM(SessionHistory, ShownLLM, Traces):
         checkpoint_interval: int | None = None,
         enable_prefix_caching: bool = True,
         attention_backend: str = "auto",
+        enforce_eager: bool = False,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         speculative: object | None = None,
@@ -114,9 +115,7 @@ class LLM(SessionHistory, ShownLLM, Traces):
                 journal.close()
             raise
         self._executor: Executor | None = None
-        self._views = StateViews(
-            parts.engine, parts.adapters, Path(config.model).name if Path(config.model).is_dir() else str(config.model)
-        )
+        self._views = StateViews(parts.engine, parts.adapters, parts.engine.timeline.model)
         try:
             if not parts.engine.blending.refusal and blend_calibration.is_kept(parts.engine):
                 parts.engine.blending.calibration = blend_calibration.kept_calibration(parts.engine)

@@ -295,6 +295,12 @@ class EngineMetrics(MetricGroup):
         self.request_generation_tokens = Histogram(
             "quire:request_generation_tokens", "Tokens generated for a request that has ended.", TOKEN_BUCKETS
         )
+        self.steps = LabelledCounter(
+            "quire:steps_total",
+            "Forwards, by whether their work was captured before and launched as a whole.",
+            "path",
+            ("captured", "plain"),
+        )
         # The state's own verbs.
         self.forks = Counter("quire:forks_total", "Sequences made by forking.")
         self.rewinds = Counter("quire:rewinds_total", "Rewinds of sequences.")

@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -229,10 +229,12 @@ def run_throughput(
     seed: int = 0,
     peer: str = "none",
     peer_batches: Sequence[int] = PEER_BATCHES,
+    engines: Mapping[str, PeerWay] | None = None,
     hardware: Hardware | None = None,
 ) -> dict[str, Any]:
     """Measure, print a table and one JSON line, and return the line's content.
 
+    ``engines`` schedule by themselves: each gets all requests, without a batch size to find.
     Raise ``InvalidArgument`` for numbers out of range or requests beyond the model's context, and
     ``Unsupported`` for a peer that is not installed.
     """
@@ -252,6 +254,9 @@ def run_throughput(
             work = make_workload(requests, scale, loaded.vocab_size, seed=seed)
         ours.serve(work.only(work.middle(min(8, requests))))  # for warming up, as the trials do for the peer
         trials = run_trials(ways, work, peer_batches, notes)
+        for name, trial in run_trials(engines or {}, work, (SAMPLE_REQUESTS,), notes).items():
+            trials[name] = replace(trial, batch=requests)
+        ways |= engines or {}
         outcomes, comparison = run_rounds(ours, ways, trials, work, rounds)
         facts = {"model": model, "requests": requests, "scale": scale, "seed": seed, "rounds": rounds}
         result = {"benchmark": "throughput", **facts}

@@ -161,10 +161,10 @@ def test_what_does_nothing_is_refused(llama: Tiny) -> None:
     for fields, match in (
         (
             {"optimization_level": 2},
-            "optimization_level 2: decode is neither compiled nor captured.*; 0 and 1 are levels",
+            "optimization_level 2: executors neither compile nor capture decode.*; 0 and 1 are levels",
         ),
         ({"optimization_level": 3}, "optimization_level 3: nothing is tuned.*; 0 and 1 are levels"),
-        ({"enable_cuda_graphs": True}, "enable_cuda_graphs True: decode is neither"),
+        ({"enable_cuda_graphs": True}, "enable_cuda_graphs True: executors neither"),
         ({"enable_mixed_precision": True}, "enable_mixed_precision True: all products"),
     ):
         config = config_of(llama, optimization_config=OptimizationConfig(**fields))

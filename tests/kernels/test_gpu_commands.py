@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,3 +73,36 @@ def test_attention_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = case.plan(torch.device("cpu"))
     assert sorted(np.concatenate(plan.tables)) == list(range(3 * 2))
     assert plan.positions.tolist() == [16, 17, 18, 19] * 3
+
+
+def test_recurrences_are_counted_and_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes and operations of small cases, against what a call takes and gives."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    part = importlib.import_module("gpu_recurrence")
+    numbers: list[int] = []
+
+    class Seen(part.ChunkedRecurrence):  # type: ignore[misc, name-defined]
+        def linear_attention(self, plan: Any, *given: Any, **gates: Any) -> Any:
+            found = super().linear_attention(plan, *given, **gates)
+            seen = [*given, gates["log_decay"], *found, *([] if gates["beta_TH"] is None else [gates["beta_TH"]])]
+            # Heads that are one in memory count once.
+            numbers.append(sum((x[:, :1] if x.dim() == 3 and not x.stride(1) else x).nbytes for x in seen))
+            return found
+
+        def convolve(self, plan: Any, x: Any, weight: Any, bias: Any, states: Any) -> Any:
+            found = super().convolve(plan, x, weight, bias, states)
+            numbers.append(sum(one.nbytes for one in (x, weight, states, *found)))
+            return found
+
+    for case in (
+        part.Recurring("x", 2, 5, heads=3, keys=4, values=6, delta=True),
+        part.Recurring("x", 2, 5, heads=3, keys=4, values=6, shared=True),
+        part.Recurring("x", 2, 5, heads=3, keys=0, values=6, taps=4),
+    ):
+        case.call(Seen(), torch.device("cpu"))()
+        assert numbers[-1] == case.bytes
+    # Of 10 tokens and 3 heads: S^T k, S + k u^T, S^T q.
+    assert part.Recurring("x", 2, 5, heads=3, keys=4, values=6, delta=True).operations == 10 * 3 * 3 * 2 * 4 * 6
+    monkeypatch.setattr(part, "RECURRING", part.RECURRING[:1])
+    rows = part.recurrences(torch.device("cpu"), 1e9, 1e12, 1, lambda call, rounds: 1e-3)
+    assert [row["recurrence"] for row in rows] == [case.name for case in part.RECURRING]

@@ -401,8 +401,8 @@ PIECES = (
     Mutant(
         name="pages-go-while-a-row-is-written",
         file="kv/import_verbs.py",
-        old="            with started.lock:\n                pass\n",
-        new="            pass\n",
+        old="            with started.lock:\n                if self.link",
+        new="            if True:\n                if self.link",
         tests=("kv/test_pieces.py::test_pages_stay_while_a_row_is_written",),
     ),
     Mutant(
@@ -422,14 +422,14 @@ PIECES = (
     Mutant(
         name="pieces-of-an-import-all-go-to-the-first",
         file="kv/import_verbs.py",
-        old="            start, stop = stop, stop + k.shape[0]",
-        new="            start, stop = 0, k.shape[0]",
+        old="            start, stop = stop, stop + rows[0].shape[0]",
+        new="            start, stop = 0, rows[0].shape[0]",
         tests=("kv/test_pieces.py::test_pieces_make_what_an_import_makes",),
     ),
     Mutant(
         name="pieces-of-an-import-pass-over-gaps",
         file="kv/import_verbs.py",
-        old="            if start < stop and run_of[start] == run_of[stop - 1]:",
+        old="            if start < stop and bisect_left(breaks, start) == bisect_left(breaks, stop - 1):",
         new="            if start < stop:",
         tests=("kv/test_pieces.py::test_rows_go_where_their_pages_are",),
     ),

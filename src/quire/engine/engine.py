@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 
-import torch
-
 from quire.blend.forward import BlendedForward
 from quire.branches.adapter_keys import AdapterKey, users
 from quire.branches.state_loads import LoadFailed
@@ -27,6 +25,7 @@ from quire.engine.sequence_request import SequenceRequest
 from quire.engine.unsampled_runs import UnsampledRuns
 from quire.errors import BlendLoadError, FailedPrecondition, QuireError
 from quire.interrupts import check, uninterrupted
+from quire.ops.filters import take_rows
 from quire.outputs import Miss
 from quire.runner.local import Extras, StepOutput
 
@@ -129,6 +128,7 @@ class Engine(UnsampledRuns):
             blended = self.blending.forward(scheduled)
             try:
                 output = self._run(scheduled, blended)
+                self.metrics.steps.inc("captured" if output.captured else "plain")
                 self.timeline.ran()
             except BlendLoadError as error:
                 # Nothing has run. What the chunks of these prompts lack is computed.
@@ -233,7 +233,7 @@ class Engine(UnsampledRuns):
         if ready:
             logits_RV = output.logits_RV
             if rows != list(range(logits_RV.shape[0])):
-                logits_RV = logits_RV.index_select(0, torch.tensor(rows, device=logits_RV.device))
+                logits_RV = take_rows(logits_RV, rows)
             self.sampling.draw(logits_RV, ready)
         return changed + ready
 

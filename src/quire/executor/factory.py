@@ -27,7 +27,7 @@ from quire.models.families import family_of, is_foreign
 from quire.models.loading import DTYPES
 from quire.signatures import checks_arguments
 
-NOT_CAPTURED = "decode is neither compiled nor captured by this release"
+NOT_CAPTURED = "executors neither compile nor capture decode in this release"
 NOT_TUNED = "nothing is tuned, and sums keep their precision, in this release"
 NOT_MIXED = "all products run in the dtype of the weights in this release"
 

@@ -193,7 +193,7 @@ def merge_states(
     HEADS: tl.constexpr, STATES: tl.constexpr, DV: tl.constexpr, VALUE: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the states of one row and head, in order, ``STATES`` at a time."""
+    """Merge the states of one row and head, in order, ``STATES`` at a time; of row -1 none."""
     merge = merges + tl.program_id(0) * MERGED
     head = tl.program_id(1)
     row, state = tl.load(merge).to(tl.int64), tl.load(merge + 1).to(tl.int64)
@@ -223,6 +223,6 @@ def merge_states(
         top = highest
     norm = tl.where(total > 0, total, 1.0)
     result_V = (sum_V / norm).to(out.dtype.element_ty)
-    tl.store(out + row * out_row + head * out_head + v_V, result_V, mask=v_V < DV)
+    tl.store(out + row * out_row + head * out_head + v_V, result_V, mask=(v_V < DV) & (row >= 0))
     if LSE:
-        tl.store(lse + row * lse_row + head, (top + tl.log2(total)) * LN2)
+        tl.store(lse + row * lse_row + head, (top + tl.log2(total)) * LN2, mask=row >= 0)

@@ -21,11 +21,21 @@ from torch import Tensor
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
 from quire.contracts.layers import LayerSpec
 from quire.errors import InvalidArgument
-from quire.kernels.attention_tiles import Sight, reach_of, sight_of, split_size, tiles_of, work_of
+from quire.kernels.attention_tiles import (
+    ITEM_FIELDS,
+    MERGE_FIELDS,
+    Sight,
+    reach_of,
+    sight_of,
+    split_size,
+    tiles_of,
+    work_of,
+)
 from quire.kernels.sdpa import SdpaAttention
 from quire.kernels.triton_support import attention_problem, known_dtypes, on_device_of, upload
 from quire.kernels.visibility import sink_part, window_part
 from quire.ops.attention import check_sink_query, kind_refusal
+from quire.ops.uploads import StaticInputs, StaticPart
 
 LEAST_SPLIT = 128
 """Keys: items of a tile that is cut have this many at least."""
@@ -124,6 +134,50 @@ class BoundTiles:
     state_lse: Tensor
 
 
+class PartWork(NamedTuple):
+    """The items of one launch."""
+
+    items: NDArray[np.int32]
+    part: int
+    rows: int
+    linear: bool
+    made: Settings
+
+
+class Numbers(NamedTuple):
+    """A plan for layers of one shape, on the host."""
+
+    tables: NDArray[np.int32]
+    works: list[PartWork]
+    merges: NDArray[np.int32]
+    states: int
+
+
+@dataclass(frozen=True, slots=True)
+class StaticTiles:
+    """Where a static plan for layers of one shape keeps its numbers."""
+
+    low: StaticPart
+    high: StaticPart
+    items: StaticPart
+    merges: StaticPart
+
+    def fill(self, found: Numbers, prepared: TiledPlan, memory: StaticInputs) -> None:
+        """Replace them. Items that there are not have no rows, and merges no row; rows of the
+        memory that no token has become 0."""
+        (sight,), (work,) = prepared.parts, found.works
+        self.low.fill(sight.low_T)
+        self.high.fill(sight.high_T)
+        items = work.items.copy()
+        items[:, ITEM_FIELDS.index("table")] += memory.append(found.tables)
+        self.items.fill(items)
+        rows = prepared.entries * int(prepared.plan.counts[0])
+        empty = np.arange(prepared.plan.num_tokens, rows)
+        merges = np.zeros((empty.size, len(MERGE_FIELDS)), dtype=np.int32)
+        merges[:, 0] = empty
+        self.merges.fill(np.concatenate([found.merges, merges]), rest=-1)
+
+
 @dataclass(slots=True)
 class TiledPlan:
     """A batch over pages, for layers of any shape."""
@@ -132,6 +186,12 @@ class TiledPlan:
     dtype: torch.dtype
     parts: list[Sight]
     bound: dict[Shape, BoundTiles] = field(default_factory=dict)
+    memory: StaticInputs | None = None
+    """Of a plan that stays where it is; None: each forward has a plan of its own."""
+    entries: int = 0
+    """Of a static plan: for how many there is room."""
+    static: dict[Shape, StaticTiles] = field(default_factory=dict)
+    """Where a static plan's numbers are."""
 
 
 class TritonAttention:
@@ -173,41 +233,19 @@ class TritonAttention:
 
     def _bind(self, prepared: TiledPlan, shape: Shape) -> BoundTiles:
         plan, group = prepared.plan, shape.heads // shape.kv_heads
-        choices = np.array(most_rows(shape.value_size, prepared.dtype))
-        kind_B = np.minimum(np.searchsorted(choices, plan.counts * group), choices.size - 1)
-        tiles = tiles_of(plan, np.maximum(choices // group, 1)[kind_B])
-        reaches = [reach_of(plan, tiles, sight) for sight in prepared.parts]
-        sizes = np.array([table.size for table in plan.tables])
-        # A prompt without a past need not go through pages.
-        linear_B = (plan.keys == plan.counts) & (kind_B > 0) & shape.fresh
-        table_B = np.where(linear_B, plan.starts[:-1], np.cumsum(sizes) - sizes)
-        arrays: list[NDArray[Any]] = [np.concatenate(plan.tables).astype(np.int32)]
+        found = self._numbers(prepared, shape)
+        if prepared.memory is not None:
+            return self._bind_static(prepared, shape, found)
+        arrays: list[NDArray[Any]] = [found.tables]
         for sight in prepared.parts:
             arrays += [sight.low_T.astype(np.int32), sight.high_T.astype(np.int32), sight.bits]
-        made: list[tuple[int, int, int, bool, Settings]] = []
-        merges, states = [], 0
-        for kind, linear in sorted({(int(kind), bool(linear)) for kind, linear in zip(kind_B, linear_B, strict=True)}):
-            chosen_N = ((kind_B == kind) & (linear_B == linear))[tiles.entry_N]
-            some, rows = tiles.chosen(chosen_N), int(choices[kind])
-            how = settings(rows, shape.key_size, shape.value_size, prepared.dtype)
-            together = min(group, rows)
-            parts = [(sight, reach.chosen(chosen_N)) for sight, reach in zip(prepared.parts, reaches, strict=True)]
-            keys = int(sum(reach.keys_N.sum() for _, reach in parts))
-            programs = self._wanted(plan.device, rows == FEW_ROWS)
-            size = split_size(keys, shape.kv_heads * -(-group // together), programs, self._least)
-            work = work_of(some, parts, table_B, size, how.keys, states)
-            states += work.num_states
-            merges.append(work.merges)
-            for part, items in enumerate(work.items):
-                if len(items):
-                    made.append((len(items), part, rows, linear, how))
-                    arrays.append(items)
-        arrays.append(np.concatenate(merges))
+        arrays += [work.items for work in found.works]
+        arrays.append(found.merges)
         tables, *rest = upload(arrays, plan.device)
         parts_of, rest = rest[: 3 * len(prepared.parts)], rest[3 * len(prepared.parts) :]
         launches = tuple(
-            Launch(items, count, part, rows, min(group, rows), linear, how)
-            for items, (count, part, rows, linear, how) in zip(rest, made, strict=False)
+            Launch(items, len(work.items), work.part, work.rows, min(group, work.rows), work.linear, work.made)
+            for items, work in zip(rest, found.works, strict=False)
         )
         return BoundTiles(
             launches,
@@ -216,9 +254,83 @@ class TritonAttention:
             tuple(parts_of[2::3]),
             tuple(bool(sight.bits.size) for sight in prepared.parts),
             rest[-1],
-            sum(map(len, merges)),
-            torch.empty(max(1, states * shape.heads * shape.value_size), dtype=torch.float32, device=plan.device),
-            torch.empty(max(1, states * shape.heads), dtype=torch.float32, device=plan.device),
+            len(found.merges),
+            *_states(found.states, shape, plan.device),
+        )
+
+    def _numbers(self, prepared: TiledPlan, shape: Shape) -> Numbers:
+        plan, group = prepared.plan, shape.heads // shape.kv_heads
+        choices = np.array(most_rows(shape.value_size, prepared.dtype))
+        kind_B = np.minimum(np.searchsorted(choices, plan.counts * group), choices.size - 1)
+        tiles = tiles_of(plan, np.maximum(choices // group, 1)[kind_B])
+        reaches = [reach_of(plan, tiles, sight) for sight in prepared.parts]
+        sizes = np.array([table.size for table in plan.tables])
+        # A prompt without a past need not go through pages.
+        linear_B = (plan.keys == plan.counts) & (kind_B > 0) & shape.fresh
+        table_B = np.where(linear_B, plan.starts[:-1], np.cumsum(sizes) - sizes)
+        works: list[PartWork] = []
+        merges, states = [], 0
+        for kind, linear in sorted({(int(kind), bool(linear)) for kind, linear in zip(kind_B, linear_B, strict=True)}):
+            chosen_N = ((kind_B == kind) & (linear_B == linear))[tiles.entry_N]
+            some, rows = tiles.chosen(chosen_N), int(choices[kind])
+            how = settings(rows, shape.key_size, shape.value_size, prepared.dtype)
+            parts = [(sight, reach.chosen(chosen_N)) for sight, reach in zip(prepared.parts, reaches, strict=True)]
+            keys = int(sum(reach.keys_N.sum() for _, reach in parts))
+            programs = self._wanted(plan.device, rows == FEW_ROWS)
+            size = split_size(keys, _pieces(shape, rows), programs, self._least)
+            work = work_of(some, parts, table_B, size, how.keys, states)
+            states += work.num_states
+            merges.append(work.merges)
+            works += [PartWork(items, part, rows, linear, how) for part, items in enumerate(work.items) if len(items)]
+        return Numbers(np.concatenate(plan.tables).astype(np.int32), works, np.concatenate(merges), states)
+
+    # -- plans that stay where they are ------------------------------------------------------------
+
+    def static_plan(self, plan: ForwardPlan, dtype: torch.dtype, memory: StaticInputs, entries: int) -> Any:
+        """Prepare ``run`` for this batch and, with ``replan``, for others of up to ``entries``
+        entries with as many rows each: their launches are the same, so they can be captured. None
+        if no such plan is possible: for sinks, rules, unequal entries, a type that programs do not
+        know."""
+        if dtype not in known_dtypes() or plan.sinks is not None or any(plan.rules) or np.ptp(plan.counts):
+            return None
+        return TiledPlan(plan, dtype, [sight_of(plan, window_part(plan))], memory=memory, entries=entries)
+
+    def replan(self, prepared: TiledPlan, plan: ForwardPlan) -> None:
+        """Replace the batch of a static plan, in its memory. ``MemoryError`` if that is too
+        small."""
+        prepared.plan, prepared.parts = plan, [sight_of(plan, window_part(plan))]
+        for shape, parts in prepared.static.items():
+            assert prepared.memory is not None
+            parts.fill(self._numbers(prepared, shape), prepared, prepared.memory)
+
+    def _bind_static(self, prepared: TiledPlan, shape: Shape, found: Numbers) -> BoundTiles:
+        """Take memory for as much work as batches of this plan's size can be.
+
+        A tile that sees s keys has fewer than ``s / size + 2`` items. Sizes are such that the keys
+        of all tiles together are ``programs`` items at most."""
+        plan, memory, group = prepared.plan, prepared.memory, shape.heads // shape.kv_heads
+        assert memory is not None
+        (work,) = found.works
+        tokens = max(1, work.rows // group)
+        tiles = prepared.entries * -(-int(plan.counts[0]) // tokens)
+        rows = prepared.entries * int(plan.counts[0])
+        programs = self._wanted(plan.device, work.rows == FEW_ROWS)
+        items = programs // _pieces(shape, work.rows) + 2 * tiles
+        numbers = (rows, rows, items * len(ITEM_FIELDS), rows * len(MERGE_FIELDS))
+        parts = StaticTiles(*(memory.part(count, np.int32) for count in numbers))
+        parts.fill(found, prepared, memory)
+        memory.send()
+        launch = Launch(parts.items.tensor, items, 0, work.rows, min(group, work.rows), False, work.made)
+        prepared.static[shape] = parts
+        return BoundTiles(
+            (launch,),
+            memory.tail,
+            ((parts.low.tensor, parts.high.tensor),),
+            (memory.tail,),
+            (False,),
+            parts.merges.tensor,
+            rows,
+            *_states(items * tokens, shape, plan.device),
         )
 
     def _wanted(self, device: torch.device, few: bool) -> int:
@@ -292,7 +404,9 @@ class TritonAttention:
                     f"the batch was planned for {prepared.dtype} on {device}; {name} is {x.dtype} on {x.device}"
                 )
         (_, heads, key_size), kv_heads, value_size = q_THD.shape, v_SHD.shape[1], v_SHD.shape[2]
-        bound = self.bind(prepared, Shape(heads, kv_heads, key_size, value_size, new is not None))
+        bound = self.bind(
+            prepared, Shape(heads, kv_heads, key_size, value_size, new is not None and prepared.memory is None)
+        )
         queries = [_in_rows(x) for x in (q_THD, q_sink_THD) if x is not None]
         pool = _in_rows(k_SHD), _in_rows(v_SHD)
         fresh = pool if new is None else (_in_rows(new[0]), _in_rows(new[1]))
@@ -329,6 +443,19 @@ class TritonAttention:
                     num_warps=4 if value_size > 128 else 1,
                 )  # fmt: skip
         return out_THD
+
+
+def _pieces(shape: Shape, rows: int) -> int:
+    """Return the programs that share an item's keys: of each KV head, for ``rows`` rows of it."""
+    group = shape.heads // shape.kv_heads
+    return shape.kv_heads * -(-group // min(group, rows))
+
+
+def _states(count: int, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return room for so many attention states, one of a row and head each."""
+    size = max(1, count * shape.heads)
+    out = torch.empty(size * shape.value_size, dtype=torch.float32, device=device)
+    return out, torch.empty(size, dtype=torch.float32, device=device)
 
 
 def _in_rows(x: Tensor) -> Tensor:

@@ -56,16 +56,10 @@ class AttentionPass:
 
     def __init__(self, state: StateParts, need: ForwardNeed) -> None:
         self._state = state
-        self.batch: Batch = plans.batch_of(need, state.device)
-        """The new tokens that run."""
-        self._tables: list[list[PageIds]] = [
-            [state.table.get(seq_id).tables[index].pages for seq_id in need.seq_ids]
-            for index in range(len(state.classes))
-        ]
-        self._slots = [plans.new_slots(self.batch, tables, state.page_size) for tables in self._tables]
-        """On the host: looking there waits for no device."""
-        self.slots: list[Tensor] = [uploaded(slots, state.device) for slots in self._slots]
-        """Of all new tokens."""
+        self.batch: Batch = self._batch_of(need)  # The new tokens that run.
+        self._tables = self._tables_of(need)
+        self._slots = self._new_slots()  # On the host: looking there waits for no device.
+        self.slots: list[Tensor] = self._slots_there()  # Of all new tokens.
         self._whole, self._running_slots = self.batch, self.slots
         self.chosen = ChosenRows(self.batch.starts)
         self._runs: dict[tuple[int, int, int], int | None] = {}
@@ -74,28 +68,35 @@ class AttentionPass:
         self._raw: dict[tuple[Keys, int], Raw] = {}
         self._rotations: dict[tuple[int, bool], Rotation] = {}
         """By the identity of a ``RopeSpec`` of the state: its hash costs more than the look-up."""
-        self._places_T: Tensor = self.batch.positions_T
-        """Where the new tokens are rotated."""
+        self._places_T: Tensor = self.batch.positions_T  # Where the new tokens are rotated.
         self._max_place = self.batch.max_position
         self._mask: Masks | None = None
         self._relative_T: Tensor | None = None
-        self.awaited: dict[SeqId, Import] = {}
+        self.awaited: dict[SeqId, Import] = {seq: state.imports[seq] for seq in need.seq_ids if seq in state.imports}
         """The imports of its sequences of which something may not have come."""
-        if state.imports:
-            self.awaited = {seq: state.imports[seq] for seq in need.seq_ids if seq in state.imports}
         self._wait: Callable[[int], None] | None = None
-        self.is_open = True
-        """Whether its forward is still the open one."""
+        self.is_open = True  # Whether its forward is still the open one.
         self.written: set[int] = set()
-        self.capturing = False
-        """Whether attention weights are kept."""
+        self.capturing = False  # Whether attention weights are kept.
         self._observed: frozenset[int] | None = None  # Of which layers; None: all.
         self.weights: dict[int, list[Tensor]] = {}
         """By layer, per entry ``[Hq, n, keys]`` float32, for layers that ran after
         ``capture_weights``. The keys of a cross layer are the encoder's rows."""
         for index in range(len(state.classes)):
-            # Now, so that what a backend cannot do is refused before compute.
-            self.prepared("fused", index)
+            self.prepared("fused", index)  # What a backend cannot do is refused before compute.
+
+    def _batch_of(self, need: ForwardNeed) -> Batch:
+        return plans.batch_of(need, self._state.device)
+
+    def _tables_of(self, need: ForwardNeed) -> list[list[PageIds]]:
+        sequences = [self._state.table.get(seq_id) for seq_id in need.seq_ids]
+        return [[one.tables[index].pages for one in sequences] for index in range(len(self._state.classes))]
+
+    def _new_slots(self) -> list[NDArray[np.int64]]:
+        return [plans.new_slots(self.batch, tables, self._state.page_size) for tables in self._tables]
+
+    def _slots_there(self) -> list[Tensor]:
+        return [uploaded(slots, self._state.device) for slots in self._slots]
 
     # -- positions ---------------------------------------------------------------------------------
 
@@ -111,8 +112,7 @@ class AttentionPass:
             if self.batch.evicted is None:
                 self._relative_T = self.batch.positions_T
             else:
-                relative = self.batch.positions - self.batch.evicted
-                self._relative_T = uploaded(relative, self._state.device)
+                self._relative_T = uploaded(self.batch.positions - self.batch.evicted, self._state.device)
         return self._relative_T
 
     def _rotation(self, spec: RopeSpec, relative: bool = False) -> Rotation:
@@ -383,8 +383,7 @@ class AttentionPass:
             raise FailedPrecondition("this forward is over; take the pass of the open one")
 
     def require_come(self, layer_id: int) -> None:
-        """Wait for what imports have not brought yet of a layer; ``FailedPrecondition`` if it has
-        not come then."""
+        """Wait for a layer of imports; ``FailedPrecondition`` if it has not come then."""
         for seq_id, started in self.awaited.items():
             if layer_id in started.missing and self._wait is not None:
                 self._wait(layer_id)
@@ -392,6 +391,7 @@ class AttentionPass:
                 raise FailedPrecondition(
                     f"layer {layer_id} of sequence {seq_id}, which is being imported, has not come; write it, or wait for it"
                 )
+            started.let_wait(self._state.link, layer_id)
 
     def wait_for_layers(self, wait: Callable[[int], None]) -> None:
         """See ``contracts.model.OpenPass``."""

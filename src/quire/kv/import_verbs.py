@@ -9,11 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.contracts.kv_state import TensorPlan
@@ -98,6 +97,8 @@ class StateImports(StateExchange):
             # The rest of a page held in part is never written, and a kernel reads whole pages.
             one.storage.blank(_rows_between(self, seq_id, index, length))
         started.pages += [table.pages.copy() for table in self.table.get(seq_id).tables]
+        if self.link is not None:
+            started.ready = self.link.computed()
         self.imports[seq_id] = started
 
     def _check_shared(self, metadata: Mapping[str, Any], shared: int, verb: str) -> list[int]:
@@ -158,7 +159,13 @@ class StateImports(StateExchange):
                         f"import_page_group: {name} of layer {group} has checksum {given_sum}, expected {promised}"
                     )
             if part is not None and expected is None:
-                part.import_group(seq_id, group, {name: tensor.to(self.device) for name, tensor in tensors.items()})
+                names = list(tensors)
+                self._load(
+                    found,
+                    group,
+                    lambda *copies: part.import_group(seq_id, group, dict(zip(names, copies, strict=True))),
+                    *tensors.values(),
+                )
             elif self.encoders is not None and group in self.encoders.specs:
                 self.encoders.fill(seq_id, group, tensors["k"], tensors["v"])
             else:
@@ -240,13 +247,24 @@ class StateImports(StateExchange):
         for number, piece in enumerate(pieces):
             if check is not None:
                 check(number)
-            k, v = (piece["latent"].unsqueeze(1), None) if latent else (piece["k"], piece["v"])
-            start, stop = stop, stop + k.shape[0]
+            rows = (piece["latent"].unsqueeze(1),) if latent else (piece["k"], piece["v"])
+            start, stop = stop, stop + rows[0].shape[0]
             if start < stop and bisect_left(breaks, start) == bisect_left(breaks, stop - 1):
-                storage.write_run(layer.index, int(slots[start]), k, v)
+                write = partial(storage.write_run, layer.index, int(slots[start]))
             else:
-                slots_N = torch.from_numpy(slots[start:stop]).to(self.device)
-                storage.write(layer.index, slots_N, k.to(self.device), None if v is None else v.to(self.device))
+                write = partial(storage.write_at, layer.index, slots[start:stop])
+            self._load(started, group, write, *rows)
+
+    def _load(self, started: Import, group: int, write: Callable[..., None], *tensors: Tensor) -> None:
+        """Let ``write`` have tensors of a layer on the device: at once, or for host memory beside
+        what the device computes, from which forwards and the import's end wait for it."""
+        if self.link is None or not all(tensor.is_cpu for tensor in tensors):
+            write(*(tensor.to(self.device) for tensor in tensors))
+            return
+        if started.ready is not None:
+            self.link.side_waits(started.ready)
+        self.link.load(tensors, write)
+        started.arrived[group] = self.link.loaded()
 
     def pending_layers(self, seq_id: SeqId) -> list[int]:
         self.table.get(seq_id)
@@ -268,10 +286,10 @@ class StateImports(StateExchange):
             raise _not_importing(seq_id, "finish_import")
         if missing := self.pending_layers(seq_id):
             raise FailedPrecondition(f"finish_import: layers {missing} of sequence {seq_id} are missing")
+        self._end_import(seq_id)
         self.table.finish_import(seq_id)
         if self.recurrent is not None:
             self.recurrent.table.finish_import(seq_id)
-        del self.imports[seq_id]
 
     def check_imports(self) -> None:
         """Check that rows which have not come go to pages that nothing else holds."""
@@ -295,10 +313,11 @@ class StateImports(StateExchange):
                         )
 
     def _end_import(self, seq_id: SeqId) -> None:
-        """Forget an import, once what is being written is done: its pages may go."""
+        """Forget an import, once what is being written is done: its pages may go, or be read."""
         if (started := self.imports.pop(seq_id, None)) is not None:
             with started.lock:
-                pass
+                if self.link is not None:
+                    self.link.compute_waits(self.link.loaded())
 
 
 def _rows_between(state: StateParts, seq_id: SeqId, index: int, length: int) -> list[SlotRange]:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from quire.kv.pages import PageIds
+
+if TYPE_CHECKING:
+    from quire.ops.host_link import Event, HostLink
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +30,15 @@ class Import:
     pages: list[PageIds] = field(default_factory=list)
     """The page table of each layer class."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    ready: Event | None = None
+    """On a device: when the pages are free of what it was computing as they were taken."""
+    arrived: dict[int, Event] = field(default_factory=dict)
+    """On a device: when what a layer was given is there, by layer."""
+
+    def let_wait(self, link: HostLink | None, layer: int) -> None:
+        """Let what the device computes from now on wait for what a layer was given."""
+        if link is not None and (arrived := self.arrived.get(layer)) is not None:
+            link.compute_waits(arrived)
 
     def has_come(self, layer: int, part: range) -> None:
         """Note rows that were missing."""

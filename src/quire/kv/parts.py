@@ -32,6 +32,7 @@ from quire.kv.sequence_table import SequenceTable
 from quire.kv.sequences import check_integer
 from quire.kv.storage import PagedSpec, PagedStorage, StoredSpec
 from quire.ops.attention import ReferenceAttention
+from quire.ops.host_link import host_link
 from quire.ops.recurrence import ReferenceRecurrence
 from quire.ops.rope import RotaryTable
 from quire.ops.rows import REFERENCE_ROWS
@@ -61,6 +62,7 @@ class StateParts:
         backend: AttentionBackend | None = None,
         recurrence: RecurrenceBackend | None = None,
         rows: RowKernels | None = None,
+        padding: bool = False,
         first_layer: int = 0,
         layer_ids: Sequence[int] | None = None,
     ) -> None:
@@ -80,6 +82,7 @@ class StateParts:
         _check_slots(list(recurrent), num_states, ring, checkpoint_interval, page_size)
         self.backend = ReferenceAttention() if backend is None else backend
         self.rows: RowKernels = REFERENCE_ROWS if rows is None else rows
+        self.padding = padding
         self.device = torch.device(device)
         self.dtype = dtype
         self.page_size = page_size
@@ -120,8 +123,11 @@ class StateParts:
                 interval=checkpoint_interval,
                 device=self.device,
                 backend=ReferenceRecurrence() if recurrence is None else recurrence,
+                padding=padding,
             )
         self.imports: dict[SeqId, Import] = {}
+        self.link = host_link(self.device)
+        """How imports come to a device; None: they are written at once."""
         self.layer_parts: LayerParts | None = layer_parts(self.backend, self.layer)
         """For calls over whole blocks; None if the backend knows none."""
 
@@ -135,7 +141,9 @@ class StateParts:
             full = window is None or window_capacity is None
             pools.append(PagePool(self._pages_of_tokens if full else pages_for(window_capacity or 1, self.page_size)))
             slots = pools[-1].num_pages * self.page_size
-            storage = PagedStorage([self.specs[index] for index in layers], slots, self.dtype, self.device)
+            storage = PagedStorage(
+                [self.specs[index] for index in layers], slots, self.dtype, self.device, padding=self.padding
+            )
             for place, (index, (k_SHD, v_SHD)) in enumerate(zip(layers, storage.layers, strict=True)):
                 spec, sinks_H = self.specs[index], None
                 scoring = Scoring(spec.scale)

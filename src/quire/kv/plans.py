@@ -69,8 +69,9 @@ class Batch:
         return int(self.starts[-1])
 
 
-def batch_of(need: ForwardNeed, device: torch.device) -> Batch:
-    """Return what the bookkeeping says about the new tokens, as arrays."""
+def batch_of(need: ForwardNeed, device: torch.device, positions_T: Tensor | None = None) -> Batch:
+    """Return what the bookkeeping says about the new tokens, as arrays; ``positions_T``: where
+    their positions will be on the device, None: they are brought there."""
     counts = np.array(need.counts, dtype=np.int64)
     bases = np.array(need.lengths, dtype=np.int64)
     stored = np.array(need.stored, dtype=np.int64)
@@ -100,7 +101,7 @@ def batch_of(need: ForwardNeed, device: torch.device) -> Batch:
         need.trees,
         need.windows,
         device,
-        uploaded(positions, device),
+        uploaded(positions, device) if positions_T is None else positions_T,
         int(positions.max()),
     )
 

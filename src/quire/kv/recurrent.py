@@ -12,7 +12,7 @@ size of a state; Hq query heads; C channels; W taps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypedDict, Unpack
 
 import numpy as np
@@ -67,7 +67,10 @@ class RecurrentStorage:
     """The state tensors of all layers. Those of equal shape, dtype and initial value share one
     ``[L, S, *shape]``, to be copied at once. ``ResourceExhausted`` if they do not fit in memory."""
 
-    def __init__(self, specs: Sequence[Recurrent], num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, specs: Sequence[Recurrent], num_slots: int, device: torch.device, *, padding: bool = False
+    ) -> None:
+        """Take memory for ``num_slots`` slots; ``padding``: see ``PagedStorage``."""
         self.num_slots = num_slots
         self.device = device
         groups: dict[StateTensor, list[tuple[int, int]]] = {}
@@ -77,7 +80,7 @@ class RecurrentStorage:
         self._groups: list[tuple[Tensor, Tensor]] = []
         self._rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         for tensor, members in groups.items():
-            shape = (len(members), num_slots, *tensor.shape)
+            shape = (len(members), num_slots + padding, *tensor.shape)
             tensor_LS = allocate(shape, dtype_of(tensor), device, "the state slots need", "give fewer slots")
             initial = initial_of(tensor).to(device)
             self._groups.append((tensor_LS, initial))
@@ -144,6 +147,7 @@ class RecurrentPart:
         interval: int = 0,
         device: torch.device | str = "cpu",
         backend: RecurrenceBackend,
+        padding: bool = False,
     ) -> None:
         if len(specs) != len(layer_ids) or len(set(layer_ids)) != len(layer_ids):
             raise InvalidArgument(f"{len(specs)} recurrent layers with ids {list(layer_ids)}; give each its own id")
@@ -161,7 +165,7 @@ class RecurrentPart:
         self.layer_ids = list(layer_ids)
         self.device = torch.device(device)
         self.backend = backend
-        self.storage = RecurrentStorage(self.specs, num_slots, self.device)
+        self.storage = RecurrentStorage(self.specs, num_slots, self.device, padding=padding)
         self.table = RecurrentTable(num_slots, ring=ring, interval=interval)
         self.current_pass: RecurrentPass | None = None
         """The open forward."""
@@ -183,11 +187,12 @@ class RecurrentPart:
 
     # -- the bracket -------------------------------------------------------------------------------
 
-    def begin(self, need: RecurrentNeed) -> RecurrentPass:
-        """Take the slots and open the forward. ``ResourceExhausted`` before anything changes."""
+    def begin(self, need: RecurrentNeed, made: Callable[[OpenRecurrent], RecurrentPass] | None = None) -> RecurrentPass:
+        """Take the slots and open the forward, with the pass that ``made`` returns (None: a new
+        one). ``ResourceExhausted`` before anything changes."""
         opened = self.table.open(need)
         try:
-            self.current_pass = RecurrentPass(self, opened)
+            self.current_pass = RecurrentPass(self, opened) if made is None else made(opened)
         except BaseException:
             self.table.abort()
             raise

@@ -29,6 +29,7 @@ from quire.kv.rules import RECURRENT_REFUSAL, RefusedVerbs
 from quire.kv.sequences import check_integer
 from quire.kv.state_pass import StatePass
 from quire.kv.state_room import StateRoom
+from quire.kv.static_pass import StaticForward
 from quire.kv.stored_rows import StateRows
 from quire.kv.windows import Window
 from quire.signatures import checks_arguments
@@ -45,6 +46,7 @@ CHANGES = (
     "checkpoint",
     "drop_checkpoint",
     "begin_forward",
+    "begin_static",
     "end_forward",
     "abort_forward",
     "set_cross_kv",
@@ -87,7 +89,9 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
     ``page_size``; 0: none. ``recurrence``: computes recurrences; None: the reference
     (``quire.kernels.recurrence.ChunkedRecurrence`` is fast).
 
-    ``rows``: rotates queries and keys and writes K and V; None: PyTorch's operations.
+    ``rows``: rotates queries and keys and writes K and V; None: PyTorch's operations. ``padding``:
+    whether forwards over memory that keeps its place are possible (``static_pass``); these need a
+    slot more.
 
     Raises ``Unsupported`` for a layer that the backend lacks, ``ResourceExhausted`` without memory.
     """
@@ -305,6 +309,25 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
         checkpoints: Sequence[Sequence[int]] = (),
     ) -> None:
         need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents)
+        self._begin(need, checkpoints, None)
+
+    def begin_static(
+        self,
+        static: StaticForward,
+        seq_ids: Sequence[SeqId],
+        append_lengths: Sequence[int],
+        *,
+        checkpoints: Sequence[Sequence[int]] = (),
+    ) -> bool:
+        """``begin_forward`` over memory that keeps its place. False, and nothing has changed, if
+        that is not for this forward."""
+        need = self.table.plan_forward(seq_ids, append_lengths, None)
+        if not static.admits(need):
+            return False
+        self._begin(need, checkpoints, static)
+        return True
+
+    def _begin(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]], static: StaticForward | None) -> None:
         check_checkpoints(need, checkpoints)
         if self.recurrent is None and any(checkpoints):
             raise Unsupported(f"begin_forward with checkpoints: {RECURRENT_REFUSAL}, whose states they keep")
@@ -315,8 +338,10 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
             for one, copies, blanks in zip(self.classes, opened.copies, opened.blanks, strict=True):
                 one.storage.copy(copies)
                 one.storage.blank(blanks)
-            begun = None if self.recurrent is None or states is None else self.recurrent.begin(states)
-            self.current_pass = StatePass(self, need, begun)
+            begun = None
+            if self.recurrent is not None and states is not None:
+                begun = self.recurrent.begin(states, None if static is None else static.open_recurrent)
+            self.current_pass = StatePass(self, need, begun) if static is None else static.open(need)
         except BaseException:
             if self.recurrent is not None and self.recurrent.table.forward is not None:
                 self.recurrent.abort()

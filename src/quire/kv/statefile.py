@@ -29,6 +29,7 @@ from quire import interrupts
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unsupported
 from quire.kv.atomic_file import check_regular, os_errors, replacing
 from quire.kv.state_header import JSON, VERSION, HeaderDraft, HeaderLimits, TensorSpec, checksum, read_header, some
+from quire.ops.host_link import host_link
 
 __all__ = [
     "JSON",
@@ -153,7 +154,8 @@ def _put(sink: BinaryIO, offset: int, tensor: Tensor, label: str) -> str:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the elements in row-major order in host memory; copy only those in another layout."""
-    dense = tensor.detach().resolve_neg().cpu().contiguous()
+    found, link = tensor.detach().resolve_neg(), host_link(tensor.device)
+    dense = found.cpu().contiguous() if link is None else link.to_host(found)
     # Not reshape(-1): a contiguous tensor of one element may have any stride; a byte view needs 1.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
 

@@ -124,7 +124,17 @@ class PagedStorage:
     """The rows of all layers of one class. Layers of equal geometry are slices of one tensor
     ``[L, S, H, D]``, so that a copy of pages is one operation for all of them."""
 
-    def __init__(self, specs: Sequence[StoredSpec], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        specs: Sequence[StoredSpec],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        padding: bool = False,
+    ) -> None:
+        """Take memory for ``num_slots`` slots. ``padding``: and for one more, which no page has:
+        padded forwards write the rows there that no token has."""
         self.num_slots = num_slots
         self.dtype = dtype
         self.device = device
@@ -138,7 +148,7 @@ class PagedStorage:
             # NaN.
             widths = [shape.key_dim] if shape.latent else [shape.key_dim, shape.value_dim]
             for width in widths:
-                whole = (len(layers), num_slots, shape.kv_heads, width)
+                whole = (len(layers), num_slots + padding, shape.kv_heads, width)
                 advice = "give a smaller kv_cache_memory"
                 self._tensors.append(allocate(whole, dtype, device, "the KV pool needs", advice))
             k, v = self._tensors[-len(widths)], self._tensors[-1][..., : shape.value_dim]
@@ -157,6 +167,10 @@ class PagedStorage:
         rows.k.index_copy_(0, slots_N, k_NHD)
         if v_NHD is not None:
             rows.v.index_copy_(0, slots_N, v_NHD)
+
+    def write_at(self, layer: int, slots: NDArray[np.int64], k_NHD: Tensor, v_NHD: Tensor | None = None) -> None:
+        """Write rows of the device to slots that the host knows."""
+        self.write(layer, uploaded(slots, self.device), k_NHD, v_NHD)
 
     def write_run(self, layer: int, start: int, k_NHD: Tensor, v_NHD: Tensor | None = None) -> None:
         """Write rows, on any device, to slots in a row; several times faster than ``write``."""

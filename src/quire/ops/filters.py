@@ -15,7 +15,7 @@ Letters: V vocabulary; W rows of a batch, G of a group in it; K candidates; B wo
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.ops.uploads import uploaded
 from quire.sampling_params import SamplingParams
 
 TOP_WIDTH = 1024
@@ -31,7 +32,7 @@ TOP_WIDTH = 1024
 
 def take_rows(x_RV: Tensor, rows: Sequence[int]) -> Tensor:
     """Copy some rows, ``[R, ...]`` to ``[len(rows), ...]``."""
-    return x_RV.index_select(0, torch.tensor(rows, dtype=torch.int64, device=x_RV.device))
+    return x_RV.index_select(0, uploaded(np.asarray(rows, dtype=np.int64), x_RV.device))
 
 
 Ids = npt.NDArray[np.int64]
@@ -128,22 +129,29 @@ class Candidates:
     """int64; 0 for tokens that a filter removed. The sum of a row is below 2**62."""
     ids: Tensor | None
     """int64 token ids by descending logit; None: K is V and columns are ids."""
+    complete_G: Tensor | None = None
+    """bool, of each member: whether no other token may be drawn; None: none may."""
 
     def draw(self, uniforms: Sequence[float]) -> list[int]:
-        """Return, per member, the token where the cumulative weight first exceeds u times the
-        total.
+        """Return the tokens of ``drawn``."""
+        tokens: list[int] = self.drawn(uniforms).tolist()
+        return tokens
+
+    def drawn(self, uniforms: Sequence[float]) -> Tensor:
+        """Return, per member, int64 ``[G]``: the token where the cumulative weight first exceeds
+        u times the total.
 
         u is in [0, 1 - 2**-53]. A token of weight 0 is never drawn, and one is always found: even
         where float64 rounds the total up by half a unit in the last place, it rounds u times that
         to at least one unit below."""
         sums_GK = self.weights.cumsum(-1)
         total_G1 = sums_GK[:, -1:]
-        u_G1 = torch.tensor(uniforms, dtype=torch.float64).unsqueeze(1).to(sums_GK.device)
+        u_G1 = uploaded(np.array(uniforms, dtype=np.float64), sums_GK.device).unsqueeze(1)
         target_G1 = (u_G1 * total_G1).to(torch.int64)
-        column_G1 = torch.searchsorted(sums_GK, target_G1, right=True)
+        # A row without a finite maximum, whose token nobody takes, may exceed all sums.
+        column_G1 = torch.searchsorted(sums_GK, target_G1, right=True).clamp_(max=sums_GK.shape[1] - 1)
         tokens_G1 = column_G1 if self.ids is None else self.ids.gather(1, column_G1)
-        drawn: list[int] = tokens_G1[:, 0].tolist()
-        return drawn
+        return tokens_G1[:, 0]
 
 
 class _Group:
@@ -158,7 +166,7 @@ class _Group:
         vocab_size = z_WV.shape[1]
         chosen = [params[i] for i in members]
         table = [(p.temperature, effective_top_k(p, vocab_size), p.top_p, p.min_p) for p in chosen]
-        columns = torch.tensor(table, dtype=torch.float64).to(z_WV.device).T.unsqueeze(-1)
+        columns = uploaded(np.array(table, dtype=np.float64), z_WV.device).T.unsqueeze(-1)
         self.temperature_G1, self.top_k_G1, self.top_p_G1, self.min_p_G1 = columns
         # V weights of at most 2**bits each sum to less than 2**62; float64 resolves 52 bits.
         self.one = 2.0 ** min(52, 62 - vocab_size.bit_length())
@@ -182,11 +190,10 @@ class _Group:
         """Return the weight of the whole vocabulary, int64 ``[G, 1]``."""
         return self._weights(self.z_GV).sum(-1, keepdim=True)
 
-    def top_p_within(self, width: int, total_G1: Tensor) -> list[bool]:
+    def top_p_within(self, width: int, total_G1: Tensor) -> Tensor:
         """Return, per row, whether the ``width`` most probable tokens hold all of top-p."""
         top_GK = self._weights(self.z_GV.topk(width, sorted=False).values)
-        within: list[bool] = (top_GK.sum(-1) >= self._mass(total_G1)[:, 0]).tolist()
-        return within
+        return top_GK.sum(-1) >= self._mass(total_G1)[:, 0]
 
     def _weights(self, z_GK: Tensor) -> Tensor:
         """Return int64 weights after temperature; the maximum has weight ``one``."""
@@ -208,13 +215,15 @@ def effective_top_k(params: SamplingParams, vocab_size: int) -> int:
     return min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
 
 
-def candidates(z_WV: Tensor, max_W: Tensor, params: dict[int, SamplingParams]) -> list[Candidates]:
+def candidates(
+    z_WV: Tensor, max_W: Tensor, params: dict[int, SamplingParams], *, at_once: bool = False
+) -> list[Candidates]:
     """Return the candidates of the rows in ``params`` (row to parameters, temperature > 0).
 
     ``z_WV``: edited logits, float32 ``[W, V]``; ``max_W``: finite maximum of each row. Rows are
     grouped by the cheapest sufficient work, which affects time and never results. Rows without
     top-k and top-p draw in order of ids, others in order of probability; extra candidates change
-    nothing."""
+    nothing. ``at_once``: wait for no value; then some candidates may be incomplete, and say so."""
     vocab_size = z_WV.shape[1]
     plain: list[int] = []  # neither top-k nor top-p: no order needed
     small: list[int] = []  # top-k selection finds all candidates
@@ -237,9 +246,12 @@ def candidates(z_WV: Tensor, max_W: Tensor, params: dict[int, SamplingParams]) -
     if nucleus:
         group = _Group(z_WV, max_W, params, nucleus)
         total_G1 = group.total()
-        within = group.top_p_within(TOP_WIDTH, total_G1)
+        within_G = group.top_p_within(TOP_WIDTH, total_G1)
+        if at_once:
+            found.append(replace(group.by_rank(TOP_WIDTH, total_G1), complete_G=within_G))
+        within = [True] * len(nucleus) if at_once else within_G.tolist()
         wide += [i for i, yes in zip(nucleus, within, strict=True) if not yes]
-        if any(within):
+        if any(within) and not at_once:
             if not all(within):
                 group = _Group(z_WV, max_W, params, [i for i, yes in zip(nucleus, within, strict=True) if yes])
                 total_G1 = total_G1[torch.tensor(within, device=total_G1.device)]

@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.errors import QuireError
 from quire.ops.filters import Ids, Words, mask_out, take_rows
 from quire.ops.request_sampler import RequestSampler
+from quire.ops.uploads import uploaded
 
 FAILED = -1
 """In place of the token of a row from which none can be drawn."""
@@ -47,10 +48,9 @@ class Bans:
 
 def edited(
     logits_RV: Tensor, rows: Sequence[int], samplers: Sequence[RequestSampler], bans: Bans
-) -> tuple[Tensor, Tensor, list[int], dict[int, QuireError]]:
-    """Return logits ``[W, V]`` of some rows after all edits, maxima ``[W]``, their first places,
-    errors. The place is ``FAILED`` if the maximum is not finite. Errors of processors are by row of
-    the batch."""
+) -> tuple[Tensor, dict[int, QuireError]]:
+    """Return logits ``[W, V]`` of some rows after all edits, and errors of processors by row of the
+    batch."""
     z_WV = take_rows(logits_RV, rows)
     members = [samplers[row] for row in rows]
     bans.mask(z_WV, rows)
@@ -58,7 +58,7 @@ def edited(
     _penalise(z_WV, members)
     bans.ban(z_WV, rows)
     reasons = _process(z_WV, rows, members, bans)
-    return z_WV, z_WV.amax(-1), first_maxima(z_WV), reasons
+    return z_WV, reasons
 
 
 def first_maxima(z_WV: Tensor) -> list[int]:
@@ -70,9 +70,14 @@ def first_maxima(z_WV: Tensor) -> list[int]:
         tokens_W = z.argmax(-1)
         found: list[int] = np.where(np.isfinite(z[np.arange(len(z)), tokens_W]), tokens_W, FAILED).tolist()
     else:
-        best = z_WV.max(-1)
-        found = torch.where(best.values.isfinite(), best.indices, FAILED).tolist()
+        found = maxima(z_WV)[1].tolist()
     return found
+
+
+def maxima(z_WV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the maxima, and int64 their places as ``first_maxima``, where the logits are."""
+    best = z_WV.max(-1)
+    return best.values, torch.where(best.values.isfinite(), best.indices, FAILED)
 
 
 def _process(
@@ -99,13 +104,13 @@ def _places(ids: Sequence[Sequence[int] | Ids], device: torch.device) -> tuple[T
     """Return row and column, int64 ``[N]`` each, of ragged ids per row."""
     rows_N = np.repeat(np.arange(len(ids)), [len(row) for row in ids])
     ids_N = np.concatenate([np.asarray(row, dtype=np.int64) for row in ids])
-    return torch.from_numpy(rows_N).to(device), torch.from_numpy(ids_N).to(device)
+    return uploaded(rows_N, device), uploaded(ids_N, device)
 
 
 def _add_bias(z_WV: Tensor, samplers: Sequence[RequestSampler]) -> None:
     if any(len(sampler.bias_ids_N) for sampler in samplers):
         place = _places([sampler.bias_ids_N for sampler in samplers], z_WV.device)
-        bias_N = torch.from_numpy(np.concatenate([sampler.bias_N for sampler in samplers])).to(z_WV.device)
+        bias_N = uploaded(np.concatenate([sampler.bias_N for sampler in samplers]), z_WV.device)
         z_WV[place] += bias_N
 
 
@@ -120,8 +125,8 @@ def _penalise(z_WV: Tensor, samplers: Sequence[RequestSampler]) -> None:
         [(s.params.repetition_penalty, s.params.frequency_penalty, s.params.presence_penalty) for s in samplers]
     )
     columns = np.repeat(penalties_W3, sizes, axis=0).astype(np.float32).T.copy()
-    repetition_N, frequency_N, presence_N = torch.from_numpy(columns).to(z_WV.device)
-    count_N = torch.from_numpy(np.concatenate([counts.counts_N for counts in seen.values()])).to(z_WV.device)
+    repetition_N, frequency_N, presence_N = uploaded(columns, z_WV.device)
+    count_N = uploaded(np.concatenate([counts.counts_N for counts in seen.values()]), z_WV.device)
     z_N = z_WV[place]
     z_N = torch.where(z_N > 0, z_N / repetition_N, z_N * repetition_N)
     # A repetition penalty far below 1 may overflow; the largest float still wins. -inf stays.

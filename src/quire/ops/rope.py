@@ -142,6 +142,11 @@ class RotaryTable:
             rows = self._rows.index_select(0, positions_T)
         return rows[:, 0].unsqueeze(1), rows[:, 1].unsqueeze(1)
 
+    @property
+    def held(self) -> Tensor:
+        """The rows of the table. Growing makes new ones: who goes on reading these keeps them."""
+        return self._rows
+
     def _grow(self, size: int) -> None:
         """Make the table ``size`` rows long, in pieces with small float64 temporaries."""
         old = self._rows

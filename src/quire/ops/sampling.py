@@ -19,8 +19,9 @@ from torch import Tensor
 
 from quire.errors import InvalidArgument, QuireError
 from quire.ops.filters import Allowed, GivenMasks, Words, candidates, first_allowed, num_words, take_rows, top_ids
-from quire.ops.logit_edits import FAILED, Bans, edited, first_maxima
+from quire.ops.logit_edits import FAILED, Bans, edited, first_maxima, maxima
 from quire.ops.request_sampler import RequestSampler, check_ids
+from quire.ops.uploads import uploaded
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits worked on at a time (128 MB per float64 temporary); more rows go through in several
@@ -84,6 +85,9 @@ def sample(
     affected. ``InvalidArgument``: shapes, dtype or ids, before any generator has moved."""
     grammars = GivenMasks(allowed or {}) if allowed is None or isinstance(allowed, Mapping) else allowed
     ids = _check_batch(logits_RV, samplers, banned, grammars)
+    if not grammars.rows and _fits_at_once(logits_RV, samplers):
+        token_ids, failures = _sampled_at_once(logits_RV, samplers, ids)
+        return _with_logprobs(logits_RV, samplers, token_ids, failures)
     token_ids = first_maxima(logits_RV)
     failures = {row: _not_finite(row) for row, token in enumerate(token_ids) if token == FAILED}
     work = [
@@ -95,7 +99,8 @@ def sample(
     bans = Bans(ids, _masks(grammars, [row for row in work if row in grammars.rows], logits_RV.shape[1]))
     work = _take_allowed(logits_RV, work, samplers, bans, token_ids, failures)
     for rows in _chunks(work, logits_RV.shape[1]):
-        z_WV, max_W, tokens, reasons = edited(logits_RV, rows, samplers, bans)
+        z_WV, reasons = edited(logits_RV, rows, samplers, bans)
+        max_W, tokens = z_WV.amax(-1), first_maxima(z_WV)
         drawing = [i for i, row in enumerate(rows) if tokens[i] != FAILED and not samplers[row].params.is_greedy]
         groups = candidates(z_WV, max_W, {i: samplers[rows[i]].params for i in drawing})
         uniforms = {i: samplers[rows[i]].uniform() for i in drawing}
@@ -106,8 +111,68 @@ def sample(
             token_ids[row] = token
             if token == FAILED:
                 failures[row] = reasons.get(row) or _nothing_left()
+    return _with_logprobs(logits_RV, samplers, token_ids, failures)
+
+
+def _with_logprobs(
+    logits_RV: Tensor, samplers: Sequence[RequestSampler], token_ids: list[int], failures: dict[int, QuireError]
+) -> SampledTokens:
     logprobs = logprobs_of(logits_RV, token_ids, [sampler.params.logprobs for sampler in samplers])
     return SampledTokens(token_ids=token_ids, logprobs=logprobs, failures=dict(sorted(failures.items())))
+
+
+def _fits_at_once(logits_RV: Tensor, samplers: Sequence[RequestSampler]) -> bool:
+    """Return whether tokens come with one transfer from the logits' device. Users' processors and
+    grammars need values on the way, and a CPU has nothing to wait for."""
+    return logits_RV.device.type != "cpu" and not any(one.params.logits_processors for one in samplers)
+
+
+def _sampled_at_once(
+    logits_RV: Tensor, samplers: Sequence[RequestSampler], banned: Sequence[Sequence[int]]
+) -> tuple[list[int], dict[int, QuireError]]:
+    """Draw as ``sample``, and wait for the device once: all rows that may draw do, and what is
+    known then says whose token counts. Another wait is for rows whose top-p holds more than the
+    most probable tokens."""
+    work = [row for row, sampler in enumerate(samplers) if not _is_settled(sampler, banned[row], True)]
+    uniforms = {row: samplers[row].uniform() for row in work if not samplers[row].params.is_greedy}
+    _, first_R = maxima(logits_RV)
+    tokens_R, complete_R = first_R.clone(), torch.ones_like(first_R)
+    for rows in _chunks(work, logits_RV.shape[1]):
+        z_WV, _ = edited(logits_RV, rows, samplers, Bans(banned, {}))
+        max_W, tokens_W = maxima(z_WV)
+        params = {i: samplers[row].params for i, row in enumerate(rows) if row in uniforms}
+        rows_W, complete_W = _uploaded_rows(rows, logits_RV), torch.ones_like(tokens_W)
+        for group in candidates(z_WV, max_W, params, at_once=True):
+            members_G = _uploaded_rows(group.members, logits_RV)
+            drawn_G = group.drawn([uniforms[rows[i]] for i in group.members])
+            kept_G = tokens_W.index_select(0, members_G) == FAILED
+            tokens_W.index_copy_(0, members_G, torch.where(kept_G, FAILED, drawn_G))
+            if group.complete_G is not None:
+                complete_W.index_copy_(0, members_G, (group.complete_G | kept_G).to(complete_W.dtype))
+        tokens_R.index_copy_(0, rows_W, tokens_W)
+        complete_R.index_copy_(0, rows_W, complete_W)
+    first, tokens, complete = torch.stack((first_R, tokens_R, complete_R)).tolist()
+    failures: dict[int, QuireError] = {}
+    wide: list[int] = []
+    for row, token in enumerate(tokens):
+        if first[row] == FAILED:
+            tokens[row], failures[row] = FAILED, _not_finite(row)
+        elif token == FAILED:
+            failures[row] = _nothing_left()
+        elif not complete[row]:
+            wide.append(row)
+        if row in failures and row in uniforms:
+            samplers[row].take_back(uniforms[row])
+    for rows in _chunks(wide, logits_RV.shape[1]):
+        z_WV, _ = edited(logits_RV, rows, samplers, Bans(banned, {}))
+        for group in candidates(z_WV, z_WV.amax(-1), {i: samplers[row].params for i, row in enumerate(rows)}):
+            for i, token in zip(group.members, group.draw([uniforms[rows[i]] for i in group.members]), strict=True):
+                tokens[rows[i]] = token
+    return tokens, failures
+
+
+def _uploaded_rows(rows: Sequence[int], like: Tensor) -> Tensor:
+    return uploaded(np.asarray(rows, dtype=np.int64), like.device)
 
 
 @torch.no_grad()
@@ -124,7 +189,8 @@ def probabilities(
     bans = Bans(ids, _masks(grammars, list(grammars.rows), logits_RV.shape[1]))
     p_RV = torch.zeros_like(logits_RV, dtype=torch.float64)
     for rows in _chunks(range(len(samplers)), logits_RV.shape[1]):
-        z_WV, max_W, tokens, _ = edited(logits_RV, rows, samplers, bans)
+        z_WV, _ = edited(logits_RV, rows, samplers, bans)
+        max_W, tokens = z_WV.amax(-1), first_maxima(z_WV)
         good = [i for i, token in enumerate(tokens) if token != FAILED]
         greedy = [i for i in good if samplers[rows[i]].params.is_greedy]
         p_RV[[rows[i] for i in greedy], [tokens[i] for i in greedy]] = 1.0

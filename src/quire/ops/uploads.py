@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 
@@ -19,3 +20,76 @@ def uploaded(array: NDArray[Any], device: torch.device) -> Tensor:
     if device.type != "cuda" or not array.size:
         return found.to(device)
     return found.pin_memory().to(device, non_blocking=True)
+
+
+ALIGNED = 16
+"""Bytes at whose multiples parts begin, so that programs are compiled for aligned pointers only."""
+
+
+ROOM = 1 << 20
+"""Bytes for the parts of one ``StaticInputs``."""
+
+
+class StaticInputs:
+    """Device memory that keeps its place while its contents change: what captured work reads.
+
+    It consists of parts of fixed size and a tail that all parts share, of which a forward sends
+    only what it uses. Device memory changes by ``send`` alone, in one copy for the parts and one
+    for the tail."""
+
+    def __init__(self, tail: int, device: torch.device) -> None:
+        """Take memory for parts, and for a tail of ``tail`` int32."""
+        self._values = np.zeros(ROOM, dtype=np.uint8)
+        self._held = torch.zeros(ROOM, dtype=torch.uint8, device=device)
+        self._used = 0
+        self._tail = np.zeros(tail, dtype=np.int32)
+        self.tail = torch.zeros(tail, dtype=torch.int32, device=device)
+        """int32, on the device."""
+        self._appended = 0
+
+    def part(self, count: int, dtype: DTypeLike) -> StaticPart:
+        """Return a part of ``count`` numbers, all 0. ``MemoryError`` if all exceed ``ROOM``."""
+        start, stop = self._used, self._used + count * np.dtype(dtype).itemsize
+        if stop > self._values.size:
+            raise MemoryError(f"parts of {stop} bytes, and there is room for {self._values.size}")
+        self._used = -(-stop // ALIGNED) * ALIGNED
+        values = self._values[start:stop].view(dtype)
+        return StaticPart(values, self._held[start:stop].view(torch.from_numpy(values).dtype))
+
+    def rewind(self) -> None:
+        """Let the tail begin anew."""
+        self._appended = 0
+
+    def append(self, values: NDArray[np.int32]) -> int:
+        """Add to the tail; return where the values begin. ``MemoryError`` if they do not fit."""
+        start, stop = self._appended, self._appended + values.size
+        if stop > self._tail.size:
+            raise MemoryError(f"a tail of {stop} numbers, and there is room for {self._tail.size}")
+        self._tail[start:stop] = values
+        self._appended = stop
+        return start
+
+    def send(self) -> None:
+        """Bring what has changed to the device. Later changes wait for the next call."""
+        for values, held in ((self._values, self._held[: self._used]), (self._tail, self.tail[: self._appended])):
+            if held.numel():
+                given = torch.from_numpy(values[: held.numel()])
+                held.copy_(given.pin_memory() if held.is_cuda else given, non_blocking=True)
+
+
+class StaticPart:
+    """Some numbers of ``StaticInputs``."""
+
+    __slots__ = ("_values", "tensor")
+
+    def __init__(self, values: NDArray[Any], tensor: Tensor) -> None:
+        self._values = values
+        self.tensor = tensor
+        """On the device, flat, as of the last ``send``."""
+
+    def fill(self, values: NDArray[Any], rest: int = 0) -> None:
+        """Set the first numbers, and ``rest`` behind them. ``MemoryError`` if they do not fit."""
+        if values.size > self._values.size:
+            raise MemoryError(f"{values.size} numbers, and there is room for {self._values.size}")
+        self._values[: values.size] = values.reshape(-1)
+        self._values[values.size :] = rest

@@ -117,6 +117,8 @@ class StepOutput:
     """Per chunk, per layer float32 ``[Hq, n, K]``, if asked for."""
     observed: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
     """By observed layer, per chunk float32 ``[Hq, n, K]``."""
+    captured: bool = False
+    """Whether the work was captured, and launched as a whole (``GraphRunner``)."""
 
     def rows(self, chunk: int) -> Tensor:
         """Return ``[rows, V]`` of one chunk: 1 row for "last", n for "all", 0 for "none"."""

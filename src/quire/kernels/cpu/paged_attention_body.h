@@ -186,15 +186,17 @@ INLINE Places places_of(const Batch& batch, const int32_t* pages, int64_t block,
     return places;
 }
 
-// Where a block's rows of one head are. Those that nobody sees, and null pages, are zeros, and are not read. ``slab``: bytes from the
-// head's first row to the part of all heads' rows that is prefetched beside it; negative: its own rows are.
+// Where a block's rows of head ``h`` of an item are. Those that nobody sees, and null pages, are zeros, and are not read. ``slabs``:
+// how many heads' rows are one piece of memory, which is prefetched from first to last; 0: the head's own rows are.
 INLINE void find_rows(const Batch& batch, const int32_t* pages, int64_t block, uint64_t seen, const Places& places, const Places& next,
-                      const char* x, int64_t slot_bytes, int64_t bytes, int64_t slab, const char* zeros, char* copies, Rows* groups) {
+                      const char* x, int64_t slot_bytes, int64_t bytes, int64_t h, int64_t slabs, const char* zeros, char* copies,
+                      Rows* groups) {
     for (int64_t g = 0; g < BLOCK / GROUP; g++, copies += GROUP * bytes) {
         Rows& rows = groups[g];
         const uint64_t some = seen >> (g * GROUP) & (((uint64_t)1 << GROUP) - 1);
-        const bool ahead = next.slots[g] >= 0;
-        rows.next = ahead ? x + next.slots[g] * slot_bytes + (slab > 0 ? slab : 0) : zeros, rows.next_stride = !ahead ? 0 : slab >= 0 ? bytes : slot_bytes;
+        const int64_t place = h * (BLOCK / GROUP) + g, slot = next.slots[slabs ? place / slabs : g];
+        rows.next = slot < 0 ? zeros : x + slot * slot_bytes + (slabs ? (place % slabs * GROUP - h) * bytes : 0);
+        rows.next_stride = slot < 0 ? 0 : slabs ? bytes : slot_bytes;
         if (places.slots[g] >= 0) {
             rows.at = x + places.slots[g] * slot_bytes, rows.stride = slot_bytes;
         } else if (!some) {
@@ -252,8 +254,8 @@ INLINE void run_item(Call& call, const Item& item, Room& room) {
     };
     // Rows of all heads are one piece of memory, which is best fetched from first to last.
     const bool slabs = item.heads > 1 && item.heads == batch.kv_heads;
-    const int64_t k_slab = slabs && call.k_head == batch.key_size && call.k_slot == item.heads * call.k_head ? batch.key_size * sizeof(T) * (GROUP - 1) : -1;
-    const int64_t v_slab = slabs && call.v_head == batch.value_size && call.v_slot == item.heads * call.v_head ? batch.value_size * sizeof(T) * (GROUP - 1) : -1;
+    const int64_t k_slabs = slabs && call.k_head == batch.key_size && call.k_slot == item.heads * call.k_head ? item.heads : 0;
+    const int64_t v_slabs = slabs && call.v_head == batch.value_size && call.v_slot == item.heads * call.v_head ? item.heads : 0;
     if (item.split == item.stop) clear();
     uint64_t ahead = 0;
     int64_t ahead_block = -1;
@@ -280,7 +282,7 @@ INLINE void run_item(Call& call, const Item& item, Room& room) {
                 Rows groups[BLOCK / GROUP];
                 const int64_t r = h * rows + from * group, some = (to - from) * group, head = item.head + h;
                 find_rows(batch, pages, block, any, places, next, (const char*)((const T*)call.k + head * call.k_head),
-                          call.k_slot * sizeof(T), batch.key_size * sizeof(T), k_slab * h, room.zeros, room.k_copies, groups);
+                          call.k_slot * sizeof(T), batch.key_size * sizeof(T), h, k_slabs, room.zeros, room.k_copies, groups);
                 const bool few = some <= FEW_ROWS && smooth;
                 if (few) {
 #define SCORE(M) score_few<T, M>(room.queries + r * words, words, groups, batch.key_size, room.scores)
@@ -292,7 +294,7 @@ INLINE void run_item(Call& call, const Item& item, Room& room) {
                 for (int64_t i = 0; i < some; i++)
                     room.keep[i] = weigh<pairs>(room.scores + i * BLOCK, room.seen[from + i / group], scale, cap, room.running[r + i]);
                 find_rows(batch, pages, block, any, places, next, (const char*)((const T*)call.v + head * call.v_head),
-                          call.v_slot * sizeof(T), batch.value_size * sizeof(T), v_slab * h, room.zeros, room.v_copies, groups);
+                          call.v_slot * sizeof(T), batch.value_size * sizeof(T), h, v_slabs, room.zeros, room.v_copies, groups);
                 if (few) {
 #define SUM(M) sum_few<T, M>((const uint32_t*)room.scores, groups, room.sums + r * columns, columns, room.keep)
                     FOR_ROWS(some, SUM)

@@ -92,57 +92,79 @@ INLINE bool is_smooth(int64_t key_size, int64_t value_size) {
     return key_size * sizeof(T) % STEP == 0 && value_size % (packed<T> * W) == 0;
 }
 
+// The processor takes reads that are a constant distance apart, by one instruction, for a stream, and fetches on behind the end of a page,
+// which takes half of the bandwidth. So here lines of K are taken key by key of one group, and reads of V have an instruction each.
+#if WIDTH == 16
+constexpr int SIDE = 1, UNROLLED = GROUP;
+#else
+constexpr int SIDE = 2, UNROLLED = 2;
+#endif
+
+// The next STEPS times STEP bytes of SIDE vectors of keys.
+template <typename T, int M, int STEPS>
+INLINE void add_scores(const uint32_t* queries, int64_t words, const Rows& rows, int64_t key, int64_t at, int64_t bytes,
+                       Vector (&sums)[M][SIDE]) {
+    Words some[SIDE][4 * STEPS];
+#pragma GCC unroll 2
+    for (int n = 0; n < SIDE; n++) {
+        const char* from = rows.at + (key + n * W) * rows.stride + at;
+        for (int step = 0; step < STEPS; step++) prefetch_step(rows, key + n * W, at + step * STEP, bytes);
+        if constexpr (STEPS == 2)
+            transpose8(from, rows.stride, some[n]);
+        else
+            transpose4(from, rows.stride, some[n]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 4 * STEPS * PARTS<T>; i++)
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+            for (int n = 0; n < SIDE; n++)
+                add_product<packed<T> == 2>(sums[m][n], queries[m * words + i], part_of<T>(some[n][i / PARTS<T>], i % PARTS<T>));
+}
+
 template <typename T, int M>
 INLINE void score_few(const uint32_t* queries, int64_t words, const Rows* groups, int64_t size, float* scores) {
-    constexpr int SIDE = 2;  // vectors of keys side by side, so that sums need not wait for each other
+    constexpr int64_t NUMBERS = STEP / sizeof(T) / packed<T>;  // words of STEP bytes
+    const int64_t bytes = size * sizeof(T);
     for (int64_t key = 0; key < BLOCK; key += SIDE * W) {
+        const Rows rows = groups[key / GROUP];
         Vector sums[M][SIDE] = {};
-        const char* from[SIDE];
-        int64_t strides[SIDE];
-        for (int n = 0; n < SIDE; n++) {
-            const int64_t first = key + n * W;
-            const Rows& rows = groups[first / GROUP];
-            from[n] = rows.at + first % GROUP * rows.stride, strides[n] = rows.stride;
-        }
-        for (int64_t at = 0, w = 0; at < (int64_t)(size * sizeof(T)); at += STEP, w += 4 * PARTS<T>) {
-            Words four[SIDE][4];
-#pragma GCC unroll 2
-            for (int n = 0; n < SIDE; n++) {
-                prefetch_step(groups[(key + n * W) / GROUP], (key + n * W) % GROUP, at, size * sizeof(T));
-                transpose4(from[n] + at, strides[n], four[n]);
-            }
-#pragma GCC unroll 8
-            for (int i = 0; i < 4 * PARTS<T>; i++)
-#pragma GCC unroll 8
-                for (int m = 0; m < M; m++)
-#pragma GCC unroll 2
-                    for (int n = 0; n < SIDE; n++)
-                        add_product<packed<T> == 2>(sums[m][n], queries[m * words + w + i], part_of<T>(four[n][i / PARTS<T>], i % PARTS<T>));
-        }
+        int64_t at = 0, w = 0;
+#if WIDTH == 16
+        for (; at + 2 * STEP <= bytes; at += 2 * STEP, w += 2 * NUMBERS)
+            add_scores<T, M, 2>(queries + w, words, rows, key % GROUP, at, bytes, sums);
+#endif
+        for (; at < bytes; at += STEP, w += NUMBERS) add_scores<T, M, 1>(queries + w, words, rows, key % GROUP, at, bytes, sums);
         for (int m = 0; m < M; m++)
             for (int n = 0; n < SIDE; n++) store(scores + m * BLOCK + key + n * W, sums[m][n]);
     }
 }
 
-// N vectors of columns.
+// N vectors of columns, over the groups ``begin`` to ``end - 1``.
 template <typename T, int M, int N>
-INLINE void sum_few(const uint32_t* weights, const Rows* groups, int64_t d, float* sums, int64_t columns, const float* keep) {
+INLINE void add_values(const uint32_t* weights, const Rows* groups, int64_t begin, int64_t end, int64_t d, float* sums, int64_t columns,
+                       const float* keep) {
     Vector kept[M][N];
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) kept[m][n] = loaded<Vector>(sums + m * columns + n * W) * keep[m];
-    for (int64_t group = 0; group < BLOCK / GROUP; group++) {
+        for (int n = 0; n < N; n++) {
+            kept[m][n] = loaded<Vector>(sums + m * columns + n * W);
+            if (begin == 0) kept[m][n] *= keep[m];
+        }
+    for (int64_t group = begin; group < end; group++) {
         const Rows rows = groups[group];
         const char* from = rows.at + d * sizeof(T);
         const bool whole = rows.next_stride == columns * (int64_t)sizeof(T);
         const uint32_t* weight = weights + group * GROUP / packed<T>;
-#pragma GCC unroll 2
+        constexpr int64_t WIDE = N * W * sizeof(T);
+        const char* next = rows.next + (whole ? d * (int64_t)sizeof(T) * GROUP : d * (int64_t)sizeof(T));
+        const int64_t next_stride = whole ? WIDE : rows.next_stride;
+#pragma GCC unroll UNROLLED
         for (int64_t key = 0; key < GROUP; key += packed<T>, from += packed<T> * rows.stride, weight++) {
-            constexpr int64_t WIDE = N * W * sizeof(T);
-            for (int j = 0; j < packed<T>; j++)
-                for (int64_t at = 0; at < WIDE; at += 64)
-                    __builtin_prefetch(rows.next + (whole ? d * (int64_t)sizeof(T) * GROUP + (key + j) * WIDE : (key + j) * rows.next_stride + d * (int64_t)sizeof(T)) + at, 0, 2);
+            for (int j = 0; j < packed<T>; j++, next += next_stride)
+                for (int64_t at = 0; at < WIDE; at += 64) __builtin_prefetch(next + at, 0, 2);
 #if PAIRS
             if constexpr (packed<T> == 2) {
                 const __m512i low = pair_index(0), high = pair_index(16);
@@ -175,12 +197,19 @@ INLINE void sum_few(const uint32_t* weights, const Rows* groups, int64_t d, floa
 
 template <typename T, int M>
 INLINE void sum_few(const uint32_t* weights, const Rows* groups, float* sums, int64_t columns, const float* keep) {
-    constexpr int SOME = 2;
-    int64_t d = 0;
-    for (; d + 4 * W <= columns; d += 4 * W) sum_few<T, M, 4>(weights, groups, d, sums + d, columns, keep);
-    if (d + SOME * W <= columns) sum_few<T, M, SOME>(weights, groups, d, sums + d, columns, keep), d += SOME * W;
-    if constexpr (packed<T> == 1)
-        if (d < columns) sum_few<T, M, 1>(weights, groups, d, sums + d, columns, keep);
+    constexpr int MOST = WIDTH == 16 && M <= 3 ? 8 : 4;
+    // Rows that are read in parts are read group by group, so that neighbours in memory are read at about the same time.
+    const int64_t some = columns <= MOST * W ? BLOCK / GROUP : 1;
+    for (int64_t begin = 0; begin < BLOCK / GROUP; begin += some) {
+        const int64_t end = begin + some;
+        int64_t d = 0;
+        if constexpr (MOST == 8)
+            for (; d + 8 * W <= columns; d += 8 * W) add_values<T, M, 8>(weights, groups, begin, end, d, sums + d, columns, keep);
+        for (; d + 4 * W <= columns; d += 4 * W) add_values<T, M, 4>(weights, groups, begin, end, d, sums + d, columns, keep);
+        if (d + 2 * W <= columns) add_values<T, M, 2>(weights, groups, begin, end, d, sums + d, columns, keep), d += 2 * W;
+        if constexpr (packed<T> == 1)
+            if (d < columns) add_values<T, M, 1>(weights, groups, begin, end, d, sums + d, columns, keep);
+    }
 }
 
 #define FOR_ROWS(M, CALL) \

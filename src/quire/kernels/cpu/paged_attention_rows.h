@@ -38,6 +38,28 @@ INLINE void transpose4(const char* rows, int64_t stride, Words* out) {
     out[0] = (Words)_mm512_unpacklo_epi64(a, b), out[1] = (Words)_mm512_unpackhi_epi64(a, b);
     out[2] = (Words)_mm512_unpacklo_epi64(c, d), out[3] = (Words)_mm512_unpackhi_epi64(c, d);
 }
+// The same of eight words, with half as many loads.
+INLINE void transpose8(const char* rows, int64_t stride, Words* out) {
+    __m512i z[8], u[8];
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+        const char* from = rows + (j % 4 + j / 4 * 8) * stride;
+        z[j] = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)from));
+        z[j] = _mm512_inserti64x4(z[j], _mm256_loadu_si256((const __m256i*)(from + 4 * stride)), 1);
+    }
+#pragma GCC unroll 2
+    for (int j = 0; j < 8; j += 4) {
+        __m512i a = _mm512_unpacklo_epi32(z[j], z[j + 1]), b = _mm512_unpacklo_epi32(z[j + 2], z[j + 3]);
+        __m512i c = _mm512_unpackhi_epi32(z[j], z[j + 1]), d = _mm512_unpackhi_epi32(z[j + 2], z[j + 3]);
+        u[j] = _mm512_unpacklo_epi64(a, b), u[j + 1] = _mm512_unpackhi_epi64(a, b);
+        u[j + 2] = _mm512_unpacklo_epi64(c, d), u[j + 3] = _mm512_unpackhi_epi64(c, d);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        out[j] = (Words)_mm512_shuffle_i32x4(u[j], u[4 + j], 0x88);
+        out[4 + j] = (Words)_mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd);
+    }
+}
 INLINE Vector widen_half(Words low) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)low)); }
 INLINE void put_vector(float16* to, Vector x) { _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
 #elif WIDTH == 8

@@ -1,0 +1,250 @@
+"""Forwards over device memory that keeps its place, so that work on them can be captured.
+
+A captured forward repeats the very launches of an earlier one, with the same arguments. So all that
+differs between forwards is in ``StaticInputs``: tokens, positions, slots, and the numbers of
+attention's plans. A forward has ``entries`` sequences at most, each of ``count`` new tokens. Rows
+that no token has, behind the others, are at position 0, see no key, and write the slot of padding.
+
+Letters: T rows, ``entries * count``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.contracts.attention import ForwardPlan
+from quire.contracts.layers import LatentAttention, RopeSpec
+from quire.contracts.recurrence import RecurrencePlan
+from quire.contracts.rows import Rotation
+from quire.errors import Unsupported
+from quire.kv import plans
+from quire.kv.chosen_rows import ChosenRows
+from quire.kv.forward_need import ForwardNeed, pages_for
+from quire.kv.parts import StateParts
+from quire.kv.plans import Batch, Prepared
+from quire.kv.recurrent import RecurrentPart, RecurrentPass, SlotIndex
+from quire.kv.recurrent_states import NULL, OpenRecurrent
+from quire.kv.state_pass import StatePass
+from quire.ops.uploads import StaticInputs
+
+
+@runtime_checkable
+class StaticBackend(Protocol):
+    """An attention backend with plans that can be replaced in their place."""
+
+    def static_plan(self, plan: ForwardPlan, dtype: torch.dtype, memory: StaticInputs, entries: int) -> Any:
+        """Prepare ``run`` for batches of up to ``entries`` entries with as many rows each; None if
+        such a plan is not possible."""
+
+    def replan(self, prepared: Any, plan: ForwardPlan) -> None:
+        """Replace the batch of such a plan. What it appends to the memory's tail is new."""
+
+
+def static_refusal(state: StateParts, count: int) -> str:
+    """Return why forwards of ``count`` tokens for each sequence cannot have memory that keeps its
+    place; "" if they can."""
+    if not state.padding:
+        return "the state has no slot for padding"
+    if not isinstance(state.backend, StaticBackend):
+        return f"attention backend {state.backend.name!r} has no plans that stay where they are"
+    if state.encoders is not None:
+        return "cross layers read rows of encoders"
+    if any(spec.rope_mode == "inline" for spec in state.specs if not isinstance(spec, LatentAttention)):
+        return "keys that turn when they are read are gathered for each forward"
+    if count > 1 and (state.recurrent is not None or any(isinstance(one, LatentAttention) for one in state.specs)):
+        return "recurrent and latent layers have other forms for several tokens"
+    return ""
+
+
+class StaticForward:
+    """What forwards of one size share, and the pass over it."""
+
+    def __init__(self, state: StateParts, entries: int, count: int, longest: int) -> None:
+        """Take memory. ``longest``: tokens of a sequence, at most. ``Unsupported``: see
+        ``static_refusal``."""
+        if reason := static_refusal(state, count):
+            raise Unsupported(reason)
+        self.state, self.entries, self.count, self.longest = state, entries, count, longest
+        shapes = {(spec.layer_window, spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in state.specs}
+        tail = len(shapes) * entries * pages_for(longest, state.page_size)
+        self.memory = StaticInputs(tail, state.device)
+        self.tokens = self.memory.part(self.rows, np.int64)
+        self.recurrent: StaticRecurrentPass | None = None
+        if state.recurrent is not None:
+            self.recurrent = StaticRecurrentPass(state.recurrent, self.rows, self.memory)
+        self.pass_: StaticPass | None = None
+
+    @property
+    def rows(self) -> int:
+        """T"""
+        return self.entries * self.count
+
+    def admits(self, need: ForwardNeed) -> bool:
+        """Return whether this memory is for such a forward."""
+        return (
+            len(need.counts) <= self.entries
+            and all(count == self.count for count in need.counts)
+            and max(need.stored) + self.count <= self.longest
+            and not any(need.windows)
+            and not any(tree is not None for tree in need.trees)
+            and not any(seq_id in self.state.imports for seq_id in need.seq_ids)
+        )
+
+    def open(self, need: ForwardNeed) -> StaticPass:
+        """Return the pass, over this forward. ``send`` brings its numbers to the device."""
+        self.memory.rewind()
+        if self.pass_ is None:
+            self.pass_ = StaticPass(self, need)
+        else:
+            self.pass_.reopen(need)
+        return self.pass_
+
+    def open_recurrent(self, opened: OpenRecurrent) -> RecurrentPass:
+        """Return the pass of recurrent layers, over this forward."""
+        assert self.recurrent is not None
+        return self.recurrent.reopened(opened)
+
+    def begin_again(self) -> None:
+        """Let blocks run over the open forward, after ``send``."""
+        assert self.pass_ is not None
+        self.pass_.begin_again()
+        if self.recurrent is not None:
+            self.recurrent.begin_again()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the blocks that have run leave nothing to do at the forward's end."""
+        return self.recurrent is None or self.recurrent.is_whole
+
+
+class StaticPass(StatePass):
+    """The open forward. To blocks it has T rows; plans are those of the tokens there are."""
+
+    def __init__(self, static: StaticForward, need: ForwardNeed) -> None:
+        self._static = static
+        memory, rows = static.memory, static.rows
+        self._positions = memory.part(rows, np.int64)
+        self._new = [memory.part(rows, np.int64) for _ in static.state.classes]
+        self._held: list[Tensor] = []
+        """Tables that captured work reads."""
+        super().__init__(static.state, need, static.recurrent)
+        counts, zeros = np.full(static.entries, static.count), np.zeros(static.entries, dtype=np.int64)
+        self._real = self.batch
+        self.batch = self._whole = replace(
+            self.batch,
+            counts=counts,
+            added=counts,
+            bases=zeros,
+            stored=zeros,
+            starts=np.arange(static.entries + 1) * static.count,
+            positions=np.zeros(rows, dtype=np.int64),
+            trees=(None,) * static.entries,
+            windows=(None,) * static.entries,
+            max_position=static.longest - 1,
+        )
+        self.chosen = ChosenRows(self.batch.starts)
+        self._max_place = self.batch.max_position
+
+    def reopen(self, need: ForwardNeed) -> None:
+        """Take another forward. What blocks have written in the last one counts as written."""
+        self.is_open = True
+        self._real = self._batch_of(need)
+        self._tables = self._tables_of(need)
+        self._slots = self._new_slots()
+        for (keys, index), found in self._prepared.items():
+            plan = self._plan(keys, index)  # type: ignore[arg-type]
+            self._backend.replan(found.made, plan)
+            self._prepared[keys, index] = Prepared(plan, found.made)
+
+    def begin_again(self) -> None:
+        """Forget what blocks have made of the forward."""
+        self.written.clear()
+        self._rotations.clear()
+        self._held.clear()
+
+    @property
+    def _backend(self) -> StaticBackend:
+        backend = self._state.backend
+        assert isinstance(backend, StaticBackend)
+        return backend
+
+    def _batch_of(self, need: ForwardNeed) -> Batch:
+        self._real = plans.batch_of(need, self._state.device, self._positions.tensor)
+        self._positions.fill(self._real.positions)
+        return self._real
+
+    def _new_slots(self) -> list[NDArray[np.int64]]:
+        found = [plans.new_slots(self._real, tables, self._state.page_size) for tables in self._tables]
+        for part, slots, one in zip(self._new, found, self._state.classes, strict=True):
+            part.fill(slots, rest=one.storage.num_slots)
+        return found
+
+    def _slots_there(self) -> list[Tensor]:
+        return [part.tensor for part in self._new]
+
+    def _plan(self, keys: plans.Keys, class_index: int) -> ForwardPlan:
+        state, tables = self._state, self._tables[class_index]
+        return plans.planned(self._real, keys, tables, state.page_size, state.classes[class_index].window)
+
+    def _prepare(self, plan: ForwardPlan) -> Prepared:
+        static = self._static
+        made = self._backend.static_plan(plan, self._state.dtype, static.memory, static.entries)
+        if made is None:
+            raise Unsupported(f"attention backend {self._state.backend.name!r} has no static plan for this batch")
+        return Prepared(plan, made)
+
+    def _rotation(self, spec: RopeSpec, relative: bool = False) -> Rotation:
+        found = super()._rotation(spec, relative)
+        self._held.append(self._state.rotary_table(spec).held)
+        return found
+
+
+class StaticRecurrentPass(RecurrentPass):
+    """Forwards of at most ``rows`` sequences, each of one new token, whose slots are in memory that
+    keeps its place. Rows that no token has begin at the initial values, and write the slot of
+    padding."""
+
+    def __init__(self, part: RecurrentPart, rows: int, memory: StaticInputs) -> None:
+        self._part = part
+        every = np.arange(rows)
+        self.plan = RecurrencePlan(
+            starts=np.arange(rows + 1), parents=np.full(rows, NULL), given=every, wanted=every, chains=True
+        )
+        self._slots = memory.part(rows, np.int64)
+        self._initial = memory.part(rows, np.bool_)
+        self._targets = memory.part(rows, np.int64)
+        self._sources = SlotIndex(self._slots.tensor, self._initial.tensor)
+        self._targets_M = self._targets.tensor
+        self._set = {}
+        self._recent, self._recent_rows = [], {}
+
+    def reopened(self, opened: OpenRecurrent) -> StaticRecurrentPass:
+        """Take the slots of a forward; what layers have set stays as it was in the last one."""
+        self._opened = opened
+        self._slots.fill(np.maximum(opened.need.sources, 0))
+        self._initial.fill(opened.need.sources == NULL, rest=1)
+        self._targets.fill(opened.targets, rest=self._part.storage.num_slots)
+        return self
+
+    def begin_again(self) -> None:
+        """Forget what layers have set."""
+        self._set.clear()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether layers have set all states, and nothing is left for ``complete``."""
+        return len(self._set) == sum(len(spec.states) for spec in self._part.specs)
+
+    def get(self, layer_id: int, state_id: int, per_token: bool = False) -> Tensor:
+        """Raise ``Unsupported``: blocks that take states by themselves are not captured."""
+        raise Unsupported(f"get: state {state_id} of layer {layer_id}: this forward has memory that keeps its place")
+
+    def set(self, layer_id: int, state_id: int, data: Tensor, per_token: bool = False) -> None:
+        """Raise ``Unsupported``, as ``get``."""
+        raise Unsupported(f"set: state {state_id} of layer {layer_id}: this forward has memory that keeps its place")

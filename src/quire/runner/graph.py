@@ -1,0 +1,207 @@
+"""``GraphRunner``: steps of decodes as captured work, launched at once (CUDA graphs).
+
+The host needs longer to launch the kernels of a small decode than the device to run them. So work
+is launched one by one for the first step of a size, recorded in the second, and launched as a whole
+from then on. A size is a number of sequences, rounded up, and the new tokens of each: 1 of decodes,
+a few of drafts that are verified. All else that differs between steps is in memory that keeps its
+place (``quire.kv.static_pass``). Steps that are more than that take the plain path.
+
+Letters: T rows of a forward; V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.contracts.kv_state import ModelState
+from quire.errors import Unsupported
+from quire.interrupts import uninterrupted
+from quire.kv.state import State
+from quire.kv.static_pass import StaticForward, static_refusal
+from quire.runner.local import NO_EXTRAS, Extras, LocalRunner, StepOutput, check_chunks
+from quire.types import SeqId, Step
+
+logger = logging.getLogger("quire")
+
+MOST_TOKENS = 16
+"""New tokens of a sequence in captured steps, at most."""
+MOST_SIZES = 64
+"""Sizes that are kept; of more, the one that was used longest ago goes."""
+LARGEST = 512
+"""Sequences of captured steps, at most: larger ones keep the device busy anyway."""
+
+
+class Size(NamedTuple):
+    """What captured steps differ in."""
+
+    entries: int
+    """Sequences, those that there are not among them."""
+    tokens: int
+    """New ones of each."""
+
+
+def rounded(entries: int) -> int:
+    """Return a number of sequences of which few are kept: a quarter more at most."""
+    step = 1 << max(0, (entries - 1).bit_length() - 3)
+    return -(-entries // step) * step
+
+
+class Capture(Protocol):
+    """Records work."""
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Record what ``run`` launches. Return what launches it again, on the same memory, and the
+        tensor that ``run`` returns, which is written then. ``RuntimeError`` if ``run`` waits for
+        the device."""
+
+
+class CudaCapture:
+    """Records CUDA graphs, which share memory: one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """See ``Capture``."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads go on copying meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = run()
+        return graph.replay, result
+
+
+class CapturedStep:
+    """Steps of one size."""
+
+    def __init__(self, static: StaticForward) -> None:
+        self.static = static
+        self.is_warm = False
+        """Whether a step has run, so that all kernels are compiled and all memory is taken."""
+        self._launch: Callable[[], None] | None = None
+        self._logits_TV: Tensor | None = None
+
+    def run(self, work: Callable[[], Tensor], capture: Capture) -> Tensor:
+        """Run the open forward; return logits, which the next run may overwrite."""
+        self.static.memory.send()
+        if not self.is_warm:
+            self.static.begin_again()
+            logits_TV = work()
+            self.is_warm = True
+            return logits_TV
+        if self._launch is None or self._logits_TV is None:
+            self.static.begin_again()
+            self._launch, self._logits_TV = capture(work)
+        self._launch()
+        return self._logits_TV
+
+
+class GraphRunner:
+    """A ``Runner`` that captures the steps that it can; another one runs the others."""
+
+    def __init__(
+        self, inner: LocalRunner, capture: Capture, *, longest: int, largest: int = LARGEST, sizes: int = MOST_SIZES
+    ) -> None:
+        """Wrap a runner. ``longest``: tokens of a sequence, at most; ``largest``, ``sizes``: as
+        ``LARGEST`` and ``MOST_SIZES``. ``Unsupported`` if no step can be captured."""
+        state = inner.state
+        if not isinstance(state, State):
+            raise Unsupported(f"captured steps need a state of this package, got {type(state).__name__}")
+        if reason := static_refusal(state, 1):
+            raise Unsupported(f"captured steps: {reason}")
+        self.model, self.room, self.adapters = inner.model, inner.room, inner.adapters
+        self.state: ModelState = state
+        self._inner, self._state, self._capture = inner, state, capture
+        self._longest, self._largest, self._most = longest, largest, sizes
+        self._sizes: dict[Size, CapturedStep | None] = {}
+        """By size, the one used last at the end; None: it cannot be captured."""
+        self._revision = 0
+
+    def new_seq(self) -> SeqId:
+        """See ``Runner``."""
+        return self._inner.new_seq()
+
+    @property
+    def revision(self) -> int:
+        """See ``Runner``."""
+        return self._inner.revision + self._revision
+
+    @uninterrupted
+    def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
+        """See ``Runner``. A failure undoes the forward: the state is as after the edits."""
+        captured = self._step_of(step, extras)
+        if captured is None:
+            return self._inner.execute(step, extras)
+        for edit in step.edits:
+            self._inner.apply(edit)
+        plain = Step(chunks=step.chunks)
+        seqs, counts = [chunk.seq for chunk in step.chunks], [len(chunk.tokens) for chunk in step.chunks]
+        kept = [chunk.checkpoints for chunk in step.chunks]
+        if not self._state.begin_static(captured.static, seqs, counts, checkpoints=kept if any(kept) else ()):
+            return self._inner.execute(plain)
+        try:
+            captured.static.tokens.fill(np.concatenate([np.asarray(chunk.tokens) for chunk in step.chunks]))
+            with torch.inference_mode():
+                found_TV = captured.run(lambda: self._forward(captured.static), self._capture)
+            # A copy outside of inference mode, which callers may write to.
+            logits_TV = found_TV[: sum(counts)].clone()
+            self.state.end_forward()
+        except BaseException as error:
+            if self.state.forward_is_open:
+                self.state.abort_forward()
+            if not captured.is_warm or not isinstance(error, RuntimeError):
+                raise
+            # Nothing has run: recording launches nothing.
+            self._refuse(captured, str(error))
+            return self._inner.execute(plain)
+        self._revision += 1
+        if not captured.static.is_whole:
+            self._refuse(captured, "layers leave states as they are")
+        return StepOutput(logits_TV, tuple(np.concatenate(([0], np.cumsum(counts))).tolist()), captured=True)
+
+    def _forward(self, static: StaticForward) -> Tensor:
+        assert static.pass_ is not None
+        x_TE = self.model.embed(static.tokens.tensor)
+        for block in self.model.blocks:
+            x_TE = block(x_TE, static.pass_)
+        return self.model.head(x_TE)
+
+    def _step_of(self, step: Step, extras: Extras) -> CapturedStep | None:
+        """Return the captured steps of this one's size; None: it takes the plain path."""
+        if not step.chunks or extras is not NO_EXTRAS or len(step.chunks) > self._largest:
+            return None
+        check_chunks(step.chunks)
+        count = len(step.chunks[0].tokens)
+        wanted = ("last", "all") if count == 1 else ("all",)
+        if count > MOST_TOKENS or any(
+            len(chunk.tokens) != count
+            or chunk.tree is not None
+            or chunk.adapter is not None
+            or chunk.logits not in wanted
+            or min(chunk.tokens) < 0
+            for chunk in step.chunks
+        ):
+            return None
+        size = Size(rounded(len(step.chunks)), count)
+        if size not in self._sizes:
+            self._sizes[size] = self._made(size)
+            if len(self._sizes) > self._most:
+                del self._sizes[next(iter(self._sizes))]
+        found = self._sizes[size] = self._sizes.pop(size)
+        return found
+
+    def _made(self, size: Size) -> CapturedStep | None:
+        if static_refusal(self._state, size.tokens):
+            return None
+        return CapturedStep(StaticForward(self._state, *size, self._longest))
+
+    def _refuse(self, captured: CapturedStep, reason: str) -> None:
+        """Let steps of a size take the plain path from now on."""
+        size = Size(captured.static.entries, captured.static.count)
+        logger.warning("steps of %d x %d tokens are not captured: %s", *size, reason)
+        self._sizes[size] = None

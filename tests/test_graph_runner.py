@@ -1,0 +1,252 @@
+"""``GraphRunner``: captured steps give what the plain path gives, and what is not for them takes
+that path. Kernels are Triton's, run by its interpreter; captured work is ``captured_work``'s.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.captured_work import FrozenWork
+from tests.models import conftest as dense
+from tests.models import test_deepseek, test_moe_families, test_recurrent_families
+from tests.triton_machine import INTERPRETED, needs_triton
+
+from quire.contracts.layers import Recurrent
+from quire.errors import InvalidArgument, QuireError, Unsupported
+from quire.kernels.recurrence import ChunkedRecurrence
+from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.triton_attention import TritonAttention
+from quire.kernels.triton_rows import TritonRows
+from quire.kv.state import State
+from quire.models.loading import load_model
+from quire.nn.packed import LayerKernels
+from quire.runner import graph
+from quire.runner.graph import GraphRunner
+from quire.runner.local import Extras, LocalRunner
+from quire.types import Add, Chunk, Commit, Edit, Fork, Pop, Remove, SetWindow, Step, TokenTree
+
+pytestmark = [needs_triton, pytest.mark.skipif(not INTERPRETED, reason="captured work is real on a GPU")]
+LONGEST, PAGE, VOCAB = 100, 4, 97
+FAMILIES: dict[str, Any] = {
+    "llama-gqa": dense,
+    "qwen2-windows": dense,
+    "youtu": test_deepseek,
+    "falcon-h1": test_recurrent_families,
+    "mamba2": test_recurrent_families,
+}
+"""Full attention, windows beside it, latent rows, a hybrid, recurrent layers alone."""
+
+
+class Pair:
+    """The same model behind a ``GraphRunner`` and on the plain path, which get the same steps."""
+
+    def __init__(self, path: Path, *, padding: bool = True, backend: Any = None, **options: Any) -> None:
+        rows = TritonRows()
+        self.model = load_model(path, dtype="float32", kernels=LayerKernels(rows))
+        specs = self.model.layer_specs
+        recurrent = sum(isinstance(spec, Recurrent) for spec in specs)
+
+        def made() -> LocalRunner:
+            state = State(
+                specs,
+                capacity=1024 if recurrent < len(specs) else None,
+                num_states=96 if recurrent else None,
+                page_size=PAGE,
+                # Items of 32 keys, so that most sequences are cut.
+                backend=TritonAttention(least_split=32, programs=16) if backend is None else backend,
+                recurrence=ChunkedRecurrence(),
+                rows=rows,
+                padding=padding,
+            )
+            return LocalRunner(self.model, state, torch.device("cpu"))
+
+        self.work, self.plain = FrozenWork(), made()
+        self.runner = GraphRunner(made(), self.work, longest=LONGEST, **options)
+        self.captured = 0
+
+    def new_seq(self) -> int:
+        self.plain.new_seq()
+        return self.runner.new_seq()
+
+    def run(self, *chunks: Chunk, edits: Sequence[Edit] = (), **extras: Any) -> bool:
+        """Run a step on both, and compare. Return whether it was captured.
+
+        Without padding all sums are the same. With it, products may add up in another order: the
+        errors of a layer's sums grow like the root of their length, and those of layers add up."""
+        given = [Extras(**extras)] if extras else []
+        step = Step(edits=tuple(edits), chunks=chunks)
+        found, expected = self.runner.execute(step, *given), self.plain.execute(step, *given)
+        assert found.starts == expected.starts
+        size = math.sqrt(self.model.config["intermediate_size"]) * 2 * len(self.model.layer_specs)
+        if expected.logits_RV.numel():
+            unit = size * torch.finfo(torch.float32).eps * float(expected.logits_RV.abs().max())
+            assert float((found.logits_RV - expected.logits_RV).abs().max()) <= unit
+        self.captured += found.captured
+        self.runner.state.check()
+        return found.captured
+
+
+def make(name: str, path: Path, **options: Any) -> Pair:
+    module = FAMILIES.get(name, test_moe_families)
+    module.make_checkpoint(next(one for one in module.CASES if one.name == name), path)
+    return Pair(path, **options)
+
+
+def drawn(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(3, VOCAB) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_random_steps(name: str, tmp_path: Path) -> None:
+    """Sequences come, fork, go back and go; any of them decode together, in any order. Lengths
+    cross the ends of pages and items.
+    """
+    pair, rng = make(name, tmp_path), random.Random(name)
+    lengths: dict[int, int] = {}
+    for number in range(14):
+        verb = "add" if not lengths else rng.choice(("add", "fork", "pop", "remove", "none"))
+        seq = rng.choice(list(lengths)) if lengths else 0
+        if verb == "add" and len(lengths) < 8:
+            seq, count = pair.new_seq(), rng.choice((1, 3, 4, 29, 31, 32, 33, 62))
+            pair.run(Chunk(seq, drawn(rng, count), logits="last" if number % 2 else "none"), edits=[Add(seq)])
+            lengths[seq] = count
+        elif verb == "fork" and len(lengths) < 8:
+            child = pair.new_seq()
+            pair.run(edits=[Fork(seq, child)])
+            lengths[child] = lengths[seq]
+        elif verb == "pop":
+            # As far as windows and recurrent layers let it.
+            kept = pair.runner.state.nearest_reachable(seq, max(1, lengths[seq] - 3))
+            pair.run(edits=[Pop(seq, lengths[seq] - max(1, kept))] if kept else [])
+            lengths[seq] = max(1, kept) if kept else lengths[seq]
+        elif verb == "remove" and len(lengths) > 2:
+            pair.run(edits=[Remove(seq)])
+            del lengths[seq]
+        some = rng.sample(sorted(lengths), rng.randint(1, len(lengths)))
+        assert pair.run(*(Chunk(seq, drawn(rng, 1)) for seq in some))
+        for seq in some:
+            lengths[seq] += 1
+    assert pair.captured >= 14
+    assert 2 <= pair.work.recorded <= pair.work.replayed
+
+
+def begun(pair: Pair, *lengths: int) -> list[int]:
+    """Sequences of these lengths."""
+    seqs = [pair.new_seq() for _ in lengths]
+    rng = random.Random(1)
+    prompts = [Chunk(seq, drawn(rng, count)) for seq, count in zip(seqs, lengths, strict=True)]
+    pair.run(*prompts, edits=[Add(seq) for seq in seqs])
+    return seqs
+
+
+def decodes(seqs: Sequence[int], token: int = 9) -> list[Chunk]:
+    return [Chunk(seq, [token + seq]) for seq in seqs]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "falcon-h1"])
+def test_rows_without_tokens_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of 5, 3 and 4 are of one size, 6. What a row without a token writes is nobody's."""
+    monkeypatch.setattr(graph, "rounded", lambda entries: 6)
+    pair = make(name, tmp_path)
+    seqs = begun(pair, 3, 33, 1, 30, 64)
+    for some in (seqs, seqs[:3], seqs[1:], seqs[::-1], seqs[:1], seqs):
+        assert pair.run(*decodes(some))
+    assert (pair.work.recorded, pair.work.replayed) == (1, 5)
+
+
+def test_sizes() -> None:
+    found = [graph.rounded(entries) for entries in range(1, 513)]
+    assert found[:8] == list(range(1, 9))
+    assert all(entries <= size <= 1.25 * entries for entries, size in enumerate(found, 1))
+    assert len(set(found)) <= graph.MOST_SIZES / 2
+
+
+@pytest.mark.parametrize("count", [3, 9])
+def test_drafts_are_verified(count: int, tmp_path: Path) -> None:
+    """Several tokens of each sequence: few rows for a program, and more than fit in one."""
+    pair, rng = make("llama-gqa", tmp_path), random.Random(0)
+    seqs = begun(pair, 2, 30, 61)
+    for some in (seqs, seqs, seqs[::-1], seqs[:2]):
+        assert pair.run(*(Chunk(seq, drawn(rng, count), logits="all") for seq in some))
+        pair.run(edits=[Pop(seq, count - 1) for seq in some])
+    assert pair.work.replayed == 2
+
+
+def test_what_is_more_takes_the_plain_path(tmp_path: Path) -> None:
+    pair = make("llama-gqa", tmp_path, largest=2)
+    seqs = begun(pair, 5, 6, 7, 98)
+    two = seqs[:2]
+    for _ in range(3):
+        assert pair.run(*decodes(two))
+    replayed = pair.work.replayed
+    assert not pair.run(*decodes(seqs[:3])), "more than the largest"
+    assert not pair.run(*(Chunk(seq, [5, 6]) for seq in two)), "of several tokens the last row"
+    assert not pair.run(Chunk(two[0], [5]), Chunk(two[1], [5, 6], logits="all")), "unequal"
+    assert not pair.run(Chunk(two[0], [5], logits="none")), "no logits"
+    assert not pair.run(Chunk(two[0], list(range(5, 22)), logits="all")), "a prompt"
+    assert not pair.run(*decodes(two), hidden_states=True)
+    assert not pair.run(Chunk(two[0], [5], TokenTree((-1,)))), "a tree"
+    pair.run(edits=[Commit((two[0],), (0,))])
+    assert pair.run(*decodes(seqs[3:]))
+    assert pair.run(*decodes(seqs[3:]))
+    assert not pair.run(*decodes(seqs[3:])), "longer than the tables"
+    pair.run(edits=[SetWindow(two[1], 8)])
+    assert not pair.run(*decodes(two)), "a window of its own"
+    assert pair.work.replayed == replayed + 1
+    assert pair.run(*decodes(two[:1]))
+
+
+def test_no_more_sizes_are_kept_than_asked_for(tmp_path: Path) -> None:
+    pair = make("llama-gqa", tmp_path, sizes=2)
+    seqs = begun(pair, 5, 6, 7)
+    for number in (1, 1, 2, 2, 1, 3, 3, 2):
+        assert pair.run(*decodes(seqs[:number]))
+    # Of sizes 1 and 2 the one used longest ago, 2, has gone; it begins anew.
+    assert pair.work.recorded == 3
+
+
+def test_models_that_wait_for_the_device_are_not_captured(tmp_path: Path) -> None:
+    """Experts one by one need to know which were chosen. The step runs all the same."""
+    pair = make("mixtral", tmp_path)
+    seqs = begun(pair, 5, 6)
+    assert [pair.run(*decodes(seqs)) for _ in range(3)] == [True, False, False]
+    assert pair.work.recorded == 0
+
+
+def test_a_failed_step_is_undone(tmp_path: Path) -> None:
+    pair = make("falcon-h1", tmp_path)
+    seqs = begun(pair, 5, 6)
+    for _ in range(3):
+        assert pair.run(*decodes(seqs))
+    lengths, pages = [pair.runner.state.sequence_length(seq) for seq in seqs], pair.runner.state.num_used_pages
+    with pytest.raises(InvalidArgument):
+        pair.runner.execute(Step(chunks=(Chunk(seqs[0], [3]), Chunk(seqs[0], [4]))))
+    with pytest.raises(QuireError):
+        pair.runner.execute(Step(chunks=(Chunk(seqs[0], [3]), Chunk(99, [4]))))
+    captured = pair.runner._sizes[graph.Size(2, 1)]
+    assert captured is not None
+
+    def broken() -> None:
+        raise KeyboardInterrupt
+
+    launch, captured._launch = captured._launch, broken
+    with pytest.raises(KeyboardInterrupt):
+        pair.runner.execute(Step(chunks=tuple(decodes(seqs))))
+    captured._launch = launch
+    assert [pair.runner.state.sequence_length(seq) for seq in seqs] == lengths
+    assert pair.runner.state.num_used_pages == pages
+    assert pair.run(*decodes(seqs))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [({"padding": False}, "no slot for padding"), ({"backend": SdpaAttention()}, "'torch'")]
+)
+def test_states_without_static_plans(options: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=reason):
+        make("llama-gqa", tmp_path, **options)
