@@ -85,8 +85,8 @@ def test_the_pool_is_what_the_step_leaves(device: Callable[..., MadeUpMemory], m
         steps.append(step)
         return execute(self, step, *args)
 
-    def watched_state(*args: Any) -> State:
-        state = made(*args)
+    def watched_state(*args: Any, **options: Any) -> State:
+        state = made(*args, **options)
         states.append(weakref.ref(state))
         return state
 

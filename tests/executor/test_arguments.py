@@ -80,6 +80,7 @@ INTERNAL = {
         "close_pass",
         "open_pass",
         "check_imports",
+        "begin_static",
     },
     "KVCache": {"record", "set_pending", "keep_path", "cut_chain", "mark", "mark_cut", "replace_content"},
     "ParamsSampling": {"draw"},

@@ -138,7 +138,13 @@ def test_every_verb_does_what_a_session_does(client: httpx.Client, plain: LLM) -
         done = post(client, name, "edit", span=span, **new)
         wanted = session.edit(span if isinstance(span, str) else (span[0], span[1]), *new.values())
         numbers = {"id": name, "num_tokens": len(session), "blended": 0, "mode": "exact", "exact": True}
-        assert done == {**numbers, "removed": wanted.removed, "added": wanted.added, "replayed": wanted.replayed}
+        assert done == {
+            **numbers,
+            "removed": wanted.removed,
+            "added": wanted.added,
+            "replayed": wanted.replayed,
+            "released": 0,
+        }
     found = info(client, name)
     assert (found["exact"], found["exact_tokens"]) == (True, len(session))
     assert found["tokens"] == session.tokens

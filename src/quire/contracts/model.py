@@ -187,9 +187,9 @@ class Block(Protocol):
 class JoinedBlocks(Protocol):
     """All blocks of a model as one call."""
 
-    def run(self, x_TE: Tensor, pass_: OpenPass) -> Tensor | None:
+    def run(self, blocks: Sequence[Block], x_TE: Tensor, pass_: OpenPass) -> Tensor | None:
         """Return what the blocks do one after the other, the same to the bit; None if they must be
-        called one by one."""
+        called one by one, as where somebody has put another block into the list."""
         ...
 
 

@@ -9,6 +9,7 @@ Letters: T new tokens, E model width.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.block_calls import BlockKernel, BlockStack, BlockTail, LayerKernels, NormWeight, WholeBlock
-from quire.contracts.model import OpenPass, Pass
+from quire.contracts.model import Block, OpenPass, Pass
 from quire.contracts.rows import HeadNormWeights
 from quire.nn.attention import Attention
 from quire.nn.linear import Linear
@@ -141,14 +142,17 @@ class ParallelBlock:
 class JoinedStack:
     """All blocks of a model as one call (``contracts.model.JoinedBlocks``)."""
 
-    blocks: Sequence[JoinedBlock]
+    blocks: Sequence[PreNormBlock]
+    joined: Sequence[JoinedBlock]
     call: BlockStack
     layers: Sequence[tuple[int, HeadNormWeights | None]]
     """Layer id and norms of the heads of each block."""
 
-    def run(self, x_TE: Tensor, pass_: OpenPass) -> Tensor | None:
+    def run(self, blocks: Sequence[Block], x_TE: Tensor, pass_: OpenPass) -> Tensor | None:
         """See the contract."""
-        if not (self.call.takes(x_TE) and all(one.is_plain for block in self.blocks for one in block.maps)):
+        if len(blocks) != len(self.blocks) or any(map(operator.is_not, blocks, self.blocks)):
+            return None
+        if not (self.call.takes(x_TE) and all(one.is_plain for block in self.joined for one in block.maps)):
             return None
         parts = pass_.stack_parts(self.layers, x_TE.dtype)
         return None if parts is None else self.call(x_TE, parts)
@@ -160,11 +164,12 @@ DecoderBlock: TypeAlias = PreNormBlock | PostNormBlock | ParallelBlock
 
 def joined_stack(blocks: Sequence[object], kernel: BlockKernel | None) -> JoinedStack | None:
     """Return blocks, each of which is one call, as one call; None if a block is not."""
-    found = [one.joined for one in blocks if isinstance(one, PreNormBlock) and one.joined is not None]
+    taken = [one for one in blocks if isinstance(one, PreNormBlock)]
+    found = [one.joined for one in taken if one.joined is not None]
     whole = [one.whole for one in found if one.whole is not None]
     if kernel is None or len(whole) < len(blocks) or (call := kernel.stack(whole)) is None:
         return None
-    return JoinedStack(found, call, [(one.attention.layer_id, one.attention.head_norms) for one in found])
+    return JoinedStack(taken, found, call, [(one.attention.layer_id, one.attention.head_norms) for one in found])
 
 
 def joined(block: PreNormBlock, kernel: BlockKernel | None) -> JoinedBlock | None:

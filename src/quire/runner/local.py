@@ -216,7 +216,7 @@ class LocalRunner:
                     self.adapters.activate(adapters, counts, np.diff(starts).tolist())
                 stack, blocks = self.model.stack, self.model.blocks
                 if stack is not None and extras.rows is None and not extras.hidden_states:
-                    y_TE = stack.run(x_TE, pass_)
+                    y_TE = stack.run(blocks, x_TE, pass_)
                     x_TE, blocks = (x_TE, blocks) if y_TE is None else (y_TE, ())
                 for layer, block in enumerate(blocks):
                     if extras.rows is not None:
