@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from quire import LLM
-from quire.engine.views.look_budget import SHARE, LookBudget
+from quire.engine.views.look_budget import MOST_FOR_ANSWERS, SHARE, LookBudget
 
 from .conftest import random_tokens
 
@@ -58,6 +58,18 @@ def test_waits_add_up() -> None:
     hand.now += 100.0
     budget.spend(0.01)
     assert budget.wait == pytest.approx(0.01 / SHARE), "what was not used is not saved up"
+
+
+def test_who_asks_all_the_time_sees_news() -> None:
+    """Answers put off the next look by seconds, not for ever."""
+    hand = Hand()
+    budget = hand.budget()
+    budget.spend(0.01)
+    due = budget.wait + MOST_FOR_ANSWERS
+    while not budget.is_free and hand.now < 100:
+        hand.now += 0.001
+        budget.answered(0.001)
+    assert hand.now == pytest.approx(due, abs=0.01)
 
 
 def test_a_look_within_a_look_counts_once() -> None:

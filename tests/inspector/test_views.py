@@ -21,8 +21,8 @@ def server(inspected: Served) -> Iterator[Served]:
 
 def settled(served: Served) -> None:
     """Wait until documents tell of the state as it is."""
-    use = served.llm.engine.page_use()
-    wait_for(lambda: told(served.client, "/v1/state")["use"]["free"] == use.free)
+    engine = served.llm.engine
+    wait_for(lambda: told(served.client, "/v1/state")["use"]["free"] == engine.page_use().free)
 
 
 def test_the_legend_of_pages_counts_as_the_engine_does(visit: Visit, server: Served) -> None:

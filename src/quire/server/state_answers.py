@@ -127,7 +127,7 @@ def json_answer(document: Mapping[str, Any] | bytes) -> Response:
 
 def count_answer(request: Request) -> None:
     """Count an answer as looking: the more viewers there are, the less often each sees news."""
-    context_of(request).llm.views.budget.spend(ANSWER_SECONDS)
+    context_of(request).llm.views.budget.answered(ANSWER_SECONDS)
 
 
 def _counted(request: Request, document: bytes) -> Response:

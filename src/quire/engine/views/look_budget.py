@@ -10,6 +10,8 @@ from threading import Lock, local
 SHARE = 0.014
 """The part of the time that all looking together may take. With what is not counted, as reading
 requests, it stays below 0.02."""
+MOST_FOR_ANSWERS = 5.0
+"""Seconds by which answers put off the next look, at most: who asks all the time sees news, too."""
 
 
 class LookBudget:
@@ -24,7 +26,7 @@ class LookBudget:
     ) -> None:
         """``clock``: monotonic seconds; ``work``: seconds that this thread has computed."""
         self._clock, self._work = clock, work
-        self._free = float("-inf")
+        self._free = self._latest = float("-inf")
         self._lock = Lock()
         self._inside = local()
 
@@ -42,6 +44,13 @@ class LookBudget:
         """Note that a look took so long."""
         with self._lock:
             self._free = max(self._free, self._clock()) + seconds / SHARE
+            self._latest = self._free + MOST_FOR_ANSWERS
+
+    def answered(self, seconds: float) -> None:
+        """Note that showing again what was seen last took so long."""
+        with self._lock:
+            later = max(self._free, self._clock()) + seconds / SHARE
+            self._free = max(self._free, min(later, self._latest))
 
     @contextmanager
     def spent(self) -> Iterator[None]:
