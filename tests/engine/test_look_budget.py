@@ -69,7 +69,8 @@ def test_who_asks_all_the_time_sees_news() -> None:
     while not budget.is_free and hand.now < 100:
         hand.now += 0.001
         budget.answered(0.001)
-    assert hand.now == pytest.approx(due, abs=0.01)
+    # Time goes on by 0.001, and its sums round.
+    assert hand.now == pytest.approx(due, abs=0.002)
 
 
 def test_a_look_within_a_look_counts_once() -> None:
