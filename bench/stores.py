@@ -293,12 +293,15 @@ def trace(path: str, sessions: int, shorter: int, base: Path | None, vllm: str |
         "same": equal(tiers.answers, plain.answers),
     }
     if vllm is not None:
+        print_table([{"trace": key, "value": value} for key, value in found.items()])
         given = [path, sessions, vocabulary, shorter, pool // per_token]
         script = Path(__file__).with_name("agent_trace_vllm.py")
         done = subprocess.run([vllm, str(script), *map(str, given)], capture_output=True, text=True, check=False)
         if done.returncode:
             return found | {"vllm_failed": done.stderr[-2000:]}
-        peer = json.loads(done.stdout.splitlines()[-1])
+        # vLLM logs to the same stream, also behind the answer.
+        (answer,) = (line for line in done.stdout.splitlines() if line.startswith('{"seconds"'))
+        peer = json.loads(answer)
         found |= {
             "throughput_over_vllm": peer["seconds"] / tiers.seconds,
             "first_token_over_vllm": tiers.first / peer["first"],

@@ -92,6 +92,8 @@ export class PageGrid {
     if (this.cursor >= picture.count) this.cursor = picture.count - 1;
     if (this.pinned >= picture.count) this.pinned = -1;
     this.paint();
+    // Who came here before the first pages did stands on none yet.
+    if (this.cursor < 0 && document.activeElement === this.marks) this.focus();
   }
 
   /** Paint everything again, at the host's size. */
