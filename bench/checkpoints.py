@@ -290,6 +290,7 @@ PURE: dict[str, Any] = {
 }
 DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba-150m": ("bamba", MIXED),
+    "bamba-150m-32k": ("bamba", MIXED | {"max_position_embeddings": 40_960}),
     "mamba2-120m": ("mamba2", PURE),
     "bamba-20m": (
         "bamba",

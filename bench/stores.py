@@ -7,7 +7,7 @@ for the same prompt with a few tokens more. Shares are seconds to the first toke
 whole prompt without a store, each in the same run. The trace is run with tiers and without them in
 turn; all texts are compared.
 
-``python bench/stores.py [--models smollm2-135m-32k,bamba-150m] [--tokens 32768] [--rounds 3]
+``python bench/stores.py [--models smollm2-135m-32k,bamba-150m-32k] [--tokens 32768] [--rounds 3]
 [--parts resume,decode,overlap,evict,trace] [--vllm PYTHON]``
 """
 
@@ -325,7 +325,7 @@ def main() -> None:
         child(path, int(tokens), directory, int(more))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="smollm2-135m-32k,bamba-150m", help=f"of {', '.join([*SHAPES, *DRAWN])}")
+    parser.add_argument("--models", default="smollm2-135m-32k,bamba-150m-32k", help=f"of {', '.join([*SHAPES, *DRAWN])}")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", default=",".join(PARTS))
