@@ -101,7 +101,7 @@ def test_the_grid_is_walked_by_keys_and_says_what_it_stands_on(visit: Visit, ser
         expect(page.locator(".page-tokens")).to_contain_text("def add")
         page.locator(".holder", has_text="walked").click()
         expect(page.locator(".axis-head")).to_contain_text("walked")
-        assert legend(page)["chosen"] == pages.size
+        wait_for(lambda: legend(page)["chosen"] == pages.size)
         # The axis is a slider over positions, which says where a rewind lands.
         axis = page.get_by_role("slider", name="Position in the branch")
         axis.press("Home")

@@ -116,6 +116,7 @@ def test_the_playground_generates_forks_and_stops(visit: Visit, server: Served) 
         (child,) = [one for one in told(server.client, "/v1/sessions")["data"] if one["parent"] == session]
         assert tokens(server.client, child["id"]) == after
         other = page.locator(f"section.column[data-session='{child['id']}']")
+        expect(other).to_contain_text(f"{len(after)} tokens")
         page.get_by_label("Tokens at most").fill("900")
         other.get_by_role("button", name="Run").click()
         other.get_by_role("button", name="Stop").click()

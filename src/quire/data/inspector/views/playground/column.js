@@ -247,12 +247,16 @@ export class Column {
     this.scrollDown();
   }
 
-  /** Wait until the session is free, as a call that was stopped ends in its own time. */
+  /** Wait until the session is free, as a call that was stopped ends in its own time. From then on
+   * its length is known: a fork may follow before its tokens have come. */
   async settle() {
     for (let tries = 0; tries < 40 && !this.app.signal.aborted; tries++) {
       try {
         const info = await this.app.get(sessionPath(this.id), { tokens: false });
-        if (!info.in_use) return;
+        if (!info.in_use) {
+          this.info = info;
+          return;
+        }
       } catch {
         return;
       }
