@@ -66,6 +66,15 @@ def unpack(packed: PackedMatrix) -> Tensor:
     return (numbers.float() * scales).view(-1, inputs)[: packed.outputs]
 
 
+def rows_of(packed: PackedMatrix, outputs_T: Tensor) -> Tensor:
+    """Return the weights ``[T, I]`` of these outputs, int64 in 0..O-1, in the dtype of the values.
+    The form is "float32" or "bfloat16"."""
+    values = packed.values
+    if packed.form == "bfloat16":  # pairs of inputs are taken as one number
+        values = values.view(torch.int32).squeeze(-1)
+    return values[outputs_T // PANEL, :, outputs_T % PANEL].view(packed.values.dtype)
+
+
 def multiply(x_TI: Tensor, packed: PackedMatrix, bias_O: Tensor | None) -> Tensor:
     """Return ``[T, O]`` in the dtype of x, which is rounded once."""
     bias = None if bias_O is None else bias_O.float()
