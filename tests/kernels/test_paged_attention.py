@@ -194,6 +194,19 @@ def test_no_number_stays_none(backend: NativeAttention) -> None:
             assert batch.state(backend).out.isnan().all()
 
 
+def test_weights_are_powers_of_two(backend: NativeAttention) -> None:
+    """A key's weight is 2^x, within 2^-22 of it (``exp2_of``), and 0 below 2^-126. Beside a key of
+    weight 1 the result is 2^x / (1 + 2^x), which rounds a sum, a quotient and a product."""
+    x = torch.cat([-126 * torch.rand(3000), -torch.rand(1000), -(2.0 ** -torch.arange(40.0)), -torch.arange(140.0)])
+    batch = Batch([2] * len(x), [1] * len(x), heads=(1, 1), sizes=(1, 1), page_size=2, scoring=Scoring(math.log(2)))
+    for rows in (batch.k_SHD, batch.v_SHD):
+        rows[0::2], rows[1::2] = 0, 1
+    found = batch.state(backend, q_THD=x.view(-1, 1, 1)).out.flatten().double()
+    exact = torch.where(x < -126, 0.0, 2.0 ** x.double())
+    assert float(exact[x >= -126].min()) == 2.0**-126
+    assert bool(((found - exact / (1 + exact)).abs() <= exact * (2.0**-22 + 3 * 2.0**-24)).all())
+
+
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), level=st.sampled_from(LEVELS), dtype=st.sampled_from(TYPES))
 def test_random_plans(seed: int, level: str, dtype: torch.dtype) -> None:
