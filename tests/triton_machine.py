@@ -51,6 +51,15 @@ if INTERPRETED:
             self._scope.set_attr(owner, name, value)
 
     interpreter._patch_lang_tensor = lambda tensor, scope: _patch(tensor, _Scope(scope))
+    _convert = interpreter._convert_float
+
+    def _converted(values: Any, from_type: Any, to_type: Any, rounding: Any) -> Any:
+        if str(to_type) != "fp8e4nv":
+            return _convert(values, from_type, to_type, rounding)
+        # The interpreter loses carries into the exponent, and rounds small numbers to zero.
+        return torch.from_numpy(values.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    interpreter._convert_float = _converted
 
 
 class CarriedAttention(TritonAttention):

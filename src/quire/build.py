@@ -29,6 +29,7 @@ from quire.executor.factory import Choices, Factory, check_flash, check_heads, c
 from quire.executor.reports import dtype_name
 from quire.kernels.block import native_blocks
 from quire.kernels.cores import limit_threads
+from quire.kernels.float8 import Float8Linear, float8_problem
 from quire.kernels.heap import keep_freed_memory
 from quire.kernels.linear import native_linear
 from quire.kernels.low_rank import native_low_rank
@@ -348,12 +349,21 @@ def fastest_attention(device: torch.device) -> str:
 def layer_kernels(device: torch.device, quantization: str | None = None) -> LayerKernels:
     """Return what the layers of a model on this device are given; ``Unsupported`` if nothing
     multiplies with weights of that quantization."""
-    if quantization is not None and (device.type != "cpu" or native_linear() is None):
-        reason = f"the device is {device}, and only CPUs have it" if device.type != "cpu" else native_problem()
-        raise Unsupported(f"quantization {quantization!r}: {reason}", field="quantization", given=quantization)
+    form = cast("Quantization | None", quantization)
+    if form is not None and (reason := quantization_problem(form, device)):
+        raise Unsupported(f"quantization {form!r}: {reason}", field="quantization", given=form)
     if device.type != "cpu":
-        return LayerKernels(None if triton_problem(device) else TritonRows())
-    return LayerKernels(native_rows(), native_linear(), cast("Quantization | None", quantization), native_blocks())
+        return LayerKernels(None if triton_problem(device) else TritonRows(), Float8Linear() if form else None, form)
+    return LayerKernels(native_rows(), native_linear(), form, native_blocks())
+
+
+def quantization_problem(quantization: Quantization, device: torch.device) -> str:
+    """Return why a device does not multiply with such weights; "" if it does."""
+    if quantization == "fp8":
+        return float8_problem(device)
+    if device.type != "cpu":
+        return f"the device is {device}, and only CPUs have it"
+    return native_problem() if native_linear() is None else ""
 
 
 def check_quantized(model: LoadedModel, quantization: str | None) -> None:
@@ -362,7 +372,7 @@ def check_quantized(model: LoadedModel, quantization: str | None) -> None:
         why = "transformers runs it" if getattr(model, "fallback", False) else f"its dtype is {model.dtype}"
         raise Unsupported(
             f"quantization {quantization!r}: {model.architecture} has no weights that can be quantised: {why}; "
-            "leave it out, or take float32 or bfloat16 and a native architecture",
+            "leave it out, or take bfloat16 and a native architecture",
             field="quantization",
             given=quantization,
         )

@@ -36,6 +36,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 
@@ -131,7 +132,7 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     names = {
         attention_programs: ("attend_items", "merge_states"),
         recurrence_programs: ("walk_rows", "weigh_chunks", "pass_chunks", "read_chunks", "convolve_rows"),
-        row_programs: ("norm_rows", "gate_rows", "place_heads"),
+        row_programs: ("norm_rows", "gate_rows", "scale_rows", "place_heads"),
     }
     recorders = {(module, name): Recorder(getattr(module, name)) for module, listed in names.items() for name in listed}
     for (module, name), recorder in recorders.items():
@@ -161,6 +162,7 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     rows.add_rms_norm(x_TE, x_TE.clone(), weight_E, 1e-5)
     for activation in ("silu", "gelu", "gelu_tanh"):
         rows.gated(torch.zeros(64, 2 * 14336, dtype=dtype), activation)
+    rows_module.round_rows(x_TE)
     angles = Rotation(torch.zeros(64, 1, 128), torch.zeros(64, 1, 128), False)
     norms = HeadNormWeights(weight_E[:128], weight_E[:128], 1e-5)
     pool = torch.zeros(2, 64, 8, 128, dtype=dtype)

@@ -106,3 +106,22 @@ def test_recurrences_are_counted_and_called(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(part, "RECURRING", part.RECURRING[:1])
     rows = part.recurrences(torch.device("cpu"), 1e9, 1e12, 1, lambda call, rounds: 1e-3)
     assert [row["recurrence"] for row in rows] == [case.name for case in part.RECURRING]
+
+
+def test_pieces_are_called_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in small, with one second for a call: the shares are bytes and operations."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    part = importlib.import_module("gpu_pieces")
+    monkeypatch.setattr(part, "MAPS", {"x": (32, 48)})
+    calls: list[Any] = []
+
+    def seconds_of(call: Any, rounds: int) -> float:
+        calls.append(call())
+        return float(rounds)
+
+    rows = part.float8_products(torch.device("cpu"), 32 * 48 + 32 * 4, 2 * 32 * 48, 1, seconds_of)
+    assert [row["map"] for row in rows] == ["x, 1 rows", "x, 64 rows", "x, 8192 rows"]
+    # Four maps in a call of a second.
+    assert [row["of copy"] for row in rows] == ["400%"] * 3
+    assert rows[0]["of bfloat16 GEMM"] == "400%"
+    assert [tuple(one.shape) for one in calls[0]] == [(1, 32)] * 4

@@ -8,8 +8,8 @@ KERNELS = (
     Mutant(
         name="four-bit-weights-of-another-scale",
         file="build.py",
-        old="LayerKernels(native_rows(), native_linear(), cast(",
-        new="LayerKernels(native_rows(), native_linear(), None and cast(",
+        old="LayerKernels(native_rows(), native_linear(), form,",
+        new="LayerKernels(native_rows(), native_linear(), None,",
         tests=("engine/test_quantized.py::test_tokens_are_those_of_the_rounded_weights",),
     ),
     Mutant(
@@ -22,7 +22,7 @@ KERNELS = (
     Mutant(
         name="head-in-four-bits",
         file="contracts/block_calls.py",
-        old='return replace(self, quantization="int8") if self.quantization else self',
+        old="return replace(self, quantization=found)",
         new="return self",
         tests=("models/test_packed.py::test_every_linear_map_has_the_form",),
     ),

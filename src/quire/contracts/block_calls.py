@@ -113,11 +113,12 @@ class LayerKernels:
     """None: PyTorch's products, with oneDNN's packed weights where these are faster."""
     quantization: Quantization | None = None
     """Form of the weights of linear maps, of which ``linear`` has the products; None: a form that
-    loses nothing. With "int4" the head has 8 bits."""
+    loses nothing. With "int4" the head has 8 bits, with "fp8" it stays as it is."""
 
     blocks: BlockKernel | None = None
     """None: the parts of a block run one by one."""
 
     def of_head(self) -> LayerKernels:
         """Return the same for the map to logits, whose error nothing behind it evens out."""
-        return replace(self, quantization="int8") if self.quantization else self
+        found: Quantization | None = "int8" if self.quantization in ("int8", "int4") else None
+        return replace(self, quantization=found)

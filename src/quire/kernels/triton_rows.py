@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation
 from quire.kernels.triton_support import known_dtypes, on_device_of, triton_problem
+from quire.ops.packed_weights import FLOAT8, rounded_rows
 from quire.ops.rows import ReferenceRows
 
 ACTIVATION_CODES: dict[ActivationName, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -101,6 +102,31 @@ class TritonRows(ReferenceRows):
                     W=width, H=heads,
                 )  # fmt: skip
         return out
+
+
+def round_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``ops.packed_weights.rounded_rows`` of rows where Triton runs, by one program each."""
+    from quire.kernels.row_programs import scale_rows
+
+    count, width = x_TI.shape
+    if not _known(x_TI) or not 0 < width <= WIDEST:
+        return rounded_rows(x_TI)
+    if x_TI.stride(1) != 1:
+        x_TI = x_TI.contiguous()
+    values_TI, scales_T1 = x_TI.new_empty(count, width, dtype=FLOAT8), x_TI.new_empty(count, 1, dtype=torch.float32)
+    columns = _power(width)
+    if count:
+        with on_device_of(x_TI):
+            scale_rows[(count,)](
+                values_TI,
+                scales_T1,
+                x_TI,
+                x_TI.stride(0),
+                WIDTH=width,
+                W=columns,
+                num_warps=4 if columns <= 4096 else 8,
+            )
+    return values_TI, scales_T1
 
 
 def _known(x: Tensor, *weights: Tensor) -> bool:

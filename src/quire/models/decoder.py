@@ -199,10 +199,11 @@ class Trunk:
         self.stack = joined_stack(self.blocks, kernels.blocks)
         self.parameter_bytes += grown
         head = packed(self.lm_head, kernels.of_head())
-        if head is self.lm_head:
+        if head is not self.lm_head:
+            has_own = self.lm_head.weight is not self.embedding.weight
+            self.parameter_bytes += head.weight_bytes - (self.lm_head.weight_bytes if has_own else 0)
+        elif not grown:
             return False
-        has_own = self.lm_head.weight is not self.embedding.weight
-        self.parameter_bytes += head.weight_bytes - (self.lm_head.weight_bytes if has_own else 0)
         self.lm_head, self.quantization = head, kernels.quantization
         return True
 
