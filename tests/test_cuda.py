@@ -18,6 +18,7 @@ from tests.exact import TINY_PYTHON
 from quire import LLM, SamplingParams
 from quire.memory_profile import run_greatest_step
 from quire.ops.host_link import host_link
+from quire.runner.graph import GraphRunner, usual_sizes
 from quire.runner.local import Extras
 from quire.sampling_params import StructuredOutputs
 from quire.types import Add, Chunk, Step
@@ -171,6 +172,17 @@ def test_captured_decodes(sequences: int, cpu: LLM, gpu: LLM) -> None:
     with LLM("tiny-python", device=DEVICE, enforce_eager=True, **OPTIONS) as eager:
         assert tokens(eager, prompts) == found
         assert captured(eager) == 0
+
+
+def test_usual_decodes_are_captured_at_start(gpu: LLM) -> None:
+    """Of up to 256 sequences, in memory that the largest has taken."""
+    runner = gpu.engine.runner
+    assert isinstance(runner, GraphRunner)
+    sizes = [(entries, 1) for entries in usual_sizes(256)]
+    assert all(runner._sizes[size] is not None for size in sizes)  # type: ignore[index]
+    before = torch.cuda.memory_reserved()
+    assert all(runner.capture(entries) for entries, _ in sizes)
+    assert torch.cuda.memory_reserved() == before
 
 
 def test_captured_logits_are_those_of_the_plain_path(gpu: LLM) -> None:

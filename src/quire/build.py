@@ -43,7 +43,14 @@ from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
 from quire.kv.static_pass import static_refusal
 from quire.kv.storage import bytes_per_token
-from quire.memory_profile import device_memory, greatest_lengths, measured_budget, run_greatest_step
+from quire.memory_profile import (
+    capture_usual,
+    captured_bytes,
+    device_memory,
+    greatest_lengths,
+    measured_budget,
+    run_greatest_step,
+)
 from quire.models.adapter_targets import embedding_of, linears_of, low_rank_refusal
 from quire.models.catalogue import resolve_model
 from quire.models.families import LoadedModel
@@ -52,6 +59,7 @@ from quire.models.loading import free_memory, load_model, resolve_dtype
 from quire.models.peft import read_adapter
 from quire.pool_budget import (
     ATTENTION,
+    LEAST_STATES,
     STATE_SHARE,
     Budget,
     PoolSizes,
@@ -60,7 +68,7 @@ from quire.pool_budget import (
     pool_sizes,
 )
 from quire.runner.adapter_pool import AdapterPool
-from quire.runner.graph import CudaCapture, GraphRunner
+from quire.runner.graph import CudaCapture, GraphRunner, usual_sizes
 from quire.runner.local import LocalRunner, Runner
 from quire.sampling_params import SamplingParams
 from quire.store.memory import MemoryTier
@@ -128,16 +136,18 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         raise InvalidArgument(f"max_model_len {max_len} is beyond {limit}")
     kv_dtype = model.dtype if config.kv_dtype == "auto" else resolve_dtype(config.kv_dtype, model.dtype, device)
     adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
-    budget = pool_budget(config, model, adapters, kv_dtype, device, max_len)
-    sizes = pool_sizes(config, model.layer_specs, kv_dtype, max_len, budget)
     captures = device.type == "cuda" and not config.enforce_eager and not getattr(model, "fallback", False)
+    budget = pool_budget(config, model, adapters, kv_dtype, device, max_len, captures=captures)
+    sizes = pool_sizes(config, model.layer_specs, kv_dtype, max_len, budget)
     state = make_state(
         model.layer_specs, sizes, config.page_size, kv_dtype, device, config.attention_backend, padding=captures
     )
     interval = checkpoint_interval(config, model.layer_specs, kv_dtype)
     local = LocalRunner(model, state, device, adapters)
-    can_capture = captures and not static_refusal(state, 1)
-    runner = GraphRunner(local, CudaCapture(), longest=max_len) if can_capture else local
+    runner: Runner = local
+    if captures and not static_refusal(state, 1) and (memory := device_memory(device)):
+        runner = graphs = GraphRunner(local, CudaCapture(), longest=max_len)
+        capture_usual(memory, graphs.capture, usual_sizes(config.max_num_seqs), progress)
     generation = read_json(path / "generation_config.json")
     identity = Identity(path, model)
     engine = Engine(
@@ -312,9 +322,12 @@ def pool_budget(
     dtype: torch.dtype,
     device: torch.device,
     max_len: int,
+    *,
+    captures: bool = False,
 ) -> Budget:
     """Return the bytes of the pools: ``kv_cache_memory``, a share of free host memory, or of a GPU
-    what the greatest step leaves, which runs once on a state that is gone afterwards."""
+    what the greatest step leaves, which runs once on a state that is gone afterwards, and, where
+    the engine ``captures`` them, decodes of usual sizes."""
     if config.kv_cache_memory is not None:
         return given_budget(config.kv_cache_memory)
     if (memory := device_memory(device)) is None:
@@ -334,7 +347,16 @@ def pool_budget(
         run_greatest_step(LocalRunner(model, state, device, adapters), lengths)
         return state.num_bytes
 
-    budget = measured_budget(memory, config.gpu_memory_utilization, lengths, run)
+    def captured() -> int:
+        one = PoolSizes(2 * size, 2 * size if windowed else None, size, LEAST_STATES if state_bytes else 0)
+        state = make_state(specs, one, size, dtype, device, config.attention_backend, padding=True)
+        if static_refusal(state, 1):
+            return 0
+        runner = GraphRunner(LocalRunner(model, state, device, adapters), CudaCapture(), longest=max_len)
+        return captured_bytes(memory, runner.capture, usual_sizes(config.max_num_seqs))
+
+    share = config.gpu_memory_utilization
+    budget = measured_budget(memory, share, lengths, run, *[captured] * captures)
     logger.info("%s the KV pool", budget.words)
     return budget
 
