@@ -1,6 +1,6 @@
-"""The part ``float8`` of ``bench/gpu.py``: pieces of a step that are one kernel or two.
+"""The parts ``float8`` and ``copies`` of ``bench/gpu.py``: one kernel or two each.
 
-Letters: T rows, I input, O output features.
+Letters: as in ``contracts``.
 """
 
 from __future__ import annotations
@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from quire.kernels.float8 import Float8Linear
-from quire.kernels.triton_rows import round_rows
+from quire.kernels.triton_rows import TritonRows, round_rows
+from quire.ops.rows import REFERENCE_ROWS
 
 Timer: TypeAlias = Callable[[Callable[[], object], int], float]
 """Returns the median seconds of a call, of so many rounds."""
 MAPS = {"qkv": (6144, 4096), "gate and up": (28_672, 4096), "down": (4096, 14_336)}
 """Outputs and inputs of Llama-3-8B's maps."""
+LAYERS, SLOTS = 32, 1 << 14
+"""Of the pools in which pages are copied: 2 GiB of K and V."""
 
 
 def float8_products(
@@ -48,4 +52,24 @@ def float8_products(
                         "bfloat16 us": plain * 1e6,
                     }
                 )  # fmt: skip
+    return rows
+
+
+def copies(device: torch.device, copy: float, peak: float, rounds: int, seconds_of: Timer) -> list[dict[str, object]]:
+    """Return rows of a table: copies of pages in pools of K and V of Llama-3-8B's layers, as forks
+    make them when they write. ``copy``: bytes a second of the device."""
+    del peak
+    rows: list[dict[str, object]] = []
+    pools = [torch.zeros(LAYERS, SLOTS, 8, 128, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    for slots in (16, 256, 2048):
+        order = np.random.default_rng(0).permutation(SLOTS // 16)[: 2 * slots // 16]
+        moves = (order.reshape(2, -1, 1) * 16 + np.arange(16)).reshape(2, -1)
+        taken, plain = (
+            seconds_of(lambda kernels=kernels, moves=moves: kernels.copy_slots(pools, moves), rounds)  # type: ignore[misc]
+            for kernels in (TritonRows(), REFERENCE_ROWS)
+        )
+        nbytes = 2 * slots * sum(pool[:, 0].nbytes for pool in pools)
+        rows.append(
+            {"slots": slots, "us": taken * 1e6, "of copy": f"{nbytes / taken / copy:.0%}", "torch us": plain * 1e6}
+        )
     return rows

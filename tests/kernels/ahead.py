@@ -132,7 +132,7 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     names = {
         attention_programs: ("attend_items", "merge_states"),
         recurrence_programs: ("walk_rows", "weigh_chunks", "pass_chunks", "read_chunks", "convolve_rows"),
-        row_programs: ("norm_rows", "gate_rows", "scale_rows", "place_heads"),
+        row_programs: ("norm_rows", "gate_rows", "scale_rows", "copy_words", "place_heads"),
     }
     recorders = {(module, name): Recorder(getattr(module, name)) for module, listed in names.items() for name in listed}
     for (module, name), recorder in recorders.items():
@@ -168,6 +168,7 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     pool = torch.zeros(2, 64, 8, 128, dtype=dtype)
     for given in (None, norms):
         rows.place_qkv(torch.zeros(64, 48 * 128, dtype=dtype), 32, angles, given, *pool, torch.arange(64))
+    rows.copy_slots([pool], np.array([[0, 1], [2, 3]]))
     yield from recorded("rows")
     triton_recurrence.triton_problem = lambda device: ""
     for case in RECURRENCES:

@@ -125,3 +125,7 @@ def test_pieces_are_called_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["of copy"] for row in rows] == ["400%"] * 3
     assert rows[0]["of bfloat16 GEMM"] == "400%"
     assert [tuple(one.shape) for one in calls[0]] == [(1, 32)] * 4
+    monkeypatch.setattr(part, "LAYERS", 2)
+    rows = part.copies(torch.device("cpu"), 2 * 16 * 2 * 2 * 8 * 128 * 2, 1, 1, seconds_of)
+    # 16 slots of two layers, of K and V in bfloat16, read and written in a second.
+    assert [row["of copy"] for row in rows] == ["100%", "1600%", "12800%"]

@@ -109,6 +109,16 @@ def scale_rows(out, scales, x, row_stride, WIDTH: tl.constexpr, W: tl.constexpr)
     tl.store(scales + row, scale)
 
 
+@triton.jit(do_not_specialize=["count"])
+def copy_words(pool, moves, count, layer_stride, WIDTH: tl.constexpr, W: tl.constexpr):
+    """Copy W numbers of a slot of a layer to another slot."""
+    w = tl.program_id(2) * W + tl.arange(0, W)
+    held_W = w < WIDTH
+    source, target = tl.load(moves + tl.program_id(0)), tl.load(moves + count + tl.program_id(0))
+    rows = pool + tl.program_id(1).to(tl.int64) * layer_stride
+    tl.store(rows + target * WIDTH + w, tl.load(rows + source * WIDTH + w, mask=held_W), mask=held_W)
+
+
 @triton.jit
 def place_heads(
     out, k, v, qkv, slots, cos, sin, q_weight, k_weight, row_stride, angle_stride, eps,
