@@ -13,7 +13,7 @@ product of two bfloat16 matrices of 8,192 x 8,192. Then, one table and one JSON 
   and the share of it in which the device is busy;
 * ``throughput``: 256 requests of 100 to 1,024 tokens in and out;
 * ``float8``: products with 8-bit weights beside bfloat16, then ``latency`` with such weights;
-* ``copies``: copies of pages inside of the pool.
+* ``copies``: copies of pages inside of the pool; ``draws``: tokens of rows with a temperature.
 
 Weights are random and made on the device. Nothing is downloaded.
 ``python bench/gpu.py [--parts attention,latency,copies] [--models qwen3-0.6b] [--tune]``
@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints import DEFAULT_DIRECTORY
-from gpu_pieces import copies, float8_products
+from gpu_pieces import copies, draws, float8_products
 from gpu_recurrence import recurrences
 from quire import LLM, SamplingParams
 from quire.contracts.attention import AttentionBackend, ForwardPlan, Scoring
@@ -53,8 +53,8 @@ from quire_bench.latency import run_latency
 from quire_bench.reports import print_json, print_table
 from quire_bench.throughput import run_throughput
 
-PARTS = ("attention", "recurrence", "latency", "throughput", "hybrid", "captured", "float8", "copies")
-PIECES = {"recurrence": recurrences, "float8": float8_products, "copies": copies}
+PARTS = ("attention", "recurrence", "latency", "throughput", "hybrid", "captured", "float8", "copies", "draws")
+PIECES = {"recurrence": recurrences, "float8": float8_products, "copies": copies, "draws": draws}
 PAGE_SIZE = 16
 SHARD_BYTES = 4 << 30
 MODELS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The parts ``float8`` and ``copies`` of ``bench/gpu.py``: one kernel or two each.
+"""The parts ``float8``, ``copies`` and ``draws`` of ``bench/gpu.py``: one kernel or two each.
 
 Letters: as in ``contracts``.
 """
@@ -6,20 +6,25 @@ Letters: as in ``contracts``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
+from quire import SamplingParams
 from quire.kernels.float8 import Float8Linear
+from quire.kernels.triton_draw import TritonDraw
 from quire.kernels.triton_rows import TritonRows, round_rows
+from quire.ops.filters import PlainDraws, candidates
 from quire.ops.rows import REFERENCE_ROWS
 
 Timer: TypeAlias = Callable[[Callable[[], object], int], float]
 """Returns the median seconds of a call, of so many rounds."""
 MAPS = {"qkv": (6144, 4096), "gate and up": (28_672, 4096), "down": (4096, 14_336)}
 """Outputs and inputs of Llama-3-8B's maps."""
+VOCABULARY = 151_936
 LAYERS, SLOTS = 32, 1 << 14
 """Of the pools in which pages are copied: 2 GiB of K and V."""
 
@@ -71,5 +76,32 @@ def copies(device: torch.device, copy: float, peak: float, rounds: int, seconds_
         nbytes = 2 * slots * sum(pool[:, 0].nbytes for pool in pools)
         rows.append(
             {"slots": slots, "us": taken * 1e6, "of copy": f"{nbytes / taken / copy:.0%}", "torch us": plain * 1e6}
+        )
+    return rows
+
+
+def draws(device: torch.device, copy: float, peak: float, rounds: int, seconds_of: Timer) -> list[dict[str, object]]:
+    """Return rows of a table: tokens of rows with a temperature, as a step draws them; ``copy``:
+    bytes a second of the device."""
+    del peak
+    rows: list[dict[str, object]] = []
+    for count in (1, 64, 256):
+        z_RV = torch.randn(count, VOCABULARY, device=device)
+        params, uniforms = dict.fromkeys(range(count), SamplingParams(temperature=0.8)), [0.5] * count
+        max_R = z_RV.amax(-1)
+        kernel = PlainDraws(TritonDraw(), z_RV, max_R, params)
+        taken = seconds_of(lambda kernel=kernel, given=uniforms: kernel.drawn(given), rounds)  # type: ignore[misc]
+
+        def plain(z: Tensor = z_RV, maxima: Tensor = max_R, given: Any = (params, uniforms)) -> object:
+            (group,) = candidates(z, maxima, given[0], at_once=True)
+            return group.drawn(given[1])
+
+        rows.append(
+            {
+                "rows": count,
+                "us": taken * 1e6,
+                "of copy": f"{z_RV.nbytes / taken / copy:.0%}",
+                "torch us": seconds_of(plain, rounds) * 1e6,
+            }
         )
     return rows

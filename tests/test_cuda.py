@@ -16,6 +16,7 @@ import torch
 from tests.exact import TINY_PYTHON
 
 from quire import LLM, SamplingParams
+from quire.kernels.triton_draw import TritonDraw
 from quire.memory_profile import run_greatest_step
 from quire.ops.host_link import host_link
 from quire.runner.graph import GraphRunner, usual_sizes
@@ -108,6 +109,14 @@ def test_sampled_texts_are_the_seeds(params: SamplingParams, gpu: LLM) -> None:
     assert found == tokens(gpu, PROMPTS[:2], params)
     assert {len(one) for one in found} == {12} or params.min_tokens == 0
     assert found != tokens(gpu, PROMPTS[:2], params.replace(seed=99))
+
+
+def test_a_kernel_draws_the_same_tokens(gpu: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0.8, min_p=0.02, seed=3, max_tokens=12)
+    assert isinstance(gpu.engine.sampling.kernel, TritonDraw)
+    found = tokens(gpu, PROMPTS, params)
+    monkeypatch.setattr(gpu.engine.sampling, "kernel", None)
+    assert tokens(gpu, PROMPTS, params) == found
 
 
 def test_grammars(gpu: LLM) -> None:

@@ -35,6 +35,7 @@ from quire.kernels.linear import native_linear
 from quire.kernels.low_rank import native_low_rank
 from quire.kernels.native_library import native_problem
 from quire.kernels.rows import native_rows
+from quire.kernels.triton_draw import fastest_draw
 from quire.kernels.triton_recurrence import fastest_recurrence
 from quire.kernels.triton_rows import TritonRows
 from quire.kernels.triton_support import attention_problem, triton_problem
@@ -161,6 +162,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         seed=config.seed,
         stored=StoredState(runner, make_store(config), identity),
     )
+    engine.sampling.kernel = fastest_draw(device)
     engine.timeline.model = Path(config.model).name if Path(config.model).is_dir() else str(config.model)
     held: list[str] = []
     if state.geometry.specs:

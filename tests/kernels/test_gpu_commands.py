@@ -108,6 +108,13 @@ def test_recurrences_are_counted_and_called(monkeypatch: pytest.MonkeyPatch) -> 
     assert [row["recurrence"] for row in rows] == [case.name for case in part.RECURRING]
 
 
+class Drawn:
+    """Stands for a kernel, without Triton."""
+
+    def draw(self, z_WV: torch.Tensor, max_W: torch.Tensor, table_G4: torch.Tensor, one: float) -> torch.Tensor:
+        return table_G4[:, 0].long()
+
+
 def test_pieces_are_called_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in small, with one second for a call: the shares are bytes and operations."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
@@ -127,5 +134,10 @@ def test_pieces_are_called_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [tuple(one.shape) for one in calls[0]] == [(1, 32)] * 4
     monkeypatch.setattr(part, "LAYERS", 2)
     rows = part.copies(torch.device("cpu"), 2 * 16 * 2 * 2 * 8 * 128 * 2, 1, 1, seconds_of)
+    monkeypatch.setattr(part, "VOCABULARY", 97)
+    monkeypatch.setattr(part, "TritonDraw", lambda: Drawn())
+    made = part.draws(torch.device("cpu"), 97 * 4, 1, 1, seconds_of)
+    assert [(row["rows"], row["of copy"]) for row in made] == [(1, "100%"), (64, "6400%"), (256, "25600%")]
+    assert [len(tokens) for tokens in calls[-6:]] == [1, 1, 64, 64, 256, 256]
     # 16 slots of two layers, of K and V in bfloat16, read and written in a second.
     assert [row["of copy"] for row in rows] == ["100%", "1600%", "12800%"]
