@@ -21,7 +21,7 @@ from tests.triton_machine import INTERPRETED, needs_triton
 from quire import build
 from quire.config import EngineConfig
 from quire.contracts.layers import Recurrent
-from quire.errors import InvalidArgument, QuireError, Unsupported
+from quire.errors import InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.sdpa import SdpaAttention
 from quire.kernels.triton_attention import TritonAttention
@@ -231,6 +231,20 @@ def test_usual_sizes_are_captured_ahead(name: str, tmp_path: Path) -> None:
     for some in (seqs, seqs[:1], seqs[::-1]):
         assert pair.run(*decodes(some))
     assert (pair.work.recorded, pair.work.replayed - replayed) == (2, 3)
+
+
+def test_without_room_nothing_is_captured_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool of one page of one token starts all the same."""
+    pair = make("llama-gqa", tmp_path)
+
+    def full(*args: Any, **options: Any) -> bool:
+        raise ResourceExhausted("there is no page")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(State, "begin_static", full)
+        assert not pair.runner.capture(1)
+    assert pair.runner.state.sequence_ids() == []
+    assert pair.runner.capture(1)
 
 
 def test_sizes_share_their_memory(tmp_path: Path) -> None:

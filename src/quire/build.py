@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from collections.abc import Sequence
@@ -359,6 +360,8 @@ def pool_budget(
 
     share = config.gpu_memory_utilization
     budget = measured_budget(memory, share, lengths, run, *[captured] * captures)
+    # States and passes refer to each other, and what they hold is set aside for the pool.
+    gc.collect()
     logger.info("%s the KV pool", budget.words)
     return budget
 

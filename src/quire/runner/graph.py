@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.kv_state import ModelState
-from quire.errors import Unsupported
+from quire.errors import ResourceExhausted, Unsupported
 from quire.interrupts import uninterrupted
 from quire.kv.state import State
 from quire.kv.static_pass import StaticForward, static_refusal
@@ -161,7 +161,7 @@ class GraphRunner:
 
     def capture(self, entries: int) -> bool:
         """Record decodes of so many sequences now, rounded; return whether that is possible. It
-        runs two tokens of a sequence that is gone afterwards. Raise as ``execute``."""
+        runs two tokens of a sequence that is gone afterwards, if there is room for them."""
         captured = self._captured(Size(rounded(entries), 1))
         if captured is None:
             return False
@@ -170,6 +170,8 @@ class GraphRunner:
         try:
             step = Step(chunks=(Chunk(seq, [0]),))
             return all(self._run(captured, step) is not None for _ in range(2))
+        except ResourceExhausted:
+            return False
         finally:
             self._inner.apply(Remove(seq))
 
