@@ -26,9 +26,9 @@ def pack(weight_OI: Tensor, form: WeightForm) -> PackedMatrix:
     A scale of "int8" is the largest absolute value over 127. That of "int4" makes the largest value
     -8, or is one of ``SMALLER_SCALES`` of it: the first of those with the least squared error.
     "fp8" is ``rounded_rows`` of the weights."""
-    if form == "fp8":
-        return PackedMatrix(form, *weight_OI.shape, weight_OI.shape[1], *rounded_rows(weight_OI))
     outputs, inputs = weight_OI.shape
+    if form == "fp8":
+        return PackedMatrix(form, outputs, inputs, inputs, *rounded_rows(weight_OI))
     weight = F.pad(weight_OI, (0, 0, 0, -outputs % PANEL))
     panels = len(weight) // PANEL
     if form == "float32":
@@ -53,6 +53,7 @@ def unpack(packed: PackedMatrix) -> Tensor:
     """Return the values ``[O, I]`` in float32, which is exact for all forms but "fp8", whose values
     are rounded once."""
     if packed.form == "fp8":
+        assert packed.scales is not None
         return packed.values.float() * packed.scales
     values, inputs = packed.values, packed.inputs
     panels = len(values)
@@ -78,6 +79,7 @@ def multiply(x_TI: Tensor, packed: PackedMatrix, bias_O: Tensor | None) -> Tenso
     of x."""
     bias = None if bias_O is None else bias_O.float()
     if packed.form == "fp8":
+        assert packed.scales is not None
         values_TI, scales_T1 = rounded_rows(x_TI)
         sums_TO = F.linear(values_TI.float(), packed.values.float()) * (scales_T1 * packed.scales.mT)
         return (sums_TO if bias is None else sums_TO + bias).to(x_TI.dtype)
