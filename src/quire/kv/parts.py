@@ -147,7 +147,7 @@ class StateParts:
                 self.dtype,
                 self.device,
                 padding=self.padding,
-                rows=self.rows,
+                row_kernels=self.rows,
             )
             for place, (index, (k_SHD, v_SHD)) in enumerate(zip(layers, storage.layers, strict=True)):
                 spec, sinks_H = self.specs[index], None

@@ -134,12 +134,12 @@ class PagedStorage:
         device: torch.device,
         *,
         padding: bool = False,
-        rows: RowKernels = REFERENCE_ROWS,
+        row_kernels: RowKernels = REFERENCE_ROWS,
     ) -> None:
         """Take memory for ``num_slots`` slots. ``padding``: and for one more, which no page has:
-        padded forwards write the rows there that no token has. ``rows`` copies slots."""
+        padded forwards write the rows there that no token has. ``row_kernels`` copy slots."""
         self.num_slots = num_slots
-        self._rows = rows
+        self._row_kernels = row_kernels
         self.dtype = dtype
         self.device = device
         groups: dict[Geometry, list[int]] = {}
@@ -196,7 +196,7 @@ class PagedStorage:
         if copies:
             source = slot_index(SlotRange(part.source, part.count) for part in copies)
             target = slot_index(SlotRange(part.target, part.count) for part in copies)
-            self._rows.copy_slots(self._tensors, np.stack((source, target)))
+            self._row_kernels.copy_slots(self._tensors, np.stack((source, target)))
 
     def blank(self, ranges: Sequence[SlotRange]) -> None:
         """Zero slots, in every layer. Range by range: an index of slots takes ten times as long."""
