@@ -221,12 +221,13 @@ def _items(check: Check, value: Collection[Any]) -> list[Any] | None:
 
 def _sequence_of(item: Check, kind: type | None) -> Check:
     def check(value: Any) -> Any:
-        if getattr(value, "ndim", None) == 1 and hasattr(value, "tolist") and item.__doc__ == _WORDS[int]:
-            listed = value.tolist()
-            if all(type(one) is int for one in listed):
-                return listed if kind is None else kind(listed)
-        if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
-            raise _Mismatch(shown(value))
+        if type(value) not in (list, tuple):  # as nearly all are
+            if getattr(value, "ndim", None) == 1 and hasattr(value, "tolist") and item.__doc__ == _WORDS[int]:
+                listed = value.tolist()
+                if all(type(one) is int for one in listed):
+                    return listed if kind is None else kind(listed)
+            if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
+                raise _Mismatch(shown(value))
         found = _items(item, value)
         if kind is not None and not isinstance(value, kind):
             return kind(value if found is None else found)
