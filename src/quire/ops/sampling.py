@@ -79,7 +79,6 @@ class SampledTokens:
 # ---- The operations ------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def sample(
     logits_RV: Tensor,
     samplers: Sequence[RequestSampler],
@@ -106,6 +105,21 @@ def sample(
         return _with_logprobs(logits_RV, samplers, token_ids, failures)
     token_ids = first_maxima(logits_RV)
     failures = {row: _not_finite(row) for row, token in enumerate(token_ids) if token == FAILED}
+    if banned is not None or grammars.rows or not all(sampler.takes_maximum for sampler in samplers):
+        _draw(logits_RV, samplers, ids, grammars, token_ids, failures)
+    return _with_logprobs(logits_RV, samplers, token_ids, failures)
+
+
+@torch.no_grad()
+def _draw(
+    logits_RV: Tensor,
+    samplers: Sequence[RequestSampler],
+    ids: Sequence[Sequence[int]],
+    grammars: Allowed,
+    token_ids: list[int],
+    failures: dict[int, QuireError],
+) -> None:
+    """Replace the first maxima of rows that are not settled by what they draw."""
     work = [
         row
         for row, sampler in enumerate(samplers)
@@ -127,13 +141,15 @@ def sample(
             token_ids[row] = token
             if token == FAILED:
                 failures[row] = reasons.get(row) or _nothing_left()
-    return _with_logprobs(logits_RV, samplers, token_ids, failures)
 
 
 def _with_logprobs(
     logits_RV: Tensor, samplers: Sequence[RequestSampler], token_ids: list[int], failures: dict[int, QuireError]
 ) -> SampledTokens:
-    logprobs = logprobs_of(logits_RV, token_ids, [sampler.params.logprobs for sampler in samplers])
+    wanted = [sampler.params.logprobs for sampler in samplers]
+    logprobs: list[TokenLogprobs | None] = [None] * len(wanted)
+    if any(count is not None for count in wanted):
+        logprobs = logprobs_of(logits_RV, token_ids, wanted)
     return SampledTokens(token_ids=token_ids, logprobs=logprobs, failures=dict(sorted(failures.items())))
 
 
@@ -143,6 +159,7 @@ def _fits_at_once(logits_RV: Tensor, samplers: Sequence[RequestSampler]) -> bool
     return logits_RV.device.type != "cpu" and not any(one.params.logits_processors for one in samplers)
 
 
+@torch.no_grad()
 def _sampled_at_once(
     logits_RV: Tensor,
     samplers: Sequence[RequestSampler],
@@ -335,7 +352,7 @@ def _not_finite(row: int) -> QuireError:
 
 def _is_settled(sampler: RequestSampler, banned: Sequence[int], allowed: bool) -> bool:
     """Return whether the first maximum is the token: a greedy choice without edits or exclusion."""
-    return allowed and sampler.params.is_greedy and not sampler.edits_logits and not len(banned)
+    return allowed and sampler.takes_maximum and not len(banned)
 
 
 def _nothing_left() -> QuireError:

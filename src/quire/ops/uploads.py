@@ -17,6 +17,8 @@ def uploaded(array: NDArray[Any], device: torch.device) -> Tensor:
     from pinned memory is queued, and PyTorch keeps that memory until the copy was made. So the
     array may change afterwards only if the device is no CPU."""
     found = torch.from_numpy(array)
+    if device.type == "cpu":
+        return found
     if device.type != "cuda" or not array.size:
         return found.to(device)
     return found.pin_memory().to(device, non_blocking=True)
