@@ -36,7 +36,7 @@ from quire.contracts.layers import FullAttention
 from quire.errors import InvalidArgument, Unsupported
 from quire.kernels import native_library, paged_attention
 from quire.kernels.native_library import native_problem
-from quire.kernels.paged_attention import LEVELS, NativeAttention
+from quire.kernels.paged_attention import LEVELS, NativeAttention, shapes_of
 from quire.kernels.sdpa import SdpaPlan
 from quire.ops.attention import ReferenceAttention
 
@@ -302,7 +302,7 @@ def test_shared_pages_do_not_matter(
 def keys_read(backend: NativeAttention, batch: Batch) -> int:
     """Return the keys under the first KV head that items of work read."""
     prepared = backend.plan(batch.plan(), batch.dtype)
-    items = backend.bind(prepared, batch.q_THD, None, batch.k_SHD, batch.v_SHD).items
+    items = backend.bind(prepared, shapes_of(prepared, batch.q_THD, None, batch.k_SHD, batch.v_SHD)).items
     _, _, _, _, head, _, split, stop, first, last, _ = items.T
     assert (stop <= 32).all(), "splits of 512 keys"
     seen = np.minimum(last, stop * 512) - np.maximum(first, split * 512)
@@ -363,7 +363,7 @@ def test_many_decodes_over_one_prefix_are_planned_in_little_memory() -> None:
     pool = torch.zeros(1, 3, 64).expand(length, 3, 64)
     tracemalloc.start()
     prepared = backend.plan(plan, torch.float32)
-    items = backend.bind(prepared, torch.zeros(entries, 9, 64), None, pool, pool).items
+    items = backend.bind(prepared, shapes_of(prepared, torch.zeros(entries, 9, 64), None, pool, pool)).items
     used = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert used <= 2 * entries * pages.nbytes

@@ -99,6 +99,8 @@ class NativeLinear:
         """See the contract."""
         if weight_OI.device.type != "cpu":
             return f"the C++ products run on a CPU; the weight is on {weight_OI.device}"
+        if form not in FORMS:
+            return f"the C++ products have no {form} weights"
         if weight_OI.dtype not in DTYPES:
             return f"the C++ products are of float32 and bfloat16; the weight is {weight_OI.dtype}"
         inputs = weight_OI.shape[1]

@@ -200,15 +200,15 @@ class Trunk:
         self.stack = joined_stack(self.blocks, kernels.blocks)
         self.parameter_bytes += grown
         head = packed(self.lm_head, kernels.of_head())
-        if head is self.lm_head:
+        if head is not self.lm_head:
+            replaces = self.lm_head.weight is not self.embedding.weight
+            weights = head.map.weights if isinstance(head, KernelLinear) else None
+            if weights is not None and weights.form in ("float32", "bfloat16") and not replaces:
+                self.embedding.share(weights)
+                replaces = True
+            self.parameter_bytes += head.weight_bytes - (self.lm_head.weight_bytes if replaces else 0)
+        elif not grown:
             return False
-        has_own = self.lm_head.weight is not self.embedding.weight
-        weights = head.map.weights if isinstance(head, KernelLinear) else None
-        replaces = has_own
-        if weights is not None and weights.scales is None and not has_own:
-            self.embedding.share(weights)
-            replaces = True
-        self.parameter_bytes += head.weight_bytes - (self.lm_head.weight_bytes if replaces else 0)
         self.lm_head, self.quantization = head, kernels.quantization
         return True
 
