@@ -9,15 +9,15 @@ MUTANTS = (
     Mutant(
         name="attention-planned-for-one-type-runs-another",
         file="kernels/paged_attention.py",
-        old="if x is not None and (x.dtype != dtype or x.device.type",
-        new="if x is not None and (x.device.type",
+        old="if x.dtype != prepared.dtype or not x.is_cpu:",
+        new="if not x.is_cpu:",
         tests=(f"{TESTS}::test_arguments",),
     ),
     Mutant(
         name="attention-reads-behind-the-pool",
         file="kernels/paged_attention.py",
-        old="if (highest + 1) * plan.page_size > slots:",
-        new="if highest > slots:",
+        old="if (highest + 1) * plan.page_size > shapes.slots:",
+        new="if highest > shapes.slots:",
         tests=(f"{TESTS}::test_arguments",),
     ),
     Mutant(

@@ -90,8 +90,8 @@ MUTANTS = (
     Mutant(
         name="long-prompts-hold-up-urgent-ones",
         file="engine/scheduler.py",
-        old="running.remaining > 1 and running.priority > most]",
-        new="running.remaining > 1 and running.priority > 10 * most + 10]",
+        old="running.priority > most and running.remaining > 1]",
+        new="running.priority > 10 * most + 10 and running.remaining > 1]",
         tests=("engine/test_hints.py::test_an_urgent_prompt_passes_a_long_one",),
     ),
     Mutant(

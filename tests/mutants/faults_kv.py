@@ -151,8 +151,8 @@ PAGES = (
     Mutant(
         name="copied-although-the-other-owner-lets-go",
         file="kv/forward_need.py",
-        old="    holders.subtract(left)\n",
-        new="",
+        old="holders[page] = holders.get(page, 0) - count",
+        new="holders[page] = holders.get(page, 0)",
         tests=("kv/test_window_pages.py::test_a_page_that_one_owner_releases_is_written_in_place_by_the_other",),
     ),
     Mutant(

@@ -11,8 +11,8 @@ MUTANTS = (
     Mutant(
         name="keys-of-left-out-rows-forgotten",
         file="kv/plans.py",
-        old="size, number, origins = page_size, batch.stored + batch.added, np.zeros_like(batch.counts)",
-        new="size, number, origins = page_size, batch.stored + batch.counts, np.zeros_like(batch.counts)",
+        old="size, number, origins = page_size, batch.stored + batch.added, np.zeros(",
+        new="size, number, origins = page_size, batch.stored + batch.counts, np.zeros(",
         tests=(ANY_ROWS,),
     ),
     Mutant(

@@ -241,8 +241,8 @@ ENGINE = (
     Mutant(
         name="who-waits-for-a-mask-keeps-room-for-an-adapter",
         file="engine/scheduler.py",
-        old="if adapter is not None and request.ready and self._has_adapter(request, batch)",
-        new="if adapter is not None and self._has_adapter(request, batch)",
+        old="is not None and request.ready and self._has_adapter(request, batch)",
+        new="is not None and self._has_adapter(request, batch)",
         tests=("engine/test_scheduler.py::test_who_is_not_ready_keeps_no_room_for_its_adapter",),
     ),
     Mutant(
