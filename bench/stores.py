@@ -325,7 +325,9 @@ def main() -> None:
         child(path, int(tokens), directory, int(more))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="smollm2-135m-32k,bamba-150m-32k", help=f"of {', '.join([*SHAPES, *DRAWN])}")
+    parser.add_argument(
+        "--models", default="smollm2-135m-32k,bamba-150m-32k", help=f"of {', '.join([*SHAPES, *DRAWN])}"
+    )
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", default=",".join(PARTS))
