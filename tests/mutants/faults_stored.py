@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         name="objects-whose-checksums-are-not-looked-at",
         file="store/objects.py",
-        old="        file.verify(*(tensor_name(layer, name) for name in names))\n",
+        old="        file.verify(*(tensor_name(layer, name) for name in plan))\n",
         new="        pass\n",
         tests=(f"{STORED}::test_damaged_objects_are_misses",),
     ),

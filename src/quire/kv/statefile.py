@@ -258,6 +258,11 @@ class StateFile:
         return self._header.specs
 
     @property
+    def checksums(self) -> Mapping[str, str]:
+        """The checksum that each tensor must have, as the file says."""
+        return self._header.checksums
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
         return sum(spec.nbytes for spec in self._header.specs.values())
@@ -270,7 +275,7 @@ class StateFile:
         spec = self._header.specs.get(name)
         if spec is None:
             raise NotFound(f"{self._label} has no tensor {name!r}; it holds {some(self._header.specs)}")
-        begin, end = self._span(name)
+        begin, end = self.span(name)
         raw, size = self._flat_of(torch.uint8), spec.dtype.itemsize
         if begin % size or raw.data_ptr() % size:
             return raw[begin:end].clone().view(spec.dtype).view(spec.shape)
@@ -283,22 +288,28 @@ class StateFile:
             flat = self._flat[dtype] = flat[: len(flat) - len(flat) % dtype.itemsize].view(dtype)
         return flat
 
+    @property
+    def data(self) -> Tensor:
+        """The whole file, a view, uint8 ``[n]``."""
+        return self._flat_of(torch.uint8)
+
     def end(self, *names: str) -> int:
         """Return how many of the file's first bytes hold these tensors, which there must be."""
-        return max(self._span(name)[1] for name in names)
+        return max(self.span(name)[1] for name in names)
 
     def verify(self, *names: str) -> None:
         """Compare these tensors, without any all of them, with their checksums. ``DataLoss`` names
         the first that differs."""
         for name in names or self._header.checksums:
-            begin, end = self._span(name)
+            begin, end = self.span(name)
             expected, found = self._header.checksums[name], checksum(self._open_view()[begin:end])
             if found != expected:
                 raise DataLoss(
                     f"{self._label}: tensor {name!r} is damaged: checksum {expected!r:.80} expected, {found!r} found"
                 )
 
-    def _span(self, name: str) -> tuple[int, int]:
+    def span(self, name: str) -> tuple[int, int]:
+        """Return the first byte of a tensor in ``data``, and the one behind its last."""
         begin, end = self._header.spans[name]
         return self._header.data_start + begin, self._header.data_start + end
 
