@@ -225,7 +225,7 @@ def verify_by_checksums(self: Any, *names: str) -> None:
     from quire.kv.state_header import checksum
 
     for name in names:
-        begin, end = self.span(name)
+        begin, end = self._span(name)
         if checksum(self._open_view()[begin:end]) != self.checksums[name]:
             raise DataLoss(f"tensor {name!r} is damaged")
 

@@ -45,8 +45,17 @@ class ObjectRows:
             range(max(one.start, tokens.start) - one.start, min(one.stop, tokens.stop) - one.start) for one in pieces
         ]
         """Which rows of each object come."""
-        self.data = np.array([file.data.data_ptr() for file in files])
-        """Addresses of the objects."""
+        self.addresses = np.array([file.address for file in files], dtype=np.int64)
+        self.tables: list[tuple[StateFile, int]] = []
+        """An object of each table of tensors, and its tokens. Runs of equal length have one."""
+        table: list[int] = []
+        for piece, file in zip(pieces, files, strict=True):
+            count = piece.stop - piece.start
+            if not self.tables or self.tables[-1][0].specs is not file.specs or self.tables[-1][1] != count:
+                self.tables.append((file, count))
+            table.append(len(self.tables) - 1)
+        self.table = np.array(table)
+        """Which of these each object has."""
         self._runs: tuple[NDArray[np.int64], RowRuns] | None = None
 
     def of(self, layer: int, plan: Plan) -> LayerRows:
@@ -110,20 +119,16 @@ class LayerRows:
         """Return the bytes of one tensor of all objects; None where one has not what is planned, or
         less bytes than the call knows."""
         full, spans = tensor_name(self.layer, name), list[tuple[int, int]]()
-        table, tokens = None, -1
-        for piece, file in zip(self.rows.pieces, self.rows.files, strict=True):
-            # Runs of equal length have one table of tensors, which is looked at once.
-            if file.specs is not table or piece.stop - piece.start != tokens:
-                table, tokens = file.specs, piece.stop - piece.start
-                spec, wanted = table.get(full), self.of_tokens(tokens)[name]
-                if spec is None or (spec.shape, spec.dtype) != wanted or spec.nbytes < SHORTEST:
-                    return None
-            spans.append(file.span(full))
+        for file, tokens in self.rows.tables:
+            spec, wanted = file.specs.get(full), self.of_tokens(tokens)[name]
+            if spec is None or (spec.shape, spec.dtype) != wanted or spec.nbytes < SHORTEST:
+                return None
+            spans.append(file.spans[full])
         try:
             digests = bytes.fromhex("".join([file.checksums[full] for file in self.rows.files]))
         except (TypeError, ValueError):
             return None
-        if len(digests) != 16 * len(spans):
+        if len(digests) != 16 * len(self.rows.files):
             return None
-        begins, ends = np.array(spans).T
-        return StoredBytes(self.rows.data + begins, ends - begins, digests)
+        begins, ends = np.array(spans, dtype=np.int64)[self.rows.table].T
+        return StoredBytes(self.rows.addresses + begins, ends - begins, digests)

@@ -258,6 +258,11 @@ class StateFile:
         return self._header.specs
 
     @property
+    def spans(self) -> Mapping[str, tuple[int, int]]:
+        """The first byte of each tensor behind ``address``, and the one behind its last."""
+        return self._header.spans
+
+    @property
     def checksums(self) -> Mapping[str, str]:
         """The checksum that each tensor must have, as the file says."""
         return self._header.checksums
@@ -265,7 +270,7 @@ class StateFile:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
-        return sum(spec.nbytes for spec in self._header.specs.values())
+        return max((end for _, end in self._header.spans.values()), default=0)
 
     def tensor(self, name: str) -> Tensor:
         """Return a view, on the CPU; a copy only if a foreign writer did not align the tensor.
@@ -275,7 +280,7 @@ class StateFile:
         spec = self._header.specs.get(name)
         if spec is None:
             raise NotFound(f"{self._label} has no tensor {name!r}; it holds {some(self._header.specs)}")
-        begin, end = self.span(name)
+        begin, end = self._span(name)
         raw, size = self._flat_of(torch.uint8), spec.dtype.itemsize
         if begin % size or raw.data_ptr() % size:
             return raw[begin:end].clone().view(spec.dtype).view(spec.shape)
@@ -289,27 +294,26 @@ class StateFile:
         return flat
 
     @property
-    def data(self) -> Tensor:
-        """The whole file, a view, uint8 ``[n]``."""
-        return self._flat_of(torch.uint8)
+    def address(self) -> int:
+        """Where the bytes of the tensors begin in memory, which stays until the file is closed."""
+        return int(np.frombuffer(self._open_view(), dtype=np.uint8).ctypes.data) + self._header.data_start
 
     def end(self, *names: str) -> int:
         """Return how many of the file's first bytes hold these tensors, which there must be."""
-        return max(self.span(name)[1] for name in names)
+        return max(self._span(name)[1] for name in names)
 
     def verify(self, *names: str) -> None:
         """Compare these tensors, without any all of them, with their checksums. ``DataLoss`` names
         the first that differs."""
         for name in names or self._header.checksums:
-            begin, end = self.span(name)
+            begin, end = self._span(name)
             expected, found = self._header.checksums[name], checksum(self._open_view()[begin:end])
             if found != expected:
                 raise DataLoss(
                     f"{self._label}: tensor {name!r} is damaged: checksum {expected!r:.80} expected, {found!r} found"
                 )
 
-    def span(self, name: str) -> tuple[int, int]:
-        """Return the first byte of a tensor in ``data``, and the one behind its last."""
+    def _span(self, name: str) -> tuple[int, int]:
         begin, end = self._header.spans[name]
         return self._header.data_start + begin, self._header.data_start + end
 
