@@ -83,6 +83,16 @@ def test_looking(used: tuple[LLM, str], shell: Shell) -> None:
     assert "give one of them" in shell("diff", "main", "other", "--text", "--json", code=2)
 
 
+def test_messages_do_not_steer_the_terminal(used: tuple[LLM, str], shell: Shell) -> None:
+    llm, _ = used
+    llm.session("q = 1\n").commit("steers", "\x1b[2Jgone\x9b")
+    for words in (("ls",), ("log", "steers"), ("show", "steers")):
+        told = shell(*words)
+        assert "\\x1b[2Jgone\\x9b" in told
+        assert not {"\x1b", "\x9b"} & set(told)
+    llm.delete("steers")
+
+
 def test_text_of_a_model_that_is_not_here(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_tokenizers, "_directories", lambda weights: [])
     assert "leave out --text to see token ids" in shell("show", "main", "--text", code=2)

@@ -76,7 +76,7 @@ class StateLoad:
         self._rows, self._stops, self._contents = rows, stops, contents
         self._length = length
         self._runs: ObjectRows | None = None
-        """What is written of ``rows``, once they are open; None: nothing."""
+        """What is written of ``rows``, while they are open; None: nothing."""
         self._arrived: set[int] = set()
         """Layers that are there."""
         self._changed = threading.Condition()
@@ -124,6 +124,7 @@ class StateLoad:
         except BaseException as error:
             logger.exception("a load failed")
             self.error = LoadFailed(f"{type(error).__name__}: {error}")
+        self._runs = None  # The objects may go.
         with self._changed:
             self.seconds = time.perf_counter() - started
             self._ended = True
