@@ -10,7 +10,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from quire.kernels.checked_rows import SHORTEST, CheckedRows, RowRuns, StoredBytes, checked_rows
+from quire.kernels.checked_rows import SHORTEST, CheckedRows, RowRuns, CheckedPieces, checked_rows
 from quire.kernels.native_library import native_problem
 
 SIZES = (*range(SHORTEST, 340), 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049, 2112, 5000, 98304)
@@ -49,7 +49,7 @@ class Pool:
             np.array([one.ctypes.data for one in self.pieces], dtype=np.int64),
             np.array([one.size for one in self.pieces], dtype=np.int64),
         )
-        found = call(StoredBytes(places, sizes, b"".join(self.digests)), runs, memory[1:-1])
+        found = call(CheckedPieces(places, sizes, b"".join(self.digests)), runs, memory[1:-1])
         assert (memory[[0, -1]] == NOTHING).all()
         return found, memory[1:-1].numpy()
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.kv_state import TensorPlan
-from quire.kernels.checked_rows import SHORTEST, RowRuns, StoredBytes, checked_rows
+from quire.kernels.checked_rows import SHORTEST, RowRuns, CheckedPieces, checked_rows
 from quire.kv.statefile import StateFile
 from quire.store.keys import StoredPiece
 from quire.store.objects import read_tensors, tensor_name
@@ -58,9 +58,9 @@ class ObjectRows:
         """Which of these each object has."""
         self._runs: tuple[NDArray[np.int64], RowRuns] | None = None
 
-    def of(self, layer: int, plan: Plan) -> LayerRows:
+    def of(self, layer: int, plan: Plan) -> ObjectLayerRows:
         """Return the rows of a layer."""
-        return LayerRows(self, layer, plan)
+        return ObjectLayerRows(self, layer, plan)
 
     def runs(self, slots_N: NDArray[np.int64]) -> RowRuns:
         """Return how all rows go to slots. Layers with the same array of slots share the answer."""
@@ -71,7 +71,7 @@ class ObjectRows:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRows:
+class ObjectLayerRows:
     """The rows of one layer: ``contracts.kv_state.RowPieces``. Raises ``Unfit``."""
 
     rows: ObjectRows
@@ -115,7 +115,7 @@ class LayerRows:
                     raise Unfit(f"object {piece.key.name} changed while it was read", code="checksum")
         return True
 
-    def _stored(self, name: str) -> StoredBytes | None:
+    def _stored(self, name: str) -> CheckedPieces | None:
         """Return the bytes of one tensor of all objects; None where one has not what is planned, or
         less bytes than the call knows."""
         full, spans = tensor_name(self.layer, name), list[tuple[int, int]]()
@@ -131,4 +131,4 @@ class LayerRows:
         if len(digests) != 16 * len(self.rows.files):
             return None
         begins, ends = np.array(spans, dtype=np.int64)[self.rows.table].T
-        return StoredBytes(self.rows.addresses + begins, ends - begins, digests)
+        return CheckedPieces(self.rows.addresses + begins, ends - begins, digests)

@@ -21,7 +21,7 @@ Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBytes:
+class CheckedPieces:
     """Pieces in memory that stays, and their checksums (XXH3, 128 bits)."""
 
     places: Numbers
@@ -64,7 +64,7 @@ class CheckedRows:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._run = library.function("quire_checked_rows", number, *[pointer] * 8, number, result=number)
 
-    def __call__(self, stored: StoredBytes, runs: RowRuns, target_S: Tensor) -> int:
+    def __call__(self, stored: CheckedPieces, runs: RowRuns, target_S: Tensor) -> int:
         """Write rows to slots of a contiguous tensor, piece by piece, each right after its checksum
         was found to be right; return the number of the first that is damaged, or how many there
         are. Threads of Python run meanwhile. Nothing else is checked."""
