@@ -57,6 +57,7 @@ bench: $(VENV)/.stamp-test  ## Benchmarks beside transformers, and LLAMA=PYTHON,
 	$(BIN)/python bench/state.py
 	$(BIN)/python bench/throughput.py
 	$(BIN)/python bench/overheads.py
+	$(BIN)/python bench/bare_steps.py
 	$(BIN)/python bench/inspector.py
 	$(BIN)/python bench/windows.py
 	$(BIN)/python bench/recurrence.py

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire.contracts.attention import AttentionBackend, ForwardPlan, Scoring
@@ -79,9 +80,15 @@ class Work:
         self.layers = [torch.randn(2, slots, shape.kv_heads, shape.size).to(dtype).unbind(0) for _ in range(layers)]
         self.q_THD = torch.randn(batch * count, shape.kv_heads * shape.group, shape.size).to(dtype)
 
-    def paged(self, backend: AttentionBackend) -> Callable[[], None]:
+    def from_layer(self, way: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the layers in turn. Each of three ways begins at another one, so that none reads
+        what the way before it has left in a cache."""
+        first = way * len(self.layers) // 3
+        return itertools.cycle(self.layers[first:] + self.layers[:first])
+
+    def paged(self, backend: AttentionBackend, way: int) -> Callable[[], None]:
         """Return the call of one layer through the page table; layers take turns."""
-        prepared, layers = backend.plan(self.plan, self.dtype), itertools.cycle(self.layers)
+        prepared, layers = backend.plan(self.plan, self.dtype), self.from_layer(way)
 
         def run() -> None:
             k, v = next(layers)
@@ -89,9 +96,9 @@ class Work:
 
         return run
 
-    def contiguous(self) -> Callable[[], None]:
+    def contiguous(self, way: int) -> Callable[[], None]:
         """Return PyTorch's call on the same numbers in one piece. It reads what the other reads."""
-        layers = itertools.cycle(self.layers)
+        layers = self.from_layer(way)
         q = self.q_THD.unflatten(0, (self.batch, self.count)).transpose(1, 2)
 
         def run() -> None:
@@ -103,9 +110,9 @@ class Work:
 
 def compared(work: Work, rounds: int) -> Comparison:
     ways = {
-        "native": work.paged(NativeAttention()),
-        "torch": work.paged(SdpaAttention()),
-        "contiguous": work.contiguous(),
+        "native": work.paged(NativeAttention(), 0),
+        "torch": work.paged(SdpaAttention(), 1),
+        "contiguous": work.contiguous(2),
     }
     return interleave(ways, rounds, warmup=2)
 

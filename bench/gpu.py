@@ -11,11 +11,12 @@ product of two bfloat16 matrices of 8,192 x 8,192. Then, one table and one JSON 
 * ``hybrid``: the same of Qwen3-Next's shape with few layers;
 * ``captured``: decodes of batch 1, 8 and 64, captured and launched one by one: the time of a step,
   and the share of it in which the device is busy;
-* ``throughput``: 256 requests of 100 to 1,024 tokens in and out.
+* ``throughput``: 256 requests of 100 to 1,024 tokens in and out;
+* ``float8``: products with 8-bit weights beside bfloat16, then ``latency`` with such weights;
+* ``copies``: copies of pages inside of the pool; ``draws``: tokens of rows with a temperature.
 
 Weights are random and made on the device. Nothing is downloaded.
-``python bench/gpu.py [--parts attention,recurrence,latency,throughput,hybrid,captured]
-[--models qwen3-0.6b] [--tune]``
+``python bench/gpu.py [--parts attention,latency,copies] [--models qwen3-0.6b] [--tune]``
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints import DEFAULT_DIRECTORY
+from gpu_pieces import copies, draws, float8_products
 from gpu_recurrence import recurrences
 from quire import LLM, SamplingParams
 from quire.contracts.attention import AttentionBackend, ForwardPlan, Scoring
 from quire.errors import QuireError
 from quire.kernels import triton_attention
+from quire.kernels.float8 import float8_problem
 from quire.kernels.sdpa import SdpaAttention
 from quire.kernels.triton_attention import Settings, TritonAttention
 from quire.kernels.triton_support import triton_problem
@@ -50,7 +53,8 @@ from quire_bench.latency import run_latency
 from quire_bench.reports import print_json, print_table
 from quire_bench.throughput import run_throughput
 
-PARTS = ("attention", "recurrence", "latency", "throughput", "hybrid", "captured")
+PARTS = ("attention", "recurrence", "latency", "throughput", "hybrid", "captured", "float8", "copies", "draws")
+PIECES = {"recurrence": recurrences, "float8": float8_products, "copies": copies, "draws": draws}
 PAGE_SIZE = 16
 SHARD_BYTES = 4 << 30
 MODELS: dict[str, dict[str, Any]] = {
@@ -344,6 +348,9 @@ def models(parts: Sequence[str], names: Sequence[str], arguments: argparse.Names
                 path, engine_options={**options, "max_num_seqs": 256}, requests=arguments.requests, scale=1.0,
                 peer_batches=[64, 256], **common,
             )  # fmt: skip
+        if "float8" in parts:
+            sizes = {"decode": 32, "engine_options": {**options, "quantization": "fp8"}, **common, "peer": "none"}
+            run_latency(path, batches=[1, 64], prompts=[8192], context=1024, **sizes)
         if "captured" in parts:
             print_json({"benchmark": "gpu", "hardware": found, **captured(path, name, arguments.rounds)})
     if "hybrid" in parts:
@@ -436,13 +443,17 @@ def main() -> int:
     facts = {"benchmark": "gpu", "hardware": found}
     if "attention" in parts:
         print_json({**facts, **attention(device, found, 10 * arguments.rounds, arguments.case, arguments.tune)})
-    if "recurrence" in parts:
-        copy, peak = found["copy_gbps"] * 1e9, found["peak_tflops"]["bfloat16"] * 1e12
-        rows = recurrences(device, copy, peak, 10 * arguments.rounds, seconds_of)
-        print_table(rows)
-        print_json({**facts, "recurrence": rows})
+    if "float8" in parts and (problem := float8_problem(device)):
+        print(f"{problem[0].upper()}{problem[1:]}: the part float8 is left out.", file=sys.stderr)
+        parts.remove("float8")
+    copy, peak = found["copy_gbps"] * 1e9, found["peak_tflops"]["bfloat16"] * 1e12
+    for part, measured in PIECES.items():
+        if part in parts:
+            rows = measured(device, copy, peak, 10 * arguments.rounds, seconds_of)
+            print_table(rows)
+            print_json({**facts, part: rows})
     try:
-        models(parts, names if {"latency", "throughput", "captured"} & {*parts} else [], arguments, found)
+        models(parts, names if {"latency", "throughput", "captured", "float8"} & {*parts} else [], arguments, found)
     except QuireError as error:
         parser.error(str(error))
     return 0

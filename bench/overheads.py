@@ -42,6 +42,7 @@ from quire.engine.grammars import Grammars
 from quire.engine.sequence_request import SequenceRequest
 from quire.errors import QuireError
 from quire.kv.attention_pass import AttentionPass
+from quire.kv.state_pass import StatePass
 from quire.ops.request_sampler import RequestSampler
 from quire.ops.sampling import SampledTokens
 from quire_bench.latency import synchronize
@@ -51,7 +52,9 @@ KNOWN = "known: "
 """Before the name of a kind: the model writes the form by itself."""
 
 TARGET = 0.05
-"""The most that a grammar may add to a step, and that scheduler and plan may take of it."""
+"""The most that a grammar may add to a step."""
+PLAN_TARGET = 0.03
+"""The most that scheduler and plan may take of it."""
 
 ITEM = {
     "type": "object",
@@ -248,6 +251,7 @@ def clocks_of(llm: LLM) -> Clocks:
         (engine.scheduler, ("schedule", "computed"), SCHEDULER),
         (state, ("begin_forward", "end_forward", "open_pass"), KV),
         (AttentionPass, ("__init__",), PLAN),
+        (StatePass, ("stack_parts", "attention_parts"), PLAN),
         (state.backend, ("plan",), PLAN),
         *((one.storage, ("copy", "blank"), "page copies") for one in state.classes),
         (engine.runner, ("execute",), "model"),
@@ -361,8 +365,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "structured_cost": worst[True] - 1,
         "structured_cost_random_weights": worst[False] - 1,
         "scheduler_and_plan_share": both,
-        "target": TARGET,
-        "met": {"structured": worst[True] - 1 < TARGET, "scheduler_and_plan": both < TARGET},
+        "target": {"structured": TARGET, "scheduler_and_plan": PLAN_TARGET},
+        "met": {"structured": worst[True] - 1 < TARGET, "scheduler_and_plan": both < PLAN_TARGET},
     }
     print_json(result)
     return result

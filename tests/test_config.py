@@ -194,7 +194,7 @@ UNSUPPORTED: dict[str, tuple[list[Any], str]] = {
     "tensor_parallel_size": ([2], "1"),
     "pipeline_parallel_size": ([4], "1"),
     "speculative": ([{"model": "draft"}, {}, "ngram"], "None"),
-    "quantization": (["awq", "", 8], "None or one of 'int8', 'int4'"),
+    "quantization": (["awq", "", 8], "None or one of 'int8', 'int4', 'fp8'"),
     "trust_remote_code": ([True], "False"),
 }
 

@@ -17,8 +17,10 @@ from tests.exact import TINY_PYTHON
 from tests.kv.pieces import Pieces
 
 from quire import LLM, SamplingParams
+from quire.kernels.triton_draw import TritonDraw
 from quire.memory_profile import run_greatest_step
 from quire.ops.host_link import host_link
+from quire.runner.graph import GraphRunner, usual_sizes
 from quire.runner.local import Extras
 from quire.sampling_params import StructuredOutputs
 from quire.types import Add, Chunk, Step
@@ -110,6 +112,14 @@ def test_sampled_texts_are_the_seeds(params: SamplingParams, gpu: LLM) -> None:
     assert found != tokens(gpu, PROMPTS[:2], params.replace(seed=99))
 
 
+def test_a_kernel_draws_the_same_tokens(gpu: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0.8, min_p=0.02, seed=3, max_tokens=12)
+    assert isinstance(gpu.engine.sampling.kernel, TritonDraw)
+    found = tokens(gpu, PROMPTS, params)
+    monkeypatch.setattr(gpu.engine.sampling, "kernel", None)
+    assert tokens(gpu, PROMPTS, params) == found
+
+
 def test_grammars(gpu: LLM) -> None:
     pytest.importorskip("llguidance")
     form = StructuredOutputs(regex="[0-9]{3}-[a-c]{2}")
@@ -172,6 +182,17 @@ def test_captured_decodes(sequences: int, cpu: LLM, gpu: LLM) -> None:
     with LLM("tiny-python", device=DEVICE, enforce_eager=True, **OPTIONS) as eager:
         assert tokens(eager, prompts) == found
         assert captured(eager) == 0
+
+
+def test_usual_decodes_are_captured_at_start(gpu: LLM) -> None:
+    """Of up to 256 sequences, in memory that the largest has taken."""
+    runner = gpu.engine.runner
+    assert isinstance(runner, GraphRunner)
+    sizes = [(entries, 1) for entries in usual_sizes(256)]
+    assert all(runner._sizes[size] is not None for size in sizes)  # type: ignore[index]
+    before = torch.cuda.memory_reserved()
+    assert all(runner.capture(entries) for entries, _ in sizes)
+    assert torch.cuda.memory_reserved() == before
 
 
 def test_captured_logits_are_those_of_the_plain_path(gpu: LLM) -> None:

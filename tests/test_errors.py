@@ -109,7 +109,12 @@ REFUSED: list[tuple[Callable[[], Any], str, Any, str]] = [
     (lambda: SamplingParams.from_generation_config({"top_k": -5}), "top_k", -5, "an integer >= -1"),
     (lambda: BeamSearchParams(beam_width=0), "beam_width", 0, "an integer >= 1"),
     (lambda: EngineConfig(model="m", page_size=0), "page_size", 0, "an integer >= 1"),
-    (lambda: EngineConfig(model="m", quantization="fp8"), "quantization", "fp8", "None or one of 'int8', 'int4'"),
+    (
+        lambda: EngineConfig(model="m", quantization="awq"),
+        "quantization",
+        "awq",
+        "None or one of 'int8', 'int4', 'fp8'",
+    ),
     (lambda: EngineConfig.from_mapping({"model": "m", "no-such": 1}), "no_such", None, ""),
     (lambda: AttentionConfig(attention_type="Other"), "attention_type", "Other", ""),
     (

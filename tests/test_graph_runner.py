@@ -13,17 +13,21 @@ from typing import Any
 import pytest
 import torch
 from tests.captured_work import FrozenWork
+from tests.engine.test_memory_profile import MadeUpMemory
 from tests.models import conftest as dense
 from tests.models import test_deepseek, test_moe_families, test_recurrent_families
 from tests.triton_machine import INTERPRETED, needs_triton
 
+from quire import build
+from quire.config import EngineConfig
 from quire.contracts.layers import Recurrent
-from quire.errors import InvalidArgument, QuireError, Unsupported
+from quire.errors import InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.sdpa import SdpaAttention
 from quire.kernels.triton_attention import TritonAttention
 from quire.kernels.triton_rows import TritonRows
 from quire.kv.state import State
+from quire.models.catalogue import resolve_model
 from quire.models.loading import load_model
 from quire.nn.packed import LayerKernels
 from quire.runner import graph
@@ -186,6 +190,7 @@ def test_what_is_more_takes_the_plain_path(tmp_path: Path) -> None:
         assert pair.run(*decodes(two))
     replayed = pair.work.replayed
     assert not pair.run(*decodes(seqs[:3])), "more than the largest"
+    assert not pair.run(*(Chunk(seq, [5, 6], logits="all") for seq in two)), "more tokens than the largest"
     assert not pair.run(*(Chunk(seq, [5, 6]) for seq in two)), "of several tokens the last row"
     assert not pair.run(Chunk(two[0], [5]), Chunk(two[1], [5, 6], logits="all")), "unequal"
     assert not pair.run(Chunk(two[0], [5], logits="none")), "no logits"
@@ -211,12 +216,81 @@ def test_no_more_sizes_are_kept_than_asked_for(tmp_path: Path) -> None:
     assert pair.work.recorded == 3
 
 
+@pytest.mark.parametrize("name", ["llama-gqa", "falcon-h1"])
+def test_usual_sizes_are_captured_ahead(name: str, tmp_path: Path) -> None:
+    """On a sequence that is gone afterwards; decodes are launched at once from the first one on."""
+    pair = make(name, tmp_path)
+    state = pair.runner.state
+    before = state.free_pages(), state.num_used_pages
+    assert all(pair.runner.capture(size) for size in (2, 1))
+    assert pair.work.recorded == 2
+    assert (state.free_pages(), state.num_used_pages, state.sequence_ids()) == (*before, [])
+    state.check()
+    pair.plain.new_seq(), pair.plain.new_seq()
+    replayed, seqs = pair.work.replayed, begun(pair, 3, 33)
+    for some in (seqs, seqs[:1], seqs[::-1]):
+        assert pair.run(*decodes(some))
+    assert (pair.work.recorded, pair.work.replayed - replayed) == (2, 3)
+
+
+def test_without_room_nothing_is_captured_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool of one page of one token starts all the same."""
+    pair = make("llama-gqa", tmp_path)
+
+    def full(*args: Any, **options: Any) -> bool:
+        raise ResourceExhausted("there is no page")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(State, "begin_static", full)
+        assert not pair.runner.capture(1)
+    assert pair.runner.state.sequence_ids() == []
+    assert pair.runner.capture(1)
+
+
+def test_sizes_share_their_memory(tmp_path: Path) -> None:
+    """Those behind the largest take none."""
+    pair = make("qwen2-windows", tmp_path)
+    assert pair.runner.capture(4)
+    taken = pair.runner.shared.nbytes
+    assert taken > 4 * VOCAB * 4
+    assert pair.runner.capture(3)
+    assert pair.runner.shared.nbytes == taken
+
+
+def test_the_budget_counts_what_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes of the two largest usual sizes, on a state that is gone afterwards."""
+    memory, work = MadeUpMemory(), FrozenWork()
+    monkeypatch.setattr(build, "device_memory", lambda device: memory)
+    monkeypatch.setattr(build, "CudaCapture", lambda: work)
+    config = EngineConfig(
+        model="tiny-python", dtype="float32", attention_backend="triton", max_num_seqs=3, max_num_batched_tokens=3
+    )  # fmt: skip
+    model = load_model(resolve_model("tiny-python"), dtype="float32", kernels=LayerKernels(TritonRows()))
+    device = torch.device("cpu")
+    given = (config, model, build.make_adapters(model), torch.float32, device, 64)
+    budgets = [build.pool_budget(*given, captures=captures) for captures in (False, True)]
+    # 20 MiB for three sequences, 3 MiB each for two and one.
+    assert budgets[0].nbytes - budgets[1].nbytes == 26 << 20
+    assert "less 26 MiB for captured decodes" in budgets[1].words
+    assert work.recorded == 2
+
+
+def test_usual_sizes() -> None:
+    assert graph.usual_sizes(1) == [1]
+    assert graph.usual_sizes(12) == [12, 10, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert graph.usual_sizes(10_000)[:3] == [512, 448, 384]
+    assert len(graph.usual_sizes(10_000)) <= graph.MOST_SIZES
+
+
 def test_models_that_wait_for_the_device_are_not_captured(tmp_path: Path) -> None:
     """Experts one by one need to know which were chosen. The step runs all the same."""
     pair = make("mixtral", tmp_path)
     seqs = begun(pair, 5, 6)
     assert [pair.run(*decodes(seqs)) for _ in range(3)] == [True, False, False]
+    assert not pair.runner.capture(2)
+    assert not pair.runner.capture(1)
     assert pair.work.recorded == 0
+    assert len(pair.runner.state.sequence_ids()) == 2
 
 
 def test_a_failed_step_is_undone(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ Letters: as in ``contracts.rows``.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests import triton_machine
@@ -23,6 +25,7 @@ from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowK
 from quire.kernels import rows as kernel_rows
 from quire.kernels.native_library import native_problem
 from quire.kernels.rows import NativeRows, native_rows, threads_for
+from quire.kernels.triton_rows import TritonRows
 from quire.ops.rope import RotaryTable
 from quire.ops.rows import REFERENCE_ROWS
 
@@ -129,6 +132,50 @@ def test_norms_of_sums(kernels: RowKernels, types: tuple[torch.dtype, torch.dtyp
         assert torch.equal(x, before)
         exact = exact_norm(total, weight_E, EPS)
         assert_near(found, exact, exact.abs() * SINGLE * (4 + width / 16))
+
+
+MOVES = {
+    "others": [[0, 5, 7], [2, 9, 8]],
+    "a chain": [[1, 2, 3], [2, 3, 4]],
+    "two change places": [[4, 6], [6, 4]],
+    "one slot to several": [[3, 3, 3, 0], [8, 1, 2, 9]],
+    "none": [[], []],
+}
+
+
+@pytest.mark.parametrize("moves", MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_of_slots(kernels: RowKernels, dtype: torch.dtype, moves: list[list[int]]) -> None:
+    """In all layers of all pools; all slots are read before one is written. A slot may be no
+    multiple of 4 bytes, and longer than a program copies."""
+    shapes = [[(3, 10, 2, 8), (3, 10, 2, 6)], [(2, 10, 1, 3), (2, 10, 1, 4)], [(1, 10, 3, 700)]]
+    for number, group in enumerate(shapes):
+        pools = [drawn(*shape, dtype=dtype, seed=number) for shape in group]
+        expected = [pool.clone() for pool in pools]
+        for before, pool in zip(expected, pools, strict=True):
+            values = pool.clone()
+            for source, target in zip(*moves, strict=True):
+                before[:, target] = values[:, source]
+        kernels.copy_slots(pools, np.array(moves, dtype=np.int64))
+        assert all(map(torch.equal, pools, expected))
+
+
+@triton_machine.needs_triton
+def test_copies_of_slots_are_one_launch_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no slot is read and written; otherwise PyTorch copies."""
+    pools = [torch.zeros(3, 10, 2, 8, device=triton_machine.DEVICE) for _ in range(2)]
+    programs, grids = importlib.import_module("quire.kernels.row_programs"), []
+
+    class Seen:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *args, **kwargs: None
+
+    monkeypatch.setattr(programs, "copy_words", Seen())
+    for moves, launched in (("others", [(3, 3, 1)] * 2), ("a chain", []), ("two change places", [])):
+        grids.clear()
+        TritonRows().copy_slots(pools, np.array(MOVES[moves], dtype=np.int64))
+        assert grids == launched
 
 
 @pytest.mark.parametrize("x_shape", [(3, 8), (1, 8), (2, 4)])

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import AttentionState, ForwardPlan
@@ -51,6 +54,15 @@ if INTERPRETED:
             self._scope.set_attr(owner, name, value)
 
     interpreter._patch_lang_tensor = lambda tensor, scope: _patch(tensor, _Scope(scope))
+    _convert = interpreter._convert_float
+
+    def _converted(values: Any, from_type: Any, to_type: Any, rounding: Any) -> Any:
+        if str(to_type) != "fp8e4nv":
+            return _convert(values, from_type, to_type, rounding)
+        # The interpreter loses carries into the exponent, and rounds small numbers to zero.
+        return torch.from_numpy(values.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    interpreter._convert_float = _converted
 
 
 class CarriedAttention(TritonAttention):
@@ -101,6 +113,13 @@ class CarriedRows(TritonRows):
             k_SHD.copy_(k)
             v_SHD.copy_(v)
         return found
+
+    def copy_slots(self, pools_LSHD: Sequence[Tensor], moves_2N: NDArray[np.int64]) -> None:
+        pools = [there(pool) for pool in pools_LSHD]
+        super().copy_slots(pools, moves_2N)
+        if HAS_CUDA:
+            for pool_LSHD, pool in zip(pools_LSHD, pools, strict=True):
+                pool_LSHD.copy_(pool)
 
 
 class CarriedRecurrence(TritonRecurrence):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from collections.abc import Sequence
@@ -29,11 +30,13 @@ from quire.executor.factory import Choices, Factory, check_flash, check_heads, c
 from quire.executor.reports import dtype_name
 from quire.kernels.block import native_blocks
 from quire.kernels.cores import limit_threads
+from quire.kernels.float8 import Float8Linear, float8_problem
 from quire.kernels.heap import keep_freed_memory
 from quire.kernels.linear import native_linear
 from quire.kernels.low_rank import native_low_rank
 from quire.kernels.native_library import native_problem
 from quire.kernels.rows import native_rows
+from quire.kernels.triton_draw import fastest_draw
 from quire.kernels.triton_recurrence import fastest_recurrence
 from quire.kernels.triton_rows import TritonRows
 from quire.kernels.triton_support import attention_problem, triton_problem
@@ -42,7 +45,14 @@ from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
 from quire.kv.static_pass import static_refusal
 from quire.kv.storage import bytes_per_token
-from quire.memory_profile import device_memory, greatest_lengths, measured_budget, run_greatest_step
+from quire.memory_profile import (
+    capture_usual,
+    captured_bytes,
+    device_memory,
+    greatest_lengths,
+    measured_budget,
+    run_greatest_step,
+)
 from quire.models.adapter_targets import embedding_of, linears_of, low_rank_refusal
 from quire.models.catalogue import resolve_model
 from quire.models.families import LoadedModel
@@ -51,6 +61,7 @@ from quire.models.loading import free_memory, load_model, resolve_dtype
 from quire.models.peft import read_adapter
 from quire.pool_budget import (
     ATTENTION,
+    LEAST_STATES,
     STATE_SHARE,
     Budget,
     PoolSizes,
@@ -59,7 +70,7 @@ from quire.pool_budget import (
     pool_sizes,
 )
 from quire.runner.adapter_pool import AdapterPool
-from quire.runner.graph import CudaCapture, GraphRunner
+from quire.runner.graph import CudaCapture, GraphRunner, usual_sizes
 from quire.runner.local import LocalRunner, Runner
 from quire.sampling_params import SamplingParams
 from quire.store.memory import MemoryTier
@@ -127,16 +138,18 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         raise InvalidArgument(f"max_model_len {max_len} is beyond {limit}")
     kv_dtype = model.dtype if config.kv_dtype == "auto" else resolve_dtype(config.kv_dtype, model.dtype, device)
     adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
-    budget = pool_budget(config, model, adapters, kv_dtype, device, max_len)
-    sizes = pool_sizes(config, model.layer_specs, kv_dtype, max_len, budget)
     captures = device.type == "cuda" and not config.enforce_eager and not getattr(model, "fallback", False)
+    budget = pool_budget(config, model, adapters, kv_dtype, device, max_len, captures=captures)
+    sizes = pool_sizes(config, model.layer_specs, kv_dtype, max_len, budget)
     state = make_state(
         model.layer_specs, sizes, config.page_size, kv_dtype, device, config.attention_backend, padding=captures
     )
     interval = checkpoint_interval(config, model.layer_specs, kv_dtype)
     local = LocalRunner(model, state, device, adapters)
-    can_capture = captures and not static_refusal(state, 1)
-    runner = GraphRunner(local, CudaCapture(), longest=max_len) if can_capture else local
+    runner: Runner = local
+    if captures and not static_refusal(state, 1) and (memory := device_memory(device)):
+        runner = graphs = GraphRunner(local, CudaCapture(), longest=max_len)
+        capture_usual(memory, graphs.capture, usual_sizes(config.max_num_seqs), progress)
     generation = read_json(path / "generation_config.json")
     identity = Identity(path, model)
     engine = Engine(
@@ -150,6 +163,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         seed=config.seed,
         stored=StoredState(runner, make_store(config), identity),
     )
+    engine.sampling.kernel = fastest_draw(device)
     engine.timeline.model = Path(config.model).name if Path(config.model).is_dir() else str(config.model)
     held: list[str] = []
     if state.geometry.specs:
@@ -311,9 +325,12 @@ def pool_budget(
     dtype: torch.dtype,
     device: torch.device,
     max_len: int,
+    *,
+    captures: bool = False,
 ) -> Budget:
     """Return the bytes of the pools: ``kv_cache_memory``, a share of free host memory, or of a GPU
-    what the greatest step leaves, which runs once on a state that is gone afterwards."""
+    what the greatest step leaves, which runs once on a state that is gone afterwards, and, where
+    the engine ``captures`` them, decodes of usual sizes."""
     if config.kv_cache_memory is not None:
         return given_budget(config.kv_cache_memory)
     if (memory := device_memory(device)) is None:
@@ -333,7 +350,18 @@ def pool_budget(
         run_greatest_step(LocalRunner(model, state, device, adapters), lengths)
         return state.num_bytes
 
-    budget = measured_budget(memory, config.gpu_memory_utilization, lengths, run)
+    def captured() -> int:
+        one = PoolSizes(2 * size, 2 * size if windowed else None, size, LEAST_STATES if state_bytes else 0)
+        state = make_state(specs, one, size, dtype, device, config.attention_backend, padding=True)
+        if static_refusal(state, 1):
+            return 0
+        runner = GraphRunner(LocalRunner(model, state, device, adapters), CudaCapture(), longest=max_len)
+        return captured_bytes(memory, runner.capture, usual_sizes(config.max_num_seqs))
+
+    share = config.gpu_memory_utilization
+    budget = measured_budget(memory, share, lengths, run, *[captured] * captures)
+    # States and passes refer to each other, and what they hold is set aside for the pool.
+    gc.collect()
     logger.info("%s the KV pool", budget.words)
     return budget
 
@@ -348,12 +376,21 @@ def fastest_attention(device: torch.device) -> str:
 def layer_kernels(device: torch.device, quantization: str | None = None) -> LayerKernels:
     """Return what the layers of a model on this device are given; ``Unsupported`` if nothing
     multiplies with weights of that quantization."""
-    if quantization is not None and (device.type != "cpu" or native_linear() is None):
-        reason = f"the device is {device}, and only CPUs have it" if device.type != "cpu" else native_problem()
-        raise Unsupported(f"quantization {quantization!r}: {reason}", field="quantization", given=quantization)
+    form = cast("Quantization | None", quantization)
+    if form is not None and (reason := quantization_problem(form, device)):
+        raise Unsupported(f"quantization {form!r}: {reason}", field="quantization", given=form)
     if device.type != "cpu":
-        return LayerKernels(None if triton_problem(device) else TritonRows())
-    return LayerKernels(native_rows(), native_linear(), cast("Quantization | None", quantization), native_blocks())
+        return LayerKernels(None if triton_problem(device) else TritonRows(), Float8Linear() if form else None, form)
+    return LayerKernels(native_rows(), native_linear(), form, native_blocks())
+
+
+def quantization_problem(quantization: Quantization, device: torch.device) -> str:
+    """Return why a device does not multiply with such weights; "" if it does."""
+    if quantization == "fp8":
+        return float8_problem(device)
+    if device.type != "cpu":
+        return f"the device is {device}, and only CPUs have it"
+    return native_problem() if native_linear() is None else ""
 
 
 def check_quantized(model: LoadedModel, quantization: str | None) -> None:
@@ -362,7 +399,7 @@ def check_quantized(model: LoadedModel, quantization: str | None) -> None:
         why = "transformers runs it" if getattr(model, "fallback", False) else f"its dtype is {model.dtype}"
         raise Unsupported(
             f"quantization {quantization!r}: {model.architecture} has no weights that can be quantised: {why}; "
-            "leave it out, or take float32 or bfloat16 and a native architecture",
+            "leave it out, or take bfloat16 and a native architecture",
             field="quantization",
             given=quantization,
         )

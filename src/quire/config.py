@@ -29,7 +29,7 @@ ATTENTION_CLASSES = {
 }
 """Attention backends by name: the module and the class of each."""
 ATTENTION_BACKENDS = ("auto", *ATTENTION_CLASSES)
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8", "int4", "fp8")
 CHAT_TEMPLATES = ("chatml", "plain")
 """Chat templates in the package."""
 ATTENTION_TYPES = ("MultiHead", "MultiQuery", "GroupedQuery", "Flash", "Paged", "SlidingWindow")
@@ -137,7 +137,7 @@ class EngineConfig:
         hash=False,
     )
     quantization: str | None = option(
-        None, f"Weights of linear maps in fewer bits, made at load, on a CPU: {' or '.join(QUANTIZATIONS)}."
+        None, "Weights of linear maps in fewer bits, made at load: int8 or int4 on a CPU, fp8 on a GPU."
     )
     tokenizer: str | None = option(None, "Directory or Hugging Face id of the tokenizer; by default the model's.")
     chat_template: str | None = option(

@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from quire.blend.calibration import PROBES, BlendCalibration, QualityLimits
-from quire.build import build
+from quire.build import build, quantization_problem
 from quire.config import EngineConfig, check_int
 from quire.engine import blend_calibration
 from quire.engine.abilities import ENGINE_REFUSALS, ENGINE_VERBS
@@ -42,7 +42,6 @@ from quire.engine.views.tracing import Traces
 from quire.errors import InvalidArgument
 from quire.hints import CacheHints
 from quire.interrupts import uninterrupted
-from quire.kernels.native_library import native_problem
 from quire.kv.rules import verbs_of
 from quire.models.catalogue import resolve_adapter
 from quire.models.families import LoadedModel
@@ -442,13 +441,14 @@ class LLM(SessionHistory, ShownLLM, Traces):
     def capabilities(self) -> dict[str, Any]:
         """Return which verbs and combinations this model has here, with reasons against others."""
         self._require_open("capabilities")
-        kinds = [spec.kind for spec in self.model.layer_specs]
+        kinds, device = [spec.kind for spec in self.model.layer_specs], self.model.device
+        quantised = quantization_problem("int8" if device.type == "cpu" else "fp8", device)
         return {
             "executor": self.executor.capabilities(),
             "verbs": verbs_of(kinds),
             "engine": ENGINE_REFUSALS,
             "engine_verbs": ENGINE_VERBS
-            | {"blending": self._engine.blending.refusal, "quantised weights": native_problem()}
+            | {"blending": self._engine.blending.refusal, "quantised weights": quantised}
             | ({} if self.tokenizer is not None else {"structured outputs": "this model has no tokenizer"}),
             "notes": self._parts.notes,
             "blend_calibration": None if (found := self._engine.blending.calibration) is None else found.document(),

@@ -1,13 +1,17 @@
-"""What the greatest step takes of a device's memory, measured by running it once before there is a
-pool: what is left is the pool's."""
+"""What the greatest step and captured decodes take of a device's memory, measured by running them
+once before there is a pool: what is left is the pool's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import torch
+from tqdm import tqdm
 
 from quire.errors import ResourceExhausted
 from quire.ops.request_sampler import RequestSampler
@@ -16,6 +20,8 @@ from quire.pool_budget import Budget
 from quire.runner.local import LocalRunner
 from quire.sampling_params import SamplingParams
 from quire.types import Add, Chunk, Step
+
+logger = logging.getLogger("quire")
 
 MIB = 1 << 20
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=1, seed=0)
@@ -44,6 +50,9 @@ class DeviceMemory(Protocol):
     def use_of(self, run: Callable[[], int]) -> MemoryUse:
         """Run something. It returns how many bytes it held that the peak is to be without."""
 
+    def taken_by(self, run: Callable[[], object]) -> int:
+        """Run something; return the bytes of the device that are taken since then."""
+
 
 class CudaMemory:
     """The memory of a CUDA device."""
@@ -68,6 +77,18 @@ class CudaMemory:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return MemoryUse(total, peak - held, total - free - torch.cuda.memory_reserved(device))
+
+    def taken_by(self, run: Callable[[], object]) -> int:
+        """See ``DeviceMemory``."""
+        before = self._left()
+        run()
+        return max(0, before - self._left())
+
+    def _left(self) -> int:
+        """Return what is free when PyTorch keeps nothing for later."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return self.free()
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
@@ -94,21 +115,48 @@ def run_greatest_step(runner: LocalRunner, lengths: list[int]) -> None:
     sample(rows_RV, samplers)
 
 
-def measured_budget(memory: DeviceMemory, share: float, lengths: list[int], run: Callable[[], int]) -> Budget:
-    """Return what ``share`` of a device leaves beside weights and the greatest step, which ``run``
-    runs. ``ResourceExhausted`` if there is no room for that step."""
+def captured_bytes(memory: DeviceMemory, capture: Callable[[int], bool], sizes: Sequence[int]) -> int:
+    """Return what captured decodes of these sizes, the largest first, take of a device. The second
+    one takes what each of the others does at most, for it shares the memory of the first."""
+    if not sizes:
+        return 0
+    first, others = memory.taken_by(lambda: capture(sizes[0])), len(sizes) - 1
+    return first + (memory.taken_by(lambda: capture(sizes[1])) * others if others else 0)
+
+
+def capture_usual(memory: DeviceMemory, capture: Callable[[int], bool], sizes: Sequence[int], progress: bool) -> None:
+    """Capture decodes of these sizes, the largest first, until one cannot be. ``progress`` shows a
+    bar if stderr is a terminal."""
+    hidden, done = not (progress and sys.stderr.isatty()), 0
+
+    def run() -> None:
+        nonlocal done
+        with tqdm(sizes, desc="Capturing", unit="size", leave=False, disable=hidden) as bar:
+            done = sum(1 for _ in takewhile(capture, bar))
+
+    taken = memory.taken_by(run)
+    if done:
+        logger.info("captured decodes of %d sizes, up to %d sequences, in %d MiB", done, sizes[0], taken >> 20)
+
+
+def measured_budget(
+    memory: DeviceMemory, share: float, lengths: list[int], run: Callable[[], int], captured: Callable[[], int] = int
+) -> Budget:
+    """Return what ``share`` of a device leaves beside weights, the greatest step, which ``run``
+    runs, and ``captured`` bytes. ``ResourceExhausted`` if there is no room for that step."""
     free = memory.free()
     try:
-        use = memory.use_of(run)
+        use, graphs = memory.use_of(run), captured()
     except (torch.OutOfMemoryError, ResourceExhausted) as error:
         raise ResourceExhausted(
             f"a step of {sum(lengths)} tokens of {len(lengths)} sequences does not fit into the {free / MIB:.0f} MiB that are free on "
             f"{memory.name} beside the weights; give a smaller max_num_batched_tokens or max_num_seqs"
         ) from error
-    nbytes = max(0, int(share * use.total) - use.outside - use.peak)
+    nbytes = max(0, int(share * use.total) - use.outside - use.peak - graphs)
+    decodes = f"less {graphs / MIB:.0f} MiB for captured decodes, " if graphs else ""
     return Budget(
         nbytes,
         f"{nbytes / MIB:.0f} MiB of {use.total / MIB:.0f} MiB on {memory.name} (gpu_memory_utilization {share}, less {use.peak / MIB:.0f} "
-        f"MiB for weights and the greatest step, less {use.outside / MIB:.0f} MiB that others hold) hold",
+        f"MiB for weights and the greatest step, {decodes}less {use.outside / MIB:.0f} MiB that others hold) hold",
         "give a greater gpu_memory_utilization or a smaller max_num_batched_tokens, or free some memory",
     )

@@ -66,13 +66,12 @@ def _checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
             in_order.extend(checks.get(name, ANYTHING) for name in order)
         try:
             given = [check(value) for check, value in zip(in_order, args, strict=False)]
-        except _Mismatch:
-            given = []  # The argument is named below.
-        if kwargs or len(given) < len(args):
+            named = {name: checks.get(name, ANYTHING)(value) for name, value in kwargs.items()}
+        except _Mismatch:  # The argument is named by ``_accept``.
             label = verb or type(self).__name__
             given = [_accept(checks, label, name, value) for name, value in zip(order, args, strict=False)]
-            kwargs = {name: _accept(checks, label, name, value) for name, value in kwargs.items()}
-        return function(self, *given, *args[len(given) :], **kwargs)
+            named = {name: _accept(checks, label, name, value) for name, value in kwargs.items()}
+        return function(self, *given, *args[len(given) :], **named)
 
     return wrapper
 
@@ -208,7 +207,7 @@ def _any_of(checks: Sequence[Check]) -> Check:
 
 def _items(check: Check, value: Collection[Any]) -> list[Any] | None:
     """Return the items as ``check`` converts them; None if all are unchanged."""
-    if check is INTEGER and all(type(item) is int for item in value):
+    if check is INTEGER and {*map(type, value)} <= {int}:
         return None  # Each forward has such lists, of its sequences.
     found, same = [], True
     for index, item in enumerate(value):
@@ -222,12 +221,13 @@ def _items(check: Check, value: Collection[Any]) -> list[Any] | None:
 
 def _sequence_of(item: Check, kind: type | None) -> Check:
     def check(value: Any) -> Any:
-        if getattr(value, "ndim", None) == 1 and hasattr(value, "tolist") and item.__doc__ == _WORDS[int]:
-            listed = value.tolist()
-            if all(type(one) is int for one in listed):
-                return listed if kind is None else kind(listed)
-        if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
-            raise _Mismatch(shown(value))
+        if type(value) not in (list, tuple):  # as nearly all are
+            if getattr(value, "ndim", None) == 1 and hasattr(value, "tolist") and item.__doc__ == _WORDS[int]:
+                listed = value.tolist()
+                if all(type(one) is int for one in listed):
+                    return listed if kind is None else kind(listed)
+            if isinstance(value, str | bytes | bytearray) or not isinstance(value, Sequence):
+                raise _Mismatch(shown(value))
         found = _items(item, value)
         if kind is not None and not isinstance(value, kind):
             return kind(value if found is None else found)

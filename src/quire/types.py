@@ -40,13 +40,14 @@ class AdapterRuns:
     def then(self, position: int, adapter: int | None) -> AdapterRuns:
         """Return this history before ``position``, followed by ``adapter``."""
         kept = tuple(run for run in self.runs if run[0] < position)
-        if kept and kept[-1][1] == adapter:
-            return AdapterRuns(kept)
-        return AdapterRuns((*kept, (position if kept else 0, adapter)))
+        if not kept or kept[-1][1] != adapter:
+            kept = (*kept, (position if kept else 0, adapter))
+        return self if kept == self.runs else AdapterRuns(kept)
 
     def cut(self, length: int) -> AdapterRuns:
         """Return the history of the first ``length`` tokens; its last run stays open."""
-        return AdapterRuns(tuple(run for run in self.runs if run[0] < length) or self.runs[:1])
+        kept = tuple(run for run in self.runs if run[0] < length) or self.runs[:1]
+        return self if kept == self.runs else AdapterRuns(kept)
 
     def spliced(self, start: int, stop: int, count: int, adapter: int | None) -> AdapterRuns:
         """Return this history with ``count`` tokens under ``adapter`` in place of ``start..stop``;

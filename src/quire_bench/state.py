@@ -275,38 +275,45 @@ def second_turn_row(llm: LLM) -> Row:
 
 
 def start_rows(rounds: int, model: str | None = None) -> list[Row]:
-    """Measure import time without torch's, and ``quire generate`` to the first token."""
-    code = "import time, torch; t = time.perf_counter(); import quire; from quire import LLM; print(time.perf_counter() - t)"
-    command = [sys.executable, "-m", "quire.cli", "generate", "def main():", "--max-tokens", "4"]
-    command += [] if model is None else ["--model", model]
-    imports = [
-        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-        for _ in range(rounds)
-    ]
-    firsts = []
+    """Measure imports, and ``quire generate`` to the first token: from the start of its process,
+    and beyond a process that imports torch alone, in turns."""
+    alone = "import time; t = time.perf_counter(); import quire; print(time.perf_counter() - t)"
+    after = "import time, torch; t = time.perf_counter(); import quire; from quire import LLM; print(time.perf_counter() - t)"
+    generate = [sys.executable, "-m", "quire.cli", "generate", "def main():", "--max-tokens", "4"]
+    generate += [] if model is None else ["--model", model]
+    torch_alone = [sys.executable, "-c", "import torch; print()"]
+    imports: dict[str, list[float]] = {alone: [], after: []}
+    firsts, beyond = [], []
     for _ in range(rounds):
-        started = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            process.stdout.read(1)
-            firsts.append(time.perf_counter() - started)
-            process.communicate()
-        if process.returncode:
-            raise QuireError(f"{' '.join(command)} ended with exit code {process.returncode}")
+        for code, found in imports.items():
+            printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+            found.append(float(printed))
+        firsts.append(seconds_to_output(generate))
+        beyond.append(firsts[-1] - seconds_to_output(torch_alone))
     note = f"from the start of the process, {model or 'bundled model'}"
-    return [
-        Row(
-            what="import quire and LLM, after torch",
-            median_seconds=statistics.median(imports),
-            best_seconds=min(imports),
-        ),
-        Row(
-            what="quire generate, first token",
-            median_seconds=statistics.median(firsts),
-            best_seconds=min(firsts),
-            note=note,
-        ),
+    measured = [
+        ("import quire", imports[alone], ""),
+        ("import quire and LLM, after torch", imports[after], ""),
+        ("quire generate, first token", firsts, note),
+        ("the same, after torch", beyond, "less what a process takes that imports torch"),
     ]
+    return [
+        Row(what=what, median_seconds=statistics.median(found), best_seconds=min(found), note=note)
+        for what, found, note in measured
+    ]
+
+
+def seconds_to_output(command: Sequence[str]) -> float:
+    """Return the time from the start of a process to the first byte that it prints."""
+    started = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        seconds = time.perf_counter() - started
+        process.communicate()
+    if process.returncode:
+        raise QuireError(f"{' '.join(command)} ended with exit code {process.returncode}")
+    return seconds
 
 
 # -- all of it ---------------------------------------------------------------------------------

@@ -991,7 +991,10 @@ def test_a_cancelled_warm_ends(make: MakeAsync) -> None:
             await task
         assert not llm.engine.has_work
         assert not llm.engine.blending.under_way
-        assert [one.computed for one in await llm.warm(SEGMENTS)] == [40, 52]
+        first, second = await llm.warm(SEGMENTS)
+        assert (first.kept, second.kept) == (40, 52)
+        assert first.computed in (0, 40)  # On a quick machine it was whole before the cancel.
+        assert second.computed == 52
 
     asyncio.run(use())
     assert pages_free(llm)

@@ -16,7 +16,14 @@ from tests.engine.conftest import Checkpoint, make_checkpoint
 
 from quire import LLM, ResourceExhausted, SamplingParams, build
 from quire.kv.state import State
-from quire.memory_profile import MemoryUse, greatest_lengths, measured_budget, run_greatest_step
+from quire.memory_profile import (
+    MemoryUse,
+    capture_usual,
+    captured_bytes,
+    greatest_lengths,
+    measured_budget,
+    run_greatest_step,
+)
 from quire.runner.local import LocalRunner
 from quire.types import Step
 
@@ -31,6 +38,7 @@ class MadeUpMemory:
     def __init__(self, peak: int = 300 * MIB, free: int = 700 * MIB, error: Exception | None = None) -> None:
         self.peak, self._free, self.error = peak, free, error
         self.held: list[int] = []
+        self.captures = 0
 
     def free(self) -> int:
         return self._free
@@ -40,6 +48,12 @@ class MadeUpMemory:
         if self.error is not None:
             raise self.error
         return MemoryUse(1000 * MIB, self.peak, 100 * MIB)
+
+    def taken_by(self, run: Callable[[], object]) -> int:
+        """20 MiB, then 3 MiB for each."""
+        run()
+        self.captures += 1
+        return 3 * MIB if self.captures > 1 else 20 * MIB
 
 
 @pytest.mark.parametrize(
@@ -61,6 +75,30 @@ def test_what_is_left(share: float, peak: int, left: int) -> None:
     assert budget.nbytes == left * MIB
     for said in (f"{left} MiB of 1000 MiB on cuda:7", f"gpu_memory_utilization {share}", "300 MiB", "100 MiB"):
         assert said in budget.words
+
+
+@pytest.mark.parametrize(
+    ("sizes", "left", "ran"), [([], 600, []), ([4], 580, [4]), ([4, 3, 2, 1], 600 - 20 - 9, [4, 3])]
+)
+def test_captured_decodes_are_in_the_budget(sizes: list[int], left: int, ran: list[int]) -> None:
+    """The second one tells what each of the others takes."""
+    memory, seen = MadeUpMemory(), []
+    budget = measured_budget(
+        memory, 1.0, [1], lambda: 0, lambda: captured_bytes(memory, lambda size: not seen.append(size), sizes)
+    )
+    assert (budget.nbytes, seen) == (left * MIB, ran)
+    assert (f"less {600 - left} MiB for captured decodes" in budget.words) == bool(sizes)
+
+
+def test_sizes_are_captured_until_one_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[int] = []
+    with caplog.at_level("INFO", logger="quire"):
+        capture_usual(MadeUpMemory(), lambda size: not seen.append(size) and size > 2, [4, 3, 2, 1], progress=True)
+        assert seen == [4, 3, 2]
+        assert "captured decodes of 2 sizes, up to 4 sequences, in 20 MiB" in caplog.text
+        caplog.clear()
+        capture_usual(MadeUpMemory(), lambda size: False, [4, 3], progress=False)
+        assert not caplog.text
 
 
 @pytest.fixture

@@ -36,6 +36,8 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.float64: "*fp64",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 
@@ -124,14 +126,16 @@ CASES: dict[str, tuple[list[int], list[int], tuple[int, int, int, int], bool]] =
 
 def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     """Return what a model's layers launch in bfloat16: case, program, arguments."""
-    from quire.kernels import attention_programs, recurrence_programs, row_programs, triton_recurrence
+    from quire.kernels import attention_programs, draw_programs, recurrence_programs, row_programs, triton_recurrence
     from quire.kernels import triton_rows as rows_module
     from quire.kernels.triton_attention import TritonAttention
+    from quire.kernels.triton_draw import TritonDraw
 
     names = {
         attention_programs: ("attend_items", "merge_states"),
+        draw_programs: ("sum_blocks", "find_tokens"),
         recurrence_programs: ("walk_rows", "weigh_chunks", "pass_chunks", "read_chunks", "convolve_rows"),
-        row_programs: ("norm_rows", "gate_rows", "place_heads"),
+        row_programs: ("norm_rows", "gate_rows", "scale_rows", "copy_words", "place_heads"),
     }
     recorders = {(module, name): Recorder(getattr(module, name)) for module, listed in names.items() for name in listed}
     for (module, name), recorder in recorders.items():
@@ -161,12 +165,17 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     rows.add_rms_norm(x_TE, x_TE.clone(), weight_E, 1e-5)
     for activation in ("silu", "gelu", "gelu_tanh"):
         rows.gated(torch.zeros(64, 2 * 14336, dtype=dtype), activation)
+    rows_module.round_rows(x_TE)
     angles = Rotation(torch.zeros(64, 1, 128), torch.zeros(64, 1, 128), False)
     norms = HeadNormWeights(weight_E[:128], weight_E[:128], 1e-5)
     pool = torch.zeros(2, 64, 8, 128, dtype=dtype)
     for given in (None, norms):
         rows.place_qkv(torch.zeros(64, 48 * 128, dtype=dtype), 32, angles, given, *pool, torch.arange(64))
+    rows.copy_slots([pool], np.array([[0, 1], [2, 3]]))
     yield from recorded("rows")
+    z_WV = torch.zeros(4, 151_936)
+    TritonDraw().draw(z_WV, z_WV[:, 0], torch.zeros(4, 4, dtype=torch.float64), 2.0**44)
+    yield from recorded("draws")
     triton_recurrence.triton_problem = lambda device: ""
     for case in RECURRENCES:
         recur(*RECURRENCES[case])

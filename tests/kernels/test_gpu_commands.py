@@ -106,3 +106,38 @@ def test_recurrences_are_counted_and_called(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(part, "RECURRING", part.RECURRING[:1])
     rows = part.recurrences(torch.device("cpu"), 1e9, 1e12, 1, lambda call, rounds: 1e-3)
     assert [row["recurrence"] for row in rows] == [case.name for case in part.RECURRING]
+
+
+class Drawn:
+    """Stands for a kernel, without Triton."""
+
+    def draw(self, z_WV: torch.Tensor, max_W: torch.Tensor, table_G4: torch.Tensor, one: float) -> torch.Tensor:
+        return table_G4[:, 0].long()
+
+
+def test_pieces_are_called_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in small, with one second for a call: the shares are bytes and operations."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    part = importlib.import_module("gpu_pieces")
+    monkeypatch.setattr(part, "MAPS", {"x": (32, 48)})
+    calls: list[Any] = []
+
+    def seconds_of(call: Any, rounds: int) -> float:
+        calls.append(call())
+        return float(rounds)
+
+    rows = part.float8_products(torch.device("cpu"), 32 * 48 + 32 * 4, 2 * 32 * 48, 1, seconds_of)
+    assert [row["map"] for row in rows] == ["x, 1 rows", "x, 64 rows", "x, 8192 rows"]
+    # Four maps in a call of a second.
+    assert [row["of copy"] for row in rows] == ["400%"] * 3
+    assert rows[0]["of bfloat16 GEMM"] == "400%"
+    assert [tuple(one.shape) for one in calls[0]] == [(1, 32)] * 4
+    monkeypatch.setattr(part, "LAYERS", 2)
+    rows = part.copies(torch.device("cpu"), 2 * 16 * 2 * 2 * 8 * 128 * 2, 1, 1, seconds_of)
+    monkeypatch.setattr(part, "VOCABULARY", 97)
+    monkeypatch.setattr(part, "TritonDraw", lambda: Drawn())
+    made = part.draws(torch.device("cpu"), 97 * 4, 1, 1, seconds_of)
+    assert [(row["rows"], row["of copy"]) for row in made] == [(1, "100%"), (64, "6400%"), (256, "25600%")]
+    assert [len(tokens) for tokens in calls[-6:]] == [1, 1, 64, 64, 256, 256]
+    # 16 slots of two layers, of K and V in bfloat16, read and written in a second.
+    assert [row["of copy"] for row in rows] == ["100%", "1600%", "12800%"]

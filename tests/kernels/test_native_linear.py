@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from quire.contracts.linear import WeightForm, group_of
 from quire.errors import InvalidArgument
-from quire.kernels.linear import FORMS, NativeLinear, native_linear
+from quire.kernels.linear import FORMS, SLAB, NativeLinear, native_linear
 from quire.kernels.native_library import native_library, native_problem
 from quire.ops.packed_weights import multiply, pack, unpack
 
@@ -200,6 +200,27 @@ def test_calls_are_checked() -> None:
         one(torch.ones(1, 8, dtype=torch.bfloat16))
     with pytest.raises(InvalidArgument, match="level"):
         kernel(BEST + 1)
+
+
+def test_weights_share_memory_as_long_as_they_live() -> None:
+    """Small ones lie one behind the other, each at a cache line. What does not fit has its own."""
+    one_kernel = kernel()
+    maps = [one_kernel.pack(torch.randn(40, 72), None, form) for form in FORMS]
+    parts = [part for one in maps for part in (one.weights.values, one.weights.scales) if part is not None]
+    slab = parts[0].untyped_storage()
+    assert {part.untyped_storage().data_ptr() for part in parts} == {slab.data_ptr()}
+    assert all(part.data_ptr() % 64 == 0 for part in parts)
+    ends = [part.data_ptr() + part.nbytes for part in parts]
+    assert all(0 <= part.data_ptr() - end < 64 for part, end in zip(parts[1:], ends, strict=False))
+    memory = one_kernel._memory
+    assert slab.nbytes() >= SLAB
+    large = memory.empty((slab.nbytes() - 100,), torch.uint8)
+    assert large.untyped_storage().data_ptr() != slab.data_ptr()
+    holder = memory._slab
+    assert holder is not None
+    assert holder() is not None
+    del large
+    assert holder() is None
 
 
 def test_groups() -> None:

@@ -36,7 +36,7 @@ from quire.contracts.layers import FullAttention
 from quire.errors import InvalidArgument, Unsupported
 from quire.kernels import native_library, paged_attention
 from quire.kernels.native_library import native_problem
-from quire.kernels.paged_attention import LEVELS, NativeAttention
+from quire.kernels.paged_attention import LEVELS, NativeAttention, shapes_of
 from quire.kernels.sdpa import SdpaPlan
 from quire.ops.attention import ReferenceAttention
 
@@ -194,6 +194,19 @@ def test_no_number_stays_none(backend: NativeAttention) -> None:
             assert batch.state(backend).out.isnan().all()
 
 
+def test_weights_are_powers_of_two(backend: NativeAttention) -> None:
+    """A key's weight is 2^x, within 2^-22 of it (``exp2_of``), and 0 below 2^-126. Beside a key of
+    weight 1 the result is 2^x / (1 + 2^x), which rounds a sum, a quotient and a product."""
+    x = torch.cat([-126 * torch.rand(3000), -torch.rand(1000), -(2.0 ** -torch.arange(40.0)), -torch.arange(140.0)])
+    batch = Batch([2] * len(x), [1] * len(x), heads=(1, 1), sizes=(1, 1), page_size=2, scoring=Scoring(math.log(2)))
+    for rows in (batch.k_SHD, batch.v_SHD):
+        rows[0::2], rows[1::2] = 0, 1
+    found = batch.state(backend, q_THD=x.view(-1, 1, 1)).out.flatten().double()
+    exact = torch.where(x < -126, 0.0, 2.0 ** x.double())
+    assert float(exact[x >= -126].min()) == 2.0**-126
+    assert bool(((found - exact / (1 + exact)).abs() <= exact * (2.0**-22 + 3 * 2.0**-24)).all())
+
+
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), level=st.sampled_from(LEVELS), dtype=st.sampled_from(TYPES))
 def test_random_plans(seed: int, level: str, dtype: torch.dtype) -> None:
@@ -289,7 +302,7 @@ def test_shared_pages_do_not_matter(
 def keys_read(backend: NativeAttention, batch: Batch) -> int:
     """Return the keys under the first KV head that items of work read."""
     prepared = backend.plan(batch.plan(), batch.dtype)
-    items = backend.bind(prepared, batch.q_THD, None, batch.k_SHD, batch.v_SHD).items
+    items = backend.bind(prepared, shapes_of(prepared, batch.q_THD, None, batch.k_SHD, batch.v_SHD)).items
     _, _, _, _, head, _, split, stop, first, last, _ = items.T
     assert (stop <= 32).all(), "splits of 512 keys"
     seen = np.minimum(last, stop * 512) - np.maximum(first, split * 512)
@@ -350,7 +363,7 @@ def test_many_decodes_over_one_prefix_are_planned_in_little_memory() -> None:
     pool = torch.zeros(1, 3, 64).expand(length, 3, 64)
     tracemalloc.start()
     prepared = backend.plan(plan, torch.float32)
-    items = backend.bind(prepared, torch.zeros(entries, 9, 64), None, pool, pool).items
+    items = backend.bind(prepared, shapes_of(prepared, torch.zeros(entries, 9, 64), None, pool, pool)).items
     used = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert used <= 2 * entries * pages.nbytes

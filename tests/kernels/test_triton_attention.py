@@ -299,7 +299,7 @@ def test_programs_compile_for_a_gpu(rare: bool, tmp_path: Path) -> None:
     )  # fmt: skip
     assert lines.returncode == 0, lines.stderr[-2000:]
     made = [json.loads(line) for line in lines.stdout.splitlines()]
-    usual = {"decode", "prompt", "chunk", "latent decode", "rows", "gated delta", "state space"}
+    usual = {"decode", "prompt", "chunk", "latent decode", "rows", "draws", "gated delta", "state space"}
     assert {one["case"] for one in made} >= ({"large state space", "columns"} if rare else usual)
     multiply = {("prompt", "attend_items"), ("chunk", "attend_items"), ("gated delta", "weigh_chunks")}
     for one in made:

@@ -160,6 +160,23 @@ def test_page_shortage(kind: str) -> None:
         assert tree == state.page_shortage([0], [count]), "a chain of nodes takes the pages of a chain"
 
 
+@pytest.mark.parametrize("kind", ["full", "sliding", "both"])
+def test_room_that_is_seen_at_a_glance_is_there(kind: str) -> None:
+    """``missing_pages`` plans no forward where any would fit; ``page_shortage`` always does."""
+    fits = 0
+    for tokens in range(2 * PAGE, 12 * PAGE, PAGE):
+        state = make(kind, tokens=tokens)
+        state.add_sequence(0)
+        run(state, [0], [PAGE - 1])
+        state.fork_sequence(0, 1)  # both share a tail, which has room for one more
+        for count in range(1, 5 * PAGE):
+            for seqs, counts in (([1], [count]), ([0, 1], [1, count])):
+                missing = state.missing_pages(seqs, counts)
+                assert missing == state.page_shortage(seqs, counts).missing, (tokens, counts)
+                fits += missing == 0
+    assert fits > 50
+
+
 def test_states_are_no_pages() -> None:
     state = make("hybrid", num_states=2, ring=0)
     for seq in (0, 1, 2):

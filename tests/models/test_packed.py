@@ -13,6 +13,7 @@ from quire.kernels.linear import NativeLinear, native_linear
 from quire.kernels.native_library import native_library, native_problem
 from quire.models.loading import load_model
 from quire.nn import packed as module
+from quire.nn.embedding import ScaledEmbedding
 from quire.nn.linear import Linear
 from quire.nn.packed import KernelLinear, PackedLinear, can_pack, packed
 
@@ -118,5 +119,35 @@ def test_every_linear_map_has_the_form(tiny: Any, quantization: Quantization | N
             # Half a step: of 127, or of 8 at a scale that may be three quarters of the largest's.
             assert off <= {None: 0, "int8": 0.6 / 127, "int4": 0.26}[quantization]
             saved += old.weight.nbytes - made.weight_bytes
-    head = model.lm_head.weight_bytes - (0 if model.tied else plain.lm_head.weight.nbytes)
+    # A head of the same values is the embedding, too.
+    is_shared = model.tied and quantization is None
+    head = model.lm_head.weight_bytes - (plain.lm_head.weight.nbytes if is_shared or not model.tied else 0)
     assert model.parameter_bytes == plain.parameter_bytes - saved + head
+    assert (model.embedding.weight.device.type == "meta") == is_shared
+    assert torch.equal(model.embedding.plain_weight(), plain.embedding.weight)
+    tokens_T = torch.tensor([3, 0, model.vocab_size - 1, 3])
+    assert torch.equal(model.embed(tokens_T), plain.embed(tokens_T))
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("dtype", "form"), [(torch.float32, "float32"), (torch.float32, "bfloat16"), (torch.bfloat16, "bfloat16")]
+)
+def test_a_packed_head_serves_the_embedding(dtype: torch.dtype, form: WeightForm) -> None:
+    kernel = native_linear()
+    assert kernel is not None
+    weight_VE = torch.randn(77, 24).bfloat16().to(dtype)
+    plain, shared = ScaledEmbedding(weight_VE, 3.0), ScaledEmbedding(weight_VE, 3.0)
+    shared.share(kernel.pack(weight_VE, None, form).weights)
+    for tokens_T in (
+        torch.arange(77),
+        torch.tensor([5]),
+        torch.tensor([76, 0, 31, 32, 31]),
+        torch.tensor([], dtype=torch.int64),
+    ):
+        found = shared(tokens_T)
+        assert found.dtype == dtype
+        assert torch.equal(found, plain(tokens_T))
+    assert torch.equal(shared.plain_weight(), weight_VE)
+    assert shared.weight.shape == weight_VE.shape
+    assert shared.weight.dtype == dtype

@@ -8,8 +8,8 @@ KERNELS = (
     Mutant(
         name="four-bit-weights-of-another-scale",
         file="build.py",
-        old="LayerKernels(native_rows(), native_linear(), cast(",
-        new="LayerKernels(native_rows(), native_linear(), None and cast(",
+        old="LayerKernels(native_rows(), native_linear(), form,",
+        new="LayerKernels(native_rows(), native_linear(), None,",
         tests=("engine/test_quantized.py::test_tokens_are_those_of_the_rounded_weights",),
     ),
     Mutant(
@@ -22,9 +22,51 @@ KERNELS = (
     Mutant(
         name="head-in-four-bits",
         file="contracts/block_calls.py",
-        old='return replace(self, quantization="int8") if self.quantization else self',
+        old="return replace(self, quantization=found)",
         new="return self",
         tests=("models/test_packed.py::test_every_linear_map_has_the_form",),
+    ),
+    Mutant(
+        name="eight-bit-floats-of-one-scale",
+        file="ops/packed_weights.py",
+        old="wide.abs().amax(-1, keepdim=True)",
+        new="wide.abs().amax().expand(len(wide), 1)",
+        tests=("kernels/test_float8.py::test_rows_are_rounded",),
+    ),
+    Mutant(
+        name="experts-keep-their-weights-silently",
+        file="nn/experts.py",
+        old='if kernels.quantization == "fp8":',
+        new="if False:",
+        tests=("kernels/test_float8.py::test_experts_are_refused",),
+    ),
+    Mutant(
+        name="slots-that-are-read-are-overwritten",
+        file="kernels/triton_rows.py",
+        old=" or np.isin(*moves_2N).any():",
+        new=":",
+        tests=("test_row_kernels.py::test_copies_of_slots",),
+    ),
+    Mutant(
+        name="draws-of-the-next-token",
+        file="kernels/draw_programs.py",
+        old="(before + tl.cumsum(weight_B, 0) <= target)",
+        new="(before + tl.cumsum(weight_B, 0) < target)",
+        tests=("kernels/test_triton_draw.py::test_draws",),
+    ),
+    Mutant(
+        name="captured-decodes-are-not-in-the-budget",
+        file="memory_profile.py",
+        old="- use.outside - use.peak - graphs)",
+        new="- use.outside - use.peak)",
+        tests=("engine/test_memory_profile.py::test_captured_decodes_are_in_the_budget",),
+    ),
+    Mutant(
+        name="sizes-with-inputs-of-their-own",
+        file="runner/graph.py",
+        old="*size, self._longest, self.shared)",
+        new="*size, self._longest, SharedMemory(self._state.device))",
+        tests=("test_graph_runner.py::test_sizes_share_their_memory",),
     ),
     Mutant(
         name="float32-weights-are-rounded",

@@ -70,7 +70,7 @@ class Branch:
     @property
     def remaining(self) -> int:
         """Tokens that are not computed yet."""
-        return len(self.tokens) - self.computed
+        return self.tokens.size - self.computed  # of each sequence in each step, often
 
     @property
     def salt(self) -> Hashable:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import Scoring
@@ -23,6 +25,13 @@ class AttentionParts(NamedTuple):
     """Address of what one layer of a KV state is made of."""
     forward: int
     """Address of what the layers of its class have in common in one forward."""
+
+
+class StackParts(NamedTuple):
+    """``AttentionParts`` of blocks that run one after the other, int64 ``[blocks]`` each."""
+
+    layers: NDArray[np.int64]
+    forwards: NDArray[np.int64]
 
 
 @runtime_checkable
@@ -84,7 +93,7 @@ class BlockStack(Protocol):
     def takes(self, x_TE: Tensor) -> bool:
         """Return whether the call is for such rows."""
 
-    def __call__(self, x_TE: Tensor, attention: Sequence[AttentionParts]) -> Tensor:
+    def __call__(self, x_TE: Tensor, attention: StackParts) -> Tensor:
         """Return a fresh result of the last block; ``attention`` is of all, in their order."""
 
 
@@ -113,11 +122,12 @@ class LayerKernels:
     """None: PyTorch's products, with oneDNN's packed weights where these are faster."""
     quantization: Quantization | None = None
     """Form of the weights of linear maps, of which ``linear`` has the products; None: a form that
-    loses nothing. With "int4" the head has 8 bits."""
+    loses nothing. With "int4" the head has 8 bits, with "fp8" it stays as it is."""
 
     blocks: BlockKernel | None = None
     """None: the parts of a block run one by one."""
 
     def of_head(self) -> LayerKernels:
         """Return the same for the map to logits, whose error nothing behind it evens out."""
-        return replace(self, quantization="int8") if self.quantization else self
+        found: Quantization | None = "int8" if self.quantization in ("int8", "int4") else None
+        return replace(self, quantization=found)

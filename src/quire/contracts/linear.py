@@ -11,15 +11,16 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-WeightForm: TypeAlias = Literal["float32", "bfloat16", "int8", "int4"]
-"""How a weight is kept. "int8" and "int4": codes with one bfloat16 scale for a group of inputs."""
+WeightForm: TypeAlias = Literal["float32", "bfloat16", "int8", "int4", "fp8"]
+"""How a weight is kept. "int8" and "int4": codes with one bfloat16 scale for a group of inputs.
+"fp8": float8_e4m3fn with one float32 scale for each output."""
 
-Quantization: TypeAlias = Literal["int8", "int4"]
+Quantization: TypeAlias = Literal["int8", "int4", "fp8"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
-    """The weights ``[O, I]`` of one map, laid out as ``kernels/cpu/linear.h`` says."""
+    """The weights ``[O, I]`` of one map, laid out as ``kernels/cpu/linear.h`` says; "fp8": rows."""
 
     form: WeightForm
     outputs: int
@@ -27,9 +28,9 @@ class PackedMatrix:
     group: int
     """Inputs that share a scale; 0 without scales."""
     values: Tensor
-    """float32, bfloat16, or uint8 codes."""
+    """float32, bfloat16, uint8 codes, or float8_e4m3fn."""
     scales: Tensor | None
-    """bfloat16 ``[ceil(O / 32), I / group, 32]``"""
+    """bfloat16 ``[ceil(O / 32), I / group, 32]``; of "fp8" float32 ``[O, 1]``"""
 
     @property
     def nbytes(self) -> int:
@@ -42,8 +43,9 @@ class LinearMap(Protocol):
     weights: PackedMatrix
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """Map ``[T, I]`` to a fresh ``[T, O]`` of the same dtype. Sums are in float32. A row's
-        result is the same to the bit whatever other rows there are, on any number of threads."""
+        """Map ``[T, I]`` to a fresh ``[T, O]`` of the same dtype. Sums are in float32. On a CPU a
+        row's result is the same to the bit whatever other rows there are, on any number of
+        threads."""
         ...
 
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.contracts.block_calls import AttentionParts
+from quire.contracts.block_calls import AttentionParts, StackParts
 from quire.contracts.layers import LayerSpec
 from quire.contracts.rows import HeadNormWeights
 
@@ -100,10 +100,11 @@ class OpenPass(Pass, Protocol):
         """Weights by layer, per entry float32 ``[Hq, n, keys]``, since ``capture_weights``."""
 
     def stack_parts(
-        self, layers: Sequence[tuple[int, HeadNormWeights | None]], dtype: torch.dtype
-    ) -> Sequence[AttentionParts] | None:
+        self, layers: tuple[tuple[int, HeadNormWeights | None], ...], dtype: torch.dtype
+    ) -> StackParts | None:
         """Return ``attention_parts`` of layers that run with nothing in between; None if one has
-        none, or may have to be waited for."""
+        none, or may have to be waited for, or if rows were left out. Models pass the same tuple in
+        each forward: what does not change with these is found once."""
 
     def use_mask(self, mask: Tensor) -> None:
         """Use one mask in all layers: flat bool, per entry ``[n, keys]``, columns by address."""
@@ -189,7 +190,8 @@ class JoinedBlocks(Protocol):
 
     def run(self, blocks: Sequence[Block], x_TE: Tensor, pass_: OpenPass) -> Tensor | None:
         """Return what the blocks do one after the other, the same to the bit; None if they must be
-        called one by one, as where somebody has put another block into the list."""
+        called one by one, as where somebody has put another block into the list. For forwards in
+        which no adapter is active."""
         ...
 
 

@@ -1,15 +1,18 @@
-"""What is done to each row of a forward by itself: norms, gates, rotation.
+"""What is done to each row of a forward by itself: norms, gates, rotation; and copies in pools.
 
 ``ops.rows`` is the reference, on any device. A row's result depends on that row only, to the bit.
 
 Letters: T rows; E model width; F inner width; Hq, Hkv heads; Dk, Dv head sizes; R rotary columns; C
-= Hq*Dk + Hkv*Dk + Hkv*Dv; S slots of a pool.
+= Hq*Dk + Hkv*Dk + Hkv*Dv; L layers and S slots of a pool; N slots.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 ActivationName: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
@@ -61,3 +64,7 @@ class RowKernels(Protocol):
         that is the same. ``k_SHD [S, Hkv, Dk]`` and ``v_SHD [S, Hkv, Dv]``, contiguous, have the
         dtype of ``qkv``.
         """
+
+    def copy_slots(self, pools_LSHD: Sequence[Tensor], moves_2N: NDArray[np.int64]) -> None:
+        """Copy slots ``moves[0]`` to ``moves[1]``, none of these twice, in every layer of all
+        pools, which are on one device. All are read before one is written."""

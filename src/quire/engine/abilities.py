@@ -4,7 +4,7 @@ from __future__ import annotations
 
 ENGINE_REFUSALS: dict[str, str] = {
     "LLM(speculative=...)": "speculation in the engine is not in this release; the executor has speculative_decode",
-    "LLM(quantization='awq')": "of checkpoints whose weights are quantised only MXFP4 is read; int8 and int4 are made at load",
+    "LLM(quantization='awq')": "of checkpoints whose weights are quantised only MXFP4 is read; int8, int4 and fp8 are made at load",
     "LLM(tensor_parallel_size=2), LLM(pipeline_parallel_size=2)": "one device runs the whole model in this release",
     "LLM(trust_remote_code=True)": "code of checkpoints is never run",
 }

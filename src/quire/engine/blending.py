@@ -355,6 +355,8 @@ class Blending:
 
     def forward(self, scheduled: Scheduled) -> BlendedForward | None:
         """Return how a step is blended; None: not at all."""
+        if all(work.blend is None for work in scheduled.requests):
+            return None
         chunks: list[BlendedChunk | None] = [
             None if work.blend is None else work.blend.chunk(work.computed, len(chunk.tokens))
             for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True)

@@ -169,6 +169,7 @@ class Engine(UnsampledRuns):
         embeddings = embeddings_of(
             work.tokens.media.embeddings(chunk.tokens)
             for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True)
+            if work.tokens.media.rows
         )
         coming = [chunk.seq for chunk in scheduled.step.chunks if chunk.seq in self.stored.open]
         if embeddings is None and not coming and blended is None:

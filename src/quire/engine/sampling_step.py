@@ -14,6 +14,7 @@ from quire.engine.grammars import Grammars, RowGrammars
 from quire.engine.sequence_request import SequenceRequest
 from quire.errors import QuireError
 from quire.metrics import EngineMetrics
+from quire.ops.filters import DrawKernel
 from quire.ops.sampling import TokenLogprobs, sample
 from quire.outputs import FinishReason
 from quire.sampling_params import SamplingParams
@@ -47,6 +48,8 @@ class SamplingStep:
         self._fail = fail
         self.gaps: deque[float] = deque(maxlen=1)
         """Takes the times between tokens, in seconds."""
+        self.kernel: DrawKernel | None = None
+        """Draws for rows that need no order; None: PyTorch's operations do."""
         self.under_way = False
         """Whether logits processors may be running, which are the user's."""
 
@@ -59,7 +62,7 @@ class SamplingStep:
         self.under_way = True
         try:
             allowed = self._allowed(ready)
-            drawn = sample(logits_RV, samplers, banned, allowed)
+            drawn = sample(logits_RV, samplers, banned, allowed, self.kernel)
         finally:
             self.under_way = False
         self.metrics.generation_tokens.inc(len(ready))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, TypeAlias
 
 from quire.branches.history import common_prefix
@@ -177,19 +177,18 @@ class Scheduler:
         self._settle()
         # Some decodes return to the queue after each token (beams). They wait for no prompt either.
         coming = sum(request.seq is not None and request.remaining == 1 for request in self.waiting)
-        free, budget = max(0, self.limits.max_num_seqs - self._seated), self.limits.max_num_batched_tokens
-        # One token is left to a prompt: decodes may wait for its pages.
-        batch = StepDraft(budget, kept=min(coming, free, budget - 1))
+        batch = StepDraft(self.limits.max_num_batched_tokens)
+        if coming:  # One token is left to a prompt: decodes may wait for its pages.
+            batch.kept = min(coming, max(0, self.limits.max_num_seqs - self._seated), batch.budget - 1)
         failed: list[Failure] = []
         # Admit adapters in order of arrival: no request waits for later ones.
         for request in self.running:
-            adapter = request.next_adapter
-            if adapter is not None and request.ready and self._has_adapter(request, batch):
+            if (adapter := request.next_adapter) is not None and request.ready and self._has_adapter(request, batch):
                 batch.adapters.add(adapter)
         # Decodes first: a long prompt fills what they leave of the step and never holds them up.
         # Prompts of a lower priority than one that waits get what that leaves.
         most = self.waiting[0].priority if self.waiting else BACKGROUND
-        later = [running for running in self.running if running.remaining > 1 and running.priority > most]
+        later = [running for running in self.running if running.priority > most and running.remaining > 1]
         now = [running for running in self.running if running not in later] if later else self.running
         self._fill(sorted(now, key=lambda running: running.remaining > 1), batch)
         if not batch.requests and (loading := next(filter(self._is_followed, now), None)):
@@ -201,10 +200,8 @@ class Scheduler:
             self._fill(later, batch)
             # A request without room may have left a fork of a running one, which needs a page.
             self._make_room(batch, failed)
-        kept: Sequence[tuple[int, ...]] = [()] * len(batch.requests)
-        if self._checkpoints is not None:
-            kept = self._checkpoints.wishes(batch.requests, batch.counts)
-        chunks = tuple(map(self._chunk, batch.requests, batch.counts, kept))
+        kept = None if self._checkpoints is None else self._checkpoints.wishes(batch.requests, batch.counts)
+        chunks = tuple(map(self._chunk, batch.requests, batch.counts, kept or repeat(())))
         return Scheduled(Step(chunks=chunks), tuple(batch.requests), tuple(failed))
 
     def _fill(self, requests: Sequence[ScheduledRequest], batch: StepDraft) -> None:
@@ -352,6 +349,8 @@ class Scheduler:
     def _count(self, request: ScheduledRequest, batch: StepDraft) -> int:
         """Return how many of its tokens the step may still take, all under one adapter."""
         remaining = request.remaining
+        if remaining == 1 and request.wants != "all":
+            return max(0, min(1, batch.budget))  # A stop and the end of an adapter's run are behind it.
         room = (batch.budget if remaining == 1 else batch.budget - batch.kept) * request.dilution
         if request.wants == "all":
             room = min(room, batch.rows)

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.contracts.block_calls import AttentionParts, BlockTail, NormWeight, WholeBlock
+from quire.contracts.block_calls import AttentionParts, BlockTail, NormWeight, StackParts, WholeBlock
 from quire.contracts.linear import LinearMap
 from quire.contracts.rows import ActivationName
 from quire.kernels.linear import NativeMap
@@ -135,7 +137,7 @@ class NativeBlock(_Few):
 
     def __call__(self, x_TE: Tensor, attention: AttentionParts) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""
-        return _run_blocks(self._run, (self.place, *attention), x_TE)
+        return _run_blocks(self._run, np.array([(self.place, *attention)]), x_TE)
 
     @property
     def kind(self) -> tuple[torch.dtype, int, int, int]:
@@ -146,26 +148,27 @@ class NativeBlock(_Few):
 class NativeStack:
     """``contracts.block_calls.BlockStack`` by the C++ library."""
 
-    __slots__ = ("_blocks", "_run", "takes")
+    __slots__ = ("_blocks", "_places", "_run", "takes")
 
     def __init__(self, run: ctypes._NamedFuncPointer, blocks: Sequence[NativeBlock]) -> None:
         """``blocks``: at least one, for rows of one dtype and width."""
         self._run, self._blocks = run, tuple(blocks)
+        self._places = np.array([(one.place, 0, 0) for one in blocks])
         self.takes = blocks[0].takes
         """See the contract."""
 
-    def __call__(self, x_TE: Tensor, attention: Sequence[AttentionParts]) -> Tensor:
+    def __call__(self, x_TE: Tensor, attention: StackParts) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""
-        places = [number for one, parts in zip(self._blocks, attention, strict=True) for number in (one.place, *parts)]
+        places = self._places.copy()
+        places[:, 1], places[:, 2] = attention
         return _run_blocks(self._run, places, x_TE)
 
 
-def _run_blocks(run: ctypes._NamedFuncPointer, places: Sequence[int], x_TE: Tensor) -> Tensor:
-    """Run blocks over a fresh tensor; ``places``: of each block the addresses of its weights, its
-    layer and its forward."""
-    y_TE, rows, count = torch.empty_like(x_TE), x_TE.shape[0], len(places) // 3
-    steps = (ctypes.c_void_p * len(places))(*places)
-    if run(steps, count, y_TE.data_ptr(), x_TE.data_ptr(), rows, torch.get_num_threads()):
+def _run_blocks(run: ctypes._NamedFuncPointer, places: NDArray[np.int64], x_TE: Tensor) -> Tensor:
+    """Run blocks over a fresh tensor; ``places [blocks, 3]``: of each block the addresses of its
+    weights, its layer and its forward."""
+    y_TE, rows, count = torch.empty_like(x_TE), x_TE.shape[0], len(places)
+    if run(places.ctypes.data, count, y_TE.data_ptr(), x_TE.data_ptr(), rows, torch.get_num_threads()):
         raise MemoryError(f"{count} blocks over {rows} rows found no memory for their sums")
     return y_TE
 

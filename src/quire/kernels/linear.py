@@ -6,9 +6,12 @@ Letters: T rows, I input, O output features.
 from __future__ import annotations
 
 import ctypes
+import math
+import weakref
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +24,9 @@ PANEL = 32
 FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "int8", "int4")
 """In the order of ``cpu/linear.h``."""
 DTYPES = (torch.float32, torch.bfloat16)
+SLAB = 64 << 20
+"""Bytes of memory that packed weights share, which is much more than a huge page."""
+ALIGNMENT = 64
 PAIRS = 3
 """Level of processors that multiply pairs of bfloat16."""
 
@@ -42,6 +48,31 @@ class _Linear(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _Memory:
+    """Memory of packed weights, one behind the other, in huge pages where the system has them.
+
+    A decode reads all weights, and each page of 4 KiB costs a look-up. NumPy asks for huge pages
+    for arrays of 4 MiB or more, as it does for the KV pool."""
+
+    def __init__(self) -> None:
+        self._slab: weakref.ref[np.ndarray[Any, Any]] | None = None
+        self._end = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """Return uint8 ``[nbytes]``. A slab lives as long as a tensor in it."""
+        slab = None if self._slab is None else self._slab()
+        if slab is None or self._end + nbytes > slab.size:
+            slab = np.empty(max(SLAB, nbytes + ALIGNMENT), np.uint8)
+            self._slab, self._end = weakref.ref(slab), -slab.ctypes.data % ALIGNMENT
+        begin = self._end
+        self._end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return torch.from_numpy(slab)[begin : begin + nbytes]
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor with any values."""
+        return self.take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
 class NativeLinear:
     """``contracts.linear.LinearKernel`` by the C++ library."""
 
@@ -59,6 +90,7 @@ class NativeLinear:
         self._run = library.function("quire_linear", *arguments, result=ctypes.c_int)
         self._fits = library.function("quire_fits_bfloat16", pointer, number, result=ctypes.c_int)
         self._tiles = has_tiles()
+        self._memory = _Memory()
         self._pack = library.function(
             "quire_pack_linear", pointer, *[number] * 6, pointer, pointer, number, pointer
         )  # fmt: skip
@@ -67,6 +99,8 @@ class NativeLinear:
         """See the contract."""
         if weight_OI.device.type != "cpu":
             return f"the C++ products run on a CPU; the weight is on {weight_OI.device}"
+        if form not in FORMS:
+            return f"the C++ products have no {form} weights"
         if weight_OI.dtype not in DTYPES:
             return f"the C++ products are of float32 and bfloat16; the weight is {weight_OI.dtype}"
         inputs = weight_OI.shape[1]
@@ -103,10 +137,8 @@ class NativeLinear:
             "int8": (panels, inputs // 4, 2, 64),
             "int4": (panels, inputs // 8, 2, 64),
         }[form]
-        values = torch.empty(shape, dtype=values_dtype(form), device="cpu")
-        scales = None
-        if group:
-            scales = torch.empty(panels, inputs // group, PANEL, dtype=torch.bfloat16, device="cpu")
+        values = self._memory.empty(shape, values_dtype(form))
+        scales = self._memory.empty((panels, inputs // group, PANEL), torch.bfloat16) if group else None
         self._pack(
             weight_OI.data_ptr(), int(weight_OI.dtype == torch.bfloat16), weight_OI.stride(0), outputs, inputs, FORMS.index(form), group,
             values.data_ptr(), None if scales is None else scales.data_ptr(), torch.get_num_threads(), self._parallel,

@@ -11,8 +11,9 @@ Letters: T new tokens; B entries; S slots; Hq, Hkv query and KV heads; Dk, Dv he
 from __future__ import annotations
 
 import ctypes
+import itertools
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -102,6 +103,18 @@ ITEM_SIZE = 11
 """Numbers of an item."""
 
 
+class Shapes(NamedTuple):
+    """What of the tensors of a call its items of work depend on."""
+
+    heads: int
+    key_size: int
+    slots: int
+    kv_heads: int
+    value_size: int
+    strides: tuple[int, ...]
+    """Of rows and heads: of the queries, those of the sink (0: there are none), K and V."""
+
+
 @dataclass(slots=True)
 class PagedPlan:
     """A batch over pages, for layers of any shape."""
@@ -114,7 +127,7 @@ class PagedPlan:
     """Whatever the planner reads besides, in one array."""
     parts: list[VisibleKeys]
     columns: list[tuple[NDArray[np.int64], NDArray[np.uint64]] | None]
-    bound: dict[Any, BoundPlan] = field(default_factory=dict)
+    bound: dict[Shapes, BoundPlan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,33 +193,24 @@ class NativeAttention:
         window, sink = window_part(plan), sink_part(plan)
         parts = [window] if sink is None else [window, sink]
         pages = np.concatenate(plan.tables)
-        table_starts = np.zeros(plan.num_entries + 1, dtype=np.int64)
-        np.cumsum([table.size for table in plan.tables], out=table_starts[1:])
+        table_starts = np.array([0, *itertools.accumulate([table.size for table in plan.tables])])
         arrays = [plan.starts, table_starts]
         for part in parts:
             arrays += [part.low, part.high, part.first, part.stop]
         columns = [_columns(plan, part) if part.columns else None for part in parts]
         return PagedPlan(plan, dtype, pages, np.concatenate(arrays), parts, columns)
 
-    def bind(
-        self, prepared: PagedPlan, q_THD: Tensor, q_sink_THD: Tensor | None, k_SHD: Tensor, v_SHD: Tensor
-    ) -> BoundPlan:
-        """Return the items of work of a plan for tensors of such shapes. ``InvalidArgument`` as
-        ``run``."""
+    def bind(self, prepared: PagedPlan, shapes: Shapes) -> BoundPlan:
+        """Return the items of work of a plan for tensors of such shapes. ``InvalidArgument``: a
+        page is not in the pool."""
         plan, dtype = prepared.plan, prepared.dtype
-        for name, x in (("q", q_THD), ("q_sink", q_sink_THD), ("K", k_SHD), ("V", v_SHD)):
-            if x is not None and (x.dtype != dtype or x.device.type != "cpu"):
-                raise InvalidArgument(
-                    f"the batch was planned for {dtype} on the CPU; {name} is {x.dtype} on {x.device}"
-                )
         rows, entries = plan.num_tokens, plan.num_entries
-        (_, heads, key_size), (slots, kv_heads, value_size) = q_THD.shape, v_SHD.shape
         highest = int(prepared.pages.max(initial=-1))
-        if (highest + 1) * plan.page_size > slots:
-            raise InvalidArgument(f"page {highest} of {plan.page_size} keys is not in a pool of {slots} slots")
+        if (highest + 1) * plan.page_size > shapes.slots:
+            raise InvalidArgument(f"page {highest} of {plan.page_size} keys is not in a pool of {shapes.slots} slots")
         batch = _Batch(
             num_parts=len(prepared.parts), entries=entries, rows=rows, page_size=plan.page_size,
-            heads=heads, kv_heads=kv_heads, key_size=key_size, value_size=value_size,
+            heads=shapes.heads, kv_heads=shapes.kv_heads, key_size=shapes.key_size, value_size=shapes.value_size,
             one_thread=ONE_THREAD,
         )  # fmt: skip
         at = prepared.numbers.ctypes.data
@@ -219,27 +223,30 @@ class NativeAttention:
             at += 16 * (rows + entries)
             if columns is not None:
                 part.columns, part.bits = (x.ctypes.data for x in columns)
-        made = np.empty((MADE, rows), dtype=np.int64)
-        batch.made[:] = [made.ctypes.data + 8 * rows * index for index in range(MADE)]
-        items, found = np.empty(0, dtype=np.int64), 32 + 4 * entries * kv_heads
+        place, made = ctypes.addressof(batch), np.empty(0, dtype=np.int64)
+        found = 32 + 4 * entries * shapes.kv_heads
         while found > batch.capacity:
-            items = np.empty((found, ITEM_SIZE), dtype=np.int64)
-            batch.items, batch.capacity = items.ctypes.data, found
-            found = self._plan(ctypes.addressof(batch), torch.get_num_threads() if self._parallel else 1)
+            made = np.empty(MADE * rows + ITEM_SIZE * found, dtype=np.int64)
+            at = made.ctypes.data
+            batch.made[:] = [at + 8 * rows * index for index in range(MADE)]
+            batch.items, batch.capacity = at + 8 * rows * MADE, found
+            found = self._plan(place, torch.get_num_threads() if self._parallel else 1)
         if found < 0:
             raise MemoryError(f"no memory for a plan of {rows} rows")
-        state_size = -(-value_size // 16) * 16 + 16
-        room_size = self._room(ctypes.addressof(batch))
+        room_size = self._room(place)
         room = torch.empty(batch.threads * room_size, dtype=torch.uint8)
-        states = torch.empty(batch.num_states * heads * state_size, dtype=torch.float32)
-        left = np.empty(rows * kv_heads if batch.num_states else 0, dtype=np.int32)
-        strides = [x.stride() if x is not None else (0, 0) for x in (q_THD, q_sink_THD, k_SHD, v_SHD)]
         call = _Call(
-            ctypes.addressof(batch), states.data_ptr(), left.ctypes.data, room.data_ptr(), state_size, room_size,
-            (ctypes.c_int64 * 8)(*(size for stride in strides for size in stride[:2])), TYPES[dtype], self._level,
+            place, None, None, room.data_ptr(), -(-shapes.value_size // 16) * 16 + 16, room_size,
+            (ctypes.c_int64 * 8)(*shapes.strides), TYPES[dtype], self._level,
         )  # fmt: skip
+        states = left = None
+        if batch.num_states:
+            states = torch.empty(batch.num_states * shapes.heads * call.state_size, dtype=torch.float32)
+            left = np.empty(rows * shapes.kv_heads, dtype=np.int32)
+            call.states, call.left = states.data_ptr(), left.ctypes.data
         kept = (prepared.pages, prepared.numbers, batch, made, room, states, left, call)
-        return BoundPlan(ctypes.addressof(call), items[:found], kept)
+        items = made[MADE * rows :].reshape(-1, ITEM_SIZE)[:found]
+        return BoundPlan(ctypes.addressof(call), items, kept)
 
     # -- calls over blocks (``contracts.block_calls.PartsBackend``) --------------------------------
 
@@ -272,8 +279,12 @@ class NativeAttention:
         """See the contract. Plans of other backends cannot be called so."""
         if not isinstance(prepared, PagedPlan) or len(prepared.parts) > 1:
             return None
-        turned_THD = k_SHD.new_empty(prepared.plan.num_tokens, num_heads + k_SHD.shape[1], k_SHD.shape[2])
-        bound = self.bound(prepared, turned_THD[:, :num_heads], None, k_SHD, v_SHD)
+        for name, x in (("K", k_SHD), ("V", v_SHD)):
+            _require_planned(prepared, name, x)
+        # Heads of queries and of K lie side by side.
+        (_, kv_heads, width), (slots, _, value_width) = k_SHD.shape, v_SHD.shape
+        strides = ((num_heads + kv_heads) * width, width, 0, 0, *k_SHD.stride()[:2], *v_SHD.stride()[:2])
+        bound = self.bound(prepared, Shapes(num_heads, width, slots, kv_heads, value_width, strides))
         native = _Forward(bound.call, None, None, 0, 0, 0, slots_T.data_ptr())
         if rotation is not None:
             cos_T1R, sin_T1R, native.interleaved = rotation
@@ -336,7 +347,7 @@ class NativeAttention:
         check_sink_query(prepared.plan, q_sink_THD)
         q_THD, k_SHD, v_SHD = _in_rows(q_THD), _in_rows(k_SHD), _in_rows(v_SHD)
         q_sink_THD = None if q_sink_THD is None else _in_rows(q_sink_THD)
-        bound = self.bound(prepared, q_THD, q_sink_THD, k_SHD, v_SHD)
+        bound = self.bound(prepared, shapes_of(prepared, q_THD, q_sink_THD, k_SHD, v_SHD))
         if sinks_H is not None:
             sinks_H = sinks_H.to(torch.float32).contiguous()
         out_THD = torch.empty((*q_THD.shape[:2], v_SHD.shape[2]), dtype=prepared.dtype, device="cpu")
@@ -347,25 +358,31 @@ class NativeAttention:
         )  # fmt: skip
         return out_THD
 
-    def bound(
-        self, prepared: PagedPlan, q_THD: Tensor, q_sink_THD: Tensor | None, k_SHD: Tensor, v_SHD: Tensor
-    ) -> BoundPlan:
+    def bound(self, prepared: PagedPlan, shapes: Shapes) -> BoundPlan:
         """Return what ``bind`` does, made once for all layers of such shapes."""
-        key: tuple[Any, ...] = (
-            q_THD.shape,
-            q_THD.stride(),
-            k_SHD.stride(),
-            v_SHD.shape,
-            v_SHD.stride(),
-            q_THD.dtype,
-            k_SHD.dtype,
-        )
-        if q_sink_THD is not None:
-            key = (*key, q_sink_THD.stride(), q_sink_THD.dtype)
-        bound = prepared.bound.get(key)
+        bound = prepared.bound.get(shapes)
         if bound is None:
-            bound = prepared.bound[key] = self.bind(prepared, q_THD, q_sink_THD, k_SHD, v_SHD)
+            bound = prepared.bound[shapes] = self.bind(prepared, shapes)
         return bound
+
+
+def shapes_of(prepared: PagedPlan, q_THD: Tensor, q_sink_THD: Tensor | None, k_SHD: Tensor, v_SHD: Tensor) -> Shapes:
+    """Return what ``bind`` needs to know of the tensors of a call; ``InvalidArgument`` if one is
+    not what the batch was planned for."""
+    strides: list[int] = []
+    for name, x in (("q", q_THD), ("q_sink", q_sink_THD), ("K", k_SHD), ("V", v_SHD)):
+        strides += (0, 0) if x is None else _require_planned(prepared, name, x).stride()[:2]
+    (_, heads, key_size), (slots, kv_heads, value_size) = q_THD.shape, v_SHD.shape
+    return Shapes(heads, key_size, slots, kv_heads, value_size, tuple(strides))
+
+
+def _require_planned(prepared: PagedPlan, name: str, x: Tensor) -> Tensor:
+    """Return a tensor of a call; ``InvalidArgument`` if the batch was planned for another one."""
+    if x.dtype != prepared.dtype or not x.is_cpu:
+        raise InvalidArgument(
+            f"the batch was planned for {prepared.dtype} on the CPU; {name} is {x.dtype} on {x.device}"
+        )
+    return x
 
 
 def _in_rows(x: Tensor) -> Tensor:

@@ -19,6 +19,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 TANH_SCALE = tl.constexpr(1.5957691216057308)
 """Twice the root of 2 / pi."""
 ROOT_HALF = tl.constexpr(0.7071067811865476)
+LARGEST_FLOAT8 = tl.constexpr(448.0)
+LEAST_SCALE = tl.constexpr(1.1754943508222875e-38)
+"""Smallest normal float32."""
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -92,6 +95,28 @@ def gate_rows(
             x_W = TANH_SCALE * (gate_W + 0.044715 * gate_W * gate_W * gate_W)
         active_W = gate_W / (1.0 + _exp(-x_W))
     tl.store(out + row * FEATURES + w, (active_W * up_W).to(out.dtype.element_ty), mask=held_W)
+
+
+@triton.jit
+def scale_rows(out, scales, x, row_stride, WIDTH: tl.constexpr, W: tl.constexpr):
+    """Round a row to 8-bit floats, the largest value to their largest, and write the scale."""
+    row = tl.program_id(0).to(tl.int64)
+    w = tl.arange(0, W)
+    held_W = w < WIDTH
+    x_W = tl.load(x + row * row_stride + w, mask=held_W, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x_W), 0), LARGEST_FLOAT8), LEAST_SCALE)
+    tl.store(out + row * WIDTH + w, tl.div_rn(x_W, scale).to(out.dtype.element_ty), mask=held_W)
+    tl.store(scales + row, scale)
+
+
+@triton.jit(do_not_specialize=["count"])
+def copy_words(pool, moves, count, layer_stride, WIDTH: tl.constexpr, W: tl.constexpr):
+    """Copy W numbers of a slot of a layer to another slot."""
+    w = tl.program_id(2) * W + tl.arange(0, W)
+    held_W = w < WIDTH
+    source, target = tl.load(moves + tl.program_id(0)), tl.load(moves + count + tl.program_id(0))
+    rows = pool + tl.program_id(1).to(tl.int64) * layer_stride
+    tl.store(rows + target * WIDTH + w, tl.load(rows + source * WIDTH + w, mask=held_W), mask=held_W)
 
 
 @triton.jit

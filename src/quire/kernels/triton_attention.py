@@ -35,7 +35,7 @@ from quire.kernels.sdpa import SdpaAttention
 from quire.kernels.triton_support import attention_problem, known_dtypes, on_device_of, upload
 from quire.kernels.visibility import sink_part, window_part
 from quire.ops.attention import check_sink_query, kind_refusal
-from quire.ops.uploads import StaticInputs, StaticPart
+from quire.ops.uploads import SharedMemory, StaticInputs, StaticPart
 
 LEAST_SPLIT = 128
 """Keys: items of a tile that is cut have this many at least."""
@@ -330,7 +330,7 @@ class TritonAttention:
             (False,),
             parts.merges.tensor,
             rows,
-            *_states(items * tokens, shape, plan.device),
+            *_states(items * min(tokens, int(plan.counts[0])), shape, plan.device, memory.shared),
         )
 
     def _wanted(self, device: torch.device, few: bool) -> int:
@@ -451,11 +451,13 @@ def _pieces(shape: Shape, rows: int) -> int:
     return shape.kv_heads * -(-group // min(group, rows))
 
 
-def _states(count: int, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+def _states(
+    count: int, shape: Shape, device: torch.device, shared: SharedMemory | None = None
+) -> tuple[Tensor, Tensor]:
     """Return room for so many attention states, one of a row and head each."""
     size = max(1, count * shape.heads)
-    out = torch.empty(size * shape.value_size, dtype=torch.float32, device=device)
-    return out, torch.empty(size, dtype=torch.float32, device=device)
+    shared = SharedMemory(device) if shared is None else shared
+    return shared.take("states", size * shape.value_size, torch.float32), shared.take("lses", size, torch.float32)
 
 
 def _in_rows(x: Tensor) -> Tensor:

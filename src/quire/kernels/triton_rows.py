@@ -6,12 +6,18 @@ Letters: as in ``contracts.rows``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation
 from quire.kernels.triton_support import known_dtypes, on_device_of, triton_problem
+from quire.ops.packed_weights import FLOAT8, rounded_rows
 from quire.ops.rows import ReferenceRows
+from quire.ops.uploads import uploaded
 
 ACTIVATION_CODES: dict[ActivationName, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 WIDEST = 1 << 15
@@ -101,6 +107,54 @@ class TritonRows(ReferenceRows):
                     W=width, H=heads,
                 )  # fmt: skip
         return out
+
+    def copy_slots(self, pools_LSHD: Sequence[Tensor], moves_2N: NDArray[np.int64]) -> None:
+        """See ``RowKernels``. Programs know no order, so they copy only what is not also read."""
+        from quire.kernels.row_programs import copy_words
+
+        words = [pool.flatten(2).view(torch.int32) for pool in pools_LSHD if _in_words(pool)]
+        if len(words) < len(pools_LSHD) or np.isin(*moves_2N).any():
+            super().copy_slots(pools_LSHD, moves_2N)
+            return
+        moves = uploaded(moves_2N, words[0].device)
+        for pool_LSW in words:
+            layers, _, width = pool_LSW.shape
+            columns = min(1024, _power(width))
+            with on_device_of(pool_LSW):
+                copy_words[(moves.shape[1], layers, -(-width // columns))](
+                    pool_LSW, moves, moves.shape[1], pool_LSW.stride(0), WIDTH=width, W=columns
+                )
+
+
+def _in_words(pool_LSHD: Tensor) -> bool:
+    """Return whether programs copy a pool, whose slots are then so many 4-byte words."""
+    size = pool_LSHD[0, 0].nbytes
+    return pool_LSHD.is_contiguous() and size % 4 == 0 and size > 0 and not triton_problem(pool_LSHD.device)
+
+
+def round_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``ops.packed_weights.rounded_rows`` of rows where Triton runs, by one program each."""
+    from quire.kernels.row_programs import scale_rows
+
+    count, width = x_TI.shape
+    if not _known(x_TI) or not 0 < width <= WIDEST:
+        return rounded_rows(x_TI)
+    if x_TI.stride(1) != 1:
+        x_TI = x_TI.contiguous()
+    values_TI, scales_T1 = x_TI.new_empty(count, width, dtype=FLOAT8), x_TI.new_empty(count, 1, dtype=torch.float32)
+    columns = _power(width)
+    if count:
+        with on_device_of(x_TI):
+            scale_rows[(count,)](
+                values_TI,
+                scales_T1,
+                x_TI,
+                x_TI.stride(0),
+                WIDTH=width,
+                W=columns,
+                num_warps=4 if columns <= 4096 else 8,
+            )
+    return values_TI, scales_T1
 
 
 def _known(x: Tensor, *weights: Tensor) -> bool:

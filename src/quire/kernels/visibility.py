@@ -58,9 +58,10 @@ class VisibleKeys:
 
 def window_part(plan: ForwardPlan) -> VisibleKeys:
     """Return what rows see from their lows on."""
-    if plan.plain and (plan.counts == 1).all() and (plan.positions + 1 >= plan.origins + plan.keys).all():
-        # Decodes that see all keys need no further work.
-        low = np.zeros_like(plan.keys)
+    decodes = plan.plain and plan.num_tokens == plan.num_entries
+    if decodes and (plan.positions + 1 >= plan.origins + plan.keys).all():
+        # They see all keys, and need no further work.
+        low = np.zeros(plan.num_entries, dtype=np.int64)
         return VisibleKeys(low, plan.keys, low, plan.keys, {})
     origins = np.repeat(plan.origins, plan.counts)
     low = np.zeros_like(plan.positions) if plan.lows is None else np.maximum(plan.lows - origins, 0)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend
@@ -42,12 +44,29 @@ class ForwardPart:
         return self.prepared is prepared and self.rotation is rotation and self.slots_T is slots_T
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PartStack:
+    """Layers that run one after the other."""
+
+    layers: tuple[tuple[int, HeadNormWeights | None], ...]
+    """Ids, and norms of the heads."""
+    ids: frozenset[int]
+    parts: tuple[LayerPart, ...]
+    places: NDArray[np.int64]
+    """Addresses of their structures."""
+    kinds: tuple[LayerPart, ...]
+    """One layer of each kind."""
+    kind: NDArray[np.int64]
+    """Of each layer its index in ``kinds``."""
+
+
 class LayerParts:
     """The layers of one state, each made ready once."""
 
     def __init__(self, backend: PartsBackend, layer: Callable[[int], Layer]) -> None:
         self._backend, self._layer = backend, layer
         self._known: dict[int, LayerPart | None] = {}
+        self._stack: PartStack | None = None
 
     def of(self, layer_id: int, norms: HeadNormWeights | None) -> LayerPart | None:
         """Return a layer with K and V; None if a call over a block cannot do what it needs."""
@@ -57,6 +76,28 @@ class LayerParts:
                 return found
         found = self._known[layer_id] = self._made(self._layer(layer_id), norms)
         return found
+
+    def stack(self, layers: tuple[tuple[int, HeadNormWeights | None], ...]) -> PartStack | None:
+        """Return layers that run one after the other; None if one of them cannot be called so."""
+        if self._stack is not None and self._stack.layers is layers:
+            return self._stack  # Neither the tuple nor what the state is made of ever changes.
+        parts: list[LayerPart] = []
+        for layer_id, norms in layers:
+            part = self.of(layer_id, norms)
+            if part is None:
+                return None
+            parts.append(part)
+        first = {part.kind: part for part in reversed(parts)}
+        order = list(first)
+        self._stack = PartStack(
+            layers,
+            frozenset(layer_id for layer_id, _ in layers),
+            tuple(parts),
+            np.array([part.made.place for part in parts]),
+            tuple(first.values()),
+            np.array([order.index(part.kind) for part in parts]),
+        )
+        return self._stack
 
     def _made(self, layer: Layer, norms: HeadNormWeights | None) -> LayerPart | None:
         spec = layer.spec

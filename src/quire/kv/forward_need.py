@@ -169,21 +169,22 @@ def class_need(
             gone.append(Leaving(entry, sink, window, floor.layer))
     references = pool.references
     # Holders of a page by the time when it is written: less those that let go of it in this call.
-    holders = Counter(split_before.values())
-    left = Counter(left_pages(index, sequences, gone))
-    holders.subtract(left)
+    holders: dict[int, int] = Counter(split_before.values()) if split_before else {}
+    left: dict[int, int] = Counter(left_pages(index, sequences, gone)) if gone else {}
+    for page, count in left.items():
+        holders[page] = holders.get(page, 0) - count
     fresh: list[int] = []
     owners: dict[int, list[Split]] = {}
     for entry, (seq_id, sequence, old, count) in enumerate(zip(seq_ids, sequences, stored, counts, strict=True)):
         last, valid = divmod(old, page_size)
-        fresh.append(pages_for(old + count, page_size) - pages_for(old, page_size))
+        fresh.append((old + count + page_size - 1) // page_size - last - (valid > 0))
         if valid:
             page = split_before[seq_id] if seq_id in split_before else sequence.tables[index].page(last)
             if references.item(page) + holders.get(page, 0) > 1:
                 owners.setdefault(page, []).append(Split(entry, last, page, valid))
     splits: list[Split] = []
     for page, found in owners.items():
-        if len(found) == references[page] + holders[page]:
+        if len(found) == references[page] + holders.get(page, 0):
             # All owners write in this forward, so one may stay: the longest, because its new rows
             # are behind all owners' valid rows and an abort can share the page again.
             found.remove(max(found, key=lambda split: split.valid))

@@ -142,7 +142,12 @@ class StateParts:
             pools.append(PagePool(self._pages_of_tokens if full else pages_for(window_capacity or 1, self.page_size)))
             slots = pools[-1].num_pages * self.page_size
             storage = PagedStorage(
-                [self.specs[index] for index in layers], slots, self.dtype, self.device, padding=self.padding
+                [self.specs[index] for index in layers],
+                slots,
+                self.dtype,
+                self.device,
+                padding=self.padding,
+                row_kernels=self.rows,
             )
             for place, (index, (k_SHD, v_SHD)) in enumerate(zip(layers, storage.layers, strict=True)):
                 spec, sinks_H = self.specs[index], None

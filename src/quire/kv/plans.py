@@ -74,10 +74,14 @@ def batch_of(need: ForwardNeed, device: torch.device, positions_T: Tensor | None
     their positions will be on the device, None: they are brought there."""
     counts = np.array(need.counts, dtype=np.int64)
     bases = np.array(need.lengths, dtype=np.int64)
-    stored = np.array(need.stored, dtype=np.int64)
-    starts = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=starts[1:])
-    positions = np.arange(starts[-1]) + np.repeat(bases - starts[:-1], counts)
+    if sum(need.counts) == len(counts) and not any(need.trees):
+        stored = positions = bases  # decodes
+        starts = np.arange(len(counts) + 1)
+    else:
+        stored = np.array(need.stored, dtype=np.int64)
+        starts = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=starts[1:])
+        positions = np.arange(starts[-1]) + np.repeat(bases - starts[:-1], counts)
     for entry, tree in enumerate(need.trees):
         if tree is not None:
             positions[starts[entry] : starts[entry + 1]] = bases[entry] + tree.depths[-need.counts[entry] :]
@@ -123,8 +127,8 @@ def narrowed(batch: Batch, rows: NDArray[np.int64]) -> Batch:
 
 def new_slots(batch: Batch, tables: Sequence[PageIds], page_size: int) -> NDArray[np.int64]:
     """Return ``[T]``: where the rows of the new tokens go."""
-    if (batch.counts == 1).all():
-        last = np.fromiter((table[-1] for table in tables), dtype=np.int64, count=len(tables))
+    if batch.num_tokens == len(tables):
+        last = np.array([table.item(-1) for table in tables])
         return last * page_size + batch.stored % page_size
     parts = [
         slots_of(table, stored, stored + count, page_size)
@@ -138,7 +142,7 @@ def planned(
 ) -> ForwardPlan:
     """Plan the new tokens over these keys. Of ``own`` the pool is the rows of all tokens that the
     forward appends, a page one row."""
-    size, number, origins = page_size, batch.stored + batch.added, np.zeros_like(batch.counts)
+    size, number, origins = page_size, batch.stored + batch.added, np.zeros(len(tables), dtype=np.int64)
     if keys == "past":
         number = batch.stored
         tables = [table[: pages_for(old, size)] for table, old in zip(tables, number.tolist(), strict=True)]

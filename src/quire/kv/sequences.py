@@ -20,7 +20,7 @@ from quire.contracts.pool_verbs import TokenTreeParents
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError
 from quire.kv.forward_need import ForwardNeed, OpenForward, Sequence, SlotRange, class_need, pages_for, slots_of
 from quire.kv.pages import PagePool
-from quire.kv.trees import NO_TREE, parents_of_entries
+from quire.kv.trees import NO_TREE, Tree, parents_of_entries
 from quire.kv.windows import Hole, Window, describe_ranges, held, intersection, reachable, visibility, window_pages
 from quire.types import SeqId
 
@@ -189,7 +189,10 @@ class SequenceBooks:
         if len(seq_ids) == 0:
             raise InvalidArgument(f"{verb}: the batch is empty; give at least one sequence")
         require_different(seq_ids, f"{verb}: sequence {{}} is in the batch twice")
-        return [check_integer(count, f"{verb}: append length", 1) for count in counts]
+        return [
+            count if type(count) is int and count > 0 else check_integer(count, f"{verb}: append length", 1)
+            for count in counts
+        ]
 
     # -- room --------------------------------------------------------------------------------------
 
@@ -206,15 +209,17 @@ class SequenceBooks:
         Changes nothing. In an open forward the need is that before it. Cost O(entries, new nodes).
         """
         counts = self.check_batch(seq_ids, counts, verb)
-        pending: list[int] = []
-        if parents is not None:
+        trees: list[Tree | None] = [None] * len(counts)
+        if parents is None:
+            sequences = self._growing(seq_ids, verb)
+        else:
             pending = [self._sequences[seq_id].nodes if seq_id in self._sequences else 0 for seq_id in seq_ids]
-        entries = parents_of_entries(parents, counts, pending)
-        sequences = [self.get(seq_id) for seq_id in seq_ids]
-        for seq_id, sequence, entry in zip(seq_ids, sequences, entries, strict=True):
-            self.require_ready(seq_id, sequence, verb, loading=True)
-            if entry is None:
-                self.require_committed(seq_id, sequence, f"{verb} with ordinary tokens")
+            entries = parents_of_entries(parents, counts, pending)
+            sequences = self._growing(seq_ids, verb, [entry is not None for entry in entries])
+            trees = [
+                None if entry is None else (sequence.tree or NO_TREE).grown(entry)
+                for sequence, entry in zip(sequences, entries, strict=True)
+            ]
         split = [self._split_tails(index) for index in range(len(self.pools))]
         stored = tuple([sequence.stored for sequence in sequences])
         return ForwardNeed(
@@ -222,18 +227,32 @@ class SequenceBooks:
             tuple([sequence.length for sequence in sequences]),
             stored,
             tuple(counts),
-            tuple(
-                [
-                    None if entry is None else (sequence.tree or NO_TREE).grown(entry)
-                    for sequence, entry in zip(sequences, entries, strict=True)
-                ]
-            ),
+            tuple(trees),
             tuple([sequence.window for sequence in sequences]),
             [
                 class_need(index, pool, self.page_size, window, seq_ids, sequences, stored, counts, split[index])
                 for index, (pool, window) in enumerate(zip(self.pools, self.layer_windows, strict=True))
             ],
         )
+
+    def has_room(self, seq_ids: Seq[SeqId], counts: Seq[int], verb: str) -> bool:
+        """Return whether there are so many free pages that ordinary tokens fit whatever their
+        sequences share; check these as ``plan_forward``. False: that has to be planned."""
+        counts = self.check_batch(seq_ids, counts, verb)
+        self._growing(seq_ids, verb)
+        most = sum([pages_for(count, self.page_size) for count in counts]) + len(counts)  # and each tail is split
+        return all(most <= pool.num_free for pool in self.pools)
+
+    def _growing(self, seq_ids: Seq[SeqId], verb: str, nodes: Seq[bool] | None = None) -> list[Sequence]:
+        """Return the sequences of a forward; raise what is wrong with them. ``nodes``: which of
+        them get nodes of a tree; None: none of them."""
+        sequences = [self.get(seq_id) for seq_id in seq_ids]
+        for entry, sequence in enumerate(sequences):
+            if sequence.reserved is not None:
+                self.require_ready(seq_ids[entry], sequence, verb, loading=True)
+            if sequence.tree is not None and not (nodes and nodes[entry]):
+                self.require_committed(seq_ids[entry], sequence, f"{verb} with ordinary tokens")
+        return sequences
 
     def _split_tails(self, index: int) -> dict[SeqId, int]:
         """Return the shared tail pages that the open forward has split, by sequence."""

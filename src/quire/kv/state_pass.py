@@ -5,7 +5,6 @@ Letters: T new tokens; Hq, Hkv heads; K, V sizes of keys and values; C channels;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Unpack
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import ForwardPlan, Scoring
-from quire.contracts.block_calls import AttentionParts
+from quire.contracts.block_calls import AttentionParts, StackParts
 from quire.contracts.model import LatentExpansion
 from quire.contracts.rows import HeadNormWeights
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
@@ -61,29 +60,21 @@ class StatePass(AttentionPass):
         return AttentionParts(part.made.place, forward.made.place)
 
     def stack_parts(
-        self, layers: Sequence[tuple[int, HeadNormWeights | None]], dtype: torch.dtype
-    ) -> Sequence[AttentionParts] | None:
+        self, layers: tuple[tuple[int, HeadNormWeights | None], ...], dtype: torch.dtype
+    ) -> StackParts | None:
         """See ``contracts.model.OpenPass``."""
         known = self._state.layer_parts
         if self.awaited or self.capturing or known is None or dtype != self._state.dtype:
             return None
         self._require_current()
-        found: list[AttentionParts] = []
-        forwards: dict[tuple[int, ...], int] = {}
-        for layer_id, norms in layers:
-            part = known.of(layer_id, norms)
-            if part is None:
-                return None
-            if part.kind not in forwards:
-                forward = self._forward_part(known, part)
-                if forward.made is None:
-                    return None
-                forwards[part.kind] = forward.made.place
-            found.append(AttentionParts(part.made.place, forwards[part.kind]))
-        for layer_id, _ in layers:
-            self.begin_write(layer_id)
-            self.end_write(layer_id)
-        return found
+        stack = None if self.chosen.rows is not None else known.stack(layers)
+        if stack is None:
+            return None
+        forwards = [self._forward_part(known, part).made for part in stack.kinds]
+        if any(made is None for made in forwards):
+            return None
+        self.written |= stack.ids
+        return StackParts(stack.places, np.array([made.place for made in forwards])[stack.kind])
 
     def _forward_part(self, known: LayerParts, part: LayerPart) -> ForwardPart:
         index, rope = part.layer.class_index, part.layer.turning

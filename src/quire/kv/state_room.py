@@ -219,6 +219,12 @@ class StateRoom(StatePools):
         token_tree_parents: TokenTreeParents | None = None,
     ) -> int:
         """Return the missing pages and states of all classes; in an open forward as before it."""
+        if (
+            token_tree_parents is None
+            and self.recurrent is None
+            and self.table.has_room(seq_ids, append_lengths, "missing_pages")
+        ):
+            return 0
         need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents, verb="missing_pages")
         states = 0 if self.recurrent is None else self.recurrent.table.shortage(self._recurrent_need(need))
         return self.table.shortage(need) + states

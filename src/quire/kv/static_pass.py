@@ -31,7 +31,7 @@ from quire.kv.plans import Batch, Prepared
 from quire.kv.recurrent import RecurrentPart, RecurrentPass, SlotIndex
 from quire.kv.recurrent_states import NULL, OpenRecurrent
 from quire.kv.state_pass import StatePass
-from quire.ops.uploads import StaticInputs
+from quire.ops.uploads import SharedMemory, StaticInputs
 
 
 @runtime_checkable
@@ -65,15 +65,15 @@ def static_refusal(state: StateParts, count: int) -> str:
 class StaticForward:
     """What forwards of one size share, and the pass over it."""
 
-    def __init__(self, state: StateParts, entries: int, count: int, longest: int) -> None:
-        """Take memory. ``longest``: tokens of a sequence, at most. ``Unsupported``: see
-        ``static_refusal``."""
+    def __init__(self, state: StateParts, entries: int, count: int, longest: int, shared: SharedMemory) -> None:
+        """Take memory. ``longest``: tokens of a sequence, at most. ``shared``: what forwards of
+        other sizes use in turn. ``Unsupported``: see ``static_refusal``."""
         if reason := static_refusal(state, count):
             raise Unsupported(reason)
         self.state, self.entries, self.count, self.longest = state, entries, count, longest
         shapes = {(spec.layer_window, spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in state.specs}
         tail = len(shapes) * entries * pages_for(longest, state.page_size)
-        self.memory = StaticInputs(tail, state.device)
+        self.memory = StaticInputs(tail, shared)
         self.tokens = self.memory.part(self.rows, np.int64)
         self.recurrent: StaticRecurrentPass | None = None
         if state.recurrent is not None:

@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, WindowedAttention
+from quire.contracts.rows import RowKernels
 from quire.errors import InvalidArgument, ResourceExhausted
 from quire.kv.forward_need import SlotCopy, SlotRange
 from quire.kv.sequences import slot_index
+from quire.ops.rows import REFERENCE_ROWS
 from quire.ops.uploads import uploaded
 
 KeyValueSpec: TypeAlias = FullAttention | WindowedAttention
@@ -132,10 +134,12 @@ class PagedStorage:
         device: torch.device,
         *,
         padding: bool = False,
+        row_kernels: RowKernels = REFERENCE_ROWS,
     ) -> None:
         """Take memory for ``num_slots`` slots. ``padding``: and for one more, which no page has:
-        padded forwards write the rows there that no token has."""
+        padded forwards write the rows there that no token has. ``row_kernels`` copy slots."""
         self.num_slots = num_slots
+        self._row_kernels = row_kernels
         self.dtype = dtype
         self.device = device
         groups: dict[Geometry, list[int]] = {}
@@ -189,12 +193,10 @@ class PagedStorage:
 
     def copy(self, copies: Sequence[SlotCopy]) -> None:
         """Copy slots, in every layer."""
-        if not copies:
-            return
-        source = uploaded(slot_index(SlotRange(part.source, part.count) for part in copies), self.device)
-        target = uploaded(slot_index(SlotRange(part.target, part.count) for part in copies), self.device)
-        for tensor in self._tensors:
-            tensor.index_copy_(1, target, tensor.index_select(1, source))
+        if copies:
+            source = slot_index(SlotRange(part.source, part.count) for part in copies)
+            target = slot_index(SlotRange(part.target, part.count) for part in copies)
+            self._row_kernels.copy_slots(self._tensors, np.stack((source, target)))
 
     def blank(self, ranges: Sequence[SlotRange]) -> None:
         """Zero slots, in every layer. Range by range: an index of slots takes ten times as long."""

@@ -203,5 +203,5 @@ def table_of(model: LoadedModel, linear: str) -> Tensor:
     maps, embedding = linears_of(model), embedding_of(model)
     assert embedding is not None
     if linear == EMBED or model.tied:
-        return embedding.weight
+        return embedding.plain_weight()
     return maps[linear].plain_weight()

@@ -143,16 +143,15 @@ class JoinedStack:
     """All blocks of a model as one call (``contracts.model.JoinedBlocks``)."""
 
     blocks: Sequence[PreNormBlock]
-    joined: Sequence[JoinedBlock]
     call: BlockStack
-    layers: Sequence[tuple[int, HeadNormWeights | None]]
+    layers: tuple[tuple[int, HeadNormWeights | None], ...]
     """Layer id and norms of the heads of each block."""
 
     def run(self, blocks: Sequence[Block], x_TE: Tensor, pass_: OpenPass) -> Tensor | None:
         """See the contract."""
         if len(blocks) != len(self.blocks) or any(map(operator.is_not, blocks, self.blocks)):
             return None
-        if not (self.call.takes(x_TE) and all(one.is_plain for block in self.joined for one in block.maps)):
+        if not self.call.takes(x_TE):
             return None
         parts = pass_.stack_parts(self.layers, x_TE.dtype)
         return None if parts is None else self.call(x_TE, parts)
@@ -169,7 +168,7 @@ def joined_stack(blocks: Sequence[object], kernel: BlockKernel | None) -> Joined
     whole = [one.whole for one in found if one.whole is not None]
     if kernel is None or len(whole) < len(blocks) or (call := kernel.stack(whole)) is None:
         return None
-    return JoinedStack(taken, found, call, [(one.attention.layer_id, one.attention.head_norms) for one in found])
+    return JoinedStack(taken, call, tuple((one.attention.layer_id, one.attention.head_norms) for one in found))
 
 
 def joined(block: PreNormBlock, kernel: BlockKernel | None) -> JoinedBlock | None:

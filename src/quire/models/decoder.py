@@ -40,7 +40,7 @@ from quire.nn.embedding import Embedding, ScaledEmbedding
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
 from quire.nn.norm import LayerNorm, LayerNormPerHead, RMSNorm
-from quire.nn.packed import pack_maps, packed
+from quire.nn.packed import KernelLinear, pack_maps, packed
 
 AttentionSpec: TypeAlias = FullAttention | WindowedAttention
 NormKind: TypeAlias = Literal["rms", "offset_rms", "layer"]
@@ -189,7 +189,8 @@ class Trunk:
         """Give the layers their kernels. Lay the weights out for this machine where that helps;
         return whether it did.
 
-        The head of a tied model gets its own copy, since the embedding is read by rows.
+        The head of a tied model serves the embedding, too, if it has all values as they are; else
+        it is a second copy.
         """
         parts: list[object] = [*self.blocks, self.norm]
         grown = sum(pack_maps(part, kernels) for part in parts)
@@ -199,10 +200,15 @@ class Trunk:
         self.stack = joined_stack(self.blocks, kernels.blocks)
         self.parameter_bytes += grown
         head = packed(self.lm_head, kernels.of_head())
-        if head is self.lm_head:
+        if head is not self.lm_head:
+            replaces = self.lm_head.weight is not self.embedding.weight
+            weights = head.map.weights if isinstance(head, KernelLinear) else None
+            if weights is not None and weights.form in ("float32", "bfloat16") and not replaces:
+                self.embedding.share(weights)
+                replaces = True
+            self.parameter_bytes += head.weight_bytes - (self.lm_head.weight_bytes if replaces else 0)
+        elif not grown:
             return False
-        has_own = self.lm_head.weight is not self.embedding.weight
-        self.parameter_bytes += head.weight_bytes - (self.lm_head.weight_bytes if has_own else 0)
         self.lm_head, self.quantization = head, kernels.quantization
         return True
 

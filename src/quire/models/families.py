@@ -46,7 +46,7 @@ class LoadedModel(Model, Protocol):
     parameter_bytes: int
     """Bytes of weights on ``device``; tied weights count once, or twice if the head was packed."""
     quantization: str | None
-    """Form of the weights of linear maps: "int8", "int4", or None for that of the checkpoint."""
+    """Form of the weights of linear maps, as in ``contracts.linear``; None: the checkpoint's."""
     max_model_len: int | None
     """The length for which ``load_model`` fixed a length-dependent RoPE; None: ``max_position``."""
     config: dict[str, Any]

@@ -45,7 +45,7 @@ class ModelFingerprint:
     config: str
     """SHA-256 (hex) of the canonical JSON that decides the logits, without context and dtype."""
     weights: str
-    """XXH3-128 (hex) of the bytes of the safetensors files, then "-int8" or "-int4" if the weights
+    """XXH3-128 (hex) of the bytes of the safetensors files, then "-int8", "-int4" or "-fp8" if they
     were quantised."""
 
 

@@ -85,7 +85,7 @@ def load_model(
     # From here on only the model holds the plain weights; packing frees them one by one.
     del parameters
     if model.pack(kernels):
-        logger.info("%s: weights are packed for this CPU's bfloat16 kernels", path)
+        logger.info("%s: weights are laid out for this machine's products", path)
     return model
 
 

@@ -9,6 +9,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from quire.contracts.linear import PackedMatrix
+from quire.ops.packed_weights import rows_of, unpack
+
 
 class EmbeddingTerm(Protocol):
     """The effect of adapters on embeddings."""
@@ -21,15 +24,28 @@ class EmbeddingTerm(Protocol):
 class Embedding:
     """A table ``weight [V, E]``, one row per token id. ``low_rank``: as in ``nn.linear.Linear``."""
 
-    __slots__ = ("low_rank", "weight")
+    __slots__ = ("_packed", "low_rank", "weight")
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
+        self._packed: PackedMatrix | None = None
         self.low_rank: EmbeddingTerm | None = None
+
+    def share(self, head: PackedMatrix) -> None:
+        """Give up the table for the weights of a tied head, which have all of its values exactly in
+        the form "float32" or "bfloat16". ``weight`` keeps shape and dtype only."""
+        self._packed, self.weight = head, self.weight.to("meta")
+
+    def plain_weight(self) -> Tensor:
+        """Return the table ``[V, E]`` as rows, wherever it is."""
+        return self.weight if self._packed is None else unpack(self._packed).to(self.weight.dtype)
 
     def __call__(self, tokens_T: Tensor) -> Tensor:
         """Map int64 ``[T]``, each in 0..V-1, to a fresh ``[T, E]``."""
-        x_TE = self.weight.index_select(0, tokens_T)
+        if self._packed is None:
+            x_TE = self.weight.index_select(0, tokens_T)
+        else:
+            x_TE = rows_of(self._packed, tokens_T).to(self.weight.dtype)
         if self.low_rank is not None:
             self.low_rank.apply_to(x_TE, tokens_T)
         return x_TE

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.rows import ActivationName, RowKernels
+from quire.errors import Unsupported
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
 from quire.nn.packed import pack_maps, packed
@@ -128,9 +129,16 @@ class ExpertLinear:
 
     def pack(self, kernels: LayerKernels) -> int:
         """Lay the maps out for this machine's kernels, one by one, and drop the stack; return the
-        bytes by which the weights have grown."""
+        bytes by which the weights have grown. ``Unsupported`` for "fp8"."""
         if self.weight is None:
             return 0
+        if kernels.quantization == "fp8":
+            # One by one they would wait for the host, and take many times longer than one product.
+            raise Unsupported(
+                "quantization 'fp8': the products of experts have no 8-bit floats yet; leave it out",
+                field="quantization",
+                given="fp8",
+            )
         maps = [packed(one, kernels) for one in self.maps]
         grown = sum(one.weight_bytes for one in maps) - sum(one.weight_bytes for one in self.maps)
         if maps[0] is not self.maps[0]:

@@ -93,7 +93,7 @@ def mask_out(z_WV: Tensor, allowed_WB: Words) -> None:
         z_WV.add_(torch.from_numpy(bias_WV))
         return
     # Moves an eighth of the bytes, and the device is faster at it.
-    words_WB = torch.from_numpy(allowed_WB.view(np.int32)).to(z_WV.device)
+    words_WB = uploaded(allowed_WB.view(np.int32), z_WV.device)
     z_WV.masked_fill_(zero_bits(words_WB, vocab_size), -torch.inf)
 
 
@@ -154,6 +154,42 @@ class Candidates:
         return tokens_G1[:, 0]
 
 
+class DrawKernel(Protocol):
+    """Draws tokens of rows with neither top-k nor top-p, on the logits' device."""
+
+    def draw(self, z_WV: Tensor, max_W: Tensor, table_G4: Tensor, one: float) -> Tensor:
+        """Return int64 ``[G]``: what ``Candidates.drawn`` of ``by_id`` does. ``table_G4``, float64:
+        the row, temperature, min-p and uniform number of each that draws; ``one``: the weight of
+        a row's maximum."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainDraws:
+    """Rows of a chunk whose tokens a kernel draws; otherwise as ``Candidates``."""
+
+    kernel: DrawKernel
+    z_WV: Tensor
+    max_W: Tensor
+    params: dict[int, SamplingParams]
+    complete_G: None = None
+
+    @property
+    def members(self) -> list[int]:
+        return list(self.params)
+
+    def drawn(self, uniforms: Sequence[float]) -> Tensor:
+        """See ``Candidates``."""
+        table = [(row, p.temperature, p.min_p, u) for (row, p), u in zip(self.params.items(), uniforms, strict=True)]
+        table_G4 = uploaded(np.array(table, dtype=np.float64), self.z_WV.device)
+        return self.kernel.draw(self.z_WV, self.max_W, table_G4, largest_weight(self.z_WV.shape[1]))
+
+
+def largest_weight(vocab_size: int) -> float:
+    """Return the weight of a row's maximum: V of them sum to less than 2**62, and float64 resolves
+    52 bits."""
+    return 2.0 ** min(52, 62 - vocab_size.bit_length())
+
+
 class _Group:
     """Some rows of a batch with their parameters, float64 ``[G, 1]`` each; unset filters do
     nothing."""
@@ -168,8 +204,7 @@ class _Group:
         table = [(p.temperature, effective_top_k(p, vocab_size), p.top_p, p.min_p) for p in chosen]
         columns = uploaded(np.array(table, dtype=np.float64), z_WV.device).T.unsqueeze(-1)
         self.temperature_G1, self.top_k_G1, self.top_p_G1, self.min_p_G1 = columns
-        # V weights of at most 2**bits each sum to less than 2**62; float64 resolves 52 bits.
-        self.one = 2.0 ** min(52, 62 - vocab_size.bit_length())
+        self.one = largest_weight(vocab_size)
 
     def by_id(self) -> Candidates:
         """Return all tokens after min-p."""
@@ -215,6 +250,11 @@ def effective_top_k(params: SamplingParams, vocab_size: int) -> int:
     return min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
 
 
+def needs_no_order(params: SamplingParams, vocab_size: int) -> bool:
+    """Return whether neither top-k nor top-p excludes a token."""
+    return effective_top_k(params, vocab_size) == vocab_size and params.top_p == 1
+
+
 def candidates(
     z_WV: Tensor, max_W: Tensor, params: dict[int, SamplingParams], *, at_once: bool = False
 ) -> list[Candidates]:
@@ -231,7 +271,7 @@ def candidates(
     wide: list[int] = []  # the whole row must be ordered
     for i, p in params.items():
         top_k = effective_top_k(p, vocab_size)
-        if top_k == vocab_size and p.top_p == 1:
+        if needs_no_order(p, vocab_size):
             plain.append(i)
         elif top_k <= TOP_WIDTH:
             small.append(i)

@@ -1,4 +1,4 @@
-"""Packed weights in PyTorch: the definition of ``kernels/cpu/linear.h``.
+"""Packed weights in PyTorch: the definition of ``kernels/cpu/linear.h`` and ``kernels.float8``.
 
 Letters: O output, I input features; G inputs of a group; p panels of 32 outputs.
 """
@@ -15,6 +15,7 @@ PANEL = 32
 """Outputs of a panel."""
 INT4_BITS = torch.tensor([16 * (i % 2) + 4 * (i // 2) for i in range(8)])
 """First bits of eight inputs in a word."""
+FLOAT8 = torch.float8_e4m3fn
 SMALLER_SCALES = (0.95, 0.9, 0.85, 0.8, 0.75)
 """Factors of an INT4 scale that may be nearer to most values, if the largest is clipped."""
 
@@ -23,8 +24,11 @@ def pack(weight_OI: Tensor, form: WeightForm) -> PackedMatrix:
     """Return the weights in panels; outputs up to the next multiple of 32 are 0.
 
     A scale of "int8" is the largest absolute value over 127. That of "int4" makes the largest value
-    -8, or is one of ``SMALLER_SCALES`` of it: the first of those with the least squared error."""
+    -8, or is one of ``SMALLER_SCALES`` of it: the first of those with the least squared error.
+    "fp8" is ``rounded_rows`` of the weights."""
     outputs, inputs = weight_OI.shape
+    if form == "fp8":
+        return PackedMatrix(form, outputs, inputs, inputs, *rounded_rows(weight_OI))
     weight = F.pad(weight_OI, (0, 0, 0, -outputs % PANEL))
     panels = len(weight) // PANEL
     if form == "float32":
@@ -46,7 +50,11 @@ def pack(weight_OI: Tensor, form: WeightForm) -> PackedMatrix:
 
 
 def unpack(packed: PackedMatrix) -> Tensor:
-    """Return the values ``[O, I]`` in float32, which is exact for all forms."""
+    """Return the values ``[O, I]`` in float32, which is exact for all forms but "fp8", whose values
+    are rounded once."""
+    if packed.form == "fp8":
+        assert packed.scales is not None
+        return packed.values.float() * packed.scales
     values, inputs = packed.values, packed.inputs
     panels = len(values)
     if packed.form == "float32":
@@ -66,10 +74,34 @@ def unpack(packed: PackedMatrix) -> Tensor:
     return (numbers.float() * scales).view(-1, inputs)[: packed.outputs]
 
 
+def rows_of(packed: PackedMatrix, outputs_T: Tensor) -> Tensor:
+    """Return the weights ``[T, I]`` of these outputs, int64 in 0..O-1, in the dtype of the values.
+    The form is "float32" or "bfloat16"."""
+    values = packed.values
+    if packed.form == "bfloat16":  # pairs of inputs are taken as one number
+        values = values.view(torch.int32).squeeze(-1)
+    return values[outputs_T // PANEL, :, outputs_T % PANEL].view(packed.values.dtype)
+
+
 def multiply(x_TI: Tensor, packed: PackedMatrix, bias_O: Tensor | None) -> Tensor:
-    """Return ``[T, O]`` in the dtype of x, which is rounded once."""
+    """Return ``[T, O]`` in the dtype of x, which is rounded once. "fp8" multiplies ``rounded_rows``
+    of x."""
     bias = None if bias_O is None else bias_O.float()
+    if packed.form == "fp8":
+        assert packed.scales is not None
+        values_TI, scales_T1 = rounded_rows(x_TI)
+        sums_TO = F.linear(values_TI.float(), packed.values.float()) * (scales_T1 * packed.scales.mT)
+        return (sums_TO if bias is None else sums_TO + bias).to(x_TI.dtype)
     return F.linear(x_TI.float(), unpack(packed), bias).to(x_TI.dtype)
+
+
+def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows ``[T, I]`` in float8_e4m3fn, and float32 ``[T, 1]``: what they are to be
+    multiplied by. The largest value of a row becomes the largest of that type."""
+    wide = x.float()
+    scales = wide.abs().amax(-1, keepdim=True) / torch.finfo(FLOAT8).max
+    scales.clamp_(min=torch.finfo(torch.float32).tiny)
+    return (wide / scales).to(FLOAT8), scales
 
 
 def _scales(values_OgG: Tensor, form: WeightForm) -> Tensor:

@@ -114,6 +114,11 @@ class RequestSampler:
     def edits_logits(self) -> bool:
         return self.counts is not None or len(self.bias_ids_N) > 0 or bool(self.params.logits_processors)
 
+    @property
+    def takes_maximum(self) -> bool:
+        """Whether it draws the first maximum of the logits, if that may be drawn."""
+        return self.params.is_greedy and not self.edits_logits
+
     def observe(self, token_id: int) -> None:
         """Record that ``token_id`` joined the output. ``InvalidArgument`` outside the
         vocabulary."""

@@ -140,7 +140,8 @@ class RotaryTable:
             if max_position >= self._rows.shape[0]:
                 self._grow(min(self.MAX_ROWS, max(256, 1 << max_position.bit_length())))
             rows = self._rows.index_select(0, positions_T)
-        return rows[:, 0].unsqueeze(1), rows[:, 1].unsqueeze(1)
+        cos_T1R, sin_T1R = rows.split_with_sizes([1, 1], 1)
+        return cos_T1R, sin_T1R
 
     @property
     def held(self) -> Tensor:

@@ -5,15 +5,18 @@ Letters: as there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowKernels
 from quire.ops.rope import rotate
+from quire.ops.uploads import uploaded
 
 MANY_ELEMENTS = 1 << 16
 """Number of elements from which temporaries cost more than calls."""
@@ -78,6 +81,12 @@ class ReferenceRows:
         k_SHD.index_copy_(0, slots_T, turned_THD[:, num_heads:])
         v_SHD.index_copy_(0, slots_T, qkv_TC[:, columns:].view(-1, *v_SHD.shape[1:]))
         return turned_THD
+
+    def copy_slots(self, pools_LSHD: Sequence[Tensor], moves_2N: NDArray[np.int64]) -> None:
+        """See ``RowKernels``."""
+        source_N, target_N = uploaded(moves_2N, pools_LSHD[0].device)
+        for pool_LSHD in pools_LSHD:
+            pool_LSHD.index_copy_(1, target_N, pool_LSHD.index_select(1, source_N))
 
 
 REFERENCE_ROWS = ReferenceRows()

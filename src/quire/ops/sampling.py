@@ -18,7 +18,20 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidArgument, QuireError
-from quire.ops.filters import Allowed, GivenMasks, Words, candidates, first_allowed, num_words, take_rows, top_ids
+from quire.ops.filters import (
+    Allowed,
+    Candidates,
+    DrawKernel,
+    GivenMasks,
+    PlainDraws,
+    Words,
+    candidates,
+    first_allowed,
+    needs_no_order,
+    num_words,
+    take_rows,
+    top_ids,
+)
 from quire.ops.logit_edits import FAILED, Bans, edited, first_maxima, maxima
 from quire.ops.request_sampler import RequestSampler, check_ids
 from quire.ops.uploads import uploaded
@@ -66,12 +79,12 @@ class SampledTokens:
 # ---- The operations ------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def sample(
     logits_RV: Tensor,
     samplers: Sequence[RequestSampler],
     banned: Sequence[Sequence[int]] | None = None,
     allowed: Allowed | Mapping[int, Words] | None = None,
+    kernel: DrawKernel | None = None,
 ) -> SampledTokens:
     """Draw the next token of each row.
 
@@ -79,6 +92,8 @@ def sample(
     row. ``banned``: ids per row that may not be drawn (end tokens before ``min_tokens``); None:
     nothing is banned. ``allowed``: by row the mask of a grammar, uint32 ``[num_words(V)]``, or a
     maker of masks; other rows have none. A greedy row with an allowed token makes no mask.
+    ``kernel`` draws for rows that need no order, where all rows are drawn from at once; None:
+    PyTorch's operations do.
 
     A row gives ``FAILED`` and an entry in ``failures``, and draws nothing, if its logits hold NaN
     or +inf or are all -inf, if every token is banned, or if its processor fails. Other rows are not
@@ -86,10 +101,25 @@ def sample(
     grammars = GivenMasks(allowed or {}) if allowed is None or isinstance(allowed, Mapping) else allowed
     ids = _check_batch(logits_RV, samplers, banned, grammars)
     if not grammars.rows and _fits_at_once(logits_RV, samplers):
-        token_ids, failures = _sampled_at_once(logits_RV, samplers, ids)
+        token_ids, failures = _sampled_at_once(logits_RV, samplers, ids, kernel)
         return _with_logprobs(logits_RV, samplers, token_ids, failures)
     token_ids = first_maxima(logits_RV)
     failures = {row: _not_finite(row) for row, token in enumerate(token_ids) if token == FAILED}
+    if banned is not None or grammars.rows or not all(sampler.takes_maximum for sampler in samplers):
+        _draw(logits_RV, samplers, ids, grammars, token_ids, failures)
+    return _with_logprobs(logits_RV, samplers, token_ids, failures)
+
+
+@torch.no_grad()
+def _draw(
+    logits_RV: Tensor,
+    samplers: Sequence[RequestSampler],
+    ids: Sequence[Sequence[int]],
+    grammars: Allowed,
+    token_ids: list[int],
+    failures: dict[int, QuireError],
+) -> None:
+    """Replace the first maxima of rows that are not settled by what they draw."""
     work = [
         row
         for row, sampler in enumerate(samplers)
@@ -111,13 +141,15 @@ def sample(
             token_ids[row] = token
             if token == FAILED:
                 failures[row] = reasons.get(row) or _nothing_left()
-    return _with_logprobs(logits_RV, samplers, token_ids, failures)
 
 
 def _with_logprobs(
     logits_RV: Tensor, samplers: Sequence[RequestSampler], token_ids: list[int], failures: dict[int, QuireError]
 ) -> SampledTokens:
-    logprobs = logprobs_of(logits_RV, token_ids, [sampler.params.logprobs for sampler in samplers])
+    wanted = [sampler.params.logprobs for sampler in samplers]
+    logprobs: list[TokenLogprobs | None] = [None] * len(wanted)
+    if any(count is not None for count in wanted):
+        logprobs = logprobs_of(logits_RV, token_ids, wanted)
     return SampledTokens(token_ids=token_ids, logprobs=logprobs, failures=dict(sorted(failures.items())))
 
 
@@ -127,8 +159,12 @@ def _fits_at_once(logits_RV: Tensor, samplers: Sequence[RequestSampler]) -> bool
     return logits_RV.device.type != "cpu" and not any(one.params.logits_processors for one in samplers)
 
 
+@torch.no_grad()
 def _sampled_at_once(
-    logits_RV: Tensor, samplers: Sequence[RequestSampler], banned: Sequence[Sequence[int]]
+    logits_RV: Tensor,
+    samplers: Sequence[RequestSampler],
+    banned: Sequence[Sequence[int]],
+    kernel: DrawKernel | None,
 ) -> tuple[list[int], dict[int, QuireError]]:
     """Draw as ``sample``, and wait for the device once: all rows that may draw do, and what is
     known then says whose token counts. Another wait is for rows whose top-p holds more than the
@@ -142,7 +178,12 @@ def _sampled_at_once(
         max_W, tokens_W = maxima(z_WV)
         params = {i: samplers[row].params for i, row in enumerate(rows) if row in uniforms}
         rows_W, complete_W = _uploaded_rows(rows, logits_RV), torch.ones_like(tokens_W)
-        for group in candidates(z_WV, max_W, params, at_once=True):
+        groups: list[Candidates | PlainDraws] = []
+        plain = {i: one for i, one in params.items() if kernel is not None and needs_no_order(one, z_WV.shape[1])}
+        if kernel is not None and plain:
+            groups.append(PlainDraws(kernel, z_WV, max_W, plain))
+        groups += candidates(z_WV, max_W, {i: one for i, one in params.items() if i not in plain}, at_once=True)
+        for group in groups:
             members_G = _uploaded_rows(group.members, logits_RV)
             drawn_G = group.drawn([uniforms[rows[i]] for i in group.members])
             kept_G = tokens_W.index_select(0, members_G) == FAILED
@@ -193,10 +234,11 @@ def probabilities(
         max_W, tokens = z_WV.amax(-1), first_maxima(z_WV)
         good = [i for i, token in enumerate(tokens) if token != FAILED]
         greedy = [i for i in good if samplers[rows[i]].params.is_greedy]
-        p_RV[[rows[i] for i in greedy], [tokens[i] for i in greedy]] = 1.0
+        places = np.array([[rows[i] for i in greedy], [tokens[i] for i in greedy]], dtype=np.int64)
+        p_RV[tuple(uploaded(places, p_RV.device))] = 1.0
         for group in candidates(z_WV, max_W, {i: samplers[rows[i]].params for i in sorted({*good} - {*greedy})}):
             share_GK = group.weights.double() / group.weights.sum(-1, keepdim=True)
-            index_G = torch.tensor([rows[i] for i in group.members], device=p_RV.device)
+            index_G = _uploaded_rows([rows[i] for i in group.members], p_RV)
             p_GV = share_GK if group.ids is None else torch.zeros_like(p_RV[index_G]).scatter_(1, group.ids, share_GK)
             p_RV[index_G] = p_GV
     return p_RV
@@ -223,16 +265,19 @@ def logprobs_of(
     results: list[TokenLogprobs | None] = [None] * num_rows
     for rows in _chunks(list(wanted), vocab_size):
         z_WV = take_rows(raw_logits_RV, rows)
-        ids_W1 = torch.tensor([[token_ids[row]] for row in rows], device=z_WV.device)
+        ids_W1 = _uploaded_rows([token_ids[row] for row in rows], z_WV).unsqueeze(1)
         logprobs_WV = z_WV.log_softmax(-1)
         z_W1 = z_WV.gather(1, ids_W1)
         lower_V = torch.arange(vocab_size, device=z_WV.device) < ids_W1
         rank_W = 1 + ((z_WV > z_W1) | ((z_WV == z_W1) & lower_V)).sum(-1)
         top_ids_WK = top_ids(z_WV, max(wanted[row] for row in rows))
-        columns = (logprobs_WV.gather(1, ids_W1)[:, 0], rank_W, top_ids_WK, logprobs_WV.gather(1, top_ids_WK))
-        for row, chosen, rank, ids, tops in zip(rows, *(column.tolist() for column in columns), strict=True):
-            top = tuple(RankedLogprob(ids[i], tops[i], i + 1) for i in range(wanted[row]))
-            results[row] = TokenLogprobs(RankedLogprob(token_ids[row], chosen, rank), top)
+        columns = (logprobs_WV.gather(1, ids_W1), rank_W.unsqueeze(1), top_ids_WK, logprobs_WV.gather(1, top_ids_WK))
+        # One transfer: float64 has all of these numbers exactly.
+        for row, (chosen, rank, *tops) in zip(rows, torch.cat([x.double() for x in columns], 1).tolist(), strict=True):
+            ids, of_ids = map(int, tops[: len(tops) // 2]), tops[len(tops) // 2 :]
+            ranked = zip(ids, of_ids, range(1, wanted[row] + 1), strict=False)
+            top = tuple(RankedLogprob(token, logprob, place) for token, logprob, place in ranked)
+            results[row] = TokenLogprobs(RankedLogprob(token_ids[row], chosen, int(rank)), top)
     return results
 
 
@@ -307,7 +352,7 @@ def _not_finite(row: int) -> QuireError:
 
 def _is_settled(sampler: RequestSampler, banned: Sequence[int], allowed: bool) -> bool:
     """Return whether the first maximum is the token: a greedy choice without edits or exclusion."""
-    return allowed and sampler.params.is_greedy and not sampler.edits_logits and not len(banned)
+    return allowed and sampler.takes_maximum and not len(banned)
 
 
 def _nothing_left() -> QuireError:

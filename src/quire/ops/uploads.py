@@ -17,6 +17,8 @@ def uploaded(array: NDArray[Any], device: torch.device) -> Tensor:
     from pinned memory is queued, and PyTorch keeps that memory until the copy was made. So the
     array may change afterwards only if the device is no CPU."""
     found = torch.from_numpy(array)
+    if device.type == "cpu":
+        return found
     if device.type != "cuda" or not array.size:
         return found.to(device)
     return found.pin_memory().to(device, non_blocking=True)
@@ -30,20 +32,44 @@ ROOM = 1 << 20
 """Bytes for the parts of one ``StaticInputs``."""
 
 
+class SharedMemory:
+    """Device memory for works that run one after the other, of which none reads what another one
+    has left there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: dict[str, Tensor] = {}
+
+    def take(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        """Return ``count`` numbers of any value, the same memory for all that give this name. Who
+        has taken fewer before keeps what it has."""
+        nbytes = count * dtype.itemsize
+        found = self._held.get(name)
+        if found is None or found.numel() < nbytes:
+            found = self._held[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return found[:nbytes].view(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(held.nbytes for held in self._held.values())
+
+
 class StaticInputs:
     """Device memory that keeps its place while its contents change: what captured work reads.
 
     It consists of parts of fixed size and a tail that all parts share, of which a forward sends
     only what it uses. Device memory changes by ``send`` alone, in one copy for the parts and one
-    for the tail."""
+    for the tail. Another work may have used it since the last one."""
 
-    def __init__(self, tail: int, device: torch.device) -> None:
+    def __init__(self, tail: int, shared: SharedMemory) -> None:
         """Take memory for parts, and for a tail of ``tail`` int32."""
+        self.shared = shared
+        """For what the work writes before it reads it."""
         self._values = np.zeros(ROOM, dtype=np.uint8)
-        self._held = torch.zeros(ROOM, dtype=torch.uint8, device=device)
+        self._held = shared.take("parts", ROOM, torch.uint8)
         self._used = 0
         self._tail = np.zeros(tail, dtype=np.int32)
-        self.tail = torch.zeros(tail, dtype=torch.int32, device=device)
+        self.tail = shared.take("tail", tail, torch.int32)
         """int32, on the device."""
         self._appended = 0
 

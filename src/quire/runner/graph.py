@@ -3,8 +3,9 @@
 The host needs longer to launch the kernels of a small decode than the device to run them. So work
 is launched one by one for the first step of a size, recorded in the second, and launched as a whole
 from then on. A size is a number of sequences, rounded up, and the new tokens of each: 1 of decodes,
-a few of drafts that are verified. All else that differs between steps is in memory that keeps its
-place (``quire.kv.static_pass``). Steps that are more than that take the plain path.
+a few of drafts that are verified. Those of decodes are recorded when a model is loaded. All else
+that differs between steps is in memory that keeps its place (``quire.kv.static_pass``), the same
+for all sizes. Steps that are more than that take the plain path.
 
 Letters: T rows of a forward; V vocabulary.
 """
@@ -20,12 +21,13 @@ import torch
 from torch import Tensor
 
 from quire.contracts.kv_state import ModelState
-from quire.errors import Unsupported
+from quire.errors import ResourceExhausted, Unsupported
 from quire.interrupts import uninterrupted
 from quire.kv.state import State
 from quire.kv.static_pass import StaticForward, static_refusal
+from quire.ops.uploads import SharedMemory
 from quire.runner.local import NO_EXTRAS, Extras, LocalRunner, StepOutput, check_chunks
-from quire.types import SeqId, Step
+from quire.types import Add, Chunk, Remove, SeqId, Step
 
 logger = logging.getLogger("quire")
 
@@ -34,7 +36,7 @@ MOST_TOKENS = 16
 MOST_SIZES = 64
 """Sizes that are kept; of more, the one that was used longest ago goes."""
 LARGEST = 512
-"""Sequences of captured steps, at most: larger ones keep the device busy anyway."""
+"""New tokens of captured steps, at most: larger ones keep the device busy anyway."""
 
 
 class Size(NamedTuple):
@@ -50,6 +52,11 @@ def rounded(entries: int) -> int:
     """Return a number of sequences of which few are kept: a quarter more at most."""
     step = 1 << max(0, (entries - 1).bit_length() - 3)
     return -(-entries // step) * step
+
+
+def usual_sizes(most: int) -> list[int]:
+    """Return the numbers of sequences, rounded, of decodes of up to ``most``: the largest first."""
+    return sorted({rounded(entries) for entries in range(1, min(most, LARGEST) + 1)}, reverse=True)
 
 
 class Capture(Protocol):
@@ -81,6 +88,7 @@ class CapturedStep:
 
     def __init__(self, static: StaticForward) -> None:
         self.static = static
+        self._shared = static.memory.shared
         self.is_warm = False
         """Whether a step has run, so that all kernels are compiled and all memory is taken."""
         self._launch: Callable[[], None] | None = None
@@ -92,13 +100,19 @@ class CapturedStep:
         if not self.is_warm:
             self.static.begin_again()
             logits_TV = work()
+            # Logits of captured work go where those of all sizes go, or else each size holds its
+            # own: some gigabytes for a large vocabulary.
+            held = self._shared.take("logits", logits_TV.numel(), logits_TV.dtype)
+            self._logits_TV = held.view(logits_TV.shape)
             self.is_warm = True
             return logits_TV
-        if self._launch is None or self._logits_TV is None:
+        assert self._logits_TV is not None
+        place_TV = self._logits_TV
+        if self._launch is None:
             self.static.begin_again()
-            self._launch, self._logits_TV = capture(work)
+            self._launch, _ = capture(lambda: place_TV.copy_(work()))
         self._launch()
-        return self._logits_TV
+        return place_TV
 
 
 class GraphRunner:
@@ -121,6 +135,8 @@ class GraphRunner:
         self._sizes: dict[Size, CapturedStep | None] = {}
         """By size, the one used last at the end; None: it cannot be captured."""
         self._revision = 0
+        self.shared = SharedMemory(state.device)
+        """Of all sizes."""
 
     def new_seq(self) -> SeqId:
         """See ``Runner``."""
@@ -140,10 +156,31 @@ class GraphRunner:
         for edit in step.edits:
             self._inner.apply(edit)
         plain = Step(chunks=step.chunks)
+        found = self._run(captured, plain)
+        return self._inner.execute(plain) if found is None else found
+
+    def capture(self, entries: int) -> bool:
+        """Record decodes of so many sequences now, rounded; return whether that is possible. It
+        runs two tokens of a sequence that is gone afterwards, if there is room for them."""
+        captured = self._captured(Size(rounded(entries), 1))
+        if captured is None:
+            return False
+        seq = self.new_seq()
+        self._inner.apply(Add(seq))
+        try:
+            step = Step(chunks=(Chunk(seq, [0]),))
+            return all(self._run(captured, step) is not None for _ in range(2))
+        except ResourceExhausted:
+            return False
+        finally:
+            self._inner.apply(Remove(seq))
+
+    def _run(self, captured: CapturedStep, step: Step) -> StepOutput | None:
+        """Run a step by captured work. None if that cannot be, and the step has not run."""
         seqs, counts = [chunk.seq for chunk in step.chunks], [len(chunk.tokens) for chunk in step.chunks]
         kept = [chunk.checkpoints for chunk in step.chunks]
         if not self._state.begin_static(captured.static, seqs, counts, checkpoints=kept if any(kept) else ()):
-            return self._inner.execute(plain)
+            return None
         try:
             captured.static.tokens.fill(np.concatenate([np.asarray(chunk.tokens) for chunk in step.chunks]))
             with torch.inference_mode():
@@ -158,7 +195,7 @@ class GraphRunner:
                 raise
             # Nothing has run: recording launches nothing.
             self._refuse(captured, str(error))
-            return self._inner.execute(plain)
+            return None
         self._revision += 1
         if not captured.static.is_whole:
             self._refuse(captured, "layers leave states as they are")
@@ -173,10 +210,12 @@ class GraphRunner:
 
     def _step_of(self, step: Step, extras: Extras) -> CapturedStep | None:
         """Return the captured steps of this one's size; None: it takes the plain path."""
-        if not step.chunks or extras is not NO_EXTRAS or len(step.chunks) > self._largest:
+        if not step.chunks or extras is not NO_EXTRAS:
             return None
         check_chunks(step.chunks)
         count = len(step.chunks[0].tokens)
+        if len(step.chunks) * count > self._largest:
+            return None
         wanted = ("last", "all") if count == 1 else ("all",)
         if count > MOST_TOKENS or any(
             len(chunk.tokens) != count
@@ -187,7 +226,9 @@ class GraphRunner:
             for chunk in step.chunks
         ):
             return None
-        size = Size(rounded(len(step.chunks)), count)
+        return self._captured(Size(rounded(len(step.chunks)), count))
+
+    def _captured(self, size: Size) -> CapturedStep | None:
         if size not in self._sizes:
             self._sizes[size] = self._made(size)
             if len(self._sizes) > self._most:
@@ -198,7 +239,7 @@ class GraphRunner:
     def _made(self, size: Size) -> CapturedStep | None:
         if static_refusal(self._state, size.tokens):
             return None
-        return CapturedStep(StaticForward(self._state, *size, self._longest))
+        return CapturedStep(StaticForward(self._state, *size, self._longest, self.shared))
 
     def _refuse(self, captured: CapturedStep, reason: str) -> None:
         """Let steps of a size take the plain path from now on."""

@@ -185,7 +185,9 @@ class LocalRunner:
             return StepOutput(self._no_logits, (0,))
         check_chunks(step.chunks)
         adapters = [chunk.adapter for chunk in step.chunks]
-        self.adapters.check(adapters)
+        plain = adapters.count(None) == len(adapters)
+        if not plain:
+            self.adapters.check(adapters)
         if extras.mask is not None and self.state.recurrent_ids:
             raise Unsupported(
                 "a mask: recurrent layers see the tokens of a sequence in order, and no mask can change that; leave it out"
@@ -208,14 +210,17 @@ class LocalRunner:
             index, starts = logits_rows(step.chunks)
             hidden: list[Tensor] = []
             with torch.inference_mode():
-                self.adapters.activate(adapters, counts, np.diff(starts).tolist())
+                if plain:
+                    self.adapters.deactivate()
+                else:
+                    self.adapters.activate(adapters, counts, np.diff(starts).tolist())
                 pass_ = self._open_pass(extras)
                 x_TE = self._embed(tokens, placeholders, extras)
                 if extras.rows is not None and extras.rows.rehearsed.size:
                     self._rehearse(extras.rows, x_TE, pass_, adapters, counts)
                     self.adapters.activate(adapters, counts, np.diff(starts).tolist())
                 stack, blocks = self.model.stack, self.model.blocks
-                if stack is not None and extras.rows is None and not extras.hidden_states:
+                if stack is not None and plain and extras.rows is None and not extras.hidden_states:
                     y_TE = stack.run(blocks, x_TE, pass_)
                     x_TE, blocks = (x_TE, blocks) if y_TE is None else (y_TE, ())
                 for layer, block in enumerate(blocks):
@@ -231,7 +236,6 @@ class LocalRunner:
             with torch.no_grad():
                 if extras.places is not None:
                     # How an adapter changes the head is planned for all rows.
-                    plain = all(adapter is None for adapter in adapters)
                     self._head_to(x_RE, extras.places(), HEAD_ROWS if plain else max(1, starts[-1]))
                     starts = (0,) * len(starts)
                 logits_RV = self.model.head(x_RE) if starts[-1] else self._no_logits
@@ -383,7 +387,10 @@ def _split(layers: Sequence[Tensor], chunks: Sequence[Chunk]) -> tuple[tuple[Ten
 def logits_rows(chunks: Sequence[Chunk]) -> tuple[Ids | None, tuple[int, ...]]:
     """Return the rows that go through the head (None: all), and where each chunk's begin."""
     counts = [len(chunk.tokens) for chunk in chunks]
-    wanted = [{"last": 1, "all": count, "none": 0}[chunk.logits] for count, chunk in zip(counts, chunks, strict=True)]
+    wanted = [
+        1 if chunk.logits == "last" else count if chunk.logits == "all" else 0
+        for count, chunk in zip(counts, chunks, strict=True)
+    ]
     starts = (0, *itertools.accumulate(wanted))
     if wanted == counts:
         return None, starts

@@ -61,22 +61,37 @@ constexpr int64_t FETCHED = 256 << 10;
 struct Worker {
     int64_t number;
     const char *next = nullptr, *end = nullptr;
+    const LinearCall* then = nullptr;  // whose weights come behind those
+    int64_t left = 0;                  // bytes to fetch
 
     explicit Worker(std::atomic<int64_t>& workers) : number(workers.fetch_add(1)) {}
 
-    // Where this thread begins: its range of items, each of which is some panels.
-    void expect(const LinearCall& call) {
+    // Two products, or one; null: none.
+    void expect(const LinearCall* call, const LinearCall* second = nullptr) {
+        next = end = nullptr, left = FETCHED;
+        if (call) begin(*call);
+        then = second;
+    }
+
+    // This thread's range of items, each of which is some panels.
+    void begin(const LinearCall& call) {
         const Linear& map = *call.map;
-        const int64_t panels = (map.outputs + PANEL - 1) / PANEL, item = call.items * (number % call.ranges) / call.ranges;
-        const int64_t first = panels * (item % call.parts) / call.parts * panel_bytes(map), all = panels * panel_bytes(map);
-        next = (const char*)map.weights + first, end = next + (all - first < FETCHED ? all - first : FETCHED);
+        const int64_t panels = (map.outputs + PANEL - 1) / PANEL, range = number % call.ranges;
+        const auto place = [&](int64_t of) {
+            const int64_t item = call.items * of / call.ranges;
+            return (const char*)map.weights + panels * item / call.parts * panel_bytes(map);
+        };
+        next = place(range), end = place(range + 1);
     }
 
     void wait(const int64_t& done, int64_t count) {
         for (int turn = 0; __atomic_load_n(&done, __ATOMIC_ACQUIRE) < count; turn++) {
-            if (next < end) {
+            if (next < end && left > 0) {
                 __builtin_prefetch(next, 0, 2);
-                next += 64;
+                next += 64, left -= 64;
+            } else if (then && left > 0) {
+                begin(*then);
+                then = nullptr;
             } else if (turn > TURNS)
                 sched_yield();
 #if defined(__x86_64__)
@@ -127,13 +142,13 @@ struct Tail {
 
     // ``next``: the product behind this block, or null.
     bool go(Worker& worker, const LinearCall* next) {
-        worker.expect(gate_up);
+        worker.expect(&gate_up, &down);
         if (!multiply(out, run, worker)) return false;
         do_rows(norm, worker);
-        worker.expect(down);
+        worker.expect(&down, next);
         if (!multiply(gate_up, run, worker)) return false;
         do_rows(gated, worker);
-        if (next) worker.expect(*next);
+        worker.expect(next);
         if (!multiply(down, run, worker)) return false;
         do_rows(sum, worker);
         return true;
@@ -210,7 +225,7 @@ struct Whole {
 
     bool go(Worker& worker, const LinearCall* next) {
         do_rows(norm, worker);
-        worker.expect(tail.out);
+        worker.expect(&tail.out, &tail.gate_up);
         if (!multiply(qkv, run, worker)) return false;
         do_rows(place, worker);
         attend(&attention);

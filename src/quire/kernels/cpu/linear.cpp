@@ -12,7 +12,7 @@ void quire_linear_bf16(LinearCall*, int64_t);
 
 namespace {
 
-// Rows whose packed inputs stay in a cache while panels pass by.
+// Rows whose inputs stay in a cache while panels pass by.
 constexpr int64_t TILE_ROWS = 144;  // a multiple of 6
 // Items for each thread: so many that none waits long for another.
 constexpr int64_t ITEMS_OF_ONE = 8;
@@ -64,7 +64,7 @@ Multiply quire_begin_linear(LinearCall* call, const Linear* map, void* y, const 
     call->done = 0, call->failed = 0;
 #if defined(__x86_64__)
     if (map->level == 1) return quire_linear_avx2;
-    if (map->level == 2) return quire_linear_avx512;
+    if (map->level == 2 || (map->level == 3 && !map->is_bfloat16)) return quire_linear_avx512;
     if (map->level == 3) return quire_linear_bf16;
 #endif
     return quire_linear_portable;

@@ -90,7 +90,7 @@ INLINE int64_t panel_bytes(const Linear& map) {
     return map.inputs * bytes[map.form];
 }
 
-// A thread's memory for sums, packed rows and widened weights, kept for its next call.
+// A thread's memory for sums, widened rows and weights, kept for its next call.
 struct Room {
     float* place = nullptr;
     int64_t size = 0;

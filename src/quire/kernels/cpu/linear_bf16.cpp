@@ -1,4 +1,4 @@
-// The products of linear.h with AVX-512 and its products of bfloat16 pairs.
+// The products of linear.h with AVX-512 and its products of bfloat16 pairs, for rows of bfloat16.
 #include "linear.h"
 
 #if defined(__x86_64__)
@@ -10,7 +10,7 @@ constexpr int MOST_ROWS = 12;
 
 #include "linear_tiles.h"
 
-extern "C" void quire_linear_bf16(LinearCall* call, int64_t thread) { run_call(*call, thread); }
+extern "C" void quire_linear_bf16(LinearCall* call, int64_t thread) { run_form<uint32_t, bfloat16>(*call, thread); }
 
 TARGET_END
 #endif

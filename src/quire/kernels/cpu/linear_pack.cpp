@@ -41,9 +41,10 @@ struct Values {
 
 template <typename T>
 INLINE void read(Values& values, const T* from, int64_t count) {
-    for (int64_t i = 0; i < count; i += LANES) values.of[i / LANES] = Lanes{};
-    float* to = (float*)values.of;
-    for (int64_t i = 0; i < count; i++) to[i] = wide_one(from + i);
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) values.of[i / LANES] = wide(from + i);
+    if (i < count) values.of[i / LANES] = Lanes{};
+    for (float* to = (float*)values.of; i < count; i++) to[i] = wide_one(from + i);
     values.count = count;
 }
 
@@ -100,6 +101,8 @@ INLINE void pack_plain(const PackCall& call, const T* weight, int64_t outputs, u
         const int64_t end = begin + 32 < call.inputs ? begin + 32 : call.inputs;
         for (int64_t o = 0; o < outputs; o++) {
             const T* row = weight + o * call.stride;
+            // Too many rows for the processor to see that each is read on.
+            __builtin_prefetch(row + end + 32, 0, 3);
             if (call.form == FLOAT32)
                 for (int64_t k = begin; k < end; k++) ((float*)to)[k * PANEL + o] = wide_one(row + k);
             else
@@ -113,7 +116,10 @@ INLINE void pack_codes(const PackCall& call, const T* weight, int64_t outputs, u
     const bool is_int8 = call.form == INT8;
     const float least = is_int8 ? -127 : -8, most = is_int8 ? 127 : 7;
     Values values;
-    for (int64_t o = 0; o < PANEL; o++)
+    for (int64_t o = 0; o < PANEL; o++) {
+        const int lane = (int)(o % LANES);
+        uint8_t* const half = to + o / LANES * 64;
+        const int64_t bytes[4] = {byte_of(lane, 0), byte_of(lane, 1), byte_of(lane, 2), byte_of(lane, 3)};
         for (int64_t k = 0; k < call.inputs; k += call.group) {
             if (o < outputs)
                 read(values, weight + o * call.stride + k, call.group);
@@ -126,14 +132,16 @@ INLINE void pack_codes(const PackCall& call, const T* weight, int64_t outputs, u
                 const Whole whole = __builtin_convertvector(codes_of(values.of[i / LANES], scale, least, most), Whole);
                 store(codes + i, is_int8 ? signed_size(whole) : whole + 8);
             }
-            for (int64_t i = 0; i < call.group; i++) {
-                uint8_t* vector = to + (k + i) / (is_int8 ? 4 : 8) * (2 * 64) + o / LANES * 64;
-                if (is_int8)
-                    vector[byte_of((int)(o % LANES), (int)(i % 4))] = (uint8_t)codes[i];
-                else
-                    ((uint32_t*)vector)[o % LANES] |= (uint32_t)codes[i] << (16 * (i % 2) + i % 8 / 2 * 4);
-            }
+            if (is_int8)
+                for (int64_t i = 0; i < call.group; i++) half[(k + i) / 4 * (2 * 64) + bytes[i % 4]] = (uint8_t)codes[i];
+            else
+                for (int64_t i = 0; i < call.group; i += 8) {
+                    uint32_t word = 0;
+                    for (int j = 0; j < 8; j++) word |= (uint32_t)codes[i + j] << (16 * (j % 2) + j / 2 * 4);
+                    store(half + (k + i) / 8 * (2 * 64) + 4 * lane, word);
+                }
         }
+    }
 }
 
 template <typename T>
@@ -144,7 +152,7 @@ INLINE void pack_panels(PackCall& call) {
         const int64_t first = panel * PANEL, outputs = call.outputs - first < PANEL ? call.outputs - first : PANEL;
         const T* weight = (const T*)call.weight + first * call.stride;
         uint8_t* to = call.to + panel * size;
-        if (outputs < PANEL || call.form == INT4) std::memset(to, 0, size);
+        if (outputs < PANEL) std::memset(to, 0, size);
         if (call.form <= BFLOAT16)
             pack_plain(call, weight, outputs, to);
         else

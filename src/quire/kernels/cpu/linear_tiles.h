@@ -140,17 +140,42 @@ INLINE void widen_scales(float* to, const bfloat16* from) {
 }
 
 // How a tile reads inputs and weights: Q panels of weights that are ``apart`` elements from each other, the first of which ends at
-// ``end``; rows of x packed by pack_rows, so that the M rows' values of one input lie side by side.
+// ``end``; inputs where they are.
 
-// to[q][m][o] += the tile; of a group with scales += the tile * scale[q][o].
+// Rows of x, ``stride`` bytes apart, from one input on: numbers, or pairs as words (X). An address for every three rows, since a
+// processor adds the stride once or twice by itself.
+template <int M, typename X>
+struct Inputs {
+    const char* at[(M + 2) / 3];
+    int64_t stride;
+    __attribute__((always_inline)) Inputs(const char* x, int64_t apart) : stride(apart) {
+        for (int i = 0; i < (M + 2) / 3; i++) at[i] = x + 3 * i * apart;
+    }
+    // Number ``k`` from here of row ``m``.
+    __attribute__((always_inline)) X of(int m, int k) const { return loaded<X>(at[m / 3] + m % 3 * stride + k * sizeof(X)); }
+    __attribute__((always_inline)) void go(int count) {
+        for (const char*& from : at) from += count * sizeof(X);
+    }
+};
+
+// Where sums go, ``apart`` floats from panel to panel: to[q][m][o]. The first block of inputs writes, the others add.
+struct Sums {
+    float* to;
+    int64_t apart;
+    bool is_first;
+};
+
+// Of a group the tile times scale[q][o] is added, also for the first: compilers fuse a product and a sum, or not, by what stands around.
 template <int M, int Q>
-INLINE void add_tile(float* to, int64_t to_apart, const Lanes (&sums)[Q][M][2], const float* scale) {
+INLINE void add_tile(const Sums& to, const Lanes (&sums)[Q][M][2], const float* scale) {
     for (int q = 0; q < Q; q++)
         for (int m = 0; m < M; m++)
             for (int n = 0; n < 2; n++) {
-                float* place = to + q * to_apart + m * PANEL + n * LANES;
+                float* place = to.to + q * to.apart + m * PANEL + n * LANES;
                 if (scale)
                     store(place, loaded<Lanes>(place) + sums[q][m][n] * loaded<Lanes>(scale + q * PANEL + n * LANES));
+                else if (to.is_first)
+                    store(place, sums[q][m][n]);
                 else
                     store(place, loaded<Lanes>(place) + sums[q][m][n]);
             }
@@ -170,11 +195,25 @@ INLINE void fetch(const T* from) {
     for (int byte = 0; byte < PANEL * (int)sizeof(T); byte += 64) __builtin_prefetch((const char*)from + byte, 0, 3);
 }
 
+// Meanwhile the others fetch what comes behind these panels into a larger cache: so many bytes for each line of weights, 128 at most.
+struct Coming {
+    const char* at;
+    int64_t step;
+};
+
+template <bool FETCH>
+INLINE void fetch(Coming& coming) {
+    if (FETCH) return;
+    __builtin_prefetch(coming.at, 0, 2), __builtin_prefetch(coming.at + 64, 0, 2);
+    coming.at += coming.step;
+}
+
 template <int M, int Q, bool FETCH>
-INLINE void tile(float* to, int64_t to_apart, const float* x, const float* w, int64_t apart, const float* end, int64_t inputs,
-                 const float* scale) {
+INLINE void tile(const Sums& to, Inputs<M, float> x, const float* w, int64_t apart, const float* end, int64_t inputs, const float* scale,
+                 Coming coming) {
     Lanes sums[Q][M][2] = {};
-    for (int64_t k = 0; k < inputs; k++, w += PANEL, x += M) {
+    for (int64_t k = 0; k < inputs; k++, w += PANEL, x.go(1)) {
+        fetch<FETCH>(coming);
         const int64_t ahead = ahead_of<Q>(w, end, apart);
         Lanes columns[Q][2];
 #pragma GCC unroll 2
@@ -183,19 +222,22 @@ INLINE void tile(float* to, int64_t to_apart, const float* x, const float* w, in
             fetch<FETCH>(w + q * apart + ahead);
         }
 #pragma GCC unroll 16
-        for (int m = 0; m < M; m++)
+        for (int m = 0; m < M; m++) {
+            const float factor = x.of(m, 0);
 #pragma GCC unroll 2
-            for (int q = 0; q < Q; q++) sums[q][m][0] += columns[q][0] * x[m], sums[q][m][1] += columns[q][1] * x[m];
+            for (int q = 0; q < Q; q++) sums[q][m][0] += columns[q][0] * factor, sums[q][m][1] += columns[q][1] * factor;
+        }
     }
-    add_tile<M, Q>(to, to_apart, sums, scale);
+    add_tile<M, Q>(to, sums, scale);
 }
 
 // Weights of bfloat16 pairs, widened.
 template <int M, int Q, bool FETCH>
-INLINE void tile(float* to, int64_t to_apart, const float* x, const bfloat16* w, int64_t apart, const bfloat16* end, int64_t inputs,
-                 const float* scale) {
+INLINE void tile(const Sums& to, Inputs<M, float> x, const bfloat16* w, int64_t apart, const bfloat16* end, int64_t inputs,
+                 const float* scale, Coming coming) {
     Lanes sums[Q][M][2] = {};
-    for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL, x += 2 * M) {
+    for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL, x.go(2)) {
+        fetch<FETCH>(coming);
         const int64_t ahead = ahead_of<Q>(w, end, apart);
 #pragma GCC unroll 2
         for (int q = 0; q < Q; q++) {
@@ -205,20 +247,22 @@ INLINE void tile(float* to, int64_t to_apart, const float* x, const bfloat16* w,
             Lanes odd[2] = {(Lanes)(first & 0xffff0000u), (Lanes)(second & 0xffff0000u)};
 #pragma GCC unroll 16
             for (int m = 0; m < M; m++) {
-                sums[q][m][0] += even[0] * x[m], sums[q][m][1] += even[1] * x[m];
-                sums[q][m][0] += odd[0] * x[M + m], sums[q][m][1] += odd[1] * x[M + m];
+                const float first_factor = x.of(m, 0), second_factor = x.of(m, 1);
+                sums[q][m][0] += even[0] * first_factor, sums[q][m][1] += even[1] * first_factor;
+                sums[q][m][0] += odd[0] * second_factor, sums[q][m][1] += odd[1] * second_factor;
             }
         }
     }
-    add_tile<M, Q>(to, to_apart, sums, scale);
+    add_tile<M, Q>(to, sums, scale);
 }
 
 #ifdef PAIRS
 template <int M, int Q, bool FETCH>
-INLINE void tile(float* to, int64_t to_apart, const uint32_t* x, const bfloat16* w, int64_t apart, const bfloat16* end, int64_t inputs,
-                 const float* scale) {
+INLINE void tile(const Sums& to, Inputs<M, uint32_t> x, const bfloat16* w, int64_t apart, const bfloat16* end, int64_t inputs,
+                 const float* scale, Coming coming) {
     Lanes sums[Q][M][2] = {};
-    for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL, x += M) {
+    for (int64_t k = 0; k < inputs; k += 2, w += 2 * PANEL, x.go(1)) {
+        fetch<FETCH>(coming);
         const int64_t ahead = ahead_of<Q>(w, end, apart);
         __m512bh columns[Q][2];
 #pragma GCC unroll 2
@@ -228,38 +272,39 @@ INLINE void tile(float* to, int64_t to_apart, const uint32_t* x, const bfloat16*
         }
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
-            __m512bh factor = (__m512bh)_mm512_set1_epi32((int)x[m]);
+            __m512bh factor = (__m512bh)_mm512_set1_epi32((int)x.of(m, 0));
 #pragma GCC unroll 2
             for (int q = 0; q < Q; q++)
                 for (int n = 0; n < 2; n++) sums[q][m][n] = (Lanes)_mm512_dpbf16_ps((__m512)sums[q][m][n], columns[q][n], factor);
         }
     }
-    add_tile<M, Q>(to, to_apart, sums, scale);
+    add_tile<M, Q>(to, sums, scale);
 }
 #endif
 
-template <int M, int Q, bool FETCH, typename X, typename W>
-INLINE void tile_of(int64_t rows, float* to, int64_t to_apart, const X* x, const W* w, int64_t apart, const W* end, int64_t inputs,
-                    const float* scale) {
+template <typename X, int M, int Q, bool FETCH, typename W>
+INLINE void tile_of(int64_t rows, const Sums& to, const char* x, int64_t stride, const W* w, int64_t apart, const W* end, int64_t inputs,
+                    const float* scale, Coming coming) {
     if constexpr (M > 1)
-        if (rows < M) return tile_of<M - 1, Q, FETCH>(rows, to, to_apart, x, w, apart, end, inputs, scale);
-    tile<M, Q, FETCH>(to, to_apart, x, w, apart, end, inputs, scale);
+        if (rows < M) return tile_of<X, M - 1, Q, FETCH>(rows, to, x, stride, w, apart, end, inputs, scale, coming);
+    tile<M, Q, FETCH>(to, Inputs<M, X>(x, stride), w, apart, end, inputs, scale, coming);
 }
 
 #ifdef PAIRS
 // A few rows multiply codes that become pairs in registers: to[q][m][o], group by group as sum_panels adds them.
 template <int M, int Q, int FORM>
-__attribute__((noinline)) void code_tile(const Linear& map, int64_t panel, float* to, int64_t to_apart, const uint32_t* x) {
+__attribute__((noinline)) void code_tile(const Linear& map, int64_t panel, float* to, int64_t to_apart, const char* rows, int64_t stride) {
     constexpr int INPUTS = Codes<FORM>::INPUTS;
     const Codes<FORM> codes;
     const int64_t apart = map.inputs * PANEL / (FORM == INT8 ? 1 : 2), scales_apart = map.inputs / map.group * PANEL;
     const uint8_t *from = (const uint8_t*)map.weights + panel * apart, *end = from + apart;
     const bfloat16 *scales = map.scales + panel * scales_apart, *scales_end = scales + scales_apart;
+    Inputs<M, uint32_t> x(rows, stride);
     Lanes totals[Q][M][2] = {};
     for (int64_t k = 0; k < map.inputs; k += map.group, scales += PANEL) {
         Lanes sums[Q][M][2] = {};
         const int64_t ahead = ahead_of<Q>(from, end, apart), scales_ahead = ahead_of<Q, AHEAD / 8>(scales, scales_end, scales_apart);
-        for (int64_t i = 0; i < map.group; i += INPUTS, from += 2 * 64, x += INPUTS / 2 * M)
+        for (int64_t i = 0; i < map.group; i += INPUTS, from += 2 * 64, x.go(INPUTS / 2))
 #pragma GCC unroll 2
             for (int q = 0; q < Q; q++)
 #pragma GCC unroll 2
@@ -273,7 +318,7 @@ __attribute__((noinline)) void code_tile(const Linear& map, int64_t panel, float
 #pragma GCC unroll 6
                         for (int m = 0; m < M; m++)
                             sums[q][m][n] = (Lanes)_mm512_dpbf16_ps((__m512)sums[q][m][n], (__m512bh)pairs[p],
-                                                                    (__m512bh)_mm512_set1_epi32((int)x[p * M + m]));
+                                                                    (__m512bh)_mm512_set1_epi32((int)x.of(m, p)));
                 }
 #pragma GCC unroll 2
         for (int q = 0; q < Q; q++) {
@@ -295,11 +340,11 @@ __attribute__((noinline)) void code_tile(const Linear& map, int64_t panel, float
 constexpr int FEW_ROWS = 6;
 
 template <int M, int Q, int FORM>
-INLINE void code_tile_of(int64_t rows, const Linear& map, int64_t panel, float* to, int64_t to_apart, const uint32_t* x) {
+INLINE void code_tile_of(int64_t rows, const Linear& map, int64_t panel, float* to, int64_t to_apart, const char* x, int64_t stride) {
     if constexpr (M > 1)
-        if (rows < M) return code_tile_of<M - 1, Q, FORM>(rows, map, panel, to, to_apart, x);
+        if (rows < M) return code_tile_of<M - 1, Q, FORM>(rows, map, panel, to, to_apart, x, stride);
     constexpr int SIDE = M > FEW_ROWS / 2 ? 1 : Q;
-    for (int q = 0; q < Q; q += SIDE) code_tile<M, SIDE, FORM>(map, panel + q, to + q * to_apart, to_apart, x);
+    for (int q = 0; q < Q; q += SIDE) code_tile<M, SIDE, FORM>(map, panel + q, to + q * to_apart, to_apart, x, stride);
 }
 #endif
 
@@ -315,43 +360,22 @@ INLINE int64_t blocks_of(int64_t rows) {
     return (rows + most - 1) / most;
 }
 
-// Blocks of rows, each as [inputs][rows of the block].
-template <typename T>
-INLINE void pack_rows(float* to, const T* x, int64_t x_stride, int64_t rows, int64_t inputs) {
-    const int64_t count = blocks_of(rows);
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t from = rows * i / count, some = rows * (i + 1) / count - from;
-        const T* first = x + from * x_stride;
-        float* place = to + from * inputs;
-        for (int64_t k = 0; k < inputs; k++, place += some)
-            for (int64_t m = 0; m < some; m++) place[m] = wide_one(first + m * x_stride + k);
-    }
-}
-INLINE void pack_pairs(uint32_t* to, const bfloat16* x, int64_t x_stride, int64_t rows, int64_t inputs) {
-    const int64_t count = blocks_of(rows);
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t from = rows * i / count, some = rows * (i + 1) / count - from;
-        const bfloat16* first = x + from * x_stride;
-        uint32_t* place = to + from * inputs / 2;
-        for (int64_t k = 0; k < inputs; k += 2, place += some)
-            for (int64_t m = 0; m < some; m++) place[m] = loaded<uint32_t>(first + m * x_stride + k);
-    }
-}
-
-// Q panels' part times all packed rows. ``length``: elements of a packed row, ``begin``: those before this part.
+// Q panels' part times all rows of x, which begin at these inputs. ``coming``: bytes of weights that are needed after these, or null.
 template <int Q, typename X, typename W>
-__attribute__((noinline)) void tiles(float* sums, int64_t to_apart, int64_t rows, const X* x, int64_t length, int64_t begin,
-                                     const W* w, int64_t apart, const W* end, int64_t inputs, const float* scale) {
-    const int64_t count = blocks_of(rows);
+__attribute__((noinline)) void tiles(Sums sums, int64_t rows, const char* x, int64_t stride, const W* w, int64_t apart, const W* end,
+                                     int64_t inputs, const float* scale, const char* coming) {
+    constexpr int MOST = Q == 2 ? MOST_ROWS / 2 : MOST_ROWS;
+    const int64_t count = blocks_of(rows), bytes = inputs * PANEL * Q * sizeof(W), share = count > 1 && coming ? bytes / (count - 1) : 0;
+    const int64_t step = share ? 128 * Q / (count - 1) : 0;
+    float* const to = sums.to;
     for (int64_t i = 0; i < count; i++) {
         const int64_t from = rows * i / count, some = rows * (i + 1) / count - from;
-        constexpr int MOST = Q == 2 ? MOST_ROWS / 2 : MOST_ROWS;
-        float* place = sums + from * PANEL;
-        const X* rows_of = x + from * length + begin * some;
+        sums.to = to + from * PANEL;
         if (i == 0)
-            tile_of<MOST, Q, true>(some, place, to_apart, rows_of, w, apart, end, inputs, scale);
+            tile_of<X, MOST, Q, true>(some, sums, x, stride, w, apart, end, inputs, scale, {});
         else
-            tile_of<MOST, Q, false>(some, place, to_apart, rows_of, w, apart, end, inputs, scale);
+            tile_of<X, MOST, Q, false>(some, sums, x + from * stride, stride, w, apart, end, inputs, scale,
+                                       {share ? coming + (i - 1) * share : (const char*)w, step});
     }
 }
 
@@ -363,25 +387,30 @@ INLINE int64_t even_part(int64_t inputs) {
     return ((inputs + count - 1) / count + 1) / 2 * 2;
 }
 
-// sums[q][m][o] of Q panels.
+// sums[q][m][o] of Q panels. X: what a product reads of x at once, floats or pairs as words.
 template <int Q, int FORM, typename X>
-INLINE void sum_panels(const Linear& map, int64_t panel, float* sums, int64_t to_apart, float* room, const X* x, int64_t length, int64_t rows) {
+INLINE void sum_panels(const Linear& map, int64_t panel, float* sums, int64_t to_apart, float* room, const char* x, int64_t stride,
+                       int64_t rows) {
     constexpr bool is_paired = !std::is_same<X, float>::value;
 #ifdef PAIRS
     if constexpr (FORM >= INT8 && is_paired)
-        if (rows <= FEW_ROWS) return code_tile_of<FEW_ROWS, Q, FORM>(rows, map, panel, sums, to_apart, x);
+        if (rows <= FEW_ROWS) return code_tile_of<FEW_ROWS, Q, FORM>(rows, map, panel, sums, to_apart, x, stride);
 #endif
     const int64_t bytes = panel_bytes(map), step = FORM >= INT8 ? map.group : even_part(map.inputs);
     const uint8_t* from = (const uint8_t*)map.weights + panel * bytes;
-    for (int q = 0; q < Q; q++) std::memset(sums + q * to_apart, 0, sizeof(float) * PANEL * rows);
-    for (int64_t k = 0; k < map.inputs; k += step) {
-        const int64_t inputs = map.inputs - k < step ? map.inputs - k : step, begin = is_paired ? k / 2 : k;
+    if (FORM >= INT8)
+        for (int q = 0; q < Q; q++) std::memset(sums + q * to_apart, 0, sizeof(float) * PANEL * rows);
+    for (int64_t k = 0; k < map.inputs; k += step, x += step * (is_paired ? sizeof(bfloat16) : sizeof(float))) {
+        const int64_t inputs = map.inputs - k < step ? map.inputs - k : step;
+        const Sums to = {sums, to_apart, k == 0};
+        const bool is_last = (panel + Q) * PANEL >= map.outputs;
+        const char* coming = FORM >= INT8 || is_last ? nullptr : (const char*)from + Q * (bytes + bytes / map.inputs * k);
         if constexpr (FORM == FLOAT32) {
-            tiles<Q>(sums, to_apart, rows, x, length, begin, (const float*)from + k * PANEL, bytes / 4, (const float*)(from + bytes), inputs,
-                     nullptr);
+            tiles<Q, X>(to, rows, x, stride, (const float*)from + k * PANEL, bytes / 4, (const float*)(from + bytes), inputs, nullptr,
+                        coming);
         } else if constexpr (FORM == BFLOAT16) {
-            tiles<Q>(sums, to_apart, rows, x, length, begin, (const bfloat16*)from + k * PANEL, bytes / 2, (const bfloat16*)(from + bytes), inputs,
-                     nullptr);
+            tiles<Q, X>(to, rows, x, stride, (const bfloat16*)from + k * PANEL, bytes / 2, (const bfloat16*)(from + bytes), inputs, nullptr,
+                        coming);
         } else {
             float* scale = room;
             for (int q = 0; q < Q; q++) widen_scales(scale + q * PANEL, map.scales + ((panel + q) * (map.inputs / map.group) + k / map.group) * PANEL);
@@ -390,16 +419,24 @@ INLINE void sum_panels(const Linear& map, int64_t panel, float* sums, int64_t to
 #ifdef PAIRS
                 bfloat16* pairs = (bfloat16*)(room + 2 * PANEL);
                 for (int q = 0; q < Q; q++) pair_panel<FORM>(pairs + q * WIDEST_GROUP * PANEL, codes + q * bytes, inputs);
-                tiles<Q>(sums, to_apart, rows, x, length, begin, (const bfloat16*)pairs, WIDEST_GROUP * PANEL, pairs, inputs, scale);
+                tiles<Q, X>(to, rows, x, stride, (const bfloat16*)pairs, WIDEST_GROUP * PANEL, pairs, inputs, scale, coming);
 #endif
             } else {
                 float* values = room + 2 * PANEL;
                 for (int q = 0; q < Q; q++) widen_panel<FORM>(values + q * WIDEST_GROUP * PANEL, codes + q * bytes, inputs);
-                tiles<Q>(sums, to_apart, rows, x, length, begin, (const float*)values, WIDEST_GROUP * PANEL, values, inputs, scale);
+                tiles<Q, X>(to, rows, x, stride, (const float*)values, WIDEST_GROUP * PANEL, values, inputs, scale, coming);
             }
         }
     }
 }
+
+#ifdef PAIRS
+// As ``put`` rounds, in one instruction; numbers below 2^-126 become 0.
+INLINE void put_output(bfloat16* to, Lanes value) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)value)); }
+#else
+INLINE void put_output(bfloat16* to, Lanes value) { put(to, value); }
+#endif
+INLINE void put_output(float* to, Lanes value) { put(to, value); }
 
 template <typename T>
 INLINE void put_rows(const LinearCall& call, int64_t panel, int64_t first, int64_t rows, const float* sums) {
@@ -409,7 +446,7 @@ INLINE void put_rows(const LinearCall& call, int64_t panel, int64_t first, int64
         T* y = (T*)call.y + (first + m) * map.outputs + from;
         int64_t o = 0;
         for (; o + LANES <= outputs; o += LANES)
-            put(y + o, map.bias ? loaded<Lanes>(sums + o) + loaded<Lanes>(map.bias + from + o) : loaded<Lanes>(sums + o));
+            put_output(y + o, map.bias ? loaded<Lanes>(sums + o) + loaded<Lanes>(map.bias + from + o) : loaded<Lanes>(sums + o));
         for (; o < outputs; o++) put_one(y + o, map.bias ? sums[o] + map.bias[from + o] : sums[o]);
     }
 }
@@ -418,38 +455,39 @@ template <int FORM, typename X, typename T>
 INLINE void run_items(LinearCall& call, int64_t thread) {
     static thread_local Room room;
     const Linear& map = *call.map;
-    const int64_t to_apart = call.tile_rows * PANEL, length = std::is_same<X, float>::value ? map.inputs : map.inputs / 2;
-    float* widened = room.of((2 + 2 * WIDEST_GROUP) * PANEL + 2 * to_apart + call.tile_rows * length);
-    if (!widened) {
+    // Only for products of floats x is converted: what is as wide as they need it stays where it is.
+    constexpr bool is_widened = std::is_same<X, float>::value && !std::is_same<T, float>::value;
+    const int64_t to_apart = call.tile_rows * PANEL;
+    float* panels_room = room.of((2 + 2 * WIDEST_GROUP) * PANEL + 2 * to_apart + (is_widened ? call.tile_rows * map.inputs : 0));
+    if (!panels_room) {
         call.failed = 1;
         return;
     }
-    float* sums = widened + (2 + 2 * WIDEST_GROUP) * PANEL;
-    X* x = (X*)(sums + 2 * to_apart);
+    float *sums = panels_room + (2 + 2 * WIDEST_GROUP) * PANEL, *wider = sums + 2 * to_apart;
+    const int64_t stride = is_widened ? map.inputs * sizeof(float) : call.x_stride * sizeof(T);
     const int64_t panels = (map.outputs + PANEL - 1) / PANEL;
     Turn turn(call, thread);
-    for (int64_t item, packed = -1; (item = turn.next()) >= 0;) {
+    for (int64_t item, widened = -1; (item = turn.next()) >= 0;) {
         const int64_t part = item % call.parts, first = item / call.parts * call.tile_rows;
         const int64_t rows = call.rows - first < call.tile_rows ? call.rows - first : call.tile_rows;
-        if (packed != first) {
-            const T* from = (const T*)call.x + first * call.x_stride;
-            if constexpr (std::is_same<X, float>::value)
-                pack_rows(x, from, call.x_stride, rows, map.inputs);
-            else
-                pack_pairs(x, from, call.x_stride, rows, map.inputs);
-            packed = first;
+        const T* given = (const T*)call.x + first * call.x_stride;
+        if (is_widened && widened != first) {
+            for (int64_t m = 0; m < rows; m++)
+                for (int64_t k = 0; k < map.inputs; k++) wider[m * map.inputs + k] = wide_one(given + m * call.x_stride + k);
+            widened = first;
         }
+        const char* x = is_widened ? (const char*)wider : (const char*)given;
         // Of many rows whole pairs of panels; a few rows are read sooner if no thread has a panel more than another.
         const int64_t unit = rows > 4 * MOST_ROWS ? 2 : 1, units = (panels + unit - 1) / unit;
         int64_t panel = units * part / call.parts * unit;
         const int64_t end = units * (part + 1) / call.parts * unit, stop = end < panels ? end : panels;
         if (in_twos(rows))
             for (; panel + 2 <= stop; panel += 2) {
-                sum_panels<2, FORM>(map, panel, sums, to_apart, widened, x, length, rows);
+                sum_panels<2, FORM, X>(map, panel, sums, to_apart, panels_room, x, stride, rows);
                 for (int q = 0; q < 2; q++) put_rows<T>(call, panel + q, first, rows, sums + q * to_apart);
             }
         for (; panel < stop; panel++) {
-            sum_panels<1, FORM>(map, panel, sums, to_apart, widened, x, length, rows);
+            sum_panels<1, FORM, X>(map, panel, sums, to_apart, panels_room, x, stride, rows);
             put_rows<T>(call, panel, first, rows, sums);
         }
         __atomic_fetch_add(&call.done, 1, __ATOMIC_RELEASE);
@@ -466,13 +504,13 @@ INLINE void run_form(LinearCall& call, int64_t thread) {
     }
 }
 
+#ifndef PAIRS
 INLINE void run_call(LinearCall& call, int64_t thread) {
-    if (!call.map->is_bfloat16) return run_form<float, float>(call, thread);
-#ifdef PAIRS
-    run_form<uint32_t, bfloat16>(call, thread);
-#else
-    run_form<float, bfloat16>(call, thread);
-#endif
+    if (call.map->is_bfloat16)
+        run_form<float, bfloat16>(call, thread);
+    else
+        run_form<float, float>(call, thread);
 }
+#endif
 
 }  // namespace

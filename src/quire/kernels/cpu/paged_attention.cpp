@@ -218,7 +218,8 @@ Attend quire_begin_attention(Call* call, const Call* planned, const void* q, con
     if (batch.num_states)
         for (int64_t t = 0; t < batch.rows; t++)
             for (int64_t head = 0; head < batch.kv_heads; head++) call->left[t * batch.kv_heads + head] = (int32_t)batch.pieces[t];
-    return LEVELS[call->level][call->type];
+    const Attend attend = LEVELS[call->level][call->type];
+    return attend ? attend : LEVELS[call->level - 1][call->type];
 }
 
 // ``parallel``: GOMP_parallel, or null.

@@ -92,7 +92,8 @@ INLINE int64_t room_for(int64_t rows, int64_t key_size, int64_t value_size) {
 
 }  // namespace
 
-// The body of a parallel region for one machine, by type (float32, bfloat16, float16); ``call``: a Call. Null: not in this build.
+// The body of a parallel region for one machine, by type (float32, bfloat16, float16); ``call``: a Call. Null: not in this build,
+// or as at the level before.
 typedef void (*Attend)(void* call);
 // Begin a layer's call; the arguments are those of Call that differ from layer to layer. Any number of threads runs what it returns,
 // until ``done`` is the number of items.

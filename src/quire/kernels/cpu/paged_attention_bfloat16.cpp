@@ -1,4 +1,4 @@
-// Attention over pages with AVX-512 and its products of bfloat16: see paged_attention_body.h.
+// Attention over pages of bfloat16 with AVX-512 and its products of pairs: see paged_attention_body.h.
 
 #include "paged_attention.h"
 
@@ -10,7 +10,7 @@
 #define PAIRS 1
 #include "paged_attention_body.h"
 
-const Attend quire_attend_bfloat16[3] = {attend<float>, attend<bfloat16>, attend<float16>};
+const Attend quire_attend_bfloat16[3] = {nullptr, attend<bfloat16>, nullptr};
 #else
 const Attend quire_attend_bfloat16[3] = {};
 #endif

@@ -95,7 +95,7 @@ INLINE bool is_smooth(int64_t key_size, int64_t value_size) {
 // The processor takes reads that are a constant distance apart, by one instruction, for a stream, and fetches on behind the end of a page,
 // which takes half of the bandwidth. So here lines of K are taken key by key of one group, and reads of V have an instruction each.
 #if WIDTH == 16
-constexpr int SIDE = 1, UNROLLED = GROUP;
+constexpr int SIDE = 1, UNROLLED = 8;
 #else
 constexpr int SIDE = 2, UNROLLED = 2;
 #endif

@@ -132,21 +132,26 @@ INLINE void put_vector(bfloat16* to, Vector x) {
     store(to, __builtin_convertvector(nearest, Shorts));
 }
 
-// 2^x for x <= 0. The error is below 2 units in the last place; 2^0 is 1; below -126 it is 0; what is no number stays none.
+// 2^x for x <= 0: a power of two times a polynomial for the rest, from -1/2 to 1/2. With these coefficients that is off by 1.1e-7 of
+// its value at most; its last sum rounds by 2^-24, the others by less than that together: the error is below 2^-22 of 2^x. 2^0 is 1;
+// below -126 it is 0; what is no number stays none.
 INLINE Vector exp2_of(Vector x) {
-    Vector y = x < -126.0f ? all(-126.0f) : x;
-    Vector shifted = y + 12582912.0f;
-    Vector whole = shifted - 12582912.0f;
-    Vector part = y - whole;
-    Vector sum = all(1.5353362e-4f);
-    sum = sum * part + 1.3398875e-3f;
-    sum = sum * part + 9.6184369e-3f;
-    sum = sum * part + 5.5503324e-2f;
-    sum = sum * part + 2.4022648e-1f;
-    sum = sum * part + 6.9314718e-1f;
+#if WIDTH == 16
+    const Vector part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), whole = x - part;
+#else
+    const Vector shifted = x + 12582912.0f, whole = shifted - 12582912.0f, part = x - whole;
+#endif
+    Vector sum = all(1.3264727e-3f);
+    sum = sum * part + 9.6715126e-3f;
+    sum = sum * part + 5.5507337e-2f;
+    sum = sum * part + 2.4022242e-1f;
+    sum = sum * part + 6.9314698e-1f;
     sum = sum * part + 1.0f;
-    Vector power = (Vector)(((Words)shifted << 23) + 0x3f800000u);
-    return x < -126.0f ? Vector{} : sum * power;
+#if WIDTH == 16
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, all(-126.0f), _CMP_NLT_UQ), sum, whole);
+#else
+    return x < -126.0f ? Vector{} : sum * (Vector)(((Words)shifted << 23) + 0x3f800000u);
+#endif
 }
 
 INLINE float exp2_one(float x) { return exp2_of(all(x))[0]; }

@@ -1,0 +1,176 @@
+"""What a decode step costs around its model: steps as they are, and of a model that does nothing.
+
+*Bare*: the blocks and the map to logits return at once, so what is left is the scheduler, pages,
+the attention plan, the embedding, the last norm, sampling and text. *Cold*: the same where both
+read more memory than caches hold before they return, as a model reads its weights; the time for
+that is taken off. *Scheduler and plan*: their share of steps as they are, by clocks around methods
+(``bench/overheads.py``). Kinds of steps are timed in turn.
+
+``python bench/bare_steps.py [--shape smollm2-135m] [--batches 1,4,16] [--quantization int4]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint, text_tokenizer
+from overheads import PLAN_TARGET, TOGETHER, shares, step_seconds
+from quire import LLM, SamplingParams
+from quire.errors import QuireError, Unsupported
+from quire_bench.reports import interleave, print_json, print_table, random_prompts
+
+READ = 64 << 20
+"""Bytes that leave nothing else in the caches."""
+
+
+class Bare:
+    """Makes the blocks and the map to logits of a model return at once, within a ``with``."""
+
+    def __init__(self, model: Any, batch: int, read: int) -> None:
+        """``read``: bytes that each of both reads before. ``Unsupported``: the blocks are no single
+        call."""
+        if model.stack is None:
+            raise Unsupported(
+                "the blocks of this model are no single call on this machine, which ``quire doctor`` explains"
+            )
+        self._model, self._stack, self._head = model, model.stack, model.lm_head
+        self._logits_RV = torch.randn(batch, model.vocab_size).to(model.dtype)
+        self._memory = torch.ones(read // 8, dtype=torch.int64)
+        self.reading = 0.0
+        """Seconds that reading took."""
+
+    def __enter__(self) -> Self:
+        self._model.stack = self._model.lm_head = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._model.stack, self._model.lm_head = self._stack, self._head
+
+    def run(self, blocks: Sequence[Any], x_TE: Tensor, pass_: Any) -> Tensor:
+        """In place of all blocks, whose attention is planned."""
+        if pass_.stack_parts(self._stack.layers, x_TE.dtype) is None:
+            raise QuireError(f"a step of {len(blocks)} blocks that are no single call")
+        self._read()
+        return x_TE.clone()
+
+    def __call__(self, x_RE: Tensor) -> Tensor:
+        """In place of the map to logits."""
+        self._read()
+        return self._logits_RV[: x_RE.shape[0]].clone()
+
+    def _read(self) -> None:
+        if self._memory.numel():
+            started = time.perf_counter()
+            self._memory.sum()
+            self.reading += time.perf_counter() - started
+
+
+def bare_seconds(llm: LLM, prompts: Sequence[Any], params: SamplingParams, read: int) -> float:
+    """Median seconds of a step without its model."""
+    engine = llm.engine
+    requests = [engine.submit(prompt, params)[0] for prompt in prompts]
+    while not all(request.output_ids for request in requests):
+        engine.step()
+    ends: list[float] = []
+    with Bare(llm.model, len(prompts), read) as bare:
+        engine.run(requests, lambda: ends.append(time.perf_counter() - bare.reading))
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(ends))
+
+
+def whole_seconds(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> float:
+    """Median seconds of a step."""
+    return statistics.median(step_seconds(llm, prompts, params))
+
+
+def measured(llm: LLM, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure steps of one batch."""
+    prompts = [row.numpy() for row in random_prompts(batch, arguments.context, llm.model.vocab_size)]
+    params = SamplingParams(temperature=0, max_tokens=arguments.decode, ignore_eos=True)
+    functions: dict[str, Callable[[], float]] = {
+        "step": partial(whole_seconds, llm, prompts, params),
+        "bare": partial(bare_seconds, llm, prompts, params, 0),
+        "cold": partial(bare_seconds, llm, prompts, params, READ),
+    }
+    compared = interleave(functions, arguments.rounds)
+    parts = shares(llm, prompts, params, arguments.rounds)
+    return {"batch": batch, "parts": parts} | {name: compared.spread(name) for name in functions}
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure, print the table and the JSON line, return what it holds."""
+    llm = LLM(
+        str(checkpoint(arguments.shape, directory=arguments.dir)),
+        tokenizer=str(text_tokenizer(SHAPES[arguments.shape].vocab_size, directory=arguments.dir)),
+        device=arguments.device,
+        dtype=arguments.dtype,
+        quantization=arguments.quantization,
+        kv_cache_memory=arguments.kv_cache_memory,
+        enable_prefix_caching=False,
+    )
+    rows = [measured(llm, batch, arguments) for batch in arguments.batches]
+    print_table([line_of(row) for row in rows])
+    result = {
+        "benchmark": "bare_steps",
+        "shape": arguments.shape,
+        "dtype": arguments.dtype,
+        "quantization": arguments.quantization,
+        "context": arguments.context,
+        "decode": arguments.decode,
+        "rows": rows,
+        "target": PLAN_TARGET,
+    }
+    print_json(result)
+    return result
+
+
+def line_of(row: dict[str, Any]) -> dict[str, Any]:
+    both = row["parts"][TOGETHER]
+    return {
+        "batch": row["batch"],
+        "step, ms": row["step"].median * 1e3,
+        "bare, µs": round(row["bare"].median * 1e6),
+        "cold, µs": round(row["cold"].median * 1e6),
+        "scheduler and plan, µs": round(both["seconds"] * 1e6),
+        "of a step": f"{both['share']:.1%}",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="smollm2-135m", choices=list(SHAPES))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cpu", help="Where blocks are one call. Default cpu.")
+    parser.add_argument("--quantization", choices=("int8", "int4"))
+    parser.add_argument("--batches", type=lambda text: [int(one) for one in text.split(",")], default=[1, 4, 16])
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--decode", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kv-cache-memory", default="1GiB")
+    parser.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY)
+    arguments = parser.parse_args()
+    for name, least in (("context", 1), ("decode", 3), ("rounds", 1)):
+        if getattr(arguments, name) < least:
+            parser.error(f"--{name} must be {least} or greater")
+    if min(arguments.batches) < 1:
+        parser.error("--batches must be 1 or greater")
+    try:
+        run(arguments)
+    except QuireError as error:
+        parser.exit(2, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Draws by Triton programs are those of PyTorch's operations, to the token."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tests.triton_machine import DEVICE, needs_triton
+from torch import Tensor
+
+from quire import SamplingParams
+from quire.kernels import triton_draw
+from quire.kernels.triton_draw import TritonDraw, fastest_draw
+from quire.ops import sampling
+from quire.ops.filters import PlainDraws, candidates
+from quire.ops.request_sampler import RequestSampler
+from quire.ops.sampling import sample
+
+pytestmark = [needs_triton, pytest.mark.gpu]
+TEMPERATURES = (1.0, 0.05, 7.0, 0.6)
+MIN_PS = (0.0, 0.3, 1.0, 1e-6)
+
+
+def logits(rows: int, vocab_size: int, seed: int) -> Tensor:
+    """With equal ones, some of them -inf."""
+    generator = torch.Generator().manual_seed(seed)
+    z_RV = (torch.randn(rows, vocab_size, generator=generator) * 4).round(decimals=1)
+    z_RV[torch.rand(rows, vocab_size, generator=generator) < 0.1] = -torch.inf
+    z_RV[:, vocab_size // 2] = 1.0
+    return z_RV.to(DEVICE)
+
+
+def tokens(
+    z_RV: Tensor, params: dict[int, SamplingParams], uniforms: list[float], kernel: TritonDraw | None
+) -> list[int]:
+    max_R = z_RV.amax(-1)
+    if kernel is not None:
+        return PlainDraws(kernel, z_RV, max_R, params).drawn(uniforms).tolist()  # type: ignore[no-any-return]
+    (group,) = candidates(z_RV, max_R, params)
+    return group.draw(uniforms)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "block"), [(1, 2048), (97, 2048), (97, 16), (1024, 256), (5000, 2048), (4096, 2048)]
+)
+def test_draws(vocab_size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some rows, in blocks that end in the vocabulary and at its end, at the ends of [0, 1)."""
+    monkeypatch.setattr(triton_draw, "BLOCK", block)
+    z_RV = logits(18, vocab_size, seed=vocab_size)
+    rows = [row for row in range(18) if row % 5]
+    params = {
+        row: SamplingParams(temperature=TEMPERATURES[row % 4], min_p=MIN_PS[row // 4 % 4]) for row in rows
+    }  # fmt: skip
+    drawn = np.random.default_rng(0).random(len(rows)).tolist()
+    for uniforms in (drawn, [0.0] * len(rows), [1 - 2.0**-53] * len(rows)):
+        found = tokens(z_RV, params, uniforms, TritonDraw())
+        assert found == tokens(z_RV, params, uniforms, None)
+        assert all(z_RV[row, token] > -math.inf for row, token in zip(rows, found, strict=True))
+    wider = torch.cat((z_RV, z_RV), 1)[:, :vocab_size]
+    assert tokens(wider, params, drawn, TritonDraw()) == tokens(z_RV, params, drawn, None)
+
+
+def test_requests_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside rows that are greedy, or in order, and rows of which none can be drawn."""
+    fields = [
+        {"temperature": 0.8},
+        {"temperature": 0},
+        {"temperature": 1.2, "min_p": 0.05, "logit_bias": {5: 4.0}},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 1.0, "top_p": 0.7},
+        {"temperature": 0.9, "logprobs": 3},
+        {"temperature": 1.0},
+        {"temperature": 1.0},
+    ]
+    z_RV = logits(len(fields), 97, seed=3)
+    z_RV[-2, 4], z_RV[-1] = torch.nan, -torch.inf
+    monkeypatch.setattr(sampling, "_fits_at_once", lambda *given: True)
+    counted: list[int] = []
+
+    class Counted(TritonDraw):
+        def draw(self, z_WV: Tensor, max_W: Tensor, table_G4: Tensor, one: float) -> Tensor:
+            counted.append(len(table_G4))
+            return super().draw(z_WV, max_W, table_G4, one)
+
+    found = []
+    for kernel in (None, Counted()):
+        samplers = [
+            RequestSampler(SamplingParams(seed=row, **one), vocab_size=97)  # type: ignore[arg-type]
+            for row, one in enumerate(fields)
+        ]
+        drawn = [sample(z_RV, samplers, kernel=kernel) for _ in range(3)]
+        found.append(([one.token_ids for one in drawn], [one.logprobs for one in drawn]))
+        assert set(drawn[0].failures) == {6, 7}
+    assert found[0] == found[1]
+    # Rows 0, 2, 5 and those that fail.
+    assert counted == [5] * 3
+
+
+def test_only_gpus_draw_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fastest_draw(torch.device("cpu")) is None
+    monkeypatch.setattr(triton_draw, "triton_problem", lambda device: "")
+    assert isinstance(fastest_draw(torch.device("cuda")), TritonDraw)
+    monkeypatch.setattr(triton_draw, "triton_problem", lambda device: "no Triton")
+    assert fastest_draw(torch.device("cuda")) is None
