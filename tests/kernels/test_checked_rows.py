@@ -10,7 +10,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from quire.kernels.checked_rows import SHORTEST, CheckedRows, RowRuns, CheckedPieces, checked_rows
+from quire.kernels.checked_rows import SHORTEST, CheckedPieces, CheckedRows, RowRuns, checked_rows
 from quire.kernels.native_library import native_problem
 
 SIZES = (*range(SHORTEST, 340), 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049, 2112, 5000, 98304)
