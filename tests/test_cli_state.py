@@ -13,6 +13,7 @@ import pytest
 from tests.test_cli import run
 
 from quire import LLM, NotFound
+from quire.server import known_tokenizers
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,36 @@ def test_looking(used: tuple[LLM, str], shell: Shell) -> None:
     assert shown["tokens"] == llm.checkout("main").tokens
     assert (shown["session"], shown["objects"], shown["objects_there"]) == ("adder", 1, 1)
     assert "objects there" in shell("show", "other")
+    assert "return a + b" in shell("show", "other", "--text")
+    parted = shell("diff", "main", "other", "--text")
+    assert "x = 1" in parted
+    assert "y = 2" in parted
+    assert "leave out" not in shell("diff", "main", "main", "--text")
+    assert "give one of them" in shell("diff", "main", "other", "--text", "--json", code=2)
+
+
+def test_messages_do_not_steer_the_terminal(used: tuple[LLM, str], shell: Shell) -> None:
+    llm, _ = used
+    llm.session("q = 1\n").commit("steers", "\x1b[2Jgone\x9b")
+    for words in (("ls",), ("log", "steers"), ("show", "steers")):
+        told = shell(*words)
+        assert "\\x1b[2Jgone\\x9b" in told
+        assert not {"\x1b", "\x9b"} & set(told)
+    llm.delete("steers")
+
+
+def test_text_of_a_model_that_is_not_here(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_tokenizers, "_directories", lambda weights: [])
+    assert "leave out --text to see token ids" in shell("show", "main", "--text", code=2)
+
+
+def test_a_store_without_branches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "objects").mkdir()
+    for words, told in ((["ls"], "there are no branches; --all"), (["ls", "--all"], "there are no branches\n")):
+        assert run("state", *words, "--store", f"file://{tmp_path}", monkeypatch=monkeypatch) == 0
+        assert told in capsys.readouterr().out
 
 
 def test_copies_and_removals_while_the_llm_commits(used: tuple[LLM, str], shell: Shell, tmp_path: Path) -> None:
@@ -106,6 +137,8 @@ def test_mistakes_are_one_sentence(
         (["ls", "--store", "memory://1GiB"], "outlives the process"),
         (["ls", "--store", f"file://{tmp_path}/typo"], "does not exist"),
         (["ls", "--state-dir", f"{tmp_path}/typo"], "does not exist"),
+        (["ls", "--store", f"file://{tmp_path}"], "has no 'objects'"),
+        (["gc", "--store", f"file://{tmp_path}"], "has no 'objects'"),
         (["pull", "a", f"file://{tmp_path}/typo", "--store", f"file://{tmp_path}/new"], "does not exist"),
         (["log", "a", "--store", "redis://127.0.0.1:1"], "127.0.0.1:1"),
         (["ls", "--store", "nothing"], "it has no scheme"),

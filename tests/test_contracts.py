@@ -48,7 +48,7 @@ SIGNATURES: dict[type, dict[str, str]] = {
         "import_metadata": "length, *, kept=()",
         "import_need": "metadata, *, shared=0",
         "import_page_group": "seq_id, group, tensors",
-        "import_rows": "seq_id, group, start, tensors, *, check=None",
+        "import_rows": "seq_id, group, start, rows",
         "pending_layers": "seq_id",
         "publish_import": "seq_id",
         "open_export": "seq_id",

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.exact import TINY_PYTHON
+from tests.kv.pieces import Pieces
 
 from quire import LLM, SamplingParams
 from quire.kernels.triton_draw import TritonDraw
@@ -283,7 +284,8 @@ def test_state_that_comes_back_is_what_was_given_up(cpu: LLM, gpu: LLM) -> None:
     def load() -> None:
         for layer, tensors in rows.items():
             state.import_rows(
-                seq, layer, 0, [{name: one[a : a + 50] for name, one in tensors.items()} for a in range(0, 200, 50)]
+                *(seq, layer, 0),
+                Pieces([{name: one[a : a + 50] for name, one in tensors.items()} for a in range(0, 200, 50)]),
             )
             arrived[layer].set()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from quire.cli_options import command
-from quire.errors import InvalidArgument
+from quire.errors import InvalidArgument, NotFound
 from quire.store_tables import COLUMNS, SHOWN, commit_facts, commit_row
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from quire.store.commits import SessionCommit
 
 R = TypeVar("R")
+TEXT_TOKENS = 60
+"""Tokens whose text is shown."""
 
 state_app = typer.Typer(
     help="Look at the branches that sessions were committed to, and copy them; no model is loaded.",
@@ -34,6 +36,10 @@ DirOption = Annotated[Path | None, typer.Option(metavar="DIR", help="A server's 
 SpaceOption = Annotated[str, typer.Option(help="Whose branches: an API key's space, which ls --all tells.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace a branch there that is no earlier state of it.")]
+TextOption = Annotated[
+    bool,
+    typer.Option("--text", help="Show text and no token ids. The tokenizer is read, and this machine must have it."),
+]
 NameArgument = Annotated[str, typer.Argument(help="A branch, or 8 digits or more of a commit's id.")]
 
 
@@ -64,7 +70,10 @@ def list_branches(
         )
         return
     rows = [(*([at] if everything else []), name, *commit_row(one)) for at in found for name, one in found[at].items()]
-    _print([*(["space"] if everything else []), "branch", *COLUMNS], rows)
+    if rows:
+        _print([*(["space"] if everything else []), "branch", *COLUMNS], rows)
+    else:
+        print(f"there are no branches{'' if everything else '; --all looks at those of API keys, too'}")
 
 
 @command(state_app)
@@ -94,10 +103,13 @@ def diff(
     store: StoreOption = None,
     state_dir: DirOption = None,
     space: SpaceOption = "",
+    text: TextOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Tell where two commits part, what each adds, and which bytes of state they share."""
     from quire.store.commit_history import Difference
+
+    _require_table(text, as_json)
 
     async def compare(history: History) -> Difference:
         return await history.diff(await history.find(a), await history.find(b))
@@ -112,7 +124,8 @@ def diff(
         return
     sides = ((a, found.a, found.a_adds, found.a_bytes), (b, found.b, found.b_adds, found.b_bytes))
     rows = [
-        (name, one.id[:SHOWN], one.num_tokens, len(adds), f"{own:,}", _some(adds)) for name, one, adds, own in sides
+        (name, one.id[:SHOWN], one.num_tokens, len(adds), f"{own:,}", _words(one, text)(adds))
+        for name, one, adds, own in sides
     ]
     _print(["", "commit", "tokens", "own tokens", "own bytes", "they begin with"], rows)
     base = "there is no common commit" if found.base is None else f"the last common commit is {found.base[:SHOWN]}"
@@ -125,9 +138,12 @@ def show(
     store: StoreOption = None,
     state_dir: DirOption = None,
     space: SpaceOption = "",
+    text: TextOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what a commit holds, and how many of its objects are there."""
+
+    _require_table(text, as_json)
 
     async def look(history: History) -> tuple[SessionCommit, list[int], dict[Any, bool]]:
         found = await history.find(name)
@@ -138,7 +154,8 @@ def show(
     if as_json:
         print(json.dumps(facts | {"tokens": ids}))
         return
-    _print(["", ""], [*((key.replace("_", " "), value) for key, value in facts.items()), ("tokens", _some(ids))])
+    described = ((key.replace("_", " "), value) for key, value in facts.items())
+    _print(["", ""], [*described, ("text" if text else "tokens", _words(found, text)(ids))])
 
 
 @command(state_app)
@@ -269,6 +286,31 @@ def _transfer(name: str, space: str, force: bool, source: StoreTier, target: Sto
 
 def _some(ids: list[int]) -> str:
     return " ".join(map(str, ids[:SHOWN])) + (" ..." if len(ids) > SHOWN else "")
+
+
+def _require_table(text: bool, as_json: bool) -> None:
+    if text and as_json:
+        raise InvalidArgument("--text is for tables, and --json has all token ids; give one of them")
+
+
+def _words(commit: SessionCommit, text: bool) -> Callable[[list[int]], str]:
+    """Return how tokens of a commit are shown: their first ids, or their first text."""
+    if not text:
+        return _some
+    from quire.server.known_tokenizers import tokenizer_of
+
+    tokenizer = tokenizer_of(commit.model)
+    if tokenizer is None:
+        raise NotFound(
+            f"this machine has not used the model of commit {commit.id[:SHOWN]}, so its tokenizer is not known; "
+            "leave out --text to see token ids"
+        )
+
+    def words(ids: list[int]) -> str:
+        shown = repr(tokenizer.decode(ids[:TEXT_TOKENS], skip_special_tokens=False))
+        return shown + (" ..." if len(ids) > TEXT_TOKENS else "")
+
+    return words
 
 
 def _print(columns: list[str], rows: Any) -> None:

@@ -9,16 +9,21 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+"""Messages of commits and names come from others, whose terminal this is not."""
+
+
 def folding_table(
     *columns: str, title: str | None = None, rows: Iterable[Iterable[object]] = (), **options: Any
 ) -> Table:
-    """Return a table of the texts of ``rows``. ``options`` are those of rich's ``Table``."""
+    """Return a table of the texts of ``rows``, in which characters that control a terminal are
+    spelled out. ``options`` are those of rich's ``Table``."""
     from rich.table import Column, Table
 
     folding = [Column(name, overflow="fold") for name in columns]
     table = Table(*folding, title=title, title_justify="left", **options)
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(*(str(cell).translate(CONTROLS) for cell in row))
     return table
 
 

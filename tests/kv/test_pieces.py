@@ -32,6 +32,7 @@ from quire.kv.rule_table import COMBINATIONS, Combination
 from quire.kv.state import State
 
 from .pair import attention, num_columns, same_bits, windowed
+from .pieces import Pieces
 from .rule_stories import Story, encoded
 from .snapshots import snapshot
 
@@ -79,7 +80,7 @@ def bring(state: State, seq_id: int, layer: int, export: Export, parts: list[ran
             state.import_rows(seq_id, layer, part.start, export.rows(layer, part.start, part.stop))
         else:
             split = sorted(pieces([part], rng), key=lambda one: one.start)
-            several = [export.rows(layer, one.start, one.stop) for one in split]
+            several = Pieces([export.rows(layer, one.start, one.stop) for one in split])
             state.import_rows(seq_id, layer, part.start, several)
 
 
@@ -144,7 +145,7 @@ def test_rows_go_where_their_pages_are() -> None:
     state, export = other.state, story.state.open_export(0)
     state.prepare_import(1, state.import_metadata(10))
     for layer in (0, 1):
-        state.import_rows(1, layer, 0, [export.rows(layer, 0, 1), export.rows(layer, 1, 10)])
+        state.import_rows(1, layer, 0, Pieces([export.rows(layer, 0, 1), export.rows(layer, 1, 10)]))
     state.finish_import(1)
     for layer in (0, 1):
         assert same_groups(state.open_export(1).rows(layer, 0, 10), export.rows(layer, 0, 10))
@@ -162,12 +163,12 @@ def test_each_piece_is_checked_right_before_it_is_written() -> None:
         if number == 1 and len(checked) == 2:
             raise DataLoss("damaged")
 
-    pieces = [export.rows(0, 0, 3), export.rows(0, 3, 4), export.rows(0, 4, 10)]
+    pieces = Pieces([export.rows(0, 0, 3), export.rows(0, 3, 4), export.rows(0, 4, 10)], check)
     with pytest.raises(DataLoss, match="damaged"):
-        state.import_rows(1, 0, 0, pieces, check=check)
+        state.import_rows(1, 0, 0, pieces)
     assert checked == [(0, 0), (1, 3)]
     assert state.pending_layers(1) == [0]
-    state.import_rows(1, 0, 0, pieces, check=check)
+    state.import_rows(1, 0, 0, pieces)
     assert checked[2:] == [(0, 3), (1, 3), (2, 4)]
     state.finish_import(1)
     assert same_groups(state.open_export(1).rows(0, 0, 10), export.rows(0, 0, 10))
@@ -306,9 +307,9 @@ def test_what_an_import_under_way_refuses() -> None:
         (InvalidArgument, partial(state.import_rows, 1, 0, 2, {**some, "k": some["k"].float()}), "float32"),
         (InvalidArgument, partial(state.import_rows, 1, 0, 2, {"k": some["k"]}), "['k', 'v'] expected"),
         (InvalidArgument, partial(state.import_rows, 1, 0, 2, {n: x[:0] for n, x in some.items()}), "one or more"),
-        (InvalidArgument, partial(state.import_rows, 1, 0, 2, []), "one or more"),
-        (InvalidArgument, partial(state.import_rows, 1, 0, 2, [some, {"k": some["k"]}]), "['k', 'v'] expected"),
-        (InvalidArgument, partial(state.import_rows, 1, 0, 8, [some, some]), "8..11"),
+        (InvalidArgument, partial(state.import_rows, 1, 0, 2, Pieces([{"k": some["k"]}])), "['k', 'v'] expected"),
+        (InvalidArgument, partial(state.import_rows, 1, 0, 8, Pieces([some, some])), "8..11"),
+        (InvalidArgument, partial(state.import_rows, 1, 0, 2, [some]), "RowPieces"),
         (InvalidArgument, partial(state.import_rows, 1, 7, 2, some), "layer 7"),
         (Unsupported, partial(state.import_rows, 1, 2, 2, some), "'recurrent'"),
         (NotFound, partial(state.import_rows, 5, 0, 2, some), "5"),

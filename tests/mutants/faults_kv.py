@@ -422,8 +422,8 @@ PIECES = (
     Mutant(
         name="pieces-of-an-import-all-go-to-the-first",
         file="kv/import_verbs.py",
-        old="            start, stop = stop, stop + rows[0].shape[0]",
-        new="            start, stop = 0, rows[0].shape[0]",
+        old="            start, stop = stop, stop + count\n",
+        new="            start, stop = 0, count\n",
         tests=("kv/test_pieces.py::test_pieces_make_what_an_import_makes",),
     ),
     Mutant(

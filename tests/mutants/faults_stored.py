@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.harness import Mutant
 
 STORED = "engine/test_stored_state.py"
+ROWS = "branches/test_object_rows.py"
 FILES = "engine/test_stored_files.py"
 AHEAD = "engine/test_saving_ahead.py"
 
@@ -40,9 +41,30 @@ MUTANTS = (
     Mutant(
         name="objects-whose-checksums-are-not-looked-at",
         file="store/objects.py",
-        old="        file.verify(*(tensor_name(layer, name) for name in names))\n",
+        old="        file.verify(*(tensor_name(layer, name) for name in plan))\n",
         new="        pass\n",
-        tests=(f"{STORED}::test_damaged_objects_are_misses",),
+        tests=(f"{ROWS}::test_a_flipped_bit_is_never_seen",),
+    ),
+    Mutant(
+        name="damage-that-the-call-finds-is-passed-over",
+        file="branches/object_rows.py",
+        old="< len(self.rows.pieces):",
+        new="< 0:",
+        tests=(f"{ROWS}::test_a_call_that_sees_damage_alone_is_believed", f"{ROWS}::test_a_flipped_bit_is_never_seen"),
+    ),
+    Mutant(
+        name="objects-of-another-layout-are-handed-to-the-call",
+        file="branches/object_rows.py",
+        old="(spec.shape, spec.dtype) != wanted",
+        new="False",
+        tests=(f"{ROWS}::test_what_does_not_fit_is_said",),
+    ),
+    Mutant(
+        name="rows-of-an-object-from-its-first-on",
+        file="branches/object_rows.py",
+        old="np.array([(len(part), part.start) for part in self.parts]).T",
+        new="np.array([(len(part), 0) for part in self.parts]).T",
+        tests=(f"{ROWS}::test_rows_come_behind_shared_ones",),
     ),
     Mutant(
         name="sessions-with-different-windows-share",

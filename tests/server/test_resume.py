@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import os
 import random
 import signal
@@ -628,8 +629,9 @@ def test_what_expires_is_forgotten(kept_llm: AsyncLLM) -> None:
 # -- disks -----------------------------------------------------------------------------------------
 
 
-def test_a_full_disk(kept_llm: AsyncLLM, oracle: LLM) -> None:
+def test_a_full_disk(kept_llm: AsyncLLM, oracle: LLM, caplog: pytest.LogCaptureFixture) -> None:
     database = kept_of(kept_llm).journal._db
+    caplog.set_level(logging.WARNING, "quire.server")
     with served(kept_llm) as found:
         client = found.client
         name, _ = made(client), made(client, prompt=[1] * 1500)
@@ -653,6 +655,8 @@ def test_a_full_disk(kept_llm: AsyncLLM, oracle: LLM) -> None:
         assert len(ok(client.get("/v1/sessions"))["data"]) == 2
         database.execute(f"PRAGMA max_page_count = {pages + 1000}")
         assert turn(client, name) == continuation(oracle, held, 4)
+    told = [json.loads(one.getMessage())["event"] for one in caplog.records]
+    assert told == ["sessions_not_written", "sessions_written_again"], "once, however many calls are refused"
     with served(kept_llm) as found:
         assert tokens_of(found.client, name)[: len(held)] == held
 

@@ -14,19 +14,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from functools import cache
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from quire.branches.object_layout import ObjectLayout
+from quire.branches.object_rows import ObjectRows
 from quire.contracts.kv_state import ModelState, TensorPlan
 from quire.contracts.store import ObjectKey, ObjectKind
 from quire.errors import QuireError
 from quire.kv.statefile import StateFile
 from quire.outputs import Miss
 from quire.store.keys import StoredPiece
-from quire.store.objects import Contents, read_tensors, unpack, verify_tensors
+from quire.store.objects import Contents, read_tensors, unpack
 from quire.store.records import Unfit
 from quire.store.stack import Found, Store
 from quire.types import SeqId
@@ -74,6 +75,8 @@ class StateLoad:
         self._state, self._layout, self._store = state, layout, store
         self._rows, self._stops, self._contents = rows, stops, contents
         self._length = length
+        self._runs: ObjectRows | None = None
+        """What is written of ``rows``, while they are open; None: nothing."""
         self._arrived: set[int] = set()
         """Layers that are there."""
         self._changed = threading.Condition()
@@ -121,6 +124,7 @@ class StateLoad:
         except BaseException as error:
             logger.exception("a load failed")
             self.error = LoadFailed(f"{type(error).__name__}: {error}")
+        self._runs = None  # The objects may go.
         with self._changed:
             self.seconds = time.perf_counter() - started
             self._ended = True
@@ -145,6 +149,9 @@ class StateLoad:
                 self._drop(piece.key, found.tier, error)
                 raise
             self.nbytes[found.tier] = self.nbytes.get(found.tier, 0) + files[piece.key].nbytes
+        if self._rows:
+            opened = [files[piece.key] for piece in self._rows]
+            self._runs = ObjectRows(self._rows, opened, range(self.shared, self._length), self._dropping)
         for layer in self._layout.layers:
             self._check()
             self._put(layer, files)
@@ -192,31 +199,16 @@ class StateLoad:
     def _put(self, layer: int, files: Mapping[ObjectKey, StateFile]) -> None:
         """Write a layer."""
         if layer in self._layout.row_layers:
-            self._put_rows(layer, files)
+            self._put_rows(layer)
         elif layer in self._layout.window_layers:
             self._put_window(layer, files[self._stops[-1].key])
         else:
             self._put_states(layer, files)
 
-    def _put_rows(self, layer: int, files: Mapping[ObjectKey, StateFile]) -> None:
-        plan = cache(lambda count: self._layout.plan(ObjectKind.ROWS, count, layer))
-        found: list[dict[str, Tensor]] = []
-        for piece in self._rows:
-            with self._dropping(piece):
-                tensors = read_tensors(piece.key, files[piece.key], layer, plan(piece.stop - piece.start), verify=False)
-            begin, end = max(piece.start, self.shared), min(piece.stop, self._length)
-            if (begin, end) != (piece.start, piece.stop):
-                tensors = {name: one[begin - piece.start : end - piece.start] for name, one in tensors.items()}
-            found.append(tensors)
-
-        def check(number: int) -> None:
-            # Right before it is copied, so that the copy finds it in the processor's cache.
-            piece = self._rows[number]
-            with self._dropping(piece):
-                verify_tensors(piece.key, files[piece.key], layer, found[number])
-
-        if found:
-            self._state.import_rows(self.seq, layer, max(self._rows[0].start, self.shared), found, check=check)
+    def _put_rows(self, layer: int) -> None:
+        if self._runs is not None:
+            plan = partial(self._layout.plan, ObjectKind.ROWS, layer=layer)
+            self._state.import_rows(self.seq, layer, self._runs.start, self._runs.of(layer, plan))
 
     def _put_window(self, layer: int, file: StateFile) -> None:
         tensors = self._tensors(layer, self._stops[-1], file)

@@ -51,7 +51,7 @@ these Protocols.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from quire.contracts.attention_state import AttentionVerbs
@@ -60,7 +60,9 @@ from quire.contracts.recurrent_state import RecurrentVerbs
 from quire.types import SeqId
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from quire.contracts.model import OpenPass
@@ -71,6 +73,26 @@ class TensorPlan(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+class RowPieces(Protocol):
+    """Rows of one layer in host memory, in pieces that follow each other, as somebody kept them."""
+
+    @property
+    def plan(self) -> Mapping[str, TensorPlan]:
+        """All rows together."""
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """Rows of each piece."""
+
+    def piece(self, number: int) -> Mapping[str, Tensor]:
+        """Return the rows of a piece. Raise if they are not what was kept."""
+
+    def write(self, targets: Mapping[str, Tensor], slots_N: NDArray[np.int64]) -> bool:
+        """Write all rows to slots of ``targets [S, ...]``, each piece only when it was found to be
+        what was kept. Raise as ``piece`` does; or return False, and nothing was written: the caller
+        asks for the pieces. Slots and types of the rows fit."""
 
 
 class Export(Protocol):
@@ -386,21 +408,12 @@ class KVState(Protocol):
         already, at least in part. ``DataLoss``: checksum. Cost: the bytes of the group.
         """
 
-    def import_rows(
-        self,
-        seq_id: SeqId,
-        group: int,
-        start: int,
-        tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
-        *,
-        check: Callable[[int], None] | None = None,
-    ) -> None:
+    def import_rows(self, seq_id: SeqId, group: int, start: int, rows: Mapping[str, Tensor] | RowPieces) -> None:
         """(ours) Write rows of tokens of one layer of an import, from position ``start`` on; in any
-        pieces and order, each row once. ``tensors``: the rows, or tensors of the first, the next
-        and so on. ``check``: called with the number of each of these before its rows are read and
-        written; where it raises, that and all later ones are not, and all rows have still to come.
+        order, each row once. ``rows``: their tensors, or pieces of them, each of which is asked for
+        right before it is written. If one raises, it is not written, and all have still to come.
 
-        A piece is one row or more, all of them expected, without a gap. ``InvalidArgument``: else;
+        These are one row or more, all of them expected, without a gap. ``InvalidArgument``: else;
         names, shapes or dtypes. ``Unsupported``: a cross or recurrent layer, which comes whole.
         ``FailedPrecondition``: not prepared; a row that has come; a layer with a checksum, which
         only all of its rows have. Cost: the bytes.

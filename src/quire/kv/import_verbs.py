@@ -9,17 +9,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.contracts.kv_state import TensorPlan
+from quire.contracts.kv_state import RowPieces, TensorPlan
 from quire.contracts.layers import LatentAttention
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
 from quire.kv.exchange import StateExchange, checksum, counts_of, group_plan, groups_of, recurrent_plan, rows_by_layer
-from quire.kv.forward_need import SlotRange, pages_for, slots_of
+from quire.kv.forward_need import SlotRange, pages_for
 from quire.kv.imports import Import
 from quire.kv.metadata_checks import holes_of, promised_checksums, ranges_of, validate, window_of
 from quire.kv.parts import StateParts
@@ -169,30 +170,17 @@ class StateImports(StateExchange):
             elif self.encoders is not None and group in self.encoders.specs:
                 self.encoders.fill(seq_id, group, tensors["k"], tensors["v"])
             else:
-                self._write(found, group, expected or [], [tensors])
+                self._write(found, group, expected or [], _Whole(tensors))
             found.missing.pop(group, None)
 
-    def import_rows(
-        self,
-        seq_id: SeqId,
-        group: int,
-        start: int,
-        tensors: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
-        *,
-        check: Callable[[int], None] | None = None,
-    ) -> None:
+    def import_rows(self, seq_id: SeqId, group: int, start: int, rows: Mapping[str, Tensor] | RowPieces) -> None:
         verb = "import_rows"
-        start = stop = check_integer(start, f"{verb}: start", 0)
+        start = check_integer(start, f"{verb}: start", 0)
         spec = self.rows_layer(group, verb).spec
-        pieces = [tensors] if isinstance(tensors, Mapping) else tensors
-        if not pieces:
-            raise InvalidArgument(f"{verb}: tensors are no piece; one or more are needed", field="tensors")
-        plans = cache(lambda count: group_plan(spec, count, self.dtype))
-        for piece in pieces:
-            count = next((tensor.shape[0] for tensor in piece.values() if tensor.dim()), 0)
-            _check_tensors(verb, group, piece, plans(count))
-            stop += count
-        part = range(start, stop)
+        pieces = _Whole(rows) if isinstance(rows, Mapping) else rows
+        count = sum(pieces.counts)
+        _check_tensors(verb, group, pieces.plan, group_plan(spec, count, self.dtype))
+        part = range(start, start + count)
         started = self.imports.get(seq_id)
         expected = started.rows[group] if started else [part]
         if not part or not _holds(expected, part):
@@ -211,7 +199,7 @@ class StateImports(StateExchange):
                     f"{verb}: rows {describe_ranges([part])} of layer {group} were imported already, at least in part; missing: "
                     f"{describe_ranges(found.missing.get(group, []))}"
                 )
-            self._write(found, group, [part], pieces, check)
+            self._write(found, group, [part], pieces)
             found.has_come(group, part)
 
     @contextmanager
@@ -227,28 +215,21 @@ class StateImports(StateExchange):
                 raise _not_importing(seq_id, verb)
             yield started
 
-    def _write(
-        self,
-        started: Import,
-        group: int,
-        parts: list[range],
-        pieces: Sequence[Mapping[str, Tensor]],
-        check: Callable[[int], None] | None = None,
-    ) -> None:
-        """Write ``pieces``, which follow each other, to the positions of ``parts``."""
+    def _write(self, started: Import, group: int, parts: list[range], pieces: RowPieces) -> None:
+        """Write ``pieces`` to the positions of ``parts``."""
         layer = self.layer(group)
-        pages, storage = started.pages[layer.class_index], self.classes[layer.class_index].storage
-        found = [slots_of(pages, part.start, part.stop, self.page_size) for part in parts]
-        slots = np.concatenate([*found, np.empty(0, dtype=np.int64)])
-        latent = isinstance(layer.spec, LatentAttention)
+        storage = self.classes[layer.class_index].storage
+        slots = started.slots(layer.class_index, parts, self.page_size)
+        latent, target = isinstance(layer.spec, LatentAttention), storage.layers[layer.index]
+        if pieces.write({"latent": target.k} if latent else {"k": target.k, "v": target.v}, slots):
+            return
         breaks = np.flatnonzero(np.diff(slots) != 1).tolist()
         """The rows behind which the next slot is not the next one."""
         stop = 0
-        for number, piece in enumerate(pieces):
-            if check is not None:
-                check(number)
+        for number, count in enumerate(pieces.counts):
+            piece = pieces.piece(number)
             rows = (piece["latent"].unsqueeze(1),) if latent else (piece["k"], piece["v"])
-            start, stop = stop, stop + rows[0].shape[0]
+            start, stop = stop, stop + count
             if start < stop and bisect_left(breaks, start) == bisect_left(breaks, stop - 1):
                 write = partial(storage.write_run, layer.index, int(slots[start]))
             else:
@@ -335,7 +316,26 @@ def _not_importing(seq_id: SeqId, verb: str) -> FailedPrecondition:
     return FailedPrecondition(f"{verb}: sequence {seq_id} is not being imported; call prepare_import first")
 
 
-def _check_tensors(verb: str, group: int, tensors: Mapping[str, Tensor], plan: Mapping[str, TensorPlan]) -> None:
+class _Whole:
+    """Rows that are one piece: ``contracts.kv_state.RowPieces``."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.plan = {name: TensorPlan(tuple(one.shape), one.dtype) for name, one in tensors.items()}
+        self.counts = (next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0),)
+
+    def piece(self, number: int) -> Mapping[str, Tensor]:
+        """See ``RowPieces``."""
+        return self._tensors
+
+    def write(self, targets: Mapping[str, Tensor], slots_N: NDArray[np.int64]) -> bool:
+        """See ``RowPieces``."""
+        return False
+
+
+def _check_tensors(
+    verb: str, group: int, tensors: Mapping[str, Tensor] | Mapping[str, TensorPlan], plan: Mapping[str, TensorPlan]
+) -> None:
     """Raise ``InvalidArgument`` unless the tensors of a layer are as planned."""
     if tensors.keys() != plan.keys():
         raise InvalidArgument(f"{verb}: tensors {sorted(tensors)} of layer {group} found, {sorted(plan)} expected")

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.kv.forward_need import slots_of
 from quire.kv.pages import PageIds
 
 if TYPE_CHECKING:
@@ -34,6 +39,17 @@ class Import:
     """On a device: when the pages are free of what it was computing as they were taken."""
     arrived: dict[int, Event] = field(default_factory=dict)
     """On a device: when what a layer was given is there, by layer."""
+    _slots: tuple[object, NDArray[np.int64]] | None = None
+    """The last answer of ``slots``."""
+
+    def slots(self, index: int, parts: Sequence[range], page_size: int) -> NDArray[np.int64]:
+        """Return the slots of positions in a layer class; the layers of a class ask for the same
+        ones, and get the same array."""
+        wanted = (index, *parts)
+        if self._slots is None or self._slots[0] != wanted:
+            found = [slots_of(self.pages[index], part.start, part.stop, page_size) for part in parts]
+            self._slots = wanted, np.concatenate([*found, np.empty(0, dtype=np.int64)])
+        return self._slots[1]
 
     def let_wait(self, link: HostLink | None, layer: int) -> None:
         """Let what the device computes from now on wait for what a layer was given."""

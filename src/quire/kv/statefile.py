@@ -258,9 +258,19 @@ class StateFile:
         return self._header.specs
 
     @property
+    def spans(self) -> Mapping[str, tuple[int, int]]:
+        """The first byte of each tensor behind ``address``, and the one behind its last."""
+        return self._header.spans
+
+    @property
+    def checksums(self) -> Mapping[str, str]:
+        """The checksum that each tensor must have, as the file says."""
+        return self._header.checksums
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
-        return sum(spec.nbytes for spec in self._header.specs.values())
+        return max((end for _, end in self._header.spans.values()), default=0)
 
     def tensor(self, name: str) -> Tensor:
         """Return a view, on the CPU; a copy only if a foreign writer did not align the tensor.
@@ -282,6 +292,11 @@ class StateFile:
             flat = _as_tensor(self._open_view())
             flat = self._flat[dtype] = flat[: len(flat) - len(flat) % dtype.itemsize].view(dtype)
         return flat
+
+    @property
+    def address(self) -> int:
+        """Where the bytes of the tensors begin in memory, which stays until the file is closed."""
+        return int(np.frombuffer(self._open_view(), dtype=np.uint8).ctypes.data) + self._header.data_start
 
     def end(self, *names: str) -> int:
         """Return how many of the file's first bytes hold these tensors, which there must be."""

@@ -55,9 +55,9 @@ def failure(passage: Passage, error: BaseException) -> None:
     logger.error("%s", json.dumps(entry), exc_info=error)
 
 
-def event(kind: str, **fields: Any) -> None:
-    """Log any other event, at INFO."""
-    logger.info("%s", json.dumps({"event": kind, **fields}))
+def event(kind: str, *, level: int = logging.INFO, **fields: Any) -> None:
+    """Log any other event."""
+    logger.log(level, "%s", json.dumps({"event": kind, **fields}))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from quire.async_llm import AsyncLLM, AsyncSession
 from quire.async_llm.session import inner_session
 from quire.engine.kept_sessions import KeptSessions, saving
 from quire.errors import NotDurable
+from quire.server import logs
 from quire.server.errors import hiding
 from quire.store.session_journal import End, Lifetime, Moment, SessionRecord, Use
 
@@ -72,11 +74,21 @@ class SessionKeeper:
                     path.unlink(missing_ok=True)
                     return digest
             await _written(self._kept.write(record))
-        except NotDurable:
-            self.failing = True
+        except NotDurable as error:
+            self._note(error)
             raise
-        self.failing = False
+        self._note(None)
         return digest
+
+    def _note(self, error: NotDurable | None) -> None:
+        """Note whether a write failed; log it where the last one did not do the same."""
+        if self.failing is (failing := error is not None):
+            return
+        self.failing = failing
+        if failing:
+            logs.event("sessions_not_written", level=logging.ERROR, error=str(error))
+        else:
+            logs.event("sessions_written_again", level=logging.WARNING)
 
     def adopt(self, session: AsyncSession) -> None:
         """Take over a new session. It is kept by its id, whatever it is called."""

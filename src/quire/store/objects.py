@@ -87,11 +87,8 @@ def unpack(key: ObjectKey, contents: Contents, blob: Blob) -> StateFile:
     return file
 
 
-def read_tensors(
-    key: ObjectKey, file: StateFile, layer: int, plan: Mapping[str, TensorPlan], *, verify: bool = True
-) -> dict[str, Tensor]:
-    """Return a layer's tensors; unless ``verify``, ``verify_tensors`` has still to read them. Raise
-    ``Unfit``."""
+def read_tensors(key: ObjectKey, file: StateFile, layer: int, plan: Mapping[str, TensorPlan]) -> dict[str, Tensor]:
+    """Return a layer's tensors, compared with their checksums. Raise ``Unfit``."""
     found: dict[str, Tensor] = {}
     for name, one in plan.items():
         full = tensor_name(layer, name)
@@ -99,14 +96,8 @@ def read_tensors(
         if spec is None or spec.shape != one.shape or spec.dtype != one.dtype:
             raise Unfit(f"object {key.name} has no {full} of {one.dtype} {list(one.shape)}", code="layout")
         found[name] = file.tensor(full)
-    if verify:
-        verify_tensors(key, file, layer, plan)
-    return found
-
-
-def verify_tensors(key: ObjectKey, file: StateFile, layer: int, names: Iterable[str]) -> None:
-    """Compare a layer's tensors with their checksums. Raise ``Unfit``."""
     try:
-        file.verify(*(tensor_name(layer, name) for name in names))
+        file.verify(*(tensor_name(layer, name) for name in plan))
     except QuireError as error:
         raise Unfit(f"object {key.name}: {error}", code="checksum") from None
+    return found

@@ -71,10 +71,11 @@ def store_at(target: str) -> StoreTier | None:
 
 
 def existing(tier: StoreTier) -> StoreTier:
-    """Return a tier; ``NotFound`` for a directory that does not exist, which a tier would make."""
+    """Return a tier; ``NotFound`` for a directory without a store, which a tier would make one."""
     directory: Path | None = getattr(tier, "directory", None)
-    if directory is not None and not directory.is_dir():
-        raise NotFound(f"there is no store: directory {str(directory)!r} does not exist")
+    if directory is not None and not (directory / "objects").is_dir():
+        why = "has no 'objects'" if directory.is_dir() else "does not exist"
+        raise NotFound(f"there is no store: directory {str(directory)!r} {why}")
     return tier
 
 
