@@ -132,9 +132,14 @@ class StoredState(StateKeys):
         """Let a thread write objects of a sequence, from a fork. ``job``: of ``WriteJob``."""
         assert self.store is not None
         fork = self._fork(seq)
+        try:
+            objects = [*self._makers(fork, chain, wanted, whole=whole).items()]
+        except BaseException:
+            self.runner.execute(Step(edits=(Remove(fork),)))
+            raise
         self._writer = self._writer or ObjectWriter(self.store)
         self.forks.add(fork)
-        self._writer.add(WriteJob(fork, [*self._makers(fork, chain, wanted, whole=whole).items()], **job))
+        self._writer.add(WriteJob(fork, objects, **job))
 
     def _missing(
         self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False, durable: bool = False
