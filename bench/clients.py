@@ -119,6 +119,14 @@ def watched_server(model: str) -> Iterator[Watched]:
     """Serve a model in a thread of this process."""
     llm = AsyncLLM(model, device="cpu", dtype="float32", kv_cache_memory="64MiB")
     seen: dict[tuple[str, str], list[Seen]] = {}
+    execute = llm.engine.runner.execute
+
+    def unhurried(*given: Any) -> Any:
+        # However quick a model is, an answer that is streamed comes in pieces.
+        time.sleep(0.005)
+        return execute(*given)
+
+    llm.engine.runner.execute = unhurried  # type: ignore[method-assign]
     app = create_app(llm, SETTINGS)
     app.add_middleware(Watch, seen=seen)
     sockets = bind("127.0.0.1", 0)

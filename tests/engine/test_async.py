@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.slow_steps import slow_steps
 
 from quire import LLM, AsyncLLM, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, SamplingParams
 from quire.async_llm.stepper import Call
@@ -531,6 +532,7 @@ def test_a_call_that_is_cancelled_just_before_it_waits(llm: AsyncLLM) -> None:
 
 def test_cancelled_calls_of_a_session_are_undone(make: MakeAsync) -> None:
     llm = make(max_num_batched_tokens=4)
+    slow_steps(llm)
 
     async def use() -> None:
         session = await llm.session(PROMPT)
@@ -982,6 +984,7 @@ def test_prompts_are_blended(make: MakeAsync, make_llm: MakeLLM, llama: Checkpoi
 def test_a_cancelled_warm_ends(make: MakeAsync) -> None:
     """Nothing of it runs on, and what it has not kept can be asked for again."""
     llm = make(max_num_batched_tokens=8, max_num_seqs=1)
+    slow_steps(llm)
 
     async def use() -> None:
         task = asyncio.create_task(llm.warm(SEGMENTS))
@@ -991,10 +994,7 @@ def test_a_cancelled_warm_ends(make: MakeAsync) -> None:
             await task
         assert not llm.engine.has_work
         assert not llm.engine.blending.under_way
-        first, second = await llm.warm(SEGMENTS)
-        assert (first.kept, second.kept) == (40, 52)
-        assert first.computed in (0, 40)  # On a quick machine it was whole before the cancel.
-        assert second.computed == 52
+        assert [one.computed for one in await llm.warm(SEGMENTS)] == [40, 52]
 
     asyncio.run(use())
     assert pages_free(llm)

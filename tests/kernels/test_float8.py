@@ -167,7 +167,9 @@ def test_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
         maps = linears_of(model)
         assert {name for name, one in maps.items() if getattr(one, "map", None) is None} == {"head"}
         assert "fp8 weights" in llm.capabilities()["notes"][0]
-        assert model.parameter_bytes < 0.7 * size
+        packed = [one.map.weights for name, one in maps.items() if name != "head"]
+        assert sum(one.nbytes for one in packed) == sum(one.outputs * (one.inputs + 4) for one in packed)
+        assert model.parameter_bytes < size
         ids, params = list(range(5, 60)), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 
         def chances() -> Tensor:
