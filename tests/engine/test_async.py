@@ -57,6 +57,7 @@ def make(llama: Checkpoint) -> Iterator[MakeAsync]:
     def make(*, pool: int = 4096, **options: Any) -> AsyncLLM:
         given = {"device": "cpu", "dtype": "float32", "kv_cache_memory": pool * BYTES_PER_TOKEN, **options}
         made.append(AsyncLLM(llama.path, **given))
+        slow_steps(made[-1], 0.005)
         return made[-1]
 
     yield make
@@ -532,7 +533,6 @@ def test_a_call_that_is_cancelled_just_before_it_waits(llm: AsyncLLM) -> None:
 
 def test_cancelled_calls_of_a_session_are_undone(make: MakeAsync) -> None:
     llm = make(max_num_batched_tokens=4)
-    slow_steps(llm)
 
     async def use() -> None:
         session = await llm.session(PROMPT)
@@ -984,7 +984,6 @@ def test_prompts_are_blended(make: MakeAsync, make_llm: MakeLLM, llama: Checkpoi
 def test_a_cancelled_warm_ends(make: MakeAsync) -> None:
     """Nothing of it runs on, and what it has not kept can be asked for again."""
     llm = make(max_num_batched_tokens=8, max_num_seqs=1)
-    slow_steps(llm)
 
     async def use() -> None:
         task = asyncio.create_task(llm.warm(SEGMENTS))

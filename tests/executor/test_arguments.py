@@ -190,6 +190,7 @@ def subjects(tinies: dict[str, Tiny], tmp_path_factory: pytest.TempPathFactory) 
         "lse2": lambda: torch.zeros(1, 2),
         "group": lambda: 0,
         "tensors": dict,
+        "rows": dict,
         "metadata": dict,
         "specs": lambda: [RECURRENT],
         "capacity": lambda: 16,

@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 import pytest
 from safetensors.torch import load_file, save_file
+from tests.slow_steps import slow_steps
 
 from quire import AsyncLLM
 from quire.models.catalogue import bundled_models
@@ -63,6 +64,7 @@ def serving(
 
     ``send_buffer``: bytes that the system may hold of an answer (0: as many as it likes).
     """
+    slow_steps(llm, 0.001)
     app = create_app(llm, settings)
     sockets = bind("127.0.0.1", 0)
     for one in sockets if send_buffer else ():

@@ -17,7 +17,6 @@ import httpx
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.slow_steps import slow_steps
 
 from quire import AsyncLLM
 from quire.engine.chat_rendering import render_chat
@@ -437,7 +436,6 @@ def harmonic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         strict + TEMPLATE + "{% if tools %}{{ tools | tojson }}{% endif %}" + opened
     )
     llm = AsyncLLM(folder, **OPTIONS)
-    slow_steps(llm, 0.002)
     with serving(llm) as found:
         yield found
     asyncio.run(llm.close())

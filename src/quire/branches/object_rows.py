@@ -54,7 +54,7 @@ class ObjectRows:
             if not self.tables or self.tables[-1][0].specs is not file.specs or self.tables[-1][1] != count:
                 self.tables.append((file, count))
             table.append(len(self.tables) - 1)
-        self.table = np.array(table)
+        self.table_of = np.array(table)
         """Which of these each object has."""
         self._runs: tuple[NDArray[np.int64], RowRuns] | None = None
 
@@ -130,5 +130,5 @@ class ObjectLayerRows:
             return None
         if len(digests) != 16 * len(self.rows.files):
             return None
-        begins, ends = np.array(spans, dtype=np.int64)[self.rows.table].T
+        begins, ends = np.array(spans, dtype=np.int64)[self.rows.table_of].T
         return CheckedPieces(self.rows.addresses + begins, ends - begins, digests)
