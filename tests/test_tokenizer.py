@@ -160,7 +160,7 @@ def test_other_threads_run_while_a_long_text_is_encoded() -> None:
     finally:
         stop.set()
         thread.join()
-    assert during > 100
+    assert during > 10  # Other work takes most of a busy machine; without turns it is one or two.
 
 
 def test_bad_arguments_are_refused() -> None:
