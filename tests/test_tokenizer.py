@@ -160,7 +160,9 @@ def test_other_threads_run_while_a_long_text_is_encoded() -> None:
     finally:
         stop.set()
         thread.join()
-    assert during > 10  # Other work takes most of a busy machine; without turns it is one or two.
+    # Measured: 2,862 to 4,231 alone, 53 to 218 on busy machines. The call for single texts, which lets
+    # nobody run: 1 alone, 1 to 5 on a busy machine.
+    assert during > 10
 
 
 def test_bad_arguments_are_refused() -> None:
