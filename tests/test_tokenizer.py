@@ -160,8 +160,8 @@ def test_other_threads_run_while_a_long_text_is_encoded() -> None:
     finally:
         stop.set()
         thread.join()
-    # Measured: 2,862 to 4,231 alone, 53 to 218 on busy machines. The call for single texts, which lets
-    # nobody run: 1 alone, 1 to 5 on a busy machine.
+    # Measured: 2,862 to 4,231 alone, 53 to 218 on busy machines. The call for single texts, which
+    # lets nobody run: 1 alone, 1 to 5 on a busy machine.
     assert during > 10
 
 
