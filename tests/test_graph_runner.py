@@ -23,9 +23,9 @@ from quire.config import EngineConfig
 from quire.contracts.layers import Recurrent
 from quire.errors import InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.kernels.recurrence import ChunkedRecurrence
-from quire.kernels.triton_recurrence import TritonRecurrence
 from quire.kernels.sdpa import SdpaAttention
 from quire.kernels.triton_attention import TritonAttention
+from quire.kernels.triton_recurrence import TritonRecurrence
 from quire.kernels.triton_rows import TritonRows
 from quire.kv.recurrent import RecurrentStorage
 from quire.kv.state import State
@@ -171,7 +171,7 @@ def test_rows_without_tokens_change_nothing(name: str, tmp_path: Path, monkeypat
 
 
 def test_states_are_used_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By prompts and decodes, captured or not: nothing copies a state out of its pool or into it."""
+    """By prompts and decodes, captured or not: nothing copies a state out of its pool or back."""
     pair = make("mamba2", tmp_path)
     for name in ("read", "write", "copy"):
         monkeypatch.delattr(RecurrentStorage, name)

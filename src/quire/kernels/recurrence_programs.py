@@ -1,7 +1,8 @@
 """Triton programs of recurrences. ``triton_recurrence`` launches them.
 
 ``recurrence_steps`` says what a program reads of a plan: three numbers of each row or chunk, and of
-each entry. ``sources`` and ``targets`` say where given and wanted states are in memory. Products of float32 are made of three of TF32, which err by about 2^-21 of each.
+each entry. ``sources`` and ``targets`` say where given and wanted states are in memory. Products of
+float32 are made of three of TF32, which err by about 2^-21 of each.
 
 Letters: C rows of a chunk, B of them in a block; K, V sizes of keys and values, padded to powers of
 two; W columns of values of a program; N rows of a convolution's program.
