@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import typer
 
-from quire import LLM, InvalidArgument, SamplingParams, cli
+from quire import LLM, FailedPrecondition, InvalidArgument, QuireError, SamplingParams, cli
 from quire.cli_options import read_config
 from quire.terminal_chat import TerminalChat
 
@@ -107,10 +107,18 @@ def test_config_file_sets_options_and_the_command_line_wins(
         (["generate", "x", "--device", "cuda:99"], "cuda:99"),
         (["generate", "x", "--config", "/no/such.yaml"], "/no/such.yaml"),
         (["inspect", "/no/such.quire"], "/no/such.quire"),
-        (["inspect", __file__], "state file"),
+        (["inspect", __file__], "is no state file: it begins with"),
         (["bench", "latency", "--batch", "0"], "batch"),
         (["bench", "latency", "--peer", "nobody"], "peer"),
         (["generate", "x", "--no-such-flag"], "--no-such-flag"),
+        (["generate", "x", "--quantization", "int3"], "accepted: one of 'int8', 'int4', 'fp8', or left out"),
+        (["generate", "x", "--temperature", "hot"], "'--temperature': 'hot' is not a number"),
+        (["generate", "x", "--stop-token-ids", "a"], "'--stop-token-ids': 'a' is not an integer"),
+        (["generate", "def \udcff"], "is not UTF-8: byte 0xff at index 4"),
+        (["inspect", "x", "--port", "abc"], "'--port': 'abc' is not an integer"),
+        (["serve", "one", "-m", "two"], "quire: the model is given twice, as 'one' and as --model 'two'"),
+        (["serve", "-m", "/no/such/place"], "/no/such/place"),
+        (["calibrate", "--texts", "/no/such.txt"], "quire: --texts: '/no/such.txt': No such file or directory"),
         (["no-such-command"], "no-such-command"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
@@ -434,13 +442,19 @@ def test_chat_commands(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[s
         "/rewind 0",
         "/rewind " + "9" * 5000,
         "/switch nobody",
+        "/rewind",
         "/fork main",
+        "/fork",
+        "/fork a b",
+        "x = \udcff",
         "/save",
         "/load /no/such",
         "/nonsense",
     ):
-        with pytest.raises(Exception, match="/"):
+        with pytest.raises(QuireError, match=r"/|byte 0xff at index 4"):
             chat.take(bad)
+    with pytest.raises(FailedPrecondition, match="--state-dir"):
+        chat.take("/checkout main")
 
 
 def test_a_refused_turn_leaves_nothing_behind(llm: LLM) -> None:
@@ -487,7 +501,7 @@ def test_loaded_text_is_dropped_first(llm: LLM, saved: Path) -> None:
         chat.take("/drop 4")
     chat.take("/drop")
     assert chat._session.text.startswith("x = 1")
-    with pytest.raises(InvalidArgument, match=r"/drop '3'; 1\.\.2 turns can"):
+    with pytest.raises(InvalidArgument, match=r"/drop N: N is '3'; 1\.\.2 turns can"):
         chat.take("/drop 3")
     chat.take("/drop 2")
     assert len(chat._session) == 0
@@ -589,6 +603,21 @@ def test_closed_pipe_is_quiet() -> None:
         err = process.stderr.read()
     assert process.returncode == 141
     assert b"Traceback" not in err
+
+
+def test_tables_end_as_texts_do_at_a_closed_pipe() -> None:
+    pipe, closed = os.pipe()
+    os.close(pipe)
+    command = [sys.executable, "-m", "quire.cli", "doctor"]
+    with open(closed, "wb") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_closed_stdout_is_told(saved: Path) -> None:
+    command = f"{sys.executable} -m quire.cli inspect {saved} --json >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (2, b"quire: output cannot be written: stdout is closed\n")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")

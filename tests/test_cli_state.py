@@ -141,7 +141,9 @@ def test_mistakes_are_one_sentence(
         (["gc", "--store", f"file://{tmp_path}"], "has no 'objects'"),
         (["pull", "a", f"file://{tmp_path}/typo", "--store", f"file://{tmp_path}/new"], "does not exist"),
         (["log", "a", "--store", "redis://127.0.0.1:1"], "127.0.0.1:1"),
-        (["ls", "--store", "nothing"], "it has no scheme"),
+        (["ls", "--store", "nothing"], "quire: --store 'nothing' is no store"),
+        (["ls", "--store", str(tmp_path)], f"; of a directory it is file://{tmp_path}"),
+        (["pull", "a", "memory://1GiB", "--state-dir", f"{tmp_path}"], "URL 'memory://1GiB' is no store that"),
     ):
         assert run("state", *words, monkeypatch=monkeypatch) == 2
         out, err = capsys.readouterr()

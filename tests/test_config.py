@@ -164,11 +164,11 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     "device": (["gpu", "cuda:", "cuda:x", "CPU", "mps", "", 0, None, "cpu\n"], "'auto', 'cpu', 'cuda' or 'cuda:N'"),
     "dtype": (["half", "int8", "", None, 16], "one of 'auto', 'float32', 'bfloat16', 'float16'"),
     "kv_dtype": ([None, 8], "one of 'auto', 'float32', 'bfloat16', 'float16'"),
-    "max_model_len": (NOT_POSITIVE, "an integer >= 1 or None"),
+    "max_model_len": (NOT_POSITIVE, "an integer >= 1 or left out"),
     "max_num_seqs": ([*NOT_POSITIVE, None], "an integer >= 1"),
     "max_num_batched_tokens": ([*NOT_POSITIVE, None], "an integer >= 1"),
     "kv_cache_memory": ([0, "0GiB", -1, 1.5, "4G", True], "byte"),
-    "checkpoint_interval": ([-16, True, 1.5, "16"], "an integer >= 0 or None"),
+    "checkpoint_interval": ([-16, True, 1.5, "16"], "an integer >= 0 or left out"),
     "gpu_memory_utilization": ([0, -0.1, 1.01, 90, math.nan, math.inf, True, "0.9", None], r"a number in (0, 1]"),
     "page_size": ([*NOT_POSITIVE, None], "an integer >= 1"),
     "enable_prefix_caching": (NOT_BOOLS, "True or False"),
@@ -193,8 +193,8 @@ UNSUPPORTED: dict[str, tuple[list[Any], str]] = {
     "attention_backend": (["flash_attn", "flashinfer", "Triton"], "one of 'auto', 'torch'"),
     "tensor_parallel_size": ([2], "1"),
     "pipeline_parallel_size": ([4], "1"),
-    "speculative": ([{"model": "draft"}, {}, "ngram"], "None"),
-    "quantization": (["awq", "", 8], "None or one of 'int8', 'int4', 'fp8'"),
+    "speculative": ([{"model": "draft"}, {}, "ngram"], "nothing; leave it out"),
+    "quantization": (["awq", "", 8], "one of 'int8', 'int4', 'fp8', or left out"),
     "trust_remote_code": ([True], "False"),
 }
 
@@ -226,7 +226,7 @@ def test_engine_config_refuses(name: str, value: Any, accepted: str) -> None:
 
 @pytest.mark.parametrize(("interval", "page_size"), [(8, 16), (24, 16), (1, 5)])
 def test_a_checkpoint_interval_is_a_multiple_of_the_page(interval: int, page_size: int) -> None:
-    with pytest.raises(InvalidArgument, match=f"a multiple of page_size {page_size}, 0 or None, got {interval}"):
+    with pytest.raises(InvalidArgument, match=f"a multiple of page_size {page_size}, 0 or left out, got {interval}"):
         EngineConfig(model="m", checkpoint_interval=interval, page_size=page_size)
     assert EngineConfig(model="m", checkpoint_interval=0, page_size=page_size).checkpoint_interval == 0
     assert EngineConfig(model="m", checkpoint_interval=3 * page_size, page_size=page_size).checkpoint_interval

@@ -113,7 +113,7 @@ REFUSED: list[tuple[Callable[[], Any], str, Any, str]] = [
         lambda: EngineConfig(model="m", quantization="awq"),
         "quantization",
         "awq",
-        "None or one of 'int8', 'int4', 'fp8'",
+        "one of 'int8', 'int4', 'fp8', or left out",
     ),
     (lambda: EngineConfig.from_mapping({"model": "m", "no-such": 1}), "no_such", None, ""),
     (lambda: AttentionConfig(attention_type="Other"), "attention_type", "Other", ""),

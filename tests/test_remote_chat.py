@@ -386,7 +386,15 @@ def test_history_in_both_chats(
     plain_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Commits, a checkout that goes on with the same answers, and the log."""
-    lines = ["/log", "def add(a, b):", "/commit main", "class Stack:", "/commit main", "/log", "/checkout main"]
+    lines = [
+        "/log",
+        "def add(a, b):",
+        "/commit main its first turn",
+        "class Stack:",
+        "/commit main",
+        "/log",
+        "/checkout main",
+    ]
     lines += ["def sub(a):", "/commit", "/checkout nothing", "/checkout main"]
     told = []
     for place in ("here", "there"):
@@ -409,6 +417,7 @@ def test_history_in_both_chats(
         for line in there_err[1:]
     ]
     assert sum(line.startswith("COMMIT") for line in here_err) == 4
+    assert sum(line.endswith(" tokens  its first turn") for line in here_err) == 1
     assert "this conversation was not committed; /commit NAME does" in here_err
     assert [line for line in here_err if line.startswith("now in")] == [
         "now in main', 37 tokens",

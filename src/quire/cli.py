@@ -24,6 +24,7 @@ from quire.cli_bench import bench_app
 from quire.cli_options import (
     CHAT_OPTIONS,
     DEFAULT_MODEL,
+    MODEL_HELP,
     SAMPLING_DEFAULTS,
     SAMPLING_OPTIONS,
     AdapterOption,
@@ -38,15 +39,13 @@ from quire.cli_options import (
 from quire.cli_state import state_app
 from quire.cli_watch import top, trace
 from quire.config import named_paths
-from quire.errors import InvalidArgument, NotFound, Unsupported
+from quire.errors import FailedPrecondition, InvalidArgument, NotFound, Unsupported
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.llm import LLM
 
-ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="A bundled model, a directory or a Hugging Face id.")
-]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 
 app = typer.Typer(
     help="Run language models whose memory is a value: fork it, rewind it, save it, look into it.",
@@ -94,12 +93,15 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions of what matters.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is decided while loading.")] = False,
 ) -> None:
     del version
+    if sys.stdout is None and context.invoked_subcommand != "serve":  # the shell has closed it; a server goes on
+        raise FailedPrecondition("output cannot be written: stdout is closed")
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr
     )
@@ -107,7 +109,7 @@ def _root(
 
 @command(app, "sampling", "engine")
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from stdin.")],
     model: ModelOption = None,
     adapter: AdapterOption = None,
     **options: Any,
@@ -177,6 +179,7 @@ def chat(
 @command(app, "server", "engine")
 def serve(
     name: ModelArgument = None,
+    model: ModelOption = None,
     **options: Any,
 ) -> None:
     """Serve a model over HTTP: OpenAI's endpoints, and sessions to fork, rewind and save.
@@ -186,7 +189,7 @@ def serve(
     """
     from quire.server.settings import ServerSettings
 
-    model, chosen = chosen_model(name, options)
+    model, chosen = chosen_model(model, options, name)
     fields = {field.name for field in dataclasses.fields(ServerSettings)}
     given = {field: chosen.pop(field) for field in fields & set(chosen)}
     if "api_key" not in given and (keys := os.environ.get("QUIRE_API_KEY")):
@@ -265,7 +268,7 @@ def inspect(
 
 @command(app)
 def models() -> None:
-    """List bundled models, registered architectures and the kinds of state they have."""
+    """List bundled models, and the architectures that run, with the kinds of state they have."""
     from quire.models.catalogue import bundled_adapters, bundled_models, registered_architectures
     from quire.tables import folding_table, print_tables
 
@@ -306,7 +309,8 @@ def capabilities(
 
 @command(app, "engine")
 def calibrate(
-    model: ModelArgument = None,
+    name: ModelArgument = None,
+    model: ModelOption = None,
     texts: Annotated[
         list[Path] | None,
         typer.Option(
@@ -324,13 +328,16 @@ def calibrate(
     from quire.blend.calibration import PROBES
     from quire.inspection import print_calibration
 
-    model, chosen = chosen_model(model, options)
-    try:
-        read = None if texts is None else [path.read_text(encoding="utf-8") for path in texts]
-    except (OSError, UnicodeError) as error:
-        raise InvalidArgument(f"--texts: {error}", field="texts") from error
+    model, chosen = chosen_model(model, options, name)
+    read: list[str] = []
+    for path in texts or ():
+        try:
+            read.append(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error})"
+            raise InvalidArgument(f"--texts: {str(path)!r}: {reason}", field="texts") from error
     with _load(model, chosen) as llm:
-        found = llm.calibrate_blending(read, probes=PROBES if probes is None else probes)
+        found = llm.calibrate_blending(read or None, probes=PROBES if probes is None else probes)
         store = llm.engine.stored.store
     print_calibration(found, kept=store is not None and store.is_durable, as_json=as_json)
 

@@ -145,7 +145,7 @@ LOAD_OPTIONS: dict[str, tuple[Any, str]] = {
 
 @command(bench_app, name="serve", more=LOAD_OPTIONS)
 def bench_serve(
-    url: Annotated[str, typer.Argument(help="The server, as in http://127.0.0.1:8000.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="The server, as in http://127.0.0.1:8000.")],
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="By default the first that the server lists.", show_default=False),

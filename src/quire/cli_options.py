@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, NoReturn, get_origin
+from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 import typer
+from typer.models import OptionInfo
 
 from quire.config import EngineConfig, field_help
 from quire.errors import InvalidArgument, NotFound, QuireError
@@ -20,6 +21,7 @@ from quire.sampling_fields import Surface, declarations_on
 from quire.sampling_params import SamplingParams
 
 DEFAULT_MODEL = "tiny-python"
+MODEL_HELP = f"A bundled model, a directory or a Hugging Face id. Default: {DEFAULT_MODEL}."
 
 SAMPLING_DEFAULTS = {"max_tokens": 128}
 """Defaults of a terminal, where they are not the model's."""
@@ -49,6 +51,28 @@ CHAT_OPTIONS: dict[str, tuple[Any, str]] = {
 # -- options out of dataclasses --------------------------------------------------------------------
 
 
+def _number(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """Return the parser of an option, whose error says what was given."""
+
+    def parse(text: str) -> float:
+        try:
+            return kind(text)
+        except ValueError:
+            raise typer.BadParameter(f"{text[:60]!r} is not {'an integer' if kind is int else 'a number'}") from None
+
+    return parse
+
+
+def _with_parser(parameter: python_inspect.Parameter) -> python_inspect.Parameter:
+    """Return a parameter of a command. An option that is a number gets a parser."""
+    for one in (int, float):
+        for kind, shown in ((one, one.__name__), (list[one], f"list[{one.__name__}]")):  # type: ignore[valid-type]
+            match get_args(parameter.annotation):
+                case (given, OptionInfo() as option) if given in (kind, kind | None):
+                    option.parser, option.metavar = _number(one), f"<{shown}>"
+    return parameter
+
+
 _KINDS: dict[str, Any] = {
     "int": int,
     "int | None": int,
@@ -67,8 +91,10 @@ def _parameter(name: str, kind: Any, text: str) -> python_inspect.Parameter:
         flag += "/--no-" + name.replace("_", "-")
     # An option without a value is not set, so that a config file and the defaults count.
     option = typer.Option(flag, help=text, show_default=False)
-    return python_inspect.Parameter(
-        name, python_inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    return _with_parser(
+        python_inspect.Parameter(
+            name, python_inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+        )
     )
 
 
@@ -93,7 +119,7 @@ def command(
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = [
-            parameter
+            _with_parser(parameter)
             for parameter in python_inspect.signature(function, eval_str=True).parameters.values()
             if parameter.kind is not python_inspect.Parameter.VAR_KEYWORD
         ]
@@ -136,9 +162,12 @@ def chosen_options(options: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def chosen_model(model: str | None, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the model of the command line, of the config file or by default; the other options."""
-    chosen = chosen_options(options)
+def chosen_model(model: str | None, options: dict[str, Any], argument: str | None = None) -> tuple[str, dict[str, Any]]:
+    """Return the model of the command line (as an option or an ``argument``), of the config file or
+    by default; the other options."""
+    if model is not None and argument is not None:
+        raise InvalidArgument(f"the model is given twice, as {argument!r} and as --model {model!r}; give it once")
+    model, chosen = model if argument is None else argument, chosen_options(options)
     configured = chosen.pop("model", DEFAULT_MODEL)
     return configured if model is None else model, chosen
 
@@ -188,7 +217,7 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help=f"A bundled model, a directory or a Hugging Face id. Default: {DEFAULT_MODEL}.",
+        help=MODEL_HELP,
         show_default=False,
     ),
 ]

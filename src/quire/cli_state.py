@@ -40,7 +40,7 @@ TextOption = Annotated[
     bool,
     typer.Option("--text", help="Show text and no token ids. The tokenizer is read, and this machine must have it."),
 ]
-NameArgument = Annotated[str, typer.Argument(help="A branch, or 8 digits or more of a commit's id.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A branch, or 8 digits or more of a commit's id.")]
 
 
 @command(state_app, name="ls")
@@ -161,7 +161,7 @@ def show(
 @command(state_app)
 def push(
     name: NameArgument,
-    url: Annotated[str, typer.Argument(help="The store that gets the branch.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="The store that gets the branch.")],
     store: StoreOption = None,
     state_dir: DirOption = None,
     space: SpaceOption = "",
@@ -174,7 +174,7 @@ def push(
 @command(state_app)
 def pull(
     name: NameArgument,
-    url: Annotated[str, typer.Argument(help="The store that has the branch.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="The store that has the branch.")],
     store: StoreOption = None,
     state_dir: DirOption = None,
     space: SpaceOption = "",
@@ -250,13 +250,19 @@ def _tier(store: str | None, state_dir: Path | None, *, new: bool = False) -> St
         raise InvalidArgument("give --store URL, or --state-dir DIR, one of them", field="store")
     from quire.store.urls import existing, state_tier
 
-    tier = _other(store) if store is not None else state_tier(str(state_dir))
+    tier = _other(store, "--store") if store is not None else state_tier(str(state_dir))
     return tier if new else existing(tier)
 
 
-def _other(url: str) -> StoreTier:
-    from quire.store.urls import durable_tier
+def _other(url: str, name: str = "URL") -> StoreTier:
+    from quire.store.urls import ACCEPTED, durable_tier
 
+    durable = {scheme: form for scheme, form in ACCEPTED.items() if scheme != "memory"}
+    if url.partition(":")[0] not in durable and "@" not in url:  # such a URL may hold a password
+        near = "" if ":" in url else f"; of a directory it is {Path(url).absolute().as_uri()}"
+        raise InvalidArgument(
+            f"{name} {url!r:.200} is no store that outlives the process; accepted: {', '.join(durable.values())}{near}"
+        )
     return durable_tier(url)
 
 

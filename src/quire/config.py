@@ -175,17 +175,19 @@ class EngineConfig:
             raise _unsupported("kv_dtype", self.kv_dtype, _one_of(DTYPES))
         _set(self, _dtype, "dtype", "kv_dtype")
         _set(self, check_int, "max_num_seqs", "max_num_batched_tokens", "page_size", "adapter_ranks", low=1)
-        _set(self, check_int, "max_model_len", low=1, also="or None")
-        _set(self, check_int, "checkpoint_interval", low=0, also="or None")
+        _set(self, check_int, "max_model_len", low=1, also="or left out")
+        _set(self, check_int, "checkpoint_interval", low=0, also="or left out")
         if self.checkpoint_interval is not None and self.checkpoint_interval % self.page_size:
-            allowed = f"a multiple of page_size {self.page_size}, 0 or None"
+            allowed = f"a multiple of page_size {self.page_size}, 0 or left out"
             raise InvalidArgument(field="checkpoint_interval", given=self.checkpoint_interval, allowed=allowed)
         _set(self, _bytes, "kv_cache_memory", least=1)
         _set(self, _bytes, "host_memory", "adapter_memory", least=0)
         _set(self, check_real, "gpu_memory_utilization", above=0, up_to=1)
         _set(self, _urls, "store")
         if self.host_memory is not None and any(url.startswith("memory:") for url in self.store):
-            raise InvalidArgument(field="host_memory", given=self.host_memory, allowed="None beside memory:// in store")
+            raise InvalidArgument(
+                field="host_memory", given=self.host_memory, allowed="left out beside memory:// in store"
+            )
         _set(self, require_bool, "enable_prefix_caching", "enforce_eager", "trust_remote_code")
         _set(self, _name, "revision", "attention_backend")
         _set(self, check_int, "seed", low=0, high=2**63 - 1)
@@ -195,8 +197,8 @@ class EngineConfig:
             ("attention_backend", self.attention_backend in ATTENTION_BACKENDS, _one_of(ATTENTION_BACKENDS)),
             ("tensor_parallel_size", self.tensor_parallel_size == 1, "1"),
             ("pipeline_parallel_size", self.pipeline_parallel_size == 1, "1"),
-            ("speculative", self.speculative is None, "None"),
-            ("quantization", self.quantization in (None, *QUANTIZATIONS), f"None or {_one_of(QUANTIZATIONS)}"),
+            ("speculative", self.speculative is None, "nothing; leave it out"),
+            ("quantization", self.quantization in (None, *QUANTIZATIONS), f"{_one_of(QUANTIZATIONS)}, or left out"),
             ("trust_remote_code", not self.trust_remote_code, "False: code from a checkpoint is never run"),
         ):
             if not supported:

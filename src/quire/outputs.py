@@ -82,7 +82,7 @@ class Miss(enum.StrEnum):
 
 
 MISSES: Mapping[Miss, str] = {
-    Miss.NONE: "no longer beginning of this prompt was known",
+    Miss.NONE: "nothing that was kept begins with more of this prompt",
     Miss.OTHER_TEXT: "token {at} differs from a text that was computed before",
     Miss.OTHER_ADAPTER: "the first {at} tokens were computed under another adapter, which gives another state",
     Miss.OTHER_SALT: "the first {at} tokens were computed under another cache_salt, which nothing is shared with",
@@ -109,7 +109,7 @@ class Reuse:
     miss: Miss = Miss.NONE
     missed_at: int | None = None
     """The length of the longest match that was missed. For another text that is the position of the
-    first token that differs. None: no longer one is known."""
+    first token that differs. None: none longer is known."""
     quote: str = ""
     """The tokens from ``missed_at`` on, in this prompt and in the other text."""
 

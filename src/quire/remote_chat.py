@@ -261,8 +261,8 @@ class RemoteSession:
         found: str | None = self._call("GET", "?tokens=false").get("last_commit")
         return found
 
-    def commit(self, name: str) -> SimpleNamespace:
-        return _commit_of(self._post("/commit", name=name))
+    def commit(self, name: str, message: str | None = None) -> SimpleNamespace:
+        return _commit_of(self._post("/commit", name=name, message=message))
 
     def __getattr__(self, verb: str) -> Callable[..., Any]:
         """Return any other verb that the server has under ``verb``: a call whose keyword arguments

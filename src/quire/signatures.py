@@ -101,8 +101,12 @@ def require_text(name: str, value: object) -> bytes:
     try:
         return value.encode()
     except UnicodeEncodeError as error:
-        found = f"a lone surrogate U+{ord(value[error.start]):04X} at index {error.start}"
-        raise InvalidArgument(f"{name} must be valid Unicode, got {found}", field=name) from None
+        code, where = ord(value[error.start]), f"at index {error.start}"
+        if 0xDC80 <= code <= 0xDCFF:  # what Python makes of a byte of a command line or of stdin
+            problem = f"is not UTF-8: byte 0x{code - 0xDC00:02x} {where}, which stands there as U+{code:04X}"
+        else:
+            problem = f"must be valid Unicode, got a lone surrogate U+{code:04X} {where}"
+        raise InvalidArgument(f"{name} {problem}", field=name) from None
 
 
 def shown(value: object) -> str:

@@ -31,6 +31,12 @@ def print_tables(*tables: Table) -> None:
     """Print to stdout without markup: names from files may contain brackets."""
     from rich.console import Console
 
-    console = Console(markup=False)
+    class PipedConsole(Console):
+        """One that lets the command say by its exit code that the reader has gone."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    console = PipedConsole(markup=False)
     for table in tables:
         console.print(table)

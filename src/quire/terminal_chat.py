@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from quire.errors import CONTEXT_FULL, InvalidArgument, NotFound, QuireError, ResourceExhausted
 from quire.line_input import LineInput, is_typed, paths
 from quire.sampling_params import SamplingParams
+from quire.signatures import require_text
 
 if TYPE_CHECKING:
     from quire.engine.session import Session
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from quire.store.commits import SessionCommit
 
 HELP = """\
-/fork NAME     copy the conversation under a name and go on in the copy
+/fork NAME     copy the conversation under a name (letters, digits and . _ - /) and go on in the copy
 /switch NAME   go on in another copy
 /rewind N      take back the last N turns (yours and the answer) of this chat; text that was loaded has no turns
 /drop N        forget the N oldest turns, or the oldest one, when the context is full; text that was loaded goes first
@@ -28,7 +29,7 @@ HELP = """\
 /text          the whole text of this conversation
 /save FILE     write the conversation's state to a file
 /load FILE     go on from a state file, under the file's name
-/commit NAME   keep the conversation in the store, as the next commit of a branch
+/commit NAME [MESSAGE]  keep the conversation in the store, as the next commit of a branch
 /checkout NAME go on from a branch or a commit, under that name
 /log           the commits of this conversation
 /adapter NAME  go on under an adapter; without a name under the base model
@@ -160,6 +161,7 @@ class TerminalChat:
     # -- turns -------------------------------------------------------------------------------------
 
     def _turn(self, line: str) -> None:
+        require_text("the line", line)  # by itself: an index in it is one that the user can find
         branch = self._branch
         before = len(branch.session)
         started = time.perf_counter()
@@ -231,8 +233,12 @@ class TerminalChat:
     # -- commands ----------------------------------------------------------------------------------
 
     def _fork(self, name: str) -> None:
+        from quire.store.commits import checked_branch
+
         if not name or name in self._branches:
-            raise InvalidArgument(f"/fork {name!r}; a new name is needed, taken are {', '.join(self._branches)}")
+            given = f"{name!r} is taken; " * bool(name)
+            raise InvalidArgument(f"/fork NAME: {given}give a new name; there are {', '.join(self._branches)}")
+        checked_branch(name)
         branch = self._branch
         self._branches[name] = replace(branch, session=branch.session.fork(), turns=list(branch.turns))
         self._name = name
@@ -302,8 +308,9 @@ class TerminalChat:
         self._say(text[-SHOWN:])
         self._say(f"now in {name}, {len(session)} tokens")
 
-    def _commit(self, name: str) -> None:
-        commit = self._session.commit(name=name)
+    def _commit(self, text: str) -> None:
+        name, _, message = text.partition(" ")
+        commit = self._session.commit(name=name, message=message.strip() or None)
         self._say(f"{commit_line(commit)}: {name}")
 
     def _checkout(self, name: str) -> None:
@@ -372,7 +379,8 @@ def _number(command: str, text: str, most: int, can: str, to: str) -> int:
     """Return a number in 1..``most``; refuse any other text in the words ``can`` and ``to``."""
     if text in map(str, range(1, most + 1)):
         return int(text)
-    raise InvalidArgument(f"{command} {text[:20]!r}; " + (f"1..{most} {can}" if most else f"there are 0 turns to {to}"))
+    accepted = f"1..{most} {can}" if most else f"there are 0 turns to {to}"
+    raise InvalidArgument(f"{command} N: N {f'is {text[:20]!r}' if text else 'is missing'}; {accepted}")
 
 
 def _file(command: str, path: str) -> Path:

@@ -59,7 +59,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unsupported, match="float16") as caught:
         LLM("tiny-python", quantization="int8", dtype="float16", kv_cache_memory="16MiB")
     assert caught.value.field == "quantization"
-    with pytest.raises(Unsupported, match="None or one of 'int8', 'int4', 'fp8'"):
+    with pytest.raises(Unsupported, match="one of 'int8', 'int4', 'fp8', or left out"):
         LLM("tiny-python", quantization="int2")
     monkeypatch.setattr("quire.build.native_linear", lambda: None)
     monkeypatch.setattr("quire.build.native_problem", lambda: "there was no compiler")

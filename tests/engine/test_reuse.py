@@ -63,7 +63,7 @@ def test_nothing_longer_was_known(small: LLM) -> None:
     assert ask(small, PROMPT) == Reuse(cached=59, by_tier={"pool": 59})
     found = ask(small, [*PROMPT, *small.generate(PROMPT, greedy(2))[0].outputs[0].token_ids, *SUFFIX])
     assert found == Reuse(cached=61, by_tier={"pool": 61})
-    assert found.reason == "tokens 0..60 are reused; no longer beginning of this prompt was known"
+    assert found.reason == "tokens 0..60 are reused; nothing that was kept begins with more of this prompt"
     assert ask(small, OTHER).reason.startswith("no token is reused; ")
 
 

@@ -188,6 +188,13 @@ def test_shards_that_are_missing_damaged_or_overlap(sharded: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_memory")
+def test_a_config_without_architectures_is_named_with_its_folder(single_file: Path) -> None:
+    edit_config(single_file, architectures=None)
+    with pytest.raises(CheckpointError, match=f"^{single_file}: config.json: architectures is None"):
+        load_model(single_file)
+
+
+@pytest.mark.usefixtures("no_memory")
 def test_unknown_architectures(single_file: Path) -> None:
     edit_config(single_file, architectures=["BertModel"], model_type="bert")
     with pytest.raises(Unsupported, match="BertModel"):

@@ -177,6 +177,11 @@ def test_json_in_other_encodings_cannot_hide_brackets() -> None:
             check_json('{"a": 1}'.encode(encoding))
 
 
+def test_what_is_not_utf8_is_told() -> None:
+    with pytest.raises(ApiError, match="not UTF-8: byte 0xff at index 2"):
+        check_json(b'{"\xff": 1}')
+
+
 @pytest.mark.parametrize(
     "body",
     [b"[]" * 1_000_000, b'"' * 2_000_001, b'"\\' * 1_000_000, b'{"' * 1_000_000, b"[" * 65 + b'"' + b"\\" * 2_000_000],

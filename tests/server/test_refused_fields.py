@@ -377,6 +377,27 @@ OTHERS: dict[str, list[tuple[Any, Any]]] = {
     "GET /v1/sessions?tokens=true": [
         (None, (400, None, "tokens")),
     ],
+    "GET /v1/sessions?nme=review": [
+        (None, "nme"),
+    ],
+    "GET /v1/sessions/ID?limit=1": [
+        (None, "limit"),
+    ],
+    "DELETE /v1/sessions/session-unknown?force=1": [
+        (None, "force"),
+    ],
+    "/v1/sessions?ttl=9": [
+        ({}, "ttl"),
+    ],
+    "/v1/sessions/state?ttl=9&foo=1": [
+        (b"", "foo"),
+    ],
+    "GET /v1/branches?name=main": [
+        (None, "name"),
+    ],
+    "GET /v1/branches/main?a=main": [
+        (None, "a"),
+    ],
     "/v1/sessions/state?name=": [
         (b"", "name"),
     ],
@@ -509,6 +530,18 @@ def test_parameters_everywhere(chat_served: Served, names: Names, place: str) ->
     found = [answered(chat_served, names, path, {**base, **body}) for body in EVERYWHERE]
     assert [param for _, _, param in found] == [next(iter(body)) for body in EVERYWHERE]
     assert {status for status, _, _ in found} == {400, 404}
+
+
+def test_an_adapter_that_is_not_loaded_is_no_model(chat_served: Served, names: Names) -> None:
+    answer = chat_served.client.post(f"/v1/sessions/{names['ID']}/adapter", json={"name": "zz"})
+    message = "there is no adapter 'zz'; loaded: none; null is the base model"
+    assert answer.json()["error"]["message"] == message
+
+
+def test_a_query_that_is_not_known_is_told_what_is(chat_served: Served) -> None:
+    answer = chat_served.client.get("/v1/sessions?label=a&nme=review")
+    message = "there is no query parameter 'nme' here; accepted: limit, after, name, label, tokens"
+    assert answer.json()["error"]["message"] == message
 
 
 def test_other_fields(chat_served: Served, names: Names) -> None:

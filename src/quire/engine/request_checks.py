@@ -50,7 +50,7 @@ class RequestChecks:
         if size <= limit.bytes:
             size = len(text.encode(errors="replace"))
         if size > limit.bytes:
-            problem = f"The text has at least {size} bytes; so many tokens have at most {limit.bytes} bytes"
+            problem = f"The text has at least {size} bytes, and {limit.tokens} tokens hold at most {limit.bytes} bytes"
             raise context_full(limit.tokens, problem)
 
     def tokens(self, tokens: NDArray[np.int64], media: Media = NO_MEDIA) -> None:
@@ -90,7 +90,7 @@ class RequestChecks:
             raise context_full(
                 self.max_model_len,
                 f"However, you requested {length + new} tokens ({length} in the prompt, {new} in the completion); "
-                f"max_tokens up to {self.max_model_len - length}, or None for as many as fit, is accepted",
+                f"max_tokens up to {self.max_model_len - length} is accepted",
                 "max_tokens",
             )
         # The last sampled token is never computed.

@@ -50,8 +50,8 @@ def ask(
     store = engine.stored.store
     if store is None or not store.is_durable:
         raise FailedPrecondition(
-            "commits and branches are kept in a store that outlives the process, and this LLM has none; give it store= with a "
-            'tier like "file:///DIRECTORY", or state_dir='
+            "commits and branches are kept in a store that outlives the process, and this LLM has none; give it store= "
+            '(--store) with a tier like "file:///DIRECTORY", or state_dir= (--state-dir)'
         )
     future = store.direct(lambda tier: function(History(tier, space)))
     try:

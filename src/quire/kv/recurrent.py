@@ -76,7 +76,7 @@ class RecurrentStorage:
         """By layer and state ``[S, *shape]``."""
         for tensor, members in groups.items():
             shape = (len(members), self.initial + 1, *tensor.shape)
-            tensor_LS = allocate(shape, dtype_of(tensor), device, "the state slots need", "give fewer slots")
+            tensor_LS = allocate(shape, dtype_of(tensor), device, f"{num_slots} state slots are wanted", "give fewer")
             initial = initial_of(tensor)
             if initial.count_nonzero():
                 # Memory of a CPU that nobody writes is none.

@@ -275,6 +275,8 @@ def _checked_json(view: memoryview, label: str, limits: HeaderLimits) -> memoryv
     size = int.from_bytes(view[:8], "little")
     limit = min(limits.bytes, len(view) - 8)
     if size > limit:
+        if size > len(view) - 8 and bytes(view[8:9]) != b"{":
+            raise DataLoss(f"{label} is no state file: it begins with {bytes(view[:16])!r}")
         raise DataLoss(
             f"{label} is truncated, damaged or no safetensors file: a header of at most {limit} bytes expected "
             f"in a file of {len(view)}, {size} found"

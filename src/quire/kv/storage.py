@@ -88,12 +88,13 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, what: str, advice: str) -> Tensor:
-    """Return zeros on the device; ``ResourceExhausted`` (``what`` .. ``advice``) without memory."""
+    """Return zeros on the device; ``ResourceExhausted`` (``what`` .. ``advice``) without memory.
+    ``what`` tells the size of all that is allocated for it."""
     try:
         return lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as error:
-        size = math.prod(shape) * dtype.itemsize / 2**30
-        raise ResourceExhausted(f"{what} {size:.2f} GiB more on {device} than there is; {advice}") from error
+        part = f"no memory for {math.prod(shape) * dtype.itemsize / 2**30:,.2f} GiB of it"
+        raise ResourceExhausted(f"{what} on {device}, which has {part}; {advice}") from error
 
 
 IN_PARALLEL = 4 << 20
@@ -146,6 +147,8 @@ class PagedStorage:
         for layer, spec in enumerate(specs):
             groups.setdefault(geometry(spec), []).append(layer)
         self._tensors: list[Tensor] = []
+        whole_pool = sum(geometry(spec).elements for spec in specs) * dtype.itemsize * num_slots / 2**30
+        need = f"the KV pool needs {whole_pool:,.2f} GiB"
         rows: dict[int, LayerRows] = {}
         for shape, layers in groups.items():
             # Zeros: a kernel may give a row that was never written the weight 0, and 0 * NaN is
@@ -154,7 +157,7 @@ class PagedStorage:
             for width in widths:
                 whole = (len(layers), num_slots + padding, shape.kv_heads, width)
                 advice = "give a smaller kv_cache_memory"
-                self._tensors.append(allocate(whole, dtype, device, "the KV pool needs", advice))
+                self._tensors.append(allocate(whole, dtype, device, need, advice))
             k, v = self._tensors[-len(widths)], self._tensors[-1][..., : shape.value_dim]
             for index, layer in enumerate(layers):
                 rows[layer] = LayerRows(k[index], v[index])

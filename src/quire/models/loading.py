@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from quire.contracts.block_calls import LayerKernels
-from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted
+from quire.errors import CheckpointError, InvalidArgument, QuireError, ResourceExhausted
 from quire.models.checkpoint import Checkpoint, Place, expand, parameter_shapes
 from quire.models.config_fields import read_config_file
 from quire.models.families import LoadedModel, family_of, is_foreign
@@ -67,8 +67,12 @@ def load_model(
     values = read_config_file(path)
     if is_foreign(values):
         return _load_foreign(path, values, device, dtype)
-    family = family_of(values)
-    config = family.read_config(values, max_model_len)
+    try:
+        family = family_of(values)
+        config = family.read_config(values, max_model_len)
+    except QuireError as error:
+        error.about(str(path))
+        raise
     with Checkpoint(path) as checkpoint:
         num_layers = config.num_layers
         if num_layers > len(checkpoint.tensors):  # Also bounds the table that a damaged config.json could ask for.

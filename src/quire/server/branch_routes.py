@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from quire.errors import InvalidArgument, NotFound
@@ -18,7 +18,18 @@ from quire.server.errors import bad_field, naming
 from quire.server.events import JsonAnswer
 from quire.store.commits import SessionCommit
 
-router = APIRouter(prefix="/v1/branches", tags=["branches"])
+
+def known_query(request: Request) -> None:
+    """Refuse what a query names and the call does not have: as a mistyped filter it would list
+    all."""
+    known = [field.alias for field in request.scope["route"].dependant.query_params]
+    if unknown := [name for name in request.query_params if name not in known]:
+        accepted = ", ".join(known) or "none"
+        message = f"there is no query parameter {unknown[0]!r:.80} here; accepted: {accepted}"
+        raise bad_field(unknown[0], message, code="invalid_argument")
+
+
+router = APIRouter(prefix="/v1/branches", tags=["branches"], dependencies=[Depends(known_query)])
 
 Side = Annotated[str | None, Query(description="A branch, or 8 digits or more of a commit's id.")]
 

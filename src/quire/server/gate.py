@@ -310,10 +310,16 @@ def check_framing(scope: Scope) -> None:
 
 
 def check_json(body: bytes) -> None:
-    """Raise ``ApiError`` 400 for a body that is too deep or too large for a parser, JSON or not."""
+    """Raise ``ApiError`` 400 for a body that is not UTF-8, or too deep or too large for a
+    parser, JSON or not."""
     if b"\0" in body:
         # UTF-8 JSON has no such byte; in UTF-16 and UTF-32 every bracket has one.
         raise ApiError(400, "the body must be JSON in UTF-8, and holds a zero byte", code="invalid_json")
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        message = f"the body is not UTF-8: byte 0x{body[error.start]:02x} at index {error.start}"
+        raise ApiError(400, message, code="invalid_json") from None
     containers = body.count(b"[") + body.count(b"{")
     if containers <= MAX_DEPTH and body.count(b",") < MAX_VALUES:
         return

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from quire.async_llm import AsyncSession
@@ -21,7 +21,7 @@ from quire.engine.session_labels import checked_labels, checked_name
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, Unsupported
 from quire.sampling_params import SamplingParams
 from quire.server.blend_fields import read_blend
-from quire.server.branch_routes import commit_object
+from quire.server.branch_routes import commit_object, known_query
 from quire.server.cache_marks import pin_all, without_marks
 from quire.server.context import Context
 from quire.server.errors import ApiError, bad_field, naming
@@ -50,7 +50,7 @@ from quire.server.session_files import receive_session, saved_session
 from quire.server.session_streams import ClientSessionStream
 from quire.server.sessions import HeldSession
 
-router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+router = APIRouter(prefix="/v1/sessions", tags=["sessions"], dependencies=[Depends(known_query)])
 
 SHARES = (0.0, 0.25, 0.5, 0.75)
 """Shares of a session at which the cost of a rewind is told by default, besides its last token."""
@@ -436,10 +436,13 @@ async def commit(session_id: str, body: CommitBody, request: Request) -> Respons
 async def use_adapter(session_id: str, body: AdapterBody, request: Request) -> Response:
     """Go on under a loaded adapter, or with null under the base model."""
     async with _used(request, session_id, "adapter") as session:
+        context = _context(request)
         try:
-            adapter = _context(request).adapter_of(body.name)
+            adapter = context.adapter_of(body.name)
         except ApiError as error:
-            raise ApiError(error.status, error.message, param="name", code=error.code) from None
+            known = ", ".join(map(repr, sorted(context.adapters))) or "none"
+            message = f"there is no adapter {body.name!r:.200}; loaded: {known}; null is the base model"
+            raise ApiError(error.status, message, param="name", code=error.code) from None
         await session.use_adapter(adapter)
         return JsonAnswer({"id": session_id, "num_tokens": len(session), "adapter": session.adapter})
 

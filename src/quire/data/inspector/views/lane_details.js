@@ -21,7 +21,7 @@ const STOPS = {
 
 /** Why the state of no more tokens was reused, in the words of `quire.outputs.MISSES`. */
 const MISSES = {
-  none: "no longer beginning of this prompt was known",
+  none: "nothing that was kept begins with more of this prompt",
   other_text: "token {at} differs from a text that was computed before",
   other_adapter: "the first {at} tokens were computed under another adapter, which gives another state",
   other_salt: "the first {at} tokens were computed under another cache_salt, which nothing is shared with",
