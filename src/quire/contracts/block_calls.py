@@ -5,7 +5,7 @@ Letters: as in ``contracts.rows``; C columns of all heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -126,6 +126,8 @@ class LayerKernels:
 
     blocks: BlockKernel | None = None
     """None: the parts of a block run one by one."""
+    read: Callable[[Tensor], Tensor] | None = None
+    """Returns the values of a weight, which may still be in a file. None: it has them itself."""
 
     def of_head(self) -> LayerKernels:
         """Return the same for the map to logits, whose error nothing behind it evens out."""
