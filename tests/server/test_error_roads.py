@@ -137,7 +137,7 @@ def answers(client: httpx.Client, session: str, roads: dict[str, Road]) -> Itera
 
 
 def assert_is(error: dict[str, Any], kind: type[QuireError], where: Any) -> None:
-    status, code, type_ = EXPECTED[kind]
+    _, code, type_ = EXPECTED[kind]
     assert (error["code"], error["type"]) == (code, type_), where
     assert error["message"] == ("internal error" if code == "internal_error" else REASON), where
 
