@@ -227,8 +227,8 @@ class Checkpoint:
 
     def weights(
         self, places: Mapping[str, Place], *, dtype: torch.dtype, device: torch.device, progress: bool = False
-    ) -> Weights:
-        """Return the parameters of ``places``, after ``check``, as ``Weights`` on ``device``.
+    ) -> LateParameters:
+        """Return the parameters of ``places`` on ``device``, to be called after ``check``.
 
         They have ``dtype`` unless their places give another. ``progress`` shows a bar over bytes on
         stderr if that is a terminal. Raise ``ResourceExhausted`` if the weights do not fit.
@@ -237,7 +237,7 @@ class Checkpoint:
         total = sum(_nbytes(self.tensors[name]) for name in _stored(places))
         bar = tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {self.path.name}", disable=hidden)
         self._open.callback(bar.close)
-        return Weights(self, places, dtype, device, bar)
+        return LateParameters(self, places, dtype, device, bar)
 
     def fill(self, name: str, place: Place, parameter: Tensor) -> None:
         """Read tensor ``name`` into its rows of ``parameter`` through a memory map."""
@@ -261,7 +261,7 @@ class Checkpoint:
         return tensor
 
 
-class Weights(Mapping[str, Tensor]):
+class LateParameters(Mapping[str, Tensor]):
     """A model's parameters by name while it is loaded, of an open checkpoint.
 
     ``weights[name]`` is read when it is asked for. Maps of a model ask for ``late`` matrices, which
@@ -370,8 +370,8 @@ class _Late:
 
 def late(parameters: Mapping[str, Tensor], name: str) -> Tensor:
     """Return a parameter for a ``Linear`` or a table, of which nothing but shape and type is looked
-    at before the model is packed; see ``Weights``."""
-    return parameters.late(name) if isinstance(parameters, Weights) else parameters[name]
+    at before the model is packed; see ``LateParameters``."""
+    return parameters.late(name) if isinstance(parameters, LateParameters) else parameters[name]
 
 
 def allocate(
