@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -55,24 +56,21 @@ class AttentionPass:
     """The open forward over layers of full, windowed and latent attention."""
 
     def __init__(self, state: StateParts, need: ForwardNeed) -> None:
-        self._state = state
-        self.batch: Batch = self._batch_of(need)  # The new tokens that run.
+        self._state, self._need = state, need
         self._tables = self._tables_of(need)
-        self._slots = self._new_slots()  # On the host: looking there waits for no device.
-        self.slots: list[Tensor] = self._slots_there()  # Of all new tokens.
-        self._whole, self._running_slots = self.batch, self.slots
-        self.chosen = ChosenRows(self.batch.starts)
+        self.are_decodes = sum(need.counts) == len(need.counts) and not (any(need.trees) or any(need.windows))
+        """Whether each entry's one new token is at its length and nothing else decides what it sees."""
         self._runs: dict[tuple[int, int, int], int | None] = {}
         """By layer class, first row and count: the first slot of adjacent ones."""
         self._prepared: dict[tuple[Keys | MaskedKeys, int], Prepared] = {}
         self._raw: dict[tuple[Keys, int], Raw] = {}
         self._rotations: dict[tuple[int, bool], Rotation] = {}
         """By the identity of a ``RopeSpec`` of the state: its hash costs more than the look-up."""
-        self._places_T: Tensor = self.batch.positions_T  # Where the new tokens are rotated.
-        self._max_place = self.batch.max_position
         self._mask: Masks | None = None
         self._relative_T: Tensor | None = None
-        self.awaited: dict[SeqId, Import] = {seq: state.imports[seq] for seq in need.seq_ids if seq in state.imports}
+        self.awaited: dict[SeqId, Import] = {}
+        if state.imports:
+            self.awaited = {seq: state.imports[seq] for seq in need.seq_ids if seq in state.imports}
         """The imports of its sequences of which something may not have come."""
         self._wait: Callable[[int], None] | None = None
         self.is_open = True  # Whether its forward is still the open one.
@@ -82,8 +80,49 @@ class AttentionPass:
         self.weights: dict[int, list[Tensor]] = {}
         """By layer, per entry ``[Hq, n, keys]`` float32, for layers that ran after
         ``capture_weights``. The keys of a cross layer are the encoder's rows."""
-        for index in range(len(state.classes)):
-            self.prepared("fused", index)  # What a backend cannot do is refused before compute.
+        if not (self.are_decodes and state.layer_parts is not None):
+            self.prepare()
+
+    # Nothing of these is made for decodes that run as one call.
+
+    @cached_property
+    def batch(self) -> Batch:
+        """The new tokens that run."""
+        return self._batch_of(self._need)
+
+    @cached_property
+    def _whole(self) -> Batch:
+        return self.batch
+
+    @cached_property
+    def _slots(self) -> list[NDArray[np.int64]]:
+        return self._new_slots()  # On the host: looking there waits for no device.
+
+    @cached_property
+    def slots(self) -> list[Tensor]:
+        """Of all new tokens."""
+        return self._slots_there()
+
+    @cached_property
+    def _running_slots(self) -> list[Tensor]:
+        return self.slots
+
+    @cached_property
+    def chosen(self) -> ChosenRows:
+        return ChosenRows(self.batch.starts)
+
+    @cached_property
+    def _places_T(self) -> Tensor:
+        return self.batch.positions_T  # Where the new tokens are rotated.
+
+    @cached_property
+    def _max_place(self) -> int:
+        return self.batch.max_position
+
+    def prepare(self) -> None:
+        """Plan for all layer classes: what a backend cannot do is refused before compute."""
+        for index in range(len(self._state.classes)):
+            self.prepared("fused", index)
 
     def _batch_of(self, need: ForwardNeed) -> Batch:
         return plans.batch_of(need, self._state.device)
@@ -93,7 +132,7 @@ class AttentionPass:
         return [[one.tables[index].pages for one in sequences] for index in range(len(self._state.classes))]
 
     def _new_slots(self) -> list[NDArray[np.int64]]:
-        return [plans.new_slots(self.batch, tables, self._state.page_size) for tables in self._tables]
+        return [plans.new_slots(self._whole, tables, self._state.page_size) for tables in self._tables]
 
     def _slots_there(self) -> list[Tensor]:
         return [uploaded(slots, self._state.device) for slots in self._slots]
@@ -194,6 +233,7 @@ class AttentionPass:
         ``InvalidArgument`` for another."""
         plans.check_mask(mask, self._state.device)
         self.chosen.require_all("a mask")
+        self.are_decodes = False
         self._mask = plans.cut_mask(mask, self.batch)
         self._prepared = {key: value for key, value in self._prepared.items() if key[0] in ("past", "own")}
         self._raw.clear()
@@ -207,6 +247,7 @@ class AttentionPass:
                 f"{positions.size} positions, the least of which is {positions.min(initial=0)}; {self.batch.num_tokens} of 0 or more are "
                 "needed, one for each new token"
             )
+        self.are_decodes = False
         self._places_T = uploaded(positions, self._state.device)
         self._max_place = int(positions.max())
         self._rotations.clear()
