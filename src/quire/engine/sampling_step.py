@@ -54,8 +54,8 @@ class SamplingStep:
         """Whether logits processors may be running, which are the user's."""
 
     def draw(self, logits_RV: Tensor, ready: list[SequenceRequest], first: Sequence[int] | None) -> None:
-        """Draw one token for each row of ``logits_RV [R, V]``, that of ``ready[row]``. ``first``: as
-        for ``sample``."""
+        """Draw one token for each row of ``logits_RV [R, V]``, that of ``ready[row]``. ``first``:
+        as for ``sample``."""
         samplers = [request.sampler for request in ready if request.sampler is not None]
         banned: list[tuple[int, ...]] | None = None
         if any(request.params is not None and len(request.output_ids) < request.params.min_tokens for request in ready):

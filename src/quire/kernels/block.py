@@ -183,6 +183,8 @@ class NativeStack:
         self.takes, self.dtype = blocks[0].takes, blocks[0].dtype
         """See the contract."""
         self.most_tokens = 0 if ends is None else MOST_ROWS
+        self._tokens, self._first = np.empty(MOST_ROWS, np.int64), (ctypes.c_int64 * MOST_ROWS)()
+        self._tokens_place = self._tokens.ctypes.data
         self._native = _Ends()
         if ends is not None:
             table, head = ends.table_VE, ends.head
@@ -204,15 +206,17 @@ class NativeStack:
         self._attend(attention)
         rows = len(tokens)
         logits_TV = torch.empty(rows, self._vocabulary, device="cpu")
-        first = (ctypes.c_int64 * rows)()
+        self._tokens[:rows] = tokens
         failed = self._run_model(
-            self._ends_place, self._place, len(self._places), logits_TV.data_ptr(), first, tokens.ctypes.data, rows, torch.get_num_threads()
+            self._ends_place, self._place, len(self._places), logits_TV.data_ptr(), self._first, self._tokens_place, rows, torch.get_num_threads()
         )  # fmt: skip
         if failed == 2:
-            raise IndexError(f"tokens of {tokens.min()} to {tokens.max()}; ids of 0 to {self._native.vocabulary - 1} are known")
+            raise IndexError(
+                f"tokens of {tokens.min()} to {tokens.max()}; ids of 0 to {self._native.vocabulary - 1} are known"
+            )
         if failed:
             raise MemoryError(f"{len(self._places)} blocks over {rows} rows found no memory for their sums")
-        return RowLogits(logits_TV, first[:])
+        return RowLogits(logits_TV, self._first[:rows])
 
     def _attend(self, attention: StackParts) -> None:
         if attention is not self._attention:
@@ -245,7 +249,7 @@ def _fit(ends: ModelEnds | None, block: NativeBlock) -> bool:
     else:
         fits = table.is_cpu and table.is_contiguous() and (table.dtype, table.shape[1]) == (block.dtype, block.width)
     same_width = head.weights.inputs == block.width == _width(norm)
-    return fits and same_width and head.dtype == block.dtype and types == block.native.types
+    return fits and same_width and ends.head.dtype == block.dtype and types == block.native.types
 
 
 def _width(norm: NormWeight) -> int:

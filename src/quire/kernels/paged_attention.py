@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,106 +24,28 @@ from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
 from quire.contracts.layers import LayerSpec, RopeSpec
 from quire.contracts.rows import HeadNormWeights, Rotation
 from quire.errors import InvalidArgument, Unsupported
+from quire.kernels.attention_calls import (
+    ITEM_SIZE,
+    MADE,
+    ONE_THREAD,
+    TYPES,
+    BatchFields,
+    CallFields,
+    ForwardFields,
+    LayerFields,
+    NativeDecodes,
+    NativePart,
+    Shapes,
+    joint_shapes,
+)
 from quire.kernels.native_library import NativeLibrary, native_library, native_problem
 from quire.kernels.sdpa import SdpaAttention
 from quire.kernels.visibility import VisibleKeys, sink_part, window_part
 from quire.ops.attention import check_sink_query, kind_refusal
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LEVELS = ("portable", "AVX2", "AVX-512", "AVX512-BF16")
 BLOCK = 64
 """Keys: blocks begin at multiples of it."""
-ONE_THREAD = 1 << 20
-"""Products that one thread ends before a second one begins."""
-MADE = 7
-"""Numbers of a row that the planner makes."""
-MOST_DECODES = 64
-"""Sequences of a plan that keeps its place, as many as calls over blocks take."""
-MOST_KEPT = 64 << 20
-"""Bytes that such a plan keeps, at most."""
-
-
-class _Part(ctypes.Structure):
-    _fields_: ClassVar = [(name, ctypes.c_void_p) for name in ("low", "high", "first", "stop", "columns", "bits")]
-
-
-class _Batch(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("parts", _Part * 2),
-        *((name, ctypes.c_void_p) for name in ("starts", "table_starts", "pages")),
-        ("made", ctypes.c_void_p * MADE),
-        ("items", ctypes.c_void_p),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "num_parts", "entries", "rows", "page_size", "heads", "kv_heads", "key_size", "value_size",
-                "one_thread", "capacity", "num_items", "num_states", "most_rows", "threads",
-            )
-        ),
-    ]  # fmt: skip
-
-
-class _Call(ctypes.Structure):
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("batch", "states", "left", "room")),
-        *((name, ctypes.c_int64) for name in ("state_size", "room_size")),
-        ("strides", ctypes.c_int64 * 8),
-        *((name, ctypes.c_int64) for name in ("type", "level")),
-        ("of_one_layer", ctypes.c_int64 * 11),
-    ]
-
-
-class _Layer(ctypes.Structure):
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("k", "v", "sinks", "q_norm", "k_norm")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "key_width", "value_width")),
-        *((name, ctypes.c_double) for name in ("head_eps", "scale", "softcap")),
-    ]
-
-
-class _Forward(ctypes.Structure):
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("call", "cos", "sin")),
-        *((name, ctypes.c_int64) for name in ("turn_stride", "rotary", "interleaved")),
-        ("slots", ctypes.c_void_p),
-    ]
-
-
-class _Decodes(ctypes.Structure):
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("batch", "call", "forward", "lengths", "sizes", "turns")),
-        *((name, ctypes.c_int64) for name in ("window", "room", "states")),
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class NativePart:
-    """A structure of ``cpu/block.cpp`` and what it points to."""
-
-    native: ctypes.Structure
-    kept: object
-    place: int
-    """Its address, as long as this object lives."""
-
-    @classmethod
-    def of(cls, native: ctypes.Structure, *kept: object) -> Self:
-        return cls(native, kept, ctypes.addressof(native))
-
-
-ITEM_SIZE = 11
-"""Numbers of an item."""
-
-
-class Shapes(NamedTuple):
-    """What of the tensors of a call its items of work depend on."""
-
-    heads: int
-    key_size: int
-    slots: int
-    kv_heads: int
-    value_size: int
-    strides: tuple[int, ...]
-    """Of rows and heads: of the queries, those of the sink (0: there are none), K and V."""
 
 
 @dataclass(slots=True)
@@ -151,92 +72,6 @@ class BoundPlan:
     """Items of work, as in ``cpu/paged_attention.h``."""
     kept: object
     """Keeps alive what ``call`` points to."""
-
-
-class NativeDecodes:
-    """``contracts.block_calls.DecodeForwards``: what ``plan``, ``bind`` and ``forward_part`` make of
-    decodes, filled anew in the same memory."""
-
-    def __init__(
-        self,
-        run: Callable[[int, int], int],
-        parallel: bool,
-        shapes: Shapes,
-        call: _Call,
-        page_size: int,
-        window: int | None,
-        rope: RopeSpec | None,
-    ) -> None:
-        """``call``: with type and level."""
-        self._run, self._parallel, self._call = run, parallel, call
-        columns = 0 if rope is None else rope.rotary_dim
-        starts, numbers = np.arange(MOST_DECODES + 1), np.zeros((6, MOST_DECODES + 1), dtype=np.int64)
-        turned = np.empty((MOST_DECODES, 2, columns), np.float32)
-        self._lengths, self._sizes = numbers[:2]
-        lengths, sizes, tables, low, high, slots = (row.ctypes.data for row in numbers)
-        self._batch = _Batch(
-            starts=starts.ctypes.data, table_starts=tables, num_parts=1, page_size=page_size, heads=shapes.heads,
-            kv_heads=shapes.kv_heads, key_size=shapes.key_size, value_size=shapes.value_size, one_thread=ONE_THREAD,
-        )  # fmt: skip
-        self._batch.parts[0] = _Part(low, high, low, high, None, None)
-        call.batch, call.strides = ctypes.addressof(self._batch), (ctypes.c_int64 * 8)(*shapes.strides)
-        call.state_size = -(-shapes.value_size // 16) * 16 + 16
-        cos = None if rope is None else turned.ctypes.data
-        self._forward = _Forward(
-            ctypes.addressof(call), cos, cos and cos + 4 * columns, 2 * columns, columns, rope is not None and rope.interleaved, slots
-        )  # fmt: skip
-        self.place = ctypes.addressof(self._forward)
-        self._native = _Decodes(call.batch, self._forward.call, self.place, lengths, sizes, None, window or 0)
-        self._native_place = ctypes.addressof(self._native)
-        self._kept = (starts, numbers, turned)
-        self._pages = self._left = np.empty(0, np.int32)
-        self._room = self._states = torch.empty(0)
-        self._take_items(MOST_DECODES)
-
-    def plan(self, lengths: Sequence[int], tables: Sequence[NDArray[np.int32]], turns_N2R: Tensor | None) -> bool:
-        """See the contract. ``MemoryError``: no memory."""
-        rows, batch = len(lengths), self._batch
-        if rows > MOST_DECODES:
-            return False
-        sizes = [table.size for table in tables]
-        self._lengths[:rows], self._sizes[:rows] = lengths, sizes
-        pages = sum(sizes)
-        if pages > self._pages.size:
-            self._pages = np.empty(2 * pages, np.int32)
-            batch.pages = self._pages.ctypes.data
-        np.concatenate(tables, out=self._pages[:pages])
-        batch.rows = batch.entries = rows
-        self._native.turns = None if turns_N2R is None else turns_N2R.data_ptr()
-        threads = torch.get_num_threads() if self._parallel else 1
-        while (short := self._run(self._native_place, threads)) > 0:
-            if not self._grow():
-                return False
-        if short < 0:
-            raise MemoryError(f"no memory for a plan of {rows} rows")
-        return True
-
-    def _grow(self) -> bool:
-        """Take the memory that the last plan lacked; return whether so much may be kept."""
-        batch, call, native = self._batch, self._call, self._native
-        room, states = batch.threads * call.room_size, batch.num_states * batch.heads * call.state_size
-        if room + 4 * states > MOST_KEPT:
-            return False
-        if batch.num_items > batch.capacity:
-            self._take_items(2 * batch.num_items)
-        if room > native.room:
-            self._room = torch.empty(2 * room, dtype=torch.uint8)
-            call.room, native.room = self._room.data_ptr(), 2 * room
-        if states > native.states:
-            self._states = torch.empty(2 * states, dtype=torch.float32)
-            self._left = np.empty(MOST_DECODES * batch.kv_heads, dtype=np.int32)
-            call.states, call.left, native.states = self._states.data_ptr(), self._left.ctypes.data, 2 * states
-        return True
-
-    def _take_items(self, count: int) -> None:
-        self._made = np.empty(MADE * MOST_DECODES + ITEM_SIZE * count, dtype=np.int64)
-        at = self._made.ctypes.data
-        self._batch.made[:] = [at + 8 * MOST_DECODES * index for index in range(MADE)]
-        self._batch.items, self._batch.capacity = at + 8 * MOST_DECODES * MADE, count
 
 
 class NativeAttention:
@@ -307,7 +142,7 @@ class NativeAttention:
         highest = int(prepared.pages.max(initial=-1))
         if (highest + 1) * plan.page_size > shapes.slots:
             raise InvalidArgument(f"page {highest} of {plan.page_size} keys is not in a pool of {shapes.slots} slots")
-        batch = _Batch(
+        batch = BatchFields(
             num_parts=len(prepared.parts), entries=entries, rows=rows, page_size=plan.page_size,
             heads=shapes.heads, kv_heads=shapes.kv_heads, key_size=shapes.key_size, value_size=shapes.value_size,
             one_thread=ONE_THREAD,
@@ -334,7 +169,7 @@ class NativeAttention:
             raise MemoryError(f"no memory for a plan of {rows} rows")
         room_size = self._room(place)
         room = torch.empty(batch.threads * room_size, dtype=torch.uint8)
-        call = _Call(
+        call = CallFields(
             place, None, None, room.data_ptr(), -(-shapes.value_size // 16) * 16 + 16, room_size,
             (ctypes.c_int64 * 8)(*shapes.strides), TYPES[dtype], self._level,
         )  # fmt: skip
@@ -363,7 +198,7 @@ class NativeAttention:
             return None
         if sinks_H is not None:
             sinks_H = sinks_H.to(torch.float32).contiguous()
-        native = _Layer(
+        native = LayerFields(
             k_SHD.data_ptr(), v_SHD.data_ptr(), None if sinks_H is None else sinks_H.data_ptr(), None, None,
             num_heads, k_SHD.shape[1], k_SHD.shape[2], v_SHD.shape[2], 0.0, scoring.scale, scoring.softcap or 0.0,
         )  # fmt: skip
@@ -380,8 +215,8 @@ class NativeAttention:
             return None
         for name, x in (("K", k_SHD), ("V", v_SHD)):
             _require_planned(prepared, name, x)
-        bound = self.bound(prepared, _joint_shapes(num_heads, k_SHD, v_SHD))
-        native = _Forward(bound.call, None, None, 0, 0, 0, slots_T.data_ptr())
+        bound = self.bound(prepared, joint_shapes(num_heads, k_SHD, v_SHD))
+        native = ForwardFields(bound.call, None, None, 0, 0, 0, slots_T.data_ptr())
         if rotation is not None:
             cos_T1R, sin_T1R, native.interleaved = rotation
             native.cos, native.sin = cos_T1R.data_ptr(), sin_T1R.data_ptr()
@@ -394,8 +229,8 @@ class NativeAttention:
         """See the contract."""
         if k_SHD.dtype not in TYPES or not k_SHD.is_cpu:
             return None
-        call = _Call(type=TYPES[k_SHD.dtype], level=self._level)
-        shapes = _joint_shapes(num_heads, k_SHD, v_SHD)
+        call = CallFields(type=TYPES[k_SHD.dtype], level=self._level)
+        shapes = joint_shapes(num_heads, k_SHD, v_SHD)
         return NativeDecodes(self._plan_decodes, self._parallel is not None, shapes, call, page_size, window, rope)
 
     # -- run ---------------------------------------------------------------------------------------
@@ -480,13 +315,6 @@ def shapes_of(prepared: PagedPlan, q_THD: Tensor, q_sink_THD: Tensor | None, k_S
         strides += (0, 0) if x is None else _require_planned(prepared, name, x).stride()[:2]
     (_, heads, key_size), (slots, kv_heads, value_size) = q_THD.shape, v_SHD.shape
     return Shapes(heads, key_size, slots, kv_heads, value_size, tuple(strides))
-
-
-def _joint_shapes(num_heads: int, k_SHD: Tensor, v_SHD: Tensor) -> Shapes:
-    """Return the shapes of a call whose heads of queries and of K lie side by side."""
-    (_, kv_heads, width), (slots, _, value_width) = k_SHD.shape, v_SHD.shape
-    strides = ((num_heads + kv_heads) * width, width, 0, 0, *k_SHD.stride()[:2], *v_SHD.stride()[:2])
-    return Shapes(num_heads, width, slots, kv_heads, value_width, strides)
 
 
 def _require_planned(prepared: PagedPlan, name: str, x: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -23,13 +22,13 @@ from quire.contracts.layers import LatentAttention, RopeSpec
 from quire.contracts.rows import HeadNormWeights, Rotation
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv import plans
-from quire.kv.chosen_rows import ChosenRows, narrow_refusal
+from quire.kv.chosen_rows import narrow_refusal
 from quire.kv.forward_need import ForwardNeed
+from quire.kv.forward_rows import ForwardRows
 from quire.kv.imports import Import
 from quire.kv.layer_classes import Layer, key_value_spec
-from quire.kv.pages import PageIds
 from quire.kv.parts import StateParts
-from quire.kv.plans import Batch, Keys, Masks, Prepared
+from quire.kv.plans import Keys, Masks, Prepared
 from quire.kv.storage import check_tensor, geometry
 from quire.ops.attention import attention_weights, merge
 from quire.ops.rope import rotate, rotate_last
@@ -52,14 +51,11 @@ class Raw:
     max_position: int
 
 
-class AttentionPass:
+class AttentionPass(ForwardRows):
     """The open forward over layers of full, windowed and latent attention."""
 
     def __init__(self, state: StateParts, need: ForwardNeed) -> None:
-        self._state, self._need = state, need
-        self._tables = self._tables_of(need)
-        self.are_decodes = sum(need.counts) == len(need.counts) and not (any(need.trees) or any(need.windows))
-        """Whether each entry's one new token is at its length and nothing else decides what it sees."""
+        super().__init__(state, need)
         self._runs: dict[tuple[int, int, int], int | None] = {}
         """By layer class, first row and count: the first slot of adjacent ones."""
         self._prepared: dict[tuple[Keys | MaskedKeys, int], Prepared] = {}
@@ -83,59 +79,12 @@ class AttentionPass:
         if not (self.are_decodes and state.layer_parts is not None):
             self.prepare()
 
-    # Nothing of these is made for decodes that run as one call.
-
-    @cached_property
-    def batch(self) -> Batch:
-        """The new tokens that run."""
-        return self._batch_of(self._need)
-
-    @cached_property
-    def _whole(self) -> Batch:
-        return self.batch
-
-    @cached_property
-    def _slots(self) -> list[NDArray[np.int64]]:
-        return self._new_slots()  # On the host: looking there waits for no device.
-
-    @cached_property
-    def slots(self) -> list[Tensor]:
-        """Of all new tokens."""
-        return self._slots_there()
-
-    @cached_property
-    def _running_slots(self) -> list[Tensor]:
-        return self.slots
-
-    @cached_property
-    def chosen(self) -> ChosenRows:
-        return ChosenRows(self.batch.starts)
-
-    @cached_property
-    def _places_T(self) -> Tensor:
-        return self.batch.positions_T  # Where the new tokens are rotated.
-
-    @cached_property
-    def _max_place(self) -> int:
-        return self.batch.max_position
-
     def prepare(self) -> None:
-        """Plan for all layer classes: what a backend cannot do is refused before compute."""
+        """Lay out, and plan for all layer classes: what a backend cannot do is refused before
+        compute."""
+        self.lay_out()
         for index in range(len(self._state.classes)):
             self.prepared("fused", index)
-
-    def _batch_of(self, need: ForwardNeed) -> Batch:
-        return plans.batch_of(need, self._state.device)
-
-    def _tables_of(self, need: ForwardNeed) -> list[list[PageIds]]:
-        sequences = [self._state.table.get(seq_id) for seq_id in need.seq_ids]
-        return [[one.tables[index].pages for one in sequences] for index in range(len(self._state.classes))]
-
-    def _new_slots(self) -> list[NDArray[np.int64]]:
-        return [plans.new_slots(self._whole, tables, self._state.page_size) for tables in self._tables]
-
-    def _slots_there(self) -> list[Tensor]:
-        return [uploaded(slots, self._state.device) for slots in self._slots]
 
     # -- positions ---------------------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ def _with_logprobs(
 def _fits_at_once(logits_RV: Tensor, samplers: Sequence[RequestSampler]) -> bool:
     """Return whether tokens come with one transfer from the logits' device. Users' processors and
     grammars need values on the way, and a CPU has nothing to wait for."""
-    return logits_RV.device.type != "cpu" and not any(one.params.logits_processors for one in samplers)
+    return not logits_RV.is_cpu and not any(one.params.logits_processors for one in samplers)
 
 
 @torch.no_grad()

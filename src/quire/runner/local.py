@@ -309,7 +309,7 @@ class LocalRunner:
     def _placeholders(self, tokens: Ids, extras: Extras) -> Ids | None:
         """Return the rows of the batch whose ids are negative; None if there are none.
         ``InvalidArgument`` unless each has an embedding."""
-        rows = np.flatnonzero(tokens < 0) if tokens.min() < 0 else None
+        rows = np.flatnonzero(tokens < 0) if np.minimum.reduce(tokens) < 0 else None
         count, given = 0 if rows is None else len(rows), extras.embeddings
         shape = (count, self.model.hidden_size)
         if (given is None and count) or (given is not None and tuple(given.shape) != shape):
