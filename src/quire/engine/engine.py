@@ -232,7 +232,7 @@ class Engine(UnsampledRuns):
             ready += samples
             rows += [output.starts[index + 1] - 1] * len(samples)
         if ready:
-            logits_RV, first = output.logits_RV, output.first
+            logits_RV, first = output.logits_RV, output.known_maxima
             if rows != list(range(logits_RV.shape[0])):
                 logits_RV = take_rows(logits_RV, rows)
                 first = None if first is None else [first[row] for row in rows]

@@ -120,7 +120,12 @@ class StepOutput:
     captured: bool = False
     """Whether the work was captured, and launched as a whole (``GraphRunner``)."""
     first: Sequence[int] | None = None
-    """Of each row of logits ``ops.logit_edits.first_maxima``; None: it was not searched for."""
+    """``ops.logit_edits.first_maxima`` of the logits as they were returned; None: not known."""
+
+    @property
+    def known_maxima(self) -> Sequence[int] | None:
+        """``first``; None if somebody has written to the logits since."""
+        return None if self.first is None or self.logits_RV._version else self.first
 
     def rows(self, chunk: int) -> Tensor:
         """Return ``[rows, V]`` of one chunk: 1 row for "last", n for "all", 0 for "none"."""
@@ -232,7 +237,13 @@ class LocalRunner:
         return None if found is None else StepOutput(found.logits_TV, starts, first=found.first)
 
     def _forward(
-        self, step: Step, extras: Extras, tokens: Ids, placeholders: Ids | None, index: Ids | None, starts: tuple[int, ...]
+        self,
+        step: Step,
+        extras: Extras,
+        tokens: Ids,
+        placeholders: Ids | None,
+        index: Ids | None,
+        starts: tuple[int, ...],
     ) -> StepOutput:
         """Run the model part by part; ``index``, ``starts``: as ``logits_rows`` has them."""
         adapters, counts = [chunk.adapter for chunk in step.chunks], [len(chunk.tokens) for chunk in step.chunks]
