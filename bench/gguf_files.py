@@ -1,13 +1,15 @@
 """GGUF files of checkpoints in the directory format of ``transformers``, for llama.cpp.
 
-Needs ``numpy`` and ``gguf`` only, since it runs in the environment of llama.cpp. Covers what
-``checkpoints.py`` makes: Llama and Qwen3 with tied embeddings, in one file of bfloat16.
+Needs ``numpy``, ``gguf`` and for quantised files ``llama_cpp`` only, since it runs in the
+environment of llama.cpp. Covers what ``checkpoints.py`` makes: Llama and Qwen3 with tied
+embeddings, in one file of bfloat16.
 
 Letters: H heads, D head size, E width.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -26,12 +28,31 @@ def gguf_file(model: Path, kind: str) -> Path:
 
     ``kind`` is the type of the matrices: ``BF16``, ``F32``, ``Q8_0``, ``Q4_0``. Vectors are F32.
     """
-    path = model.with_name(f"{model.name}-{kind}.gguf")
+    is_quantized = kind.startswith("Q")
+    path = model.with_name(f"{model.name}-{kind}{'-by-llama.cpp' if is_quantized else ''}.gguf")
     if not path.exists():
         part = path.with_suffix(f".{os.getpid()}.part")
-        write_gguf(model, kind, part)
+        if is_quantized:
+            quantize(gguf_file(model, "BF16"), kind, part)
+        else:
+            write_gguf(model, kind, part)
         part.rename(path)
     return path
+
+
+def quantize(source: Path, kind: str, path: Path) -> None:
+    """Let llama.cpp quantise the file ``source``, as its users do: of ``Q4_0`` the map to logits
+    has 6 or 8 bits.
+
+    Raises:
+        ValueError: llama.cpp refuses.
+    """
+    import llama_cpp
+
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), ctypes.byref(options)):
+        raise ValueError(f"{source}: llama.cpp cannot make {kind} of it")
 
 
 def write_gguf(model: Path, kind: str, path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.contracts.recurrence import RecurrenceBackend, RecurrencePlan
+from quire.contracts.recurrence import PooledRecurrence, RecurrenceBackend, RecurrencePlan, StatePlaces
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.triton_recurrence import TritonRecurrence
 
@@ -56,8 +56,9 @@ class Recurring:
         return RecurrencePlan(starts=starts, parents=parents, given=given, wanted=starts[1:] - 1, chains=True)
 
     def call(self, backend: RecurrenceBackend, device: torch.device) -> Callable[[], object]:
-        """Return the call of one layer."""
+        """Return the call of one layer, on states in a pool where the backend takes them there."""
         plan, tokens = self.plan(), self.batch * self.count
+        sources, targets = torch.arange(2 * self.batch, device=device).chunk(2)
 
         def drawn(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device=device)
@@ -66,6 +67,9 @@ class Recurring:
             width = self.heads * self.values
             x, weight = drawn(tokens, width).bfloat16(), drawn(width, self.taps).bfloat16()
             inputs = drawn(self.batch, self.taps - 1, width).bfloat16()
+            if isinstance(backend, PooledRecurrence):
+                places = StatePlaces(inputs.repeat(2, 1, 1), sources, targets)
+                return lambda: backend.convolve_at(plan, x, weight, None, places)
             return lambda: backend.convolve(plan, x, weight, None, inputs)
         q, k = (
             torch.nn.functional.normalize(drawn(tokens, 1 if self.shared else self.heads, self.keys), dim=-1)
@@ -74,9 +78,11 @@ class Recurring:
         )  # fmt: skip
         v, states = drawn(tokens, self.heads, self.values), drawn(self.batch, self.heads, self.keys, self.values)
         log_decay, beta = -0.1 * drawn(tokens, self.heads).abs(), drawn(tokens, self.heads).sigmoid()
-        return lambda: backend.linear_attention(
-            plan, q, k, v, states, log_decay=log_decay, beta_TH=beta if self.delta else None
-        )
+        gates = {"log_decay": log_decay, "beta_TH": beta if self.delta else None}
+        if isinstance(backend, PooledRecurrence):
+            places = StatePlaces(states.repeat(2, 1, 1, 1), sources, targets)
+            return lambda: backend.linear_attention_at(plan, q, k, v, places, **gates)
+        return lambda: backend.linear_attention(plan, q, k, v, states, **gates)
 
 
 RECURRING = (

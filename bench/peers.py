@@ -32,6 +32,8 @@ from quire_bench.reports import interleave, print_json, print_table, random_prom
 NAMES = ("quire", "transformers", "llama.cpp", "vllm")
 DTYPES = {"bfloat16": 16.0, "float32": 32.0, "int8": 8.5, "int4": 4.5}
 """Bits of a weight, with the scales of 32 weights each."""
+LEAST_OF_HEAD = 8.5
+"""Bits of a weight of the map to logits, at least."""
 WORKER = Path(__file__).with_name("peer_worker.py")
 QUICK = {"shapes": "smollm2-135m", "prefill": "512", "decode": "1x128,4x128,16x128"}
 
@@ -64,14 +66,16 @@ def possible_seconds(shape: Shape, dtype: str, cell: Cell, hardware: Hardware, r
     Reading is that of all weights once and of each sequence's K and V. Computing is two operations
     for each weight and token, and attention to what is before; the head runs for last tokens only.
     """
-    matrices = shape.parameters - shape.vocab_size * shape.hidden_size
+    head = shape.vocab_size * shape.hidden_size
+    matrices = shape.parameters - head
     kinds = ("bfloat16", "int8") if dtype.startswith("int") else (dtype,)
     peak = max(hardware["peak_tflops"][kind] for kind in kinds)
     length = cell.tokens + cell.room(rounds) // 2 if cell.steps else cell.tokens
     new, seen = (1, length) if cell.steps else (length, length / 2)
     flops = 2 * matrices * new + 4 * shape.layers * shape.heads * shape.head_size * new * seen
-    flops = cell.batch * (flops + 2 * shape.vocab_size * shape.hidden_size)
-    read = shape.parameters * DTYPES[dtype] / 8 + cell.batch * length * kv_bytes(shape, dtype) * bool(cell.steps)
+    flops = cell.batch * (flops + 2 * head)
+    weights = matrices * DTYPES[dtype] + head * max(DTYPES[dtype], LEAST_OF_HEAD)
+    read = weights / 8 + cell.batch * length * kv_bytes(shape, dtype) * bool(cell.steps)
     return max(flops / peak / 1e12, read / hardware["read_gbps"] / 1e9)
 
 

@@ -25,7 +25,9 @@ from quire.errors import InvalidArgument, QuireError, ResourceExhausted, Unsuppo
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.sdpa import SdpaAttention
 from quire.kernels.triton_attention import TritonAttention
+from quire.kernels.triton_recurrence import TritonRecurrence
 from quire.kernels.triton_rows import TritonRows
+from quire.kv.recurrent import RecurrentStorage
 from quire.kv.state import State
 from quire.models.catalogue import resolve_model
 from quire.models.loading import load_model
@@ -50,7 +52,9 @@ FAMILIES: dict[str, Any] = {
 class Pair:
     """The same model behind a ``GraphRunner`` and on the plain path, which get the same steps."""
 
-    def __init__(self, path: Path, *, padding: bool = True, backend: Any = None, **options: Any) -> None:
+    def __init__(
+        self, path: Path, *, padding: bool = True, backend: Any = None, recurrence: Any = None, **options: Any
+    ) -> None:
         rows = TritonRows()
         self.model = load_model(path, dtype="float32", kernels=LayerKernels(rows))
         specs = self.model.layer_specs
@@ -64,7 +68,7 @@ class Pair:
                 page_size=PAGE,
                 # Items of 32 keys, so that most sequences are cut.
                 backend=TritonAttention(least_split=32, programs=16) if backend is None else backend,
-                recurrence=ChunkedRecurrence(),
+                recurrence=TritonRecurrence() if recurrence is None else recurrence,
                 rows=rows,
                 padding=padding,
             )
@@ -106,12 +110,14 @@ def drawn(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_random_steps(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "recurrence"), [*((name, None) for name in FAMILIES), ("mamba2", ChunkedRecurrence())]
+)
+def test_random_steps(name: str, recurrence: Any, tmp_path: Path) -> None:
     """Sequences come, fork, go back and go; any of them decode together, in any order. Lengths
-    cross the ends of pages and items.
+    cross the ends of pages and items. States are read and written where they are, or copied.
     """
-    pair, rng = make(name, tmp_path), random.Random(name)
+    pair, rng = make(name, tmp_path, recurrence=recurrence), random.Random(name)
     lengths: dict[int, int] = {}
     for number in range(14):
         verb = "add" if not lengths else rng.choice(("add", "fork", "pop", "remove", "none"))
@@ -162,6 +168,17 @@ def test_rows_without_tokens_change_nothing(name: str, tmp_path: Path, monkeypat
     for some in (seqs, seqs[:3], seqs[1:], seqs[::-1], seqs[:1], seqs):
         assert pair.run(*decodes(some))
     assert (pair.work.recorded, pair.work.replayed) == (1, 5)
+
+
+def test_states_are_used_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By prompts and decodes, captured or not: nothing copies a state out of its pool or back."""
+    pair = make("mamba2", tmp_path)
+    for name in ("read", "write", "copy"):
+        monkeypatch.delattr(RecurrentStorage, name)
+    seqs = begun(pair, 3, 5)
+    for some in (seqs, seqs[::-1], seqs):
+        assert pair.run(*decodes(some))
+    assert pair.work.replayed == 2
 
 
 def test_sizes() -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import AttentionState, ForwardPlan
-from quire.contracts.recurrence import Recurred, RecurrencePlan
+from quire.contracts.recurrence import Recurred, RecurrencePlan, StatePlaces
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation
 from quire.kernels.triton_attention import TritonAttention
 from quire.kernels.triton_recurrence import TritonRecurrence
@@ -128,8 +128,28 @@ class CarriedRecurrence(TritonRecurrence):
     def linear_attention(self, plan: RecurrencePlan, *args: Any, **kwargs: Any) -> Recurred:
         return here(super().linear_attention(plan, *map(there, args), **{name: there(x) for name, x in kwargs.items()}))
 
+    def linear_attention_at(
+        self, plan: RecurrencePlan, q: Tensor, k: Tensor, v: Tensor, places: StatePlaces, **kwargs: Any
+    ) -> Tensor | None:
+        moved = StatePlaces(*map(there, places))
+        gates = {name: there(x) for name, x in kwargs.items()}
+        return brought(super().linear_attention_at(plan, there(q), there(k), there(v), moved, **gates), moved, places)
+
     def convolve(self, plan: RecurrencePlan, *args: Any) -> Recurred:
         return here(super().convolve(plan, *map(there, args)))
+
+    def convolve_at(
+        self, plan: RecurrencePlan, x: Tensor, weight: Tensor, bias: Tensor | None, places: StatePlaces
+    ) -> Tensor | None:
+        moved = StatePlaces(*map(there, places))
+        return brought(super().convolve_at(plan, there(x), there(weight), there(bias), moved), moved, places)
+
+
+def brought(out: Tensor | None, moved: StatePlaces, places: StatePlaces) -> Tensor | None:
+    """Return an output on the CPU, with the pool as the kernels have left it."""
+    if HAS_CUDA:
+        places.pool_S.copy_(moved.pool_S)
+    return None if out is None else out.cpu()
 
 
 def here(found: Recurred) -> Recurred:

@@ -19,7 +19,7 @@ from quire.contracts.executor_calls import PrefillInput
 from quire.contracts.linear import WeightForm
 from quire.contracts.rows import ActivationName
 from quire.kernels.block import MOST_ROWS, NativeBlock, NativeBlocks, NativeStack, NativeTail, native_blocks
-from quire.kernels.linear import NativeLinear, NativeMap
+from quire.kernels.linear import EMULATED, NativeLinear, NativeMap
 from quire.kernels.native_library import native_library, native_problem
 from quire.kernels.rows import NativeRows, native_rows
 from quire.models.blocks import PreNormBlock
@@ -119,7 +119,7 @@ def test_every_level_and_any_number_of_threads(rows: NativeRows) -> None:
     assert library is not None
     best = NativeLinear(library).level
     try:
-        for level, rows_level, count in itertools.product(range(best + 1), (0, 1, 2), (1, 4)):
+        for level, rows_level, count in itertools.product((*range(best + 1), EMULATED), (0, 1, 2), (1, 4)):
             rows.use_level(rows_level)
             end = End((96, 160, 64), (torch.bfloat16, "bfloat16"), level)
             heads_TC, x_TE = end.drawn(count, 64), end.drawn(count, 96)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import math
 import os
 import re
 import subprocess
@@ -60,6 +62,60 @@ def test_checkpoints_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     llm = LLM(path, device="cpu", dtype="float32", kv_cache_memory="4MiB")
     assert len(llm.generate([[3, 4]], SamplingParams(temperature=0, max_tokens=3))[0].outputs[0].token_ids) == 3
     assert gpu.drawn_checkpoint("quick", tmp_path, torch.device("cpu")) == path
+
+
+def test_a_part_that_fails_keeps_no_other_from_its_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each part of each model is another process, which gets the limits."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    gpu = importlib.import_module("gpu")
+    ran: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        given = dict(zip(command[-6::2], command[-5::2], strict=True))
+        assert json.loads(Path(given["--limits"]).read_text()) == {"device": "x"}
+        ran.append([given["--parts"], given["--models"]])
+        return subprocess.CompletedProcess(command, int(given["--parts"] == "latency"))
+
+    monkeypatch.setattr(gpu, "limits_of", lambda arguments: {"device": "x"})
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    given = ["--device", "cpu", "--models", "quick,qwen3-0.6b", "--parts", "quantized,latency,peers"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *given])
+    assert gpu.main() == 1
+    assert ran == [[part, name] for part in ("latency", "peers") for name in ("quick", "qwen3-0.6b")]
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-2:] == ["failed: latency quick", "failed: latency qwen3-0.6b"]
+    assert "the part quantized is left out" in said.err
+
+
+def test_a_call_that_fails_keeps_no_other_from_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    gpu = importlib.import_module("gpu")
+    monkeypatch.setattr(gpu, "failures", [])
+
+    def failing() -> object:
+        raise RuntimeError("no registers")
+
+    assert math.isnan(gpu.seconds_of(failing, 3))
+    assert gpu.failures == ["RuntimeError: no registers"]
+
+
+@pytest.mark.slow
+def test_parts_of_models_are_measured(tmp_path: Path) -> None:
+    """As on a GPU but for its limits: each part prints its line."""
+    given = ["--device", "cpu", "--models", "quick", "--seconds", "0.5", "--rounds", "1", "--requests", "4"]
+    parts = ["latency", "contexts", "captured", "throughput", "peers"]
+    done = subprocess.run(
+        [sys.executable, "bench/gpu.py", *given, "--parts", ",".join(parts), "--dir", str(tmp_path)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [line["benchmark"] for line in lines] == ["latency", "latency", "gpu", "throughput", "latency", "throughput"]
+    assert [len(line["rows"]) for line in lines if line["benchmark"] == "latency"] == [3, 1, 3]
+    assert [row["batch"] for row in lines[2]["captured"]] == [1, 8, 64] * 2
+    assert set(lines[-1]["peers"]) == {"transformers, static batches", "transformers, continuous batching"}
 
 
 def test_attention_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

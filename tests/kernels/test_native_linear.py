@@ -16,14 +16,17 @@ from hypothesis import strategies as st
 
 from quire.contracts.linear import WeightForm, group_of
 from quire.errors import InvalidArgument
-from quire.kernels.linear import FORMS, SLAB, NativeLinear, native_linear
+from quire.kernels.linear import EMULATED, FORMS, SLAB, NativeLinear, native_linear
 from quire.kernels.native_library import native_library, native_problem
 from quire.ops.packed_weights import multiply, pack, unpack
 
 LIBRARY = native_library()
 BEST = -1 if LIBRARY is None else NativeLinear(LIBRARY).level
 DTYPES = (torch.float32, torch.bfloat16)
-CASES = list(itertools.product(FORMS, DTYPES, range(max(BEST, 0) + 1)))
+CASES: list[tuple[WeightForm, torch.dtype, int]] = [
+    *itertools.product(FORMS, DTYPES, range(max(BEST, 0) + 1)),
+    ("bfloat16", torch.bfloat16, EMULATED),
+]
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason=native_problem())
 
@@ -161,6 +164,22 @@ def test_against_the_reference(data: st.DataObject) -> None:
     assert bool(((found(x).double() - expected.double()).abs() <= limit + 1e-30).all())
 
 
+@pytest.mark.parametrize("rows", [1, 15, 17, 33, 600])
+def test_tiles_touch_only_what_is_theirs(rows: int) -> None:
+    """All roads: one half or two, a last step that is not full, inputs block by block, more than
+    one tile of rows, panels that are not full, and gaps between rows that hold no numbers."""
+    torch.manual_seed(rows)
+    for outputs, inputs in ((1, 2), (33, 30), (300, 34), (64, 544), (290, 1030)):
+        weight = (torch.randn(outputs, inputs) / inputs**0.5).bfloat16()
+        wide = torch.full((rows, inputs + 5), float("nan"), dtype=torch.bfloat16)
+        x = wide[:, 3 : 3 + inputs]
+        x.copy_(torch.randn(rows, inputs))
+        found = kernel(EMULATED).pack(weight, None, "bfloat16")(x)
+        exact = x.double() @ weight.double().T
+        limit = bound(x, weight, torch.zeros(outputs)) + exact.abs() * 2.0**-8
+        assert bool(((found.double() - exact).abs() <= limit).all())
+
+
 def test_what_is_no_number_reaches_its_rows_only() -> None:
     one = kernel().pack(torch.ones(33, 64), None, "bfloat16")
     x = torch.ones(14, 64)
@@ -198,8 +217,9 @@ def test_calls_are_checked() -> None:
     one = kernel().pack(torch.ones(4, 8), None, "float32")
     with pytest.raises(InvalidArgument, match="float32 activations"):
         one(torch.ones(1, 8, dtype=torch.bfloat16))
-    with pytest.raises(InvalidArgument, match="level"):
-        kernel(BEST + 1)
+    for level in (-1, EMULATED + 1):
+        with pytest.raises(InvalidArgument, match="level"):
+            kernel(level)
 
 
 def test_weights_share_memory_as_long_as_they_live() -> None:

@@ -28,7 +28,8 @@ from tests.test_recurrence import (
 )
 from tests.triton_machine import DTYPES, CarriedRecurrence, needs_triton
 
-from quire.contracts.recurrence import RecurrencePlan
+from quire.contracts.recurrence import Recurred, RecurrencePlan, StatePlaces
+from quire.errors import InvalidArgument
 from quire.kernels import triton_recurrence
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.recurrence_groups import cut
@@ -153,6 +154,106 @@ def test_convolution(name: str) -> None:
         check_convolution(BACKEND.convolve(plan, x, weight, bias, states), plan, x, weight, bias, states)
         views = [scattered(one) for one in (x, weight, states)]
         check_convolution(BACKEND.convolve(plan, *views[:2], None, views[2]), plan, x, weight, None, states)
+
+
+# -- states in a pool ------------------------------------------------------------------------------
+
+PLANS = {
+    "decodes": chain_plan([1] * 5),
+    "some wanted": chain_plan([1] * 5, [0, 3]),
+    "chunks and drafts": chain_plan([70, 1, 3], [0, 64, 69, 70, 71, 72, 73]),
+    "trees": tree_plan([[-1, 0, 0, 1], [-1, -1, 0]]),
+}
+
+
+def placed(plan: RecurrencePlan, states: torch.Tensor) -> tuple[StatePlaces, torch.Tensor, torch.Tensor]:
+    """Put the given states into a pool whose other rows are 7, in any order. The first and the last
+    are one, as initial values are. Return the places, the pool as it was, and which rows stay."""
+    rows = torch.randperm(len(states) + len(plan.wanted) + 2, generator=torch.Generator().manual_seed(5))
+    sources, targets = rows[: len(states)], rows[len(states) : len(states) + len(plan.wanted)]
+    sources[-1] = sources[0]
+    pool = torch.full((len(rows), *states.shape[1:]), 7, dtype=states.dtype)
+    pool[sources] = states
+    stay = torch.ones(len(rows), dtype=torch.bool)
+    stay[targets] = False
+    return StatePlaces(pool, sources, targets), pool.clone(), stay
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("decay", ["head", "column"])
+def test_states_are_read_and_written_in_their_pool(name: str, decay: str) -> None:
+    """With the very numbers of states that are handed over. What is not wanted stays."""
+    plan = PLANS[name]
+    inputs = make(plan, decay, True, ratio=2, sizes=(12, 9))
+    places, before, stay = placed(plan, inputs.states)
+    inputs = replace(inputs, states=before[places.sources_G])
+    gates = {"scale": inputs.scale, "log_decay": inputs.log_decay, "beta_TH": inputs.beta}
+    out = BACKEND.linear_attention_at(plan, inputs.q, inputs.k, inputs.v, places, **gates)
+    expected = run(BACKEND, plan, inputs)
+    assert out is not None
+    assert torch.equal(out, expected.out)
+    assert torch.equal(places.pool_S[places.targets_M], expected.states)
+    assert torch.equal(places.pool_S[stay], before[stay])
+    assert_close(Recurred(out, places.pool_S[places.targets_M]), plan, inputs)
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("taps", [1, 4])
+def test_inputs_of_convolutions_are_read_and_written_in_their_pool(name: str, taps: int) -> None:
+    plan = PLANS[name]
+    x, weight, bias, states = make_convolution(plan, taps, torch.float32)
+    places, before, stay = placed(plan, states)
+    states = before[places.sources_G]
+    out = BACKEND.convolve_at(plan, x, weight, bias, places)
+    assert out is not None
+    found = Recurred(out, places.pool_S[places.targets_M])
+    expected = BACKEND.convolve(plan, x, weight, bias, states)
+    assert torch.equal(found.out, expected.out)
+    assert torch.equal(found.states, expected.states)
+    assert torch.equal(places.pool_S[stay], before[stay])
+    check_convolution(found, plan, x, weight, bias, states)
+
+
+def test_rows_without_tokens_may_write_one_place() -> None:
+    """As rows of a captured decode do that no sequence has."""
+    plan = PLANS["decodes"]
+    inputs = make(plan, "head", True)
+    places, before, stay = placed(plan, inputs.states)
+    alike = places._replace(targets_M=torch.cat((places.targets_M[:3], places.targets_M[3:4].expand(2))))
+    stay[places.targets_M[4]] = True
+    gates = {"scale": inputs.scale, "log_decay": inputs.log_decay, "beta_TH": inputs.beta}
+    assert BACKEND.linear_attention_at(plan, inputs.q, inputs.k, inputs.v, alike, **gates) is not None
+    expected = run(BACKEND, plan, replace(inputs, states=before[places.sources_G]))
+    assert torch.equal(places.pool_S[places.targets_M[:3]], expected.states[:3])
+    assert torch.equal(places.pool_S[stay], before[stay])
+
+
+def test_pools_that_the_programs_do_not_know_stay() -> None:
+    plan = PLANS["decodes"]
+    inputs = make(plan, dtype=torch.float64)
+    places, before, _ = placed(plan, inputs.states.double())
+    assert BACKEND.linear_attention_at(plan, inputs.q, inputs.k, inputs.v, places) is None
+    x, weight, bias, states = make_convolution(plan, 3, torch.float64)
+    inner, old, _ = placed(plan, states)
+    assert BACKEND.convolve_at(plan, x, weight, bias, inner) is None
+    assert torch.equal(places.pool_S, before)
+    assert torch.equal(inner.pool_S, old)
+
+
+def test_arguments_are_checked_against_the_places() -> None:
+    plan = PLANS["decodes"]
+    inputs = make(plan, sizes=(8, 5))
+    places, before, _ = placed(plan, inputs.states)
+    few = places._replace(sources_G=places.sources_G[:4])
+    with pytest.raises(InvalidArgument, match="reads the given state 4; there are 4"):
+        BACKEND.linear_attention_at(plan, inputs.q, inputs.k, inputs.v, few)
+    with pytest.raises(InvalidArgument, match="q must have the shape"):
+        BACKEND.linear_attention_at(plan, inputs.q[:3], inputs.k, inputs.v, places)
+    x, weight, bias, states = make_convolution(plan, 3, torch.float32)
+    inner, _, _ = placed(plan, states)
+    with pytest.raises(InvalidArgument, match="reads the given state 4; there are 4"):
+        BACKEND.convolve_at(plan, x, weight, bias, inner._replace(sources_G=inner.sources_G[:4]))
+    assert torch.equal(places.pool_S, before)
 
 
 # -- steps -----------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_storage_copies_whole_slots_of_all_layers() -> None:
     for number, (layer, state) in enumerate(every, start=1):
         shape = storage.read(layer, state, np.array([1, 2])).shape
         storage.write(
-            layer, state, torch.tensor([1, 2]), torch.full(shape, number).to(storage._rows[layer, state][0].dtype)
+            layer, state, torch.tensor([1, 2]), torch.full(shape, number).to(storage.rows_S[layer, state].dtype)
         )
     storage.copy(np.array([2, NULL, 1]), np.array([0, 1, 4]))
     for number, (layer, state) in enumerate(every, start=1):

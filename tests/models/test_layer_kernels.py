@@ -16,7 +16,7 @@ from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import Recurrent
 from quire.contracts.rows import RowKernels
 from quire.kernels.block import native_blocks
-from quire.kernels.linear import has_tiles, native_linear
+from quire.kernels.linear import EMULATED, NativeLinear, native_linear
 from quire.kernels.native_library import NativeLibrary, native_library, native_problem
 from quire.kernels.paged_attention import NativeAttention
 from quire.kernels.recurrence import ChunkedRecurrence
@@ -135,10 +135,12 @@ def test_tokens_of_other_families(module: Any, name: str, tmp_path: Path, kernel
 PROMPT = [5, 9, 60, 3, 8, 8, 31, 44, 2, 70, 11, 12, 33, 90, 1, 7, 20, 21, 22, 23, 24]
 
 
-def logits_of(path: Path, cut: Sequence[int], others: int, joined: bool = True) -> Tensor:
+def logits_of(path: Path, cut: Sequence[int], others: int, joined: bool = True, level: int | None = None) -> Tensor:
     """The last logits of ``PROMPT`` in bfloat16, cut into chunks, beside some other sequences.
-    ``joined``: whether whole blocks are one call."""
-    kernels = LayerKernels(native_rows(), native_linear(), blocks=native_blocks() if joined else None)
+    ``joined``: whether whole blocks are one call. ``level``: of the linear maps."""
+    library = native_library()
+    assert library is not None
+    kernels = LayerKernels(native_rows(), NativeLinear(library, level), blocks=native_blocks() if joined else None)
     model = load_model(path, dtype="bfloat16", kernels=kernels)
     state = State(
         model.layer_specs,
@@ -158,16 +160,17 @@ def logits_of(path: Path, cut: Sequence[int], others: int, joined: bool = True) 
     return output.rows(others // 2).clone()
 
 
-@pytest.mark.skipif(native_library() is None or has_tiles(), reason="the products are PyTorch's here")
-def test_bfloat16_results_do_not_depend_on_the_batch(tiny: TinyCheckpoint) -> None:
+@pytest.mark.skipif(native_library() is None, reason="the products are PyTorch's here")
+@pytest.mark.parametrize("level", [None, EMULATED])
+def test_bfloat16_results_do_not_depend_on_the_batch(tiny: TinyCheckpoint, level: int | None) -> None:
     """To the bit: alone, in pieces, token by token, among other sequences."""
-    alone = logits_of(tiny.path, (), 0, joined=False)
-    assert torch.equal(logits_of(tiny.path, (), 0), alone)
+    alone = logits_of(tiny.path, (), 0, joined=False, level=level)
+    assert torch.equal(logits_of(tiny.path, (), 0, level=level), alone)
     for cut, others in (((7,), 0), (tuple(range(1, len(PROMPT))), 0), ((), 3), ((4, 5, 18), 6), ((20,), 40)):
-        assert torch.equal(logits_of(tiny.path, cut, others), alone)
+        assert torch.equal(logits_of(tiny.path, cut, others, level=level), alone)
 
 
-@pytest.mark.skipif(native_library() is None or has_tiles(), reason="the products are PyTorch's here")
+@pytest.mark.skipif(native_library() is None, reason="the products are PyTorch's here")
 @pytest.mark.parametrize(("module", "name"), OTHERS[:4], ids=lambda given: given if isinstance(given, str) else "")
 def test_bfloat16_results_of_mixtures_do_not_either(module: Any, name: str, tmp_path: Path) -> None:
     case = next(one for one in module.CASES if one.name == name)

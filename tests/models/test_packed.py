@@ -9,7 +9,7 @@ import torch
 
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.linear import Quantization, WeightForm
-from quire.kernels.linear import NativeLinear, native_linear
+from quire.kernels.linear import native_linear
 from quire.kernels.native_library import native_library, native_problem
 from quire.models.loading import load_model
 from quire.nn import packed as module
@@ -77,9 +77,8 @@ def form_of(made: Linear) -> WeightForm:
 
 
 @needs_library
-def test_a_kernel_keeps_what_the_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float32 weights that bfloat16 has exactly are kept in half of the bytes; with AMX PyTorch
-    multiplies bfloat16 weights."""
+def test_a_kernel_keeps_what_the_weights_are() -> None:
+    """Float32 weights that bfloat16 has exactly are kept in half of the bytes."""
     kernels, rounded = LayerKernels(linear=native_linear()), torch.randn(40, 64).bfloat16()
     for weight, form in (
         (rounded.float(), "bfloat16"),
@@ -92,13 +91,7 @@ def test_a_kernel_keeps_what_the_weights_are(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(made.plain_weight(), weight)
         assert (made.in_features, made.out_features) == tuple(reversed(weight.shape))
         torch.testing.assert_close(made(torch.ones(2, weight.shape[1])), plain(torch.ones(2, weight.shape[1])))
-    library = native_library()
-    assert library is not None
-    for has_tiles, kinds in ((False, KernelLinear), (True, (PackedLinear, Linear))):
-        monkeypatch.setattr("quire.kernels.linear.has_tiles", lambda has_tiles=has_tiles: has_tiles)
-        made = packed(Linear(rounded), LayerKernels(linear=NativeLinear(library)))
-        assert isinstance(made, kinds)
-        assert isinstance(made, KernelLinear) != has_tiles
+    assert form_of(packed(Linear(rounded), kernels)) == "bfloat16"
     half = Linear(torch.ones(4, 8, dtype=torch.float16))
     assert packed(half, kernels) is half
 

@@ -91,6 +91,8 @@ class Client(threading.Thread):
         self.coming: dict[str, Tokens | None] = {}
         """The tokens of a session for which a call is under way; None: it is being deleted."""
         self.making = 0
+        self.calls = 0
+        """How many were answered."""
         self.failure: BaseException | None = None
 
     def run(self) -> None:
@@ -98,6 +100,7 @@ class Client(threading.Thread):
             with httpx.Client(base_url=self.url, timeout=120, trust_env=False) as client:
                 while True:
                     self.call(client)
+                    self.calls += 1
         except httpx.TransportError:
             pass  # the server is gone
         except BaseException as failure:
@@ -211,7 +214,10 @@ def kill_and_resume(model: Path, folder: Path, oracle: LLM, rounds: int, seed: i
                 known[name] = tokens_of(found.client, name)
             last = Client(found.url, oracle, known, branches, seed + number)
             last.start()
-            time.sleep(dice.uniform(0, 0.3))
+            # By calls and not by the clock, so that a busy machine comes as far.
+            wanted = dice.randrange(24)
+            wait_for(lambda last=last, wanted=wanted: last.calls >= wanted or not last.is_alive())
+            time.sleep(dice.uniform(0, 0.03))
             found.kill()
             last.join(60)
             assert not last.is_alive()

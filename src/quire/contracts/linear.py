@@ -59,8 +59,7 @@ class LinearKernel(Protocol):
         ...
 
     def lossless(self, weight_OI: Tensor) -> WeightForm | None:
-        """Return the smallest form that has all values exactly; None if PyTorch's own products with
-        such weights are faster on this processor, or the weight cannot be packed."""
+        """Return the smallest form that has all values exactly; None if it cannot be packed."""
         ...
 
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None, form: WeightForm) -> LinearMap:

@@ -11,7 +11,7 @@ channels; W taps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,4 +86,44 @@ class RecurrenceBackend(Protocol):
         sequences and tree paths. A state holds the last W - 1 inputs, oldest first. Sums in float32
         (float64 if x is).
         """
+        ...
+
+
+class StatePlaces(NamedTuple):
+    """States where they are kept. What is read is not written by the same call."""
+
+    pool_S: Tensor
+    """``[S, *shape]``, contiguous; read and written."""
+    sources_G: Tensor
+    """int64: the rows of the pool that are the given states."""
+    targets_M: Tensor
+    """int64: those that the wanted states go to. A row that nobody reads may be there twice."""
+
+
+@runtime_checkable
+class PooledRecurrence(RecurrenceBackend, Protocol):
+    """A backend that reads and writes states where they are kept, without copies of them.
+
+    Its verbs return the output. None: it does not know these dtypes, sizes or this device, and has
+    written nothing; the verbs of ``RecurrenceBackend`` do."""
+
+    def linear_attention_at(
+        self,
+        plan: RecurrencePlan,
+        q_THK: Tensor,
+        k_THK: Tensor,
+        v_THV: Tensor,
+        places: StatePlaces,
+        *,
+        scale: float = 1.0,
+        log_decay: Tensor | None = None,
+        beta_TH: Tensor | None = None,
+    ) -> Tensor | None:
+        """Run ``linear_attention`` on states ``[S, H, K, V]``."""
+        ...
+
+    def convolve_at(
+        self, plan: RecurrencePlan, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, places: StatePlaces
+    ) -> Tensor | None:
+        """Run ``convolve`` on states ``[S, W - 1, C]``."""
         ...

@@ -27,15 +27,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 SLAB = 64 << 20
 """Bytes of memory that packed weights share, which is much more than a huge page."""
 ALIGNMENT = 64
-PAIRS = 3
-"""Level of processors that multiply pairs of bfloat16."""
-
-
-def has_tiles() -> bool:
-    """Return whether the processor multiplies tiles of bfloat16 (AMX). PyTorch's products do, and
-    these do not."""
-    probe = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return probe is not None and bool(probe())
+EMULATED = 5
+"""Level of tiles of bfloat16 (AMX) that any machine has, slowly, for tests."""
 
 
 class _Linear(ctypes.Structure):
@@ -79,17 +72,18 @@ class NativeLinear:
     name = "C++"
 
     def __init__(self, library: NativeLibrary, level: int | None = None) -> None:
-        """``level``: which vectors, 0 to 3 (``cpu/linear.cpp``); None: the processor's best."""
+        """``level``: which vectors, 0 to 4 (``cpu/linear.cpp``), or ``EMULATED``; None: the
+        processor's best."""
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         best = library.function("quire_linear_level", result=ctypes.c_int)()
-        if level is not None and not 0 <= level <= best:
-            raise InvalidArgument(field="level", given=level, allowed=f"0 to {best}, which this processor has")
+        if level is not None and not 0 <= level <= best and level != EMULATED:
+            allowed = f"0 to {best}, which this processor has, or {EMULATED}, tiles that are emulated"
+            raise InvalidArgument(field="level", given=level, allowed=allowed)
         self.level: int = best if level is None else level
         self._parallel = library.parallel
         arguments = (pointer, pointer, pointer, number, number, number)
         self._run = library.function("quire_linear", *arguments, result=ctypes.c_int)
         self._fits = library.function("quire_fits_bfloat16", pointer, number, result=ctypes.c_int)
-        self._tiles = has_tiles()
         self._memory = _Memory()
         self._pack = library.function(
             "quire_pack_linear", pointer, *[number] * 6, pointer, pointer, number, pointer
@@ -114,8 +108,6 @@ class NativeLinear:
         """See the contract."""
         found: WeightForm = "float32"
         if weight_OI.dtype == torch.bfloat16:
-            if self._tiles:
-                return None
             found = "bfloat16"
         elif not self.refusal(weight_OI, "bfloat16"):
             weight_OI = weight_OI.contiguous()

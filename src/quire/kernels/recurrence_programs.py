@@ -1,7 +1,8 @@
 """Triton programs of recurrences. ``triton_recurrence`` launches them.
 
 ``recurrence_steps`` says what a program reads of a plan: three numbers of each row or chunk, and of
-each entry. Products of float32 are made of three of TF32, which err by about 2^-21 of each.
+each entry. ``sources`` and ``targets`` say where given and wanted states are in memory. Products of
+float32 are made of three of TF32, which err by about 2^-21 of each.
 
 Letters: C rows of a chunk, B of them in a block; K, V sizes of keys and values, padded to powers of
 two; W columns of values of a program; N rows of a convolution's program.
@@ -19,7 +20,7 @@ BLOCK = tl.constexpr(16)
 
 @triton.jit
 def walk_rows(
-    out, after, kept, before, q, k, v, log_decay, beta, rows, entries, scale,
+    out, after, kept, before, sources, targets, q, k, v, log_decay, beta, rows, entries, scale,
     before_g, before_h, before_k, q_t, q_h, k_t, k_h, v_t, v_h, decay_t, decay_h, beta_t, beta_h,
     HEADS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     K: tl.constexpr, W: tl.constexpr, DECAYS: tl.constexpr, DELTA: tl.constexpr, LISTED: tl.constexpr,
@@ -47,7 +48,8 @@ def walk_rows(
             source = tl.load(rows + row * 3).to(tl.int64)
             target, keep = tl.load(rows + row * 3 + 1).to(tl.int64), tl.load(rows + row * 3 + 2).to(tl.int64)
         if source >= 0:
-            state_KW = tl.load(before + source * before_g + place_KW, mask=held_KW, other=0.0).to(tl.float32)
+            from_KW = before + tl.load(sources + source) * before_g + place_KW
+            state_KW = tl.load(from_KW, mask=held_KW, other=0.0).to(tl.float32)
         if LISTED:  # noqa: SIM102
             if source < -1:
                 # Other threads may have written what this one reads.
@@ -69,7 +71,7 @@ def walk_rows(
             found_W = tl.sum(q_K[:, None] * state_KW, 0) * scale
             tl.store(out + (row * HEADS * QUERIES + head) * VALUES + w, found_W, mask=is_value)
         if target >= 0:
-            tl.store(after + target * size + own_KW, state_KW, mask=held_KW)
+            tl.store(after + tl.load(targets + target) * size + own_KW, state_KW, mask=held_KW)
         if LISTED:  # noqa: SIM102
             if keep >= 0:
                 tl.store(kept + keep * size + own_KW, state_KW, mask=held_KW)
@@ -204,7 +206,7 @@ def weigh_chunks(
 
 @triton.jit
 def pass_chunks(
-    after, held, changes, before, k, v, inverses, since, until, chunks, entries,
+    after, held, changes, before, sources, targets, k, v, inverses, since, until, chunks, entries,
     before_g, before_h, before_k, k_t, k_h, v_t, v_h,
     HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
     C: tl.constexpr, BLOCKS: tl.constexpr, DECAYS: tl.constexpr, DELTA: tl.constexpr,
@@ -215,7 +217,7 @@ def pass_chunks(
     n, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     w, c, i = tl.program_id(2) * W + tl.arange(0, W), tl.arange(0, K), tl.arange(0, C)
     is_value = w < VALUES
-    given = tl.load(entries + 3 * n + 2).to(tl.int64)
+    given = tl.load(sources + tl.load(entries + 3 * n + 2))
     states = ()
     for block in tl.static_range(BLOCKS):
         key = block * K + c
@@ -226,7 +228,7 @@ def pass_chunks(
     for number in range(tl.load(entries + 3 * n + 1)):
         chunk = begin + number
         first, count = tl.load(chunks + chunk * 3).to(tl.int64), tl.load(chunks + chunk * 3 + 1)
-        target = tl.load(chunks + chunk * 3 + 2).to(tl.int64)
+        target = tl.load(chunks + chunk * 3 + 2)
         row_C, live_C, last = first + i, i < count, first + count - 1
         held_CW = live_C[:, None] & is_value[None, :]
         u_CW = tl.load(v + row_C[:, None] * v_t + h * v_h + w[None, :], mask=held_CW, other=0.0)
@@ -264,7 +266,8 @@ def pass_chunks(
                 state_KW = state_KW * left_K[:, None]
             state_KW = tl.dot(tl.trans(k_CK), u_CW, state_KW, input_precision=EXACT)
             if target >= 0:
-                tl.store(after + target * HEADS * KEYS * VALUES + own_KW, state_KW, mask=held_KW)
+                place = tl.load(targets + target)
+                tl.store(after + place * HEADS * KEYS * VALUES + own_KW, state_KW, mask=held_KW)
             written = written + (state_KW,)  # noqa: RUF005
         states = written
 
@@ -305,11 +308,11 @@ def read_chunks(
 
 @triton.jit
 def convolve_rows(
-    out, after, before, x, weight, bias, places, targets, rows, given, x_t, before_g, before_w,
+    out, after, before, sources, targets, x, weight, bias, places, wanted, rows, given, x_t, before_g, before_w,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, LISTED: tl.constexpr,
     N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Convolve N rows in W channels, and write the states after those that have a target. Inputs
+    """Convolve N rows in W channels, and write the states after those that are ``wanted``. Inputs
     are addressed by ``places`` ``[TAPS, rows]``: first the rows of the given states, then those of
     x. Unless ``LISTED``, row n is alone, between the states n."""
     n = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
@@ -318,7 +321,9 @@ def convolve_rows(
     held = given * (TAPS - 1)
     target_N = n
     if LISTED:
-        target_N = tl.load(targets + n, mask=is_row, other=-1).to(tl.int64)
+        target_N = tl.load(wanted + n, mask=is_row, other=-1).to(tl.int64)
+    is_wanted = is_row & (target_N >= 0)
+    target_N = tl.load(targets + target_N, mask=is_wanted, other=0)
     sum_NW = tl.zeros((N, W), tl.float32)
     for tap in tl.static_range(TAPS):
         if LISTED:
@@ -330,15 +335,17 @@ def convolve_rows(
         from_x = x + (place_N - held)[:, None] * x_t + c[None, :]
         input_NW = tl.load(from_x, mask=(is_row & (place_N >= held))[:, None] & held_W, other=0.0).to(tl.float32)
         if tap < TAPS - 1:
-            place = place_N // (TAPS - 1) * before_g + place_N % (TAPS - 1) * before_w
-            is_old = (is_row & (place_N < held))[:, None] & held_W
-            old_NW = tl.load(before + place[:, None] + c[None, :], mask=is_old, other=0.0).to(tl.float32)
+            is_old = is_row & (place_N < held)
+            source_N = tl.load(sources + place_N // (TAPS - 1), mask=is_old, other=0)
+            place = source_N * before_g + place_N % (TAPS - 1) * before_w
+            from_NW = before + place[:, None] + c[None, :]
+            old_NW = tl.load(from_NW, mask=is_old[:, None] & held_W, other=0.0).to(tl.float32)
             input_NW = tl.where((place_N >= held)[:, None], input_NW, old_NW)
         weight_W = tl.load(weight + c * TAPS + tap, mask=c < CHANNELS, other=0.0).to(tl.float32)
         sum_NW += input_NW * weight_W[None, :]
         if tap > 0:
             to = after + (target_N * (TAPS - 1) + tap - 1)[:, None] * CHANNELS + c[None, :]
-            tl.store(to, input_NW, mask=(is_row & (target_N >= 0))[:, None] & held_W)
+            tl.store(to, input_NW, mask=is_wanted[:, None] & held_W)
     if BIAS:
         sum_NW += tl.load(bias + c, mask=c < CHANNELS, other=0.0).to(tl.float32)[None, :]
     tl.store(out + n[:, None] * CHANNELS + c[None, :], sum_NW, mask=is_row[:, None] & held_W)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan
+from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan, StatePlaces
 from quire.kernels.recurrence import ChunkedRecurrence, addresses
 from quire.kernels.recurrence_steps import Steps, steps_of
 from quire.kernels.triton_support import known_dtypes, on_device_of, triton_problem, upload
@@ -74,17 +74,54 @@ class TritonRecurrence(ChunkedRecurrence):
     ) -> Recurred:
         """See the contract; the output has the promoted dtype of q, k, v. ``InvalidArgument``."""
         check_linear_attention(plan, q_THK, k_THK, v_THV, states_GHKV, log_decay, beta_TH)
-        keys, values = states_GHKV.shape[2:]
-        by_column = log_decay is not None and log_decay.dim() == 3
-        fits = 0 < keys <= (MOST_COLUMNS if by_column else MOST_KEYS) and values > 0 and plan.num_rows > 0
-        if not fits or not _known(q_THK, k_THK, v_THV, states_GHKV):
+        places, after = _apart(plan, states_GHKV)
+        out_THV = self._attend(plan, q_THK, k_THK, v_THV, places, after, scale, log_decay, beta_TH)
+        if out_THV is None:
             return super().linear_attention(
                 plan, q_THK, k_THK, v_THV, states_GHKV, scale=scale, log_decay=log_decay, beta_TH=beta_TH
             )
-        q, k, v, before = (_by_rows(x) for x in (q_THK, k_THK, v_THV, states_GHKV))
-        heads, query_heads, device = before.shape[1], q.shape[1], q.device
+        return Recurred(out_THV, after)
+
+    def linear_attention_at(
+        self,
+        plan: RecurrencePlan,
+        q_THK: Tensor,
+        k_THK: Tensor,
+        v_THV: Tensor,
+        places: StatePlaces,
+        *,
+        scale: float = 1.0,
+        log_decay: Tensor | None = None,
+        beta_TH: Tensor | None = None,
+    ) -> Tensor | None:
+        """See ``PooledRecurrence``. ``InvalidArgument``."""
+        pool = places.pool_S
+        check_linear_attention(plan, q_THK, k_THK, v_THV, pool, log_decay, beta_TH, len(places.sources_G))
+        return self._attend(plan, q_THK, k_THK, v_THV, places, pool, scale, log_decay, beta_TH)
+
+    def _attend(
+        self,
+        plan: RecurrencePlan,
+        q_THK: Tensor,
+        k_THK: Tensor,
+        v_THV: Tensor,
+        places: StatePlaces,
+        after: Tensor,
+        scale: float,
+        log_decay: Tensor | None,
+        beta_TH: Tensor | None,
+    ) -> Tensor | None:
+        """Write the wanted states to ``after`` and return the output; None, without a launch, of
+        what the programs do not know."""
+        pool, sources, targets = places
+        heads, keys, values = pool.shape[1:]
+        by_column = log_decay is not None and log_decay.dim() == 3
+        fits = 0 < keys <= (MOST_COLUMNS if by_column else MOST_KEYS) and values > 0 and plan.num_rows > 0
+        if not fits or not _known(q_THK, k_THK, v_THV, pool):
+            return None
+        q, k, v, before = (_by_rows(x) for x in (q_THK, k_THK, v_THV, pool))
+        query_heads, device = q.shape[1], q.device
         out_THV = v.new_empty(plan.num_rows, query_heads, values, dtype=promoted(q, k, v))
-        after = before.new_empty(len(plan.wanted), heads, keys, values)
         # What a program does not read can be anything.
         decays, decay, delta = 0, out_THV, beta_TH is not None
         if log_decay is not None:
@@ -101,21 +138,21 @@ class TritonRecurrence(ChunkedRecurrence):
 
         def walk(entries: int, kept: Tensor, rows: Tensor, walked: Tensor, listed: bool) -> None:
             programs.walk_rows[(entries, heads, -(-values // width))](
-                out_THV, after, kept, before, q, k, v, decay, beta, rows, walked, float(scale),
+                out_THV, after, kept, before, sources, targets, q, k, v, decay, beta, rows, walked, float(scale),
                 *state, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *gates,
                 QUERIES=query_heads // heads, VALUES=values, K=padded, W=width, DELTA=delta, LISTED=listed, **sizes,
             )  # fmt: skip
 
         with on_device_of(out_THV):
-            if alone(plan, len(before)):
+            if alone(plan, len(sources)):
                 walk(plan.num_rows, after, out_THV, out_THV, False)
-                return Recurred(out_THV, after)
+                return out_THV
             steps, chunks, chunked, rows, walked = self._bound(plan, device)
             if len(steps.walked):
                 kept = torch.empty(steps.kept, heads, keys, values, device=device) if steps.kept else after
                 walk(len(steps.walked), kept, rows, walked, True)
             if not len(steps.chunks):
-                return Recurred(out_THV, after)
+                return out_THV
             q, k, v = q.float(), k.float(), v.float()
             number, some = len(steps.chunks), NARROW if by_column else max(16, min(padded, WIDTH))
             common = {"C": ROWS, **sizes}
@@ -133,7 +170,7 @@ class TritonRecurrence(ChunkedRecurrence):
             block, width = max(16, min(padded, KEYS_HELD)), NARROW if by_column or keys > 128 else WIDTH
             width = max(16, min(_power(values), width))
             programs.pass_chunks[(len(steps.chunked), heads, -(-values // width))](
-                after, held, u, before, k, v, inverses, since, until, chunks, chunked,
+                after, held, u, before, sources, targets, k, v, inverses, since, until, chunks, chunked,
                 *state, *k.stride()[:2], *v.stride()[:2],
                 VALUES=values, K=block, BLOCKS=-(-keys // block), W=width, DELTA=delta,
                 num_stages=2 if by_column else 3, **common,
@@ -144,35 +181,59 @@ class TritonRecurrence(ChunkedRecurrence):
                 *q.stride()[:2], *k.stride()[:2], *u.stride()[:2], *gates[:2],
                 QUERIES=query_heads // heads, VALUES=values, W=width, num_stages=3, **scoring, **common,
             )  # fmt: skip
-        return Recurred(out_THV, after)
+        return out_THV
 
     def convolve(
         self, plan: RecurrencePlan, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, states_GWC: Tensor
     ) -> Recurred:
         """See the contract. ``InvalidArgument``: shapes, dtypes, devices."""
         check_convolve(plan, x_TC, weight_CW, bias_C, states_GWC)
-        rows, (channels, taps) = plan.num_rows, weight_CW.shape
-        if not _known(x_TC, states_GWC) or not rows or not channels:
+        places, after = _apart(plan, states_GWC)
+        out_TC = self._convolve(plan, x_TC, weight_CW, bias_C, places, after)
+        if out_TC is None:
             return super().convolve(plan, x_TC, weight_CW, bias_C, states_GWC)
-        x, before, weight = _by_rows(x_TC), _by_rows(states_GWC), weight_CW.contiguous()
+        return Recurred(out_TC, after)
+
+    def convolve_at(
+        self, plan: RecurrencePlan, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, places: StatePlaces
+    ) -> Tensor | None:
+        """See ``PooledRecurrence``. ``InvalidArgument``: as ``convolve``."""
+        check_convolve(plan, x_TC, weight_CW, bias_C, places.pool_S, len(places.sources_G))
+        return self._convolve(plan, x_TC, weight_CW, bias_C, places, places.pool_S)
+
+    def _convolve(
+        self,
+        plan: RecurrencePlan,
+        x_TC: Tensor,
+        weight_CW: Tensor,
+        bias_C: Tensor | None,
+        places: StatePlaces,
+        after: Tensor,
+    ) -> Tensor | None:
+        """See ``_attend``."""
+        pool, sources, targets = places
+        rows, given, (channels, taps) = plan.num_rows, len(sources), weight_CW.shape
+        if not _known(x_TC, pool) or not rows or not channels:
+            return None
+        x, before, weight = _by_rows(x_TC), _by_rows(pool), weight_CW.contiguous()
         weight = weight if weight.dtype in known_dtypes() else weight.to(torch.float32)
-        out_TC, after = x.new_empty(rows, channels), before.new_empty(len(plan.wanted), taps - 1, channels)
+        out_TC = x.new_empty(rows, channels)
         bias = out_TC if bias_C is None else bias_C.to(weight.dtype).contiguous()
-        listed = not alone(plan, len(before))
-        places = targets = out_TC
+        listed = not alone(plan, given)
+        inputs = wanted = out_TC
         if listed:
-            places, targets = self._inputs(plan, (len(before), taps - 1), x.device)
+            inputs, wanted = self._inputs(plan, (given, taps - 1), x.device)
 
         from quire.kernels.recurrence_programs import convolve_rows
 
         with on_device_of(x):
             some, width = min(16, _power(rows)), min(128, _power(channels))
             convolve_rows[(-(-rows // some), -(-channels // width))](
-                out_TC, after, before, x, weight, bias, places, targets, rows, len(before),
+                out_TC, after, before, sources, targets, x, weight, bias, inputs, wanted, rows, given,
                 x.stride(0), *before.stride()[:2],
                 CHANNELS=channels, TAPS=taps, BIAS=bias_C is not None, LISTED=listed, N=some, W=width,
             )  # fmt: skip
-        return Recurred(out_TC, after)
+        return out_TC
 
     def _bound(self, plan: RecurrencePlan, device: torch.device) -> _Bound:
         held = self._steps
@@ -202,6 +263,13 @@ def alone(plan: RecurrencePlan, given: int) -> bool:
     """Return whether each row n is a decode from state n to wanted state n."""
     rows = plan.num_rows
     return given == rows == len(plan.wanted) and bool((plan.given == np.arange(rows)).all())
+
+
+def _apart(plan: RecurrencePlan, states_G: Tensor) -> tuple[StatePlaces, Tensor]:
+    """Return states in their order as places, and memory for the wanted ones in theirs."""
+    after_M = states_G.new_empty(len(plan.wanted), *states_G.shape[1:])
+    order = torch.arange(max(len(states_G), len(after_M)), device=states_G.device)
+    return StatePlaces(states_G, order[: len(states_G)], order), after_M
 
 
 def _known(*tensors: Tensor) -> bool:

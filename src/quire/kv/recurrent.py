@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, TypedDict, Unpack
+from typing import Literal, TypedDict, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.contracts.layers import InitialValues, Recurrent, StateTensor
-from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan
+from quire.contracts.recurrence import PooledRecurrence, Recurred, RecurrenceBackend, RecurrencePlan, StatePlaces
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.kv.recurrent_states import NULL, OpenRecurrent, RecurrentNeed, Slots
 from quire.kv.recurrent_table import RecurrentTable
@@ -54,18 +54,10 @@ class Gates(TypedDict, total=False):
     beta_TH: Tensor | None
 
 
-class SlotIndex(NamedTuple):
-    """Slots to read, as tensors on the device."""
-
-    slots_N: Tensor
-    """int64; 0 stands for the initial values."""
-    initial_N: Tensor | None
-    """bool: which are at the initial values; None: no slot is."""
-
-
 class RecurrentStorage:
     """The state tensors of all layers. Those of equal shape, dtype and initial value share one
-    ``[L, S, *shape]``, to be copied at once. ``ResourceExhausted`` if they do not fit in memory."""
+    ``[L, S, *shape]``, to be copied at once. Its last slot holds the initial values and is never
+    written. ``ResourceExhausted`` if they do not fit in memory."""
 
     def __init__(
         self, specs: Sequence[Recurrent], num_slots: int, device: torch.device, *, padding: bool = False
@@ -77,56 +69,56 @@ class RecurrentStorage:
         for layer, spec in enumerate(specs):
             for state, tensor in enumerate(spec.states):
                 groups.setdefault(tensor, []).append((layer, state))
-        self._groups: list[tuple[Tensor, Tensor]] = []
-        self._rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.initial = num_slots + padding
+        """The slot of the initial values."""
+        self._groups: list[Tensor] = []
+        self.rows_S: dict[tuple[int, int], Tensor] = {}
+        """By layer and state ``[S, *shape]``."""
         for tensor, members in groups.items():
-            shape = (len(members), num_slots + padding, *tensor.shape)
+            shape = (len(members), self.initial + 1, *tensor.shape)
             tensor_LS = allocate(shape, dtype_of(tensor), device, "the state slots need", "give fewer slots")
-            initial = initial_of(tensor).to(device)
-            self._groups.append((tensor_LS, initial))
+            initial = initial_of(tensor)
+            if initial.count_nonzero():
+                # Memory of a CPU that nobody writes is none.
+                tensor_LS[:, self.initial] = initial.to(device)
+            self._groups.append(tensor_LS)
             for index, member in enumerate(members):
-                self._rows[member] = (tensor_LS[index], initial)
+                self.rows_S[member] = tensor_LS[index]
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor, _ in self._groups)
+        """Bytes of the ``num_slots`` slots."""
+        return sum(tensor_LS[:, : self.num_slots].nbytes for tensor_LS in self._groups)
 
-    def index(self, slots: Slots) -> SlotIndex:
-        """Prepare these slots for any number of reads; ``NULL`` stands for the initial values."""
-        initial = slots == NULL
-        return SlotIndex(
-            uploaded(np.maximum(slots, 0), self.device),
-            uploaded(initial, self.device) if initial.any() else None,
-        )
+    def places(self, slots: Slots) -> Slots:
+        """Return where these slots are; ``NULL`` stands for the initial values."""
+        return np.where(slots == NULL, self.initial, slots)
 
-    def read(self, layer: int, state: int, slots: Slots | SlotIndex) -> Tensor:
-        """Return ``[n, *shape]``, fresh; ``NULL`` reads as the initial value."""
-        rows_S, initial = self._rows[layer, state]
-        index = slots if isinstance(slots, SlotIndex) else self.index(slots)
-        rows_N = rows_S.index_select(0, index.slots_N)
-        if index.initial_N is not None:
-            torch.where(index.initial_N.view(-1, *[1] * (rows_N.dim() - 1)), initial, rows_N, out=rows_N)
-        return rows_N
+    def index(self, slots: Slots) -> Tensor:
+        """Return ``places`` on the device, for any number of reads."""
+        return uploaded(self.places(slots), self.device)
+
+    def read(self, layer: int, state: int, slots: Slots | Tensor) -> Tensor:
+        """Return ``[n, *shape]``, fresh, of slots or what ``index`` made of them."""
+        index_N = slots if isinstance(slots, Tensor) else self.index(slots)
+        return self.rows_S[layer, state].index_select(0, index_N)
 
     def write(self, layer: int, state: int, slots_N: Tensor, rows_N: Tensor) -> None:
         """Write rows to slots; ``slots_N``: int64 on the device, without ``NULL``, none twice."""
-        self._rows[layer, state][0].index_copy_(0, slots_N, rows_N)
+        self.rows_S[layer, state].index_copy_(0, slots_N, rows_N)
 
     def write_one(self, layer: int, state: int, slot: int, row: Tensor) -> None:
         """Write one row, on any device; see ``copy_rows``."""
-        copy_rows(self._rows[layer, state][0], row[None], slot)
+        copy_rows(self.rows_S[layer, state], row[None], slot)
 
     def copy(self, sources: Slots, targets: Slots) -> None:
         """Copy whole slots, over all layers; the source ``NULL`` writes the initial values."""
         if sources.size == 0:
             return
-        index = self.index(sources)
+        index_N = self.index(sources)
         target_N = uploaded(targets, self.device)
-        for tensor_LS, initial in self._groups:
-            rows_LN = tensor_LS.index_select(1, index.slots_N)
-            if index.initial_N is not None:
-                torch.where(index.initial_N.view(-1, *[1] * (rows_LN.dim() - 2)), initial, rows_LN, out=rows_LN)
-            tensor_LS.index_copy_(1, target_N, rows_LN)
+        for tensor_LS in self._groups:
+            tensor_LS.index_copy_(1, target_N, tensor_LS.index_select(1, index_N))
 
 
 class RecurrentPart:
@@ -349,9 +341,14 @@ class RecurrentPass:
                 f"and v {tuple(v_THV.shape)} need float32 {wanted}"
             )
         self._check_rows("linear_attention", q_THK, k_THK, v_THV)
+        backend, given = self._part.backend, (q_THK, k_THK, v_THV)
+        if isinstance(backend, PooledRecurrence):
+            found = backend.linear_attention_at(self.plan, *given, self._places(layer, state_id), **options)
+            if found is not None:
+                self._set[layer, state_id] = "wanted"
+                return found
         states_GHKV = self._part.storage.read(layer, state_id, self._sources)
-        recurred = self._part.backend.linear_attention(self.plan, q_THK, k_THK, v_THV, states_GHKV, **options)
-        return self._take(layer, state_id, recurred)
+        return self._take(layer, state_id, backend.linear_attention(self.plan, *given, states_GHKV, **options))
 
     def convolve(
         self, layer_id: int, state_id: int, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None
@@ -366,8 +363,14 @@ class RecurrentPass:
                 f"{tuple(weight_CW.shape)} need {wanted}"
             )
         self._check_rows("convolve", x_TC)
+        backend, given = self._part.backend, (x_TC, weight_CW, bias_C)
+        if isinstance(backend, PooledRecurrence):
+            found = backend.convolve_at(self.plan, *given, self._places(layer, state_id))
+            if found is not None:
+                self._set[layer, state_id] = "wanted"
+                return found
         states_GWC = self._part.storage.read(layer, state_id, self._sources)
-        return self._take(layer, state_id, self._part.backend.convolve(self.plan, x_TC, weight_CW, bias_C, states_GWC))
+        return self._take(layer, state_id, backend.convolve(self.plan, *given, states_GWC))
 
     def tensor(self, layer_id: int, state_id: int) -> tuple[int, StateTensor]:
         """Return ``RecurrentPart.tensor``, of the open forward only."""
@@ -379,6 +382,9 @@ class RecurrentPass:
         if any(one.shape[0] != self.plan.num_rows for one in tensors):
             found = ", ".join(str(one.shape[0]) for one in tensors)
             raise InvalidArgument(f"{verb}: {found} rows; {self.plan.num_rows} tokens are new")
+
+    def _places(self, layer: int, state_id: int) -> StatePlaces:
+        return StatePlaces(self._part.storage.rows_S[layer, state_id], self._sources, self._targets_M)
 
     def _take(self, layer: int, state_id: int, recurred: Recurred) -> Tensor:
         self._part.storage.write(layer, state_id, self._targets_M, recurred.states)

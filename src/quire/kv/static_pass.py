@@ -28,7 +28,7 @@ from quire.kv.chosen_rows import ChosenRows
 from quire.kv.forward_need import ForwardNeed, pages_for
 from quire.kv.parts import StateParts
 from quire.kv.plans import Batch, Prepared
-from quire.kv.recurrent import RecurrentPart, RecurrentPass, SlotIndex
+from quire.kv.recurrent import RecurrentPart, RecurrentPass
 from quire.kv.recurrent_states import NULL, OpenRecurrent
 from quire.kv.state_pass import StatePass
 from quire.ops.uploads import SharedMemory, StaticInputs
@@ -223,20 +223,18 @@ class StaticRecurrentPass(RecurrentPass):
         self.plan = RecurrencePlan(
             starts=np.arange(rows + 1), parents=np.full(rows, NULL), given=every, wanted=every, chains=True
         )
-        self._slots = memory.part(rows, np.int64)
-        self._initial = memory.part(rows, np.bool_)
-        self._targets = memory.part(rows, np.int64)
-        self._sources = SlotIndex(self._slots.tensor, self._initial.tensor)
-        self._targets_M = self._targets.tensor
+        self._read = memory.part(rows, np.int64)
+        self._written = memory.part(rows, np.int64)
+        self._sources, self._targets_M = self._read.tensor, self._written.tensor
         self._set = {}
         self._recent, self._recent_rows = [], {}
 
     def reopened(self, opened: OpenRecurrent) -> StaticRecurrentPass:
         """Take the slots of a forward; what layers have set stays as it was in the last one."""
         self._opened = opened
-        self._slots.fill(np.maximum(opened.need.sources, 0))
-        self._initial.fill(opened.need.sources == NULL, rest=1)
-        self._targets.fill(opened.targets, rest=self._part.storage.num_slots)
+        storage = self._part.storage
+        self._read.fill(storage.places(opened.need.sources), rest=storage.initial)
+        self._written.fill(opened.targets, rest=storage.num_slots)
         return self
 
     def begin_again(self) -> None:

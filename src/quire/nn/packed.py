@@ -2,9 +2,9 @@
 
 Decoding is reading weights, and a row-major weight is read at two thirds or less of the memory
 bandwidth of a blocked layout. ``KernelLinear`` has that of ``contracts.linear``, in any of its
-forms. Without such a kernel, and on processors with AMX, ``PackedLinear`` has oneDNN's own (CPU,
-bfloat16): PyTorch's compiler calls these functions when it freezes a model. They are not public; a
-PyTorch without them gets plain weights.
+forms. Without such a kernel ``PackedLinear`` has oneDNN's own (CPU, bfloat16): PyTorch's compiler
+calls these functions when it freezes a model. They are not public; a PyTorch without them gets
+plain weights.
 
 Letters: T rows, I input features, O output features.
 """

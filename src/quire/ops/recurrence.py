@@ -41,9 +41,11 @@ def check_linear_attention(
     states_GHKV: Tensor,
     log_decay: Tensor | None,
     beta_TH: Tensor | None,
+    given: int | None = None,
 ) -> None:
     """Raise ``InvalidArgument`` if shapes, dtypes or devices break
-    ``RecurrenceBackend.linear_attention``.
+    ``RecurrenceBackend.linear_attention``. ``given``: states that there are; None: all of
+    ``states``.
 
     Does not look at values: that would wait for the device."""
     tensors = {"q": q_THK, "k": k_THK, "v": v_THV, "states": states_GHKV}
@@ -63,14 +65,19 @@ def check_linear_attention(
     if beta_TH is not None:
         _check_shape("beta", beta_TH, (rows, heads))
         tensors["beta"] = beta_TH
-    _check_together(plan, tensors)
+    _check_together(plan, tensors, given)
 
 
 def check_convolve(
-    plan: RecurrencePlan, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, states_GWC: Tensor
+    plan: RecurrencePlan,
+    x_TC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    states_GWC: Tensor,
+    given: int | None = None,
 ) -> None:
     """Raise ``InvalidArgument`` if shapes, dtypes or devices break
-    ``RecurrenceBackend.convolve``."""
+    ``RecurrenceBackend.convolve``. ``given``: as for ``check_linear_attention``."""
     tensors = {"x": x_TC, "weight": weight_CW, "states": states_GWC}
     _check_forms(tensors, ("[T, C]", "[C, W]", "[G, W - 1, C]"))
     channels, taps = weight_CW.shape
@@ -81,7 +88,7 @@ def check_convolve(
     if bias_C is not None:
         _check_shape("bias", bias_C, (channels,))
         tensors["bias"] = bias_C
-    _check_together(plan, tensors)
+    _check_together(plan, tensors, given)
 
 
 def _check_forms(tensors: Mapping[str, Tensor], forms: Sequence[str]) -> None:
@@ -96,13 +103,14 @@ def _check_shape(name: str, tensor: Tensor, *accepted: tuple[int, ...]) -> None:
         raise InvalidArgument(f"{name} must have the shape {forms}, got {list(tensor.shape)}")
 
 
-def _check_together(plan: RecurrencePlan, tensors: Mapping[str, Tensor]) -> None:
-    device, given = tensors["states"].device, tensors["states"].shape[0]
+def _check_together(plan: RecurrencePlan, tensors: Mapping[str, Tensor], given: int | None) -> None:
+    device = tensors["states"].device
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise InvalidArgument(f"{name} must be of a floating point type, got {tensor.dtype}")
         if tensor.device != device:
             raise InvalidArgument(f"{name} must be on the device of the states, {device}; it is on {tensor.device}")
+    given = tensors["states"].shape[0] if given is None else given
     last = int(plan.given.max(initial=-1))
     if last >= given:
         raise InvalidArgument(f"the plan reads the given state {last}; there are {given}")

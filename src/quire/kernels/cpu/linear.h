@@ -26,6 +26,8 @@ namespace {
 
 constexpr int PANEL = 32;
 constexpr int MOST_RANGES = 32;
+// What comes so many bytes later is fetched before it is needed.
+constexpr int AHEAD = 4096;
 enum Form { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
 
 }  // namespace

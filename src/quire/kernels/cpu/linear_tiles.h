@@ -5,13 +5,13 @@
 //
 // Letters: M rows of a tile; a panel has two vectors of outputs.
 
+#include "linear_outputs.h"
+
 namespace {
 
 // About as many inputs at a time: their part of a panel stays in a cache for all rows, and their sum is added to the others.
 constexpr int BLOCK = 640;
 constexpr int WIDEST_GROUP = 128;
-// What comes so many bytes later is fetched before it is needed.
-constexpr int AHEAD = 4096;
 
 typedef uint8_t Bytes __attribute__((vector_size(64)));
 typedef int32_t Whole __attribute__((vector_size(64)));
@@ -427,27 +427,6 @@ INLINE void sum_panels(const Linear& map, int64_t panel, float* sums, int64_t to
                 tiles<Q, X>(to, rows, x, stride, (const float*)values, WIDEST_GROUP * PANEL, values, inputs, scale, coming);
             }
         }
-    }
-}
-
-#ifdef PAIRS
-// As ``put`` rounds, in one instruction; numbers below 2^-126 become 0.
-INLINE void put_output(bfloat16* to, Lanes value) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)value)); }
-#else
-INLINE void put_output(bfloat16* to, Lanes value) { put(to, value); }
-#endif
-INLINE void put_output(float* to, Lanes value) { put(to, value); }
-
-template <typename T>
-INLINE void put_rows(const LinearCall& call, int64_t panel, int64_t first, int64_t rows, const float* sums) {
-    const Linear& map = *call.map;
-    const int64_t from = panel * PANEL, outputs = map.outputs - from < PANEL ? map.outputs - from : PANEL;
-    for (int64_t m = 0; m < rows; m++, sums += PANEL) {
-        T* y = (T*)call.y + (first + m) * map.outputs + from;
-        int64_t o = 0;
-        for (; o + LANES <= outputs; o += LANES)
-            put_output(y + o, map.bias ? loaded<Lanes>(sums + o) + loaded<Lanes>(map.bias + from + o) : loaded<Lanes>(sums + o));
-        for (; o < outputs; o++) put_one(y + o, map.bias ? sums[o] + map.bias[from + o] : sums[o]);
     }
 }
 
