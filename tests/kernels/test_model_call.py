@@ -168,6 +168,27 @@ def test_first_maxima(dtype: torch.dtype, data: st.DataObject) -> None:
     assert found.first == first_maxima(found.logits_TV)
 
 
+def test_every_level_and_any_number_of_threads() -> None:
+    rows = native_rows()
+    assert rows is not None
+    small = Small((torch.bfloat16, "bfloat16"), PIECE + 40, tied=True)
+    small.plan([2])
+    tokens, stack = np.array([77]), small.stack()
+    try:
+        for level in (0, 1, 2):
+            rows.use_level(level)
+            torch.set_num_threads(1)
+            expected = small.one_by_one(tokens)
+            for number in (1, 2, 5):
+                torch.set_num_threads(number)
+                for _ in range(20):  # threads that come early and late
+                    found = stack.model(tokens, small.parts)
+                    assert torch.equal(found.logits_TV, expected)
+                    assert found.first == first_maxima(expected)
+    finally:
+        rows.use_level(2)
+
+
 def test_ends_that_do_not_fit_leave_the_blocks() -> None:
     small, other = Small((torch.float32, "float32"), 96, False), Small((torch.bfloat16, "bfloat16"), 96, False)
     table_VE, norm, head = small.table_VE, small.norm, small.head

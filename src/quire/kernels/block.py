@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from threading import Lock
 from typing import ClassVar
 
 import numpy as np
@@ -178,6 +179,8 @@ class NativeStack:
         self._run, self._run_model, self._blocks, self._ends = run, run_model, tuple(blocks), ends
         self._places = np.array([(one.place, 0, 0) for one in blocks])
         self._place = self._places.ctypes.data
+        self._lock = Lock()
+        """Of what calls write here: other threads may run the model over other states."""
         self._attention: StackParts | None = None
         """Those in ``_places``. Who passes the same ones again has changed nothing in them."""
         self.takes, self.dtype = blocks[0].takes, blocks[0].dtype
@@ -198,25 +201,29 @@ class NativeStack:
 
     def __call__(self, x_TE: Tensor, attention: StackParts) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""
-        self._attend(attention)
-        return _run_blocks(self._run, self._places, x_TE)
+        with self._lock:
+            self._attend(attention)
+            return _run_blocks(self._run, self._places, x_TE)
 
     def model(self, tokens: NDArray[np.int64], attention: StackParts) -> RowLogits:
         """See the contract. ``MemoryError``: no memory for sums."""
-        self._attend(attention)
         rows = len(tokens)
         logits_TV = torch.empty(rows, self._vocabulary, device="cpu")
-        self._tokens[:rows] = tokens
-        failed = self._run_model(
-            self._ends_place, self._place, len(self._places), logits_TV.data_ptr(), self._first, self._tokens_place, rows, torch.get_num_threads()
-        )  # fmt: skip
+        with self._lock:
+            self._attend(attention)
+            self._tokens[:rows] = tokens
+            failed = self._run_model(
+                self._ends_place, self._place, len(self._places), logits_TV.data_ptr(), self._first, self._tokens_place,
+                rows, torch.get_num_threads(),
+            )  # fmt: skip
+            first = self._first[:rows]
         if failed == 2:
             raise IndexError(
                 f"tokens of {tokens.min()} to {tokens.max()}; ids of 0 to {self._native.vocabulary - 1} are known"
             )
         if failed:
             raise MemoryError(f"{len(self._places)} blocks over {rows} rows found no memory for their sums")
-        return RowLogits(logits_TV, self._first[:rows])
+        return RowLogits(logits_TV, first)
 
     def _attend(self, attention: StackParts) -> None:
         if attention is not self._attention:
