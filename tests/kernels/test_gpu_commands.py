@@ -167,8 +167,11 @@ def test_recurrences_are_counted_and_called(monkeypatch: pytest.MonkeyPatch) -> 
 class Drawn:
     """Stands for a kernel, without Triton."""
 
-    def draw(self, z_WV: torch.Tensor, max_W: torch.Tensor, table_G4: torch.Tensor, one: float) -> torch.Tensor:
-        return table_G4[:, 0].long()
+    def draw(self, z_WV: torch.Tensor, max_W: torch.Tensor, table_G6: torch.Tensor, one: float) -> torch.Tensor:
+        return table_G6[:, 0].long()
+
+    def draw_ranked(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.draw(*given), torch.ones(1)
 
 
 def test_pieces_are_called_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +196,8 @@ def test_pieces_are_called_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part, "VOCABULARY", 97)
     monkeypatch.setattr(part, "TritonDraw", lambda: Drawn())
     made = part.draws(torch.device("cpu"), 97 * 4, 1, 1, seconds_of)
-    assert [(row["rows"], row["of copy"]) for row in made] == [(1, "100%"), (64, "6400%"), (256, "25600%")]
-    assert [len(tokens) for tokens in calls[-6:]] == [1, 1, 64, 64, 256, 256]
+    assert [row["by"] for row in made] == ["temperature"] * 3 + ["top_k 50"] * 3 + ["top_p 0.95"] * 3
+    assert [(row["rows"], row["of copy"]) for row in made] == [(1, "100%"), (64, "6400%"), (256, "25600%")] * 3
+    assert [len(tokens) for tokens in calls[-18:]] == [1, 1, 64, 64, 256, 256] * 3
     # 16 slots of two layers, of K and V in bfloat16, read and written in a second.
     assert [row["of copy"] for row in rows] == ["100%", "1600%", "12800%"]

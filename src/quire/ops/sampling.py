@@ -23,7 +23,7 @@ from quire.ops.filters import (
     Candidates,
     DrawKernel,
     GivenMasks,
-    PlainDraws,
+    KernelDraws,
     Words,
     candidates,
     first_allowed,
@@ -179,11 +179,13 @@ def _sampled_at_once(
         max_W, tokens_W = maxima(z_WV)
         params = {i: samplers[row].params for i, row in enumerate(rows) if row in uniforms}
         rows_W, complete_W = _uploaded_rows(rows, logits_RV), torch.ones_like(tokens_W)
-        groups: list[Candidates | PlainDraws] = []
-        plain = {i: one for i, one in params.items() if kernel is not None and needs_no_order(one, z_WV.shape[1])}
-        if kernel is not None and plain:
-            groups.append(PlainDraws(kernel, z_WV, max_W, plain))
-        groups += candidates(z_WV, max_W, {i: one for i, one in params.items() if i not in plain}, at_once=True)
+        groups: list[Candidates | KernelDraws] = []
+        if kernel is not None:
+            for ordered in (False, True) if kernel.ranked else (False,):
+                some = {i: one for i, one in params.items() if needs_no_order(one, z_WV.shape[1]) != ordered}
+                groups += [KernelDraws(kernel, z_WV, max_W, some, ordered)] if some else []
+                params = {i: one for i, one in params.items() if i not in some}
+        groups += candidates(z_WV, max_W, params, at_once=True)
         for group in groups:
             members_G = _uploaded_rows(group.members, logits_RV)
             drawn_G = group.drawn([uniforms[rows[i]] for i in group.members])
