@@ -197,7 +197,6 @@ class Trunk:
         for block in self.blocks:
             if isinstance(block, PreNormBlock):
                 block.join(kernels)
-        self.stack = joined_stack(self.blocks, kernels.blocks)
         self.parameter_bytes += grown
         head = packed(self.lm_head, kernels.of_head())
         if head is not self.lm_head:
@@ -210,6 +209,8 @@ class Trunk:
         elif not grown:
             return False
         self.lm_head, self.quantization = head, kernels.quantization
+        plain = self._logit_scale == 1.0 and self._logit_softcap is None
+        self.stack = joined_stack(self.blocks, kernels.blocks, self.embedding, self.norm, head if plain else None)
         return True
 
     def embed(self, tokens_T: Tensor) -> Tensor:
