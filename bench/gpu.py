@@ -7,16 +7,22 @@ product of two bfloat16 matrices of 8,192 x 8,192. Then, one table and one JSON 
 * ``attention``: decodes, prompts and latent decodes of models' shapes, by the Triton kernels and by
   PyTorch's operations, as shares of these limits; ``--tune`` tries other sizes of programs;
 * ``recurrence``: the same of recurrent layers and their convolutions;
-* ``latency``: decodes of batch 1 and 64 and prompts of 8,192 tokens, of models' shapes;
-* ``hybrid``: the same of Qwen3-Next's shape with few layers;
+* ``latency``: decodes of batch 1 and 64 behind 1,024 tokens, prompts of 8,192, of models' shapes;
+* ``contexts``: decodes of batch 64 behind 8,192 tokens, or of as many sequences as fit;
+* ``peers``: ``latency``, and 256 requests of 100 to 1,024 tokens in and out, each in turn with
+  transformers, with half of the memory;
+* ``throughput``: these requests with all of the memory;
+* ``hybrid``: ``latency`` of Qwen3-Next's shape with few layers, in turn with transformers;
 * ``captured``: decodes of batch 1, 8 and 64, captured and launched one by one: the time of a step,
   and the share of it in which the device is busy;
-* ``throughput``: 256 requests of 100 to 1,024 tokens in and out;
-* ``float8``: products with 8-bit weights beside bfloat16, then ``latency`` with such weights;
+* ``float8``: products with 8-bit weights beside bfloat16; ``quantized``: ``latency`` with them;
 * ``copies``: copies of pages inside of the pool; ``draws``: tokens of rows with a temperature.
 
-Weights are random and made on the device. Nothing is downloaded.
+Weights are random and made on the device. Nothing is downloaded. Each part, of each model, has a
+process of its own: one that fails, or leaves the device in a state in which nothing runs, does not
+keep others from their numbers. The last lines say which failed.
 ``python bench/gpu.py [--parts attention,latency,copies] [--models qwen3-0.6b] [--tune]``
+``python bench/gpu.py --device cpu --models quick`` tries the parts of models without a GPU.
 """
 
 from __future__ import annotations
@@ -24,10 +30,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,19 +51,19 @@ from gpu_pieces import copies, draws, float8_products
 from gpu_recurrence import recurrences
 from quire import LLM, SamplingParams
 from quire.contracts.attention import AttentionBackend, ForwardPlan, Scoring
-from quire.errors import QuireError
 from quire.kernels import triton_attention
 from quire.kernels.float8 import float8_problem
 from quire.kernels.sdpa import SdpaAttention
 from quire.kernels.triton_attention import Settings, TritonAttention
 from quire.kernels.triton_support import triton_problem
-from quire_bench.hardware import Hardware, measure
-from quire_bench.latency import run_latency
+from quire_bench.hardware import Hardware, free_bytes
+from quire_bench.latency import run_latency, synchronize
 from quire_bench.reports import print_json, print_table
 from quire_bench.throughput import run_throughput
 
-PARTS = ("attention", "recurrence", "latency", "throughput", "hybrid", "captured", "float8", "copies", "draws")
 PIECES = {"recurrence": recurrences, "float8": float8_products, "copies": copies, "draws": draws}
+OF_MODELS = ("latency", "contexts", "captured", "throughput", "peers", "quantized")
+PARTS = ("attention", *OF_MODELS, "hybrid", *PIECES)
 PAGE_SIZE = 16
 SHARD_BYTES = 4 << 30
 MODELS: dict[str, dict[str, Any]] = {
@@ -111,7 +120,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
         "tie_word_embeddings": True,
     },
 }
@@ -258,8 +268,21 @@ def call_of(case: Attended, backend: AttentionBackend, device: torch.device) -> 
     return call
 
 
+failures: list[str] = []
+"""What could not be measured."""
+
+
 def seconds_of(call: Callable[[], object], rounds: int) -> float:
-    """Return the median time on the device of a call."""
+    """Return the median time on the device of a call; NaN, and an entry of ``failures``, if it
+    fails."""
+    try:
+        return _seconds_of(call, rounds)
+    except Exception as error:
+        failures.append(f"{type(error).__name__}: {error}")
+        return math.nan
+
+
+def _seconds_of(call: Callable[[], object], rounds: int) -> float:
     for _ in range(3):
         call()
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
@@ -271,20 +294,28 @@ def seconds_of(call: Callable[[], object], rounds: int) -> float:
     return statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
 
 
+class Deferred:
+    """``call_of``, which takes memory, at the first call."""
+
+    def __init__(self, *given: Any) -> None:
+        self._given, self._call = given, None
+
+    def __call__(self) -> object:
+        self._call = call_of(*self._given) if self._call is None else self._call
+        return self._call()
+
+
 def attention(device: torch.device, found: Hardware, rounds: int, chosen: str, tune: bool) -> dict[str, Any]:
     """Measure attention of one layer, of cases whose names hold ``chosen``; print a table."""
     rows: list[dict[str, object]] = []
     copy, peak = found["copy_gbps"] * 1e9, found["peak_tflops"]["bfloat16"] * 1e12
     with torch.inference_mode():
         for case in (one for one in CASES if chosen in one.name):
-            taken = seconds_of(call_of(case, TritonAttention(), device), rounds)
+            taken = seconds_of(Deferred(case, TritonAttention(), device), rounds)
             row: dict[str, object] = {"attention": case.name, "triton us": taken * 1e6} | _shares(
                 case, taken, copy, peak
             )
-            try:
-                row["torch us"] = seconds_of(call_of(case, SdpaAttention(), device), max(3, rounds // 4)) * 1e6
-            except torch.OutOfMemoryError:
-                row["torch us"] = "no memory"
+            row["torch us"] = seconds_of(Deferred(case, SdpaAttention(), device), max(3, rounds // 4)) * 1e6
             if tune:
                 row |= tuned(case, device, rounds)
             rows.append(row)
@@ -309,7 +340,7 @@ def tuned(case: Attended, device: torch.device, rounds: int) -> dict[str, object
         triton_attention.settings = lambda *_: made
         triton_attention.PROGRAMS.update(dict.fromkeys(programs, wanted))
         try:
-            times[made, wanted] = seconds_of(call_of(case, TritonAttention(), device), max(5, rounds // 4))
+            times[made, wanted] = _seconds_of(call_of(case, TritonAttention(), device), max(5, rounds // 4))
         except Exception as error:
             # Shared memory or registers do not suffice, or the compiler gives up.
             print(f"{case.name}, {made}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -331,40 +362,45 @@ def tuned(case: Attended, device: torch.device, rounds: int) -> dict[str, object
 # -- models ----------------------------------------------------------------------------------------
 
 
-def models(parts: Sequence[str], names: Sequence[str], arguments: argparse.Namespace, found: Hardware) -> None:
-    """Measure whole models; each prints its tables and lines."""
-    device = torch.device(arguments.device)
-    common = {"rounds": arguments.rounds, "peer": arguments.peer, "hardware": found}
-    options = {"device": arguments.device, "max_num_batched_tokens": 8192, "max_model_len": 8192 + 256}
-    for name in names:
-        path = str(drawn_checkpoint(name, arguments.dir, device))
-        if "latency" in parts:
-            sizes = {"decode": 32, "engine_options": options, **common}
-            run_latency(path, batches=[1, 64], prompts=[8192], context=1024, **sizes)
-            batch = fitting(name, 8192 + 32, device)
-            run_latency(path, batches=[batch], prompts=[1024], context=8192, **{**sizes, "peer": "none"})
-        if "throughput" in parts:
-            run_throughput(
-                path, engine_options={**options, "max_num_seqs": 256}, requests=arguments.requests, scale=1.0,
-                peer_batches=[64, 256], **common,
-            )  # fmt: skip
-        if "float8" in parts:
-            sizes = {"decode": 32, "engine_options": {**options, "quantization": "fp8"}, **common, "peer": "none"}
-            run_latency(path, batches=[1, 64], prompts=[8192], context=1024, **sizes)
-        if "captured" in parts:
-            print_json({"benchmark": "gpu", "hardware": found, **captured(path, name, arguments.rounds)})
-    if "hybrid" in parts:
-        path = str(drawn_checkpoint("qwen3-next-4-layers", arguments.dir, device))
-        run_latency(path, batches=[1, 64], prompts=[8192], context=1024, decode=32, engine_options=options, **common)
+def of_model(part: str, name: str, arguments: argparse.Namespace, found: Hardware) -> None:
+    """Measure a part of a whole model; print its tables and lines."""
+    device, longest = torch.device(arguments.device), MODELS[name]["max_position_embeddings"] - 256
+    longest = min(8192, longest)
+    path = str(drawn_checkpoint(name, arguments.dir, device))
+    options: dict[str, Any] = {
+        "device": arguments.device, "max_num_batched_tokens": longest, "max_model_len": longest + 256
+    }  # fmt: skip
+    common = {"rounds": arguments.rounds, "hardware": found}
+    sizes = {"batches": [1, 64], "prompts": [longest], "context": min(1024, longest), "decode": 32, **common}
+    requests = {"requests": arguments.requests, "scale": min(1.0, longest / 2048), **common}
+    half = {**options, "gpu_memory_utilization": 0.5}
+    if part == "latency":
+        run_latency(path, engine_options=options, **sizes)
+    elif part == "quantized":
+        run_latency(path, engine_options={**options, "quantization": "fp8"}, **sizes)
+    elif part == "contexts":
+        batch = fitting(name, longest + 32, device)
+        run_latency(path, engine_options=options, **{**sizes, "batches": [batch], "prompts": [], "context": longest})
+    elif part == "throughput":
+        run_throughput(path, engine_options={**options, "max_num_seqs": 256}, **requests)
+    elif part == "captured":
+        print_json({"benchmark": "gpu", "hardware": found, **captured(path, name, arguments)})
+    else:
+        peer = {"peer": arguments.peer}
+        run_latency(path, engine_options=half, **sizes, **peer)
+        if part == "peers":
+            half["max_num_seqs"] = 256
+            run_throughput(path, engine_options=half, peer_batches=[64, 128, 256], **requests, **peer)
 
 
-def captured(path: str, name: str, rounds: int) -> dict[str, Any]:
+def captured(path: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure decodes through the engine, by captured steps and without; print a table."""
     rows: list[dict[str, object]] = []
+    options = {"device": arguments.device, "max_model_len": min(2048, MODELS[name]["max_position_embeddings"])}
     for eager in (False, True):
-        with LLM(path, device="cuda", enforce_eager=eager, max_model_len=2048) as llm:
+        with LLM(path, **options, enforce_eager=eager, enable_prefix_caching=False) as llm:
             for batch in (1, 8, 64):
-                taken, busy = decoded(llm, batch, 40 * rounds)
+                taken, busy = decoded(llm, batch, 40 * arguments.rounds)
                 rows.append(
                     {"model": name, "batch": batch, "captured": not eager, "step us": taken, "busy": f"{busy:.0%}"}
                 )
@@ -374,23 +410,32 @@ def captured(path: str, name: str, rounds: int) -> dict[str, Any]:
 
 def decoded(llm: LLM, batch: int, steps: int) -> tuple[float, float]:
     """Return the microseconds of an engine's step with ``batch`` decodes, and the share in which
-    the device computes.
+    the device computes (0 on a CPU).
     """
-    engine, params = llm.engine, SamplingParams(temperature=0, ignore_eos=True, max_tokens=2 * steps + 16)
-    requests = [one for number in range(batch) for one in engine.submit(np.full(512, 5 + number), params)]
-    for _ in range(batch + 12):
+    engine, device = llm.engine, llm.model.device
+    length = min(512, engine.max_model_len // 4)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=min(2 * steps + 40, engine.max_model_len // 2))
+    prompts = [np.full(length, 5 + number) for number in range(batch)]
+    requests = [one for prompt in prompts for one in engine.submit(prompt, params)]
+    while not all(request.output_ids for request in requests):
         engine.step()
-    torch.cuda.synchronize()
+    # Behind the first step of a size, which compiles, and the second, which is captured.
+    for _ in range(4):
+        engine.step()
+    steps = min(steps, params.max_tokens - max(len(request.output_ids) for request in requests) - 24)
+    synchronize(device)
     began = time.perf_counter()
     for _ in range(steps):
         engine.step()
-    torch.cuda.synchronize()
+    synchronize(device)
     taken = (time.perf_counter() - began) / steps
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(min(steps, 20)):
+    kind = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as profile:
+        for _ in range(20):
             engine.step()
-        torch.cuda.synchronize()
-    computed = sum(event.self_device_time_total for event in profile.key_averages()) / min(steps, 20)
+        synchronize(device)
+    computed = sum(event.self_device_time_total for event in profile.key_averages()) / 20
+    assert not any(request.finished for request in requests)
     engine.end(requests)
     return taken * 1e6, computed / (taken * 1e6)
 
@@ -403,12 +448,33 @@ def fitting(name: str, length: int, device: torch.device) -> int:
     heads = shape["num_attention_heads"] + shape["num_key_value_heads"]
     block = width * (2 * heads * shape["head_dim"] + 3 * inner)
     weights = 2 * (shape["num_hidden_layers"] * block + 2 * shape["vocab_size"] * width)
-    total = torch.cuda.get_device_properties(device).total_memory
+    total = free_bytes(device)
     return max(1, min(64, int(0.85 * total - weights) // (row * length)))
 
 
+def measured(part: str, name: str, arguments: argparse.Namespace, found: Hardware) -> None:
+    """Measure one part, of one model if it is of models, in this process."""
+    device, facts = torch.device(arguments.device), {"benchmark": "gpu", "hardware": found}
+    copy, peak = found["copy_gbps"] * 1e9, found["peak_tflops"]["bfloat16"] * 1e12
+    if part == "attention":
+        print_json({**facts, **attention(device, found, 10 * arguments.rounds, arguments.case, arguments.tune)})
+    elif part in PIECES:
+        rows = PIECES[part](device, copy, peak, 10 * arguments.rounds, seconds_of)
+        print_table(rows)
+        print_json({**facts, part: rows})
+    else:
+        of_model(part, "qwen3-next-4-layers" if part == "hybrid" else name, arguments, found)
+
+
+def refusal(part: str, device: torch.device) -> str:
+    """Return why a part cannot be measured on a device; "" if it can."""
+    if part in ("float8", "quantized"):
+        return float8_problem(device)
+    return "" if part in OF_MODELS else triton_problem(device)
+
+
 def main() -> int:
-    """Measure and print; 2 without a device."""
+    """Measure and print; 1 if a part failed, 2 without a device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--models", default="qwen3-0.6b,llama-3-8b", help=f"of {', '.join(MODELS)}")
@@ -419,44 +485,48 @@ def main() -> int:
     parser.add_argument("--tune", action="store_true", help="try other sizes of attention's programs")
     parser.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for the device's limits")
+    parser.add_argument("--limits", type=Path, help="a file of the device's limits: measure one part, here")
     arguments = parser.parse_args()
     parts, names = arguments.parts.split(","), arguments.models.split(",")
     if unknown := [*({*parts} - {*PARTS}), *({*names} - {*MODELS})]:
         parser.error(f"{', '.join(sorted(unknown))}: parts are {', '.join(PARTS)}; models are {', '.join(MODELS)}")
-    if not torch.cuda.is_available():
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
         print("There is no CUDA device; gpu.py measures on one only.", file=sys.stderr)
         return 2
-    device = torch.device(arguments.device)
-    if problem := triton_problem(device):
-        print(f"{problem[0].upper()}{problem[1:]}.", file=sys.stderr)
-        return 2
-    found = measure(device=arguments.device, seconds=10.0)
-    print_table(
-        [
-            {
-                "device": found["device"],
-                "copy GB/s": found["copy_gbps"],
-                "bfloat16 TFLOP/s": found["peak_tflops"]["bfloat16"],
-            }
-        ]
-    )
-    facts = {"benchmark": "gpu", "hardware": found}
-    if "attention" in parts:
-        print_json({**facts, **attention(device, found, 10 * arguments.rounds, arguments.case, arguments.tune)})
-    if "float8" in parts and (problem := float8_problem(device)):
-        print(f"{problem[0].upper()}{problem[1:]}: the part float8 is left out.", file=sys.stderr)
-        parts.remove("float8")
-    copy, peak = found["copy_gbps"] * 1e9, found["peak_tflops"]["bfloat16"] * 1e12
-    for part, measured in PIECES.items():
-        if part in parts:
-            rows = measured(device, copy, peak, 10 * arguments.rounds, seconds_of)
-            print_table(rows)
-            print_json({**facts, part: rows})
-    try:
-        models(parts, names if {"latency", "throughput", "captured", "float8"} & {*parts} else [], arguments, found)
-    except QuireError as error:
-        parser.error(str(error))
-    return 0
+    if arguments.limits is not None:
+        measured(parts[0], names[0], arguments, json.loads(arguments.limits.read_text(encoding="utf-8")))
+        print(*(f"failed: {failure}" for failure in failures), sep="\n", file=sys.stderr)
+        return int(bool(failures))
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory() as directory:
+        limits = Path(directory) / "limits.json"
+        limits.write_text(json.dumps(limits_of(arguments)), encoding="utf-8")
+        for part in parts:
+            if problem := refusal(part, device):
+                print(f"{problem[0].upper()}{problem[1:]}: the part {part} is left out.", file=sys.stderr, flush=True)
+                continue
+            for name in names if part in OF_MODELS else [""]:
+                print(f"\n== {part} {name}", flush=True)
+                own = ["--parts", part, "--limits", str(limits), *(["--models", name] if name else [])]
+                if subprocess.run([sys.executable, __file__, *sys.argv[1:], *own], check=False).returncode:
+                    failed.append(f"{part} {name}".strip())
+    for one in failed:
+        print(f"failed: {one}")
+    return int(bool(failed))
+
+
+def limits_of(arguments: argparse.Namespace) -> Hardware:
+    """Return the device's limits, measured in another process, which gives back its memory."""
+    code = "import json, sys; from quire_bench.hardware import measure; "
+    code += "print(json.dumps(measure(device=sys.argv[1], seconds=float(sys.argv[2]))))"
+    command = [sys.executable, "-c", code, arguments.device, str(arguments.seconds)]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    found: Hardware = json.loads(said.splitlines()[-1])
+    rates = {"copy GB/s": found["copy_gbps"], "bfloat16 TFLOP/s": found["peak_tflops"]["bfloat16"]}
+    print_table([{"device": found["device"], **rates}])
+    return found
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from quire import SamplingParams
 from quire.kernels.float8 import Float8Linear
 from quire.kernels.triton_draw import TritonDraw
 from quire.kernels.triton_rows import TritonRows, round_rows
-from quire.ops.filters import PlainDraws, candidates
+from quire.ops.filters import KernelDraws, candidates
 from quire.ops.rows import REFERENCE_ROWS
 
 Timer: TypeAlias = Callable[[Callable[[], object], int], float]
@@ -81,27 +81,30 @@ def copies(device: torch.device, copy: float, peak: float, rounds: int, seconds_
 
 
 def draws(device: torch.device, copy: float, peak: float, rounds: int, seconds_of: Timer) -> list[dict[str, object]]:
-    """Return rows of a table: tokens of rows with a temperature, as a step draws them; ``copy``:
-    bytes a second of the device."""
+    """Return rows of a table: tokens of rows with a temperature, without and with top-k and top-p,
+    as a step draws them; ``copy``: bytes a second of the device."""
     del peak
     rows: list[dict[str, object]] = []
-    for count in (1, 64, 256):
-        z_RV = torch.randn(count, VOCABULARY, device=device)
-        params, uniforms = dict.fromkeys(range(count), SamplingParams(temperature=0.8)), [0.5] * count
-        max_R = z_RV.amax(-1)
-        kernel = PlainDraws(TritonDraw(), z_RV, max_R, params)
-        taken = seconds_of(lambda kernel=kernel, given=uniforms: kernel.drawn(given), rounds)  # type: ignore[misc]
+    for filters in ({}, {"top_k": 50}, {"top_p": 0.95}):
+        for count in (1, 64, 256):
+            # Spread as logits are: few tokens hold most of the weight.
+            z_RV = 3 * torch.randn(count, VOCABULARY, device=device)
+            params = dict.fromkeys(range(count), SamplingParams(temperature=0.8, **filters))  # type: ignore[arg-type]
+            uniforms, max_R = [0.5] * count, z_RV.amax(-1)
+            kernel = KernelDraws(TritonDraw(), z_RV, max_R, params, bool(filters))
+            taken = seconds_of(lambda kernel=kernel, given=uniforms: kernel.drawn(given), rounds)  # type: ignore[misc]
 
-        def plain(z: Tensor = z_RV, maxima: Tensor = max_R, given: Any = (params, uniforms)) -> object:
-            (group,) = candidates(z, maxima, given[0], at_once=True)
-            return group.drawn(given[1])
+            def plain(z: Tensor = z_RV, maxima: Tensor = max_R, given: Any = (params, uniforms)) -> object:
+                (group,) = candidates(z, maxima, given[0], at_once=True)
+                return group.drawn(given[1])
 
-        rows.append(
-            {
-                "rows": count,
-                "us": taken * 1e6,
-                "of copy": f"{z_RV.nbytes / taken / copy:.0%}",
-                "torch us": seconds_of(plain, rounds) * 1e6,
-            }
-        )
+            rows.append(
+                {
+                    "rows": count,
+                    "by": ", ".join(f"{name} {value}" for name, value in filters.items()) or "temperature",
+                    "us": taken * 1e6,
+                    "of copy": f"{z_RV.nbytes / taken / copy:.0%}",
+                    "torch us": seconds_of(plain, rounds) * 1e6,
+                }
+            )
     return rows

@@ -213,6 +213,21 @@ class TestChoosing:
         assert calls == [4, 4, 8, 16]  # the first one twice, for warming up
         assert list(trial.members) == work.middle(8)
 
+    def test_batches_grow_until_one_fails(self) -> None:
+        """As where a larger one has no memory; a way that never runs says why."""
+        way = self.way({4: 5.0, 8: 3.0}, list[int]())
+
+        def limited(work: Workload, batch: int) -> Outcome:
+            if batch > most:
+                raise Unsupported("no memory")
+            return way(work, batch)
+
+        most = 8
+        assert try_batches(limited, make_workload(40, 0.1, 100), (4, 8, 16)).batch == 8
+        most = 0
+        with pytest.raises(Unsupported, match="no memory"):
+            try_batches(limited, make_workload(40, 0.1, 100), (4, 8, 16))
+
     def test_batches_are_no_larger_than_the_requests(self) -> None:
         calls: list[int] = []
         trial = try_batches(self.way({2: 2.0, 6: 1.0}, calls), make_workload(6, 0.1, 100), (2, 8, 64))

@@ -129,9 +129,12 @@ def run_latency(
         given = random_prompts(batch, context, vocab, seed=batch)
         cell = compare(subjects, given, decode, rounds, lambda run: statistics.median(run.decode_seconds))
         gbps = decode_bytes(llm, batch, context + decode // 2) / cell.seconds / 1e9
+        possible = {"of possible": f"{gbps / found['read_gbps']:.0%} of {found['read_gbps']:.1f} GB/s"}
+        if loaded.device.type == "cuda":
+            possible["of copy"] = f"{gbps / found['copy_gbps']:.0%}"
         rows.append(
             {"cell": f"decode batch {batch}", "quire": f"{batch / cell.seconds:.1f} tok/s", "ms": cell.seconds * 1e3}
-            | {"of possible": f"{gbps / found['read_gbps']:.0%} of {found['read_gbps']:.1f} GB/s", **cell.columns()}
+            | {**possible, **cell.columns()}
         )
     print(f"{model}: {loaded.architecture}, {loaded.num_parameters / 1e6:.0f}M parameters, {dtype} on {loaded.device}")
     print_table(rows)

@@ -163,14 +163,20 @@ class Trial:
 
 
 def try_batches(way: PeerWay, work: Workload, batches: Sequence[int]) -> Trial:
-    """Find the best batch size, from small to large, until one is slower than the last."""
+    """Find the best batch size, from small to large, until one is slower than the last or fails,
+    as where memory does not suffice."""
     best: Trial | None = None
     for batch in sorted({min(batch, len(work)) for batch in batches}):
         members = work.middle(batch)
         some = work.only(members)
         if best is None:
             way(some, batch)  # the first run pays for one-time work
-        outcome = way(some, batch)
+        try:
+            outcome = way(some, batch)
+        except (Unsupported, torch.OutOfMemoryError):
+            if best is None:
+                raise
+            break
         rate = outcome.seconds / some.new_tokens
         if best is not None and rate >= best.rate:
             break

@@ -36,6 +36,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.bool: "*i1",
     torch.float64: "*fp64",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
@@ -133,7 +134,7 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
 
     names = {
         attention_programs: ("attend_items", "merge_states"),
-        draw_programs: ("sum_blocks", "find_tokens"),
+        draw_programs: ("sum_blocks", "find_tokens", "count_bins", "choose_bins", "collect_keys", "find_ranked"),
         recurrence_programs: ("walk_rows", "weigh_chunks", "pass_chunks", "read_chunks", "convolve_rows"),
         row_programs: ("norm_rows", "gate_rows", "scale_rows", "copy_words", "place_heads"),
     }
@@ -174,7 +175,8 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     rows.copy_slots([pool], np.array([[0, 1], [2, 3]]))
     yield from recorded("rows")
     z_WV = torch.zeros(4, 151_936)
-    TritonDraw().draw(z_WV, z_WV[:, 0], torch.zeros(4, 4, dtype=torch.float64), 2.0**44)
+    for draw in (TritonDraw().draw, TritonDraw().draw_ranked):
+        draw(z_WV, z_WV[:, 0], torch.zeros(4, 6, dtype=torch.float64), 2.0**44)
     yield from recorded("draws")
     triton_recurrence.triton_problem = lambda device: ""
     for case in RECURRENCES:

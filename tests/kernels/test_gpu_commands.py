@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import math
 import os
 import re
 import subprocess
@@ -62,6 +64,60 @@ def test_checkpoints_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert gpu.drawn_checkpoint("quick", tmp_path, torch.device("cpu")) == path
 
 
+def test_a_part_that_fails_keeps_no_other_from_its_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each part of each model is another process, which gets the limits."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    gpu = importlib.import_module("gpu")
+    ran: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        given = dict(zip(command[-6::2], command[-5::2], strict=True))
+        assert json.loads(Path(given["--limits"]).read_text()) == {"device": "x"}
+        ran.append([given["--parts"], given["--models"]])
+        return subprocess.CompletedProcess(command, int(given["--parts"] == "latency"))
+
+    monkeypatch.setattr(gpu, "limits_of", lambda arguments: {"device": "x"})
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    given = ["--device", "cpu", "--models", "quick,qwen3-0.6b", "--parts", "quantized,latency,peers"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *given])
+    assert gpu.main() == 1
+    assert ran == [[part, name] for part in ("latency", "peers") for name in ("quick", "qwen3-0.6b")]
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-2:] == ["failed: latency quick", "failed: latency qwen3-0.6b"]
+    assert "the part quantized is left out" in said.err
+
+
+def test_a_call_that_fails_keeps_no_other_from_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    gpu = importlib.import_module("gpu")
+    monkeypatch.setattr(gpu, "failures", [])
+
+    def failing() -> object:
+        raise RuntimeError("no registers")
+
+    assert math.isnan(gpu.seconds_of(failing, 3))
+    assert gpu.failures == ["RuntimeError: no registers"]
+
+
+@pytest.mark.slow
+def test_parts_of_models_are_measured(tmp_path: Path) -> None:
+    """As on a GPU but for its limits: each part prints its line."""
+    given = ["--device", "cpu", "--models", "quick", "--seconds", "0.5", "--rounds", "1", "--requests", "4"]
+    parts = ["latency", "contexts", "captured", "throughput", "peers"]
+    done = subprocess.run(
+        [sys.executable, "bench/gpu.py", *given, "--parts", ",".join(parts), "--dir", str(tmp_path)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [line["benchmark"] for line in lines] == ["latency", "latency", "gpu", "throughput", "latency", "throughput"]
+    assert [len(line["rows"]) for line in lines if line["benchmark"] == "latency"] == [3, 1, 3]
+    assert [row["batch"] for row in lines[2]["captured"]] == [1, 8, 64] * 2
+    assert set(lines[-1]["peers"]) == {"transformers, static batches", "transformers, continuous batching"}
+
+
 def test_attention_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes and operations of small cases, by loops; pages of a plan are each sequence's own."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
@@ -111,8 +167,11 @@ def test_recurrences_are_counted_and_called(monkeypatch: pytest.MonkeyPatch) -> 
 class Drawn:
     """Stands for a kernel, without Triton."""
 
-    def draw(self, z_WV: torch.Tensor, max_W: torch.Tensor, table_G4: torch.Tensor, one: float) -> torch.Tensor:
-        return table_G4[:, 0].long()
+    def draw(self, z_WV: torch.Tensor, max_W: torch.Tensor, table_G6: torch.Tensor, one: float) -> torch.Tensor:
+        return table_G6[:, 0].long()
+
+    def draw_ranked(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.draw(*given), torch.ones(1)
 
 
 def test_pieces_are_called_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +196,8 @@ def test_pieces_are_called_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part, "VOCABULARY", 97)
     monkeypatch.setattr(part, "TritonDraw", lambda: Drawn())
     made = part.draws(torch.device("cpu"), 97 * 4, 1, 1, seconds_of)
-    assert [(row["rows"], row["of copy"]) for row in made] == [(1, "100%"), (64, "6400%"), (256, "25600%")]
-    assert [len(tokens) for tokens in calls[-6:]] == [1, 1, 64, 64, 256, 256]
+    assert [row["by"] for row in made] == ["temperature"] * 3 + ["top_k 50"] * 3 + ["top_p 0.95"] * 3
+    assert [(row["rows"], row["of copy"]) for row in made] == [(1, "100%"), (64, "6400%"), (256, "25600%")] * 3
+    assert [len(tokens) for tokens in calls[-18:]] == [1, 1, 64, 64, 256, 256] * 3
     # 16 slots of two layers, of K and V in bfloat16, read and written in a second.
     assert [row["of copy"] for row in rows] == ["100%", "1600%", "12800%"]

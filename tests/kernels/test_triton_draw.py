@@ -14,7 +14,7 @@ from quire import SamplingParams
 from quire.kernels import triton_draw
 from quire.kernels.triton_draw import TritonDraw, fastest_draw
 from quire.ops import sampling
-from quire.ops.filters import PlainDraws, candidates
+from quire.ops.filters import KernelDraws, candidates
 from quire.ops.request_sampler import RequestSampler
 from quire.ops.sampling import sample
 
@@ -37,7 +37,7 @@ def tokens(
 ) -> list[int]:
     max_R = z_RV.amax(-1)
     if kernel is not None:
-        return PlainDraws(kernel, z_RV, max_R, params).drawn(uniforms).tolist()  # type: ignore[no-any-return]
+        return KernelDraws(kernel, z_RV, max_R, params, False).drawn(uniforms).tolist()  # type: ignore[no-any-return]
     (group,) = candidates(z_RV, max_R, params)
     return group.draw(uniforms)
 
@@ -62,6 +62,71 @@ def test_draws(vocab_size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert tokens(wider, params, drawn, TritonDraw()) == tokens(z_RV, params, drawn, None)
 
 
+RANKED = (
+    {"top_k": 5},
+    {"top_k": 1},
+    {"top_p": 0.7},
+    {"top_p": 0.999},
+    {"top_p": 1e-3},
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.02},
+    {"top_k": 96, "top_p": 0.8},
+    {"top_k": 12, "min_p": 0.3},
+    {"top_p": 0.95, "min_p": 1.0},
+)
+
+
+def ranked(
+    z_RV: Tensor, params: dict[int, SamplingParams], uniforms: list[float]
+) -> tuple[list[int], list[int], list[bool]]:
+    """Return the tokens of PyTorch's operations, those of the kernel, and whether they count."""
+    expected = dict[int, int]()
+    given, max_R = dict(zip(params, uniforms, strict=True)), z_RV.amax(-1)
+    for group in candidates(z_RV, max_R, params):
+        expected |= dict(zip(group.members, group.draw([given[row] for row in group.members]), strict=True))
+    draws = KernelDraws(TritonDraw(), z_RV, max_R, params, True)
+    found = draws.drawn(uniforms).tolist()
+    assert draws.complete_G is not None
+    return [expected[row] for row in params], found, draws.complete_G.tolist()
+
+
+@pytest.mark.parametrize(("vocab_size", "block"), [(97, 4096), (97, 16), (4500, 1024)])
+def test_draws_in_order_of_probability(vocab_size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows with many equal logits, zeros of both signs among them, at the ends of [0, 1)."""
+    monkeypatch.setattr(triton_draw, "BINNED", block)
+    count = 2 * len(RANKED) + 3
+    z_RV = logits(count, vocab_size, seed=vocab_size)
+    z_RV[1, :40:2], z_RV[1, 1:40:2], z_RV[1, 40:] = 0.0, -0.0, -3.0
+    z_RV[2] = 1.5
+    rows = [row for row in range(count) if row % 7 != 3]
+    params = {
+        row: SamplingParams(temperature=TEMPERATURES[row % 4], **RANKED[number % len(RANKED)])  # type: ignore[arg-type]
+        for number, row in enumerate(rows)
+    }
+    drawn = np.random.default_rng(0).random(len(rows)).tolist()
+    for uniforms in (drawn, [0.0] * len(rows), [1 - 2.0**-53] * len(rows)):
+        expected, found, complete = ranked(z_RV, params, uniforms)
+        # Of 4,500 equal tokens there is room for none.
+        missed = [row for row, known in zip(rows, complete, strict=True) if not known]
+        assert missed == [2] * (vocab_size > triton_draw.ROOM)
+        pairs = zip(expected, found, complete, strict=True)
+        assert all(one == other for one, other, known in pairs if known)
+
+
+def test_what_has_no_room_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 tokens that are collected at most: complete where these decide, and only there."""
+    monkeypatch.setattr(triton_draw, "ROOM", 16)
+    z_RV = torch.arange(60, 0, -1, device=DEVICE).float().log().repeat(6, 1)
+    weights = torch.arange(60, 0, -1)
+    inside = float(weights[:15].sum() / weights.sum())
+    fields = [{"top_k": 5}, {"top_k": 40}, {"top_p": inside - 0.01}, {"top_p": inside + 0.05}]
+    fields += [{"top_k": 40, "top_p": 0.1}, {"top_k": 10, "top_p": 0.5}]
+    params = {row: SamplingParams(temperature=1.0, **one) for row, one in enumerate(fields)}  # type: ignore[arg-type]
+    for u in (0.0, 0.4, 0.999):
+        expected, found, complete = ranked(z_RV, params, [u] * len(fields))
+        assert complete == [True, False, True, False, False, True]
+        assert all(one == other for one, other, known in zip(expected, found, complete, strict=True) if known)
+
+
 def test_requests_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside rows that are greedy, or in order, and rows of which none can be drawn."""
     fields = [
@@ -80,12 +145,18 @@ def test_requests_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
 
     class Counted(TritonDraw):
-        def draw(self, z_WV: Tensor, max_W: Tensor, table_G4: Tensor, one: float) -> Tensor:
-            counted.append(len(table_G4))
-            return super().draw(z_WV, max_W, table_G4, one)
+        def draw(self, z_WV: Tensor, max_W: Tensor, table_G6: Tensor, one: float) -> Tensor:
+            counted.append(len(table_G6))
+            return super().draw(z_WV, max_W, table_G6, one)
 
+        def draw_ranked(self, z_WV: Tensor, max_W: Tensor, table_G6: Tensor, one: float) -> tuple[Tensor, Tensor]:
+            counted.append(-len(table_G6))
+            return super().draw_ranked(z_WV, max_W, table_G6, one)
+
+    # There is no room for the rows of top-p, which are drawn again.
+    monkeypatch.setattr(triton_draw, "ROOM", 8)
     found = []
-    for kernel in (None, Counted()):
+    for kernel in (None, Counted(), Counted(ranked=False)):
         samplers = [
             RequestSampler(SamplingParams(seed=row, **one), vocab_size=97)  # type: ignore[arg-type]
             for row, one in enumerate(fields)
@@ -93,9 +164,9 @@ def test_requests_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         drawn = [sample(z_RV, samplers, kernel=kernel) for _ in range(3)]
         found.append(([one.token_ids for one in drawn], [one.logprobs for one in drawn]))
         assert set(drawn[0].failures) == {6, 7}
-    assert found[0] == found[1]
-    # Rows 0, 2, 5 and those that fail.
-    assert counted == [5] * 3
+    assert found[0] == found[1] == found[2]
+    # Rows 0, 2, 5 and those that fail; rows 3 and 4.
+    assert counted == [5, -2] * 3 + [5] * 3
 
 
 def test_only_gpus_draw_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,23 +155,34 @@ class Candidates:
 
 
 class DrawKernel(Protocol):
-    """Draws tokens of rows with neither top-k nor top-p, on the logits' device."""
+    """Draws tokens, on the logits' device. ``table_G6``, float64: the row, temperature, min-p,
+    uniform number, top-k and top-p of each row that draws; ``one``: the weight of a row's
+    maximum."""
 
-    def draw(self, z_WV: Tensor, max_W: Tensor, table_G4: Tensor, one: float) -> Tensor:
-        """Return int64 ``[G]``: what ``Candidates.drawn`` of ``by_id`` does. ``table_G4``, float64:
-        the row, temperature, min-p and uniform number of each that draws; ``one``: the weight of
-        a row's maximum."""
+    ranked: bool
+    """Whether it draws rows with top-k or top-p; else PyTorch's operations do."""
+
+    def draw(self, z_WV: Tensor, max_W: Tensor, table_G6: Tensor, one: float) -> Tensor:
+        """Return int64 ``[G]``, without top-k and top-p: what ``Candidates.drawn`` of ``by_id``
+        does."""
+
+    def draw_ranked(self, z_WV: Tensor, max_W: Tensor, table_G6: Tensor, one: float) -> tuple[Tensor, Tensor]:
+        """Return int64 ``[G]``, what ``Candidates.drawn`` of ``by_rank`` does, and bool ``[G]``:
+        whether that is so; else another token may have been drawn."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlainDraws:
+@dataclass(slots=True, eq=False)
+class KernelDraws:
     """Rows of a chunk whose tokens a kernel draws; otherwise as ``Candidates``."""
 
     kernel: DrawKernel
     z_WV: Tensor
     max_W: Tensor
     params: dict[int, SamplingParams]
-    complete_G: None = None
+    ordered: bool
+    """Whether top-k or top-p exclude tokens of any of the rows."""
+    complete_G: Tensor | None = None
+    """Known once they are drawn."""
 
     @property
     def members(self) -> list[int]:
@@ -179,9 +190,17 @@ class PlainDraws:
 
     def drawn(self, uniforms: Sequence[float]) -> Tensor:
         """See ``Candidates``."""
-        table = [(row, p.temperature, p.min_p, u) for (row, p), u in zip(self.params.items(), uniforms, strict=True)]
-        table_G4 = uploaded(np.array(table, dtype=np.float64), self.z_WV.device)
-        return self.kernel.draw(self.z_WV, self.max_W, table_G4, largest_weight(self.z_WV.shape[1]))
+        vocab_size = self.z_WV.shape[1]
+        table = [
+            (row, p.temperature, p.min_p, u, effective_top_k(p, vocab_size), p.top_p)
+            for (row, p), u in zip(self.params.items(), uniforms, strict=True)
+        ]
+        table_G6 = uploaded(np.array(table, dtype=np.float64), self.z_WV.device)
+        given = self.z_WV, self.max_W, table_G6, largest_weight(vocab_size)
+        if not self.ordered:
+            return self.kernel.draw(*given)
+        tokens_G, self.complete_G = self.kernel.draw_ranked(*given)
+        return tokens_G
 
 
 def largest_weight(vocab_size: int) -> float:
