@@ -92,7 +92,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.stamp-run: pyproject.toml setup.py constraints.txt $(NATIVE) | $(VENV)/bin/python
 	@echo "Installing Quire and what it needs, PyTorch among it, into $(VENV): once, some minutes"
-	@$(PIP) -e .
+	@$(PIP) -e '.[server]'
 	@touch $@
 
 $(VENV)/.stamp-test: pyproject.toml setup.py constraints.txt $(NATIVE) | $(VENV)/bin/python

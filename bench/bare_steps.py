@@ -1,10 +1,10 @@
 """What a decode step costs around its model: steps as they are, and of a model that does nothing.
 
-*Bare*: the blocks and the map to logits return at once, so what is left is the scheduler, pages,
-the attention plan, the embedding, the last norm, sampling and text. *Cold*: the same where both
-read more memory than caches hold before they return, as a model reads its weights; the time for
-that is taken off. *Scheduler and plan*: their share of steps as they are, by clocks around methods
-(``bench/overheads.py``). Kinds of steps are timed in turn.
+*Bare*: the model returns at once, so what is left is the scheduler, pages, the attention plan,
+sampling and text. *Cold*: the same where it reads more memory than caches hold before it returns,
+as a model reads its weights; the time for that is taken off. *Scheduler and plan*: their share of
+steps as they are, by clocks around methods (``bench/overheads.py``). Kinds of steps are timed in
+turn.
 
 ``python bench/bare_steps.py [--shape smollm2-135m] [--batches 1,4,16] [--quantization int4]``
 """
@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint, text_tokenizer
 from overheads import PLAN_TARGET, TOGETHER, shares, step_seconds
 from quire import LLM, SamplingParams
+from quire.contracts.block_calls import RowLogits
 from quire.errors import QuireError, Unsupported
+from quire.ops.logit_edits import first_maxima
 from quire_bench.reports import interleave, print_json, print_table, random_prompts
 
 READ = 64 << 20
@@ -34,39 +35,34 @@ READ = 64 << 20
 
 
 class Bare:
-    """Makes the blocks and the map to logits of a model return at once, within a ``with``."""
+    """Makes a model return at once, within a ``with``."""
 
     def __init__(self, model: Any, batch: int, read: int) -> None:
-        """``read``: bytes that each of both reads before. ``Unsupported``: the blocks are no single
-        call."""
-        if model.stack is None:
+        """``read``: bytes that it reads before. ``Unsupported``: the model is no single call."""
+        if model.stack is None or batch > model.stack.call.most_tokens:
             raise Unsupported(
-                "the blocks of this model are no single call on this machine, which ``quire doctor`` explains"
+                f"{batch} tokens of this model are no single call on this machine, which ``quire doctor`` explains"
             )
-        self._model, self._stack, self._head = model, model.stack, model.lm_head
-        self._logits_RV = torch.randn(batch, model.vocab_size).to(model.dtype)
+        self._model, self._stack = model, model.stack
+        self._logits_RV = torch.randn(batch, model.vocab_size)
+        self._first = first_maxima(self._logits_RV)
         self._memory = torch.ones(read // 8, dtype=torch.int64)
         self.reading = 0.0
         """Seconds that reading took."""
 
     def __enter__(self) -> Self:
-        self._model.stack = self._model.lm_head = self
+        self._model.stack = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._model.stack, self._model.lm_head = self._stack, self._head
+        self._model.stack = self._stack
 
-    def run(self, blocks: Sequence[Any], x_TE: Tensor, pass_: Any) -> Tensor:
-        """In place of all blocks, whose attention is planned."""
-        if pass_.stack_parts(self._stack.layers, x_TE.dtype) is None:
-            raise QuireError(f"a step of {len(blocks)} blocks that are no single call")
+    def run_model(self, model: Any, tokens: Any, pass_: Any) -> RowLogits:
+        """In place of the model, whose attention is planned."""
+        if pass_.stack_parts(self._stack.layers, model.dtype) is None:
+            raise QuireError(f"a step of {len(model.blocks)} blocks that are no single call")
         self._read()
-        return x_TE.clone()
-
-    def __call__(self, x_RE: Tensor) -> Tensor:
-        """In place of the map to logits."""
-        self._read()
-        return self._logits_RV[: x_RE.shape[0]].clone()
+        return RowLogits(self._logits_RV[: len(tokens)].clone(), self._first[: len(tokens)])
 
     def _read(self) -> None:
         if self._memory.numel():

@@ -107,7 +107,7 @@ class Preferences:
     def __call__(self, logits_RV: Tensor, samplers: Sequence[RequestSampler], *more: Any) -> SampledTokens:
         preferred = [next(self.texts[id(one)]) for one in samplers]
         logits_RV[torch.arange(len(preferred)), preferred] += 1000
-        return self._sample(logits_RV, samplers, *more)
+        return self._sample(logits_RV, samplers, *more[:3])  # The first maxima are others now.
 
 
 def step_seconds(

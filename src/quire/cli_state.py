@@ -59,9 +59,12 @@ def list_branches(
         from quire.store.commits import Space
 
         spaces = await spaces_of(tier) if everything else [Space(space)]
-        return {one.name: await History(tier, one).branches() for one in spaces}
+        return {one.name: await History(tier, one).branches(damaged) for one in spaces}
 
+    damaged = list[str]()
     found = _run(store, state_dir, branches)
+    for one in damaged:
+        print(one, file=sys.stderr)
     if as_json:
         print(
             json.dumps(
@@ -199,7 +202,7 @@ def remove(
         return await history.delete(name)
 
     head = _run(store, state_dir, _within(space, delete))
-    print(f"branch {name} is gone; its commit was {head}")
+    print(f"branch {name} is gone; its commit was {head or 'lost'}")
 
 
 @command(state_app, name="gc")

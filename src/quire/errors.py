@@ -90,6 +90,10 @@ class PoolExhausted(ResourceExhausted):
     """Others hold needed resources that cannot be taken now; the same call may succeed later."""
 
 
+class StoreFull(ResourceExhausted):
+    """A durable tier has no room for what a call was to write."""
+
+
 class QuotaExceeded(ResourceExhausted):
     """The caller holds its maximum; the call can succeed after the caller frees something."""
 
@@ -117,6 +121,10 @@ class BlendLoadError(DataLoss):
     def __init__(self, message: str = "", requests: Collection[int] = ()) -> None:
         super().__init__(message)
         self.requests: tuple[int, ...] = tuple(sorted(requests))
+
+
+class StoreDamaged(DataLoss):
+    """A record or file of the store itself, not one that the caller gave, is damaged or gone."""
 
 
 class TierError(QuireError, OSError):

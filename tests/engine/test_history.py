@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from tests.store.servers import RedisServer
 
 from quire import LLM, AlreadyExists, AsyncLLM, InvalidArgument, NotFound, Session
 from quire.contracts.store import ObjectKey, ObjectKind, StoreTier
-from quire.errors import DataLoss, FailedPrecondition, QuireError, ResourceExhausted, TierError
+from quire.errors import DataLoss, FailedPrecondition, QuireError, ResourceExhausted, StoreDamaged, TierError
 from quire.models.catalogue import bundled_adapters
 from quire.store import collection
 from quire.store.commit_history import History
-from quire.store.commits import space_of
+from quire.store.commits import SessionCommit, space_of
 from quire.store.files import FileTier
 from quire.store.records import pack_record, unpack_record
 from small_tokenizers import saved
@@ -808,10 +808,47 @@ def test_damaged_records(stored: MakeStored, llama: Checkpoint, tmp_path: Path, 
         with pytest.raises(DataLoss):
             llm.checkout("one")
     for verb in (lambda: llm.push("one", f"file://{tmp_path / 'other'}"), llm.gc):
-        with pytest.raises(DataLoss):
+        with pytest.raises(StoreDamaged):
             verb()
     path.write_bytes(whole)
     assert llm.checkout("one").tokens == PROMPT
+
+
+def stands(branches: Mapping[str, SessionCommit]) -> dict[str, str]:
+    return {name: one.id for name, one in branches.items()}
+
+
+@pytest.mark.parametrize("repair", ["delete", "force"])
+@pytest.mark.parametrize("kind", ["branch", "commit"])
+def test_a_branch_that_is_lost_hides_no_other(
+    stored: MakeStored, llama: Checkpoint, tmp_path: Path, kind: str, repair: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is named, deleted, or replaced by a commit with force. Then garbage can be collected."""
+    llm = stored(llama)
+    lost, other = (llm.session([*PROMPT, number]).commit(name) for number, name in ((1, "lost"), (2, "other")))
+    key = space_of("").branch("lost") if kind == "branch" else space_of("").commit(lost.id)
+    path = next((tmp_path / "store/objects").glob(f"*/{key.name}.quire"))
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    told = list[str]()
+    assert stands(llm.branches(damaged=told)) == {"other": other.id}
+    assert len(told) == 1
+    assert "delete it by its name, or let a commit with force" in told[0]
+    assert ("'lost'" in told[0]) == (kind == "commit")
+    assert stands(llm.branches()) == {"other": other.id}
+    assert told[0] in caplog.text
+    with pytest.raises(NotFound, match="no branch 'nothing'"):
+        llm.checkout("nothing")
+    with pytest.raises(StoreDamaged, match=rf"lost|{lost.id}"):
+        llm.checkout("lost")
+    with pytest.raises(StoreDamaged, match="by its name"):
+        llm.gc()
+    if repair == "delete":
+        assert llm.delete("lost") == ("" if kind == "branch" else lost.id)
+        assert stands(llm.branches()) == {"other": other.id}
+    else:
+        made = llm.session([*PROMPT, 3]).commit("lost", force=True)
+        assert stands(llm.branches()) == {"lost": made.id, "other": other.id}
+    llm.gc()
 
 
 @pytest.mark.parametrize("kind", ["commit", "piece"])

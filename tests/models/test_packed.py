@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.linear import Quantization, WeightForm
 from quire.kernels.linear import native_linear
 from quire.kernels.native_library import native_library, native_problem
+from quire.models.checkpoint import Checkpoint, Place
 from quire.models.loading import load_model
 from quire.nn import packed as module
 from quire.nn.embedding import ScaledEmbedding
@@ -144,3 +147,33 @@ def test_a_packed_head_serves_the_embedding(dtype: torch.dtype, form: WeightForm
     assert torch.equal(shared.plain_weight(), weight_VE)
     assert shared.weight.shape == weight_VE.shape
     assert shared.weight.dtype == dtype
+
+
+@needs_library
+def test_matrices_are_packed_from_the_file(single_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of matrices that are packed no plain copy is made but in one scratch; others are read where
+    the model has them."""
+    plain = load_model(single_file, dtype="float32")
+    filled: dict[str, int] = {}
+    fill = Checkpoint.fill
+
+    def counted(self: Checkpoint, name: str, place: Place, parameter: Tensor) -> None:
+        filled[name] = parameter.untyped_storage().data_ptr()
+        fill(self, name, place, parameter)
+
+    monkeypatch.setattr(Checkpoint, "fill", counted)
+    model = load_model(single_file, dtype="float32", kernels=LayerKernels(linear=native_linear()))
+    assert not any(part in name for part in ("o_proj", "down_proj", "lm_head") for name in filled)
+    fused = {at for name, at in filled.items() if "q_proj" in name or "up_proj" in name}
+    assert 1 <= len(fused) <= 2, "the scratch grows once at most: from the first map to the largest"
+    assert filled["model.embed_tokens.weight"] == model.embedding.weight.untyped_storage().data_ptr()
+    assert torch.equal(model.embedding.weight, plain.embedding.weight)
+    for one, other in zip(model.blocks, plain.blocks, strict=True):
+        for linear, expected in (
+            (one.attention.qkv, other.attention.qkv),
+            (one.attention.out, other.attention.out),
+            (one.mlp.gate_up, other.mlp.gate_up),
+            (one.mlp.down, other.mlp.down),
+        ):
+            assert isinstance(linear, KernelLinear)
+            assert torch.equal(linear.plain_weight(), expected.weight)

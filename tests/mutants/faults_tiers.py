@@ -78,8 +78,8 @@ MUTANTS = (
     Mutant(
         name="late-failures-count-again",
         file="store/tier_guard.py",
-        old="        if ticket == self._turns:\n            if not self._rest:",
-        new="        if True:\n            if not self._rest:",
+        old="        if ticket == self._turns:\n            if not self._rest and reason",
+        new="        if True:\n            if not self._rest and reason",
         tests=("store/test_stack.py::test_calls_of_before_a_change_decide_nothing",),
     ),
     Mutant(

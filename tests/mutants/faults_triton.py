@@ -96,8 +96,8 @@ MUTANTS = (
     Mutant(
         name="captured-states-stay",
         file=STATIC,
-        old="        self._targets.fill(opened.targets,",
-        new="        self._targets.tensor.any() or self._targets.fill(opened.targets,",
+        old="        self._written.fill(opened.targets,",
+        new="        self._written.tensor.any() or self._written.fill(opened.targets,",
         tests=("test_graph_runner.py::test_a_failed_step_is_undone",),
     ),
     Mutant(

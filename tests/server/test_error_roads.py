@@ -28,6 +28,8 @@ from quire.errors import (
     QuireError,
     QuotaExceeded,
     ResourceExhausted,
+    StoreDamaged,
+    StoreFull,
     TierError,
     Unsupported,
 )
@@ -45,12 +47,14 @@ EXPECTED: dict[type[QuireError], tuple[int, str, str]] = {
     NotFound: (404, "not_found", REFUSED),
     FailedPrecondition: (409, "failed_precondition", REFUSED),
     ResourceExhausted: (400, "resource_exhausted", REFUSED),
+    StoreFull: (507, "store_full", INTERNAL),
     PoolExhausted: (503, "pool_exhausted", INTERNAL),
     QuotaExceeded: (429, "quota_exceeded", "rate_limit_error"),
     GrammarsBusy: (429, "rate_limit_exceeded", "rate_limit_error"),
     Unsupported: (400, "unsupported", REFUSED),
     Cancelled: (499, "cancelled", REFUSED),
     DataLoss: (400, "data_loss", REFUSED),
+    StoreDamaged: (500, "store_damaged", INTERNAL),
     BlendLoadError: (400, "blend_load_error", REFUSED),
     CheckpointError: (400, "bad_checkpoint", REFUSED),
     NotDurable: (507, "not_durable", INTERNAL),
@@ -108,9 +112,10 @@ def test_every_class_has_its_line() -> None:
     for kind, (status, code, type_) in EXPECTED.items():
         found = api_error(kind(REASON))
         assert (found.status, found.code, found.type) == (status, code, type_), kind
-        assert found.message == (REASON if status != 500 else "internal error")
+        assert found.message == ("internal error" if code == "internal_error" else REASON)
         headers = {429: {"Retry-After": str(RETRY_AFTER)}, 507: {"x-should-retry": "false"}}
-        assert found.headers == headers.get(429 if status == 503 else status, {})
+        same = {503: 429, 500: 507 if code == "store_damaged" else 500}
+        assert found.headers == headers.get(same.get(status, status), {})
     # A narrower class behind a wider one would never be found.
     for number, (kind, _, _) in enumerate(STATUSES):
         assert not any(issubclass(kind, wider) for wider, _, _ in STATUSES[:number]), kind
@@ -132,9 +137,9 @@ def answers(client: httpx.Client, session: str, roads: dict[str, Road]) -> Itera
 
 
 def assert_is(error: dict[str, Any], kind: type[QuireError], where: Any) -> None:
-    status, code, type_ = EXPECTED[kind]
+    _, code, type_ = EXPECTED[kind]
     assert (error["code"], error["type"]) == (code, type_), where
-    assert error["message"] == ("internal error" if status == 500 else REASON), where
+    assert error["message"] == ("internal error" if code == "internal_error" else REASON), where
 
 
 @pytest.mark.product(2)

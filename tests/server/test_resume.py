@@ -534,7 +534,7 @@ def test_what_tokens_do_not_give(kept_llm: AsyncLLM, oracle: LLM, tmp_path: Path
     path.write_bytes(path.read_bytes()[:-100])
     with served(kept_llm) as found:
         status, code, message = error(found.client.get(f"/v1/sessions/{name}"))
-        assert (status, code) == (400, "data_loss")
+        assert (status, code) == (500, "store_damaged")
         assert str(tmp_path) not in message
 
 

@@ -1,19 +1,21 @@
 """Whole decoder blocks as one call, and what a model is given to run on its machine.
 
-Letters: as in ``contracts.rows``; C columns of all heads.
+Letters: as in ``contracts.rows``; C columns of all heads; V vocabulary; N positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import Scoring
+from quire.contracts.layers import RopeSpec
 from quire.contracts.linear import LinearKernel, LinearMap, Quantization
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowKernels
 
@@ -32,6 +34,19 @@ class StackParts(NamedTuple):
 
     layers: NDArray[np.int64]
     forwards: NDArray[np.int64]
+
+
+class DecodeForwards(Protocol):
+    """The structure of forwards of decodes, which keeps its place: one new token of each of a few
+    sequences, which sees all tokens up to itself, or those in the layers' window."""
+
+    place: int
+    """Its address, as long as this object lives."""
+
+    def plan(self, lengths: Sequence[int], tables: Sequence[NDArray[np.int32]], turns_N2R: Tensor | None) -> bool:
+        """Let it be of this forward. ``lengths``: tokens of each sequence before; ``tables``: its
+        pages, that of the new token last; ``turns_N2R``: float32 cos and sin by position, also of
+        the new tokens; None: nothing turns. False: it is not for so many sequences or keys."""
 
 
 @runtime_checkable
@@ -56,12 +71,36 @@ class PartsBackend(Protocol):
         """Return the structure of a forward for layers of such shapes, likewise. ``prepared``: what
         ``AttentionBackend.plan`` has made."""
 
+    def decode_forwards(
+        self, num_heads: int, k_SHD: Tensor, v_SHD: Tensor, window: int | None, page_size: int, rope: RopeSpec | None
+    ) -> DecodeForwards | None:
+        """Return the structure of forwards of decodes for layers of such shapes; None without one.
+        ``window``: keys that a token sees, None: all."""
+
 
 class NormWeight(NamedTuple):
     """A root mean square norm over the model width."""
 
     weight_E: Tensor
     eps: float
+
+
+class ModelEnds(NamedTuple):
+    """What makes a model of blocks."""
+
+    table_VE: Tensor | None
+    """Rows of tokens; None: those of the head's weights."""
+    norm: NormWeight
+    head: LinearMap
+
+
+class RowLogits(NamedTuple):
+    """Logits of all rows of a forward."""
+
+    logits_TV: Tensor
+    """float32, fresh"""
+    first: list[int]
+    """Place of each row's first maximum; -1 if it is not finite (``ops.logit_edits.FAILED``)."""
 
 
 class BlockTail(Protocol):
@@ -90,11 +129,20 @@ class WholeBlock(Protocol):
 class BlockStack(Protocol):
     """Whole blocks that run one after the other as one call."""
 
+    dtype: torch.dtype
+    """Of the rows."""
+    most_tokens: int
+    """Of a call of ``model``; 0: there is no such call."""
+
     def takes(self, x_TE: Tensor) -> bool:
         """Return whether the call is for such rows."""
 
     def __call__(self, x_TE: Tensor, attention: StackParts) -> Tensor:
         """Return a fresh result of the last block; ``attention`` is of all, in their order."""
+
+    def model(self, tokens: NDArray[np.int64], attention: StackParts) -> RowLogits:
+        """Return what the blocks and their ``ModelEnds`` make of tokens. Each number is the same to
+        the bit as from the parts one by one. ``IndexError``: a token that there is not."""
 
 
 class BlockKernel(Protocol):
@@ -108,8 +156,8 @@ class BlockKernel(Protocol):
     def whole(self, norm: NormWeight, qkv: LinearMap, tail: BlockTail) -> WholeBlock | None:
         """Return a block with this end as one call."""
 
-    def stack(self, blocks: Sequence[WholeBlock]) -> BlockStack | None:
-        """Return blocks that follow each other as one call."""
+    def stack(self, blocks: Sequence[WholeBlock], ends: ModelEnds | None) -> BlockStack | None:
+        """Return blocks that follow each other as one call, if possible a model with ``ends``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +174,8 @@ class LayerKernels:
 
     blocks: BlockKernel | None = None
     """None: the parts of a block run one by one."""
+    read: Callable[[Tensor], Tensor] | None = None
+    """Returns the values of a weight, which may still be in a file. None: it has them itself."""
 
     def of_head(self) -> LayerKernels:
         """Return the same for the map to logits, whose error nothing behind it evens out."""

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.contracts.block_calls import AttentionParts, StackParts
+from quire.contracts.block_calls import AttentionParts, RowLogits, StackParts
 from quire.contracts.layers import LayerSpec
 from quire.contracts.rows import HeadNormWeights
 
@@ -192,6 +192,11 @@ class JoinedBlocks(Protocol):
         """Return what the blocks do one after the other, the same to the bit; None if they must be
         called one by one, as where somebody has put another block into the list. For forwards in
         which no adapter is active."""
+        ...
+
+    def run_model(self, model: Model, tokens: NDArray[np.int64], pass_: OpenPass) -> RowLogits | None:
+        """Return what ``embed``, the blocks and ``head`` of their model do, likewise. Nothing may
+        stand between, and there are no placeholders."""
         ...
 
 

@@ -232,10 +232,11 @@ class Engine(UnsampledRuns):
             ready += samples
             rows += [output.starts[index + 1] - 1] * len(samples)
         if ready:
-            logits_RV = output.logits_RV
+            logits_RV, first = output.logits_RV, output.known_maxima
             if rows != list(range(logits_RV.shape[0])):
                 logits_RV = take_rows(logits_RV, rows)
-            self.sampling.draw(logits_RV, ready)
+                first = None if first is None else [first[row] for row in rows]
+            self.sampling.draw(logits_RV, ready, first)
         return changed + ready
 
     def _share_prompt(self, request: SequenceRequest) -> None:

@@ -26,7 +26,7 @@ from quire.engine.engine import Engine
 from quire.engine.request_preparation import cache_key
 from quire.engine.sequence_request import SessionBranch
 from quire.engine.session import Session
-from quire.errors import InvalidArgument, NotDurable, NotFound, QuireError
+from quire.errors import DataLoss, InvalidArgument, NotDurable, NotFound, QuireError, StoreDamaged
 from quire.models.fingerprint import ModelIdentity
 from quire.runner.adapter_history import written
 from quire.store.journal_writer import JournalWriter
@@ -109,7 +109,7 @@ class KeptSessions:
     def restored(self, record: SessionRecord) -> Session:
         """Return the session of a record, which nothing keeps yet. Nothing of it is computed.
         ``NotFound``: it is of another model. ``InvalidArgument``: an adapter is not loaded. Of a
-        state file also the errors of ``LLM.load_session``."""
+        state file also the errors of ``LLM.load_session``, ``StoreDamaged`` for ``DataLoss``."""
         model = self._model
         if dict(record.model) != model:
             differing = ", ".join(
@@ -120,9 +120,12 @@ class KeptSessions:
             raise NotFound(f"the session was made by another model ({differing}); it goes on where that one runs")
         engine = self._engine
         if record.state is not None:
-            with saved_sessions.opened(engine, self.journal.state_path(record)) as file, engine.lock:
-                state = saved_sessions.load(engine, file, self._identity, convert_dtype=False)
-                session = self._session_of(state)
+            try:
+                with saved_sessions.opened(engine, self.journal.state_path(record)) as file, engine.lock:
+                    state = saved_sessions.load(engine, file, self._identity, convert_dtype=False)
+                    session = self._session_of(state)
+            except DataLoss as error:
+                raise StoreDamaged(str(error)) from error
         else:
             key = private_salt() if record.private else cache_key(record.salt)
             with engine.lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -53,8 +53,9 @@ class SamplingStep:
         self.under_way = False
         """Whether logits processors may be running, which are the user's."""
 
-    def draw(self, logits_RV: Tensor, ready: list[SequenceRequest]) -> None:
-        """Draw one token for each row of ``logits_RV [R, V]``, that of ``ready[row]``."""
+    def draw(self, logits_RV: Tensor, ready: list[SequenceRequest], first: Sequence[int] | None) -> None:
+        """Draw one token for each row of ``logits_RV [R, V]``, that of ``ready[row]``. ``first``:
+        as for ``sample``."""
         samplers = [request.sampler for request in ready if request.sampler is not None]
         banned: list[tuple[int, ...]] | None = None
         if any(request.params is not None and len(request.output_ids) < request.params.min_tokens for request in ready):
@@ -62,7 +63,7 @@ class SamplingStep:
         self.under_way = True
         try:
             allowed = self._allowed(ready)
-            drawn = sample(logits_RV, samplers, banned, allowed, self.kernel)
+            drawn = sample(logits_RV, samplers, banned, allowed, self.kernel, first)
         finally:
             self.under_way = False
         self.metrics.generation_tokens.inc(len(ready))

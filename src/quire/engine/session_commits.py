@@ -17,7 +17,7 @@ from quire.engine import saved_sessions
 from quire.engine.chat_turns import ChatTurns
 from quire.engine.engine import Engine
 from quire.engine.sequence_request import SessionBranch
-from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from quire.errors import FailedPrecondition, InvalidArgument, StoreFull
 from quire.interrupts import POLL_SECONDS, check
 from quire.models.fingerprint import ModelIdentity
 from quire.runner.adapter_history import written
@@ -143,7 +143,7 @@ def release(engine: Engine, made: CommitDraft) -> None:
 
 def _put(engine: Engine, space: Space, key: ObjectKey, blob: bytes) -> None:
     if not ask(engine, space, lambda history: history.tier.put(key, blob)):
-        raise ResourceExhausted(
+        raise StoreFull(
             f"the first durable tier of the store has no room for an object of {len(blob)} bytes; give it more room, or delete "
             "branches and collect garbage"
         )

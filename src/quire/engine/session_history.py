@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from quire.engine import saved_sessions, session_commits
 from quire.engine.chat_turns import ChatTurns
 from quire.engine.session import Session
 from quire.engine.session_sources import SessionSources
-from quire.errors import DataLoss, QuireError
+from quire.errors import QuireError, StoreDamaged
 from quire.interrupts import uninterrupted
 from quire.kv.sequencefile import check_model
 from quire.signatures import require_bool
@@ -25,13 +26,14 @@ from quire.store.transfer import Transferred, transfer
 from quire.store.urls import durable_tier
 
 R = TypeVar("R")
+LOG = logging.getLogger("quire.store")
 
 
 class SessionHistory(SessionSources):
     """The part of an ``LLM`` that knows branches. ``owner`` is whose branches are meant: "" those
     of a program, else as in ``Session.commit``. Commits are named by branches, or by their ids, of
     which 8 digits suffice. All raise ``FailedPrecondition`` if the store has no durable tier,
-    ``TierError`` if that cannot be reached, and ``DataLoss`` for a damaged record."""
+    ``TierError`` if that cannot be reached, and ``StoreDamaged`` for a damaged record."""
 
     @uninterrupted
     def checkout(self, name: str, *, owner: str = "") -> Session:
@@ -39,9 +41,9 @@ class SessionHistory(SessionSources):
         chat, and the place in history from which its own commits follow. It has no name.
 
         Its state is found by its tokens at its next use, or computed again. State that tokens do
-        not give (after ``set_kv``, or of embeddings) is loaded here; ``DataLoss`` if it is damaged
-        or gone. ``NotFound``: there is no such branch. ``InvalidArgument``: another model's commit,
-        or one of its adapters is not loaded.
+        not give (after ``set_kv``, or of embeddings) is loaded here; ``StoreDamaged`` if it is
+        damaged or gone. ``NotFound``: there is no such branch. ``InvalidArgument``: another model's
+        commit, or one of its adapters is not loaded.
         """
         engine = self._engine
 
@@ -76,9 +78,16 @@ class SessionHistory(SessionSources):
         session.labels, session._kept = commit.labels, self._kept
         return session
 
-    def branches(self, *, owner: str = "") -> Mapping[str, SessionCommit]:
-        """Return the commit at which each branch stands, by name in order."""
-        return self._ask("branches", owner, History.branches)
+    def branches(self, *, owner: str = "", damaged: list[str] | None = None) -> Mapping[str, SessionCommit]:
+        """Return the commit at which each branch stands, by name in order. ``damaged`` gets a
+        sentence for each that cannot be read; the log has these if it is None."""
+        told = list[str]()
+        found = self._ask("branches", owner, lambda history: history.branches(told))
+        if damaged is not None:
+            damaged += told
+        elif told:
+            LOG.warning("%s", "; ".join(told))
+        return found
 
     def log(self, name: str, *, owner: str = "") -> list[SessionCommit]:
         """Return a commit and all before it, the latest first. ``NotFound``."""
@@ -98,7 +107,8 @@ class SessionHistory(SessionSources):
 
     @uninterrupted
     def delete(self, name: str, *, owner: str = "") -> str:
-        """Forget a branch; return the id of its commit, which stays until ``gc``. ``NotFound``."""
+        """Forget a branch; return the id of its commit, which stays until ``gc``; "" if that is
+        lost. ``NotFound``."""
 
         async def delete(history: History) -> str:
             return await history.delete(name)
@@ -162,11 +172,11 @@ class SessionHistory(SessionSources):
 
 
 def _verified(commit: SessionCommit, blob: Blob | None) -> memoryview:
-    """Return a state file, as it was written; ``DataLoss``."""
+    """Return a state file, as it was written; ``StoreDamaged``."""
     assert commit.state.file is not None
     lost = "tokens do not give its state, so it cannot be computed again"
     if blob is None:
-        raise DataLoss(f"its state file is gone, and {lost}")
+        raise StoreDamaged(f"its state file is gone, and {lost}")
     if hashlib.blake2b(blob, digest_size=KEY_BYTES).digest() != ObjectKey.parse(commit.state.file[0]).digest:
-        raise DataLoss(f"its state file is damaged, and {lost}")
+        raise StoreDamaged(f"its state file is damaged, and {lost}")
     return memoryview(blob)

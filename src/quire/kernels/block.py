@@ -1,10 +1,10 @@
-"""A decoder block as one call in C++, for CPUs.
+"""A decoder block, and all of a model, as one call in C++, for CPUs.
 
 A decode of few sequences is many short calls. Each costs microseconds of Python and the beginning
 and end of a parallel region, which this saves. The parts are those of ``kernels.linear``,
 ``kernels.rows`` and ``kernels.paged_attention``, so every number is the same to the bit.
 
-Letters: as in ``contracts.rows``.
+Letters: as in ``contracts.block_calls``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from threading import Lock
 from typing import ClassVar
 
 import numpy as np
@@ -19,7 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.contracts.block_calls import AttentionParts, BlockTail, NormWeight, StackParts, WholeBlock
+from quire.contracts.block_calls import (
+    AttentionParts,
+    BlockTail,
+    ModelEnds,
+    NormWeight,
+    RowLogits,
+    StackParts,
+    WholeBlock,
+)
 from quire.contracts.linear import LinearMap
 from quire.contracts.rows import ActivationName
 from quire.kernels.linear import NativeMap
@@ -38,8 +47,16 @@ class _Block(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _Ends(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("head", "norm", "table")),
+        ("vocabulary", ctypes.c_int64),
+        ("eps", ctypes.c_double),
+    ]
+
+
 class NativeBlocks:
-    """``contracts.rows.BlockKernel`` by the C++ library."""
+    """``contracts.block_calls.BlockKernel`` by the C++ library."""
 
     def __init__(self, library: NativeLibrary) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -48,6 +65,9 @@ class NativeBlocks:
         )
         self._whole = library.function(
             "quire_blocks", *(pointer, number, pointer, pointer, number, number), result=ctypes.c_int
+        )
+        self._model = library.function(
+            "quire_model", pointer, pointer, number, pointer, pointer, pointer, number, number, result=ctypes.c_int
         )
         self._parallel = library.parallel
 
@@ -79,12 +99,12 @@ class NativeBlocks:
         native.qkv, native.attention_norm, native.attention_eps = maps[0].place, norm.weight_E.data_ptr(), norm.eps
         return NativeBlock(self._whole, native, (norm, maps, tail), tail)
 
-    def stack(self, blocks: Sequence[WholeBlock]) -> NativeStack | None:
+    def stack(self, blocks: Sequence[WholeBlock], ends: ModelEnds | None) -> NativeStack | None:
         """See the contract."""
         found = [one for one in blocks if isinstance(one, NativeBlock)]
         if not found or len(found) < len(blocks) or len({one.kind for one in found}) > 1:
             return None
-        return NativeStack(self._whole, found)
+        return NativeStack(self._whole, self._model, found, ends if _fit(ends, found[0]) else None)
 
 
 class _Few:
@@ -148,20 +168,67 @@ class NativeBlock(_Few):
 class NativeStack:
     """``contracts.block_calls.BlockStack`` by the C++ library."""
 
-    __slots__ = ("_blocks", "_places", "_run", "takes")
-
-    def __init__(self, run: ctypes._NamedFuncPointer, blocks: Sequence[NativeBlock]) -> None:
+    def __init__(
+        self,
+        run: ctypes._NamedFuncPointer,
+        run_model: ctypes._NamedFuncPointer,
+        blocks: Sequence[NativeBlock],
+        ends: ModelEnds | None,
+    ) -> None:
         """``blocks``: at least one, for rows of one dtype and width."""
-        self._run, self._blocks = run, tuple(blocks)
+        self._run, self._run_model, self._blocks, self._ends = run, run_model, tuple(blocks), ends
         self._places = np.array([(one.place, 0, 0) for one in blocks])
-        self.takes = blocks[0].takes
+        self._place = self._places.ctypes.data
+        self._lock = Lock()
+        """Of what calls write here: other threads may run the model over other states."""
+        self._attention: StackParts | None = None
+        """Those in ``_places``. Who passes the same ones again has changed nothing in them."""
+        self.takes, self.dtype = blocks[0].takes, blocks[0].dtype
         """See the contract."""
+        self.most_tokens = 0 if ends is None else MOST_ROWS
+        self._tokens, self._first = np.empty(MOST_ROWS, np.int64), (ctypes.c_int64 * MOST_ROWS)()
+        self._tokens_place = self._tokens.ctypes.data
+        self._native = _Ends()
+        if ends is not None:
+            table, head = ends.table_VE, ends.head
+            assert isinstance(head, NativeMap)
+            self._native = _Ends(
+                head.place, ends.norm.weight_E.data_ptr(), None if table is None else table.data_ptr(),
+                head.weights.outputs if table is None else len(table), ends.norm.eps,
+            )  # fmt: skip
+            self._vocabulary = head.weights.outputs
+        self._ends_place = ctypes.addressof(self._native)
 
     def __call__(self, x_TE: Tensor, attention: StackParts) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""
-        places = self._places.copy()
-        places[:, 1], places[:, 2] = attention
-        return _run_blocks(self._run, places, x_TE)
+        with self._lock:
+            self._attend(attention)
+            return _run_blocks(self._run, self._places, x_TE)
+
+    def model(self, tokens: NDArray[np.int64], attention: StackParts) -> RowLogits:
+        """See the contract. ``MemoryError``: no memory for sums."""
+        rows = len(tokens)
+        logits_TV = torch.empty(rows, self._vocabulary, device="cpu")
+        with self._lock:
+            self._attend(attention)
+            self._tokens[:rows] = tokens
+            failed = self._run_model(
+                self._ends_place, self._place, len(self._places), logits_TV.data_ptr(), self._first, self._tokens_place,
+                rows, torch.get_num_threads(),
+            )  # fmt: skip
+            first = self._first[:rows]
+        if failed == 2:
+            raise IndexError(
+                f"tokens of {tokens.min()} to {tokens.max()}; ids of 0 to {self._native.vocabulary - 1} are known"
+            )
+        if failed:
+            raise MemoryError(f"{len(self._places)} blocks over {rows} rows found no memory for their sums")
+        return RowLogits(logits_TV, first)
+
+    def _attend(self, attention: StackParts) -> None:
+        if attention is not self._attention:
+            self._places[:, 1], self._places[:, 2] = attention
+            self._attention = attention
 
 
 def _run_blocks(run: ctypes._NamedFuncPointer, places: NDArray[np.int64], x_TE: Tensor) -> Tensor:
@@ -177,6 +244,19 @@ def _native(maps: Sequence[LinearMap]) -> tuple[NativeMap, ...] | None:
     """Return maps of this library for activations of one dtype; None for others."""
     found = tuple(one for one in maps if isinstance(one, NativeMap))
     return found if len(found) == len(maps) and len({one.dtype for one in found}) == 1 else None
+
+
+def _fit(ends: ModelEnds | None, block: NativeBlock) -> bool:
+    """Return whether one call can be a model with such ends."""
+    if ends is None or not isinstance(ends.head, NativeMap):
+        return False
+    (table, norm, head), types = ends, TYPES.get((block.dtype, ends.norm.weight_E.dtype))
+    if table is None:
+        fits = head.weights.form in ("float32", "bfloat16")
+    else:
+        fits = table.is_cpu and table.is_contiguous() and (table.dtype, table.shape[1]) == (block.dtype, block.width)
+    same_width = head.weights.inputs == block.width == _width(norm)
+    return fits and same_width and ends.head.dtype == block.dtype and types == block.native.types
 
 
 def _width(norm: NormWeight) -> int:

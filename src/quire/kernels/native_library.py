@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-VERSION = 6
+VERSION = 7
 """Version of all structures and calls; ``cpu/version.cpp`` has the same number."""
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,98 +21,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
-from quire.contracts.layers import LayerSpec
+from quire.contracts.layers import LayerSpec, RopeSpec
 from quire.contracts.rows import HeadNormWeights, Rotation
 from quire.errors import InvalidArgument, Unsupported
+from quire.kernels.attention_calls import (
+    ITEM_SIZE,
+    MADE,
+    ONE_THREAD,
+    TYPES,
+    BatchFields,
+    CallFields,
+    ForwardFields,
+    LayerFields,
+    NativeDecodes,
+    NativePart,
+    Shapes,
+    joint_shapes,
+)
 from quire.kernels.native_library import NativeLibrary, native_library, native_problem
 from quire.kernels.sdpa import SdpaAttention
 from quire.kernels.visibility import VisibleKeys, sink_part, window_part
 from quire.ops.attention import check_sink_query, kind_refusal
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LEVELS = ("portable", "AVX2", "AVX-512", "AVX512-BF16")
 BLOCK = 64
 """Keys: blocks begin at multiples of it."""
-ONE_THREAD = 1 << 20
-"""Products that one thread ends before a second one begins."""
-MADE = 7
-"""Numbers of a row that the planner makes."""
-
-
-class _Part(ctypes.Structure):
-    _fields_: ClassVar = [(name, ctypes.c_void_p) for name in ("low", "high", "first", "stop", "columns", "bits")]
-
-
-class _Batch(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("parts", _Part * 2),
-        *((name, ctypes.c_void_p) for name in ("starts", "table_starts", "pages")),
-        ("made", ctypes.c_void_p * MADE),
-        ("items", ctypes.c_void_p),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "num_parts", "entries", "rows", "page_size", "heads", "kv_heads", "key_size", "value_size",
-                "one_thread", "capacity", "num_items", "num_states", "most_rows", "threads",
-            )
-        ),
-    ]  # fmt: skip
-
-
-class _Call(ctypes.Structure):
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("batch", "states", "left", "room")),
-        *((name, ctypes.c_int64) for name in ("state_size", "room_size")),
-        ("strides", ctypes.c_int64 * 8),
-        *((name, ctypes.c_int64) for name in ("type", "level")),
-        ("of_one_layer", ctypes.c_int64 * 11),
-    ]
-
-
-class _Layer(ctypes.Structure):
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("k", "v", "sinks", "q_norm", "k_norm")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "key_width", "value_width")),
-        *((name, ctypes.c_double) for name in ("head_eps", "scale", "softcap")),
-    ]
-
-
-class _Forward(ctypes.Structure):
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("call", "cos", "sin")),
-        *((name, ctypes.c_int64) for name in ("turn_stride", "rotary", "interleaved")),
-        ("slots", ctypes.c_void_p),
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class NativePart:
-    """A structure of ``cpu/block.cpp`` and what it points to."""
-
-    native: ctypes.Structure
-    kept: object
-    place: int
-    """Its address, as long as this object lives."""
-
-    @classmethod
-    def of(cls, native: ctypes.Structure, *kept: object) -> Self:
-        return cls(native, kept, ctypes.addressof(native))
-
-
-ITEM_SIZE = 11
-"""Numbers of an item."""
-
-
-class Shapes(NamedTuple):
-    """What of the tensors of a call its items of work depend on."""
-
-    heads: int
-    key_size: int
-    slots: int
-    kv_heads: int
-    value_size: int
-    strides: tuple[int, ...]
-    """Of rows and heads: of the queries, those of the sink (0: there are none), K and V."""
 
 
 @dataclass(slots=True)
@@ -165,6 +98,7 @@ class NativeAttention:
             raise Unsupported(f"attention for {level}: this processor has {', '.join(LEVELS[: best + 1])}")
         self._plan = library.function("quire_attention_plan", pointer, number, result=number)
         self._room = library.function("quire_attention_room", pointer, result=number)
+        self._plan_decodes = library.function("quire_plan_decodes", pointer, number, result=number)
         self._run = library.function("quire_attention", *(pointer,) * 8, real, real, pointer)
         self._parallel = library.parallel
 
@@ -208,7 +142,7 @@ class NativeAttention:
         highest = int(prepared.pages.max(initial=-1))
         if (highest + 1) * plan.page_size > shapes.slots:
             raise InvalidArgument(f"page {highest} of {plan.page_size} keys is not in a pool of {shapes.slots} slots")
-        batch = _Batch(
+        batch = BatchFields(
             num_parts=len(prepared.parts), entries=entries, rows=rows, page_size=plan.page_size,
             heads=shapes.heads, kv_heads=shapes.kv_heads, key_size=shapes.key_size, value_size=shapes.value_size,
             one_thread=ONE_THREAD,
@@ -235,7 +169,7 @@ class NativeAttention:
             raise MemoryError(f"no memory for a plan of {rows} rows")
         room_size = self._room(place)
         room = torch.empty(batch.threads * room_size, dtype=torch.uint8)
-        call = _Call(
+        call = CallFields(
             place, None, None, room.data_ptr(), -(-shapes.value_size // 16) * 16 + 16, room_size,
             (ctypes.c_int64 * 8)(*shapes.strides), TYPES[dtype], self._level,
         )  # fmt: skip
@@ -264,7 +198,7 @@ class NativeAttention:
             return None
         if sinks_H is not None:
             sinks_H = sinks_H.to(torch.float32).contiguous()
-        native = _Layer(
+        native = LayerFields(
             k_SHD.data_ptr(), v_SHD.data_ptr(), None if sinks_H is None else sinks_H.data_ptr(), None, None,
             num_heads, k_SHD.shape[1], k_SHD.shape[2], v_SHD.shape[2], 0.0, scoring.scale, scoring.softcap or 0.0,
         )  # fmt: skip
@@ -281,16 +215,23 @@ class NativeAttention:
             return None
         for name, x in (("K", k_SHD), ("V", v_SHD)):
             _require_planned(prepared, name, x)
-        # Heads of queries and of K lie side by side.
-        (_, kv_heads, width), (slots, _, value_width) = k_SHD.shape, v_SHD.shape
-        strides = ((num_heads + kv_heads) * width, width, 0, 0, *k_SHD.stride()[:2], *v_SHD.stride()[:2])
-        bound = self.bound(prepared, Shapes(num_heads, width, slots, kv_heads, value_width, strides))
-        native = _Forward(bound.call, None, None, 0, 0, 0, slots_T.data_ptr())
+        bound = self.bound(prepared, joint_shapes(num_heads, k_SHD, v_SHD))
+        native = ForwardFields(bound.call, None, None, 0, 0, 0, slots_T.data_ptr())
         if rotation is not None:
             cos_T1R, sin_T1R, native.interleaved = rotation
             native.cos, native.sin = cos_T1R.data_ptr(), sin_T1R.data_ptr()
             native.turn_stride, native.rotary = cos_T1R.stride(0), cos_T1R.shape[2]
         return NativePart.of(native, bound, rotation, slots_T)
+
+    def decode_forwards(
+        self, num_heads: int, k_SHD: Tensor, v_SHD: Tensor, window: int | None, page_size: int, rope: RopeSpec | None
+    ) -> NativeDecodes | None:
+        """See the contract."""
+        if k_SHD.dtype not in TYPES or not k_SHD.is_cpu:
+            return None
+        call = CallFields(type=TYPES[k_SHD.dtype], level=self._level)
+        shapes = joint_shapes(num_heads, k_SHD, v_SHD)
+        return NativeDecodes(self._plan_decodes, self._parallel is not None, shapes, call, page_size, window, rope)
 
     # -- run ---------------------------------------------------------------------------------------
 

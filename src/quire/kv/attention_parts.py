@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend
-from quire.contracts.block_calls import PartsBackend
-from quire.contracts.layers import LatentAttention
+from quire.contracts.block_calls import DecodeForwards, PartsBackend, StackParts
+from quire.contracts.layers import LatentAttention, RopeSpec
 from quire.contracts.rows import HeadNormWeights, Rotation
 from quire.kv.layer_classes import Layer
+from quire.kv.pages import PageIds
+from quire.ops.rope import RotaryTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,24 @@ class PartStack:
     """One layer of each kind."""
     kind: NDArray[np.int64]
     """Of each layer its index in ``kinds``."""
+    decodes: tuple[tuple[DecodeForwards, int, RotaryTable | None], ...]
+    """Of each kind the structure of decodes, the layer class, and what turns; empty: there is none
+    for a kind."""
+    decode_parts: StackParts
+    """With these structures."""
 
 
 class LayerParts:
     """The layers of one state, each made ready once."""
 
-    def __init__(self, backend: PartsBackend, layer: Callable[[int], Layer]) -> None:
-        self._backend, self._layer = backend, layer
+    def __init__(
+        self,
+        backend: PartsBackend,
+        layer: Callable[[int], Layer],
+        rotary_table: Callable[[RopeSpec], RotaryTable],
+        page_size: int,
+    ) -> None:
+        self._backend, self._layer, self._rotary_table, self._page_size = backend, layer, rotary_table, page_size
         self._known: dict[int, LayerPart | None] = {}
         self._stack: PartStack | None = None
 
@@ -89,15 +102,37 @@ class LayerParts:
             parts.append(part)
         first = {part.kind: part for part in reversed(parts)}
         order = list(first)
+        kind = np.array([order.index(part.kind) for part in parts])
+        places = np.array([part.made.place for part in parts])
+        found = [self._decodes(part.layer) for part in first.values()]
+        decodes = tuple(one for one in found if one is not None)
+        decodes = decodes if len(decodes) == len(found) else ()
+        forwards = np.array([made.place for made, _, _ in decodes] or [0] * len(found))[kind]
+        ids = frozenset(layer_id for layer_id, _ in layers)
         self._stack = PartStack(
-            layers,
-            frozenset(layer_id for layer_id, _ in layers),
-            tuple(parts),
-            np.array([part.made.place for part in parts]),
-            tuple(first.values()),
-            np.array([order.index(part.kind) for part in parts]),
+            layers, ids, tuple(parts), places, tuple(first.values()), kind, decodes, StackParts(places, forwards)
         )
         return self._stack
+
+    def _decodes(self, layer: Layer) -> tuple[DecodeForwards, int, RotaryTable | None] | None:
+        spec, rope = layer.spec, layer.turning
+        made = self._backend.decode_forwards(
+            spec.num_heads, layer.k_SHD, layer.v_SHD, spec.layer_window, self._page_size, rope
+        )
+        table = None if rope is None else self._rotary_table(rope)
+        return None if made is None else (made, layer.class_index, table)
+
+    def of_decodes(
+        self, stack: PartStack, lengths: Sequence[int], tables: Sequence[Sequence[PageIds]]
+    ) -> StackParts | None:
+        """Return the parts of these layers, for a forward of one new token behind ``lengths`` ones
+        of each sequence; ``tables``: of each layer class their pages. None: they are as for other
+        forwards. What this returns is of the last such forward."""
+        for decodes, class_index, rotary in stack.decodes:
+            turns = None if rotary is None else rotary.up_to(max(lengths))
+            if (rotary is not None and turns is None) or not decodes.plan(lengths, tables[class_index], turns):
+                return None
+        return stack.decode_parts if stack.decodes else None
 
     def _made(self, layer: Layer, norms: HeadNormWeights | None) -> LayerPart | None:
         spec = layer.spec
@@ -116,6 +151,11 @@ class LayerParts:
         return ForwardPart(prepared, rotation, slots_T, made)
 
 
-def layer_parts(backend: AttentionBackend, layer: Callable[[int], Layer]) -> LayerParts | None:
+def layer_parts(
+    backend: AttentionBackend,
+    layer: Callable[[int], Layer],
+    rotary_table: Callable[[RopeSpec], RotaryTable],
+    page_size: int,
+) -> LayerParts | None:
     """Return the layers for a backend that has structures of them; None for others."""
-    return LayerParts(backend, layer) if isinstance(backend, PartsBackend) else None
+    return LayerParts(backend, layer, rotary_table, page_size) if isinstance(backend, PartsBackend) else None

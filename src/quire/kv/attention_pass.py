@@ -22,13 +22,13 @@ from quire.contracts.layers import LatentAttention, RopeSpec
 from quire.contracts.rows import HeadNormWeights, Rotation
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv import plans
-from quire.kv.chosen_rows import ChosenRows, narrow_refusal
+from quire.kv.chosen_rows import narrow_refusal
 from quire.kv.forward_need import ForwardNeed
+from quire.kv.forward_rows import ForwardRows
 from quire.kv.imports import Import
 from quire.kv.layer_classes import Layer, key_value_spec
-from quire.kv.pages import PageIds
 from quire.kv.parts import StateParts
-from quire.kv.plans import Batch, Keys, Masks, Prepared
+from quire.kv.plans import Keys, Masks, Prepared
 from quire.kv.storage import check_tensor, geometry
 from quire.ops.attention import attention_weights, merge
 from quire.ops.rope import rotate, rotate_last
@@ -51,28 +51,22 @@ class Raw:
     max_position: int
 
 
-class AttentionPass:
+class AttentionPass(ForwardRows):
     """The open forward over layers of full, windowed and latent attention."""
 
     def __init__(self, state: StateParts, need: ForwardNeed) -> None:
-        self._state = state
-        self.batch: Batch = self._batch_of(need)  # The new tokens that run.
-        self._tables = self._tables_of(need)
-        self._slots = self._new_slots()  # On the host: looking there waits for no device.
-        self.slots: list[Tensor] = self._slots_there()  # Of all new tokens.
-        self._whole, self._running_slots = self.batch, self.slots
-        self.chosen = ChosenRows(self.batch.starts)
+        super().__init__(state, need)
         self._runs: dict[tuple[int, int, int], int | None] = {}
         """By layer class, first row and count: the first slot of adjacent ones."""
         self._prepared: dict[tuple[Keys | MaskedKeys, int], Prepared] = {}
         self._raw: dict[tuple[Keys, int], Raw] = {}
         self._rotations: dict[tuple[int, bool], Rotation] = {}
         """By the identity of a ``RopeSpec`` of the state: its hash costs more than the look-up."""
-        self._places_T: Tensor = self.batch.positions_T  # Where the new tokens are rotated.
-        self._max_place = self.batch.max_position
         self._mask: Masks | None = None
         self._relative_T: Tensor | None = None
-        self.awaited: dict[SeqId, Import] = {seq: state.imports[seq] for seq in need.seq_ids if seq in state.imports}
+        self.awaited: dict[SeqId, Import] = {}
+        if state.imports:
+            self.awaited = {seq: state.imports[seq] for seq in need.seq_ids if seq in state.imports}
         """The imports of its sequences of which something may not have come."""
         self._wait: Callable[[int], None] | None = None
         self.is_open = True  # Whether its forward is still the open one.
@@ -82,21 +76,15 @@ class AttentionPass:
         self.weights: dict[int, list[Tensor]] = {}
         """By layer, per entry ``[Hq, n, keys]`` float32, for layers that ran after
         ``capture_weights``. The keys of a cross layer are the encoder's rows."""
-        for index in range(len(state.classes)):
-            self.prepared("fused", index)  # What a backend cannot do is refused before compute.
+        if not (self.are_decodes and state.layer_parts is not None):
+            self.prepare()
 
-    def _batch_of(self, need: ForwardNeed) -> Batch:
-        return plans.batch_of(need, self._state.device)
-
-    def _tables_of(self, need: ForwardNeed) -> list[list[PageIds]]:
-        sequences = [self._state.table.get(seq_id) for seq_id in need.seq_ids]
-        return [[one.tables[index].pages for one in sequences] for index in range(len(self._state.classes))]
-
-    def _new_slots(self) -> list[NDArray[np.int64]]:
-        return [plans.new_slots(self.batch, tables, self._state.page_size) for tables in self._tables]
-
-    def _slots_there(self) -> list[Tensor]:
-        return [uploaded(slots, self._state.device) for slots in self._slots]
+    def prepare(self) -> None:
+        """Lay out, and plan for all layer classes: what a backend cannot do is refused before
+        compute."""
+        self.lay_out()
+        for index in range(len(self._state.classes)):
+            self.prepared("fused", index)
 
     # -- positions ---------------------------------------------------------------------------------
 
@@ -194,6 +182,7 @@ class AttentionPass:
         ``InvalidArgument`` for another."""
         plans.check_mask(mask, self._state.device)
         self.chosen.require_all("a mask")
+        self.are_decodes = False
         self._mask = plans.cut_mask(mask, self.batch)
         self._prepared = {key: value for key, value in self._prepared.items() if key[0] in ("past", "own")}
         self._raw.clear()
@@ -207,6 +196,7 @@ class AttentionPass:
                 f"{positions.size} positions, the least of which is {positions.min(initial=0)}; {self.batch.num_tokens} of 0 or more are "
                 "needed, one for each new token"
             )
+        self.are_decodes = False
         self._places_T = uploaded(positions, self._state.device)
         self._max_place = int(positions.max())
         self._rotations.clear()

@@ -128,7 +128,7 @@ class StateParts:
         self.imports: dict[SeqId, Import] = {}
         self.link = host_link(self.device)
         """How imports come to a device; None: they are written at once."""
-        self.layer_parts: LayerParts | None = layer_parts(self.backend, self.layer)
+        self.layer_parts: LayerParts | None = layer_parts(self.backend, self.layer, self.rotary_table, page_size)
         """For calls over whole blocks; None if the backend knows none."""
 
     def _make_pools(self, window_capacity: int | None) -> list[PagePool]:

@@ -360,12 +360,11 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
         return states
 
     def end_forward(self, *, skipped: Collection[int] = ()) -> None:
-        recurrent = () if self.recurrent is None else self.recurrent.layer_ids
-        skipped = {layer for layer in skipped if layer not in recurrent}
+        skipped = {*skipped}.difference(self.recurrent_ids)
         opened = self._require_written(skipped)
         if self.recurrent is not None:
             self.recurrent.complete()
-        for layer_id in skipped.intersection(self.layer_ids) - opened.written:
+        for layer_id in skipped.intersection(self.layer_ids) - opened.written if skipped else ():
             layer = self.layer(layer_id)
             for stored in (layer.k_SHD, layer.v_SHD):
                 stored.index_fill_(0, opened.slots[layer.class_index], 0.0)
@@ -374,7 +373,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
             self.recurrent.publish()
         self.close_pass()
 
-    def _require_written(self, skipped: Collection[int]) -> StatePass:
+    def _require_written(self, skipped: set[int]) -> StatePass:
         """Return the open forward, in which each layer was written or is in ``skipped``."""
         for layer_id in skipped:
             self.spec(layer_id)
@@ -382,8 +381,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
         if opened.awaited:
             for layer_id in self.recurrent_ids:  # One that no layer has set is copied.
                 opened.require_come(layer_id)
-        missing = [layer for layer in self.layer_ids if layer not in opened.written and layer not in skipped]
-        if missing:
+        if missing := sorted(self._layers.keys() - opened.written - skipped):
             raise FailedPrecondition(
                 f"end_forward: layers {missing} were not written; run them, or name them in skipped=, or call abort_forward"
             )

@@ -67,9 +67,12 @@ class StatePass(AttentionPass):
         if self.awaited or self.capturing or known is None or dtype != self._state.dtype:
             return None
         self._require_current()
-        stack = None if self.chosen.rows is not None else known.stack(layers)
+        stack = None if not self.are_decodes and self.chosen.rows is not None else known.stack(layers)
         if stack is None:
             return None
+        if self.are_decodes and (parts := known.of_decodes(stack, self._need.lengths, self._tables)) is not None:
+            self.written |= stack.ids
+            return parts
         forwards = [self._forward_part(known, part).made for part in stack.kinds]
         if any(made is None for made in forwards):
             return None

@@ -134,6 +134,8 @@ class StaticPass(StatePass):
         self._held: list[Tensor] = []
         """Tables that captured work reads."""
         super().__init__(static.state, need, static.recurrent)
+        self.prepare()
+        self.are_decodes = False  # To blocks: they run over T rows.
         counts, zeros = np.full(static.entries, static.count), np.zeros(static.entries, dtype=np.int64)
         self._real = self.batch
         self.batch = self._whole = replace(
@@ -150,6 +152,11 @@ class StaticPass(StatePass):
         )
         self.chosen = ChosenRows(self.batch.starts)
         self._max_place = self.batch.max_position
+
+    def prepare(self) -> None:
+        """Bring what is known of the first forward to its places, then plan."""
+        self._real, self._slots = self.batch, self._new_slots()
+        super().prepare()
 
     def reopen(self, need: ForwardNeed) -> None:
         """Take another forward. What blocks have written in the last one counts as written."""

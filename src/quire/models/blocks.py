@@ -10,17 +10,29 @@ Letters: T new tokens, E model width.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.contracts.block_calls import BlockKernel, BlockStack, BlockTail, LayerKernels, NormWeight, WholeBlock
-from quire.contracts.model import Block, OpenPass, Pass
+from quire.contracts.block_calls import (
+    BlockKernel,
+    BlockStack,
+    BlockTail,
+    LayerKernels,
+    ModelEnds,
+    NormWeight,
+    RowLogits,
+    WholeBlock,
+)
+from quire.contracts.model import Block, Model, OpenPass, Pass
 from quire.contracts.rows import HeadNormWeights
 from quire.nn.attention import Attention
+from quire.nn.embedding import Embedding
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
 from quire.nn.norm import RMSNorm
@@ -146,29 +158,49 @@ class JoinedStack:
     call: BlockStack
     layers: tuple[tuple[int, HeadNormWeights | None], ...]
     """Layer id and norms of the heads of each block."""
+    ends: Mapping[str, object]
+    """Attributes of the model of which its ``ModelEnds`` were made."""
 
     def run(self, blocks: Sequence[Block], x_TE: Tensor, pass_: OpenPass) -> Tensor | None:
         """See the contract."""
-        if len(blocks) != len(self.blocks) or any(map(operator.is_not, blocks, self.blocks)):
-            return None
-        if not self.call.takes(x_TE):
+        if not (self._are(blocks) and self.call.takes(x_TE)):
             return None
         parts = pass_.stack_parts(self.layers, x_TE.dtype)
         return None if parts is None else self.call(x_TE, parts)
+
+    def run_model(self, model: Model, tokens: NDArray[np.int64], pass_: OpenPass) -> RowLogits | None:
+        """See the contract."""
+        if len(tokens) > self.call.most_tokens or not self._are(model.blocks):
+            return None
+        if any(getattr(model, name) is not end for name, end in self.ends.items()):
+            return None
+        parts = pass_.stack_parts(self.layers, self.call.dtype)
+        return None if parts is None else self.call.model(tokens, parts)
+
+    def _are(self, blocks: Sequence[Block]) -> bool:
+        return len(blocks) == len(self.blocks) and not any(map(operator.is_not, blocks, self.blocks))
 
 
 DecoderBlock: TypeAlias = PreNormBlock | PostNormBlock | ParallelBlock
 """Any block of a decoder; all have ``attention`` and ``mlp``."""
 
 
-def joined_stack(blocks: Sequence[object], kernel: BlockKernel | None) -> JoinedStack | None:
-    """Return blocks, each of which is one call, as one call; None if a block is not."""
+def joined_stack(
+    blocks: Sequence[object], kernel: BlockKernel | None, embedding: Embedding, norm: object, head: Linear | None
+) -> JoinedStack | None:
+    """Return blocks, each of which is one call, as one call; None if a block is not. The others are
+    what the model has around them; ``head`` None: more than these."""
     taken = [one for one in blocks if isinstance(one, PreNormBlock)]
     found = [one.joined for one in taken if one.joined is not None]
     whole = [one.whole for one in found if one.whole is not None]
-    if kernel is None or len(whole) < len(blocks) or (call := kernel.stack(whole)) is None:
+    ends = None
+    if type(embedding) is Embedding and isinstance(norm, RMSNorm) and isinstance(head, KernelLinear):
+        table = None if embedding.weight.is_meta else embedding.weight  # which the head has
+        ends = ModelEnds(table, NormWeight(norm.weight, norm.eps), head.map)
+    if kernel is None or len(whole) < len(blocks) or (call := kernel.stack(whole, ends)) is None:
         return None
-    return JoinedStack(taken, call, tuple((one.attention.layer_id, one.attention.head_norms) for one in found))
+    layers = tuple((one.attention.layer_id, one.attention.head_norms) for one in found)
+    return JoinedStack(taken, call, layers, {"embedding": embedding, "norm": norm, "lm_head": head})
 
 
 def joined(block: PreNormBlock, kernel: BlockKernel | None) -> JoinedBlock | None:

@@ -34,7 +34,7 @@ from quire.models.blocks import (
     ScaledBlock,
     joined_stack,
 )
-from quire.models.checkpoint import NameTable
+from quire.models.checkpoint import NameTable, late
 from quire.nn.attention import Attention, NormedAttention, WidthNormedAttention
 from quire.nn.embedding import Embedding, ScaledEmbedding
 from quire.nn.linear import Linear
@@ -139,7 +139,7 @@ MlpBuilder: TypeAlias = Callable[[C, int, Parameters], FeedForward]
 
 def linear(parameters: Parameters, name: str) -> Linear:
     """Return the linear map of ``name.weight`` and, if there is one, ``name.bias``."""
-    return Linear(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"), name)
+    return Linear(late(parameters, f"{name}.weight"), parameters.get(f"{name}.bias"), name)
 
 
 def gated_mlp(config: DecoderConfig, layer: int, parameters: Parameters, prefix: str = "") -> GatedMLP:
@@ -170,18 +170,18 @@ class Trunk:
         self.max_model_len = config.max_model_len
         self.config: dict[str, Any] = dict(values)
         self.canonical_config = canonical
-        self.embedding = _embedding(config, parameters["embed.weight"])
+        self.embedding = _embedding(config, late(parameters, "embed.weight"))
         self.norm = norm
-        self.lm_head = Linear(parameters["embed.weight" if config.tie_embeddings else "head.weight"], name="head")
+        self.lm_head = Linear(late(parameters, "embed.weight" if config.tie_embeddings else "head.weight"), name="head")
         self._logit_scale = config.logit_scale
         self._logit_softcap = config.logit_softcap
         self.tied = config.tie_embeddings
         self.places: NameTable = {}
         self.dtype = self.embedding.weight.dtype
         self.device = self.embedding.weight.device
-        self.num_parameters = sum(tensor.numel() for tensor in parameters.values())
+        self.num_parameters = sum(late(parameters, name).numel() for name in parameters)
         """A tensor shared by embedding and head counts once."""
-        self.parameter_bytes = sum(tensor.nbytes for tensor in parameters.values())
+        self.parameter_bytes = sum(late(parameters, name).nbytes for name in parameters)
         self.quantization: str | None = None
         self.stack: JoinedStack | None = None
 
@@ -197,7 +197,6 @@ class Trunk:
         for block in self.blocks:
             if isinstance(block, PreNormBlock):
                 block.join(kernels)
-        self.stack = joined_stack(self.blocks, kernels.blocks)
         self.parameter_bytes += grown
         head = packed(self.lm_head, kernels.of_head())
         if head is not self.lm_head:
@@ -210,6 +209,8 @@ class Trunk:
         elif not grown:
             return False
         self.lm_head, self.quantization = head, kernels.quantization
+        plain = self._logit_scale == 1.0 and self._logit_softcap is None
+        self.stack = joined_stack(self.blocks, kernels.blocks, self.embedding, self.norm, head if plain else None)
         return True
 
     def embed(self, tokens_T: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,13 @@ def load_model(
         checkpoint.check(places, family.ignorable_names(config))
         resolved = resolve_dtype(dtype, checkpoint.dtype(places), device)
         _check_memory(path, places, resolved, device)
-        parameters = checkpoint.load(places, dtype=resolved, device=device, progress=progress)
-    model = family.build(config, parameters, values)
-    model.places = places
-    # From here on only the model holds the plain weights; packing frees them one by one.
-    del parameters
-    if model.pack(kernels):
-        logger.info("%s: weights are laid out for this machine's products", path)
+        weights = checkpoint.weights(places, dtype=resolved, device=device, progress=progress)
+        model = family.build(config, weights, values)
+        model.places = places
+        weights.release()
+        if model.pack(replace(kernels, read=weights.read)):
+            logger.info("%s: weights are laid out for this machine's products", path)
+        weights.settle()
     return model
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.models.blocks import FeedForward
-from quire.models.checkpoint import Place
+from quire.models.checkpoint import Place, late
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
 from quire.models.tensor_names import mlp_names, trunk_names
@@ -106,7 +106,7 @@ def experts_of(config: MixtureConfig, layer: int, parameters: Parameters, gate: 
         ("down", config.hidden_size, config.expert_size),
     ):
         name = f"{layer}.experts.{part}"
-        weight = parameters[f"{name}.weight"].view(config.num_experts, outs, ins)
+        weight = late(parameters, f"{name}.weight").view(config.num_experts, outs, ins)
         maps.append(ExpertLinear(weight, parameters.get(f"{name}.bias")))
     return Experts(maps[0], maps[1], gate)
 

@@ -278,8 +278,10 @@ def delta_net(config: DeltaConfig, block: int, layer_id: int, parameters: Parame
         project.name = rates.name = ""
         served = shape.num_value_heads // shape.num_key_heads
         values = served * shape.value_dim
-        gather_parts_(project.weight, shape.num_key_heads, (shape.key_dim, shape.key_dim, values, values))
-        gather_parts_(rates.weight, shape.num_key_heads, (served, served))
+        gather_parts_(
+            parameters[f"{name}.project.weight"], shape.num_key_heads, (shape.key_dim, shape.key_dim, values, values)
+        )
+        gather_parts_(parameters[f"{name}.rates.weight"], shape.num_key_heads, (served, served))
     return GatedDeltaNet(
         layer_id=layer_id,
         shape=shape,

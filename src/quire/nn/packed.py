@@ -86,13 +86,14 @@ PLAIN = LayerKernels()
 
 def packed(plain: Linear, kernels: LayerKernels = PLAIN) -> Linear:
     """Return the map in the form that the kernels want, else packed by oneDNN, else as it is."""
+    weight = plain.weight if kernels.read is None else kernels.read(plain.weight)
     if (kernel := kernels.linear) is not None:
         form: WeightForm | None = kernels.quantization
-        if form is None or kernel.refusal(plain.weight, form):
-            form = kernel.lossless(plain.weight)
+        if form is None or kernel.refusal(weight, form):
+            form = kernel.lossless(weight)
         if form is not None:
-            return KernelLinear(plain, kernel.pack(plain.weight, plain.bias, form))
-    return PackedLinear(plain) if can_pack(plain.weight.dtype, plain.weight.device) else plain
+            return KernelLinear(plain, kernel.pack(weight, plain.bias, form))
+    return PackedLinear(Linear(weight, plain.bias, plain.name)) if can_pack(weight.dtype, weight.device) else plain
 
 
 def pack_maps(layer: object, kernels: LayerKernels) -> int:

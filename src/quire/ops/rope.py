@@ -134,14 +134,19 @@ class RotaryTable:
     def rows(self, positions_T: Tensor, max_position: int) -> tuple[Tensor, Tensor]:
         """Return ``(cos, sin)``, each float32 ``[T, 1, R]``, of int64 positions >= 0 in any order.
         ``max_position`` is at least the largest of them."""
-        if max_position >= self.MAX_ROWS:
+        if (held := self.up_to(max_position)) is None:
             rows = self._compute(positions_T.to(self._far_freq_P.device), self._far_freq_P)
         else:
-            if max_position >= self._rows.shape[0]:
-                self._grow(min(self.MAX_ROWS, max(256, 1 << max_position.bit_length())))
-            rows = self._rows.index_select(0, positions_T)
+            rows = held.index_select(0, positions_T)
         cos_T1R, sin_T1R = rows.split_with_sizes([1, 1], 1)
         return cos_T1R, sin_T1R
+
+    def up_to(self, position: int) -> Tensor | None:
+        """Return float32 ``[N, 2, R]``, the rows of positions from 0 to at least this one; None if
+        that is so far that there is no row of it."""
+        if position >= self._rows.shape[0] and position < self.MAX_ROWS:
+            self._grow(min(self.MAX_ROWS, max(256, 1 << position.bit_length())))
+        return self._rows if position < self.MAX_ROWS else None
 
     @property
     def held(self) -> Tensor:

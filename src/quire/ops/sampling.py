@@ -85,6 +85,7 @@ def sample(
     banned: Sequence[Sequence[int]] | None = None,
     allowed: Allowed | Mapping[int, Words] | None = None,
     kernel: DrawKernel | None = None,
+    first: Sequence[int] | None = None,
 ) -> SampledTokens:
     """Draw the next token of each row.
 
@@ -93,7 +94,7 @@ def sample(
     nothing is banned. ``allowed``: by row the mask of a grammar, uint32 ``[num_words(V)]``, or a
     maker of masks; other rows have none. A greedy row with an allowed token makes no mask.
     ``kernel`` draws for rows that need no order, where all rows are drawn from at once; None:
-    PyTorch's operations do.
+    PyTorch's operations do. ``first``: ``first_maxima`` of the logits, if they are known.
 
     A row gives ``FAILED`` and an entry in ``failures``, and draws nothing, if its logits hold NaN
     or +inf or are all -inf, if every token is banned, or if its processor fails. Other rows are not
@@ -103,7 +104,7 @@ def sample(
     if not grammars.rows and _fits_at_once(logits_RV, samplers):
         token_ids, failures = _sampled_at_once(logits_RV, samplers, ids, kernel)
         return _with_logprobs(logits_RV, samplers, token_ids, failures)
-    token_ids = first_maxima(logits_RV)
+    token_ids = first_maxima(logits_RV) if first is None else list(first)
     failures = {row: _not_finite(row) for row, token in enumerate(token_ids) if token == FAILED}
     if banned is not None or grammars.rows or not all(sampler.takes_maximum for sampler in samplers):
         _draw(logits_RV, samplers, ids, grammars, token_ids, failures)
@@ -156,7 +157,7 @@ def _with_logprobs(
 def _fits_at_once(logits_RV: Tensor, samplers: Sequence[RequestSampler]) -> bool:
     """Return whether tokens come with one transfer from the logits' device. Users' processors and
     grammars need values on the way, and a CPU has nothing to wait for."""
-    return logits_RV.device.type != "cpu" and not any(one.params.logits_processors for one in samplers)
+    return not logits_RV.is_cpu and not any(one.params.logits_processors for one in samplers)
 
 
 @torch.no_grad()

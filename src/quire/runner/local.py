@@ -119,6 +119,13 @@ class StepOutput:
     """By observed layer, per chunk float32 ``[Hq, n, K]``."""
     captured: bool = False
     """Whether the work was captured, and launched as a whole (``GraphRunner``)."""
+    first: Sequence[int] | None = None
+    """``ops.logit_edits.first_maxima`` of the logits as they were returned; None: not known."""
+
+    @property
+    def known_maxima(self) -> Sequence[int] | None:
+        """``first``; None if somebody has written to the logits since."""
+        return None if self.first is None or self.logits_RV._version else self.first
 
     def rows(self, chunk: int) -> Tensor:
         """Return ``[rows, V]`` of one chunk: 1 row for "last", n for "all", 0 for "none"."""
@@ -208,40 +215,11 @@ class LocalRunner:
         self.state.begin_forward(seqs, counts, trees if any(trees) else None, checkpoints=kept if any(kept) else ())
         try:
             index, starts = logits_rows(step.chunks)
-            hidden: list[Tensor] = []
-            with torch.inference_mode():
-                if plain:
-                    self.adapters.deactivate()
-                else:
-                    self.adapters.activate(adapters, counts, np.diff(starts).tolist())
-                pass_ = self._open_pass(extras)
-                x_TE = self._embed(tokens, placeholders, extras)
-                if extras.rows is not None and extras.rows.rehearsed.size:
-                    self._rehearse(extras.rows, x_TE, pass_, adapters, counts)
-                    self.adapters.activate(adapters, counts, np.diff(starts).tolist())
-                stack, blocks = self.model.stack, self.model.blocks
-                if stack is not None and plain and extras.rows is None and not extras.hidden_states:
-                    y_TE = stack.run(blocks, x_TE, pass_)
-                    x_TE, blocks = (x_TE, blocks) if y_TE is None else (y_TE, ())
-                for layer, block in enumerate(blocks):
-                    if extras.rows is not None:
-                        x_TE = self._entering(extras.rows, layer, block, x_TE, pass_, step)
-                    x_TE = block(x_TE, pass_)
-                    if extras.hidden_states:
-                        hidden.append(x_TE)
-                if extras.rows is not None:
-                    index = np.searchsorted(extras.rows.alive, np.arange(len(tokens)) if index is None else index)
-                x_RE = x_TE if index is None else x_TE.index_select(0, uploaded(index, self.device))
-            # Outside of inference mode: callers may write to the results.
-            with torch.no_grad():
-                if extras.places is not None:
-                    # How an adapter changes the head is planned for all rows.
-                    self._head_to(x_RE, extras.places(), HEAD_ROWS if plain else max(1, starts[-1]))
-                    starts = (0,) * len(starts)
-                logits_RV = self.model.head(x_RE) if starts[-1] else self._no_logits
-                states = _split(hidden, step.chunks) if extras.hidden_states else ()
-                weights = self._weights(pass_, len(step.chunks)) if extras.attention_weights else ()
-                observed = _observed(pass_, extras.observed)
+            output = None
+            if plain and extras is NO_EXTRAS and placeholders is None and index is None:
+                output = self._at_once(tokens, starts)
+            if output is None:
+                output = self._forward(step, extras, tokens, placeholders, index, starts)
             self.state.end_forward()
         except BaseException:
             if self.state.forward_is_open:
@@ -249,6 +227,61 @@ class LocalRunner:
             raise
         finally:
             self.adapters.deactivate()
+        return output
+
+    def _at_once(self, tokens: Ids, starts: tuple[int, ...]) -> StepOutput | None:
+        """Run the model as one call; None if its parts must be called."""
+        self.adapters.deactivate()
+        stack = self.model.stack
+        found = None if stack is None else stack.run_model(self.model, tokens, self.state.open_pass())
+        return None if found is None else StepOutput(found.logits_TV, starts, first=found.first)
+
+    def _forward(
+        self,
+        step: Step,
+        extras: Extras,
+        tokens: Ids,
+        placeholders: Ids | None,
+        index: Ids | None,
+        starts: tuple[int, ...],
+    ) -> StepOutput:
+        """Run the model part by part; ``index``, ``starts``: as ``logits_rows`` has them."""
+        adapters, counts = [chunk.adapter for chunk in step.chunks], [len(chunk.tokens) for chunk in step.chunks]
+        plain = adapters.count(None) == len(adapters)
+        hidden: list[Tensor] = []
+        with torch.inference_mode():
+            if plain:
+                self.adapters.deactivate()
+            else:
+                self.adapters.activate(adapters, counts, np.diff(starts).tolist())
+            pass_ = self._open_pass(extras)
+            x_TE = self._embed(tokens, placeholders, extras)
+            if extras.rows is not None and extras.rows.rehearsed.size:
+                self._rehearse(extras.rows, x_TE, pass_, adapters, counts)
+                self.adapters.activate(adapters, counts, np.diff(starts).tolist())
+            stack, blocks = self.model.stack, self.model.blocks
+            if stack is not None and plain and extras.rows is None and not extras.hidden_states:
+                y_TE = stack.run(blocks, x_TE, pass_)
+                x_TE, blocks = (x_TE, blocks) if y_TE is None else (y_TE, ())
+            for layer, block in enumerate(blocks):
+                if extras.rows is not None:
+                    x_TE = self._entering(extras.rows, layer, block, x_TE, pass_, step)
+                x_TE = block(x_TE, pass_)
+                if extras.hidden_states:
+                    hidden.append(x_TE)
+            if extras.rows is not None:
+                index = np.searchsorted(extras.rows.alive, np.arange(len(tokens)) if index is None else index)
+            x_RE = x_TE if index is None else x_TE.index_select(0, uploaded(index, self.device))
+        # Outside of inference mode: callers may write to the results.
+        with torch.no_grad():
+            if extras.places is not None:
+                # How an adapter changes the head is planned for all rows.
+                self._head_to(x_RE, extras.places(), HEAD_ROWS if plain else max(1, starts[-1]))
+                starts = (0,) * len(starts)
+            logits_RV = self.model.head(x_RE) if starts[-1] else self._no_logits
+            states = _split(hidden, step.chunks) if extras.hidden_states else ()
+            weights = self._weights(pass_, len(step.chunks)) if extras.attention_weights else ()
+            observed = _observed(pass_, extras.observed)
         return StepOutput(logits_RV, starts, states, weights, observed)
 
     def _rehearse(
@@ -287,7 +320,7 @@ class LocalRunner:
     def _placeholders(self, tokens: Ids, extras: Extras) -> Ids | None:
         """Return the rows of the batch whose ids are negative; None if there are none.
         ``InvalidArgument`` unless each has an embedding."""
-        rows = np.flatnonzero(tokens < 0) if tokens.min() < 0 else None
+        rows = np.flatnonzero(tokens < 0) if np.minimum.reduce(tokens) < 0 else None
         count, given = 0 if rows is None else len(rows), extras.embeddings
         shape = (count, self.model.hidden_size)
         if (given is None and count) or (given is not None and tuple(given.shape) != shape):

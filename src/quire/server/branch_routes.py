@@ -41,10 +41,12 @@ def commit_object(commit: SessionCommit) -> dict[str, Any]:
 
 @router.get("")
 async def overview(request: Request) -> Response:
-    """List the branches of this API key, each with the commit at which it stands."""
-    found = await _context(request).llm.branches(owner=request.state.owner)
+    """List the branches of this API key, each with the commit at which it stands. `damaged` has a
+    sentence for each that cannot be read."""
+    damaged = list[str]()
+    found = await _context(request).llm.branches(owner=request.state.owner, damaged=damaged)
     data = [{"name": name, "object": "branch", "commit": commit_object(one)} for name, one in found.items()]
-    return JsonAnswer({"object": "list", "data": data})
+    return JsonAnswer({"object": "list", "data": data, "damaged": damaged})
 
 
 @router.get("/diff")

@@ -35,6 +35,8 @@ from quire.errors import (
     QuireError,
     QuotaExceeded,
     ResourceExhausted,
+    StoreDamaged,
+    StoreFull,
     TierError,
     Unsupported,
 )
@@ -54,9 +56,11 @@ STATUSES: tuple[tuple[type[QuireError], int, str], ...] = (
     (GrammarsBusy, 429, "rate_limit_exceeded"),
     (QuotaExceeded, 429, "quota_exceeded"),
     (PoolExhausted, 503, "pool_exhausted"),
+    (StoreFull, 507, "store_full"),
     (ResourceExhausted, 400, "resource_exhausted"),
     (Unsupported, 400, "unsupported"),
     (BlendLoadError, 400, "blend_load_error"),
+    (StoreDamaged, 500, "store_damaged"),
     (DataLoss, 400, "data_loss"),
     (CheckpointError, 400, "bad_checkpoint"),
     (NotDurable, 507, "not_durable"),
@@ -186,8 +190,8 @@ def api_error(
     for kind, status, code in STATUSES:
         if isinstance(error, kind):
             headers = {"Retry-After": str(RETRY_AFTER)} if status in (429, 503) else None
-            if status == 507:
-                # The call took effect. OpenAI's clients would send it again after any 5xx.
+            if status in (500, 507):
+                # It took effect, or would fail again. OpenAI's clients repeat a call after any 5xx.
                 headers = {"x-should-retry": "false"}
             field = (error.field or "").split(".")[0]
             return ApiError(

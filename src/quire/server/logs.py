@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,18 +61,31 @@ def event(kind: str, *, level: int = logging.INFO, **fields: Any) -> None:
     logger.log(level, "%s", json.dumps({"event": kind, **fields}))
 
 
+class _Lines(logging.Formatter):
+    """Makes events of what other parts of Quire log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.name != logger.name:
+            record = copy(record)
+            record.msg = json.dumps({"event": "log", "logger": record.name, "message": record.getMessage()})
+            record.args = None
+        return super().format(record)
+
+
 @contextmanager
 def to_stderr() -> Iterator[None]:
-    """Write this log to stderr from INFO on, whatever the program's own logging does."""
+    """Write this log to stderr from INFO on, and Quire's other logs as they are set, whatever the
+    program's own logging does."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    before = logger.level, logger.propagate
-    logger.addHandler(handler)
+    handler.setFormatter(_Lines("%(asctime)s %(levelname)s %(message)s"))
+    whole = logging.getLogger("quire")
+    before = logger.level, whole.propagate
+    whole.addHandler(handler)
     logger.setLevel(logging.INFO)
-    logger.propagate = False
+    whole.propagate = False
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        whole.removeHandler(handler)
         logger.setLevel(before[0])
-        logger.propagate = before[1]
+        whole.propagate = before[1]

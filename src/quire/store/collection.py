@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from quire.contracts.store import ObjectKey, StoreTier
-from quire.errors import DataLoss
+from quire.errors import DataLoss, StoreDamaged
 from quire.store.commit_history import AT_ONCE, History
 from quire.store.commits import SPACES, SessionCommit, Space
 from quire.store.records import Unfit, unpack_record
@@ -40,8 +40,8 @@ class Collected:
 async def collect(
     tier: StoreTier, *, dry_run: bool = False, now: float | None = None, spared_seconds: float = SPARED_SECONDS
 ) -> Collected:
-    """Remove what no branch of any space reaches; ``dry_run``: only say what that is. ``DataLoss``
-    if a record that is needed to tell is damaged: then nothing is removed."""
+    """Remove what no branch of any space reaches; ``dry_run``: only say what that is.
+    ``StoreDamaged`` if a record that is needed to tell is damaged: then nothing is removed."""
     now = time.time() if now is None else now
     spaces = [_Marked(History(tier, space)) for space in await spaces_of(tier)]
     for one in spaces:
@@ -73,7 +73,7 @@ async def collect(
 
 
 async def spaces_of(tier: StoreTier) -> list[Space]:
-    """Return all spaces, that of programs first. ``DataLoss``: a record is damaged."""
+    """Return all spaces, that of programs first. ``StoreDamaged``: a record is damaged."""
     (keys,) = await tier.children([SPACES])
     found = {""}
     for key, blob in zip(keys, await tier.get(keys), strict=True):
@@ -81,7 +81,7 @@ async def spaces_of(tier: StoreTier) -> list[Space]:
             if blob is not None:
                 found.add(unpack_record(key, blob)["name"])
         except Unfit as error:
-            raise DataLoss(str(error)) from None
+            raise StoreDamaged(str(error)) from None
     return [Space(name) for name in sorted(found)]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.contracts.store import ObjectKey, StoreTier
-from quire.errors import AlreadyExists, DataLoss, NotFound, ResourceExhausted
+from quire.errors import AlreadyExists, DataLoss, NotFound, StoreDamaged, StoreFull
 from quire.store.commits import SessionCommit, Space, checked_branch, checked_piece, is_id, space_key
 from quire.store.records import Unfit, pack_record, unpack_record
 
@@ -24,6 +24,8 @@ SHOWN = 8
 """Branches that an error names."""
 AT_ONCE = 256
 """Keys in one question to a tier."""
+REPAIR = "delete it by its name, or let a commit with force take its place"
+"""What helps a branch that is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,15 +56,33 @@ class History:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    async def branches(self) -> dict[str, SessionCommit]:
-        """Return the commit that each branch stands at, by name in order."""
+    async def branches(self, damaged: list[str] | None = None) -> dict[str, SessionCommit]:
+        """Return the commit that each branch stands at, by name in order. ``damaged`` gets a
+        sentence for each that cannot be read; ``StoreDamaged`` if it is None."""
+        told = list[str]()
         (keys,) = await self.tier.children([self.space.branches])
-        heads = sorted((found["name"], found["commit"]) for found in await self._records(keys) if found is not None)
-        return {name: await self.commit(head) for name, head in heads}
+        records = await self._records(keys, told)
+        heads = sorted((found["name"], found["commit"]) for found in records if found is not None)
+        told = [f"the name of a branch is lost ({one}): {REPAIR}" for one in told]
+        found = dict[str, SessionCommit]()
+        for name, head in heads:
+            try:
+                found[name] = await self.commit(head)
+            except DataLoss as error:
+                told.append(f"branch {name!r} is lost ({error}): {REPAIR}")
+        if told and damaged is None:
+            raise StoreDamaged(told[0])
+        if damaged is not None:
+            damaged += told
+        return found
 
     async def head(self, name: str) -> str | None:
-        """Return the id of the commit that a branch stands at; None: there is no such branch."""
-        (found,) = await self._records([self.space.branch(name)])
+        """Return the id of the commit that a branch stands at; None: there is no such branch.
+        ``StoreDamaged``."""
+        told = list[str]()
+        (found,) = await self._records([self.space.branch(name)], told)
+        if told:
+            raise StoreDamaged(f"branch {name!r} is lost ({told[0]}): {REPAIR}")
         return None if found is None else str(found["commit"])
 
     async def find(self, name: str) -> SessionCommit:
@@ -79,10 +99,10 @@ class History:
         raise NotFound(f"there is no branch {name!r}; there are: {await self._known()}", field="name", given=name)
 
     async def commit(self, name: str) -> SessionCommit:
-        """Return the commit of an id. ``DataLoss``: it is damaged, or gone."""
+        """Return the commit of an id. ``StoreDamaged``: it is damaged, or gone."""
         (found,) = await self._records([self.space.commit(name)])
         if found is None:
-            raise DataLoss(f"commit {name} is not there any more")
+            raise StoreDamaged(f"commit {name} is not there any more")
         return SessionCommit.read(found, name)
 
     async def log(self, head: SessionCommit) -> list[SessionCommit]:
@@ -96,11 +116,11 @@ class History:
         """Return the token ids of a commit."""
         ids = np.array(await self.items(commit.tokens), dtype=np.int64)
         if ids.size != commit.num_tokens:
-            raise DataLoss(f"commit {commit.id} has {ids.size} tokens in its pieces, not {commit.num_tokens}")
+            raise StoreDamaged(f"commit {commit.id} has {ids.size} tokens in its pieces, not {commit.num_tokens}")
         return ids
 
     async def items(self, names: Sequence[str]) -> list[Any]:
-        """Return the items of pieces, joined. ``DataLoss``: one is damaged, or gone."""
+        """Return the items of pieces, joined. ``StoreDamaged``: one is damaged, or gone."""
         return [item for piece in await self._pieces(names) for item in piece]
 
     async def pieces(self, commit: SessionCommit) -> dict[str, list[Any]]:
@@ -158,7 +178,7 @@ class History:
         self, commit: SessionCommit, pieces: Mapping[str, Sequence[Any]], objects: Collection[ObjectKey]
     ) -> None:
         """Write a commit and its pieces, and pin these and its objects, which are there.
-        ``ResourceExhausted``: the tier has no room."""
+        ``StoreFull``: the tier has no room."""
         # The commit first: what it names is spared by a collection from then on.
         await self.put(self.space.commit(commit.id), commit.document())
         keys = {self.space.piece(name): items for name, items in pieces.items()}
@@ -168,7 +188,7 @@ class History:
         named = [self.space.commit(commit.id), *keys]
         await self.pin([*named, *objects])
         if lacking := [key for key, there in (await self.there([*named, *objects])).items() if not there]:
-            raise ResourceExhausted(
+            raise StoreFull(
                 f"{self.tier.label} has no room for the commit: {len(lacking)} of its objects were given up; give the tier "
                 "more room"
             )
@@ -181,17 +201,21 @@ class History:
         await self.pin([space, key])
 
     async def delete(self, name: str) -> str:
-        """Forget a branch, and return the id of its commit, which stays until it is collected.
-        ``NotFound``."""
-        if (head := await self.head(checked_branch(name))) is None:
+        """Forget a branch, and return the id of its commit, which stays until it is collected; ""
+        if that is lost. ``NotFound``."""
+        try:
+            head = await self.head(checked_branch(name))
+        except StoreDamaged:
+            head = ""
+        if head is None:
             raise NotFound(f"there is no branch {name!r}; there are: {await self._known()}", field="name", given=name)
         await self.tier.remove([self.space.branch(name)])
         return head
 
     async def put(self, key: ObjectKey, document: Mapping[str, Any]) -> None:
-        """Write a record. ``ResourceExhausted``: the tier has no room."""
+        """Write a record. ``StoreFull``: the tier has no room."""
         if not await self.tier.put(key, pack_record(key, document)):
-            raise ResourceExhausted(f"{self.tier.label} has no room for a record; give the tier more room")
+            raise StoreFull(f"{self.tier.label} has no room for a record; give the tier more room")
 
     async def pin(self, keys: Sequence[ObjectKey], pinned: bool = True) -> None:
         """Pin objects, or let them go."""
@@ -207,8 +231,11 @@ class History:
 
     # -- records -----------------------------------------------------------------------------------
 
-    async def _records(self, keys: Iterable[ObjectKey]) -> list[dict[str, Any] | None]:
-        """Return documents; ``DataLoss`` if one is damaged."""
+    async def _records(
+        self, keys: Iterable[ObjectKey], damaged: list[str] | None = None
+    ) -> list[dict[str, Any] | None]:
+        """Return documents. One that is damaged is None and told in ``damaged``;
+        ``StoreDamaged`` if that is None."""
         listed, found = list(keys), list[dict[str, Any] | None]()
         for start in range(0, len(listed), AT_ONCE):
             some = listed[start : start + AT_ONCE]
@@ -216,7 +243,10 @@ class History:
                 try:
                     found.append(None if blob is None else unpack_record(key, blob))
                 except Unfit as error:
-                    raise DataLoss(str(error)) from None
+                    if damaged is None:
+                        raise StoreDamaged(str(error)) from None
+                    damaged.append(str(error))
+                    found.append(None)
             await asyncio.sleep(0)
         return found
 
@@ -225,11 +255,11 @@ class History:
         records = await self._records(map(self.space.piece, names))
         for number, (name, record) in enumerate(zip(names, records, strict=True)):
             if record is None:
-                raise DataLoss(f"piece {name} is not there any more")
+                raise StoreDamaged(f"piece {name} is not there any more")
             found.append(checked_piece(name, number, record["items"]))
         return found
 
     async def _known(self) -> str:
         (keys,) = await self.tier.children([self.space.branches])
-        names = [found["name"] for found in await self._records(keys[:SHOWN]) if found is not None]
+        names = [found["name"] for found in await self._records(keys[:SHOWN], []) if found is not None]
         return ", ".join([*map(repr, sorted(names)), *(["..."] if len(keys) > SHOWN else [])]) or "none"

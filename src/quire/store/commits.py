@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.contracts.store import KEY_BYTES, ObjectKey, ObjectKind
-from quire.errors import DataLoss, InvalidArgument, Unsupported
+from quire.errors import InvalidArgument, StoreDamaged, Unsupported
 from quire.store.keys import Chain, StoredPiece, record_key, records_of
 
 VERSION = 1
@@ -137,10 +137,10 @@ class SessionCommit:
 
     @classmethod
     def read(cls, document: Mapping[str, Any], name: str) -> Self:
-        """Return the commit of a document that was found as ``name``. ``DataLoss`` for another one;
-        ``Unsupported`` for one of a newer version."""
+        """Return the commit of a document that was found as ``name``. ``StoreDamaged`` for another
+        one; ``Unsupported`` for one of a newer version."""
         if digest_of(document) != name:
-            raise DataLoss(f"commit {name} is damaged: its document has another digest")
+            raise StoreDamaged(f"commit {name} is damaged: its document has another digest")
         version = document.get("version")
         if not isinstance(version, int) or version > VERSION:
             raise Unsupported(f"commit {name} is of version {version!r:.20}; this Quire reads up to {VERSION}")
@@ -148,7 +148,7 @@ class SessionCommit:
             given = {key: value for key, value in document.items() if key != "version"}
             return cls(**{**given, "id": name, "state": StateNames(**given["state"])})
         except (TypeError, KeyError) as error:
-            raise DataLoss(f"commit {name} is damaged: {error}") from None
+            raise StoreDamaged(f"commit {name} is damaged: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +209,9 @@ def split(items: Sequence[Any], count: int) -> dict[str, list[Any]]:
 
 
 def checked_piece(name: str, number: int, items: Sequence[Any]) -> list[Any]:
-    """Return the items of the piece at a place; ``DataLoss`` if they do not fit its name."""
+    """Return the items of the piece at a place; ``StoreDamaged`` if they do not fit its name."""
     if digest_of([number, list(items)]) != name:
-        raise DataLoss(f"piece {name} is damaged: its items have another digest")
+        raise StoreDamaged(f"piece {name} is damaged: its items have another digest")
     return list(items)
 
 

@@ -17,6 +17,9 @@ R = TypeVar("R")
 LOG = logging.getLogger("quire.store")
 FIRST_REST, LONGEST_REST = 1.0, 30.0
 """Seconds after the first failure, and after many in a row; each is twice the one before."""
+WELL_SECONDS = 60.0
+"""Seconds without a failure before the log says that a tier works again: on a full disk what is
+small works in between."""
 READS, WRITES = 16, 4
 """Objects that are read from one tier at a time, and written."""
 PARENTS_KNOWN = 16384
@@ -29,6 +32,9 @@ class Breaker:
     def __init__(self, what: str, clock: Callable[[], float]) -> None:
         self._what, self._clock = what, clock
         self._rest = self._until = 0.0
+        self._well_since = 0.0
+        self._told = ""
+        """The failure that the log has, until it says that all works again."""
         self._turns = 0
         """How often it changed. A call that began before the last change decides nothing."""
 
@@ -53,18 +59,23 @@ class Breaker:
     def failed(self, ticket: int, reason: str) -> None:
         """Let the tier rest."""
         if ticket == self._turns:
-            if not self._rest:
+            if not self._rest and reason != self._told:
                 LOG.warning("%s: %s; the store goes on without it", self._what, reason)
+                self._told = reason
             self._turns += 1
             self._rest = min(LONGEST_REST, max(FIRST_REST, 2 * self._rest))
             self._until = self._clock() + self._rest
 
     def worked(self, ticket: int) -> None:
         """End the rest."""
-        if ticket == self._turns and self._rest:
-            LOG.info("%s: works again", self._what)
+        if ticket != self._turns:
+            return
+        if self._rest:
             self._turns += 1
-            self._rest = 0.0
+            self._rest, self._well_since = 0.0, self._clock()
+        elif self._told and self._clock() - self._well_since >= WELL_SECONDS:
+            LOG.warning("%s: works again", self._what)
+            self._told = ""
 
 
 class TierGuard:
@@ -190,7 +201,8 @@ class TierGuard:
             if not late and not isinstance(error, TierError):
                 LOG.error("a defect of the tier of %s", self.tier.label, exc_info=error)
             self._metrics.failures.inc(self.kind)
-            breaker.failed(ticket, f"no answer within {seconds:g} s" if late else _told(error))
+            told = _told(error).removeprefix(f"{self.tier.label}: ")
+            breaker.failed(ticket, f"no answer within {seconds:g} s" if late else told)
             return None
         breaker.worked(ticket)
         return answer

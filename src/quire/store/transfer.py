@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from quire.contracts.store import KEY_BYTES, Blob, ObjectKey, StoreTier
-from quire.errors import DataLoss, NotFound, QuireError, ResourceExhausted
+from quire.errors import NotFound, QuireError, StoreDamaged, StoreFull
 from quire.store.commit_history import AT_ONCE, History
 from quire.store.commits import SessionCommit, checked_branch
 
@@ -43,7 +43,7 @@ class Transferred:
 
 async def transfer(source: History, target: History, name: str, *, force: bool, show: bool) -> Transferred:
     """Copy a branch; ``show`` the bytes of state on stderr. ``NotFound``: there is none.
-    ``AlreadyExists``: the one there is no earlier state of it, and not ``force``. ``DataLoss``:
+    ``AlreadyExists``: the one there is no earlier state of it, and not ``force``. ``StoreDamaged``:
     records, or state that cannot be computed again, are damaged or gone."""
     if await source.head(checked_branch(name)) is None:
         await source.find(name)
@@ -125,11 +125,11 @@ class _Sending:
         (blob,) = await self._source.get([key])
         if blob is None or not _is_whole(key, blob, file=key in self._whole):
             if key in self._whole:
-                raise DataLoss(f"object {key.name} is damaged or gone, and its state cannot be computed again")
+                raise StoreDamaged(f"object {key.name} is damaged or gone, and its state cannot be computed again")
             self.lost.add(key)
             return
         if not await self._target.tier.put(key, blob):
-            raise ResourceExhausted(f"{self._target.tier.label} has no room for the branch; give the tier more room")
+            raise StoreFull(f"{self._target.tier.label} has no room for the branch; give the tier more room")
         self.sent += 1
         self.sent_bytes += self._wanted[key]
 

@@ -79,7 +79,7 @@ class CommitReader:
     async def _read(self, history: History, owner: str) -> list[ReadBranch]:
         names: dict[str, str] = {}
         waiting: list[str] = []
-        for name, head in (await history.branches()).items():
+        for name, head in (await history.branches([])).items():
             if head.id in names:
                 names[head.id] += f", {name}"
             else:

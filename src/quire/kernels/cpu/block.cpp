@@ -1,13 +1,16 @@
 // Decoder blocks in one call and one parallel region: norm, projection, rotation and the write of K and V; attention; and the block's
-// end, which also runs alone: projection, residual sum and norm, gated MLP, residual sum. Every number is that of the calls one by
-// one; quire/kernels/block.py calls this through ctypes.
+// end, which also runs alone: projection, residual sum and norm, gated MLP, residual sum. Before and behind the blocks may stand what
+// makes a model of them: rows of tokens, the last norm, the map to logits. Every number is that of the calls one by one;
+// quire/kernels/block.py calls this through ctypes.
 //
 // Threads do one thing after the other together. Each takes items until there are none, and goes on when all are done. So it is
 // right for any number of threads, also for those that come late. Who waits fetches the weights that come next.
 //
-// Letters: M rows; E model width; F inner width of the MLP; C columns of all heads.
+// Letters: M rows; E model width; F inner width of the MLP; C columns of all heads; V vocabulary.
 #include <sched.h>
 
+#include <cmath>
+#include <limits>
 #include <new>
 
 #include "linear.h"
@@ -47,6 +50,25 @@ struct Step {
     const Block* block;
     const LayerAttention* layer;
     const ForwardAttention* forward;
+};
+
+// What makes a model of blocks.
+struct Ends {
+    const Linear* head;
+    const void *norm, *table;  // [E]; [V, E], or null: a token's row is one of the head, of FLOAT32 or BFLOAT16
+    int64_t vocabulary;
+    double eps;
+};
+
+// Decodes of layers of one class: one new token of each sequence, at its length. Planned anew in the same place for each forward.
+struct Decodes {
+    Batch* batch;
+    Call* call;
+    ForwardAttention* forward;
+    const int64_t *lengths, *sizes;  // [B]: tokens before, pages
+    const float* turns;              // [positions, 2, rotary]: cos and sin, or null
+    int64_t window;                  // keys that a token sees; 0: all
+    int64_t room, states;            // bytes and floats that there are in the call's memory
 };
 }
 
@@ -242,10 +264,129 @@ int64_t whole_room(const Step& step) {
            layer.heads * layer.value_width + tail_room(*step.block);
 }
 
+template <typename T>
+struct Embed {
+    Rows rows;
+    T* out;
+    const int64_t* tokens;
+    const T* table;
+    const Linear* head;
+};
+
+template <typename T>
+INLINE void run_row(const Embed<T>& work, int64_t row) {
+    const int64_t width = work.head->inputs, token = work.tokens[row], start = token / PANEL * PANEL * width, column = token % PANEL;
+    T* to = work.out + row * width;
+    if (work.table)
+        copy(to, work.table + token * width, width);
+    else if (work.head->form == FLOAT32)
+        for (int64_t i = 0; i < width; i++) put_one(to + i, ((const float*)work.head->weights)[start + i * PANEL + column]);
+    else
+        for (int64_t i = 0; i < width; i++)
+            put_one(to + i, wide_one((const bfloat16*)work.head->weights + start + i / 2 * 2 * PANEL + 2 * column + i % 2));
+}
+
+// Logits of a piece of a row that are looked at together.
+constexpr int64_t LOOKED_AT = 4096;
+
+// Logits in float32, and the first maximum of each piece: NaN if one of them is no number.
+template <typename T>
+struct Logits {
+    Rows rows;  // pieces
+    float* out;
+    const T* x;  // may be ``out``
+    int64_t width, pieces;
+    float* most;
+    int32_t* place;
+};
+
+template <typename T>
+INLINE void run_row(const Logits<T>& work, int64_t item) {
+    const int64_t first = item % work.pieces * LOOKED_AT, count = work.width - first < LOOKED_AT ? work.width - first : LOOKED_AT;
+    const T* x = work.x + item / work.pieces * work.width + first;
+    float* out = work.out + item / work.pieces * work.width + first;
+    Lanes most = Lanes{} - std::numeric_limits<float>::infinity();
+    Ints at = {}, here = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Bits none = {};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES, here += LANES) {
+        const Lanes value = wide(x + i);
+        put(out + i, value);
+        none |= no_number(value);
+        const Bits more = negative(most - value + 0.f);  // + 0: the zeros are equal
+        most = chosen(more, value, most), at = chosen(more, here, at);
+    }
+    float best = -std::numeric_limits<float>::infinity();
+    int32_t place = 0;
+    uint32_t bad = 0;
+    for (int j = 0; j < LANES; j++) {
+        bad |= none[j];
+        if (most[j] > best || (most[j] == best && at[j] < place)) best = most[j], place = at[j];
+    }
+    for (; i < count; i++) {
+        out[i] = wide_one(x + i);
+        bad |= out[i] != out[i];
+        if (out[i] > best) best = out[i], place = (int32_t)i;
+    }
+    work.most[item] = bad ? std::numeric_limits<float>::quiet_NaN() : best;
+    work.place[item] = (int32_t)first + place;
+}
+
+// What stands before and behind the blocks.
+template <typename T, typename W>
+struct Edges {
+    Embed<T> embed;
+    Norm<T, W> norm;
+    LinearCall head;
+    Multiply run;
+    Logits<T> logits;
+
+    static int64_t pieces(const Ends& ends) { return (ends.head->outputs + LOOKED_AT - 1) / LOOKED_AT; }
+
+    static int64_t floats(const Ends& ends, int64_t rows) {
+        const int64_t numbers = 2 * ends.head->inputs + (sizeof(T) < sizeof(float) ? ends.head->outputs : 0);
+        return rows * (2 * pieces(ends)) + rows * numbers * sizeof(T) / sizeof(float) + 1;
+    }
+
+    Edges(const Ends& ends, float* room, float* out, const int64_t* tokens, int64_t rows, int64_t threads)
+        : Edges(ends, room, (T*)(room + 2 * rows * pieces(ends)), ends.head->inputs, out, tokens, rows, threads) {}
+
+    Edges(const Ends& ends, float* most, T* x, int64_t width, float* out, const int64_t* tokens, int64_t rows, int64_t threads)
+        : embed{{rows, piece_of(width)}, x, tokens, (const T*)ends.table, ends.head},
+          norm{{rows, piece_of(width)}, x + rows * width, x, width, (const W*)ends.norm, width, (float)ends.eps},
+          logits{{rows * pieces(ends), 1}, out, sizeof(T) < sizeof(float) ? x + 2 * rows * width : (const T*)out, ends.head->outputs,
+                 pieces(ends), most, (int32_t*)(most + rows * pieces(ends))} {
+        run = quire_begin_linear(&head, ends.head, (void*)logits.x, norm.out, width, rows, threads);
+    }
+
+    void end(Worker& worker) {
+        do_rows(norm, worker);
+        worker.expect(nullptr);
+        if (multiply(head, run, worker)) do_rows(logits, worker);
+    }
+
+    // Where the first maximum of each row is; -1 if it is not finite.
+    void find(int64_t* first, int64_t rows) const {
+        for (int64_t row = 0; row < rows; row++) {
+            float best = -std::numeric_limits<float>::infinity();
+            first[row] = -1;
+            for (int64_t item = row * logits.pieces; item < (row + 1) * logits.pieces; item++)
+                if (!(logits.most[item] <= best)) {
+                    best = logits.most[item], first[row] = logits.place[item];
+                    if (!std::isfinite(best)) {
+                        first[row] = -1;
+                        break;
+                    }
+                }
+        }
+    }
+};
+
 template <typename T, typename W, typename A>
 struct Stack {
     Whole<T, W, A>* blocks;
     int64_t count;
+    Edges<T, W>* edges;  // or null
     std::atomic<int64_t> workers;
 };
 
@@ -253,32 +394,57 @@ template <typename T, typename W, typename A>
 void run_stack(void* data) {
     auto& stack = *(Stack<T, W, A>*)data;
     Worker worker(stack.workers);
+    LinearCall* behind = stack.edges ? &stack.edges->head : nullptr;
+    if (stack.edges) {
+        worker.expect(&stack.blocks[0].qkv, &stack.blocks[0].tail.out);
+        do_rows(stack.edges->embed, worker);
+    }
     for (int64_t i = 0; i < stack.count; i++)
-        if (!stack.blocks[i].go(worker, i + 1 < stack.count ? &stack.blocks[i + 1].qkv : nullptr)) return;
+        if (!stack.blocks[i].go(worker, i + 1 < stack.count ? &stack.blocks[i + 1].qkv : behind)) return;
+    if (stack.edges) stack.edges->end(worker);
 }
 
+// With ``ends``: x are tokens, y logits, and ``first`` is written.
 template <typename T, typename W, typename A>
-int stack(const Step* steps, int64_t count, T* y, const T* x, int64_t rows, int64_t threads) {
-    static thread_local Room room, calls;
+int stack(const Ends* ends, const Step* steps, int64_t count, void* given_y, const void* given_x, int64_t* first, int64_t rows,
+          int64_t threads) {
+    static thread_local Room room, calls, around;
     int64_t most = 0;
     for (int64_t i = 0; i < count; i++) most = whole_room(steps[i]) > most ? whole_room(steps[i]) : most;
     T* place = (T*)room.of(rows * most * sizeof(T) / sizeof(float) + 1);
-    auto* blocks = (Whole<T, W, A>*)calls.of(count * sizeof(Whole<T, W, A>) / sizeof(float));
-    if (!place || !blocks) return 1;
+    auto* blocks = (Whole<T, W, A>*)calls.of((sizeof(Edges<T, W>) + count * sizeof(Whole<T, W, A>)) / sizeof(float) + 1);
+    float* numbers = ends ? around.of(Edges<T, W>::floats(*ends, rows)) : nullptr;
+    if (!place || !blocks || (ends && !numbers)) return 1;
+    T* y = (T*)given_y;
+    const T* x = (const T*)given_x;
+    Edges<T, W>* edges = nullptr;
+    if (ends) {
+        edges = new (blocks + count) Edges<T, W>(*ends, numbers, (float*)given_y, (const int64_t*)given_x, rows, threads);
+        x = y = edges->embed.out;
+    }
     // A block reads x for the last time before it writes y.
     for (int64_t i = 0; i < count; i++) new (blocks + i) Whole<T, W, A>(steps[i], place, y, i ? y : x, rows, threads);
-    Stack<T, W, A> call{blocks, count, {0}};
+    Stack<T, W, A> call{blocks, count, edges, {0}};
     run_on(threads, run_stack<T, W, A>, &call, steps->block->parallel);
     for (int64_t i = 0; i < count; i++)
         if (blocks[i].failed()) return 1;
+    if (edges && edges->head.failed) return 1;
+    if (edges) edges->find(first, rows);
     return 0;
 }
 
 template <typename T, typename W>
-int stack_with(const Step* steps, int64_t count, void* y, const void* x, int64_t rows, int64_t threads) {
+int stack_with(const Ends* ends, const Step* steps, int64_t count, void* y, const void* x, int64_t* first, int64_t rows, int64_t threads) {
     return (steps->block->activation == 0   ? stack<T, W, Silu>
             : steps->block->activation == 1 ? stack<T, W, Gelu>
-                                            : stack<T, W, GeluTanh>)(steps, count, (T*)y, (const T*)x, rows, threads);
+                                            : stack<T, W, GeluTanh>)(ends, steps, count, y, x, first, rows, threads);
+}
+
+int run_steps(const Ends* ends, const Step* steps, int64_t count, void* y, const void* x, int64_t* first, int64_t rows, int64_t threads) {
+    const int64_t types = steps->block->types;
+    return (types == 0   ? stack_with<float, float>
+            : types == 1 ? stack_with<bfloat16, bfloat16>
+                         : stack_with<bfloat16, float>)(ends, steps, count, y, x, first, rows, threads);
 }
 
 }  // namespace
@@ -296,9 +462,40 @@ int quire_block_tail(const Block* block, void* y, const void* heads, int64_t hea
 // The same with heads = attention(qkv(norm(x))), whose K and V are written to the layer's pools, for so many blocks of one type and
 // activation, each over what the one before it has written.
 int quire_blocks(const Step* steps, int64_t count, void* y, const void* x, int64_t rows, int64_t threads) {
-    const int64_t types = steps->block->types;
-    return (types == 0   ? stack_with<float, float>
-            : types == 1 ? stack_with<bfloat16, bfloat16>
-                         : stack_with<bfloat16, float>)(steps, count, y, x, rows, threads);
+    return run_steps(nullptr, steps, count, y, x, nullptr, rows, threads);
+}
+
+// A model of such blocks: logits [rows, V] of tokens, and of each row where its first maximum is, or -1 if that is not finite.
+// Return 2, and do nothing, if there is no such token.
+int quire_model(const Ends* ends, const Step* steps, int64_t count, float* logits, int64_t* first, const int64_t* tokens, int64_t rows,
+                int64_t threads) {
+    for (int64_t row = 0; row < rows; row++)
+        if (tokens[row] < 0 || tokens[row] >= ends->vocabulary) return 2;
+    return run_steps(ends, steps, count, logits, tokens, first, rows, threads);
+}
+
+// Return 0, 1 if the call's memory is too small, which then has the sizes that are needed in its batch and ``room_size``, or -1
+// without memory.
+int quire_plan_decodes(Decodes* decodes, int64_t threads) {
+    Batch& batch = *decodes->batch;
+    Call& call = *decodes->call;
+    ForwardAttention& forward = *decodes->forward;
+    // What the planner reads is this structure's own.
+    auto *low = (int64_t*)batch.parts[0].low, *high = (int64_t*)batch.parts[0].high, *tables = (int64_t*)batch.table_starts;
+    auto* slots = (int64_t*)forward.slots;
+    for (int64_t t = 0; t < batch.rows; t++) {
+        const int64_t length = decodes->lengths[t];
+        tables[t + 1] = tables[t] + decodes->sizes[t];
+        high[t] = length + 1;
+        low[t] = decodes->window && high[t] > decodes->window ? high[t] - decodes->window : 0;
+        slots[t] = batch.pages[tables[t + 1] - 1] * batch.page_size + length % batch.page_size;
+        if (decodes->turns)
+            copy((float*)forward.cos + t * forward.turn_stride, decodes->turns + length * forward.turn_stride, forward.turn_stride);
+    }
+    const int64_t items = quire_attention_plan(&batch, threads);
+    if (items < 0) return -1;
+    call.room_size = quire_attention_room(&batch);
+    return items > batch.capacity || batch.threads * call.room_size > decodes->room ||
+           batch.num_states * batch.heads * call.state_size > decodes->states;
 }
 }

@@ -3,7 +3,7 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,avx2,fma")
+TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,avx2,fma,prfchw")
 
 #define PAIRS
 constexpr int MOST_ROWS = 12;

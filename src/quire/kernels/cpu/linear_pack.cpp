@@ -75,13 +75,24 @@ INLINE float error_of(const Values& values, float scale) {
     return total(sum);
 }
 
+// The value furthest from 0, the first of those that are as far.
+INLINE float largest_of(const Values& values) {
+    Lanes high = {}, low = {};
+    for (int64_t i = 0; i < values.count; i += LANES) {
+        const Lanes some = values.of[i / LANES];
+        high = chosen_lanes((Bits)(some > high), some, high), low = chosen_lanes((Bits)(some < low), some, low);
+    }
+    float most = 0, least = 0;
+    for (int lane = 0; lane < LANES; lane++) most = high[lane] > most ? high[lane] : most, least = low[lane] < least ? low[lane] : least;
+    if (most != -least) return most > -least ? most : least;
+    for (int64_t i = 0; i < values.count; i++)
+        if (const float value = ((const float*)values.of)[i]; value == most || value == least) return value;
+    return 0;
+}
+
 // INT8: the largest value is code 127. INT4: the largest value is code -8, or the scale is smaller, whichever is nearest to all.
 INLINE float scale_of(const Values& values, int64_t form) {
-    float largest = 0;
-    for (int64_t i = 0; i < values.count; i++) {
-        const float value = ((const float*)values.of)[i];
-        if (std::fabs(value) > std::fabs(largest)) largest = value;
-    }
+    const float largest = largest_of(values);
     const bfloat16 plain = nearest(form == INT8 ? std::fabs(largest) / 127 : largest / -8);
     float best = wide_one(&plain);
     if (form == INT8 || best == 0) return best;

@@ -158,29 +158,6 @@ struct Inputs {
     }
 };
 
-// Where sums go, ``apart`` floats from panel to panel: to[q][m][o]. The first block of inputs writes, the others add.
-struct Sums {
-    float* to;
-    int64_t apart;
-    bool is_first;
-};
-
-// Of a group the tile times scale[q][o] is added, also for the first: compilers fuse a product and a sum, or not, by what stands around.
-template <int M, int Q>
-INLINE void add_tile(const Sums& to, const Lanes (&sums)[Q][M][2], const float* scale) {
-    for (int q = 0; q < Q; q++)
-        for (int m = 0; m < M; m++)
-            for (int n = 0; n < 2; n++) {
-                float* place = to.to + q * to.apart + m * PANEL + n * LANES;
-                if (scale)
-                    store(place, loaded<Lanes>(place) + sums[q][m][n] * loaded<Lanes>(scale + q * PANEL + n * LANES));
-                else if (to.is_first)
-                    store(place, sums[q][m][n]);
-                else
-                    store(place, loaded<Lanes>(place) + sums[q][m][n]);
-            }
-}
-
 // How many elements further are fetched. Behind the end of Q panels that are read side by side come Q others.
 template <int Q, int BYTES = AHEAD, typename T>
 INLINE int64_t ahead_of(const T* w, const T* end, int64_t apart) {
@@ -291,9 +268,9 @@ INLINE void tile_of(int64_t rows, const Sums& to, const char* x, int64_t stride,
 }
 
 #ifdef PAIRS
-// A few rows multiply codes that become pairs in registers: to[q][m][o], group by group as sum_panels adds them.
+// A few rows multiply codes that become pairs in registers, group by group as sum_panels adds them.
 template <int M, int Q, int FORM>
-__attribute__((noinline)) void code_tile(const Linear& map, int64_t panel, float* to, int64_t to_apart, const char* rows, int64_t stride) {
+__attribute__((noinline)) void code_tile(const Linear& map, int64_t panel, Sums to, const char* rows, int64_t stride) {
     constexpr int INPUTS = Codes<FORM>::INPUTS;
     const Codes<FORM> codes;
     const int64_t apart = map.inputs * PANEL / (FORM == INT8 ? 1 : 2), scales_apart = map.inputs / map.group * PANEL;
@@ -331,20 +308,19 @@ __attribute__((noinline)) void code_tile(const Linear& map, int64_t panel, float
             }
         }
     }
-    for (int q = 0; q < Q; q++)
-        for (int m = 0; m < M; m++)
-            for (int n = 0; n < 2; n++) store(to + q * to_apart + m * PANEL + n * LANES, totals[q][m][n]);
+    to.is_first = true;
+    add_tile<M, Q>(to, totals, nullptr);
 }
 
 // Of up to six rows; all sums and totals stay in registers.
 constexpr int FEW_ROWS = 6;
 
 template <int M, int Q, int FORM>
-INLINE void code_tile_of(int64_t rows, const Linear& map, int64_t panel, float* to, int64_t to_apart, const char* x, int64_t stride) {
+INLINE void code_tile_of(int64_t rows, const Linear& map, int64_t panel, const Sums& to, const char* x, int64_t stride) {
     if constexpr (M > 1)
-        if (rows < M) return code_tile_of<M - 1, Q, FORM>(rows, map, panel, to, to_apart, x, stride);
+        if (rows < M) return code_tile_of<M - 1, Q, FORM>(rows, map, panel, to, x, stride);
     constexpr int SIDE = M > FEW_ROWS / 2 ? 1 : Q;
-    for (int q = 0; q < Q; q += SIDE) code_tile<M, SIDE, FORM>(map, panel + q, to + q * to_apart, to_apart, x, stride);
+    for (int q = 0; q < Q; q += SIDE) code_tile<M, SIDE, FORM>(map, panel + q, to.from(0, q), x, stride);
 }
 #endif
 
@@ -362,19 +338,19 @@ INLINE int64_t blocks_of(int64_t rows) {
 
 // Q panels' part times all rows of x, which begin at these inputs. ``coming``: bytes of weights that are needed after these, or null.
 template <int Q, typename X, typename W>
-__attribute__((noinline)) void tiles(Sums sums, int64_t rows, const char* x, int64_t stride, const W* w, int64_t apart, const W* end,
+__attribute__((noinline)) void tiles(const Sums& sums, int64_t rows, const char* x, int64_t stride, const W* w, int64_t apart, const W* end,
                                      int64_t inputs, const float* scale, const char* coming) {
     constexpr int MOST = Q == 2 ? MOST_ROWS / 2 : MOST_ROWS;
     const int64_t count = blocks_of(rows), bytes = inputs * PANEL * Q * sizeof(W), share = count > 1 && coming ? bytes / (count - 1) : 0;
     const int64_t step = share ? 128 * Q / (count - 1) : 0;
-    float* const to = sums.to;
     for (int64_t i = 0; i < count; i++) {
         const int64_t from = rows * i / count, some = rows * (i + 1) / count - from;
-        sums.to = to + from * PANEL;
+        const Sums to = sums.from(from, 0);
+        if (count > 1) to.results.expect<Q>(some);
         if (i == 0)
-            tile_of<X, MOST, Q, true>(some, sums, x, stride, w, apart, end, inputs, scale, {});
+            tile_of<X, MOST, Q, true>(some, to, x, stride, w, apart, end, inputs, scale, {});
         else
-            tile_of<X, MOST, Q, false>(some, sums, x + from * stride, stride, w, apart, end, inputs, scale,
+            tile_of<X, MOST, Q, false>(some, to, x + from * stride, stride, w, apart, end, inputs, scale,
                                        {share ? coming + (i - 1) * share : (const char*)w, step});
     }
 }
@@ -387,22 +363,21 @@ INLINE int64_t even_part(int64_t inputs) {
     return ((inputs + count - 1) / count + 1) / 2 * 2;
 }
 
-// sums[q][m][o] of Q panels. X: what a product reads of x at once, floats or pairs as words.
+// Q panels. X: what a product reads of x at once, floats or pairs as words.
 template <int Q, int FORM, typename X>
-INLINE void sum_panels(const Linear& map, int64_t panel, float* sums, int64_t to_apart, float* room, const char* x, int64_t stride,
-                       int64_t rows) {
+INLINE void sum_panels(const Linear& map, int64_t panel, const Sums& sums, float* room, const char* x, int64_t stride, int64_t rows) {
     constexpr bool is_paired = !std::is_same<X, float>::value;
 #ifdef PAIRS
     if constexpr (FORM >= INT8 && is_paired)
-        if (rows <= FEW_ROWS) return code_tile_of<FEW_ROWS, Q, FORM>(rows, map, panel, sums, to_apart, x, stride);
+        if (rows <= FEW_ROWS) return code_tile_of<FEW_ROWS, Q, FORM>(rows, map, panel, sums, x, stride);
 #endif
     const int64_t bytes = panel_bytes(map), step = FORM >= INT8 ? map.group : even_part(map.inputs);
     const uint8_t* from = (const uint8_t*)map.weights + panel * bytes;
     if (FORM >= INT8)
-        for (int q = 0; q < Q; q++) std::memset(sums + q * to_apart, 0, sizeof(float) * PANEL * rows);
+        for (int q = 0; q < Q; q++) std::memset(sums.to + q * sums.apart, 0, sizeof(float) * PANEL * rows);
     for (int64_t k = 0; k < map.inputs; k += step, x += step * (is_paired ? sizeof(bfloat16) : sizeof(float))) {
         const int64_t inputs = map.inputs - k < step ? map.inputs - k : step;
-        const Sums to = {sums, to_apart, k == 0};
+        const Sums to = {sums.to, sums.apart, k == 0, k + step < map.inputs ? Results{} : sums.results};
         const bool is_last = (panel + Q) * PANEL >= map.outputs;
         const char* coming = FORM >= INT8 || is_last ? nullptr : (const char*)from + Q * (bytes + bytes / map.inputs * k);
         if constexpr (FORM == FLOAT32) {
@@ -428,6 +403,17 @@ INLINE void sum_panels(const Linear& map, int64_t panel, float* sums, int64_t to
             }
         }
     }
+}
+
+template <int Q, int FORM, typename X, typename T>
+INLINE void run_panels(const LinearCall& call, int64_t panel, int64_t first, int64_t rows, const char* x, int64_t stride, float* sums,
+                       float* room) {
+    const Linear& map = *call.map;
+    const int64_t apart = call.tile_rows * PANEL;
+    Results results = {(char*)((T*)call.y + first * map.outputs), map.outputs * (int64_t)sizeof(T), sizeof(T) == sizeof(bfloat16), map.bias};
+    const bool is_whole = (panel + Q) * PANEL <= map.outputs;
+    sum_panels<Q, FORM, X>(map, panel, {sums, apart, true, is_whole ? results.from(0, panel * PANEL) : Results{}}, room, x, stride, rows);
+    for (int q = 0; !is_whole && q < Q; q++) put_rows<T>(call, panel + q, first, rows, sums + q * apart);
 }
 
 template <int FORM, typename X, typename T>
@@ -461,14 +447,8 @@ INLINE void run_items(LinearCall& call, int64_t thread) {
         int64_t panel = units * part / call.parts * unit;
         const int64_t end = units * (part + 1) / call.parts * unit, stop = end < panels ? end : panels;
         if (in_twos(rows))
-            for (; panel + 2 <= stop; panel += 2) {
-                sum_panels<2, FORM, X>(map, panel, sums, to_apart, panels_room, x, stride, rows);
-                for (int q = 0; q < 2; q++) put_rows<T>(call, panel + q, first, rows, sums + q * to_apart);
-            }
-        for (; panel < stop; panel++) {
-            sum_panels<1, FORM, X>(map, panel, sums, to_apart, panels_room, x, stride, rows);
-            put_rows<T>(call, panel, first, rows, sums);
-        }
+            for (; panel + 2 <= stop; panel += 2) run_panels<2, FORM, X, T>(call, panel, first, rows, x, stride, sums, panels_room);
+        for (; panel < stop; panel++) run_panels<1, FORM, X, T>(call, panel, first, rows, x, stride, sums, panels_room);
         __atomic_fetch_add(&call.done, 1, __ATOMIC_RELEASE);
     }
 }

@@ -193,7 +193,6 @@ int64_t quire_attention_level() {
 #endif
 }
 
-// Make the items of a batch. Return how many there are, of which as many as ``capacity`` are written; -1: no memory.
 int64_t quire_attention_plan(Batch* batch, int64_t threads) {
     try {
         batch->most_rows = 1;

@@ -95,6 +95,10 @@ INLINE int64_t room_for(int64_t rows, int64_t key_size, int64_t value_size) {
 // The body of a parallel region for one machine, by type (float32, bfloat16, float16); ``call``: a Call. Null: not in this build,
 // or as at the level before.
 typedef void (*Attend)(void* call);
+// Make the items of a batch. Return how many there are, of which as many as ``capacity`` are written; -1: no memory.
+extern "C" int64_t quire_attention_plan(Batch* batch, int64_t threads);
+// Bytes of a thread for a planned batch.
+extern "C" int64_t quire_attention_room(const Batch* batch);
 // Begin a layer's call; the arguments are those of Call that differ from layer to layer. Any number of threads runs what it returns,
 // until ``done`` is the number of items.
 extern "C" Attend quire_begin_attention(Call* call, const Call* planned, const void* q, const void* q_sink, const void* k, const void* v,

@@ -16,48 +16,67 @@ struct Running {
     Vector sum;
 };
 
-// Scores of one row become weights, in the words of the second product. Return by what the earlier sums shrink.
-template <bool pairs>
-INLINE float weigh(float* row, uint64_t seen, float scale, float cap, Running& running) {
-    Vector x[VECTORS];
+// Scores of a row times scale and log2(e), capped, and nothing where it sees none; return the largest.
+INLINE float scaled(float* row, uint64_t seen, float scale, float cap) {
     Vector top = all(NOTHING);
     Words lane;
     for (int i = 0; i < W; i++) lane[i] = 1u << i;
 #pragma GCC unroll 16
     for (int i = 0; i < VECTORS; i++) {
-        x[i] = loaded<Vector>(row + i * W) * scale;
+        Vector x = loaded<Vector>(row + i * W) * scale;
         if (cap != 0.0f) {
             // scale has 1 / cap in it: cap * tanh(x), by 2^(-2 |x| log2(e))
-            Vector t = exp2_of((Vector)((Words)x[i] | 0x80000000u) * (2 * LOG2E));
+            Vector t = exp2_of((Vector)((Words)x | 0x80000000u) * (2 * LOG2E));
             Vector y = (1.0f - t) / (1.0f + t) * (cap * LOG2E);
-            x[i] = (Vector)((Words)y | ((Words)x[i] & 0x80000000u));
+            x = (Vector)((Words)y | ((Words)x & 0x80000000u));
         }
         if (seen != ~(uint64_t)0) {
             Words bits = all_words((uint32_t)(seen >> (i * W))) & lane;
-            x[i] = bits != 0 ? x[i] : all(NOTHING);
+            x = bits != 0 ? x : all(NOTHING);
         }
-        top = larger(x[i], top);
+        store(row + i * W, x);
+        top = larger(x, top);
     }
-    float before = running.top, now = largest(top);
-    now = now > before ? now : before;
-    float shift = now == NOTHING ? 0.0f : now, keep = 1.0f;
-    if (now != before) keep = exp2_one(before - shift), running.top = now;
-    Vector sum{};
+    return largest(top);
+}
+
+// Scores of up to W rows become weights, in the words of the second product; keep[i]: by what the earlier sums of a row shrink. More
+// than a few rows do each step together, so that none waits for its largest score.
+template <bool pairs, typename Seen>
+INLINE void weigh(float* scores, int64_t rows, const Seen& seen, float scale, float cap, Running* running, float* keep) {
+    float tops[W], before[W], shifts[W], shrink[W];
+    const bool few = rows <= FEW_ROWS;
+    for (int64_t r = few ? W : rows; r < W; r++) tops[r] = before[r] = NOTHING;
+    for (int64_t r = 0; r < rows; r++) {
+        const float top = scaled(scores + r * BLOCK, seen(r), scale, cap), earlier = running[r].top;
+        tops[r] = top, before[r] = earlier;
+        if (few) {
+            tops[r] = top > earlier ? top : earlier, shifts[r] = tops[r] == NOTHING ? 0.0f : tops[r];
+            shrink[r] = tops[r] != earlier ? exp2_one(earlier - shifts[r]) : 1.0f;
+        }
+    }
+    if (!few) {
+        const Vector earlier = loaded<Vector>(before), now = larger(loaded<Vector>(tops), earlier);
+        const Vector shift = now == NOTHING ? Vector{} : now;
+        store(tops, now), store(shifts, shift), store(shrink, exp2_of(earlier - shift));
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        float* row = scores + r * BLOCK;
+        Vector x[VECTORS], sum{};
 #pragma GCC unroll 16
-    for (int i = 0; i < VECTORS; i++) {
-        x[i] = exp2_of(x[i] - shift);
-        sum += x[i];
-    }
-    running.sum = running.sum * keep + sum;
+        for (int i = 0; i < VECTORS; i++) {
+            x[i] = exp2_of(loaded<Vector>(row + i * W) - shifts[r]);
+            sum += x[i];
+        }
+        running[r].top = tops[r], running[r].sum = running[r].sum * shrink[r] + sum, keep[r] = shrink[r];
 #if PAIRS
-    if constexpr (pairs) {
-        for (int i = 0; i < VECTORS; i += 2)
-            store(row + i / 2 * W, (__m512i)_mm512_cvtne2ps_pbh(x[i + 1], x[i]));
-        return keep;
-    }
+        if constexpr (pairs) {
+            for (int i = 0; i < VECTORS; i += 2) store(row + i / 2 * W, (__m512i)_mm512_cvtne2ps_pbh(x[i + 1], x[i]));
+            continue;
+        }
 #endif
-    for (int i = 0; i < VECTORS; i++) store(row + i * W, x[i]);
-    return keep;
+        for (int i = 0; i < VECTORS; i++) store(row + i * W, x[i]);
+    }
 }
 
 INLINE float sum_of(Vector x) {
@@ -291,8 +310,9 @@ INLINE void run_item(Call& call, const Item& item, Room& room) {
                     pack_keys<T>(groups, batch.key_size, room.keys);
                     multiply<pairs>(some, room.queries + r * words, words, room.keys, BLOCK, words, room.scores, BLOCK, BLOCK, nullptr);
                 }
-                for (int64_t i = 0; i < some; i++)
-                    room.keep[i] = weigh<pairs>(room.scores + i * BLOCK, room.seen[from + i / group], scale, cap, room.running[r + i]);
+                for (int64_t i = 0; i < some; i += W)
+                    weigh<pairs>(room.scores + i * BLOCK, some - i < W ? some - i : W, [&](int64_t j) { return room.seen[from + (i + j) / group]; },
+                                 scale, cap, room.running + r + i, room.keep + i);
                 find_rows(batch, pages, block, any, places, next, (const char*)((const T*)call.v + head * call.v_head),
                           call.v_slot * sizeof(T), batch.value_size * sizeof(T), h, v_slabs, room.zeros, room.v_copies, groups);
                 if (few) {
