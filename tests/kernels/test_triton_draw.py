@@ -95,7 +95,7 @@ def test_draws_in_order_of_probability(vocab_size: int, block: int, monkeypatch:
     monkeypatch.setattr(triton_draw, "BINNED", block)
     count = 2 * len(RANKED) + 3
     z_RV = logits(count, vocab_size, seed=vocab_size)
-    z_RV[1, :40:2], z_RV[1, 1:40:2], z_RV[1, 40:] = 0.0, -0.0, -3.0
+    z_RV[1, :40:2], z_RV[1, 1:40:2], z_RV[1, 40:] = -0.0, 0.0, -3.0
     z_RV[2] = 1.5
     rows = [row for row in range(count) if row % 7 != 3]
     params = {
