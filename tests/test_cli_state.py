@@ -117,6 +117,7 @@ def test_copies_and_removals_while_the_llm_commits(used: tuple[LLM, str], shell:
     llm.push("here", other)
     assert "branch here is gone" in shell("rm", "here")
     assert "no branch 'here'" in shell("log", "here", code=2)
+    assert "8 digits are needed" in shell("show", "24c7", code=2)
     assert "0 commits, 0 objects" in shell("gc"), "what is young stays"
     with pytest.raises(NotFound):
         llm.checkout("here")

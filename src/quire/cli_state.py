@@ -191,7 +191,7 @@ def pull(
 
 @command(state_app, name="rm")
 def remove(
-    name: Annotated[str, typer.Argument(help="A branch.")],
+    name: Annotated[str, typer.Argument(help="A branch.", metavar="NAME")],
     store: StoreOption = None,
     state_dir: DirOption = None,
     space: SpaceOption = "",

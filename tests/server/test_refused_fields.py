@@ -532,6 +532,26 @@ def test_parameters_everywhere(chat_served: Served, names: Names, place: str) ->
     assert {status for status, _, _ in found} == {400, 404}
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"prompt": "x", "max_tokens": "a"}, "max_tokens: Input should be a valid integer, got 'a'"),
+        ({"prompt": "x", "max_tokens": 5.0}, "max_tokens: Input should be a valid integer, got 5.0"),
+        ({"prompt": "x", "suffix_of": 3, "stream": "x" * 99}, "got 'xxxxx"),
+        ([], "the body must be a JSON object, sent as Content-Type: application/json"),
+    ],
+)
+def test_what_was_given_is_told(chat_served: Served, body: Any, told: str) -> None:
+    message = chat_served.client.post("/v1/completions", json=body).json()["error"]["message"]
+    assert told in message
+    assert len(message) < 200
+
+
+def test_a_wrong_method_is_told_the_right_ones(chat_served: Served) -> None:
+    answer = chat_served.client.get("/v1/completions")
+    assert answer.json()["error"]["message"] == "/v1/completions does not take GET; it takes POST"
+
+
 def test_an_adapter_that_is_not_loaded_is_no_model(chat_served: Served, names: Names) -> None:
     answer = chat_served.client.post(f"/v1/sessions/{names['ID']}/adapter", json={"name": "zz"})
     message = "there is no adapter 'zz'; loaded: none; null is the base model"

@@ -41,6 +41,7 @@ from quire.errors import (
     Unsupported,
 )
 from quire.metrics import REFUSAL_ERRORS
+from quire.signatures import shown
 
 CLIENT_GONE = 499
 """nginx's status for a client that closed its connection. No client reads it."""
@@ -238,16 +239,18 @@ def validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     parts = [str(part) for part in first.get("loc", ())]
     where, fields = (parts[0], parts[1:]) if parts else ("body", [])
     param = ".".join(part for part in fields if not _is_branch(part)) or None
-    message = str(first.get("msg", "invalid"))
-    if first.get("type") == "extra_forbidden":
+    message, kind = str(first.get("msg", "invalid")), first.get("type")
+    if kind == "extra_forbidden":
         message = "there is no such field in this call"
+    elif kind not in ("missing", "value_error", "assertion_error"):  # nothing was given; checks of our own say what
+        message = f"{message}, got {shown(first.get('input'))}"
     if first.get("type") == "json_invalid":
         reason = (first.get("ctx") or {}).get("error", message)
         return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     if param is None and where == "body":
         return ApiError(
             400,
-            f"the body must be a JSON object, sent as Content-Type: application/json: {message}",
+            "the body must be a JSON object, sent as Content-Type: application/json",
             code="invalid_argument",
         )
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -299,14 +302,14 @@ def install(app: FastAPI) -> None:
         if not isinstance(error, HTTPException):
             raise error
         codes = {404: "not_found", 405: "method_not_allowed"}
-        message = {
-            404: f"there is no {request.url.path}; /docs lists what there is",
-            405: f"{request.url.path} does not take {request.method}",
-        }.get(error.status_code, str(error.detail))
         headers = dict(error.headers or {})
         if error.status_code == 405:
             # The framework tells those of one route, and a path may have several.
             headers["Allow"] = ", ".join(sorted(_methods(request, request.app.routes)))
+        message = {
+            404: f"there is no {request.url.path}; /docs lists what there is",
+            405: f"{request.url.path} does not take {request.method}; it takes {headers.get('Allow')}",
+        }.get(error.status_code, str(error.detail))
         told = ApiError(error.status_code, message, code=codes.get(error.status_code), headers=headers)
         return error_response(told, request.scope["path"])
 

@@ -96,7 +96,9 @@ class History:
                 return await self.commit(ids[0])
             if ids:
                 raise NotFound(f"{len(ids)} commits begin with {name}: {', '.join(sorted(ids)[:SHOWN])}")
-        raise NotFound(f"there is no branch {name!r}; there are: {await self._known()}", field="name", given=name)
+        short = "" if set(name) - set("0123456789abcdef") or is_id(name) else "; of a commit's id 8 digits are needed"
+        told = f"there is no branch {name!r}; there are: {await self._known()}{short}"
+        raise NotFound(told, field="name", given=name)
 
     async def commit(self, name: str) -> SessionCommit:
         """Return the commit of an id. ``StoreDamaged``: it is damaged, or gone."""
