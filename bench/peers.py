@@ -254,6 +254,9 @@ def run(options: argparse.Namespace, pythons: dict[str, str], directory: Path) -
             bench = Bench(name, dtype, rounds, hardware)
             cells = fitting(SHAPES[name], dtype, options.cells, rounds, len(pythons))
             quantization = dtype if dtype.startswith("int") else None
+            # Round, so that what vLLM has compiled serves other cells and rounds too.
+            length = -(-max((cell.tokens + cell.room(rounds) for cell in cells), default=0) // 1024) * 1024
+            whole = (length + 128) * kv_bytes(SHAPES[name], dtype)  # vLLM wants room for one of that length
             with ExitStack() as stack:
                 for peer, python in pythons.items() if cells else ():
                     log = directory / f"{peer}.log"
@@ -263,10 +266,9 @@ def run(options: argparse.Namespace, pythons: dict[str, str], directory: Path) -
                         dtype="bfloat16" if quantization else dtype,
                         quantization=quantization,
                         threads=threads,
-                        # Round, so that what vLLM has compiled serves other cells and rounds too.
-                        length=-(-max(cell.tokens + cell.room(rounds) for cell in cells) // 1024) * 1024,
+                        length=length,
                         batch=max(cell.batch for cell in cells),
-                        kv_bytes=max(pool_bytes(SHAPES[name], dtype, cell, rounds) for cell in cells),
+                        kv_bytes=max(whole, *(pool_bytes(SHAPES[name], dtype, cell, rounds) for cell in cells)),
                     )
                 for cell in cells:
                     bench.measure(cell)
