@@ -59,7 +59,7 @@ def test_generate_streams_the_continuation_and_nothing_else(
 
 
 def test_a_process_of_its_own_collects_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading makes some 300,000 objects that all stay; Python would look through them 130 times."""
+    """Loading makes some 300,000 lasting objects; Python would look through them 130 times."""
     before = gc.get_threshold()
     try:
         assert run("--version", monkeypatch=monkeypatch) == 0
