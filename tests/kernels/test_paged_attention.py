@@ -318,6 +318,24 @@ def test_shared_pages_are_read_once(three_threads: None) -> None:
     assert keys_read(NativeAttention(), batch) == 1536 + 7 * 64 + 1600
 
 
+@pytest.mark.parametrize(("keys", "heads"), [([4096], 3), ([4096], 8), ([3000, 2000, 700, 90], 8), ([500], 4)])
+def test_items_become_smaller(keys: list[int], heads: int, three_threads: None) -> None:
+    """An item is half of a thread's share of what is left, or one split under one head."""
+    backend, batch = NativeAttention(), Batch(keys, [1] * len(keys), heads=(heads, 2))
+    prepared = backend.plan(batch.plan(), batch.dtype)
+    items = backend.bind(prepared, shapes_of(prepared, batch.q_THD, None, batch.k_SHD, batch.v_SHD)).items
+    left = sum(keys) * heads
+    for _, pieces in itertools.groupby(items.tolist(), key=lambda item: (item[1], item[6])):
+        chunk = list(pieces)
+        sizes = [min(last, stop * 512) - split * 512 for *_, split, stop, _, last, _ in chunk]
+        assert [item[4] for item in chunk] == [0, *itertools.accumulate(item[5] for item in chunk)][:-1]
+        for item, size in zip(chunk, sizes, strict=True):
+            assert item[5] * size <= max(left // 6 + 1, size) and (item[5] == 1 or size > 0)
+            assert size <= 512 or heads * size <= left // 6 + 1
+        left -= heads * sizes[0]
+    assert left == 0
+
+
 def test_a_window_is_all_that_is_read() -> None:
     batch = Batch([3000], [1], window=200)
     assert keys_read(NativeAttention(), batch) == 200

@@ -14,7 +14,7 @@ constexpr int64_t SHARED_TOKENS = 16;  // an entry of more new tokens reads its 
 constexpr int64_t OWN_ROWS = 96, MOST_ROWS = 288;  // rows times G of an item, which share what is read
 constexpr int64_t OWN_TOKENS = 64;                   // rows: more would see too many keys that the first ones do not see
 constexpr int64_t FEW_ROWS = 32;                      // rows times G: up to so many, an item may be of several KV heads
-constexpr int64_t PIECES = 4;                        // items for each thread, if splits allow
+constexpr int64_t SHARE = 2;                         // an item is at most this part of a thread's share of what is left
 
 // Rows over splits, before heads and pieces.
 struct Range {
@@ -134,23 +134,22 @@ struct Planner {
         for (const Range& range : ranges) cost += range.cost * batch.kv_heads;
         if (cost * (batch.key_size + batch.value_size) < batch.one_thread) threads = 1;
         batch.threads = threads;
-        // With few rows memory is what limits: rows of all heads, which are neighbours there, are read together, if there is enough to
-        // do for all threads.
-        int64_t together = batch.kv_heads, splits = 0;
-        for (const Range& range : ranges) splits += range.item.stop - range.item.split;
-        while (together > 1 && threads > 1 && splits * (batch.kv_heads / together) < threads * PIECES) together = (together + 1) / 2;
-        const int64_t target = threads > 1 ? cost / (threads * PIECES) + 1 : INT64_MAX;
         std::stable_sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.cost > b.cost; });
         for (int64_t t = 0; t < batch.rows; t++) batch.pieces[t] = batch.skip[t] = 0;
         batch.num_items = 0;
         for (const Range& range : ranges) {
-            const int64_t rows = range.item.rows * group, heads = rows > FEW_ROWS ? 1 : std::min(together, MOST_ROWS / rows);
-            batch.most_rows = std::max(batch.most_rows, rows * heads);
-            const int64_t pieces = range.cost * heads / target + 1, aim = range.keys / pieces + 1;
+            const int64_t rows = range.item.rows * group, key_cost = range.keys ? range.cost / range.keys : 0;
+            // With few rows memory is what limits: rows of all heads, which are neighbours there, are read together.
+            const int64_t together = rows > FEW_ROWS ? 1 : std::min(batch.kv_heads, MOST_ROWS / rows);
             Item item = range.item;
             do {
-                int64_t begin = std::max(split_start(item.split), item.first), stop = item.split;
-                while (stop < range.item.stop && (stop == item.split || split_start(stop + 1) - begin <= aim)) stop++;
+                // Items become smaller towards the end, so that threads end at about the same time.
+                const int64_t most = threads > 1 ? cost / (threads * SHARE) + 1 : INT64_MAX;
+                const int64_t begin = std::max(split_start(item.split), item.first);
+                const auto cost_of = [&](int64_t stop) { return (std::min(split_start(stop), item.last) - begin) * key_cost; };
+                int64_t stop = item.split, heads = together;
+                while (stop < range.item.stop && (stop == item.split || cost_of(stop + 1) * heads <= most)) stop++;
+                while (heads > 1 && cost_of(stop) * heads > most) heads = (heads + 1) / 2;
                 item.stop = stop;
                 item.leads = range.item.leads && item.split == range.item.split;
                 for (int64_t k = item.order; k < item.order + item.rows; k++) {
@@ -158,10 +157,12 @@ struct Planner {
                     batch.pieces[row]++;
                     if (item.leads) batch.skip[row] = std::max<int64_t>(1, stop - item.split);
                 }
+                batch.most_rows = std::max(batch.most_rows, rows * heads);
                 for (int64_t head = 0; head < batch.kv_heads; head += heads, batch.num_items++) {
                     item.head = head, item.heads = std::min(heads, batch.kv_heads - head);
                     if (batch.num_items < batch.capacity) batch.items[batch.num_items] = item;
                 }
+                cost -= cost_of(stop) * batch.kv_heads;
                 item.split = stop;
             } while (item.split < range.item.stop);
         }

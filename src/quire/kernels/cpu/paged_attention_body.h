@@ -230,10 +230,39 @@ INLINE void find_rows(const Batch& batch, const int32_t* pages, int64_t block, u
     }
 }
 
+// Fetch the rows of a block under an item's heads, which nobody has fetched while reading the block before.
+INLINE void fetch_block(const Places& places, const char* x, int64_t slot_bytes, int64_t head_bytes, int64_t bytes, int64_t heads) {
+    for (int64_t slot : places.slots) {
+        if (slot < 0) continue;
+        const char* from = x + slot * slot_bytes;
+        if (heads * bytes == slot_bytes) {
+            for (int64_t at = 0; at < GROUP * slot_bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
+            continue;
+        }
+        for (int64_t i = 0; i < GROUP; i++, from += slot_bytes)
+            for (int64_t h = 0; h < heads; h++)
+                for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + h * head_bytes + at, 0, 2);
+    }
+}
+
+// Keys of a block that some row of an item may see, as bits; to fetch what nobody sees does no harm.
+INLINE uint64_t likely(const Item& item, int64_t block) {
+    const int64_t rest = item.last - block;
+    return rest <= 0 ? 0 : rest < BLOCK ? ~(uint64_t)0 >> (BLOCK - rest) : ~(uint64_t)0;
+}
+
+// The first block of an item.
+INLINE Places first_places(const Batch& batch, const Item& item) {
+    const int64_t start = split_start(item.split), block = (item.first > start ? item.first : start) / BLOCK * BLOCK;
+    return places_of(batch, batch.pages + batch.table_starts[item.entry], block, likely(item, block));
+}
+
+// ``fetched``: the item whose first block the one before has fetched.
 template <typename T>
-INLINE void run_item(Call& call, const Item& item, Room& room) {
+INLINE void run_item(Call& call, int64_t index, int64_t& fetched, Room& room) {
     constexpr bool pairs = packed<T> == 2;
     const Batch& batch = *call.batch;
+    const Item& item = batch.items[index];
     const Part& part = batch.parts[item.part];
     const int32_t* pages = batch.pages + batch.table_starts[item.entry];
     const int64_t* order = batch.order + item.order;
@@ -248,6 +277,13 @@ INLINE void run_item(Call& call, const Item& item, Room& room) {
             for (int64_t i = 0; i < item.rows; i++)
                 for (int64_t g = 0; g < group; g++, r++) act(r, order[i], (item.head + h) * group + g);
     };
+    if (item.split < item.stop && fetched != index) {
+        const Places places = first_places(batch, item);
+        fetch_block(places, (const char*)((const T*)call.k + item.head * call.k_head), call.k_slot * sizeof(T), call.k_head * sizeof(T),
+                    batch.key_size * sizeof(T), item.heads);
+        fetch_block(places, (const char*)((const T*)call.v + item.head * call.v_head), call.v_slot * sizeof(T), call.v_head * sizeof(T),
+                    batch.value_size * sizeof(T), item.heads);
+    }
     each([&](int64_t r, int64_t row, int64_t head) {
         pack_query(q + row * q_row + head * q_head, batch.key_size, words, room.queries + r * words);
     });
@@ -292,11 +328,16 @@ INLINE void run_item(Call& call, const Item& item, Room& room) {
             while (!room.seen[from]) from++;
             while (!room.seen[to - 1]) to--;
             places = any == ahead && block == ahead_block ? next : places_of(batch, pages, block, any);
-            // What comes next is likely as visible; to prefetch what nobody sees does no harm.
+            // What comes next is likely as visible.
             ahead_block = block + BLOCK;
-            const int64_t rest = item.last - ahead_block;
-            ahead = rest <= 0 ? 0 : rest < BLOCK ? ~(uint64_t)0 >> (BLOCK - rest) : ~(uint64_t)0;
+            ahead = likely(item, ahead_block);
             next = places_of(batch, pages, ahead_block, ahead);
+            if (!ahead) {
+                // Likely the next item of this thread.
+                const int64_t other = __atomic_load_n(&call.next_item, __ATOMIC_RELAXED);
+                if (other < batch.num_items && batch.items[other].head == item.head && batch.items[other].heads == item.heads)
+                    next = first_places(batch, batch.items[other]), fetched = other;
+            }
             for (int64_t h = 0; h < item.heads; h++) {
                 Rows groups[BLOCK / GROUP];
                 const int64_t r = h * rows + from * group, some = (to - from) * group, head = item.head + h;
@@ -365,8 +406,9 @@ void attend(void* data) {
     const int64_t number = __atomic_fetch_add(&call.next_room, 1, __ATOMIC_RELAXED);
     if (number >= call.batch->threads) return;
     Room room = rooms<T>(call, call.room + number * call.room_size);
+    int64_t fetched = -1;
     for (int64_t i; (i = __atomic_fetch_add(&call.next_item, 1, __ATOMIC_RELAXED)) < call.batch->num_items;) {
-        run_item<T>(call, call.batch->items[i], room);
+        run_item<T>(call, i, fetched, room);
         __atomic_fetch_add(&call.done, 1, __ATOMIC_RELEASE);
     }
 }
