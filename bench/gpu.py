@@ -4,8 +4,9 @@ gpu-bench``.
 The device's limits come first, measured in the same run: a copy (bytes read and written) and the
 product of two bfloat16 matrices of 8,192 x 8,192. Then, one table and one JSON line for each part:
 
-* ``attention``: decodes, prompts and latent decodes of models' shapes, by the Triton kernels and by
-  PyTorch's operations, as shares of these limits; ``--tune`` tries other sizes of programs;
+* ``attention``: decodes, prompts and latent decodes of models' shapes, by the Triton kernels, as
+  shares of these limits, by FlashInfer where it is installed, and by PyTorch's operations;
+  ``--tune`` tries other sizes of programs;
 * ``recurrence``: the same of recurrent layers and their convolutions;
 * ``latency``: decodes of batch 1 and 64 behind 1,024 tokens, prompts of 8,192, of models' shapes;
 * ``contexts``: decodes of batch 64 behind 8,192 tokens, or of as many sequences as fit;
@@ -51,7 +52,9 @@ from gpu_pieces import copies, draws, float8_products
 from gpu_recurrence import recurrences
 from quire import LLM, SamplingParams
 from quire.contracts.attention import AttentionBackend, ForwardPlan, Scoring
+from quire.contracts.layers import FullAttention
 from quire.kernels import triton_attention
+from quire.kernels.flashinfer_attention import FlashInferAttention, flashinfer_problem
 from quire.kernels.float8 import float8_problem
 from quire.kernels.sdpa import SdpaAttention
 from quire.kernels.triton_attention import Settings, TritonAttention
@@ -309,12 +312,16 @@ def attention(device: torch.device, found: Hardware, rounds: int, chosen: str, t
     """Measure attention of one layer, of cases whose names hold ``chosen``; print a table."""
     rows: list[dict[str, object]] = []
     copy, peak = found["copy_gbps"] * 1e9, found["peak_tflops"]["bfloat16"] * 1e12
+    if problem := flashinfer_problem(device):
+        print(f"FlashInfer is not measured: {problem}.", flush=True)
     with torch.inference_mode():
         for case in (one for one in CASES if chosen in one.name):
             taken = seconds_of(Deferred(case, TritonAttention(), device), rounds)
             row: dict[str, object] = {"attention": case.name, "triton us": taken * 1e6} | _shares(
                 case, taken, copy, peak
             )
+            if not problem:
+                row |= by_flashinfer(case, device, rounds)
             row["torch us"] = seconds_of(Deferred(case, SdpaAttention(), device), max(3, rounds // 4)) * 1e6
             if tune:
                 row |= tuned(case, device, rounds)
@@ -322,6 +329,18 @@ def attention(device: torch.device, found: Hardware, rounds: int, chosen: str, t
             torch.cuda.empty_cache()
     print_table(rows)
     return {"attention": rows}
+
+
+def by_flashinfer(case: Attended, device: torch.device, rounds: int) -> dict[str, object]:
+    """Return FlashInfer's time, or why it does not run the case."""
+    backend = FlashInferAttention()
+    spec = FullAttention(
+        num_heads=case.heads, num_kv_heads=case.kv_heads, head_dim=case.key_size, value_dim=case.value_size
+    )
+    if reason := backend.refusal(spec, device):
+        print(f"FlashInfer, {case.name}: {reason}.", flush=True)
+        return {"flashinfer us": ""}
+    return {"flashinfer us": seconds_of(Deferred(case, backend, device), rounds) * 1e6}
 
 
 def _shares(case: Attended, seconds: float, copy: float, peak: float) -> dict[str, object]:

@@ -17,6 +17,7 @@ import torch
 SUITES: tuple[tuple[str, ...], ...] = (
     ("tests/kernels/test_triton_attention.py",),
     ("tests/kernels/test_triton_recurrence.py",),
+    ("tests/kernels/test_flashinfer_attention.py", "-m", "gpu"),
     ("tests/kernels/test_float8.py", "tests/kernels/test_triton_draw.py"),
     ("tests/test_cuda.py",),
     ("tests/test_attention_kernel.py", "tests/test_row_kernels.py", "-k", "triton"),

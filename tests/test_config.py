@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
 }
 UNSUPPORTED: dict[str, tuple[list[Any], str]] = {
     "kv_dtype": (["fp8", "int8", "float64", ""], "one of 'auto', 'float32', 'bfloat16', 'float16'"),
-    "attention_backend": (["flash_attn", "flashinfer", "Triton"], "one of 'auto', 'torch'"),
+    "attention_backend": (["flash_attn", "FlashInfer", "Triton"], "one of 'auto', 'torch'"),
     "tensor_parallel_size": ([2], "1"),
     "pipeline_parallel_size": ([4], "1"),
     "speculative": ([{"model": "draft"}, {}, "ngram"], "nothing; leave it out"),

@@ -25,6 +25,7 @@ ATTENTION_CLASSES = {
     "torch": "quire.kernels.sdpa:SdpaAttention",
     "native": "quire.kernels.paged_attention:NativeAttention",
     "triton": "quire.kernels.triton_attention:TritonAttention",
+    "flashinfer": "quire.kernels.flashinfer_attention:FlashInferAttention",
     "reference": "quire.ops.attention:ReferenceAttention",
 }
 """Attention backends by name: the module and the class of each."""
