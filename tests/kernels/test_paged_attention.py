@@ -330,7 +330,7 @@ def test_items_become_smaller(keys: list[int], heads: int, three_threads: None) 
         sizes = [min(last, stop * 512) - split * 512 for *_, split, stop, _, last, _ in chunk]
         assert [item[4] for item in chunk] == [0, *itertools.accumulate(item[5] for item in chunk)][:-1]
         for item, size in zip(chunk, sizes, strict=True):
-            assert item[5] * size <= max(left // 6 + 1, size) and (item[5] == 1 or size > 0)
+            assert item[5] * size <= max(left // 6 + 1, size)
             assert size <= 512 or heads * size <= left // 6 + 1
         left -= heads * sizes[0]
     assert left == 0
