@@ -57,7 +57,8 @@ class ServerAddress:
 
     @property
     def authority(self) -> str:
-        """The address in the form of the Host header."""
+        """Return the address as the Host header has it: without the port if that is the usual
+        one."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
 

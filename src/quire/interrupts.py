@@ -87,12 +87,13 @@ class Shield:
 
     @property
     def is_up(self) -> bool:
-        """Whether signals are being kept for the main thread."""
+        """Return whether signals are being kept for the main thread."""
         return self._depth > self._exposed
 
     @property
     def outermost(self) -> bool:
-        """Whether exactly one block surrounds the main thread."""
+        """Return whether exactly one block surrounds the main thread. Blocks around user code that
+        ``expose`` calls do not count."""
         return self._depth == self._exposed + 1
 
     def check(self) -> None:
@@ -221,7 +222,7 @@ class Lock:
 
     @property
     def owned(self) -> bool:
-        """Whether this thread holds the lock."""
+        """Return whether this thread holds the lock."""
         return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def __enter__(self) -> Self:

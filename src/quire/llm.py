@@ -245,7 +245,8 @@ class LLM(SessionHistory, ShownLLM, Traces):
 
     @property
     def blend_calibration(self) -> BlendCalibration | None:
-        """What ``calibrate_blending`` found, here or in an earlier process; None: nothing did."""
+        """Return what ``calibrate_blending`` found, here or in an earlier process; None: it
+        found nothing."""
         self._require_open("blend_calibration")
         return self._engine.blending.calibration
 
@@ -381,14 +382,14 @@ class LLM(SessionHistory, ShownLLM, Traces):
 
     @property
     def adapters(self) -> Mapping[str, AdapterInfo]:
-        """The loaded adapters by name."""
+        """Return the loaded adapters by name."""
         self._require_open("adapters")
         return self._adapters.infos()
 
     @property
     def executor(self) -> Executor:
-        """The executor contract over the same weights and pages. It is a new one after ``shutdown``
-        and after an error of the device."""
+        """Return the executor contract over the same weights and pages. It is a new one after
+        ``shutdown`` and after an error of the device."""
         self._require_open("executor")
         from quire.executor.executor import Executor
 
@@ -409,17 +410,17 @@ class LLM(SessionHistory, ShownLLM, Traces):
 
     @property
     def model(self) -> LoadedModel:
-        """The weights."""
+        """Return the model, which holds the weights."""
         return self._parts.model
 
     @property
     def engine(self) -> Engine:
-        """The level below: requests and steps."""
+        """Return the engine, the level below: requests and steps."""
         return self._engine
 
     @property
     def views(self) -> StateViews:
-        """What is shown of the state: branches, pages, texts."""
+        """Return the views of the state: branches, pages, texts."""
         self._require_open("views")
         return self._views
 

@@ -239,7 +239,7 @@ class RemoteSession:
 
     @property
     def text(self) -> str:
-        """The text of all tokens."""
+        """Return the text of all tokens."""
         return str(self._call("GET")["text"] or "")
 
     @property
@@ -257,7 +257,7 @@ class RemoteSession:
 
     @property
     def last_commit(self) -> str | None:
-        """The id of the commit that it was made from, or was committed as last."""
+        """Return the id of the commit that it was made from, or was last committed as."""
         found: str | None = self._call("GET", "?tokens=false").get("last_commit")
         return found
 

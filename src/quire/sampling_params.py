@@ -114,7 +114,7 @@ class StructuredOutputs:
 
     @property
     def forms(self) -> dict[str, Any]:
-        """The fields that say what the text must be, as far as they are given."""
+        """Return those of the given fields that say what the text must be, by name."""
         values = {name: getattr(self, name) for name in FORMS}
         return {
             name: value
@@ -289,18 +289,18 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the choice is the first maximum of the edited logits: temperature 0 or top-k 1.
-        Such a request makes no random draw."""
+        """Return whether the choice is the first maximum of the edited logits: temperature 0 or
+        top-k 1. Such a request makes no random draw."""
         return self.temperature == 0 or self.top_k == 1
 
     @property
     def needs_history(self) -> bool:
-        """Whether a penalty looks at earlier tokens."""
+        """Return whether a penalty looks at earlier tokens."""
         return self.repetition_penalty != 1.0 or self.counts_output
 
     @property
     def counts_output(self) -> bool:
-        """Whether a penalty counts the tokens of the output."""
+        """Return whether a penalty counts the tokens of the output."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def replace(self, **changes: Any) -> Self:

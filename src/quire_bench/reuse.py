@@ -145,7 +145,8 @@ class Turn:
 
     @property
     def met(self) -> bool:
-        """Whether only the new tokens and at most one interval ran."""
+        """Return whether only the new tokens and at most one interval ran; False without an
+        interval."""
         return self.interval > 0 and self.run_tokens <= self.new_tokens + self.interval
 
 

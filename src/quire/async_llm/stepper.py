@@ -78,7 +78,8 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether its requests are finished. Another thread may end them by closing a session."""
+        """Return whether all its requests are finished; False before it has any. Another thread may
+        end them by closing a session."""
         return bool(self.requests) and all(request.finished for request in self.requests)
 
     def abort(self) -> None:

@@ -56,7 +56,7 @@ class AsyncStream(AsyncIterator[SampleDelta], AbstractAsyncContextManager["Async
 
     @property
     def output(self) -> RequestOutput:
-        """The output so far. ``FailedPrecondition`` before the first delta."""
+        """Return the output so far. ``FailedPrecondition`` before the first delta."""
         if self._job is None or not self._job.requests:
             raise FailedPrecondition("the stream has no output yet; ask for its first delta")
         return self._output()

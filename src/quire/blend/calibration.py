@@ -115,7 +115,7 @@ class BlendCalibration:
 
     @property
     def ratios(self) -> tuple[BlendQuality, ...]:
-        """What was measured at ``layer``, by ratio."""
+        """Return what was measured at ``layer``, by ascending ratio."""
         return tuple(sorted((one for one in self.qualities if one.layer == self.layer), key=lambda one: one.ratio))
 
     def at(self, ratio: float) -> BlendQuality:

@@ -32,7 +32,7 @@ class ChunkCapture:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the chunk is in the store, so that nothing needs to run."""
+        """Return whether the store has the chunk, so that nothing needs to run."""
         return self._catalog.has(self.key)
 
     def ran(self, seq: SeqId, computed: int) -> None:

@@ -52,7 +52,7 @@ class Placement:
 
     @property
     def origin(self) -> int:
-        """Where the chunk's first token stands in the prompt."""
+        """Return where in the prompt the chunk's first token stands."""
         return self.start - self.skip
 
 

@@ -62,7 +62,7 @@ class Score(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Which cached tensors it reads, of "k" and "v"; "question" stands for
+        """Return what the score reads: "k" and "v" are cached tensors, and "question" stands for
         ``question_mass``."""
 
     def scores(self, inputs: ScoreInputs) -> Tensor:

@@ -186,7 +186,8 @@ class Selection:
 
     @property
     def question_counts(self) -> list[int]:
-        """How many of the last alive rows of each request ask the question, at least 1."""
+        """Return, for each request, how many of its last alive rows ask the question: at least
+        1."""
         starts = [known.question_start for known in self._known]
         counts = zip(np.diff(self._bounds).tolist(), starts, strict=True)
         return [1 if start is None else max(1, count - start) for count, start in counts]

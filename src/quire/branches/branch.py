@@ -28,7 +28,7 @@ class Origin:
 
     @property
     def exact(self) -> bool:
-        """Whether all state is what the tokens give, as far as nothing was written into it."""
+        """Return whether all state is what the tokens give, apart from what was written into it."""
         return self.inexact_from is None
 
     def exact_part(self, length: int) -> int:
@@ -74,12 +74,13 @@ class Branch:
 
     @property
     def salt(self) -> Hashable:
-        """What may share state with it, beside the adapters."""
+        """Return the salt. Two branches may share state only if they have the same one, and run
+        under the same adapters."""
         return None
 
     @property
     def modified(self) -> bool:
-        """Whether its state cannot be had again by running its tokens."""
+        """Return whether its state cannot be had again by running its tokens."""
         return self.origin.modified
 
     def runs_before(self, length: int) -> AdapterRuns:

@@ -68,7 +68,7 @@ class CachePool:
 
     @property
     def runner(self) -> Runner:
-        """The runner; ``FailedPrecondition`` after shutdown."""
+        """Return the runner. ``FailedPrecondition`` after shutdown."""
         if self._runner is None:
             raise FailedPrecondition("the executor is shut down; make a new one")
         return self._runner
@@ -80,7 +80,7 @@ class CachePool:
 
     @property
     def runner_or_none(self) -> Runner | None:
-        """The runner; None after shutdown."""
+        """Return the runner; None after shutdown."""
         return self._runner
 
     @property
@@ -223,7 +223,7 @@ class CachePool:
 
     @property
     def adapter_ids(self) -> Collection[int]:
-        """The loaded adapters."""
+        """Return the ids of the loaded adapters."""
         return self.runner.adapters.ids
 
     def note_adapters(self, histories: Iterable[AdapterRuns]) -> None:

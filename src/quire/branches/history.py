@@ -41,12 +41,12 @@ class TokenHistory:
 
     @property
     def ids(self) -> Ids:
-        """A view, valid until the history changes."""
+        """Return a view of the ids, which is valid until the history changes."""
         return self._buffer[: self.size]
 
     @property
     def is_known(self) -> bool:
-        """Whether the ids of all tokens are known."""
+        """Return whether the ids of all tokens are known."""
         return not (self.ids == UNKNOWN).any()
 
     def append(self, token: int) -> None:

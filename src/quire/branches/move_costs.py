@@ -34,7 +34,7 @@ class Rate:
 
     @property
     def per_second(self) -> float | None:
-        """The rate; None if nothing was measured."""
+        """Return the mean rate of the kept measurements; None if nothing was measured."""
         if not self.measured:
             return None
         return sum(done for done, _ in self.measured) / sum(seconds for _, seconds in self.measured)

@@ -78,7 +78,7 @@ class RadixCache:
 
     @property
     def num_cached(self) -> int:
-        """The number of sequences that ``evict`` could return."""
+        """Return how many sequences ``evict`` could return."""
         return len(self._cached)
 
     def key_of(self, seq: SeqId) -> Hashable:

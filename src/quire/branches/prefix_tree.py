@@ -31,7 +31,7 @@ class PrefixNode:
 
     @property
     def start(self) -> int:
-        """The number of tokens from the root to the beginning of the edge."""
+        """Return how many tokens come before the edge, from the root on."""
         return self.end - self.edge.size
 
     def walk(self, tokens_T: Ids) -> tuple[PrefixNode, int]:
@@ -112,7 +112,7 @@ class HeldPrefix:
 
     @property
     def tokens(self) -> Ids:
-        """The tokens, copied."""
+        """Return a copy of the tokens."""
         edges: list[Ids] = []
         node: PrefixNode | None = self.node
         while node is not None:

@@ -69,7 +69,7 @@ class Row(Branch):
 
     @property
     def named_adapters(self) -> frozenset[int]:
-        """The adapters of its tokens and of a tree beside it."""
+        """Return the ids of the adapters of its tokens, and of those of a tree beside it."""
         return self.runs.ids if self.pending is None else self.runs.ids | self.pending.runs.ids
 
     def next_position(self, start: int) -> int:

@@ -63,12 +63,12 @@ class Extension:
 
     @property
     def begin(self) -> int:
-        """Where ``seq`` begins to run."""
+        """Return the position at which ``seq`` begins to run, with the tokens that are owed."""
         return self.start - self.owed.size
 
     @property
     def depth(self) -> int:
-        """The number of positions that it needs: of a tree, those of its longest path."""
+        """Return how many positions the tokens need. A tree needs those of its longest path."""
         if self.parents is None:
             return self.count
         return max(len(path_to(self.parents, node)) for node in range(len(self.parents)))

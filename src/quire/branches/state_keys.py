@@ -36,7 +36,8 @@ class StateKeys:
 
     @property
     def layout(self) -> ObjectLayout:
-        """The objects of this state."""
+        """Return the layout of this state's objects. The first call makes it, and reads the fields
+        of the model that keys depend on."""
         if self._layout is None:
             own = {"architecture": "", "config": "", "weights": secrets.token_hex(16)}
             self._model = own if self._identity is None else self._identity.fields()

@@ -86,7 +86,7 @@ class StateLoad:
 
     @property
     def ended(self) -> bool:
-        """Whether all is there, or it has failed."""
+        """Return whether the load is over: all is there, or it has failed."""
         return self._ended
 
     def wait(self, layer: int) -> None:

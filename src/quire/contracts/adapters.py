@@ -55,7 +55,7 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The largest rank of the updates; 0 if there are only tables."""
+        """Return the largest rank of the updates; 0 if there are only tables."""
         return max((update.rank for update in self.updates), default=0)
 
     @property

@@ -97,7 +97,7 @@ class ForwardPlan:
 
     @property
     def plain(self) -> bool:
-        """Whether the order of positions decides everything."""
+        """Return whether the order of positions alone decides what each query sees."""
         return self.lows is None and self.sinks is None and not any(self.rules)
 
 

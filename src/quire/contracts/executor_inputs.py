@@ -276,5 +276,5 @@ class ModelAssets:
 
     @property
     def source(self) -> AssetSource:
-        """The name of the given one."""
+        """Return the name of the field that was given."""
         return next(name for name in SOURCES if getattr(self, name) is not None)

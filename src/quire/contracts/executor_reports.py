@@ -230,7 +230,7 @@ class ExecutorStatus:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a call would be accepted: Ready or Busy."""
+        """Return whether a call would be accepted: the state is Ready or Busy."""
         return self.state in (ExecutorState.READY, ExecutorState.BUSY)
 
     def to_dict(self) -> dict[str, object]:

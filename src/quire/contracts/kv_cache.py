@@ -140,7 +140,7 @@ class BlockTable:
 
     @property
     def has_free_space(self) -> bool:
-        """Whether one more token fits into the held blocks."""
+        """Return whether one more token fits into the held blocks."""
         return self.free_tokens > 0
 
     def extend(self, num_tokens: int) -> BlockTable:
@@ -196,7 +196,7 @@ class CacheHandle(Protocol):
 
     @property
     def num_tokens(self) -> int | tuple[int, ...]:
-        """The same as ``sequence_length``, which is authoritative."""
+        """Return the same as ``sequence_length``, which is authoritative."""
 
     @property
     def revision(self) -> int:
@@ -229,7 +229,8 @@ class CacheHandle(Protocol):
 
     @property
     def is_valid(self) -> bool:
-        """Whether the next call may use the handle: neither stale nor released. Never raises."""
+        """Return whether the next call may use the handle: it is neither stale nor released. Never
+        raises."""
 
     def key_cache(self, layer: int) -> Tensor:
         """Return a gathered copy of K of one layer, ``[B, n, Hkv, Dk]``, as stored.

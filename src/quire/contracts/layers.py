@@ -130,7 +130,7 @@ class WindowedAttention(KeyValueAttention):
 
     @property
     def layer_window(self) -> int | None:
-        """The window, in tokens."""
+        """Return the window, in tokens."""
         return self.window
 
 
@@ -225,7 +225,7 @@ class InitialValues:
 
     @property
     def array(self) -> NDArray[Any]:
-        """The values, read-only."""
+        """Return the values as a read-only array."""
         return np.frombuffer(self.data, dtype=self.dtype).reshape(self.shape)
 
     def tolist(self) -> Any:

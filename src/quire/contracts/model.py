@@ -215,7 +215,7 @@ class Model(Protocol):
 
     @property
     def stack(self) -> JoinedBlocks | None:
-        """The blocks as one call, on machines whose kernels have it."""
+        """Return the blocks as one call; None if the machine's kernels have no such call."""
         ...
 
     def embed(self, tokens_T: Tensor) -> Tensor:

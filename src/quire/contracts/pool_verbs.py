@@ -202,8 +202,8 @@ class PoolVerbs(Protocol):
 
     @property
     def pool_facts(self) -> tuple[PoolFacts, ...]:
-        """What every pool is for: those of token pages, that of encoder rows and that of recurrent
-        states, as far as there are such layers."""
+        """Return what each pool is for: first those of token pages, then that of encoder rows, then
+        that of recurrent states. There is no pool for a kind of layers that the model lacks."""
 
     def page_references(self) -> list[NDArray[np.int32]]:
         """Return copies of the reference counts of all pages, for each pool of ``pool_facts``."""
@@ -212,11 +212,13 @@ class PoolVerbs(Protocol):
 
     @property
     def forgets(self) -> bool:
-        """Whether some positions cannot be reached by a rewind, or only by running tokens again."""
+        """Return whether layers have windows or are recurrent. Then a rewind cannot reach some
+        positions, or only by running tokens again."""
 
     @property
     def endless(self) -> bool:
-        """Whether a window lets positions run on for ever."""
+        """Return whether a sequence with a window may run on beyond the context. It may if the
+        state rotates, since only differences of rotations count."""
 
     def nearest_reachable(self, seq_id: SeqId, position: int) -> int:
         """Return the latest position <= ``position`` that a rewind reaches without a replay."""
@@ -231,7 +233,7 @@ class PoolVerbs(Protocol):
 
     @property
     def forward_is_open(self) -> bool:
-        """Whether a forward is open."""
+        """Return whether a forward is open."""
 
     def has_sequence(self, seq_id: SeqId) -> bool:
         """Return whether there is such a sequence."""

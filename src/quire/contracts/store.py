@@ -51,7 +51,8 @@ class ObjectKey:
 
     @property
     def name(self) -> str:
-        """The key as text of ``[0-9a-z-]``, at most 100 characters, which no path can leave."""
+        """Return the key as text: at most 100 characters of ``[0-9a-z-]``, so that a file of this
+        name stays inside of its folder."""
         return f"{self.parent.hex()}-{self.kind}-{self.count}-{self.digest.hex()}"
 
     @classmethod

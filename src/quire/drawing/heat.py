@@ -41,7 +41,7 @@ class Heat(Picture):
 
     @property
     def largest(self) -> float:
-        """The largest number, which is the darkest; 1 without any above 0."""
+        """Return the largest finite number, which is drawn the darkest; 1 if none is above 0."""
         finite = self.values[np.isfinite(self.values)]
         return float(finite.max(initial=0.0)) or 1.0
 

@@ -76,7 +76,7 @@ class BlendProbe:
 
     @property
     def asks(self) -> int:
-        """The first row whose answer is compared."""
+        """Return the first row of the prompt whose answer is compared."""
         return max(self.pieces.question(len(self.ids)), len(self.ids) - ASKING)
 
     @property

@@ -149,12 +149,13 @@ class Blending:
 
     @property
     def check_layer(self) -> int:
-        """The layer behind whose projection rows are selected."""
+        """Return the check layer: rows are selected behind its projection. A calibration chooses
+        it; without one it is the default."""
         return default_layer(len(self._runner.model.blocks)) if self.calibration is None else self.calibration.layer
 
     @property
     def _is_latent(self) -> bool:
-        """Whether the check layer keeps latents."""
+        """Return whether the check layer keeps latents."""
         return isinstance(self._runner.model.layer_specs[self.check_layer], LatentAttention)
 
     @property
@@ -213,7 +214,8 @@ class Blending:
 
     @property
     def scope(self) -> str:
-        """A digest of the model and all else that public chunks depend on, beside their tokens."""
+        """Return a digest of the model and of all else that public chunks depend on, beside their
+        tokens."""
         return self._keys(None, None).parent.hex()
 
     def _keys(self, salt: Hashable, adapter: int | None) -> ChunkKeys:
@@ -227,12 +229,12 @@ class Blending:
 
     @cached_property
     def catalog(self) -> ChunkCatalog:
-        """Which chunks the tiers have."""
+        """Return the catalog, which knows what chunks the tiers have."""
         return ChunkCatalog(store_of_chunks(self._stored.store))
 
     @cached_property
     def layout(self) -> ChunkLayout:
-        """The tensors of a chunk."""
+        """Return the layout of a chunk: its tensors."""
         return ChunkLayout(self._runner.state)
 
     def _find(self, work: Branch, blend: PromptBlend) -> ChunkTask | str:

@@ -46,7 +46,7 @@ class Asked:
 
     @property
     def all_messages(self) -> list[Mapping[str, Any]]:
-        """What the template gets."""
+        """Return what the template gets: the messages of earlier turns, then the new ones."""
         return [*(turn.message for turn in self.before), *self.messages]
 
 

@@ -86,7 +86,8 @@ class StopMatcher:
 
     @property
     def held(self) -> int:
-        """How many characters at the end of the text may still become part of a stop string."""
+        """Return how many characters at the end of the text may still become part of a stop
+        string."""
         return self._held[self._state]
 
 
@@ -145,18 +146,18 @@ class IncrementalDetokenizer:
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended the text, or None."""
+        """Return the stop string that ended the text, or None."""
         return self._stop
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens have been pushed."""
+        """Return how many tokens have been pushed."""
         return len(self._token_ends)
 
     @property
     def tokens_before_stop(self) -> int:
-        """The number of leading tokens whose text is wholly before the stop string; all without
-        one. A token whose text holds the stop string's first character, or part of its bytes, does
+        """Return how many leading tokens have their whole text before the stop string; without one,
+        all. A token whose text holds the stop string's first character, or part of its bytes, does
         not count."""
         if self._stop is None:
             return len(self._token_ends)

@@ -58,7 +58,7 @@ class GrammarMatcher:
 
     @property
     def ready(self) -> bool:
-        """Whether a mask can be had without waiting for one that is being made."""
+        """Return whether a mask can be had without waiting for one that is being made."""
         return self._coming is None or self._coming.ready
 
     def make_ahead(self, masks: SlowMasks, num_words: int) -> None:
@@ -95,12 +95,12 @@ class GrammarMatcher:
 
     @property
     def accepting(self) -> bool:
-        """Whether, at the last mask, the text could end."""
+        """Return whether the text could end at the last mask."""
         return self.inner.is_accepting()
 
     @property
     def complete(self) -> bool:
-        """Whether the text is whole and nothing can be added to it."""
+        """Return whether the text is whole and nothing can be added to it."""
         return self.inner.is_stopped() and self.inner.is_accepting()
 
     def problem(self) -> QuireError | None:

@@ -90,14 +90,14 @@ class LiveSequence(Labelled):
 
     @property
     def text(self) -> str:
-        """The text of all tokens without special tokens and embeddings. ``FailedPrecondition``
-        without a tokenizer."""
+        """Return the text of all tokens without special tokens and embeddings.
+        ``FailedPrecondition`` without a tokenizer."""
         spoken = [token for token in self.tokens if token >= 0]
         return self._tokenizer("text").decode(spoken, skip_special_tokens=True)
 
     @property
     def pinned(self) -> bool:
-        """Whether its state is kept even if the pool is short."""
+        """Return whether its state is kept even if the pool is short."""
         return self._state.pinned
 
     @property
@@ -108,32 +108,34 @@ class LiveSequence(Labelled):
 
     @property
     def adapter(self) -> str | None:
-        """The name of the adapter of its next tokens; None: the base model."""
+        """Return the name of the adapter under which its next tokens run; None: the base model."""
         adapter = self._state.adapter
         return None if adapter is None else self._names.name_of(adapter)
 
     @property
     def modified(self) -> bool:
-        """Whether computing its tokens would not give its state. ``set_kv`` wrote into it, or it
-        came from a file or a KV cache without the embeddings that stood at placeholders."""
+        """Return whether computing its tokens would not give its state. Then ``set_kv`` wrote into
+        it, or it came from a file or a KV cache without the embeddings that stood at
+        placeholders."""
         return self._state.modified
 
     @property
     def exact(self) -> bool:
-        """Whether its state is what its tokens give, apart from what ``modified`` tells. False:
-        some went through another dtype, or was blended. It becomes exact again where it is
-        computed again: after a rewind to ``exact_tokens`` or before, or once it was dropped."""
+        """Return whether its state is what its tokens give, apart from what ``modified`` tells. It
+        is not if some of it went through another dtype, or was blended. It becomes exact again when
+        it is computed again: after a rewind to ``exact_tokens`` or before, or once it was
+        dropped."""
         return self._state.origin.exact
 
     @property
     def exact_tokens(self) -> int:
-        """How many of its first tokens have exact state; all of them, if ``exact``."""
+        """Return how many of its first tokens have exact state; all of them, if ``exact``."""
         return self._state.origin.exact_part(len(self))
 
     @property
     def last_commit(self) -> str | None:
-        """The id of the commit that it was made from, or was committed as last; a fork has that of
-        its parent."""
+        """Return the id of the commit that it was made from, or was last committed as. A fork has
+        that of its parent."""
         return self._last_commit
 
     @property
@@ -156,7 +158,8 @@ class LiveSequence(Labelled):
 
     @property
     def number(self) -> int:
-        """What tells it from all other sessions of the process, as ``engine.views`` name it."""
+        """Return the number that no other session of the process has. ``engine.views`` use it as a
+        name."""
         return self._state.number
 
     def belongs_to(self, engine: Engine) -> bool:

@@ -35,7 +35,7 @@ class PageUse:
 
     @property
     def usage(self) -> float:
-        """The share of pages, in [0, 1], that cannot be given up: those held or pinned."""
+        """Return the share of pages, in [0, 1], that cannot be given up: those held or pinned."""
         return (self.held + self.pinned) / self.total if self.total else 0.0
 
 

@@ -52,7 +52,7 @@ class PrefixPins:
 
     @property
     def branches(self) -> list[SessionBranch]:
-        """The branches that hold them."""
+        """Return the branches that hold the pinned prefixes."""
         return [held.branch for held in self._held.values()]
 
     def pin(

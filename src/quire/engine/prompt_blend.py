@@ -74,7 +74,7 @@ class PromptBlend:
 
     @property
     def question(self) -> int:
-        """Where the last piece begins."""
+        """Return the position at which the last piece begins."""
         return self.pieces.question(self.length)
 
     def begin(self, work: Branch) -> None:

@@ -33,7 +33,7 @@ class RequestChecks:
 
     @property
     def text_limit(self) -> TextLimit | None:
-        """The longest text that can fit; None if that cannot be told from its size."""
+        """Return the longest text that can fit; None if a text's size does not tell."""
         longest = None if self.tokenizer is None else self.tokenizer.longest_token
         tokens = min(self.max_model_len, self.pool_tokens)
         return None if longest is None else TextLimit(tokens, tokens * longest)

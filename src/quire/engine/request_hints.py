@@ -28,7 +28,7 @@ class RequestHints:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Where the state is to be kept."""
+        """Return the positions at which the state is to be kept, ascending."""
         return tuple(sorted({position for position, _ in self._waiting}))
 
     def ran(

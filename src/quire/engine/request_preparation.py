@@ -52,7 +52,8 @@ class RequestPreparation:
 
     @property
     def default_params(self) -> SamplingParams:
-        """What calls without ``SamplingParams`` use: the model's ``generation_config.json``."""
+        """Return the parameters of calls without ``SamplingParams``: those of the model's
+        ``generation_config.json``."""
         return self._default_params
 
     def prepare(

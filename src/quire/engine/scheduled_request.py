@@ -129,12 +129,13 @@ class ScheduledRequest(Branch):
 
     @property
     def ready(self) -> bool:
-        """Whether it can take part in a step."""
+        """Return whether it can take part in a step. It cannot while something is made for it, or
+        while tiers have not answered."""
         return (self.is_ready is None or self.is_ready()) and (self.question is None or self.question.is_answered)
 
     @property
     def order(self) -> tuple[int, int]:
-        """What requests are sorted by, the next one to run first."""
+        """Return the key that sorts requests, the next one to run first."""
         return self.priority, self.arrival
 
     @property

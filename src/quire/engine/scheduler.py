@@ -164,7 +164,8 @@ class Scheduler:
 
     @property
     def _seated(self) -> int:
-        """The number of running requests that can take part in a step; the others take no place."""
+        """Return how many running requests can take part in a step. The others, for which something
+        is being made, take no place."""
         return sum(request.is_ready is None or request.is_ready() for request in self.running)
 
     @property

@@ -38,11 +38,11 @@ class BranchUser(Protocol):
 
     @property
     def name(self) -> str | None:
-        """What it is called."""
+        """Return the session's name; None: it has none."""
 
     @property
     def last_commit(self) -> str | None:
-        """The id of the commit that it goes on from."""
+        """Return the id of the commit that the session goes on from; None: there is none."""
 
 
 @dataclass(eq=False, slots=True)
@@ -116,7 +116,8 @@ class SequenceRequest:
 
     @property
     def succeeded(self) -> bool:
-        """Whether its tokens count: a cancelled generation's do, a cancelled run is undone."""
+        """Return whether its tokens count. Those of a cancelled generation do; a cancelled run is
+        undone."""
         return self.finish_reason in ("stop", "length") or (
             self.finish_reason == "cancelled" and self.params is not None
         )
@@ -184,10 +185,11 @@ class SessionBranch(Branch):
 
     @property
     def busy(self) -> bool:
-        """Whether some call works on it, or on its successor."""
+        """Return whether some call works on it, or on its successor."""
         return self.request is not None or self.successor is not None
 
     @property
     def droppable(self) -> bool:
-        """Whether its pages may be taken: they can be had again by computing."""
+        """Return whether its pages may be taken: no request uses them, it is not pinned, and
+        computing gives its state again."""
         return self.seq is not None and not (self.request is not None or self.pinned or self.modified)

@@ -25,7 +25,7 @@ class Labelled:
 
     @property
     def name(self) -> str | None:
-        """What it is called; None: nothing."""
+        """Return its name; None: it has none."""
         return self._name
 
     @name.setter

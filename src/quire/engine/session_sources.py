@@ -52,12 +52,12 @@ class SessionSources(RequestPreparation):
     @property
     @abstractmethod
     def model(self) -> LoadedModel:
-        """The weights."""
+        """Return the model, which holds the weights."""
 
     @property
     @abstractmethod
     def executor(self) -> Executor:
-        """The executor over the engine's runner."""
+        """Return the executor over the engine's runner."""
 
     @uninterrupted
     def session(
@@ -239,7 +239,7 @@ class SessionSources(RequestPreparation):
 
     @property
     def kept(self) -> KeptSessions | None:
-        """What keeps sessions in ``state_dir``; None without one."""
+        """Return the part that keeps sessions in ``state_dir``; None without a directory."""
         return self._kept
 
     def _keeper(self, verb: str) -> KeptSessions:

@@ -55,7 +55,7 @@ class Coming(Generic[T]):
 
     @property
     def ready(self) -> bool:
-        """Whether ``result`` returns at once."""
+        """Return whether ``result`` returns at once."""
         return not self.started or self.dropped or self._over.is_set()
 
     def result(self) -> T | None:
@@ -100,7 +100,8 @@ class SlowMasks:
 
     @property
     def shared(self) -> bool:
-        """Whether others take part in the engine's steps."""
+        """Return whether others than requests with slow grammars take part in the engine's
+        steps."""
         return self._shared
 
     @shared.setter

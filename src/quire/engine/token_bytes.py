@@ -115,18 +115,18 @@ class TokenBytes:
 
     @property
     def size(self) -> int:
-        """The highest id of the tokenizer, plus one."""
+        """Return the highest id of the tokenizer, plus one."""
         return self._size
 
     @property
     def concatenates(self) -> bool:
-        """Whether a token's bytes do not depend on its neighbours; else pieces need the token
-        before."""
+        """Return whether a token's bytes do not depend on its neighbours. If they do, a piece of
+        text needs the token before it."""
         return self._rule is not None
 
     @property
     def rule(self) -> Concatenation | None:
-        """The concatenation, None for another decoder."""
+        """Return how the decoder concatenates; None if it does something else."""
         return self._rule
 
     def token(self, token_id: int) -> str | None:

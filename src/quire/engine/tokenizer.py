@@ -123,12 +123,12 @@ class Tokenizer:
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
-        """The tokenizer of the ``tokenizers`` library; not to be changed."""
+        """Return the tokenizer of the ``tokenizers`` library, which must not be changed."""
         return self._backend
 
     @property
     def vocab_size(self) -> int:
-        """The highest id plus one, added tokens included."""
+        """Return the highest id plus one, added tokens included."""
         return self.token_bytes.size
 
     @cached_property
@@ -142,7 +142,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The default chat template."""
+        """Return the default chat template; None: there is none."""
         return self.chat_templates.get("default")
 
     def with_chat_template(self, template: str, *, ends: Sequence[int] = ()) -> Tokenizer:

@@ -434,7 +434,7 @@ class Executor:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it takes calls: it is not shut down, and its device has not failed."""
+        """Return whether it takes calls: it is not shut down, and its device has not failed."""
         return not self._closed and not self.pool.broken
 
     def _state(self) -> ExecutorState:

@@ -30,7 +30,7 @@ class Verdict:
 
     @property
     def row(self) -> int:
-        """The row of the logits of the next token."""
+        """Return which row of the logits is that of the next token."""
         return self.path[-1] + 1 if self.path else 0
 
 

@@ -101,7 +101,7 @@ class Reach:
 
     @property
     def keys_N(self) -> Ints:
-        """How many addresses each tile spans."""
+        """Return how many addresses each tile spans."""
         keys_N: Ints = np.maximum(self.stop_N - self.first_N, 0)
         return keys_N
 

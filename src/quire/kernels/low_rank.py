@@ -75,7 +75,7 @@ class NativeLowRank:
 
     @property
     def threaded(self) -> bool:
-        """Whether PyTorch's threads were found; otherwise a call has one."""
+        """Return whether PyTorch's threads were found. Otherwise a call runs on one thread."""
         return self._parallel is not None
 
     def refusal(self, dtype: torch.dtype, device: torch.device) -> str:

@@ -104,7 +104,7 @@ class NativeAttention:
 
     @property
     def level(self) -> str:
-        """The vector instructions that it uses: one of ``LEVELS``."""
+        """Return the vector instructions that it uses: one of ``LEVELS``."""
         return LEVELS[self._level]
 
     def refusal(self, spec: LayerSpec, device: torch.device) -> str:

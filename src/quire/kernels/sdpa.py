@@ -82,7 +82,7 @@ class PartGroups:
 
     @property
     def single(self) -> bool:
-        """Whether one group serves the whole batch, in order."""
+        """Return whether one group serves the whole batch, in order."""
         groups: list[CausalGroup | PagedGroup] = [*self.causal, *self.paged]
         if len(groups) != 1 or self.long or self.blocks or not self.complete:
             return False

@@ -38,12 +38,12 @@ class ForwardRows:
 
     @cached_property
     def batch(self) -> Batch:
-        """The new tokens that run."""
+        """Return the new tokens that run."""
         return self._batch_of(self._need)
 
     @cached_property
     def chosen(self) -> ChosenRows:
-        """Which of them do."""
+        """Return which of the new tokens run."""
         return ChosenRows(self.batch.starts)
 
     @cached_property
@@ -63,12 +63,12 @@ class ForwardRows:
 
     @cached_property
     def _running_slots(self) -> list[Tensor]:
-        """Of those that run."""
+        """Return the slots of the tokens that run, by layer class."""
         return self.slots
 
     @cached_property
     def _places_T(self) -> Tensor:
-        """Where the new tokens are rotated."""
+        """Return the positions at which the new tokens are rotated."""
         return self.batch.positions_T
 
     @cached_property

@@ -51,7 +51,8 @@ class Layer:
 
     @property
     def turning(self) -> RopeSpec | None:
-        """The rotation that the state does; None: the caller has rotated, or there is none."""
+        """Return the rotation that the state does. None: the caller has rotated, or there is
+        none."""
         return self.spec.rope if self.spec.rope_mode != "none" else None
 
 

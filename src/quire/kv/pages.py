@@ -88,7 +88,7 @@ class PageTable:
 
     @property
     def pages(self) -> PageIds:
-        """A view of the entries, valid until the table changes."""
+        """Return a view of the entries, which is valid until the table changes."""
         return self._pages[: self.size]
 
     def page(self, index: int) -> int:
@@ -97,7 +97,7 @@ class PageTable:
 
     @property
     def held(self) -> PageIds:
-        """The entries that are no null pages."""
+        """Return the entries that are not null pages."""
         pages = self.pages
         return pages if pages.size == 0 or pages.min() >= 0 else pages[pages >= 0]
 

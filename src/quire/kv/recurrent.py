@@ -314,7 +314,7 @@ class RecurrentPass:
 
     @property
     def is_open(self) -> bool:
-        """Whether its forward is still the open one."""
+        """Return whether its forward is still the open one."""
         return self._part.table.forward is self._opened
 
     def _require_open(self) -> None:
@@ -431,7 +431,8 @@ class RecurrentPass:
 
     @property
     def inside_known(self) -> bool:
-        """Whether the states of all wanted rows are known, not only those after the last tokens."""
+        """Return whether the states of all wanted rows are known, not only those after the last
+        tokens."""
         return "end" not in self._set.values()
 
     def complete(self) -> None:

@@ -78,7 +78,7 @@ class RecurrentNeed:
 
     @property
     def chains(self) -> bool:
-        """Whether every entry is a chain."""
+        """Return whether every entry is a chain."""
         return not any(self.trees)
 
     @property

@@ -67,12 +67,12 @@ class Combination:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether tokens leave rows in some layer."""
+        """Return whether tokens leave rows in some layer."""
         return any(kind in ("full", "window", "latent") for kind in self.kinds)
 
     @property
     def keeps_kv(self) -> bool:
-        """Whether tokens leave K and V in some layer."""
+        """Return whether tokens leave K and V in some layer."""
         return self.has("full") or self.has("window")
 
 

@@ -244,7 +244,7 @@ class StateFile:
 
     @property
     def metadata(self) -> Mapping[str, JSON]:
-        """The mapping that was given to ``write_state``."""
+        """Return the mapping that was given to ``write_state``."""
         return self._header.metadata
 
     @property
@@ -259,12 +259,13 @@ class StateFile:
 
     @property
     def spans(self) -> Mapping[str, tuple[int, int]]:
-        """The first byte of each tensor behind ``address``, and the one behind its last."""
+        """Return the range of each tensor's bytes, counted from ``address``: the first one, and the
+        one behind the last."""
         return self._header.spans
 
     @property
     def checksums(self) -> Mapping[str, str]:
-        """The checksum that each tensor must have, as the file says."""
+        """Return the checksum that each tensor must have, as the file says."""
         return self._header.checksums
 
     @property
@@ -295,7 +296,8 @@ class StateFile:
 
     @property
     def address(self) -> int:
-        """Where the bytes of the tensors begin in memory, which stays until the file is closed."""
+        """Return where the bytes of the tensors begin in memory. They stay there until the file is
+        closed. ``FailedPrecondition``: closed."""
         return int(np.frombuffer(self._open_view(), dtype=np.uint8).ctypes.data) + self._header.data_start
 
     def end(self, *names: str) -> int:

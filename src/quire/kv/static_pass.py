@@ -119,7 +119,7 @@ class StaticForward:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the blocks that have run leave nothing to do at the forward's end."""
+        """Return whether the blocks that have run leave nothing to do at the forward's end."""
         return self.recurrent is None or self.recurrent.is_whole
 
 
@@ -243,7 +243,7 @@ class StaticRecurrentPass(RecurrentPass):
 
     @property
     def is_whole(self) -> bool:
-        """Whether layers have set all states, and nothing is left for ``complete``."""
+        """Return whether layers have set all states, so that nothing is left for ``complete``."""
         return len(self._set) == sum(len(spec.states) for spec in self._part.specs)
 
     def get(self, layer_id: int, state_id: int, per_token: bool = False) -> Tensor:

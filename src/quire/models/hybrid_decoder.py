@@ -67,7 +67,7 @@ class HybridConfig:
 
     @property
     def num_layers(self) -> int:
-        """The number by which the name tables count: that of the blocks."""
+        """Return the number of blocks, by which the tables of tensor names count."""
         return self.num_blocks
 
 

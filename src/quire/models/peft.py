@@ -96,7 +96,7 @@ class _Plan:
 
     @property
     def rank(self) -> int:
-        """The largest rank of a linear map's update."""
+        """Return the largest rank of a linear map's update; 0 if there is none."""
         return max((update.rank for update in self.updates if update.target.linear != EMBED), default=0)
 
     def numel(self, file: Weights) -> int:

@@ -35,8 +35,8 @@ class Attention:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its heads are ``attend_qkv`` of the projection, with ``head_norms``, and nothing
-        else."""
+        """Return whether its heads do ``attend_qkv`` of the projection, with ``head_norms``, and
+        nothing else."""
         return type(self) is Attention
 
     @property

@@ -16,7 +16,7 @@ class LowRankTerm(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no row of this forward is under an adapter that changes the map."""
+        """Return whether no row of this forward is under an adapter that changes the map."""
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> None:
         """Add to the rows of ``y`` under adapters, in place; all others stay, to the bit."""
@@ -55,7 +55,7 @@ class Linear:
 
     @property
     def is_plain(self) -> bool:
-        """Whether ``product`` alone gives the results of this forward."""
+        """Return whether ``product`` alone gives the results of this forward."""
         return self.low_rank is None or self.low_rank.is_idle
 
     def plain_weight(self) -> Tensor:

@@ -292,7 +292,7 @@ class LowRankLinear:
 
     @property
     def unused(self) -> bool:
-        """Whether no loaded adapter changes the map."""
+        """Return whether no loaded adapter changes the map."""
         return not self.pieces and not self.tables
 
     @property

@@ -116,7 +116,8 @@ class RequestSampler:
 
     @property
     def takes_maximum(self) -> bool:
-        """Whether it draws the first maximum of the logits, if that may be drawn."""
+        """Return whether it draws the first maximum of the logits, unless a grammar or a ban
+        forbids that token."""
         return self.params.is_greedy and not self.edits_logits
 
     def observe(self, token_id: int) -> None:

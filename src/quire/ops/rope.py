@@ -150,7 +150,8 @@ class RotaryTable:
 
     @property
     def held(self) -> Tensor:
-        """The rows of the table. Growing makes new ones: who goes on reading these keeps them."""
+        """Return the table as it is. A table that grows gets a new tensor, so whoever goes on
+        reading this one must keep it."""
         return self._rows
 
     def _grow(self, size: int) -> None:

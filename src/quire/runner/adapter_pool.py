@@ -203,7 +203,7 @@ class AdapterPool:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The ids of all loaded adapters, ascending."""
+        """Return the ids of all loaded adapters, ascending."""
         return tuple(self._loaded)
 
     def find(self, fingerprint: str) -> int | None:
@@ -218,7 +218,7 @@ class AdapterPool:
 
     @property
     def resident(self) -> tuple[int, ...]:
-        """The ids of the adapters on the device, ascending."""
+        """Return the ids of the adapters on the device, ascending."""
         return tuple(sorted(self._first))
 
     @property

@@ -48,7 +48,7 @@ class RowChoice(Protocol):
 
     @property
     def counts(self) -> Sequence[int]:
-        """How many of them each chunk has."""
+        """Return how many of the alive rows each chunk has."""
 
     @property
     def rehearsed(self) -> Ids:
@@ -144,7 +144,7 @@ class Runner(Protocol):
 
     @property
     def revision(self) -> int:
-        """The number of steps that were executed, those without chunks among them."""
+        """Return how many steps were executed, those without chunks among them."""
 
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
         """Apply the edits in order, then run the chunks as one forward."""

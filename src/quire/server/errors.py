@@ -149,7 +149,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object to send, as an answer or inside a stream."""
+        """Return the JSON object to send, as an answer or inside a stream."""
         # LangChain looks for the code in the text of OpenAI's exceptions, which is the message.
         message = f"{self.message} ({CONTEXT_FULL})" if self.code == CONTEXT_FULL else self.message
         return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}

@@ -58,7 +58,7 @@ class HintFields:
 
     @property
     def hints(self) -> CacheHints:
-        """What the engine gets."""
+        """Return the hints that the engine gets."""
         if not (self.pins or self.priority or self.demote is not None):
             return NO_HINTS
         return replace(self.account, pins=tuple(self.pins), demote=self.demote, priority=self.priority)

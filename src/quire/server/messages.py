@@ -63,7 +63,7 @@ class MessageReader:
 
     @property
     def calls_are_whole(self) -> bool:
-        """Whether there are calls, and all of them are complete and well-formed."""
+        """Return whether there are calls, and the arguments of each are one whole JSON object."""
         calls = map("".join, self._arguments.values())
         return bool(self._arguments) and all(json_type(call) == "object" for call in calls)
 

@@ -83,7 +83,7 @@ class OutputItems:
 
     @property
     def reasoning(self) -> str:
-        """What the model thought."""
+        """Return what the model thought."""
         return "".join(part["text"] for item in self.items if item["type"] == "reasoning" for part in item["content"])
 
     @property

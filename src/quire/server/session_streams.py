@@ -68,14 +68,14 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
 
     @property
     def output(self) -> RequestOutput:
-        """The output so far. ``FailedPrecondition`` before the first delta."""
+        """Return the output so far. ``FailedPrecondition`` before the first delta."""
         if self._stream is None:
             raise FailedPrecondition("the stream has no output yet; ask for its first delta")
         return self._stream.output
 
     @property
     def session(self) -> AsyncSession:
-        """The session. ``FailedPrecondition`` before the first delta."""
+        """Return the session. ``FailedPrecondition`` before the first delta."""
         if self._session is None:
             raise FailedPrecondition("the stream has not begun; ask for its first delta")
         return self._session

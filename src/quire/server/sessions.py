@@ -85,7 +85,7 @@ class Sessions:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The ids of all sessions, the oldest first."""
+        """Return the ids of all sessions, the oldest first."""
         return tuple(self._held)
 
     # -- making ------------------------------------------------------------------------------------

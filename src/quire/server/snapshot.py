@@ -60,7 +60,7 @@ class StoredBranch:
 
     @property
     def read(self) -> ReadBranch:
-        """The same as readers of an engine have it."""
+        """Return the same branch in the form in which readers of an engine have it."""
         return ReadBranch(
             kind=self.view.kind,
             label=self.view.id.partition(":")[2],

@@ -37,7 +37,7 @@ class ToolChoice:
 
     @property
     def offered(self) -> list[dict[str, Any]] | None:
-        """The tools that may be called."""
+        """Return the tools that may be called; None: none may."""
         return None if self.given is None else _those(self.given, self.allowed)
 
     @classmethod

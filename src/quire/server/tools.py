@@ -55,7 +55,8 @@ class ToolFormat:
 
     @property
     def without_calls(self) -> ToolFormat | None:
-        """A format for messages without calls, which drops the wrappers; None without wrappers."""
+        """Return a format for messages without calls, which drops the wrappers; None without
+        wrappers."""
         return replace(self, markers=(), bare=False) if self.wrappers else None
 
 

@@ -24,7 +24,7 @@ class ArrivingBlob:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all bytes are there."""
+        """Return whether all bytes are there."""
         return self.there == len(self.blob)
 
     def tell(self, call: Callable[[], None]) -> None:

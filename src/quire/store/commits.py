@@ -171,17 +171,17 @@ class Space:
 
     @property
     def branches(self) -> bytes:
-        """What all branches stand under."""
+        """Return the parent of the keys of all branches."""
         return records_of(f"branch/{self.name}")
 
     @property
     def commits(self) -> bytes:
-        """What all commits stand under."""
+        """Return the parent of the keys of all commits."""
         return records_of(f"commit/{self.name}")
 
     @property
     def pieces(self) -> bytes:
-        """What all pieces stand under."""
+        """Return the parent of the keys of all pieces."""
         return records_of(f"piece/{self.name}")
 
 

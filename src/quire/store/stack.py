@@ -101,12 +101,12 @@ class Store:
 
     @property
     def is_durable(self) -> bool:
-        """Whether there is a durable tier."""
+        """Return whether there is a durable tier."""
         return bool(self._durable)
 
     @property
     def memory(self) -> MemoryTier | None:
-        """The tier in memory; None: there is none."""
+        """Return the tier in memory; None: there is none."""
         return self._memory
 
     def children(self, parents: Sequence[bytes], timeout: float = 1.0) -> Future[list[dict[ObjectKey, str]]]:

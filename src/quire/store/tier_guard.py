@@ -40,12 +40,12 @@ class Breaker:
 
     @property
     def seconds(self) -> float:
-        """What is left of the rest; 0 while all works."""
+        """Return how many seconds of the rest are left; 0 while all works."""
         return max(0.0, self._until - self._clock()) if self._rest else 0.0
 
     @property
     def is_broken(self) -> bool:
-        """Whether the last thing known is a failure."""
+        """Return whether the last thing known of the tier is a failure."""
         return self._rest > 0
 
     def enter(self) -> int | None:

@@ -54,7 +54,7 @@ class CommitReader:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is a durable tier, and so may be commits."""
+        """Return whether there is a durable tier. Without one there are no commits."""
         store = self._engine.stored.store
         return store is not None and store.is_durable
 

@@ -32,7 +32,7 @@ class LookBudget:
 
     @property
     def is_free(self) -> bool:
-        """Whether one may look anew."""
+        """Return whether one may look anew."""
         return self._clock() >= self._free
 
     @property

@@ -20,7 +20,7 @@ class ShownLLM:
 
     @property
     def views(self) -> StateViews:
-        """What is shown of the state."""
+        """Return the views of the state."""
         raise NotImplementedError
 
     def pages(self) -> PageMaps:

@@ -107,12 +107,12 @@ class StateReading:
 
     @cached_property
     def places(self) -> dict[SeqId, int]:
-        """The place of each sequence in ``seqs``."""
+        """Return the place of each sequence in ``seqs``."""
         return {seq: place for place, seq in enumerate(self.seqs)}
 
     @cached_property
     def branch_of(self) -> list[int]:
-        """The place in ``branches`` of the branch of each of ``seqs``."""
+        """Return, for each of ``seqs``, the place of its branch in ``branches``."""
         known = {one.seq: place for place, one in enumerate(self.branches) if one.seq is not None}
         return [known[seq] for seq in self.seqs]
 

@@ -102,13 +102,13 @@ class StateViews:
 
     @property
     def mark(self) -> Hashable:
-        """What is another value if something may have changed since. It takes no lock."""
+        """Return a value that is another one if something may have changed since. Takes no lock."""
         engine = self._engine
         return (engine.runner.revision, engine.branches.revision, engine.num_running, engine.num_waiting)
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing has changed since the last reading."""
+        """Return whether nothing has changed since the last reading; False before the first."""
         return self._last is not None and self.mark == self._mark
 
     def state(self, *, anew: bool = True) -> ReadState:

@@ -33,7 +33,7 @@ class TextReader:
 
     @property
     def is_there(self) -> bool:
-        """Whether there are texts."""
+        """Return whether there are texts, which take a tokenizer."""
         return self._tokenizer is not None
 
     def tokens(self, branch: ReadBranch, start: int, stop: int) -> tuple[ShownToken, ...]:

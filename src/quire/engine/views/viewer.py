@@ -24,7 +24,7 @@ class Viewer:
 
     @property
     def sees_all(self) -> bool:
-        """Whether all branches are shown."""
+        """Return whether all branches are shown."""
         return self.owner is None
 
     def sees(self, branch: ReadBranch) -> bool:
@@ -43,7 +43,7 @@ class Viewer:
 
     @cached_property
     def digest(self) -> str:
-        """What is the same for viewers who see the same."""
+        """Return a digest that is equal for viewers who see the same."""
         told = repr((self.owner, sorted(self.sessions.items()), self.shares_prefixes))
         return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
