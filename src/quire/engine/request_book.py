@@ -149,8 +149,7 @@ class RequestBook:
 
     def checks_of(self, session: SessionBranch | None) -> RequestChecks:
         """Return the limits for a session's tokens. With a window neither the context nor the pool
-        ends them, if the model's positions are rotations (only differences count) or it has
-        none."""
+        ends them, if the model rotates keys (of rotations only differences count)."""
         if session is None or session.window is None or not self.runner.state.endless:
             return self.checks
         return self._endless
