@@ -76,7 +76,9 @@ def test_a_broken_connection_cancels(served: Served, stream: bool) -> None:
 
 def test_a_reader_that_stands_still_holds_up_nobody(served: Served, client: httpx.Client) -> None:
     with client.stream("POST", "/v1/completions", json={**LONG, "stream": True, "logprobs": 20}) as answer:
-        next(answer.iter_lines())
+        # The iterator is kept: httpx closes the connection when it is gone.
+        lines = answer.iter_lines()
+        next(lines)
         with httpx.Client(base_url=served.url, timeout=30, trust_env=False) as other:
             for _ in range(3):
                 assert complete(other, prompt=PROMPT, max_tokens=3)["usage"]["completion_tokens"] == 3
