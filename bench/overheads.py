@@ -44,7 +44,7 @@ from quire.errors import QuireError
 from quire.kv.attention_pass import AttentionPass
 from quire.kv.state_pass import StatePass
 from quire.ops.request_sampler import RequestSampler
-from quire.ops.sampling import SampledTokens
+from quire.ops.sampled_tokens import SampledTokens
 from quire_bench.latency import synchronize
 from quire_bench.reports import Spread, interleave, print_json, print_table, random_prompts
 

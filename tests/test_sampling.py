@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
-from quire.ops import filters, sampling
+from quire.ops import filters, logit_edits, sampling
 from quire.ops.filters import Candidates, GivenMasks, Words, candidates, mask_out, num_words, zero_bits
 from quire.ops.logit_edits import FAILED
+from quire.ops.logprobs import logprobs_of
 from quire.ops.request_sampler import RequestSampler, make_generator
-from quire.ops.sampling import logprobs_of, probabilities, sample
+from quire.ops.sampling import probabilities, sample, sample_later
 from quire.sampling_params import SamplingParams
 
 F32 = 2.0**-24
@@ -322,7 +323,7 @@ def test_a_request_does_not_see_its_batch(
 ) -> None:
     alone = [generate(MIX, [c], 4, vocab_size)[0] for c in range(len(MIX))]
     monkeypatch.setattr(filters, "TOP_WIDTH", min(top_width, vocab_size))
-    monkeypatch.setattr(sampling, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(logit_edits, "CHUNK_ELEMENTS", chunk)
     everybody = list(range(len(MIX)))
     for columns in (everybody, everybody[::-1], everybody[::2], [5, 6], [9, 4, 8]):
         assert generate(MIX, columns, 4, vocab_size) == [alone[c] for c in columns]
@@ -383,19 +384,18 @@ def test_tokens_come_with_one_transfer(seed: int, wide: bool, monkeypatch: pytes
     banned = [[1, 2] if row % 3 == 0 else [] for row in range(len(fields))]
     banned[1] = list(range(97))
 
-    def drawn() -> tuple[Any, list[RequestSampler]]:
-        samplers = [sampler(97, [1, 5], [5, 7], index=row, **one) for row, one in enumerate(fields)]
-        return sample(z_RV, samplers, banned), samplers
+    def made() -> list[RequestSampler]:
+        return [sampler(97, [1, 5], [5, 7], index=row, **one) for row, one in enumerate(fields)]
 
-    expected, before = drawn()
+    before, after = made(), made()
+    expected = sample(z_RV, before, banned)
     taken: list[int] = []
     numpy = Tensor.numpy
     with monkeypatch.context() as patch, Transfers() as transfers:
-        patch.setattr(sampling, "_fits_at_once", lambda *given: True)
         patch.setattr(Tensor, "tolist", lambda x: (taken.append(x.numel()), numpy(x).tolist())[1])
         patch.setattr(Tensor, "numpy", None)
         patch.setattr(torch, "tensor", None)  # Would be copied without a queue.
-        found, after = drawn()
+        found = sample_later(z_RV, after, banned).read()
     assert found.token_ids == expected.token_ids
     assert {row: str(error) for row, error in found.failures.items()} == {
         row: str(error) for row, error in expected.failures.items()

@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         name="nothing-to-draw-is-nobodys-fault",
-        file="ops/sampling.py",
+        file="ops/logit_edits.py",
         old='    return InvalidArgument("there is no token to draw',
         new='    return QuireError("there is no token to draw',
         tests=("server/test_grammars.py::test_a_grammar_whose_only_token_is_banned",),

@@ -10,7 +10,7 @@ from quire.branches.history import Ids
 from quire.engine.scheduled_request import ScheduledRequest
 from quire.engine.sequence_request import SequenceRequest
 from quire.engine.tokenizer import Tokenizer
-from quire.ops.sampling import TokenLogprobs
+from quire.ops.sampled_tokens import TokenLogprobs
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Reuse, WarmedSegment
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quire.engine.prompt_logprobs import PromptLogprobs
     from quire.engine.request_hints import RequestHints
     from quire.ops.request_sampler import RequestSampler
-    from quire.ops.sampling import TokenLogprobs
+    from quire.ops.sampled_tokens import TokenLogprobs
 
 OnLogits = Callable[[int, "Tensor"], None]
 """A callback for the first row's position and float32 logits ``[rows, V]`` of adjacent tokens."""

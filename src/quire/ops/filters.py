@@ -32,7 +32,12 @@ TOP_WIDTH = 1024
 
 def take_rows(x_RV: Tensor, rows: Sequence[int]) -> Tensor:
     """Copy some rows, ``[R, ...]`` to ``[len(rows), ...]``."""
-    return x_RV.index_select(0, uploaded(np.asarray(rows, dtype=np.int64), x_RV.device))
+    return x_RV.index_select(0, uploaded_rows(rows, x_RV.device))
+
+
+def uploaded_rows(rows: Sequence[int], device: torch.device) -> Tensor:
+    """Return indices as int64 on a device, without a wait."""
+    return uploaded(np.asarray(rows, dtype=np.int64), device)
 
 
 Ids = npt.NDArray[np.int64]

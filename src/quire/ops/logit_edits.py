@@ -7,20 +7,54 @@ rows of one chunk of work, G some of these; N token ids of all rows together.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.errors import QuireError
+from quire.errors import InvalidArgument, QuireError
 from quire.ops.filters import Ids, Words, mask_out, take_rows
 from quire.ops.request_sampler import RequestSampler
 from quire.ops.uploads import uploaded
 
 FAILED = -1
 """In place of the token of a row from which none can be drawn."""
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits worked on at a time (128 MB per float64 temporary); more rows go through in several
+chunks."""
+
+
+def chunks(rows: Sequence[int], vocab_size: int) -> Iterator[Sequence[int]]:
+    """Divide rows into parts that are worked on at a time."""
+    step = max(1, CHUNK_ELEMENTS // vocab_size)
+    for start in range(0, len(rows), step):
+        yield rows[start : start + step]
+
+
+def check_logits(logits_RV: Tensor) -> tuple[int, int]:
+    """Return R and V; ``InvalidArgument`` unless logits are float32 ``[R, V]``."""
+    if logits_RV.dim() != 2 or logits_RV.dtype != torch.float32 or logits_RV.shape[1] < 1:
+        raise InvalidArgument(f"logits must be float32 [R, V], got {logits_RV.dtype} {list(logits_RV.shape)}")
+    return logits_RV.shape[0], logits_RV.shape[1]
+
+
+def not_finite(row: int) -> QuireError:
+    """Return the error of a row whose maximum is not finite."""
+    return QuireError(f"the logits of row {row} hold NaN or +inf, or are all -inf; no token can be drawn from them")
+
+
+def nothing_left() -> QuireError:
+    """Return the error of a row in which all tokens are excluded."""
+    # A model's own logits are finite, so that what a request asks for together leaves nothing.
+    return InvalidArgument("there is no token to draw: every token is banned or has logit -inf")
+
+
+def is_settled(sampler: RequestSampler, banned: Sequence[int], allowed: bool) -> bool:
+    """Return whether the first maximum is the token: a greedy choice without edits or exclusion."""
+    return allowed and sampler.takes_maximum and not len(banned)
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ class RequestSampler:
         self._output: list[int] = []
         """Tokens drawn so far, if a processor wants to see them."""
         self._generator = None if params.is_greedy else make_generator(params.seed, index, entropy)
-        self._returned: float | None = None
+        self._returned: list[float] = []
 
     @property
     def edits_logits(self) -> bool:
@@ -165,14 +165,13 @@ class RequestSampler:
             raise FailedPrecondition(
                 "a greedy request has no random stream; ask for uniform numbers only when temperature > 0"
             )
-        if self._returned is not None:
-            found, self._returned = self._returned, None
-            return found
+        if self._returned:
+            return self._returned.pop()
         return float(torch.rand((), dtype=torch.float64, generator=self._generator))
 
     def take_back(self, uniform: float) -> None:
-        """Let the number that was drawn last be the next one."""
-        self._returned = uniform
+        """Let the number that was drawn last be the next one. Of several the last goes first."""
+        self._returned.append(uniform)
 
 
 def check_ids(name: str, ids: Ids, vocab_size: int) -> None:

@@ -1,0 +1,33 @@
+"""From a device to the host, without waiting for what the device is given afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Download:
+    """Tensors on their way to the host.
+
+    A plain copy to the host waits until the device has done all that it was given. This one is
+    queued behind the work that makes the tensors, and ``wait`` returns when it was made, whatever
+    has been queued since. On the CPU the tensors are there already."""
+
+    __slots__ = ("_event", "_there")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Queue the copies. All tensors are on one device."""
+        self._event: torch.cuda.Event | None = None
+        # PyTorch takes pinned memory for such a copy, and keeps what it reads until it was made.
+        self._there = [one.to("cpu", non_blocking=True) for one in tensors]
+        if tensors and tensors[0].is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensors[0].device))
+
+    def wait(self) -> list[Tensor]:
+        """Return the tensors on the CPU, in their order, once they have come."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._there

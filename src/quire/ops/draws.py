@@ -1,0 +1,130 @@
+"""Draws that nobody waits for: tokens stay where the logits are until somebody reads them.
+
+Letters: R rows of logits, V vocabulary; W rows of one chunk of work, G of a group in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.errors import QuireError
+from quire.ops.downloads import Download
+from quire.ops.filters import Candidates, DrawKernel, KernelDraws, candidates, needs_no_order, uploaded_rows
+from quire.ops.logit_edits import FAILED, Bans, chunks, edited, is_settled, maxima, not_finite, nothing_left
+from quire.ops.logprobs import logprobs_of, ranked, read_ranked
+from quire.ops.request_sampler import RequestSampler
+from quire.ops.sampled_tokens import SampledTokens, TokenLogprobs
+
+
+class Draws:
+    """One token for each row of logits, as ``sampling.sample`` draws them.
+
+    All rows that may draw do, and what is known when tokens are read says whose token counts. A
+    row's top-p may hold more than the most probable tokens; it draws again then, when it is read.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        logits_RV: Tensor,
+        samplers: Sequence[RequestSampler],
+        banned: Sequence[Sequence[int]],
+        kernel: DrawKernel | None,
+    ) -> None:
+        """Queue the draws. The logits must stay as they are until ``read``; for the arguments see
+        ``sampling.sample``, which has checked them."""
+        self._logits_RV, self._samplers, self._banned = logits_RV, samplers, banned
+        work = [row for row, sampler in enumerate(samplers) if not is_settled(sampler, banned[row], True)]
+        self._uniforms = {row: samplers[row].uniform() for row in work if not samplers[row].params.is_greedy}
+        _, first_R = maxima(logits_RV)
+        self.tokens_R = first_R
+        """int64 ``[R]``, on the device. ``FAILED`` or any token in rows that fail; of rows that
+        draw again another token."""
+        complete_R = torch.ones_like(first_R)
+        if work:
+            self.tokens_R = first_R.clone()
+            for rows in chunks(work, logits_RV.shape[1]):
+                self._draw(rows, kernel, complete_R)
+        self.redrawn: tuple[int, ...] = ()
+        """Rows that drew again, known after ``read``."""
+        self._wanted = {
+            row: sampler.params.logprobs for row, sampler in enumerate(samplers) if sampler.params.logprobs is not None
+        }
+        tables = []
+        self._ranked = list(chunks(list(self._wanted), logits_RV.shape[1]))
+        for rows in self._ranked:
+            ids_W = self.tokens_R.index_select(0, uploaded_rows(rows, logits_RV.device)).clamp(min=0)
+            tables.append(ranked(logits_RV, rows, ids_W, max(self._wanted[row] for row in rows)))
+        self._coming = Download([torch.stack((first_R, self.tokens_R, complete_R)), *tables])
+
+    def _draw(self, rows: Sequence[int], kernel: DrawKernel | None, complete_R: Tensor) -> None:
+        """Draw for some rows, and write their tokens, and whether these count."""
+        z_WV, _ = edited(self._logits_RV, rows, self._samplers, Bans(self._banned, {}))
+        max_W, tokens_W = maxima(z_WV)
+        params = {i: self._samplers[row].params for i, row in enumerate(rows) if row in self._uniforms}
+        complete_W = torch.ones_like(tokens_W)
+        groups: list[Candidates | KernelDraws] = []
+        if kernel is not None:
+            for ordered in (False, True) if kernel.ranked else (False,):
+                some = {i: one for i, one in params.items() if needs_no_order(one, z_WV.shape[1]) != ordered}
+                groups += [KernelDraws(kernel, z_WV, max_W, some, ordered)] if some else []
+                params = {i: one for i, one in params.items() if i not in some}
+        groups += candidates(z_WV, max_W, params, at_once=True)
+        for group in groups:
+            members_G = uploaded_rows(group.members, z_WV.device)
+            drawn_G = group.drawn([self._uniforms[rows[i]] for i in group.members])
+            kept_G = tokens_W.index_select(0, members_G) == FAILED
+            tokens_W.index_copy_(0, members_G, torch.where(kept_G, FAILED, drawn_G))
+            if group.complete_G is not None:
+                complete_W.index_copy_(0, members_G, (group.complete_G | kept_G).to(complete_W.dtype))
+        rows_W = uploaded_rows(rows, z_WV.device)
+        self.tokens_R.index_copy_(0, rows_W, tokens_W)
+        complete_R.index_copy_(0, rows_W, complete_W)
+
+    def read(self) -> SampledTokens:
+        """Wait for the tokens and return them. Call it once, before a sampler observes a token."""
+        numbers, *tables = (one.tolist() for one in self._coming.wait())
+        first, tokens, complete = numbers
+        failures: dict[int, QuireError] = {}
+        again: list[int] = []
+        for row, token in enumerate(tokens):
+            if first[row] == FAILED:
+                tokens[row], failures[row] = FAILED, not_finite(row)
+            elif token == FAILED:
+                failures[row] = nothing_left()
+            elif not complete[row]:
+                again.append(row)
+            if row in failures and row in self._uniforms:
+                self._samplers[row].take_back(self._uniforms[row])
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        for rows, table in zip(self._ranked, tables, strict=True):
+            for row, one in zip(rows, table, strict=True):
+                if row not in failures:
+                    logprobs[row] = read_ranked(one, tokens[row], self._wanted[row])
+        if again:
+            self._draw_again(again, tokens)
+            wanted = [self._wanted.get(row) if row in again else None for row in range(len(tokens))]
+            for row, found in enumerate(logprobs_of(self._logits_RV, tokens, wanted)):
+                logprobs[row] = logprobs[row] if found is None else found
+        self.redrawn = tuple(again)
+        return SampledTokens(token_ids=tokens, logprobs=logprobs, failures=failures)
+
+    @torch.no_grad()
+    def _draw_again(self, again: Sequence[int], tokens: list[int]) -> None:
+        """Draw from whole rows, with the same random numbers."""
+        for rows in chunks(again, self._logits_RV.shape[1]):
+            z_WV, _ = edited(self._logits_RV, rows, self._samplers, Bans(self._banned, {}))
+            params = {i: self._samplers[row].params for i, row in enumerate(rows)}
+            for group in candidates(z_WV, z_WV.amax(-1), params):
+                drawn = group.draw([self._uniforms[rows[i]] for i in group.members])
+                for i, token in zip(group.members, drawn, strict=True):
+                    tokens[rows[i]] = token
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """Take back the random numbers of rows whose tokens nobody will read."""
+        for row in rows:
+            if row in self._uniforms:
+                self._samplers[row].take_back(self._uniforms[row])
