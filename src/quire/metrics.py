@@ -301,6 +301,12 @@ class EngineMetrics(MetricGroup):
             "path",
             ("captured", "plain"),
         )
+        self.steps_ahead = Counter(
+            "quire:steps_ahead_total", "Those of them that were queued before the tokens of the one before were known."
+        )
+        self.tokens_withdrawn = Counter(
+            "quire:tokens_withdrawn_total", "Tokens that such a forward ran of requests that had ended, taken back."
+        )
         # The state's own verbs.
         self.forks = Counter("quire:forks_total", "Sequences made by forking.")
         self.rewinds = Counter("quire:rewinds_total", "Rewinds of sequences.")

@@ -354,6 +354,7 @@ class RequestBook:
     def _finish(self, request: SequenceRequest, reason: FinishReason, stop: str | int | None = None) -> None:
         if request.finished:
             return
+        self._withdraw(request.work)
         if request.matcher is not None:
             request.matcher.drop()
         request.finished_at = time.monotonic()
@@ -385,6 +386,9 @@ class RequestBook:
             for sample in samples:
                 if sample.hints is not None:
                     sample.hints.ended(partial(self._demote, samples))
+
+    def _withdraw(self, work: ScheduledRequest) -> None:
+        """Take back what a step has run of a request that ends with an earlier token."""
 
     def _demote(self, samples: Sequence[SequenceRequest], start: int) -> int:
         """Give up what the pool holds of a finished prompt, and of its session, from ``start``

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -14,8 +15,10 @@ from quire.engine.grammars import Grammars, RowGrammars
 from quire.engine.sequence_request import SequenceRequest
 from quire.errors import QuireError
 from quire.metrics import EngineMetrics
+from quire.ops.draws import Draws
 from quire.ops.filters import DrawKernel
-from quire.ops.sampling import TokenLogprobs, sample
+from quire.ops.sampled_tokens import SampledTokens, TokenLogprobs
+from quire.ops.sampling import can_wait, sample, sample_later
 from quire.outputs import FinishReason
 from quire.sampling_params import SamplingParams
 
@@ -26,6 +29,36 @@ class Finish(Protocol):
     def __call__(self, request: SequenceRequest, reason: FinishReason, stop: str | int | None = None) -> None:
         """End it; ``stop``: the stop string or token, or "context"."""
         ...
+
+
+@dataclass(slots=True, eq=False)
+class Drawing:
+    """One token for each of some requests, drawn and perhaps not read yet."""
+
+    ready: list[SequenceRequest]
+    made: Draws | SampledTokens
+    allowed: RowGrammars | None = None
+    is_read: bool = False
+    redrawn: Collection[int] = ()
+    """Rows that drew again when they were read: ``made`` had other tokens on the device."""
+    void: set[int] = field(default_factory=set)
+    """Rows whose tokens do not count, for they come behind a token that the request has not."""
+
+    @property
+    def tokens_R(self) -> Tensor | None:
+        """Return the tokens, where the logits were; None: they are known to the host only."""
+        return self.made.tokens_R if isinstance(self.made, Draws) else None
+
+    def drop(self) -> None:
+        """Take back the random numbers: nobody will read the tokens."""
+        if isinstance(self.made, Draws) and not self.is_read:
+            self.made.drop(range(len(self.ready)))
+
+    def drop_row(self, row: int) -> None:
+        """Let a row's token not count, and take back its random number."""
+        self.void.add(row)
+        if isinstance(self.made, Draws):
+            self.made.drop([row])
 
 
 class SamplingStep:
@@ -50,26 +83,42 @@ class SamplingStep:
         """Takes the times between tokens, in seconds."""
         self.kernel: DrawKernel | None = None
         """Draws for rows that need no order; None: PyTorch's operations do."""
+        self.later = False
+        """Whether tokens are drawn to be read later also on a CPU."""
         self.under_way = False
         """Whether logits processors may be running, which are the user's."""
 
-    def draw(self, logits_RV: Tensor, ready: list[SequenceRequest], first: Sequence[int] | None) -> None:
-        """Draw one token for each row of ``logits_RV [R, V]``, that of ``ready[row]``. ``first``:
-        as for ``sample``."""
+    def draw(
+        self, logits_RV: Tensor, ready: list[SequenceRequest], first: Sequence[int] | None = None, *, unread: int = 0
+    ) -> Drawing:
+        """Draw one token for each row of ``logits_RV [R, V]``, that of ``ready[row]``. Where the
+        tokens need no value of the host, nothing waits for them. ``first``: as for ``sample``.
+        ``unread``: tokens of each request that were drawn before and that nobody has read yet."""
         samplers = [request.sampler for request in ready if request.sampler is not None]
         banned: list[tuple[int, ...]] | None = None
-        if any(request.params is not None and len(request.output_ids) < request.params.min_tokens for request in ready):
-            banned = [self._banned(request) for request in ready]
+        if any(self._is_early(request, unread) for request in ready):
+            banned = [self._ends(one.params) if self._is_early(one, unread) else () for one in ready]
+        allowed = self._allowed(ready)
+        if allowed is None and (self.later or not logits_RV.is_cpu) and all(map(can_wait, samplers)):
+            return Drawing(ready, sample_later(logits_RV, samplers, banned, self.kernel))
         self.under_way = True
         try:
-            allowed = self._allowed(ready)
-            drawn = sample(logits_RV, samplers, banned, allowed, self.kernel, first)
+            return Drawing(ready, sample(logits_RV, samplers, banned, allowed, self.kernel, first), allowed)
         finally:
             self.under_way = False
-        self.metrics.generation_tokens.inc(len(ready))
-        now = time.monotonic()
-        for row, (request, token) in enumerate(zip(ready, drawn.token_ids, strict=True)):
-            if request.finished:
+
+    def take(self, drawing: Drawing) -> None:
+        """Wait for the tokens, and take in those of requests that go on."""
+        made = drawing.made
+        drawn = made.read() if isinstance(made, Draws) else made
+        drawing.is_read = True
+        if isinstance(made, Draws):
+            drawing.redrawn = made.redrawn
+        now, allowed = time.monotonic(), drawing.allowed
+        void = drawing.void | {row for row, request in enumerate(drawing.ready) if request.finished}
+        self.metrics.generation_tokens.inc(len(drawing.ready) - len(void))
+        for row, (request, token) in enumerate(zip(drawing.ready, drawn.token_ids, strict=True)):
+            if row in void or request.finished:
                 continue
             if allowed is not None and request.matcher is not None and request.session is not None:
                 request.mask_counts.append(allowed.num_allowed(row))
@@ -84,11 +133,24 @@ class SamplingStep:
                 continue
             self._take(request, token, drawn.logprobs[row], now)
 
-    def _banned(self, request: SequenceRequest) -> tuple[int, ...]:
+    def may_run_ahead(self, request: SequenceRequest) -> bool:
+        """Return whether its next token can be drawn before the last one is known. Grammars,
+        penalties and users' processors look at the tokens before."""
+        sampler = request.sampler
+        return sampler is not None and request.matcher is None and sampler.counts is None and can_wait(sampler)
+
+    def is_last(self, request: SequenceRequest) -> bool:
+        """Return whether a token that was drawn and is not read yet is a request's last one."""
         params = request.params
-        if params is None or len(request.output_ids) >= params.min_tokens:
-            return ()
-        return self._ends(params)
+        if params is None:
+            return True
+        count = len(request.output_ids) + 1
+        return count == params.max_tokens or len(request.work.tokens) + 1 >= request.limit
+
+    @staticmethod
+    def _is_early(request: SequenceRequest, unread: int) -> bool:
+        """Return whether no token may end the request yet."""
+        return request.params is not None and len(request.output_ids) + unread < request.params.min_tokens
 
     def _ends(self, params: SamplingParams | None) -> tuple[int, ...]:
         """Return the tokens that end a text."""

@@ -45,6 +45,9 @@ COMPARED = 16
 HEADROOM = 32
 """Tokens of room for every running request before a preempted one comes back, so that it stays."""
 
+PATIENCE = 16
+"""Steps ahead beside requests that wait for room, before another look whether there is some."""
+
 BACKGROUND_CHUNK = 256
 """Tokens of a background request in a step, for whose end a new request may have to wait."""
 
@@ -107,6 +110,8 @@ class Scheduler:
         self.running: list[ScheduledRequest] = []
         """By priority, then in order of arrival."""
         self.num_preemptions = 0
+        self._patience = 0
+        """Steps that may run before another look at the queue, which holds nobody up."""
 
     def submit(self, request: ScheduledRequest, arrival: int | None = None) -> None:
         """Queue a request. One that comes with a sequence keeps it. ``arrival`` is that of an
@@ -115,6 +120,7 @@ class Scheduler:
             arrival = self._arrivals
             self._arrivals += 1
         request.arrival = arrival
+        self._patience = 0
         self._ask(request)
         if self._checkpoints is not None:
             self._note_branches(request)
@@ -155,6 +161,7 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
         request.status = Status.FINISHED
+        self._patience = 0
         if self._checkpoints is not None:
             self._forget_branches(request)
 
@@ -196,14 +203,44 @@ class Scheduler:
             # With nothing else to do, a forward follows its state, layer by layer.
             batch.add(loading, self._count(loading, batch))
         preempted = self._make_room(batch, failed)
+        self._patience = 0
         if not preempted and (self.waiting or later):
-            self._admit(batch, failed)
+            self._patience = PATIENCE if self._admit(batch, failed) else 0
             self._fill(later, batch)
             # A request without room may have left a fork of a running one, which needs a page.
             self._make_room(batch, failed)
         kept = None if self._checkpoints is None else self._checkpoints.wishes(batch.requests, batch.counts)
         chunks = tuple(map(self._chunk, batch.requests, batch.counts, kept or repeat(())))
         return Scheduled(Step(chunks=chunks), tuple(batch.requests), tuple(failed))
+
+    def ahead(self, requests: Sequence[ScheduledRequest], live: int) -> Scheduled | None:
+        """Return the step of one more token of each of ``requests``, behind a step whose tokens are
+        not known yet. None: it is better to know them first, because others might run beside them,
+        or because room must be made. ``live``: running requests of the step before.
+
+        The tokens of the step are 0, and what ``schedule`` does before it is not done."""
+        limits = self.limits
+        if not requests or len(requests) > min(limits.max_num_batched_tokens, limits.max_num_seqs):
+            return None
+        if len(self.running) != live or (self.waiting and not self._is_full()):
+            return None
+        seqs, counts = [request.seq for request in requests if request.seq is not None], [1] * len(requests)
+        if len(seqs) < len(requests) or self._state.missing_pages(seqs, counts):
+            return None
+        kept = None if self._checkpoints is None else self._checkpoints.wishes(requests, counts)
+        chunks = tuple(
+            Chunk(seq, [0], adapter=request.next_adapter, logits="last", checkpoints=positions)
+            for seq, request, positions in zip(seqs, requests, kept or [()] * len(seqs), strict=True)
+        )
+        return Scheduled(Step(chunks=chunks), tuple(requests))
+
+    def _is_full(self) -> bool:
+        """Return whether nobody who waits could be admitted: somebody must end, or pages come free
+        in a way that only another look finds."""
+        if self._seated >= self.limits.max_num_seqs:
+            return True
+        self._patience = max(0, self._patience - 1)
+        return self._patience > 0
 
     def _fill(self, requests: Sequence[ScheduledRequest], batch: StepDraft) -> None:
         """Add running requests to a step. More may run than it takes (samples of one prompt)."""
@@ -292,7 +329,8 @@ class Scheduler:
         request.seq = None
         request.recede(0)
 
-    def _admit(self, batch: StepDraft, failed: list[Failure]) -> None:
+    def _admit(self, batch: StepDraft, failed: list[Failure]) -> bool:
+        """Admit who waits, as far as there is room; return whether the first one lacks pages."""
         index, seated = 0, self._seated
         while index < len(self.waiting) and batch.budget > 0 and seated < self.limits.max_num_seqs:
             request = self.waiting[index]
@@ -315,7 +353,7 @@ class Scheduler:
                     continue
                 if attached:
                     self._detach(request)
-                return
+                return index == 0
             self._bring(request, attached)
             del self.waiting[index]
             request.admit()
@@ -326,6 +364,7 @@ class Scheduler:
             # Its stored state may have to come, or end within another adapter's run: then it waits.
             if not self._is_coming(request) and self._has_adapter(request, batch):
                 batch.add(request, self._count(request, batch))
+        return False
 
     def _has_adapter(self, request: ScheduledRequest, batch: StepDraft) -> bool:
         """Return whether the adapter of its next token fits beside those of the step."""

@@ -23,7 +23,7 @@ class Download:
         # PyTorch takes pinned memory for such a copy, and keeps what it reads until it was made.
         self._there = [one.to("cpu", non_blocking=True) for one in tensors]
         if tensors and tensors[0].is_cuda:
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(tensors[0].device))
 
     def wait(self) -> list[Tensor]:

@@ -37,8 +37,21 @@ class Draws:
         """Queue the draws. The logits must stay as they are until ``read``; for the arguments see
         ``sampling.sample``, which has checked them."""
         self._logits_RV, self._samplers, self._banned = logits_RV, samplers, banned
+        self.redrawn: tuple[int, ...] = ()
+        """Rows that drew again, known after ``read``."""
         work = [row for row, sampler in enumerate(samplers) if not is_settled(sampler, banned[row], True)]
-        self._uniforms = {row: samplers[row].uniform() for row in work if not samplers[row].params.is_greedy}
+        self._uniforms: dict[int, float] = {}
+        try:
+            self._uniforms |= {row: samplers[row].uniform() for row in work if not samplers[row].params.is_greedy}
+            self._queue(work, kernel)
+        except BaseException:
+            self.drop(list(self._uniforms))
+            raise
+
+    def _queue(self, work: Sequence[int], kernel: DrawKernel | None) -> None:
+        """Queue the draws of all rows, and the copies of what they give. ``work``: rows whose first
+        maximum need not be their token."""
+        logits_RV = self._logits_RV
         _, first_R = maxima(logits_RV)
         self.tokens_R = first_R
         """int64 ``[R]``, on the device. ``FAILED`` or any token in rows that fail; of rows that
@@ -48,13 +61,10 @@ class Draws:
             self.tokens_R = first_R.clone()
             for rows in chunks(work, logits_RV.shape[1]):
                 self._draw(rows, kernel, complete_R)
-        self.redrawn: tuple[int, ...] = ()
-        """Rows that drew again, known after ``read``."""
-        self._wanted = {
-            row: sampler.params.logprobs for row, sampler in enumerate(samplers) if sampler.params.logprobs is not None
-        }
-        tables = []
+        wanted = ((row, sampler.params.logprobs) for row, sampler in enumerate(self._samplers))
+        self._wanted = {row: count for row, count in wanted if count is not None}
         self._ranked = list(chunks(list(self._wanted), logits_RV.shape[1]))
+        tables = []
         for rows in self._ranked:
             ids_W = self.tokens_R.index_select(0, uploaded_rows(rows, logits_RV.device)).clamp(min=0)
             tables.append(ranked(logits_RV, rows, ids_W, max(self._wanted[row] for row in rows)))
@@ -95,7 +105,7 @@ class Draws:
                 tokens[row], failures[row] = FAILED, not_finite(row)
             elif token == FAILED:
                 failures[row] = nothing_left()
-            elif not complete[row]:
+            elif not complete[row] and row in self._uniforms:
                 again.append(row)
             if row in failures and row in self._uniforms:
                 self._samplers[row].take_back(self._uniforms[row])
@@ -124,7 +134,7 @@ class Draws:
                     tokens[rows[i]] = token
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Take back the random numbers of rows whose tokens nobody will read."""
+        """Take back the random numbers of rows whose tokens nobody wants any more."""
         for row in rows:
             if row in self._uniforms:
-                self._samplers[row].take_back(self._uniforms[row])
+                self._samplers[row].take_back(self._uniforms.pop(row))

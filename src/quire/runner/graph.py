@@ -26,7 +26,7 @@ from quire.interrupts import uninterrupted
 from quire.kv.state import State
 from quire.kv.static_pass import StaticForward, static_refusal
 from quire.ops.uploads import SharedMemory
-from quire.runner.local import NO_EXTRAS, Extras, LocalRunner, StepOutput, check_chunks
+from quire.runner.local import NO_EXTRAS, Extras, LocalRunner, StepOutput, check_chunks, check_drawn
 from quire.types import Add, Chunk, Remove, SeqId, Step
 
 logger = logging.getLogger("quire")
@@ -94,9 +94,12 @@ class CapturedStep:
         self._launch: Callable[[], None] | None = None
         self._logits_TV: Tensor | None = None
 
-    def run(self, work: Callable[[], Tensor], capture: Capture) -> Tensor:
-        """Run the open forward; return logits, which the next run may overwrite."""
+    def run(self, work: Callable[[], Tensor], capture: Capture, drawn: Tensor | None = None) -> Tensor:
+        """Run the open forward; return logits, which the next run may overwrite. ``drawn``: as
+        ``Extras.drawn``."""
         self.static.memory.send()
+        if drawn is not None:
+            self.static.tokens.tensor[: len(drawn)].copy_(drawn)
         if not self.is_warm:
             self.static.begin_again()
             logits_TV = work()
@@ -153,11 +156,13 @@ class GraphRunner:
         captured = self._step_of(step, extras)
         if captured is None:
             return self._inner.execute(step, extras)
+        if extras.drawn is not None:
+            check_drawn(step, extras.drawn)
         for edit in step.edits:
             self._inner.apply(edit)
         plain = Step(chunks=step.chunks)
-        found = self._run(captured, plain)
-        return self._inner.execute(plain) if found is None else found
+        found = self._run(captured, plain, extras.drawn)
+        return self._inner.execute(plain, extras) if found is None else found
 
     def capture(self, entries: int) -> bool:
         """Record decodes of so many sequences now, rounded; return whether that is possible. It
@@ -175,7 +180,7 @@ class GraphRunner:
         finally:
             self._inner.apply(Remove(seq))
 
-    def _run(self, captured: CapturedStep, step: Step) -> StepOutput | None:
+    def _run(self, captured: CapturedStep, step: Step, drawn: Tensor | None = None) -> StepOutput | None:
         """Run a step by captured work. None if that cannot be, and the step has not run."""
         seqs, counts = [chunk.seq for chunk in step.chunks], [len(chunk.tokens) for chunk in step.chunks]
         kept = [chunk.checkpoints for chunk in step.chunks]
@@ -184,7 +189,7 @@ class GraphRunner:
         try:
             captured.static.tokens.fill(np.concatenate([np.asarray(chunk.tokens) for chunk in step.chunks]))
             with torch.inference_mode():
-                found_TV = captured.run(lambda: self._forward(captured.static), self._capture)
+                found_TV = captured.run(lambda: self._forward(captured.static), self._capture, drawn)
             # A copy outside of inference mode, which callers may write to.
             logits_TV = found_TV[: sum(counts)].clone()
             self.state.end_forward()
@@ -210,7 +215,7 @@ class GraphRunner:
 
     def _step_of(self, step: Step, extras: Extras) -> CapturedStep | None:
         """Return the captured steps of this one's size; None: it takes the plain path."""
-        if not step.chunks or extras is not NO_EXTRAS:
+        if not step.chunks or not extras.is_plain:
             return None
         check_chunks(step.chunks)
         count = len(step.chunks[0].tokens)

@@ -99,6 +99,15 @@ class Extras:
     forward; None, or a layer that has not come then: ``FailedPrecondition`` does."""
     rows: RowChoice | None = None
     """Which rows run from some block on; None: all do."""
+    drawn: Tensor | None = None
+    """int64 ``[T]`` on the model's device: token ids that the host does not know yet, in place of
+    those of the chunks, all of them in the vocabulary; None: the chunks' own."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether nothing is given but ``drawn``, and nothing asked for but logits."""
+        given = (self.embeddings, self.mask, self.positions, self.places, self.await_layer, self.rows)
+        return all(one is None for one in given) and not (self.hidden_states or self.attention_weights or self.observed)
 
 
 NO_EXTRAS = Extras()
@@ -203,6 +212,8 @@ class LocalRunner:
             raise Unsupported(f"positions: {reason}")
         if extras.rows is not None:
             _check_choice(step, extras)
+        if extras.drawn is not None:
+            check_drawn(step, extras.drawn)
         if extras.attention_weights and (reason := weights_refusal(self.model.layer_specs, len(self.model.blocks))):
             raise Unsupported(f"attention weights: {reason}; leave output_attentions False")
         tokens = np.concatenate([np.asarray(chunk.tokens, dtype=np.int64) for chunk in step.chunks])
@@ -342,6 +353,8 @@ class LocalRunner:
 
     def _embed(self, tokens: Ids, placeholders: Ids | None, extras: Extras) -> Tensor:
         """Return ``[T, E]``, with the given rows at placeholders."""
+        if extras.drawn is not None:
+            return self.model.embed(extras.drawn)
         if placeholders is None or extras.embeddings is None:
             return self.model.embed(uploaded(tokens, self.device))
         x_TE = self.model.embed(uploaded(tokens.clip(min=0), self.device))
@@ -388,6 +401,15 @@ def _check_choice(step: Step, extras: Extras) -> None:
     ):
         if asked:
             raise Unsupported(f"{name} are of all rows, and only some of this forward's go on", field=name)
+
+
+def check_drawn(step: Step, drawn: Tensor) -> None:
+    """Refuse tokens of the device that are not one for each token of a step."""
+    wanted = (sum(len(chunk.tokens) for chunk in step.chunks),)
+    if drawn.dtype != torch.int64 or tuple(drawn.shape) != wanted:
+        raise InvalidArgument(f"drawn tokens must be int64 {list(wanted)}, got {drawn.dtype} {list(drawn.shape)}")
+    if any(min(chunk.tokens) < 0 for chunk in step.chunks):
+        raise InvalidArgument("drawn tokens stand for all of a step's, and it has placeholders (negative ids)")
 
 
 def check_chunks(chunks: Sequence[Chunk]) -> None:

@@ -47,7 +47,8 @@ class StepRecord(NamedTuple):
     model_seconds: float
     """For the forward. On a GPU until it was handed over; the rest counts to ``seconds``."""
     seconds: float
-    """For all of it, sampling and texts included."""
+    """For all of it, sampling and texts included. A step ahead starts where the one before it has
+    ended; what the host did for it earlier counts to that one."""
     tokens: int
     """Tokens that ran."""
     decodes: int
@@ -61,6 +62,20 @@ class StepRecord(NamedTuple):
     waiting: int
     preemptions: int
     """Requests that were preempted before it ran."""
+
+
+@dataclass(eq=False, slots=True)
+class StepMark:
+    """A step that is under way."""
+
+    began: float
+    chosen: float
+    decodes: int
+    prefills: tuple[tuple[int, int, int], ...]
+    preemptions: int
+    filled: tuple[RequestLane, ...]
+    """Lanes with a prefill in it."""
+    ran: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -161,10 +176,8 @@ class Timeline:
         self._preemptions = 0
         self._generated = 0.0
         self._loading: list[RequestLane] = []
-        self._draft: tuple[float, float, int, tuple[tuple[int, int, int], ...], int] | None = None
-        self._filled: list[RequestLane] = []
-        """Lanes with a prefill in the step under way."""
-        self._model_end = 0.0
+        self._end = 0.0
+        """When the last step was over."""
 
     # -- what the engine calls, under its lock -----------------------------------------------------
 
@@ -193,13 +206,15 @@ class Timeline:
                     request,
                 )
 
-    def scheduled(self, scheduled: Scheduled, began: float) -> None:
-        """Note what a step will run that was begun to be chosen at ``began`` (monotonic time)."""
+    def scheduled(self, scheduled: Scheduled, began: float, *, ahead: bool = False) -> StepMark:
+        """Note what a step will run that was begun to be chosen at ``began`` (monotonic time).
+        ``ahead``: it has decodes only, whose tokens are not known yet."""
         now = time.monotonic() - self._zero
-        live, decodes, prefills = self._live, 0, []
-        self._filled.clear()
+        live, decodes, prefills, filled = self._live, 0, [], []
         if self._queues.num_preemptions != self._preemptions or self._loading or self._loads.open:
             self._look_aside(now)
+        if ahead:
+            return StepMark(began - self._zero, now, len(scheduled.requests), (), self._queues.num_preemptions, ())
         for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True):
             lane = live.get(work)
             size = len(chunk.tokens)
@@ -214,13 +229,13 @@ class Timeline:
                     lane.admitted = lane.phases[-1][1] if lane.admitted is None else lane.admitted
                 continue
             prefills.append((lane.number, work.computed, size))
-            self._filled.append(lane)
+            filled.append(lane)
             lane.chunks += 1
             if lane.phases[-1][0] != "prefill":
                 lane.enter("prefill", now)
                 lane.admitted = now if lane.admitted is None else lane.admitted
-        self._draft = (began - self._zero, now, decodes, tuple(prefills), self._queues.num_preemptions)
-        self._model_end = 0.0
+        preemptions = self._queues.num_preemptions
+        return StepMark(began - self._zero, now, decodes, tuple(prefills), preemptions, tuple(filled))
 
     def _look_aside(self, now: float) -> None:
         """Note who was preempted, and whose state is coming."""
@@ -242,37 +257,37 @@ class Timeline:
                     lane.enter("loading", now)
                     lane.admitted = now if lane.admitted is None else lane.admitted
 
-    def ran(self) -> None:
-        """Note that the forward of the step has returned."""
-        self._model_end = time.monotonic() - self._zero
+    def ran(self, mark: StepMark) -> None:
+        """Note that the forward of a step has returned."""
+        mark.ran = time.monotonic() - self._zero
 
-    def stepped(self, tokens: int, generated: float) -> None:
-        """Note that the step is over; ``generated``: tokens generated since the engine began."""
-        if self._draft is None:
-            return
-        began, chosen, decodes, prefills, preemptions = self._draft
+    def stepped(self, mark: StepMark, tokens: int, generated: float) -> None:
+        """Note that a step is over; ``generated``: tokens generated since the engine began."""
         now, queues = time.monotonic() - self._zero, self._queues
-        for lane in self._filled:
+        start = max(mark.began, self._end)
+        chosen = max(mark.chosen, start)
+        self._end = now
+        for lane in mark.filled:
             request = lane.request
             if request is not None and request.output_ids and lane.phases[-1][0] == "prefill":
                 lane.enter("decode", request.last_token - self._zero)
         self.count += 1
         record = StepRecord(
             self.count,
-            began,
-            chosen - began,
-            max(0.0, self._model_end - chosen),
-            now - began,
+            start,
+            chosen - start,
+            max(0.0, mark.ran - chosen),
+            now - start,
             tokens,
-            decodes,
-            prefills,
+            mark.decodes,
+            mark.prefills,
             int(generated - self._generated),
             self._num_pages - self._pools.num_used_pages,
             len(queues.running),
             len(queues.waiting),
-            preemptions - self._preemptions,
+            mark.preemptions - self._preemptions,
         )
-        self._preemptions, self._generated, self._draft = preemptions, generated, None
+        self._preemptions, self._generated = mark.preemptions, generated
         with self._lock:
             self._steps.append(record)
 
