@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.captured_work import FrozenWork
@@ -18,9 +19,11 @@ from tests.models import conftest as dense
 from tests.models import test_deepseek, test_moe_families, test_recurrent_families
 from tests.triton_machine import INTERPRETED, needs_triton
 
-from quire import build
+from quire import SamplingParams, build
 from quire.config import EngineConfig
 from quire.contracts.layers import Recurrent
+from quire.engine.engine import Engine
+from quire.engine.step_draft import Limits
 from quire.errors import InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kernels.sdpa import SdpaAttention
@@ -341,3 +344,49 @@ def test_a_failed_step_is_undone(tmp_path: Path) -> None:
 def test_states_without_static_plans(options: Any, reason: str, tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=reason):
         make("llama-gqa", tmp_path, **options)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "falcon-h1"])
+def test_steps_ahead(name: str, tmp_path: Path) -> None:
+    """Captured steps take tokens from where they were drawn, and write nothing behind the end of a
+    text. The engine gives the tokens of the plain path, whose steps wait for theirs.
+    """
+    pair = make(name, tmp_path)
+    found = []
+    for runner in (pair.plain, pair.runner):
+        engine = Engine(runner, limits=Limits(max_num_seqs=4, max_num_batched_tokens=64), max_model_len=LONGEST)
+        engine.runs_ahead = engine.sampling.later = runner is pair.runner
+        rng, requests = random.Random(name), []
+        for number in range(6):
+            params = SamplingParams(
+                temperature=1.0 if number % 2 else 0.0,
+                seed=number,
+                max_tokens=4 + number,
+                stop_token_ids=drawn(rng, 9),
+                logprobs=1,
+            )
+            requests += engine.submit(np.array(drawn(rng, 3 + 5 * number)), params)
+        while engine.has_work:
+            engine.step()
+            runner.state.check()
+        found.append([(one.output_ids, one.stop_reason) for one in requests])
+        metrics = engine.snapshot()
+        assert (metrics["quire:steps_ahead_total"] > 0) == (runner is pair.runner)
+        engine.reset_prefix_cache()
+        assert runner.state.empty()
+    assert found[0] == found[1]
+    assert metrics['quire:steps_total{path="captured"}'] >= metrics["quire:steps_ahead_total"]
+    assert any(stop is not None for _, stop in found[1])
+
+
+def test_tokens_of_the_device_are_one_for_each(tmp_path: Path) -> None:
+    """They are refused before anything runs; those of rows that no token has are left alone."""
+    pair = make("llama-gqa", tmp_path)
+    seqs = [pair.new_seq() for _ in range(9)]
+    pair.run(*(Chunk(seq, [5, 6 + seq], logits="last") for seq in seqs), edits=[Add(seq) for seq in seqs])
+    for step in range(4):
+        given = torch.tensor([(step + 3 * row) % VOCAB for row in range(9)])
+        assert pair.run(*(Chunk(seq, [0]) for seq in seqs), drawn=given)
+    with pytest.raises(InvalidArgument, match="drawn tokens must be int64"):
+        pair.runner.execute(Step(chunks=tuple(Chunk(seq, [0]) for seq in seqs)), Extras(drawn=given[:8]))
+    assert pair.runner.state.sequence_length(seqs[0]) == 6

@@ -42,6 +42,8 @@ FIXED_NAMES = {
     "num_preemptions_total": "counter",
     "request_success_total": "counter",
     "steps_total": "counter",
+    "steps_ahead_total": "counter",
+    "tokens_withdrawn_total": "counter",
     "forks_total": "counter",
     "rewinds_total": "counter",
     "tokens_replayed_total": "counter",

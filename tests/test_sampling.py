@@ -22,9 +22,9 @@ from quire.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.ops import filters, logit_edits, sampling
 from quire.ops.filters import Candidates, GivenMasks, Words, candidates, mask_out, num_words, zero_bits
 from quire.ops.logit_edits import FAILED
-from quire.ops.logprobs import logprobs_of
 from quire.ops.request_sampler import RequestSampler, make_generator
 from quire.ops.sampling import probabilities, sample, sample_later
+from quire.ops.token_logprobs import logprobs_of
 from quire.sampling_params import SamplingParams
 
 F32 = 2.0**-24

@@ -22,7 +22,7 @@ from quire.contracts.linear import Quantization
 from quire.engine.chat_templates import with_chosen_template
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
-from quire.engine.scheduler import Limits
+from quire.engine.step_draft import Limits
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import CheckpointError, InvalidArgument, Unsupported
 from quire.executor.executor import Executor
@@ -164,6 +164,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         stored=StoredState(runner, make_store(config), identity),
     )
     engine.sampling.kernel = fastest_draw(device)
+    engine.runs_ahead = device.type != "cpu" and config.async_scheduling
     engine.timeline.model = Path(config.model).name if Path(config.model).is_dir() else str(config.model)
     held: list[str] = []
     if state.geometry.specs:

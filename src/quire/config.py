@@ -129,6 +129,7 @@ class EngineConfig:
     enable_prefix_caching: bool = option(True, "Keep finished sequences, to start later prompts from their beginnings.")
     attention_backend: str = option("auto", f"One of: {', '.join(ATTENTION_BACKENDS)}.")
     enforce_eager: bool = option(False, "Launch the kernels of decodes one by one, and capture none as CUDA graphs.")
+    async_scheduling: bool = option(True, "On a GPU, queue the next step before the tokens of the last one are known.")
     tensor_parallel_size: int = option(1, "Devices over which each layer is split; this release has 1 only.")
     pipeline_parallel_size: int = option(1, "Devices over which the layers are divided; this release has 1 only.")
     speculative: object | None = option(None, "Speculative decoding; this release has none.")
@@ -189,7 +190,7 @@ class EngineConfig:
             raise InvalidArgument(
                 field="host_memory", given=self.host_memory, allowed="left out beside memory:// in store"
             )
-        _set(self, require_bool, "enable_prefix_caching", "enforce_eager", "trust_remote_code")
+        _set(self, require_bool, "enable_prefix_caching", "enforce_eager", "async_scheduling", "trust_remote_code")
         _set(self, _name, "revision", "attention_backend")
         _set(self, check_int, "seed", low=0, high=2**63 - 1)
         _set(self, lambda _, value: named_paths(value), "adapters")

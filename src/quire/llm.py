@@ -83,6 +83,7 @@ class LLM(SessionHistory, ShownLLM, Traces):
         enable_prefix_caching: bool = True,
         attention_backend: str = "auto",
         enforce_eager: bool = False,
+        async_scheduling: bool = True,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         speculative: object | None = None,
@@ -155,10 +156,9 @@ class LLM(SessionHistory, ShownLLM, Traces):
         ``adapter`` is the name of a loaded adapter; None: the base model. Prompts with different
         ``cache_salt`` never share cached state. All prompts are checked before the first one runs.
         A request that fails later ends with ``finish_reason`` "error", and the others go on.
-        ``hints`` say for how long beginnings of the prompts are wanted again, and how urgent they
-        are; ``RequestOutput.hints`` says what was done. ``use_tqdm`` shows on stderr how many
-        prompts are done and how many of their tokens have run; None: on a terminal, if there are
-        several prompts or a long one.
+        ``hints`` say how long beginnings of the prompts are wanted, and how urgent they are;
+        ``RequestOutput.hints`` says what was done. ``use_tqdm`` shows on stderr how many prompts
+        and tokens of them are done; None: on a terminal, for several prompts or a long one.
         """
         prepared = self.prepare(
             prompts, sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend

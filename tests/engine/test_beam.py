@@ -13,7 +13,7 @@ import torch
 
 from quire import LLM, BeamSearchParams, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unsupported
 from quire.engine.beam import BeamSearch, best_continuations, search
-from quire.ops.logprobs import logprobs_of, top_logprobs
+from quire.ops.token_logprobs import logprobs_of, top_logprobs
 from quire.outputs import BeamSearchOutput
 
 from .conftest import (

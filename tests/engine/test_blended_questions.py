@@ -18,7 +18,7 @@ from quire.blend import forward as forward_module
 from quire.blend.forward import BlendedForward
 from quire.blend.scores import StatedScore, score_of
 from quire.engine.blending import ASKING, Blending
-from quire.engine.scheduler import Scheduled
+from quire.engine.step_draft import Scheduled
 from quire.segments import Segment
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens

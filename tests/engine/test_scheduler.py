@@ -10,7 +10,8 @@ import pytest
 from quire.branches.history import TokenHistory, common_prefix
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.scheduled_request import ScheduledRequest, Status
-from quire.engine.scheduler import Limits, Scheduled, Scheduler
+from quire.engine.scheduler import Scheduler
+from quire.engine.step_draft import Limits, Scheduled
 from quire.errors import ResourceExhausted
 from quire.types import BASE, AdapterRuns, Add, Edit, Fork, Pop, Remove
 

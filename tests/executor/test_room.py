@@ -20,7 +20,7 @@ from quire.branches.row_extension import extensions
 from quire.branches.running_calls import Operation
 from quire.branches.transaction import Transaction
 from quire.engine.engine import Engine
-from quire.engine.scheduler import Limits
+from quire.engine.step_draft import Limits
 from quire.errors import Cancelled, FailedPrecondition, NotFound, QuireError, ResourceExhausted
 from quire.executor.executor import Executor
 from quire.kv.recurrent_states import NULL

@@ -26,8 +26,8 @@ from quire.engine.request_outputs import by_token
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.errors import InvalidArgument, QuireError
 from quire.interrupts import check, uninterrupted
-from quire.ops.logprobs import top_logprobs
 from quire.ops.sampled_tokens import RankedLogprob, TokenLogprobs
+from quire.ops.token_logprobs import top_logprobs
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, FinishReason
 from quire.sampling_params import BeamSearchParams
 

@@ -52,7 +52,7 @@ logger = logging.getLogger("quire.engine")
 
 if TYPE_CHECKING:
     from quire.engine.scheduled_request import ScheduledRequest
-    from quire.engine.scheduler import Scheduled
+    from quire.engine.step_draft import Scheduled
 
 
 DILUTION = 4

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from quire.branches.adapter_keys import AdapterKey, users
 from quire.engine.page_use import OWNERS, PageUse, page_use
 from quire.engine.sequence_request import SequenceRequest
-from quire.engine.steps import Steps
+from quire.engine.steps import EngineSteps
 from quire.interrupts import check, uninterrupted
 
 logger = logging.getLogger("quire.engine")
@@ -29,7 +29,7 @@ ANSWER_SECONDS = 0.02
 """The longest wait for tiers' answers while nothing can run. Then the engine looks around again."""
 
 
-class Engine(Steps):
+class Engine(EngineSteps):
     """Continuous batching over one runner."""
 
     @property

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import QuireError
-from quire.ops.logprobs import logprobs_of
 from quire.ops.sampled_tokens import TokenLogprobs
+from quire.ops.token_logprobs import logprobs_of
 
 
 class PromptLogprobs:

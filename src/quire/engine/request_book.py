@@ -19,6 +19,7 @@ from quire.branches.prefix_cache import RadixCache
 from quire.branches.stored_state import StoredState
 from quire.engine.blending import Blending, lead_of
 from quire.engine.checkpoints import Checkpoints
+from quire.engine.decodes_ahead import DecodesAhead
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.grammars import Grammars
 from quire.engine.miss_search import MissSearch
@@ -30,9 +31,10 @@ from quire.engine.request_checks import RequestChecks
 from quire.engine.request_hints import RequestHints
 from quire.engine.sampling_step import SamplingStep
 from quire.engine.scheduled_request import ScheduledRequest
-from quire.engine.scheduler import Limits, Scheduler
+from quire.engine.scheduler import Scheduler
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.session_branches import SessionBranches, media_of
+from quire.engine.step_draft import Limits
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.views.timeline import Timeline
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
@@ -143,6 +145,7 @@ class RequestBook:
             fits=lambda adapters: runner.adapters.fits(adapters),
             misses=None if self.cache is None else MissSearch(self.cache, self.past, self.branches.forgets),
         )
+        self.decodes_ahead = DecodesAhead(self.scheduler, runner.state, self.checkpoints)
         runner.room.join(self)
         self.timeline = Timeline(self.scheduler, self.stored, runner.state, self.eos_ids, self.metrics)
         self.sampling.gaps = self.timeline.gaps

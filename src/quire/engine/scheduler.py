@@ -18,16 +18,15 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
 from itertools import islice, repeat
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from quire.branches.history import common_prefix
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.miss_search import MissSearch
 from quire.engine.scheduled_request import BACKGROUND, ScheduledRequest, Status, no_room
-from quire.engine.step_draft import StepDraft
+from quire.engine.step_draft import Failure, Limits, Scheduled, StepDraft
 from quire.errors import QuireError
 from quire.outputs import Miss
 from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, SetWindow, Step
@@ -45,31 +44,8 @@ COMPARED = 16
 HEADROOM = 32
 """Tokens of room for every running request before a preempted one comes back, so that it stays."""
 
-PATIENCE = 16
-"""Steps ahead beside requests that wait for room, before another look whether there is some."""
-
 BACKGROUND_CHUNK = 256
 """Tokens of a background request in a step, for whose end a new request may have to wait."""
-
-Failure: TypeAlias = tuple[ScheduledRequest, QuireError]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """``max_num_seqs`` requests run at a time, ``max_num_batched_tokens`` tokens in a step."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """A step and its requests: ``requests[i]`` runs ``step.chunks[i]``."""
-
-    step: Step
-    requests: tuple[ScheduledRequest, ...]
-    failed: tuple[Failure, ...] = ()
-    """Requests that can never run, with the reason; they hold nothing any more."""
 
 
 class Scheduler:
@@ -110,8 +86,9 @@ class Scheduler:
         self.running: list[ScheduledRequest] = []
         """By priority, then in order of arrival."""
         self.num_preemptions = 0
-        self._patience = 0
-        """Steps that may run before another look at the queue, which holds nobody up."""
+        self.lacks_room = False
+        """Whether the last look at the queue found no pages for the first one, and nobody has come
+        or ended since."""
 
     def submit(self, request: ScheduledRequest, arrival: int | None = None) -> None:
         """Queue a request. One that comes with a sequence keeps it. ``arrival`` is that of an
@@ -120,7 +97,7 @@ class Scheduler:
             arrival = self._arrivals
             self._arrivals += 1
         request.arrival = arrival
-        self._patience = 0
+        self.lacks_room = False
         self._ask(request)
         if self._checkpoints is not None:
             self._note_branches(request)
@@ -161,7 +138,7 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
         request.status = Status.FINISHED
-        self._patience = 0
+        self.lacks_room = False
         if self._checkpoints is not None:
             self._forget_branches(request)
 
@@ -170,7 +147,7 @@ class Scheduler:
         return not self.waiting and not self.running
 
     @property
-    def _seated(self) -> int:
+    def seated(self) -> int:
         """Return how many running requests can take part in a step. The others, for which something
         is being made, take no place."""
         return sum(request.is_ready is None or request.is_ready() for request in self.running)
@@ -187,7 +164,7 @@ class Scheduler:
         coming = sum(request.seq is not None and request.remaining == 1 for request in self.waiting)
         batch = StepDraft(self.limits.max_num_batched_tokens)
         if coming:  # One token is left to a prompt: decodes may wait for its pages.
-            batch.kept = min(coming, max(0, self.limits.max_num_seqs - self._seated), batch.budget - 1)
+            batch.kept = min(coming, max(0, self.limits.max_num_seqs - self.seated), batch.budget - 1)
         failed: list[Failure] = []
         # Admit adapters in order of arrival: no request waits for later ones.
         for request in self.running:
@@ -203,44 +180,15 @@ class Scheduler:
             # With nothing else to do, a forward follows its state, layer by layer.
             batch.add(loading, self._count(loading, batch))
         preempted = self._make_room(batch, failed)
-        self._patience = 0
+        self.lacks_room = False
         if not preempted and (self.waiting or later):
-            self._patience = PATIENCE if self._admit(batch, failed) else 0
+            self.lacks_room = self._admit(batch, failed)
             self._fill(later, batch)
             # A request without room may have left a fork of a running one, which needs a page.
             self._make_room(batch, failed)
         kept = None if self._checkpoints is None else self._checkpoints.wishes(batch.requests, batch.counts)
         chunks = tuple(map(self._chunk, batch.requests, batch.counts, kept or repeat(())))
         return Scheduled(Step(chunks=chunks), tuple(batch.requests), tuple(failed))
-
-    def ahead(self, requests: Sequence[ScheduledRequest], live: int) -> Scheduled | None:
-        """Return the step of one more token of each of ``requests``, behind a step whose tokens are
-        not known yet. None: it is better to know them first, because others might run beside them,
-        or because room must be made. ``live``: running requests of the step before.
-
-        The tokens of the step are 0, and what ``schedule`` does before it is not done."""
-        limits = self.limits
-        if not requests or len(requests) > min(limits.max_num_batched_tokens, limits.max_num_seqs):
-            return None
-        if len(self.running) != live or (self.waiting and not self._is_full()):
-            return None
-        seqs, counts = [request.seq for request in requests if request.seq is not None], [1] * len(requests)
-        if len(seqs) < len(requests) or self._state.missing_pages(seqs, counts):
-            return None
-        kept = None if self._checkpoints is None else self._checkpoints.wishes(requests, counts)
-        chunks = tuple(
-            Chunk(seq, [0], adapter=request.next_adapter, logits="last", checkpoints=positions)
-            for seq, request, positions in zip(seqs, requests, kept or [()] * len(seqs), strict=True)
-        )
-        return Scheduled(Step(chunks=chunks), tuple(requests))
-
-    def _is_full(self) -> bool:
-        """Return whether nobody who waits could be admitted: somebody must end, or pages come free
-        in a way that only another look finds."""
-        if self._seated >= self.limits.max_num_seqs:
-            return True
-        self._patience = max(0, self._patience - 1)
-        return self._patience > 0
 
     def _fill(self, requests: Sequence[ScheduledRequest], batch: StepDraft) -> None:
         """Add running requests to a step. More may run than it takes (samples of one prompt)."""
@@ -331,7 +279,7 @@ class Scheduler:
 
     def _admit(self, batch: StepDraft, failed: list[Failure]) -> bool:
         """Admit who waits, as far as there is room; return whether the first one lacks pages."""
-        index, seated = 0, self._seated
+        index, seated = 0, self.seated
         while index < len(self.waiting) and batch.budget > 0 and seated < self.limits.max_num_seqs:
             request = self.waiting[index]
             duplicates = request.seq is None and self._duplicates(request)

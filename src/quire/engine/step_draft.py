@@ -1,14 +1,36 @@
-"""A step in the making: what the scheduler has put into it so far. No torch."""
+"""A step, and one in the making: what the scheduler has put into it so far. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from quire.engine.scheduled_request import ScheduledRequest
-from quire.types import SeqId
+from quire.errors import QuireError
+from quire.types import SeqId, Step
 
 ALL_LOGITS_CHUNK = 256
 """Tokens of a step whose logits are all wanted: float32 rows of the whole vocabulary."""
+
+Failure: TypeAlias = tuple[ScheduledRequest, QuireError]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """``max_num_seqs`` requests run at a time, ``max_num_batched_tokens`` tokens in a step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A step and its requests: ``requests[i]`` runs ``step.chunks[i]``."""
+
+    step: Step
+    requests: tuple[ScheduledRequest, ...]
+    failed: tuple[Failure, ...] = ()
+    """Requests that can never run, with the reason; they hold nothing any more."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ sends them.
 A *flight* is a step that was queued and whose tokens nobody has read. Between two calls of ``step``
 there is at most one, and all tokens that it ran are known. Only within ``step`` a second flight
 begins before the first one lands. It holds one more token of requests that go on for certain
-(``Scheduler.ahead``), and of those that a stop may end: what ran of these is taken back
+(``decodes_ahead``), and of those that a stop may end: what ran of these is taken back
 (``_withdraw``), and so is what came behind a token that was drawn again.
 """
 
@@ -26,8 +26,8 @@ from quire.branches.state_loads import LoadFailed
 from quire.engine.prompts import embeddings_of
 from quire.engine.sampling_step import Drawing
 from quire.engine.scheduled_request import ScheduledRequest
-from quire.engine.scheduler import Scheduled
 from quire.engine.sequence_request import SequenceRequest
+from quire.engine.step_draft import Scheduled
 from quire.engine.unsampled_runs import UnsampledRuns
 from quire.engine.views.timeline import StepMark
 from quire.errors import BlendLoadError, FailedPrecondition, QuireError
@@ -58,7 +58,7 @@ class Flight:
     """The requests that ended, without a token, while it was queued."""
 
 
-class Steps(UnsampledRuns):
+class EngineSteps(UnsampledRuns):
     """The requests of an engine, and the steps that serve them."""
 
     runs_ahead = False
@@ -287,7 +287,7 @@ class Steps(UnsampledRuns):
             return
         began = time.monotonic()
         live = sum(not one.finished for one in ready)
-        if (scheduled := self.scheduler.ahead([one.work for one in going_on], live)) is None:
+        if (scheduled := self.decodes_ahead.step([one.work for one in going_on], live)) is None:
             return
         mark = self.timeline.scheduled(scheduled, began, ahead=True)
         if len(rows) < len(ready):
@@ -315,8 +315,7 @@ class Steps(UnsampledRuns):
         except Exception as error:
             logger.exception("the tokens of a step of %d tokens did not come", scheduled.step.num_tokens)
             return flight.changed + self._failed(scheduled, error)
-        finally:
-            self._landing = None
+        self._landing = None
         now = time.monotonic()
         step, seconds = scheduled.step, now - max(flight.launched, self._landed)
         self._landed = now

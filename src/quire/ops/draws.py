@@ -14,9 +14,9 @@ from quire.errors import QuireError
 from quire.ops.downloads import Download
 from quire.ops.filters import Candidates, DrawKernel, KernelDraws, candidates, needs_no_order, uploaded_rows
 from quire.ops.logit_edits import FAILED, Bans, chunks, edited, is_settled, maxima, not_finite, nothing_left
-from quire.ops.logprobs import logprobs_of, ranked, read_ranked
 from quire.ops.request_sampler import RequestSampler
 from quire.ops.sampled_tokens import SampledTokens, TokenLogprobs
+from quire.ops.token_logprobs import logprobs_of, ranked, read_ranked
 
 
 class Draws:

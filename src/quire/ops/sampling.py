@@ -39,9 +39,9 @@ from quire.ops.logit_edits import (
     not_finite,
     nothing_left,
 )
-from quire.ops.logprobs import logprobs_of
 from quire.ops.request_sampler import RequestSampler, check_ids
 from quire.ops.sampled_tokens import SampledTokens, TokenLogprobs
+from quire.ops.token_logprobs import logprobs_of
 from quire.ops.uploads import uploaded
 
 # ---- The operations ------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from quire.engine.scheduled_request import ScheduledRequest, Status
 from quire.engine.views.look_budget import LookBudget
 
 if TYPE_CHECKING:
-    from quire.engine.scheduler import Scheduled
     from quire.engine.sequence_request import SequenceRequest
+    from quire.engine.step_draft import Scheduled
     from quire.metrics import EngineMetrics
 
 STEPS = 2048

@@ -1,0 +1,58 @@
+"""Which decodes may be queued before the tokens in front of them are known. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quire.engine.checkpoints import Checkpoints
+from quire.engine.scheduled_request import ScheduledRequest
+from quire.engine.scheduler import Scheduler
+from quire.engine.step_draft import Scheduled
+from quire.types import Chunk, Step
+
+if TYPE_CHECKING:
+    from quire.contracts.kv_state import ModelState
+
+PATIENCE = 16
+"""Steps ahead in a row beside requests that wait for pages. Then somebody looks whether there are
+any: pages come free in other ways than by the end of a request."""
+
+
+class DecodesAhead:
+    """Chooses the step behind one whose tokens are not known yet: one more token of each request
+    that goes on. It makes no room and admits nobody, for a scheduler that knows all tokens does
+    that better."""
+
+    def __init__(self, scheduler: Scheduler, state: ModelState, checkpoints: Checkpoints | None) -> None:
+        self._scheduler, self._state, self._checkpoints = scheduler, state, checkpoints
+        self._steps = 0
+        """Steps in a row beside requests that wait for pages."""
+
+    def step(self, requests: Sequence[ScheduledRequest], running: int) -> Scheduled | None:
+        """Return the step of one more token of each of ``requests``; its chunks have token 0. None:
+        the tokens are to be known first, for others might run beside them, or room must be made.
+        ``running``: requests of the step before that have not ended."""
+        scheduler, limits = self._scheduler, self._scheduler.limits
+        if not requests or len(requests) > min(limits.max_num_batched_tokens, limits.max_num_seqs):
+            return None
+        if len(scheduler.running) != running or not self._nobody_comes():
+            return None
+        seqs = [request.seq for request in requests if request.seq is not None]
+        counts = [1] * len(seqs)
+        if len(seqs) < len(requests) or self._state.missing_pages(seqs, counts):
+            return None
+        kept = [()] * len(seqs) if self._checkpoints is None else self._checkpoints.wishes(requests, counts)
+        chunks = tuple(
+            Chunk(seq, [0], adapter=request.next_adapter, logits="last", checkpoints=positions)
+            for seq, request, positions in zip(seqs, requests, kept, strict=True)
+        )
+        return Scheduled(Step(chunks=chunks), tuple(requests))
+
+    def _nobody_comes(self) -> bool:
+        """Return whether nobody waits, or nobody who waits could be admitted now."""
+        scheduler = self._scheduler
+        self._steps = self._steps + 1 if scheduler.waiting and scheduler.lacks_room else 0
+        if not scheduler.waiting or scheduler.seated >= scheduler.limits.max_num_seqs:
+            return True
+        return scheduler.lacks_room and self._steps % PATIENCE != 0
