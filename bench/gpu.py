@@ -16,7 +16,8 @@ product of two bfloat16 matrices of 8,192 x 8,192. Then, one table and one JSON 
 * ``hybrid``: ``latency`` of Qwen3-Next's shape with few layers, in turn with transformers;
 * ``captured``: decodes of batch 1, 8 and 64, captured and launched one by one: the time of a step,
   and the share of it in which the device is busy;
-* ``float8``: products with 8-bit weights beside bfloat16; ``quantized``: ``latency`` with them;
+* ``float8``: products with 8-bit weights beside bfloat16, ``experts``: of stacks of experts;
+  ``quantized``: ``latency`` with them;
 * ``copies``: copies of pages inside of the pool; ``draws``: tokens of rows with a temperature.
 
 Weights are random and made on the device. Nothing is downloaded. Each part, of each model, has a
@@ -48,14 +49,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints import DEFAULT_DIRECTORY
-from gpu_pieces import copies, draws, float8_products
+from gpu_pieces import copies, draws, expert_products, float8_products
 from gpu_recurrence import recurrences
 from quire import LLM, SamplingParams
 from quire.contracts.attention import AttentionBackend, ForwardPlan, Scoring
 from quire.contracts.layers import FullAttention
 from quire.kernels import triton_attention
 from quire.kernels.flashinfer_attention import FlashInferAttention, flashinfer_problem
-from quire.kernels.float8 import float8_problem
+from quire.kernels.float8 import Float8Linear, float8_problem
 from quire.kernels.sdpa import SdpaAttention
 from quire.kernels.triton_attention import Settings, TritonAttention
 from quire.kernels.triton_support import triton_problem
@@ -64,7 +65,13 @@ from quire_bench.latency import run_latency, synchronize
 from quire_bench.reports import print_json, print_table
 from quire_bench.throughput import run_throughput
 
-PIECES = {"recurrence": recurrences, "float8": float8_products, "copies": copies, "draws": draws}
+PIECES = {
+    "recurrence": recurrences,
+    "float8": float8_products,
+    "experts": expert_products,
+    "copies": copies,
+    "draws": draws,
+}
 OF_MODELS = ("latency", "contexts", "captured", "throughput", "peers", "quantized")
 PARTS = ("attention", *OF_MODELS, "hybrid", *PIECES)
 PAGE_SIZE = 16
@@ -489,6 +496,10 @@ def refusal(part: str, device: torch.device) -> str:
     """Return why a part cannot be measured on a device; "" if it can."""
     if part in ("float8", "quantized"):
         return float8_problem(device)
+    if part == "experts":
+        return float8_problem(device) or Float8Linear().stack_refusal(
+            torch.empty(1, 16, 16, dtype=torch.bfloat16, device=device), "fp8"
+        )
     return "" if part in OF_MODELS else triton_problem(device)
 
 

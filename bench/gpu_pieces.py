@@ -1,4 +1,5 @@
-"""The parts ``float8``, ``copies`` and ``draws`` of ``bench/gpu.py``: one kernel or two each.
+"""The parts ``float8``, ``experts``, ``copies`` and ``draws`` of ``bench/gpu.py``: one kernel or
+two each.
 
 Letters: as in ``contracts``.
 """
@@ -24,6 +25,8 @@ Timer: TypeAlias = Callable[[Callable[[], object], int], float]
 """Returns the median seconds of a call, of so many rounds."""
 MAPS = {"qkv": (6144, 4096), "gate and up": (28_672, 4096), "down": (4096, 14_336)}
 """Outputs and inputs of Llama-3-8B's maps."""
+STACKS = {"gate and up": (128, 1536, 2048), "down": (128, 2048, 768)}
+"""Experts, outputs and inputs of Qwen3-30B-A3B's, of which a token takes 8."""
 VOCABULARY = 151_936
 LAYERS, SLOTS = 32, 1 << 14
 """Of the pools in which pages are copied: 2 GiB of K and V."""
@@ -57,6 +60,37 @@ def float8_products(
                         "bfloat16 us": plain * 1e6,
                     }
                 )  # fmt: skip
+    return rows
+
+
+def expert_products(
+    device: torch.device, copy: float, peak: float, rounds: int, seconds_of: Timer
+) -> list[dict[str, object]]:
+    """Return rows of a table: stacks of 8-bit floats beside bfloat16, for tokens whose experts are
+    spread evenly. ``peak``: operations in bfloat16 a second of the device."""
+    del copy
+    rows: list[dict[str, object]] = []
+    with torch.inference_mode():
+        for name, (experts, outs, ins) in STACKS.items():
+            weight_XOI = torch.randn(experts, outs, ins, dtype=torch.bfloat16, device=device) * 0.02
+            stack = Float8Linear().pack_stack(weight_XOI, "fp8")
+            for count in (1, 64, 8192):
+                x_PI = torch.randn(8 * count, ins, dtype=torch.bfloat16, device=device)
+                # Several choices in turn, so that no cache holds what a call reads.
+                chosen = [torch.randint(experts, (8 * count,), device=device) for _ in range(4)]
+                ends = [one.bincount(minlength=experts).cumsum(0).int() for one in chosen]
+                taken, plain = (
+                    seconds_of(lambda run=run, x=x_PI, ends=ends: [run(x, one) for one in ends], rounds) / len(ends)  # type: ignore[misc]
+                    for run in (stack, lambda x, one, weight=weight_XOI: F.grouped_mm(x, weight.mT, offs=one))
+                )
+                rows.append(
+                    {
+                        "stack": f"{name}, {count} tokens",
+                        "fp8 us": taken * 1e6,
+                        "of bfloat16 GEMM": f"{2 * len(x_PI) * outs * ins / taken / peak:.0%}",
+                        "bfloat16 us": plain * 1e6,
+                    }
+                )
     return rows
 
 

@@ -15,8 +15,11 @@ import pytest
 import torch
 from tests.exact import TINY_PYTHON
 from tests.kv.pieces import Pieces
+from tests.models.conftest import Case
+from tests.models.test_moe_families import QWEN3, make_checkpoint
 
 from quire import LLM, SamplingParams
+from quire.kernels.float8 import STACK_CAPABILITY
 from quire.kernels.triton_draw import TritonDraw
 from quire.memory_profile import run_greatest_step
 from quire.ops.host_link import host_link
@@ -193,6 +196,22 @@ def test_usual_decodes_are_captured_at_start(gpu: LLM) -> None:
     before = torch.cuda.memory_reserved()
     assert all(runner.capture(entries) for entries, _ in sizes)
     assert torch.cuda.memory_reserved() == before
+
+
+@torch.inference_mode()
+def test_experts_of_eight_bits_are_captured(tmp_path: Path) -> None:
+    """Their decodes are one launch, to the bit that of the plain path."""
+    if torch.cuda.get_device_capability() != STACK_CAPABILITY:
+        pytest.skip("the device has no products of stacks of 8-bit floats")
+    changes = {**QWEN3, "moe_intermediate_size": 48, "head_dim": 64}
+    make_checkpoint(Case("experts", "Qwen3Moe", changes), tmp_path)
+    options: dict[str, Any] = {**OPTIONS, "dtype": "bfloat16", "max_model_len": 128, "quantization": "fp8"}
+    prompts, params = [[5, 6, 7], [8, 9]], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    with LLM(tmp_path, device=DEVICE, **options) as llm:
+        found = tokens(llm, prompts, params)
+        assert captured(llm) > 0
+    with LLM(tmp_path, device=DEVICE, enforce_eager=True, **options) as eager:
+        assert tokens(eager, prompts, params) == found
 
 
 def test_captured_logits_are_those_of_the_plain_path(gpu: LLM) -> None:

@@ -1,34 +1,42 @@
 """Maps of 8-bit floats: rounded rows, products against float64, models, what is refused.
 
-On a CPU PyTorch's scaled product runs, which users do not get there; ``make gpu-test`` runs the
-same on a GPU. An 8-bit float has 3 bits of mantissa and its smallest step is 2^-9: rounding is off
-by 2^-4 of a number, or by 2^-10 of its row's scale, whichever is more.
+On a CPU PyTorch's scaled product runs, which users do not get there, and ``grouped_product`` stands
+for that of stacks; ``make gpu-test`` runs the same on a GPU. An 8-bit float has 3 bits of mantissa
+and its smallest step is 2^-9: rounding is off by 2^-4 of a number, or by 2^-10 of its row's scale,
+whichever is more.
 
-Letters: T rows, I input, O output features.
+Letters: T tokens and rows, I input, O output features; X experts, P rows of all of them, K experts
+of a token.
 """
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.captured_work import FrozenWork
 from tests.models import test_moe_families
+from tests.models.conftest import Case
 from tests.triton_machine import DEVICE, DTYPES, HAS_CUDA, INTERPRETED, needs_triton
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from quire import LLM, SamplingParams, Unsupported
 from quire.contracts.block_calls import LayerKernels
 from quire.errors import InvalidArgument
 from quire.kernels import float8
-from quire.kernels.float8 import Float8Linear, Float8Map, float8_problem
+from quire.kernels.float8 import STACK_CAPABILITY, Float8Linear, Float8Map, Float8Stack, float8_problem
 from quire.kernels.triton_rows import round_rows
 from quire.models.adapter_targets import linears_of
 from quire.models.loading import load_model
+from quire.nn.experts import ActivatedGate, ClampedGate, ExpertLinear, Experts
 from quire.nn.packed import KernelLinear
-from quire.ops.packed_weights import multiply, pack, rounded_rows, unpack
+from quire.ops.experts import mix
+from quire.ops.packed_weights import multiply, multiply_stack, pack, rounded_rows, unpack
 
 pytestmark = [
     pytest.mark.gpu,
@@ -153,6 +161,167 @@ def test_a_captured_product_is_of_the_new_rows() -> None:
         assert torch.equal(y, found(x))
 
 
+# Experts.
+
+
+def grouped_product(
+    values_PI: Tensor,
+    weight_XIO: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """``torch._scaled_grouped_mm`` for a CPU: what it checks (types, strides, scales on the device
+    "meta", and sizes as on a GPU), and the sums of all rows, without waiting for the ends."""
+    with _disable_current_modes():
+        given = [one.to("meta") for one in (values_PI, weight_XIO, scale_a, scale_b)]
+        strides = [one.stride() for one in (values_PI, weight_XIO, scale_a, scale_b)]
+        assert [one.stride() for one in given] == strides
+        made = real_product(*given, offs=offs.to("meta"), out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+    assert not use_fast_accum
+    assert len(values_PI) > 0
+    assert len(offs) == len(weight_XIO) < 1024
+    assert all(size % 16 == 0 for size in weight_XIO.shape[1:])
+    group_P = torch.searchsorted(offs, torch.arange(len(values_PI)), right=True)
+    sums_PO = torch.einsum("pi,pio->po", values_PI.float(), weight_XIO.float()[group_P])
+    y_PO = (sums_PO * scale_a[:, None] * scale_b[group_P]).to(out_dtype)
+    assert (y_PO.shape, y_PO.dtype) == (made.shape, made.dtype)
+    return y_PO
+
+
+real_product = torch._scaled_grouped_mm
+
+
+@pytest.fixture
+def stacks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test whose products of stacks run here."""
+    if not HAS_CUDA:
+        monkeypatch.setattr(torch, "_scaled_grouped_mm", grouped_product)
+    elif torch.cuda.get_device_capability() != STACK_CAPABILITY:
+        pytest.skip("the device has no products of stacks of 8-bit floats")
+
+
+def turned(weight_XOI: Tensor) -> Tensor:
+    """The same numbers with outputs next to each other in memory."""
+    return weight_XOI.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.usefixtures("stacks_run")
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("outs", "ins"), [(16, 16), (48, 64), (320, 1040)])
+@pytest.mark.parametrize("counts", [[0, 0, 0], [1, 0, 0], [0, 3, 1], [17, 0, 6], [5, 2, 0]])
+def test_stacks(counts: list[int], outs: int, ins: int, transposed: bool) -> None:
+    """Against float64 of the rounded numbers, whose sums are float32, rounded once."""
+    weight_XOI = torch.stack([drawn(outs, ins, seed=4 + expert) for expert in range(len(counts))]).to(DEVICE)
+    stack = Float8Linear().pack_stack(turned(weight_XOI) if transposed else weight_XOI, "fp8")
+    expected = [pack(weight_OI, "fp8") for weight_OI in weight_XOI]
+    for found, one in zip(stack.weights, expected, strict=True):
+        assert torch.equal(unpack(found), unpack(one))
+        assert (found.form, found.outputs, found.inputs, found.nbytes) == ("fp8", outs, ins, one.nbytes)
+    x_PI = drawn(sum(counts), ins, seed=3).to(DEVICE)
+    ends_X = torch.tensor(counts, device=DEVICE).cumsum(0).int()
+    expert_P = torch.arange(len(counts), device=DEVICE).repeat_interleave(torch.tensor(counts, device=DEVICE))
+    q_PI, by_P1 = rounded_rows(x_PI)
+    rows_PI = q_PI.double() * by_P1.double()
+    maps_POI = torch.stack([unpack(one).double() for one in expected])[expert_P]
+    exact_PO, summed_PO = (
+        torch.einsum("pi,poi->po", *pair) for pair in ((rows_PI, maps_POI), (rows_PI.abs(), maps_POI.abs()))
+    )
+    y_PO, reference_PO = stack(x_PI, ends_X), multiply_stack(x_PI, stack.weights, ends_X)
+    for one in (y_PO, reference_PO):
+        assert (one.dtype, one.shape) == (torch.bfloat16, (sum(counts), outs))
+        # As of one map; ``unpack`` rounds, too.
+        off = exact_PO.abs() * torch.finfo(torch.bfloat16).eps / 2 + summed_PO * (ins + 5) * 2.0**-24 * 1.01
+        assert ((one.double() - exact_PO).abs() <= off).all()
+
+
+def exactly(*shape: int, seed: int) -> Tensor:
+    """Rows that 8-bit floats hold as they are: multiples of 1/8 up to 14/8, which the largest is,
+    times a power of two of each row. Float32 sums of their products are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(-14, 15, shape, generator=generator) / 8
+    rows[..., 0] = 1.75
+    return (rows * torch.exp2(torch.randint(-5, -1, (*shape[:-1], 1), generator=generator).float())).bfloat16()
+
+
+def make_experts(form: str) -> Experts:
+    """Of 6, from 64 inputs through 32."""
+    plain = form == "plain"
+
+    def stack(outs: int, ins: int, seed: int) -> ExpertLinear:
+        weight_XOI = exactly(6, outs, ins, seed=seed).to(DEVICE)
+        bias_XO = None if plain else exactly(6, outs, seed=seed + 1).to(DEVICE)
+        return ExpertLinear(weight_XOI if plain else turned(weight_XOI), bias_XO)
+
+    return Experts(stack(64, 64, 10), stack(64, 32, 20), ActivatedGate() if plain else ClampedGate(1.702, 2.0))
+
+
+def chosen(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, and 3 of the experts but the fourth for each, with weights."""
+    generator = torch.Generator().manual_seed(seed)
+    experts_TK = torch.rand(tokens, 5, generator=generator).argsort(-1)[:, :3]
+    weights_TK = torch.rand(tokens, 3, generator=generator)
+    rows_TI = exactly(tokens, 64, seed=seed) if tokens else torch.empty(0, 64, dtype=torch.bfloat16)
+    return rows_TI.to(DEVICE), weights_TK.to(DEVICE), (experts_TK + (experts_TK > 2)).to(DEVICE)
+
+
+@pytest.mark.usefixtures("stacks_run")
+@pytest.mark.parametrize("tokens", [0, 1, 2, 33])
+@pytest.mark.parametrize("form", ["plain", "biases, transposed, clamped"])
+@torch.inference_mode()
+def test_experts_against_the_reference(tokens: int, form: str) -> None:
+    """Token by token with products of the reference. The first ones are exact, so both round the
+    same rows for the second. These may differ by a rounding of the product, one of what a bias
+    makes of it, and one of the sum of 3."""
+    experts = make_experts(form)
+    sizes = [(stack.weight.shape, stack.weight.nbytes) for stack in (experts.gate_up, experts.down)]  # type: ignore[union-attr]
+    packed = [[pack(weight_OI, "fp8") for weight_OI in stack.weight] for stack in (experts.gate_up, experts.down)]  # type: ignore[union-attr]
+
+    def expert(index: int, size: bool = False) -> Any:
+        def run(x_1I: Tensor) -> Tensor:
+            for stack, maps, gate in zip((experts.gate_up, experts.down), packed, (experts.gate, None), strict=True):
+                x_1I = multiply(x_1I, maps[index], None)
+                x_1I = x_1I if stack.bias is None else x_1I + stack.bias[index]
+                x_1I = x_1I if gate is None else gate(x_1I)
+            return x_1I.abs() if size else x_1I
+
+        return run
+
+    memory = [weakref.ref(stack.weight) for stack in (experts.gate_up, experts.down)]
+    grown = experts.pack(KERNELS)
+    assert [one() for one in memory] == [None, None], "the plain weights are still there"
+    assert grown == sum(count * outs * (ins + 4) - nbytes for (count, outs, ins), nbytes in sizes)
+    for stack in (experts.gate_up, experts.down):
+        assert isinstance(stack.stack, Float8Stack)
+        assert not stack.maps, "they are in the memory of the plain weights"
+    assert experts.pack(KERNELS) == 0
+    x_TI, weights_TK, experts_TK = chosen(tokens, seed=6)
+    found_TE = experts(x_TI, weights_TK, experts_TK)
+    exact_TE = mix(x_TI, weights_TK, experts_TK, [expert(index) for index in range(6)])
+    terms_TE = mix(x_TI, weights_TK, experts_TK, [expert(index, size=True) for index in range(6)])
+    assert found_TE.shape == exact_TE.shape == (tokens, 64)
+    assert ((found_TE - exact_TE).abs() <= 3 * torch.finfo(torch.bfloat16).eps * (terms_TE + 1)).all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="captured work is real on a GPU")
+@pytest.mark.usefixtures("stacks_run")
+@torch.inference_mode()
+def test_captured_experts_are_of_the_new_rows() -> None:
+    """Whatever experts they choose, and nothing waits to know them."""
+    experts = make_experts("biases, transposed, clamped")
+    experts.pack(KERNELS)
+    given = chosen(5, seed=1)
+    launch, y = FrozenWork()(lambda: experts(*given))
+    for seed in (2, 3):
+        for place, new in zip(given, chosen(5, seed), strict=True):
+            place.copy_(new)
+        launch()
+        assert torch.equal(y, experts(*given))
+
+
 def test_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """All maps but the head have the form. Logits are those of the reference's products: sums in
     another order are rounded to bfloat16 otherwise, about 8 times in each of 8 layers."""
@@ -189,11 +358,69 @@ def test_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert expected.isfinite().all()
 
 
-def test_experts_are_refused(tmp_path: Path) -> None:
-    test_moe_families.make_checkpoint(test_moe_families.CASES[0], tmp_path)
-    with pytest.raises(Unsupported, match="experts") as caught:
-        load_model(tmp_path, dtype="bfloat16", kernels=KERNELS)
+@pytest.mark.usefixtures("stacks_run")
+@pytest.mark.parametrize("family", ["Qwen2Moe", "GptOss"])
+@torch.inference_mode()
+def test_a_model_of_experts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``test_a_model``, with all experts chosen, so that no rounding changes a choice."""
+    changes = test_moe_families.QWEN2 if family == "Qwen2Moe" else test_moe_families.GPT_OSS
+    wide = {"num_experts_per_tok": 6, "moe_intermediate_size": 48, "intermediate_size": 48}
+    case = Case("eight-bits", family, {**changes, **wide, "shared_expert_intermediate_size": 48})
+    test_moe_families.make_checkpoint(case, tmp_path)
+    model = load_model(tmp_path, dtype="bfloat16", device=DEVICE.type, kernels=KERNELS)
+    assert model.quantization == "fp8"
+    packed = [one.map.weights for one in linears_of(model).values() if isinstance(one, KernelLinear)]
+    assert len(packed) == 3 * (4 if family == "Qwen2Moe" else 2)
+    for mixture in test_moe_families.mixtures(model):
+        assert mixture.router.weight.dtype == torch.bfloat16
+        for stack in (mixture.experts.gate_up.stack, mixture.experts.down.stack):
+            assert isinstance(stack, Float8Stack)
+            packed += stack.weights
+    # A number has a byte less, and an output a scale.
+    saved = sum(one.outputs * (one.inputs - 4) for one in packed)
+    assert model.parameter_bytes == 2 * model.num_parameters - saved
+    ids = torch.arange(5, 45, device=DEVICE)
+    found = test_moe_families.run(model, ids, [40])
+    monkeypatch.setattr(KernelLinear, "product", lambda self, x: multiply(x, self.map.weights, self.bias))
+    monkeypatch.setattr(Float8Stack, "__call__", lambda self, x, ends: multiply_stack(x, self.weights, ends))
+    expected = test_moe_families.run(model, ids, [40])
+    assert expected.isfinite().all()
+    assert float((found - expected).abs().max()) <= 24 * torch.finfo(torch.bfloat16).eps * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "reason"),
+    [
+        ("bfloat16", {}, r"multiples of 16 outputs and inputs; there are \[32, 56\]; leave it out"),
+        ("float32", {"intermediate_size": 64}, r"bfloat16 activations; the weight is torch\.float32"),
+    ],
+)
+def test_experts_are_refused(dtype: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    case = Case("refused", "Mixtral", {**test_moe_families.MIXTRAL, **changes})
+    test_moe_families.make_checkpoint(case, tmp_path)
+    with pytest.raises(Unsupported, match=rf"'fp8': not for this model's experts: .*{reason}") as caught:
+        load_model(tmp_path, dtype=dtype, kernels=KERNELS)
     assert caught.value.field == "quantization"
+
+
+def test_experts_of_which_one_stack_is_refused_stay() -> None:
+    wide, narrow = (ExpertLinear(torch.ones(2, 16, ins, dtype=torch.bfloat16)) for ins in (16, 8))
+    experts = Experts(wide, narrow, ActivatedGate())
+    with pytest.raises(Unsupported, match=r"there are \[16, 8\]"):
+        experts.pack(KERNELS)
+    assert wide.weight is not None
+    assert wide.stack is None
+
+
+def test_what_a_stack_refuses() -> None:
+    kernel = Float8Linear()
+    assert not kernel.stack_refusal(torch.ones(1023, 16, 16, dtype=torch.bfloat16, device="meta"), "fp8")
+    many = torch.ones(1024, 16, 16, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(InvalidArgument, match="at most 1023 experts; there are 1024"):
+        kernel.pack_stack(many, "fp8")
+    ends_X = torch.tensor([1], dtype=torch.int32, device=DEVICE)
+    with pytest.raises(InvalidArgument, match=r"torch\.bfloat16 activations; x is torch\.float32"):
+        Float8Stack(torch.ones(1, 16, 16, device=DEVICE).bfloat16())(torch.ones(1, 16, device=DEVICE), ends_X)
 
 
 def test_devices_without_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,10 +428,21 @@ def test_devices_without_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
         LLM("tiny-python", quantization="fp8", device="cpu", **TINY)
     assert caught.value.field == "quantization"
     cuda = torch.device("cuda")
-    for capability, problem in (((8, 0), "need compute capability 8.9; cuda has 8.0"), ((8, 9), ""), ((9, 0), "")):
+    stack = SimpleNamespace(device=cuda, dtype=torch.bfloat16, shape=(16, 16))
+    stack_XOI: Any = type("Stack", (list,), {"device": cuda})([stack])
+    for capability, problem, of_stacks in (
+        ((8, 0), "need compute capability 8.9; cuda has 8.0", "need compute capability 9.0; cuda has 8.0"),
+        ((8, 9), "", "need compute capability 9.0; cuda has 8.9"),
+        ((9, 0), "", ""),
+        ((10, 0), "", "need compute capability 9.0; cuda has 10.0"),
+    ):
         monkeypatch.setattr(float8.torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert problem in float8_problem(cuda)
-        assert bool(float8_problem(cuda)) == bool(problem)
+        for found, expected in (
+            (float8_problem(cuda), problem),
+            (Float8Linear().stack_refusal(stack_XOI, "fp8"), of_stacks),
+        ):
+            assert expected in found
+            assert bool(found) == bool(expected)
 
 
 def test_other_types_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

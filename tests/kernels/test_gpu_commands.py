@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from tests.gpu_suite import SUITES
 
 from quire import LLM, SamplingParams
@@ -213,6 +214,16 @@ def test_pieces_are_called_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["of copy"] for row in rows] == ["400%"] * 3
     assert rows[0]["of bfloat16 GEMM"] == "400%"
     assert [tuple(one.shape) for one in calls[0]] == [(1, 32)] * 4
+    monkeypatch.setattr(part, "STACKS", {"x": (3, 32, 48)})
+    monkeypatch.setattr(
+        torch,
+        "_scaled_grouped_mm",
+        lambda x, weight, *given, **named: F.grouped_mm(x.bfloat16(), weight.bfloat16(), offs=named["offs"]),
+    )
+    made = part.expert_products(torch.device("cpu"), 1, 2 * 8 * 32 * 48, 1, seconds_of)
+    assert [row["stack"] for row in made] == ["x, 1 tokens", "x, 64 tokens", "x, 8192 tokens"]
+    assert [row["of bfloat16 GEMM"] for row in made] == ["400%", "25600%", "3276800%"]
+    assert [tuple(one.shape) for call in calls[-6:-4] for one in call] == [(8, 32)] * 8
     monkeypatch.setattr(part, "LAYERS", 2)
     rows = part.copies(torch.device("cpu"), 2 * 16 * 2 * 2 * 8 * 128 * 2, 1, 1, seconds_of)
     monkeypatch.setattr(part, "VOCABULARY", 97)

@@ -36,9 +36,23 @@ KERNELS = (
     Mutant(
         name="experts-keep-their-weights-silently",
         file="nn/experts.py",
-        old='if kernels.quantization == "fp8":',
-        new="if False:",
+        old="            stack.check(kernels)\n        grown = pack_maps(self, kernels)",
+        new="            if stack.check(kernels):\n                break\n        grown = pack_maps(self.gate, kernels)",
+        tests=("kernels/test_float8.py::test_experts_against_the_reference",),
+    ),
+    Mutant(
+        name="experts-that-do-not-fit-change-half",
+        file="nn/experts.py",
+        old="            stack.check(kernels)\n",
+        new="            pass\n",
         tests=("kernels/test_float8.py::test_experts_are_refused",),
+    ),
+    Mutant(
+        name="stacks-of-eight-bit-floats-on-newer-devices",
+        file="kernels/float8.py",
+        old="if capability != STACK_CAPABILITY:",
+        new="if capability < STACK_CAPABILITY:",
+        tests=("kernels/test_float8.py::test_devices_without_the_units",),
     ),
     Mutant(
         name="slots-that-are-read-are-overwritten",

@@ -1,12 +1,13 @@
 """Linear maps whose weights a kernel holds in a layout of its own.
 
-Letters: T rows, I input, O output features.
+Letters: T rows, I input, O output features; X maps of a stack, P rows of all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -64,6 +65,33 @@ class LinearKernel(Protocol):
 
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None, form: WeightForm) -> LinearMap:
         """Return the map for activations of the weight's dtype. It holds no reference to the
+        weight."""
+        ...
+
+
+class LinearStack(Protocol):
+    """X maps ``y = x W^T`` of one shape over packed weights, each with rows of its own."""
+
+    weights: Sequence[PackedMatrix]
+    """Of each map, in the memory of the stack."""
+
+    def __call__(self, x_PI: Tensor, ends_X: Tensor) -> Tensor:
+        """Map ``[P, I]``, sorted by map, to a fresh ``[P, O]`` of the same dtype. int32 ``ends_X``:
+        where the maps' rows end, on the device. Nothing waits for it. Sums are in float32."""
+        ...
+
+
+@runtime_checkable
+class StackKernel(Protocol):
+    """A ``LinearKernel`` that also runs all maps of a stack in one call."""
+
+    def stack_refusal(self, weight_XOI: Tensor, form: WeightForm) -> str:
+        """Return why a stack cannot be packed so, where it is; "" if it can. Only shape, type and
+        device of the weight are looked at."""
+        ...
+
+    def pack_stack(self, weight_XOI: Tensor, form: WeightForm) -> LinearStack:
+        """Return the maps for activations of the weight's dtype. They hold no reference to the
         weight."""
         ...
 

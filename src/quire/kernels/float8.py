@@ -1,10 +1,12 @@
 """Linear maps with weights of 8-bit floats, for GPUs that multiply them. The reference is
 ``quire.ops.packed_weights``.
 
-Letters: T rows, I input, O output features.
+Letters: T rows, I input, O output features; X maps of a stack, P rows of all of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,12 +15,17 @@ from quire.contracts.linear import PackedMatrix, WeightForm
 from quire.errors import InvalidArgument
 from quire.kernels.triton_rows import round_rows
 from quire.kernels.triton_support import triton_problem
-from quire.ops.packed_weights import pack, rounded_rows
+from quire.ops.packed_weights import FLOAT8, pack, rounded_rows
 
 CAPABILITY = (8, 9)
 """Compute capability from which a GPU multiplies 8-bit floats."""
+STACK_CAPABILITY = (9, 0)
+"""Compute capability of the GPUs that multiply stacks of them. PyTorch lets 10.0 pass, but its
+program is made of instructions that only 9.0 has."""
 ALIGNED = 16
 """Inputs and outputs come in multiples of this."""
+MOST_MAPS = 1023
+"""Of a stack, in one product."""
 
 
 def float8_problem(device: torch.device) -> str:
@@ -60,6 +67,26 @@ class Float8Linear:
             raise InvalidArgument(reason, field="form", given=form)
         return Float8Map(pack(weight_OI, form), bias_O)
 
+    def stack_refusal(self, weight_XOI: Tensor, form: WeightForm) -> str:
+        """See ``contracts.linear.StackKernel``."""
+        if reason := self.refusal(weight_XOI[0], form):
+            return reason
+        if len(weight_XOI) > MOST_MAPS:
+            return f"a product of 8-bit floats takes at most {MOST_MAPS} experts; there are {len(weight_XOI)}"
+        if (device := weight_XOI.device).type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            if capability != STACK_CAPABILITY:
+                needed, found = (".".join(map(str, one)) for one in (STACK_CAPABILITY, capability))
+                return f"products of experts in 8-bit floats need compute capability {needed}; {device} has {found}"
+        return ""
+
+    def pack_stack(self, weight_XOI: Tensor, form: WeightForm) -> Float8Stack:
+        """See ``contracts.linear.StackKernel``. ``InvalidArgument``: ``stack_refusal`` has a
+        reason."""
+        if reason := self.stack_refusal(weight_XOI, form):
+            raise InvalidArgument(reason, field="form", given=form)
+        return Float8Stack(weight_XOI)
+
 
 class Float8Map:
     """``contracts.linear.LinearMap`` of bfloat16 activations, which are rounded row by row.
@@ -90,6 +117,47 @@ class Float8Map:
             scale_a=scales_T1,
             scale_b=self._scales_1O,
             bias=self._bias,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=False,
+        )
+
+
+class Float8Stack:
+    """``contracts.linear.LinearStack`` of bfloat16 activations, which are rounded row by row.
+
+    All maps are one product, which PyTorch has for GPUs alone: tests bring one for the CPU."""
+
+    __slots__ = ("_round", "_scales_XO", "_weight_XIO", "weights")
+
+    def __init__(self, weight_XOI: Tensor) -> None:
+        maps, outputs, inputs = weight_XOI.shape
+        values_XOI = weight_XOI.new_empty(weight_XOI.shape, dtype=FLOAT8)
+        self._scales_XO = weight_XOI.new_empty(maps, outputs, dtype=torch.float32)
+        # One by one: what is rounded is in float32 meanwhile.
+        for weight_OI, values_OI, scales_O in zip(weight_XOI, values_XOI, self._scales_XO, strict=True):
+            rounded_OI, scales_O1 = rounded_rows(weight_OI)
+            values_OI.copy_(rounded_OI)
+            scales_O.copy_(scales_O1.squeeze(1))
+        self.weights: Sequence[PackedMatrix] = [
+            PackedMatrix("fp8", outputs, inputs, inputs, values_OI, scales_O.unsqueeze(1))
+            for values_OI, scales_O in zip(values_XOI, self._scales_XO, strict=True)
+        ]
+        self._weight_XIO = values_XOI.transpose(1, 2)
+        self._round = rounded_rows if triton_problem(weight_XOI.device) else round_rows
+
+    def __call__(self, x_PI: Tensor, ends_X: Tensor) -> Tensor:
+        """See the contract. ``InvalidArgument``: x is not bfloat16."""
+        if x_PI.dtype != torch.bfloat16:
+            raise InvalidArgument(f"the maps are of torch.bfloat16 activations; x is {x_PI.dtype}")
+        if not len(x_PI):
+            return x_PI.new_empty(0, self._scales_XO.shape[1])
+        values_PI, scales_P1 = self._round(x_PI)
+        return torch._scaled_grouped_mm(
+            values_PI,
+            self._weight_XIO,
+            scales_P1.squeeze(1),
+            self._scales_XO,
+            offs=ends_X,
             out_dtype=torch.bfloat16,
             use_fast_accum=False,
         )

@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from quire.contracts.block_calls import LayerKernels
+from quire.contracts.linear import LinearStack, StackKernel
 from quire.contracts.rows import ActivationName, RowKernels
 from quire.errors import Unsupported
 from quire.nn.linear import Linear
@@ -102,18 +103,22 @@ class Router:
 class ExpertLinear:
     """X linear maps of one shape: ``weight [X, O, I]``, possibly transposed, ``bias [X, O]`` or
     None. ``maps[x]`` is a ``Linear`` in the memory of the stack. After ``pack`` each has its own
-    packed weight, and the stack is gone."""
+    packed weight, or ``stack`` has those of all and there are no maps; the weight is gone."""
 
-    __slots__ = ("bias", "maps", "weight")
+    __slots__ = ("bias", "count", "maps", "stack", "weight")
 
     def __init__(self, weight_XOI: Tensor, bias_XO: Tensor | None = None) -> None:
         self.weight: Tensor | None = weight_XOI
         self.bias = bias_XO
+        self.count = len(weight_XOI)
+        self.stack: LinearStack | None = None
         biases: Iterator[Tensor | None] = iter(bias_XO) if bias_XO is not None else iter([None] * len(weight_XOI))
         self.maps = [Linear(weight_OI, bias_O) for weight_OI, bias_O in zip(weight_XOI, biases, strict=True)]
 
     def can_group(self) -> bool:
         """Return whether the device has a kernel that runs all maps in one call."""
+        if self.stack is not None:
+            return True
         weight = self.weight
         if weight is None or weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
             return False
@@ -122,23 +127,37 @@ class ExpertLinear:
 
     def grouped(self, x_PI: Tensor, ends_X: Tensor, expert_P: Tensor) -> Tensor:
         """Map ``[P, I]``, sorted by expert, to a fresh ``[P, O]`` in one call. int32 ``ends_X``:
-        ends of the experts' rows. Only before ``pack``."""
-        assert self.weight is not None
-        y_PO = F.grouped_mm(x_PI, self.weight.transpose(1, 2), offs=ends_X)
+        ends of the experts' rows. Only if ``can_group``."""
+        if self.stack is not None:
+            y_PO = self.stack(x_PI, ends_X)
+        else:
+            assert self.weight is not None
+            y_PO = F.grouped_mm(x_PI, self.weight.transpose(1, 2), offs=ends_X)
         return y_PO if self.bias is None else y_PO.add_(self.bias.index_select(0, expert_P))
 
+    def check(self, kernels: LayerKernels) -> None:
+        """Raise ``Unsupported`` if a kernel that packs stacks cannot pack this one."""
+        form, kernel = kernels.quantization, kernels.linear
+        if self.weight is None or form is None or not isinstance(kernel, StackKernel):
+            return
+        if reason := kernel.stack_refusal(self.weight, form):
+            raise Unsupported(
+                f"quantization {form!r}: not for this model's experts: {reason}; leave it out",
+                field="quantization",
+                given=form,
+            )
+
     def pack(self, kernels: LayerKernels) -> int:
-        """Lay the maps out for this machine's kernels, one by one, and drop the stack; return the
-        bytes by which the weights have grown. ``Unsupported`` for "fp8"."""
+        """Lay the maps out for this machine's kernels, all at once or one by one, and drop the
+        weight; return the bytes by which the weights have grown. ``check`` comes before."""
         if self.weight is None:
             return 0
-        if kernels.quantization == "fp8":
-            # One by one they would wait for the host, and take many times longer than one product.
-            raise Unsupported(
-                "quantization 'fp8': the products of experts have no 8-bit floats yet; leave it out",
-                field="quantization",
-                given="fp8",
-            )
+        if kernels.quantization is not None and isinstance(kernels.linear, StackKernel):
+            weight_XOI = self.weight if kernels.read is None else kernels.read(self.weight)
+            self.stack = kernels.linear.pack_stack(weight_XOI, kernels.quantization)
+            grown = sum(one.nbytes for one in self.stack.weights) - self.weight.nbytes
+            self.maps, self.weight = [], None
+            return grown
         maps = [packed(one, kernels) for one in self.maps]
         grown = sum(one.weight_bytes for one in maps) - sum(one.weight_bytes for one in self.maps)
         if maps[0] is not self.maps[0]:
@@ -158,6 +177,15 @@ class Experts:
 
     def __post_init__(self) -> None:
         self._can_group = self.gate_up.can_group() and self.down.can_group()
+
+    def pack(self, kernels: LayerKernels) -> int:
+        """Pack both stacks, one after the other; return the bytes by which the weights have grown.
+        ``Unsupported``: the kernels cannot pack one of them, and nothing is changed."""
+        for stack in (self.gate_up, self.down):
+            stack.check(kernels)
+        grown = pack_maps(self, kernels)
+        self.__post_init__()
+        return grown
 
     def __call__(self, x_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """Map ``[T, E]``, float32 ``[T, K]`` and int64 ``[T, K]`` to a fresh ``[T, E]``:
@@ -179,7 +207,7 @@ class Experts:
             return (weights_TK @ y_KE.float()).to(x_TE.dtype)
         num_choices = experts_TK.shape[1]
         expert_P, pair_P = experts_TK.flatten().sort(stable=True)
-        ends_X = torch.searchsorted(expert_P, torch.arange(len(self.gate_up.maps), device=x_TE.device), right=True)
+        ends_X = torch.searchsorted(expert_P, torch.arange(self.gate_up.count, device=x_TE.device), right=True)
         x_PE = x_TE.index_select(0, pair_P // num_choices)
         if self._can_group:
             y_PE = self._in_one_call(x_PE, ends_X.int(), expert_P)

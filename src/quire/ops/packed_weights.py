@@ -1,9 +1,12 @@
 """Packed weights in PyTorch: the definition of ``kernels/cpu/linear.h`` and ``kernels.float8``.
 
-Letters: O output, I input features; G inputs of a group; p panels of 32 outputs.
+Letters: O output, I input features; G inputs of a group; p panels of 32 outputs; X matrices, P rows
+of all of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -93,6 +96,13 @@ def multiply(x_TI: Tensor, packed: PackedMatrix, bias_O: Tensor | None) -> Tenso
         sums_TO = F.linear(values_TI.float(), packed.values.float()) * (scales_T1 * packed.scales.mT)
         return (sums_TO if bias is None else sums_TO + bias).to(x_TI.dtype)
     return F.linear(x_TI.float(), unpack(packed), bias).to(x_TI.dtype)
+
+
+def multiply_stack(x_PI: Tensor, stack: Sequence[PackedMatrix], ends_X: Tensor) -> Tensor:
+    """Return ``[P, O]``: ``multiply`` with each matrix of the rows before its end, from the end
+    before it on."""
+    rows = x_PI.tensor_split(ends_X[:-1].long().cpu())
+    return torch.cat([multiply(rows_TI, one, None) for rows_TI, one in zip(rows, stack, strict=True)])
 
 
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
