@@ -37,6 +37,7 @@ from quire.kernels.low_rank import native_low_rank
 from quire.kernels.native_library import native_problem
 from quire.kernels.rows import native_rows
 from quire.kernels.triton_draw import fastest_draw
+from quire.kernels.triton_penalties import fastest_penalties
 from quire.kernels.triton_recurrence import fastest_recurrence
 from quire.kernels.triton_rows import TritonRows
 from quire.kernels.triton_support import attention_problem, triton_problem
@@ -59,6 +60,7 @@ from quire.models.families import LoadedModel
 from quire.models.fingerprint import model_fingerprint
 from quire.models.loading import free_memory, load_model, resolve_dtype
 from quire.models.peft import read_adapter
+from quire.ops.seen_tokens import SeenTokens
 from quire.pool_budget import (
     ATTENTION,
     LEAST_STATES,
@@ -139,10 +141,18 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     kv_dtype = model.dtype if config.kv_dtype == "auto" else resolve_dtype(config.kv_dtype, model.dtype, device)
     adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
     captures = device.type == "cuda" and not config.enforce_eager and not getattr(model, "fallback", False)
+    runs_ahead = device.type != "cpu" and config.async_scheduling
     budget = pool_budget(config, model, adapters, kv_dtype, device, max_len, captures=captures)
-    sizes = pool_sizes(config, model.layer_specs, kv_dtype, max_len, budget)
+    sizes = pool_sizes(config, model.layer_specs, kv_dtype, max_len, budget, slack=int(runs_ahead))
     state = make_state(
-        model.layer_specs, sizes, config.page_size, kv_dtype, device, config.attention_backend, padding=captures
+        model.layer_specs,
+        sizes,
+        config.page_size,
+        kv_dtype,
+        device,
+        config.attention_backend,
+        padding=captures,
+        slack=int(runs_ahead),
     )
     interval = checkpoint_interval(config, model.layer_specs, kv_dtype)
     local = LocalRunner(model, state, device, adapters)
@@ -164,7 +174,9 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         stored=StoredState(runner, make_store(config), identity),
     )
     engine.sampling.kernel = fastest_draw(device)
-    engine.runs_ahead = device.type != "cpu" and config.async_scheduling
+    if device.type != "cpu":
+        engine.sampling.seen = SeenTokens(model.vocab_size, device, fastest_penalties(device))
+    engine.runs_ahead = runs_ahead
     engine.timeline.model = Path(config.model).name if Path(config.model).is_dir() else str(config.model)
     held: list[str] = []
     if state.geometry.specs:
@@ -295,9 +307,10 @@ def make_state(
     backend: str,
     *,
     padding: bool = False,
+    slack: int = 0,
 ) -> State:
     """Return the KV state for these layers; ``backend``: one of ``ATTENTION_BACKENDS``, of which
-    "auto" is the fastest on the device; ``padding``: as ``State``'s."""
+    "auto" is the fastest on the device; ``padding``, ``slack``: as ``State``'s."""
     pages = any(not isinstance(spec, Recurrent) for spec in specs)
     if backend == "auto":
         backend = fastest_attention(device)
@@ -316,6 +329,7 @@ def make_state(
         recurrence=fastest_recurrence(device),
         rows=layer_kernels(device).rows,
         padding=padding,
+        slack=slack,
     )
 
 

@@ -14,8 +14,10 @@ import torch
 from tqdm import tqdm
 
 from quire.errors import ResourceExhausted
+from quire.kernels.triton_penalties import fastest_penalties
 from quire.ops.request_sampler import RequestSampler
-from quire.ops.sampling import sample
+from quire.ops.sampling import sample_later
+from quire.ops.seen_tokens import SeenTokens
 from quire.pool_budget import Budget
 from quire.runner.local import LocalRunner
 from quire.sampling_params import SamplingParams
@@ -112,7 +114,8 @@ def run_greatest_step(runner: LocalRunner, lengths: list[int]) -> None:
     output = runner.execute(Step(edits=tuple(map(Add, seqs)), chunks=chunks))
     rows_RV = output.logits_RV[: len(seqs)]
     samplers = [RequestSampler(SAMPLED, [0], vocab_size=rows_RV.shape[1]) for _ in seqs]
-    sample(rows_RV, samplers)
+    seen = SeenTokens(rows_RV.shape[1], rows_RV.device, fastest_penalties(rows_RV.device))
+    sample_later(rows_RV, samplers, seen=seen).read()
 
 
 def captured_bytes(memory: DeviceMemory, capture: Callable[[int], bool], sizes: Sequence[int]) -> int:

@@ -73,9 +73,15 @@ class PoolSizes:
 
 
 def pool_sizes(
-    config: EngineConfig, specs: Sequence[LayerSpec], dtype: torch.dtype, max_len: int, budget: Budget
+    config: EngineConfig,
+    specs: Sequence[LayerSpec],
+    dtype: torch.dtype,
+    max_len: int,
+    budget: Budget,
+    *,
+    slack: int = 0,
 ) -> PoolSizes:
-    """Share out the budget.
+    """Share out the budget. ``slack``: that of the state, by which windows keep more.
 
     Layers with a window get what ``max_num_seqs`` windows and a step need, if that is less than
     what other layers get. ``ResourceExhausted`` if one page and one token do not fit.
@@ -105,7 +111,7 @@ def pool_sizes(
         return PoolSizes(max_len, None, config.max_num_batched_tokens, states)
     tokens = left // per_token
     window_tokens: int | None = None
-    window = min(max(windows, default=0), max_len)
+    window = min(max(windows, default=0) + slack, max_len)
     if windows:
         # A window touches one page more than it fills, and so do the new tokens.
         one = (pages_for(window, size) + 2) * size

@@ -376,3 +376,34 @@ def test_back_to_where_only_a_narrower_window_of_the_sequence_has_all_it_needs(h
         pair.both("enable_sliding_window_for_seq", seq_id, 9)
     pair.append(seq_id, 3)
     pair.finish()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_slack_lets_one_more_forward_be_taken_back(page_size: int) -> None:
+    """Behind each token one can go back two; without slack, one. What is seen is the same."""
+    spec = WindowedAttention(num_heads=2, num_kv_heads=1, head_dim=8, value_dim=8, window=5)
+    states = [State([spec], capacity=64, page_size=page_size, slack=slack) for slack in (0, 1)]
+    generator, reached = torch.Generator().manual_seed(1), []
+    for state in states:
+        state.add_sequence(0)
+    for length in range(1, 24):
+        qkv = torch.randn(1, 4, 8, generator=generator)
+        outs = []
+        for state in states:
+            state.begin_forward([0], [1])
+            outs.append(state.attention_with_fused_qkv(0, qkv))
+            state.end_forward()
+            state.check()
+        assert torch.equal(*outs)
+        reached.append([length - state.nearest_reachable(0, max(0, length - 2)) for state in states])
+    assert all(back <= 2 for _, back in reached)
+    assert any(back > 2 for back, _ in reached)
+    for state in states:
+        # What a pool of these windows holds is enough, whatever the slack.
+        assert state.table.pages_at_most(24, None, 1)[0] >= len(state.table.get(0).tables[0].held)
+    state = states[1]
+    state.popn(0, 2)
+    state.begin_forward([0], [1])
+    state.abort_forward()
+    with pytest.raises(InvalidArgument, match="slack"):
+        State([spec], capacity=64, slack=-1)

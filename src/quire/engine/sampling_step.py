@@ -19,6 +19,7 @@ from quire.ops.draws import Draws
 from quire.ops.filters import DrawKernel
 from quire.ops.sampled_tokens import SampledTokens, TokenLogprobs
 from quire.ops.sampling import can_wait, sample, sample_later
+from quire.ops.seen_tokens import SeenTokens
 from quire.outputs import FinishReason
 from quire.sampling_params import SamplingParams
 
@@ -83,24 +84,32 @@ class SamplingStep:
         """Takes the times between tokens, in seconds."""
         self.kernel: DrawKernel | None = None
         """Draws for rows that need no order; None: PyTorch's operations do."""
+        self.seen: SeenTokens | None = None
+        """Counts tokens for penalties on the logits' device; None: they are brought there."""
         self.later = False
         """Whether tokens are drawn to be read later also on a CPU."""
         self.under_way = False
         """Whether logits processors may be running, which are the user's."""
 
     def draw(
-        self, logits_RV: Tensor, ready: list[SequenceRequest], first: Sequence[int] | None = None, *, unread: int = 0
+        self,
+        logits_RV: Tensor,
+        ready: list[SequenceRequest],
+        first: Sequence[int] | None = None,
+        *,
+        unread_R: Tensor | None = None,
     ) -> Drawing:
         """Draw one token for each row of ``logits_RV [R, V]``, that of ``ready[row]``. Where the
         tokens need no value of the host, nothing waits for them. ``first``: as for ``sample``.
-        ``unread``: tokens of each request that were drawn before and that nobody has read yet."""
+        ``unread_R``: as for ``sample_later``."""
+        unread = 0 if unread_R is None else 1
         samplers = [request.sampler for request in ready if request.sampler is not None]
         banned: list[tuple[int, ...]] | None = None
         if any(self._is_early(request, unread) for request in ready):
             banned = [self._ends(one.params) if self._is_early(one, unread) else () for one in ready]
         allowed = self._allowed(ready)
         if allowed is None and (self.later or not logits_RV.is_cpu) and all(map(can_wait, samplers)):
-            return Drawing(ready, sample_later(logits_RV, samplers, banned, self.kernel))
+            return Drawing(ready, sample_later(logits_RV, samplers, banned, self.kernel, self.seen, unread_R))
         self.under_way = True
         try:
             return Drawing(ready, sample(logits_RV, samplers, banned, allowed, self.kernel, first), allowed)
@@ -134,10 +143,12 @@ class SamplingStep:
             self._take(request, token, drawn.logprobs[row], now)
 
     def may_run_ahead(self, request: SequenceRequest) -> bool:
-        """Return whether its next token can be drawn before the last one is known. Grammars,
-        penalties and users' processors look at the tokens before."""
+        """Return whether its next token can be drawn before the last one is known. Grammars and
+        users' processors look at the tokens before; so do penalties without ``seen``."""
         sampler = request.sampler
-        return sampler is not None and request.matcher is None and sampler.counts is None and can_wait(sampler)
+        if sampler is None or request.matcher is not None or not can_wait(sampler):
+            return False
+        return sampler.counts is None or self.seen is not None
 
     def is_last(self, request: SequenceRequest) -> bool:
         """Return whether a token that was drawn and is not read yet is a request's last one."""

@@ -295,8 +295,9 @@ class EngineSteps(UnsampledRuns):
         launched = time.monotonic()
         try:
             # Of a row that fails any token will do: its request ends.
-            output = self.runner.execute(scheduled.step, Extras(drawn=tokens_R.clamp(min=0)))
-            drawing = self.sampling.draw(output.logits_RV, going_on, unread=1)
+            tokens_R = tokens_R.clamp(min=0)
+            output = self.runner.execute(scheduled.step, Extras(drawn=tokens_R))
+            drawing = self.sampling.draw(output.logits_RV, going_on, unread_R=tokens_R)
         except Exception:
             logger.warning("a step ahead failed; its tokens run again behind those before them", exc_info=True)
             for work in scheduled.requests:

@@ -155,14 +155,16 @@ def class_need(
     stored: Seq[int],
     counts: Seq[int],
     split_before: Mapping[SeqId, int],
+    slack: int = 0,
 ) -> ClassNeed:
     """Return what class ``index`` needs. ``split_before``: shared tail pages that an open forward
-    has split, by sequence; the need is that before it."""
+    has split, by sequence; the need is that before it. ``slack``: tokens by which windows let go
+    later than they must."""
     gone: list[Leaving] = []
     for entry, sequence in enumerate(sequences):
         if (sequence.window is None and layer_window is None) or sequence.loading:
             continue  # Rows of an import that has not ended may still be written, into any of its pages.
-        floor = floors(sequence.length, sequence.window, layer_window)
+        floor = floors(max(0, sequence.length - slack), sequence.window, layer_window)
         first_page = sink_pages(sequence.window, page_size)
         sink, window = leaving(sequence.holes[index], floor, first_page, page_size)
         if sink or window:

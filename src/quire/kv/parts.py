@@ -63,6 +63,7 @@ class StateParts:
         recurrence: RecurrenceBackend | None = None,
         rows: RowKernels | None = None,
         padding: bool = False,
+        slack: int = 0,
         first_layer: int = 0,
         layer_ids: Sequence[int] | None = None,
     ) -> None:
@@ -105,6 +106,7 @@ class StateParts:
         self.classes: list[LayerClass] = []
         self._layers: dict[int, Layer] = {}
         self.table = SequenceTable(self._make_pools(window_capacity), page_size, [one.window for one in self.classes])
+        self.table.slack = check_integer(slack, "slack", 0)
         self._rotary: dict[RopeSpec, RotaryTable] = {}
         self.encoders: EncoderPart | None = None
         """What cross layers read; None: there are no such layers."""

@@ -35,6 +35,8 @@ class SequenceBooks:
         self.layer_windows = list(layer_windows)
         self._sequences: dict[SeqId, Sequence] = {}
         self.forward: OpenForward | None = None
+        self.slack = 0
+        """Tokens by which windows let go later than they must."""
         self.num_splits = 0
         """Copy-on-write splits so far."""
 
@@ -230,7 +232,9 @@ class SequenceBooks:
             tuple(trees),
             tuple([sequence.window for sequence in sequences]),
             [
-                class_need(index, pool, self.page_size, window, seq_ids, sequences, stored, counts, split[index])
+                class_need(
+                    index, pool, self.page_size, window, seq_ids, sequences, stored, counts, split[index], self.slack
+                )
                 for index, (pool, window) in enumerate(zip(self.pools, self.layer_windows, strict=True))
             ],
         )
@@ -281,7 +285,7 @@ class SequenceBooks:
             wanted = 0
             for entry, sequence in enumerate(sequences):
                 growth = part.fresh[entry] + split[entry]
-                bound = window_pages(sequence.window, self.layer_windows[index], most, self.page_size)
+                bound = window_pages(sequence.window, self.layer_windows[index], most + self.slack, self.page_size)
                 if bound is not None and growth > 0:
                     table = sequence.tables[index].held
                     mine = int((pool.references[table] == 1).sum())
@@ -313,7 +317,8 @@ class SequenceBooks:
     def pages_at_most(self, length: int, window: Window | None, step: int) -> list[int]:
         """Return the most pages of each class for ``length`` tokens, run ``step`` at a time."""
         whole = pages_for(length, self.page_size)
-        bounds = [window_pages(window, layer_window, step, self.page_size) for layer_window in self.layer_windows]
+        most = step + self.slack
+        bounds = [window_pages(window, layer_window, most, self.page_size) for layer_window in self.layer_windows]
         return [whole if bound is None else min(whole, bound) for bound in bounds]
 
     def shared_pages(self, seq_id: SeqId) -> int:

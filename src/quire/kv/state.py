@@ -91,7 +91,8 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
 
     ``rows``: rotates queries and keys and writes K and V; None: PyTorch's operations. ``padding``:
     whether forwards over memory that keeps its place are possible (``static_pass``); these need a
-    slot more.
+    slot more. ``slack``: tokens by which windows let go later than they must, so that so many
+    forwards of one token can be taken back.
 
     Raises ``Unsupported`` for a layer that the backend lacks, ``ResourceExhausted`` without memory.
     """

@@ -289,7 +289,7 @@ class StateRoom(StatePools):
 
     def largest_step(self, window: int, sink: int) -> int:
         pages = min((pool.num_pages for pool in self.table.pools), default=0) - pages_for(sink, self.page_size) - 1
-        return pages * self.page_size - (window - sink)
+        return pages * self.page_size - (window - sink) - self.table.slack
 
     # -- states (what a scheduler of checkpoints asks) ---------------------------------------------
 

@@ -6,6 +6,7 @@ Letters: R rows of logits, V vocabulary; W rows of one chunk of work, G of a gro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from quire.ops.filters import Candidates, DrawKernel, KernelDraws, candidates, n
 from quire.ops.logit_edits import FAILED, Bans, chunks, edited, is_settled, maxima, not_finite, nothing_left
 from quire.ops.request_sampler import RequestSampler
 from quire.ops.sampled_tokens import SampledTokens, TokenLogprobs
+from quire.ops.seen_tokens import SeenTokens
 from quire.ops.token_logprobs import logprobs_of, ranked, read_ranked
 
 
@@ -33,9 +35,12 @@ class Draws:
         samplers: Sequence[RequestSampler],
         banned: Sequence[Sequence[int]],
         kernel: DrawKernel | None,
+        seen: SeenTokens | None = None,
+        unread_R: Tensor | None = None,
     ) -> None:
         """Queue the draws. The logits must stay as they are until ``read``; for the arguments see
-        ``sampling.sample``, which has checked them."""
+        ``sampling.sample_later``, which has checked them."""
+        self._seen, self._unread_R = seen, unread_R
         self._logits_RV, self._samplers, self._banned = logits_RV, samplers, banned
         self.redrawn: tuple[int, ...] = ()
         """Rows that drew again, known after ``read``."""
@@ -45,7 +50,7 @@ class Draws:
             self._uniforms |= {row: samplers[row].uniform() for row in work if not samplers[row].params.is_greedy}
             self._queue(work, kernel)
         except BaseException:
-            self.drop(list(self._uniforms))
+            self.drop(range(len(samplers)))
             raise
 
     def _queue(self, work: Sequence[int], kernel: DrawKernel | None) -> None:
@@ -72,7 +77,12 @@ class Draws:
 
     def _draw(self, rows: Sequence[int], kernel: DrawKernel | None, complete_R: Tensor) -> None:
         """Draw for some rows, and write their tokens, and whether these count."""
-        z_WV, _ = edited(self._logits_RV, rows, self._samplers, Bans(self._banned, {}))
+        penalise, unread_W = None, self._unread_R
+        if self._seen is not None:
+            if unread_W is not None and len(rows) < len(unread_W):
+                unread_W = unread_W.index_select(0, uploaded_rows(rows, unread_W.device))
+            penalise = partial(self._seen.penalise, unread_W=unread_W)
+        z_WV, _ = edited(self._logits_RV, rows, self._samplers, Bans(self._banned, {}), penalise)
         max_W, tokens_W = maxima(z_WV)
         params = {i: self._samplers[row].params for i, row in enumerate(rows) if row in self._uniforms}
         complete_W = torch.ones_like(tokens_W)
@@ -134,7 +144,10 @@ class Draws:
                     tokens[rows[i]] = token
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Take back the random numbers of rows whose tokens nobody wants any more."""
+        """Take back the random numbers of rows whose tokens nobody wants any more. What they have
+        counted is forgotten."""
         for row in rows:
             if row in self._uniforms:
                 self._samplers[row].take_back(self._uniforms.pop(row))
+            if self._seen is not None:
+                self._seen.forget(self._samplers[row])

@@ -7,8 +7,9 @@ rows of one chunk of work, G some of these; N token ids of all rows together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -81,16 +82,24 @@ class Bans:
             z_WV[_places(banned, z_WV.device)] = -torch.inf
 
 
+Penalise: TypeAlias = Callable[[Tensor, Sequence[RequestSampler]], None]
+"""Applies penalties to logits ``[W, V]``, in place; one sampler for each row."""
+
+
 def edited(
-    logits_RV: Tensor, rows: Sequence[int], samplers: Sequence[RequestSampler], bans: Bans
+    logits_RV: Tensor,
+    rows: Sequence[int],
+    samplers: Sequence[RequestSampler],
+    bans: Bans,
+    penalise: Penalise | None = None,
 ) -> tuple[Tensor, dict[int, QuireError]]:
     """Return logits ``[W, V]`` of some rows after all edits, and errors of processors by row of the
-    batch."""
+    batch. ``penalise``: None: by the tokens that samplers have observed."""
     z_WV = take_rows(logits_RV, rows)
     members = [samplers[row] for row in rows]
     bans.mask(z_WV, rows)
     _add_bias(z_WV, members)
-    _penalise(z_WV, members)
+    (penalise or _penalise)(z_WV, members)
     bans.ban(z_WV, rows)
     reasons = _process(z_WV, rows, members, bans)
     return z_WV, reasons

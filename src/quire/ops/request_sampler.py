@@ -49,6 +49,8 @@ class TokenCounts:
     def __init__(self, prompt_ids: Ids) -> None:
         unique = np.unique(prompt_ids)
         self._slots = {token: slot for slot, token in enumerate(unique.tolist())}
+        self.num_prompt = len(unique)
+        """Distinct tokens of the prompt, the first of ``ids_N``."""
         self._ids = unique
         self._counts = np.zeros(len(unique), dtype=np.float32)
 
@@ -105,10 +107,16 @@ class RequestSampler:
             # Presence and frequency look at the output only; the prompt matters to repetition
             # alone.
             self.counts = TokenCounts(prompt if params.repetition_penalty != 1.0 else prompt[:0])
-        self._output: list[int] = []
-        """Tokens drawn so far, if a processor wants to see them."""
+        self.output: list[int] = []
+        """Tokens drawn so far, if penalties or a processor want to see them."""
         self._generator = None if params.is_greedy else make_generator(params.seed, index, entropy)
         self._returned: list[float] = []
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The distinct tokens of the prompt that penalties look at."""
+        found: list[int] = [] if self.counts is None else self.counts.ids_N[: self.counts.num_prompt].tolist()
+        return found
 
     @property
     def edits_logits(self) -> bool:
@@ -127,8 +135,8 @@ class RequestSampler:
             raise InvalidArgument(f"token id must be in 0..{self.vocab_size - 1}, got {token_id}")
         if self.counts is not None:
             self.counts.add(token_id)
-        if self.params.logits_processors:
-            self._output.append(token_id)
+        if self.counts is not None or self.params.logits_processors:
+            self.output.append(token_id)
 
     def process(self, logits_V: Tensor) -> Tensor:
         """Return edited logits ``[V]`` after the user's processors, which may change them in place.
@@ -139,7 +147,7 @@ class RequestSampler:
         for number, processor in enumerate(self.params.logits_processors or ()):
             name = f"logits_processors[{number}] ({getattr(processor, '__name__', type(processor).__name__)})"
             try:
-                made = exposed(partial(processor, list(self._output), logits_V))
+                made = exposed(partial(processor, list(self.output), logits_V))
             except Exception as error:
                 raise QuireError(f"{name} raised {type(error).__name__}: {error}") from error
             if not isinstance(made, Tensor):

@@ -41,6 +41,7 @@ from quire.ops.logit_edits import (
 )
 from quire.ops.request_sampler import RequestSampler, check_ids
 from quire.ops.sampled_tokens import SampledTokens, TokenLogprobs
+from quire.ops.seen_tokens import SeenTokens
 from quire.ops.token_logprobs import logprobs_of
 from quire.ops.uploads import uploaded
 
@@ -89,13 +90,21 @@ def sample_later(
     samplers: Sequence[RequestSampler],
     banned: Sequence[Sequence[int]] | None = None,
     kernel: DrawKernel | None = None,
+    seen: SeenTokens | None = None,
+    unread_R: Tensor | None = None,
 ) -> Draws:
     """Queue what ``sample`` does, and wait for nothing: ``Draws.read`` returns the tokens. For
-    rows without a grammar that ``can_wait``, on any device; ``InvalidArgument`` as there."""
+    rows without a grammar that ``can_wait``, on any device; ``InvalidArgument`` as there.
+
+    ``seen`` applies penalties; None: they are made of what samplers have observed. ``unread_R``:
+    int64 on the logits' device, the last token of each row, if its sampler has not observed it
+    yet. It counts for penalties, so these need ``seen`` then."""
     ids = _check_batch(logits_RV, samplers, banned, GivenMasks({}))
     if not all(map(can_wait, samplers)):
         raise InvalidArgument("rows with logits_processors need values on the host; draw them by `sample`")
-    return Draws(logits_RV, samplers, ids, kernel)
+    if unread_R is not None and seen is None and any(one.counts is not None for one in samplers):
+        raise InvalidArgument("rows with penalties behind tokens that nobody has read need `seen`, which counts them")
+    return Draws(logits_RV, samplers, ids, kernel, seen, unread_R)
 
 
 @torch.no_grad()

@@ -1,0 +1,152 @@
+"""Penalties on a device that keeps count of the tokens each request has seen.
+
+``logit_edits`` brings all tokens of all requests to the logits' device for each step. Here a table
+on the device has a row for each request, and a step brings what is new. A token that was drawn and
+that the host has not read yet is counted where it lies.
+
+Letters: W rows of logits, G those of them with penalties; V vocabulary; S rows of the table; N
+counted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.ops.filters import uploaded_rows
+from quire.ops.request_sampler import RequestSampler
+from quire.ops.uploads import uploaded
+
+PROMPT, OUTPUT = 1, 2
+"""What a token adds to its place in the table: once if the prompt has it, each time in the
+output."""
+
+
+class PenaltyKernel(Protocol):
+    """Counts tokens and applies penalties, on the logits' device. It waits for nothing."""
+
+    def add(self, seen_SV: Tensor, slots_N: Tensor, tokens_N: Tensor, amounts_N: Tensor) -> None:
+        """Add amounts, int32, to int32 ``seen_SV`` at these places, int64; some may be equal."""
+
+    def penalise(self, z_WV: Tensor, seen_SV: Tensor, table_G5: Tensor) -> None:
+        """Apply repetition, then frequency, then presence penalty to seen tokens, in place.
+        ``z_WV``: float32. ``table_G5``, float64: the row of the logits and that of the table,
+        repetition, frequency and presence penalty; these three are rounded to float32."""
+
+
+class ReferencePenalties:
+    """``PenaltyKernel`` by PyTorch's operations."""
+
+    def add(self, seen_SV: Tensor, slots_N: Tensor, tokens_N: Tensor, amounts_N: Tensor) -> None:
+        """See ``PenaltyKernel``."""
+        seen_SV.index_put_((slots_N, tokens_N), amounts_N, accumulate=True)
+
+    def penalise(self, z_WV: Tensor, seen_SV: Tensor, table_G5: Tensor) -> None:
+        """See ``PenaltyKernel``."""
+        rows_G, slots_G = table_G5[:, 0].long(), table_G5[:, 1].long()
+        repetition_G1, frequency_G1, presence_G1 = table_G5[:, 2:].float().T.unsqueeze(-1)
+        seen_GV, z_GV = seen_SV.index_select(0, slots_G), z_WV.index_select(0, rows_G)
+        count_GV = (seen_GV // OUTPUT).float()
+        new_GV = torch.where(z_GV > 0, z_GV / repetition_G1, z_GV * repetition_G1)
+        # A repetition penalty far below 1 may overflow; the largest float still wins. -inf stays.
+        new_GV.clamp_(max=torch.finfo(new_GV.dtype).max)
+        new_GV = new_GV - frequency_G1 * count_GV - presence_G1 * (count_GV > 0)
+        z_WV.index_copy_(0, rows_G, torch.where(seen_GV > 0, new_GV, z_GV))
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request's row of the table."""
+
+    slot: int
+    counted: int
+    """Tokens of the output that it has, with those that the host has not read."""
+
+
+class SeenTokens:
+    """The table of one engine. It grows to the largest number of requests with penalties that a
+    step had, and others take the rows of those that are not in a step."""
+
+    def __init__(self, vocab_size: int, device: torch.device, kernel: PenaltyKernel | None = None) -> None:
+        """Take no memory yet. ``kernel``: None: PyTorch's operations."""
+        self._kernel: PenaltyKernel = ReferencePenalties() if kernel is None else kernel
+        self._seen_SV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._rows: WeakKeyDictionary[RequestSampler, _Row] = WeakKeyDictionary()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that the table takes."""
+        return self._seen_SV.nbytes
+
+    def penalise(self, z_WV: Tensor, samplers: Sequence[RequestSampler], unread_W: Tensor | None = None) -> None:
+        """Apply the penalties of the rows that have some, in place. ``samplers``: one for each row.
+        ``unread_W``: int64, a token of each row that was drawn and that its sampler has not
+        observed; it counts."""
+        members = [i for i, sampler in enumerate(samplers) if sampler.counts is not None]
+        if not members:
+            return
+        chosen = [samplers[i] for i in members]
+        self._admit(chosen)
+        self._count(chosen)
+        rows = [self._rows[sampler] for sampler in chosen]
+        if unread_W is not None:
+            slots_G = uploaded_rows([row.slot for row in rows], z_WV.device)
+            tokens_G = unread_W if len(members) == len(samplers) else unread_W[uploaded_rows(members, z_WV.device)]
+            self._kernel.add(self._seen_SV, slots_G, tokens_G, torch.full_like(slots_G, OUTPUT, dtype=torch.int32))
+            for row in rows:
+                row.counted += 1
+        penalties = [
+            (i, row.slot, one.repetition_penalty, one.frequency_penalty, one.presence_penalty)
+            for i, row, one in zip(members, rows, (sampler.params for sampler in chosen), strict=True)
+        ]
+        self._kernel.penalise(z_WV, self._seen_SV, uploaded(np.array(penalties, dtype=np.float64), z_WV.device))
+
+    def forget(self, sampler: RequestSampler) -> None:
+        """Let the next step count a request's tokens anew: it may have counted one that the request
+        has not got."""
+        self._rows.pop(sampler, None)
+
+    def _admit(self, samplers: Sequence[RequestSampler]) -> None:
+        """Give rows to those that have none; these are empty."""
+        new = [sampler for sampler in samplers if sampler not in self._rows]
+        if not new:
+            return
+        size = len(self._seen_SV)
+        taken = {row.slot for row in self._rows.values()}
+        if len(taken) + len(new) > size:
+            # Whoever is not in this step comes back later, and is counted anew then.
+            here = set(samplers)
+            for sampler in [one for one in list(self._rows) if one not in here]:
+                del self._rows[sampler]
+            taken = {row.slot for row in self._rows.values()}
+        if (needed := len(taken) + len(new)) > size:
+            grown_SV = self._seen_SV.new_zeros(1 << (needed - 1).bit_length(), self._seen_SV.shape[1])
+            grown_SV[:size] = self._seen_SV
+            self._seen_SV = grown_SV
+        free = (slot for slot in range(len(self._seen_SV)) if slot not in taken)
+        for sampler in new:
+            self._rows[sampler] = _Row(next(free), 0)
+        slots = [self._rows[sampler].slot for sampler in new]
+        self._seen_SV.index_fill_(0, uploaded_rows(slots, self._seen_SV.device), 0)
+        self._add([(row.slot, token, PROMPT) for one in new for row in [self._rows[one]] for token in one.prompt_ids])
+
+    def _count(self, samplers: Sequence[RequestSampler]) -> None:
+        """Count what was observed since the last step."""
+        entries = []
+        for sampler in samplers:
+            row = self._rows[sampler]
+            entries += [(row.slot, token, OUTPUT) for token in sampler.output[row.counted :]]
+            row.counted = max(row.counted, len(sampler.output))
+        self._add(entries)
+
+    def _add(self, entries: Sequence[tuple[int, int, int]]) -> None:
+        if entries:
+            columns = np.array(entries, dtype=np.int64).T.copy()
+            slots_N, tokens_N, amounts_N = uploaded(columns, self._seen_SV.device)
+            self._kernel.add(self._seen_SV, slots_N, tokens_N, amounts_N.to(torch.int32))
