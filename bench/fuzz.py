@@ -201,13 +201,17 @@ def operations(description: dict[str, Any]) -> int:
 
 def plausible(description: dict[str, Any], model: str, sessions: Sequence[str]) -> dict[str, Any]:
     """The description with values that a server takes in the place of each body, and with these
-    sessions where a path names one that is not deleted. Fields of which none is known are left out.
+    sessions where a path or a query names one that is not deleted. Fields of which none is known
+    are left out, and so are parameters of queries that need not be there.
     """
     found = copy.deepcopy(description)
     for path in UNLIKELY:
         del found["paths"][path]
     ids = {"type": "array", "items": {"enum": list(sessions)}, "minItems": 1, "maxItems": 2, "uniqueItems": True}
     own_ids = {"model": {"enum": [model]}, "session_id": {"enum": list(sessions)}, "ids": ids}
+    # What every look into the state must say. A session may have been rewound to its beginning.
+    branch, first = {"enum": [f"session:{one}" for one in sessions]}, {"enum": [0]}
+    looks = {"branch": branch, "a": branch, "b": branch, "layer": first, "position": first}
     schemas = found["components"]["schemas"]
     choices: dict[str, list[dict[str, str]]] = {}
     for name, schema in list(schemas.items()):
@@ -238,10 +242,16 @@ def plausible(description: dict[str, Any], model: str, sessions: Sequence[str]) 
                 name = content["schema"].get("$ref", "").rpartition("/")[2]
                 if name in choices:
                     content["schema"] = {"anyOf": choices[name]}
-            parameters = [one for one in operation.get("parameters", ()) if one["in"] == "path"]
+            parameters = [
+                one
+                for one in operation.get("parameters", ())
+                if one["in"] == "path" or (one["in"] == "query" and one.get("required"))
+            ]
             operation["parameters"] = parameters
             for parameter in parameters:
-                if parameter["name"] in own_ids and method != "delete":
+                if parameter["in"] == "query":
+                    parameter["schema"] = looks[parameter["name"]]
+                elif parameter["name"] in own_ids and method != "delete":
                     parameter["schema"] = own_ids[parameter["name"]]
     return found
 

@@ -199,6 +199,11 @@ def test_a_mistake_in_a_config_file_is_located(
     assert err.count("\n") == 1
 
 
+def test_a_directory_is_no_config_file(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"cannot be read: Is a directory$"):
+        read_config(tmp_path, {"seed"})
+
+
 def test_unknown_option_in_config_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -417,6 +422,21 @@ def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("quire: ")
+
+
+def test_ctrl_c_while_modules_are_imported() -> None:
+    code = """
+import sys
+from quire.__main__ import main
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "quire.cli_options":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nquire: interrupted\n")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tests.test_cli import run
 
 from quire import LLM, NotFound
 from quire.server import known_tokenizers
+from quire.store_tables import fact_for_people
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,10 @@ def test_looking(used: tuple[LLM, str], shell: Shell) -> None:
     shown = shell.json("show", "main")
     assert shown["tokens"] == llm.checkout("main").tokens
     assert (shown["session"], shown["objects"], shown["objects_there"]) == ("adder", 1, 1)
-    assert "objects there" in shell("show", "other")
+    told = shell("show", "other")
+    assert "objects there" in told
+    assert f"{llm.log('other')[0].model['architecture']}, config " in told
+    assert not {"{", "[", "None", "False"} & set(told.replace("'", " ").split())
     assert "return a + b" in shell("show", "other", "--text")
     parted = shell("diff", "main", "other", "--text")
     assert "x = 1" in parted
@@ -118,6 +122,7 @@ def test_copies_and_removals_while_the_llm_commits(used: tuple[LLM, str], shell:
     assert "branch here is gone" in shell("rm", "here")
     assert "no branch 'here'" in shell("log", "here", code=2)
     assert "8 digits are needed" in shell("show", "24c7", code=2)
+    assert "no branch '24c7f00d', and no commit whose id begins so" in shell("show", "24c7f00d", code=2)
     assert "0 commits, 0 objects" in shell("gc"), "what is young stays"
     with pytest.raises(NotFound):
         llm.checkout("here")
@@ -163,3 +168,25 @@ def test_looking_needs_no_torch(used: tuple[LLM, str]) -> None:
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert found.stdout.splitlines()[-1] == "False"
     assert "own bytes" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("message", "", "none"),
+        ("labels", {}, "none"),
+        ("labels", {"a": "b", "c": "d"}, "a=b, c=d"),
+        ("bytes", 12345, "12,345"),
+        ("num_tokens", 0, "0"),
+        ("adapters", [[0, None], [7, "f" * 40]], f"none from token 0 on, {'f' * 16} from token 7 on"),
+        ("window", [64, 4], "64 with sink 4"),
+        ("modified", False, "no"),
+        (
+            "model",
+            {"architecture": "Llama", "config": "c" * 40, "weights": "w"},
+            f"Llama, config {'c' * 16}, weights w",
+        ),
+    ],
+)
+def test_facts_for_people(name: str, value: Any, told: str) -> None:
+    assert fact_for_people(name, value) == told

@@ -307,6 +307,7 @@ def test_wrong_keys_and_names_are_said(pair: tuple[Served, Path]) -> None:
     with pytest.raises(HttpFailure) as caught:
         run_remote_chat(served.url, api_key="wrong")
     assert caught.value.status == 401
+    assert "--api-key, or the environment variable QUIRE_API_KEY" in str(caught.value)
     with pytest.raises(HttpFailure) as caught:
         run_remote_chat(served.url, api_key=KEY, model="unknown-model")
     assert (caught.value.status, "unknown-model" in str(caught.value)) == (404, True)

@@ -244,6 +244,12 @@ def test_plausible_bodies_run(clients: Any, watched: Any) -> None:
         method: operation["parameters"][0]["schema"]
         for method, operation in found["paths"]["/v1/sessions/{session_id}"].items()
     }
+    asked = found["paths"]["/v1/state/attention"]["get"]["parameters"]
+    assert {one["name"]: one["schema"]["enum"] for one in asked} == {
+        "branch": ["session:session-1"],
+        "position": [0],
+        "layer": [0],
+    }
     assert places["get"] == {"enum": ["session-1"]}
     assert "enum" not in places["delete"]
 

@@ -1,6 +1,17 @@
-"""``python -m quire``: the command line."""
+"""``python -m quire``: the command line, as ``quire``."""
 
-from quire.cli import main
+import sys
+
+
+def main() -> None:
+    """Run the command ``quire``, also if Ctrl-C comes while its modules are imported."""
+    try:
+        from quire.cli import main as run
+    except KeyboardInterrupt:
+        print("\nquire: interrupted", file=sys.stderr)
+        sys.exit(130)
+    run()
+
 
 if __name__ == "__main__":
     main()

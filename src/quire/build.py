@@ -55,7 +55,7 @@ from quire.memory_profile import (
     run_greatest_step,
 )
 from quire.models.adapter_targets import embedding_of, linears_of, low_rank_refusal
-from quire.models.catalogue import resolve_model
+from quire.models.catalogue import resolve_model, resolve_tokenizer
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import model_fingerprint
 from quire.models.loading import free_memory, load_model, resolve_dtype
@@ -246,7 +246,7 @@ def make_adapters(model: LoadedModel, ranks: int = 512, memory: int | str | None
 
 def load_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer | None:
     """Return the configured tokenizer, else the model's; None: it works with token ids."""
-    path = model_path if config.tokenizer is None else resolve_model(config.tokenizer, revision=config.revision)
+    path = model_path if config.tokenizer is None else resolve_tokenizer(config.tokenizer, revision=config.revision)
     found = Tokenizer.from_directory(path)
     if found is None and config.tokenizer is not None:
         raise CheckpointError(f"tokenizer {config.tokenizer!r}: {path} holds no tokenizer.json")

@@ -185,7 +185,10 @@ def read_config(path: Path, known: Set[str]) -> dict[str, Any]:
         where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         raise InvalidArgument(f"config file {str(path)!r} cannot be read: {where}{problem}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidArgument(f"config file {str(path)!r} cannot be read: {str(error).splitlines()[0]}") from error
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise InvalidArgument(
+            f"config file {str(path)!r} cannot be read: {reason or str(error).splitlines()[0]}"
+        ) from error
     if found is None:  # empty, or nothing but comments
         return {}
     if not isinstance(found, dict):

@@ -13,7 +13,7 @@ import typer
 
 from quire.cli_options import command
 from quire.errors import InvalidArgument, NotFound
-from quire.store_tables import COLUMNS, SHOWN, commit_facts, commit_row
+from quire.store_tables import COLUMNS, SHOWN, commit_facts, commit_row, fact_for_people
 
 if TYPE_CHECKING:
     from quire.contracts.store import StoreTier
@@ -157,7 +157,7 @@ def show(
     if as_json:
         print(json.dumps(facts | {"tokens": ids}))
         return
-    described = ((key.replace("_", " "), value) for key, value in facts.items())
+    described = ((key.replace("_", " "), fact_for_people(key, value)) for key, value in facts.items())
     _print(["", ""], [*described, ("text" if text else "tokens", _words(found, text)(ids))])
 
 

@@ -30,6 +30,27 @@ def commit_row(commit: SessionCommit) -> tuple[object, ...]:
     )
 
 
+def fact_for_people(name: str, value: Any) -> str:
+    """Return one of ``commit_facts``, or a number, in words."""
+    match name, value:
+        case _, bool():
+            return "yes" if value else "no"
+        case "bytes", int():
+            return f"{value:,}"
+        case _, None | "" | []:
+            return "none"
+        case "model", {"architecture": architecture, "config": config, "weights": weights}:
+            return f"{architecture}, config {config[:16]}, weights {weights[:16]}"
+        case "adapters", [*runs]:
+            return ", ".join(f"{(adapter or 'none')[:16]} from token {start} on" for start, adapter in runs)
+        case "window", [window, sink]:
+            return f"{window} with sink {sink}"
+        case _, dict():
+            return ", ".join(f"{key}={one}" for key, one in value.items()) or "none"
+        case _:
+            return str(value)
+
+
 def commit_facts(commit: SessionCommit) -> dict[str, Any]:
     """Return a commit in JSON types, without its tokens."""
     return {

@@ -25,6 +25,7 @@ from quire import (
     Unsupported,
 )
 from quire.config import EngineConfig
+from quire.engine.token_ids import as_token_ids
 from small_tokenizers import saved
 
 from .conftest import CONTEXT, VOCAB, Checkpoint, MakeLLM, check, greedy, random_tokens, record
@@ -226,3 +227,9 @@ def test_a_tokenizer_that_does_not_fit(make_llm: MakeLLM, llama: Checkpoint, tmp
     (folder / "tokenizer.json").write_text(saved("byte_level"))
     with pytest.raises(QuireError, match="97"):
         make_llm(folder, kv_cache_memory="1MiB")
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, "None"), (5, "5"), ("text", "'text'"), ([1.5], r"\[1.5\]")])
+def test_what_was_given_for_token_ids(given: Any, told: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"must be a row of integers, got {told}$"):
+        as_token_ids(given)

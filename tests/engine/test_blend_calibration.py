@@ -406,6 +406,15 @@ def test_the_digest_of_the_weights_waits_until_there_is_a_record(
     assert make_llm(llama, store=[f"file://{tmp_path}/store"]).blend_calibration is None
 
 
+def test_a_store_that_cannot_be_read_is_named_first(
+    make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.WARNING, "quire.engine"):
+        assert make_llm(llama, store=[f"file://{tmp_path}/file/store"]).blend_calibration is None
+    assert "the store cannot be read, so no calibration of blending is known: " in caplog.text
+
+
 def test_a_state_directory_keeps_it(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:
     one = make_llm(llama, state_dir=tmp_path)
     expected = one.calibrate_blending([TEXT])

@@ -274,8 +274,8 @@ def test_a_text_is_taken_out(python_llm: LLM) -> None:
         assert session.text == CODE.replace("    return x + 1\n", "    pass\n").replace("def g", "")
         assert session.tokens[0] == first
         for text, match in (
-            ("nowhere", "must be a text in the session"),
-            ("", "must be a text"),
+            ("nowhere", "the text 'nowhere' does not occur in the session"),
+            ("", "span must be a text of at least one character"),
             ("\n", "more than once"),
         ):
             before = session.tokens
@@ -313,7 +313,9 @@ def test_special_tokens_divide_texts(python_llm: LLM) -> None:
     ids = np.array([*tokenizer.encode("one two", False), special, *tokenizer.encode("three", False)])
     assert place_of(tokenizer, ids, "three") == TextPlace(ids.size - len(tokenizer.encode("three", False)), ids.size)
     for text in ("twothree", tokenizer.token_text(special)):
-        with pytest.raises(InvalidArgument, match="that special tokens do not divide"):
+        with pytest.raises(
+            InvalidArgument, match=r"does not occur in the session, where special tokens are in no text"
+        ):
             place_of(tokenizer, ids, text)
 
 

@@ -5,6 +5,7 @@ that can be.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -196,6 +197,21 @@ def test_without_a_prefix_cache(make_llm: MakeLLM, llama: Checkpoint) -> None:
     llm = make_llm(llama, enable_prefix_caching=False)
     llm.generate(random_tokens(40), greedy(4))
     assert (engine_of(llm).page_use().evictable, llm.status()["kv_cache_usage"]) == (0, 0.0)
+
+
+def test_copies_for_a_store_use_nothing(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:
+    """A finished request's copy is not held, be it written or not."""
+    llm = make_llm(llama, store=[f"file://{tmp_path}"])
+    llm.generate(random_tokens(100), greedy(4))
+    engine = engine_of(llm)
+    assert engine.stored.forks, "the copy stays until the engine looks again"
+    use = engine.page_use()
+    assert (use.evictable > 0, use.held, use.pinned) == (True, 0, 0)
+    assert engine.flush(20)
+    while engine.runner.room.make():
+        pass
+    assert not engine.stored.forks
+    assert engine.page_use().free == use.total
 
 
 def test_finished_requests_use_nothing(small: LLM) -> None:

@@ -19,6 +19,7 @@ from quire.models.catalogue import (
     registered_architectures,
     resolve_adapter,
     resolve_model,
+    resolve_tokenizer,
 )
 from quire.models.loading import load_model
 
@@ -104,6 +105,12 @@ def test_paths_that_lead_nowhere(name: str, hub: list[Any]) -> None:
     with pytest.raises(NotFound, match=r"no such directory; expected a bundled model \(tiny-python\)"):
         resolve_model(name)
     assert hub == []
+
+
+def test_a_tokenizer_is_called_one() -> None:
+    with pytest.raises(NotFound, match=r"^tokenizer './x': there is no such directory; expected a bundled tokenizer"):
+        resolve_tokenizer("./x")
+    assert resolve_tokenizer("tiny-python") == resolve_model("tiny-python")
 
 
 def test_files_empty_names_and_revisions_of_directories(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from quire import AsyncLLM
+from quire.server.errors import STORE_UNAVAILABLE
 from quire.server.settings import ServerSettings
 
 from .conftest import OPTIONS, Served, serving
@@ -108,6 +109,15 @@ def test_refusals(clients: list[httpx.Client]) -> None:
     assert call(mine, "GET", "branches/-x", 400)["param"] == "name"
     assert call(mine, "DELETE", "branches/diff")["name"] == "diff"
     call(mine, "GET", "branches/diff", 404)
+
+
+def test_a_store_that_is_gone_is_not_located(clients: list[httpx.Client], tmp_path: Path) -> None:
+    mine = clients[0]
+    name = call(mine, "POST", "sessions", prompt=PROMPT)["id"]
+    (tmp_path / "store").rename(tmp_path / "moved")
+    (tmp_path / "store").touch()
+    error = call(mine, "POST", f"sessions/{name}/commit", 503, name="main")
+    assert (error["code"], error["message"]) == ("store_unavailable", STORE_UNAVAILABLE)
 
 
 def test_without_a_store(served: Served) -> None:

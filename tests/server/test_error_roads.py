@@ -34,7 +34,7 @@ from quire.errors import (
     Unsupported,
 )
 from quire.sampling_params import BeamSearchParams
-from quire.server.errors import RETRY_AFTER, STATUSES, api_error
+from quire.server.errors import RETRY_AFTER, STATUSES, STORE_UNAVAILABLE, api_error
 from quire.store.records import Unfit
 
 from .conftest import Served, pages_free, wait_for
@@ -65,6 +65,8 @@ EXPECTED: dict[type[QuireError], tuple[int, str, str]] = {
 """Status, code and type of each class."""
 
 REASON = "the reason why it failed"
+WORDS = {"internal_error": "internal error", "store_unavailable": STORE_UNAVAILABLE}
+"""What clients learn in place of a reason that is for the log."""
 TURN = [{"role": "user", "content": "def fib(n):"}]
 LIMITS = {"max_tokens": 4, "temperature": 0}
 
@@ -112,7 +114,7 @@ def test_every_class_has_its_line() -> None:
     for kind, (status, code, type_) in EXPECTED.items():
         found = api_error(kind(REASON))
         assert (found.status, found.code, found.type) == (status, code, type_), kind
-        assert found.message == ("internal error" if code == "internal_error" else REASON)
+        assert found.message == WORDS.get(code, REASON)
         headers = {429: {"Retry-After": str(RETRY_AFTER)}, 507: {"x-should-retry": "false"}}
         same = {503: 429, 500: 507 if code == "store_damaged" else 500}
         assert found.headers == headers.get(same.get(status, status), {})
@@ -139,7 +141,7 @@ def answers(client: httpx.Client, session: str, roads: dict[str, Road]) -> Itera
 def assert_is(error: dict[str, Any], kind: type[QuireError], where: Any) -> None:
     _, code, type_ = EXPECTED[kind]
     assert (error["code"], error["type"]) == (code, type_), where
-    assert error["message"] == ("internal error" if code == "internal_error" else REASON), where
+    assert error["message"] == WORDS.get(code, REASON), where
 
 
 @pytest.mark.product(2)

@@ -257,4 +257,4 @@ def test_errors_call_a_file_by_another_name(tmp_path: Path) -> None:
     path = tmp_path / "quire-state-x" / "state.quire"
     with pytest.raises(DataLoss) as caught, hiding(path, "the file"):
         raise DataLoss(f"state file {str(path)!r} in {path.parent} is damaged")
-    assert str(caught.value) == "state file 'the file' in the server's directory is damaged"
+    assert str(caught.value) == "the file in the server's directory is damaged"

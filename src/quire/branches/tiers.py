@@ -35,6 +35,8 @@ class Tier(Protocol):
     """The sequences whose state comes, or has come, and was not settled."""
     ahead: dict[SeqId, int]
     """The sequences that were saved ahead, and their tokens then. Others note them here."""
+    forks: set[SeqId]
+    """The copies that stay until they are written, or until ``relieve`` gives them back."""
 
     def save(self, branch: Branch) -> bool:
         """Copy out the state that a branch is about to lose, if that is worth it and fits. Return

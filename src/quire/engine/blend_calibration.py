@@ -339,7 +339,7 @@ def kept_calibration(engine: Engine) -> BlendCalibration | None:
     except Unfit as error:
         logger.warning("the calibration of blending is not used: %s; calibrate again", error)
     except QuireError as error:
-        logger.warning("the calibration of blending cannot be read: %s", error)
+        logger.warning("the store cannot be read, so no calibration of blending is known: %s", error)
     return None
 
 

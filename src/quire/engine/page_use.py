@@ -25,8 +25,9 @@ class PageUse:
     free: int
     """Without an owner."""
     evictable: int
-    """Of finished sequences in the prefix cache, of idle unpinned sessions, and of recurrent states
-    kept on the way: given up for any need of a page, since they can be had again."""
+    """Of finished sequences in the prefix cache and their copies on the way to a store, of idle
+    unpinned sessions, and of recurrent states kept on the way: given up for any need of a page,
+    since they can be had again."""
     held: int
     """Of requests that run or wait, also if the cache shares them, and of the executor's KV
     caches."""
@@ -54,7 +55,9 @@ class SequenceOwners:
 def sequence_owners(state: ModelState, sessions: SessionBranches, cache: RadixCache | None) -> SequenceOwners:
     """Sort the sequences as they are now. Call it under the engine's lock, between forwards."""
     written = sessions.written()
-    evictable = set() if cache is None else set(cache.ages())
+    evictable = set(sessions.tier.forks)
+    if cache is not None:
+        evictable.update(cache.ages())
     pinned = set(written)
     for session in sessions.sessions.values():
         seq = session.seq if session.request is None else session.request.work.seq

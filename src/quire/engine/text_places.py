@@ -37,10 +37,15 @@ def place_of(tokenizer: Tokenizer, ids_T: Ids, text: str) -> TextPlace:
         )
     pieces = pieces_of(table, ids_T)
     whole, wanted = b"".join(pieces), require_text("span", text)
-    at = whole.find(wanted) if wanted else -1
-    if at < 0:
+    if not wanted:
+        raise InvalidArgument(field="span", given=text, allowed="a text of at least one character")
+    if (at := whole.find(wanted)) < 0:
         raise InvalidArgument(
-            field="span", given=text, allowed="a text in the session that special tokens do not divide"
+            f"the text {text[:80]!r} does not occur in the session, where special tokens are in no text; "
+            "give one that does, or positions",
+            field="span",
+            given=text,
+            allowed="a text that occurs once",
         )
     if whole.find(wanted, at + 1) >= 0:
         raise InvalidArgument(

@@ -28,7 +28,7 @@ def as_token_ids(tokens: Sequence[int]) -> NDArray[np.int64]:
     if found is not None and found.ndim == 1 and not found.size:
         return np.empty(0, dtype=np.int64)
     if found is None or found.ndim != 1 or found.dtype.kind not in "iu" or bool in map(type, tokens):
-        raise InvalidArgument(f"token ids must be a row of integers, got {str(tokens)[:60]!r}")
+        raise InvalidArgument(f"token ids must be a row of integers, got {tokens!r:.60}")
     if int(found.max()) > np.iinfo(np.int32).max:
         raise InvalidArgument(f"token id {int(found.max())} is outside of every vocabulary; int32 ids are accepted")
     return found.astype(np.int64)

@@ -61,6 +61,11 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     return _resolve("model", name, revision, bundled_models(), "a checkpoint directory", ALLOWED_FILES)
 
 
+def resolve_tokenizer(name: str, revision: str | None = None) -> Path:
+    """Return a tokenizer's directory, found in the order of ``resolve_model``. Raises the same."""
+    return _resolve("tokenizer", name, revision, bundled_models(), "a directory", ALLOWED_FILES)
+
+
 def resolve_adapter(name: str) -> Path:
     """Return an adapter's PEFT directory, found in the order of ``resolve_model``.
 

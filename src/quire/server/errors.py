@@ -6,6 +6,7 @@ Routes raise ``ApiError``, or let Quire's own errors through. Only this module k
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,10 @@ from quire.errors import (
 from quire.metrics import REFUSAL_ERRORS
 from quire.signatures import shown
 
+logger = logging.getLogger("quire.server")
+
+STORE_UNAVAILABLE = "the server's store cannot be read or written now; its log says why"
+"""What a client learns of a tier that failed."""
 CLIENT_GONE = 499
 """nginx's status for a client that closed its connection. No client reads it."""
 
@@ -188,6 +193,10 @@ def api_error(
     arguments."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, TierError):
+        # Its own words name directories and hosts, which clients must not learn.
+        logger.warning("store: %s", error)
+        error = TierError(STORE_UNAVAILABLE)
     for kind, status, code in STATUSES:
         if isinstance(error, kind):
             headers = {"Retry-After": str(RETRY_AFTER)} if status in (429, 503) else None
@@ -214,11 +223,13 @@ def naming(
 
 @contextmanager
 def hiding(path: Path, name: str) -> Iterator[None]:
-    """Let errors of Quire say ``name`` instead of ``path``, which clients must not learn."""
+    """Let errors of Quire say ``name`` instead of a state file at ``path``, or of ``path``, which
+    clients must not learn."""
     try:
         yield
     except QuireError as error:
-        text = str(error).replace(str(path), name).replace(str(path.parent), "the server's directory")
+        text = str(error).replace(f"state file {str(path)!r}", name).replace(str(path), name)
+        text = text.replace(str(path.parent), "the server's directory")
         error.args = (text, *error.args[1:])
         raise
 

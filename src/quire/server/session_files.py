@@ -124,7 +124,7 @@ async def saved_session(session: AsyncSession, request: Request, context: Contex
     try:
         held = len(session) if session.window is None else min(len(session), session.window[0])
         place.claim(held * context.llm.bytes_per_token)  # an estimate
-        with hiding(path, name):
+        with hiding(path, f"state file {name!r}"):
             await unless_gone(request, session.save(path, use_tqdm=False))
         place.claim(path.stat().st_size)
     except BaseException:

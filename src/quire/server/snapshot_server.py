@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config import check_int
 from quire.contracts.store import StoreTier
-from quire.errors import InvalidArgument, QuireError
+from quire.errors import InvalidArgument, QuireError, TierError
 from quire.server import page_routes
 from quire.server.errors import ApiError, api_error, error_response
 from quire.server.file_snapshot import file_snapshot
@@ -207,7 +207,11 @@ def create_snapshot_app(
 
 
 async def _told(request: Request, error: Exception) -> Response:
-    return error_response(api_error(error))
+    # Who looks at a file or a store of this machine may know where it is.
+    told = api_error(error)
+    if isinstance(error, TierError):
+        told.message = str(error)
+    return error_response(told)
 
 
 async def _nothing(request: Request, error: Exception) -> Response:

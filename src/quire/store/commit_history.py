@@ -97,7 +97,8 @@ class History:
             if ids:
                 raise NotFound(f"{len(ids)} commits begin with {name}: {', '.join(sorted(ids)[:SHOWN])}")
         short = "" if set(name) - set("0123456789abcdef") or is_id(name) else "; of a commit's id 8 digits are needed"
-        told = f"there is no branch {name!r}; there are: {await self._known()}{short}"
+        nor = ", and no commit whose id begins so" if is_id(name) else ""
+        told = f"there is no branch {name!r}{nor}; there are: {await self._known()}{short}"
         raise NotFound(told, field="name", given=name)
 
     async def commit(self, name: str) -> SessionCommit:
