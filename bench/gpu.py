@@ -420,16 +420,17 @@ def of_model(part: str, name: str, arguments: argparse.Namespace, found: Hardwar
 
 
 def captured(path: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure decodes through the engine, by captured steps and without; print a table."""
+    """Measure decodes through the engine: by captured steps that run ahead of their tokens, by
+    captured ones that wait for them, and by neither. Print a table."""
     rows: list[dict[str, object]] = []
     options = {"device": arguments.device, "max_model_len": min(2048, MODELS[name]["max_position_embeddings"])}
-    for eager in (False, True):
-        with LLM(path, **options, enforce_eager=eager, enable_prefix_caching=False) as llm:
+    for eager, ahead in ((False, True), (False, False), (True, False)):
+        given = {**options, "enforce_eager": eager, "async_scheduling": ahead}
+        with LLM(path, **given, enable_prefix_caching=False) as llm:
             for batch in (1, 8, 64):
                 taken, busy = decoded(llm, batch, 40 * arguments.rounds)
-                rows.append(
-                    {"model": name, "batch": batch, "captured": not eager, "step us": taken, "busy": f"{busy:.0%}"}
-                )
+                row: dict[str, object] = {"model": name, "batch": batch, "captured": not eager, "ahead": ahead}
+                rows.append({**row, "step us": taken, "busy": f"{busy:.0%}"})
     print_table(rows)
     return {"captured": rows}
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.exact import TINY_PYTHON
@@ -212,6 +213,46 @@ def test_experts_of_eight_bits_are_captured(tmp_path: Path) -> None:
         assert captured(llm) > 0
     with LLM(tmp_path, device=DEVICE, enforce_eager=True, **options) as eager:
         assert tokens(eager, prompts, params) == found
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=12, logprobs=2),
+        SamplingParams(temperature=0.7, seed=5, max_tokens=12, repetition_penalty=1.2, presence_penalty=0.3),
+    ],
+)
+@pytest.mark.parametrize("eager", [False, True])
+def test_steps_ahead(params: SamplingParams, eager: bool) -> None:
+    """They draw what steps draw that wait for the tokens before, by captured work and without."""
+    found = []
+    for ahead in (False, True):
+        with LLM("tiny-python", device=DEVICE, enforce_eager=eager, async_scheduling=ahead, **OPTIONS) as llm:
+            texts = tokens(llm, PROMPTS, params)
+            stop = texts[0][5]
+            found.append((texts, tokens(llm, PROMPTS, params.replace(stop_token_ids=[stop]))))
+            assert (llm.metrics()["quire:steps_ahead_total"] > 0) == ahead
+            llm.engine.runner.state.check()
+    assert found[0] == found[1]
+
+
+def test_a_step_ahead_waits_for_nothing_but_its_tokens(gpu: LLM) -> None:
+    """Events of copies are waited for, and PyTorch raises at anything else that waits."""
+    engine = gpu.engine
+    requests = [one for seed in range(3) for one in engine.submit(np.array([5, 6, 7 + seed]), GREEDY)]
+    for _ in range(5):
+        engine.step()
+    assert engine._flight is not None
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [len(request.output_ids) for request in requests] == [9] * 3
+    engine.end(requests)
 
 
 def test_captured_logits_are_those_of_the_plain_path(gpu: LLM) -> None:

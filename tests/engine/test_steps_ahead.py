@@ -554,6 +554,7 @@ def test_the_context_ends(make_llm: MakeLLM, llama: Checkpoint) -> None:
     output = llm.generate(PROMPT, greedy(1).replace(max_tokens=None))[0].outputs[0]
     assert (output.finish_reason, output.stop_reason) == ("length", "context")
     assert output.token_ids == llama.greedy(PROMPT, 28)
+    assert count(llm, "tokens_withdrawn") == 0
     longest = random_tokens(CONTEXT - 3)
     llm = ahead(make_llm(llama))
     assert llm.generate(longest, greedy(3))[0].outputs[0].token_ids == llama.greedy(longest, 3)

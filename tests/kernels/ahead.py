@@ -55,7 +55,7 @@ class Recorder:
 
 def compiled(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return what the compiler makes of a launch."""
-    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
+    options = {name: kwargs[name] for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in kwargs}
     names = program.arg_names
     given = {**dict(zip(names, args, strict=False)), **{name: x for name, x in kwargs.items() if name in names}}
     signature, constants, attributes = {}, {}, {}
@@ -127,14 +127,23 @@ CASES: dict[str, tuple[list[int], list[int], tuple[int, int, int, int], bool]] =
 
 def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     """Return what a model's layers launch in bfloat16: case, program, arguments."""
-    from quire.kernels import attention_programs, draw_programs, recurrence_programs, row_programs, triton_recurrence
+    from quire.kernels import (
+        attention_programs,
+        draw_programs,
+        penalty_programs,
+        recurrence_programs,
+        row_programs,
+        triton_recurrence,
+    )
     from quire.kernels import triton_rows as rows_module
     from quire.kernels.triton_attention import TritonAttention
     from quire.kernels.triton_draw import TritonDraw
+    from quire.kernels.triton_penalties import TritonPenalties
 
     names = {
         attention_programs: ("attend_items", "merge_states"),
         draw_programs: ("sum_blocks", "find_tokens", "count_bins", "choose_bins", "collect_keys", "find_ranked"),
+        penalty_programs: ("add_amounts", "penalise"),
         recurrence_programs: ("walk_rows", "weigh_chunks", "pass_chunks", "read_chunks", "convolve_rows"),
         row_programs: ("norm_rows", "gate_rows", "scale_rows", "copy_words", "place_heads"),
     }
@@ -177,6 +186,9 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     z_WV = torch.zeros(4, 151_936)
     for draw in (TritonDraw().draw, TritonDraw().draw_ranked):
         draw(z_WV, z_WV[:, 0], torch.zeros(4, 6, dtype=torch.float64), 2.0**44)
+    places_N, seen_SV = torch.zeros(300, dtype=torch.int64), torch.zeros(8, 151_936, dtype=torch.int32)
+    TritonPenalties().add(seen_SV, places_N, places_N, places_N.int())
+    TritonPenalties().penalise(z_WV, seen_SV, torch.zeros(4, 5, dtype=torch.float64))
     yield from recorded("draws")
     triton_recurrence.triton_problem = lambda device: ""
     for case in RECURRENCES:

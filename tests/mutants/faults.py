@@ -2,6 +2,7 @@
 
 from tests.mutants import (
     faults_adapters,
+    faults_ahead,
     faults_attention,
     faults_blended_engine,
     faults_blending,
@@ -51,6 +52,7 @@ MUTANTS = (
     *faults_reuse.MUTANTS,
     *faults_tiers.MUTANTS,
     *faults_triton.MUTANTS,
+    *faults_ahead.MUTANTS,
     *faults_flashinfer.MUTANTS,
     *faults_chunks.MUTANTS,
     *faults_unmarked_text.MUTANTS,
