@@ -137,7 +137,7 @@ def test_parts_of_models_are_measured(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [line["benchmark"] for line in lines] == ["latency", "latency", "gpu", "throughput", "latency", "throughput"]
     assert [len(line["rows"]) for line in lines if line["benchmark"] == "latency"] == [3, 1, 3]
-    assert [row["batch"] for row in lines[2]["captured"]] == [1, 8, 64] * 2
+    assert [row["batch"] for row in lines[2]["captured"]] == [1, 8, 64] * 3
     assert set(lines[-1]["peers"]) == {"transformers, static batches", "transformers, continuous batching"}
 
 
