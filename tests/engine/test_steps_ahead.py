@@ -268,6 +268,23 @@ def test_a_wide_nucleus_draws_again(make_llm: MakeLLM, llama: Checkpoint, monkey
     check(llm)
 
 
+def test_others_go_on_while_a_wide_nucleus_draws_again(
+    make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that drew again run the right token in the step after the next, and no other before."""
+    monkeypatch.setattr(filters, "TOP_WIDTH", 12)
+    params = [
+        greedy(24),
+        SamplingParams(temperature=0.5, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=1.0, top_k=4, seed=6, max_tokens=24, ignore_eos=True),
+    ]
+    prompts = [random_tokens(n) for n in (5, 9, 14)]
+    plain, llm = make_llm(llama), ahead(make_llm(llama))
+    assert token_ids(llm.generate(prompts, params)) == token_ids(plain.generate(prompts, params))
+    assert 0 < count(llm, "tokens_withdrawn") < count(llm)
+    check(llm)
+
+
 def test_random_numbers_go_back_in_their_order() -> None:
     """Of two draws of a request that nobody reads, the later one goes back first."""
     z_RV = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))

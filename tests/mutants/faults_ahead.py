@@ -22,6 +22,13 @@ MUTANTS = (
         tests=(f"{TESTS}::test_a_wide_nucleus_draws_again",),
     ),
     Mutant(
+        name="ahead-what-was-taken-back-runs-ahead",
+        file=STEPS,
+        old="        if any(not ready[row].finished for row in flight.drawing.void):\n            return",
+        new="        if False:\n            return",
+        tests=(f"{TESTS}::test_others_go_on_while_a_wide_nucleus_draws_again",),
+    ),
+    Mutant(
         name="ahead-random-numbers-are-lost",
         file=DRAWS,
         old="self._samplers[row].take_back(self._uniforms.pop(row))",

@@ -281,6 +281,8 @@ class EngineSteps(UnsampledRuns):
         tokens_R, ready = flight.drawing.tokens_R, flight.drawing.ready
         if not self.runs_ahead or tokens_R is None or self.stored.open:
             return
+        if any(not ready[row].finished for row in flight.drawing.void):
+            return  # It goes on with a token that this flight has not run.
         rows = [row for row, one in enumerate(ready) if not (one.finished or self.sampling.is_last(one))]
         going_on = [ready[row] for row in rows]
         if any(one.work.blend is not None or not self.sampling.may_run_ahead(one) for one in going_on):
