@@ -78,6 +78,7 @@ def compiled(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dic
         "shared": found.metadata.shared,
         "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
         "mma": len(re.findall(r"mma\.sync", ptx)),
+        "fused": len(re.findall(r"fma\.rn\.f32", ptx)),
         "async_copies": len(re.findall(r"cp\.async", ptx)),
         "cubin": len(found.asm["cubin"]),
         **resources(found.asm["cubin"]),

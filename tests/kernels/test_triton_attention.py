@@ -287,7 +287,7 @@ def test_a_model_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rare", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_programs_compile_for_a_gpu(rare: bool, tmp_path: Path) -> None:
     """For compute capability 9.0: prompts use its matrix units, nothing spills, shared memory
-    suffices.
+    suffices, and penalties are not fused.
     """
     if problem := compiler_problem():
         pytest.skip(problem)
@@ -308,6 +308,9 @@ def test_programs_compile_for_a_gpu(rare: bool, tmp_path: Path) -> None:
         assert one["stack"] <= (8 if rare else 0), one
         if one["program"] in ("pass_chunks", "read_chunks") or (one["case"], one["program"]) in multiply:
             assert one["wgmma"] > 0, one
+        # Numbers of penalties are those of a CPU, each operation rounded.
+        assert one["program"] != "penalise" or one["fused"] == 0, one
+    assert rare or "penalise" in {one["program"] for one in made}
 
 
 def compiler_problem() -> str:
