@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         name="samples-of-an-inexact-prompt-are-exact",
-        file="engine/engine.py",
+        file="engine/steps.py",
         old="        sibling.work.origin = leader.work.origin\n",
         new="",
         tests=("engine/test_inexact.py::test_a_request_that_is_inexact_from_a_token_on",),

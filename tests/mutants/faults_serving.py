@@ -60,8 +60,8 @@ INTERRUPTS = (
     Mutant(
         name="code-of-users-shielded",
         file="ops/request_sampler.py",
-        old="made = exposed(partial(processor, list(self._output), logits_V))",
-        new="made = partial(processor, list(self._output), logits_V)()",
+        old="made = exposed(partial(processor, list(self.output), logits_V))",
+        new="made = partial(processor, list(self.output), logits_V)()",
         tests=("engine/test_interrupts.py::test_a_logits_processor_is_interrupted_where_it_is",),
     ),
     Mutant(

@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         name="nothing-is-copied-ahead",
-        file="engine/engine.py",
+        file="engine/steps.py",
         old="                    self.branches.save_ahead()",
         new="                    pass",
         tests=(f"{AHEAD}::test_what_would_go_next_is_copied_before",),

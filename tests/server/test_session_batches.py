@@ -143,11 +143,11 @@ def test_one_that_fails_leaves_the_others(served: Served, monkeypatch: pytest.Mo
     drawing = served.llm.engine.sampling
     draw = drawing.draw
 
-    def broken(logits: Any, requests: Any, first: Any) -> None:
+    def broken(logits: Any, requests: Any, first: Any) -> Any:
         for row, request in enumerate(requests):
             if request.session is held and len(request.output_ids) == 2:
                 logits[row] = float("nan")
-        draw(logits, requests, None)  # the first maxima are those of before
+        return draw(logits, requests, None)  # the first maxima are those of before
 
     monkeypatch.setattr(drawing, "draw", broken)
     first, second = ok(together(client, ids=names, **LONG | {"max_tokens": 6}))["choices"]
