@@ -114,7 +114,7 @@ class RequestSampler:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The distinct tokens of the prompt that penalties look at."""
+        """Return the distinct tokens of the prompt that penalties look at."""
         found: list[int] = [] if self.counts is None else self.counts.ids_N[: self.counts.num_prompt].tolist()
         return found
 
