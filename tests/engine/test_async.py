@@ -8,6 +8,7 @@ import inspect
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from tests.slow_steps import slow_steps
 
 from quire import LLM, AsyncLLM, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, SamplingParams
-from quire.async_llm.stepper import Call
+from quire.async_llm.stepper import Call, Job, Stepper
 from quire.async_llm.stream import AsyncStream, SampleDelta
 from quire.engine.beam import search
 from quire.engine.session_sources import SessionSources
@@ -499,6 +500,42 @@ def test_cancelled_tasks_end_their_requests(llm: AsyncLLM, llama: Checkpoint, wa
     asyncio.run(use())
     assert pages_free(llm)
     check(llm._llm)
+
+
+class LateInbox(deque[Job]):
+    """Shows a job only at the third look, as if it came between two looks at it."""
+
+    looks = 0
+
+    def __bool__(self) -> bool:
+        self.looks += bool(len(self))
+        return len(self) > 0 and self.looks > 2
+
+
+def test_a_cancel_that_overtakes_its_job(llama: Checkpoint) -> None:
+    """The cancel is taken out while the job is on its way: it ends all the same."""
+    llm = LLM(llama.path, device="cpu", dtype="float32", kv_cache_memory="4MiB")
+    stepper, requests = Stepper(llm), []
+    try:
+        over = threading.Event()
+
+        def submit() -> list[Any]:
+            requests.extend(llm.engine.submit(np.array(PROMPT), LONG))
+            return requests
+
+        job = Job(llm.engine, submit)
+        job.listeners.append(over.set)
+        with stepper._changed:
+            stepper._inbox = LateInbox()
+            stepper.submit(job)
+            stepper.cancel(job)
+        with stepper._changed:
+            stepper._changed.notify()
+        assert over.wait(30)
+        assert [request.finish_reason for request in requests] == ["cancelled"]
+    finally:
+        stepper.stop()
+        stepper.join(10)
 
 
 def test_timeout(llm: AsyncLLM) -> None:

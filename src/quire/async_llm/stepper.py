@@ -277,6 +277,8 @@ class Stepper:
             try:
                 with on_behalf_of(job.caller):
                     job.start()
+                if job.cancelled:
+                    job.abort()  # Its cancel may have been taken out while it was in the inbox.
             except BaseException as error:
                 self._finish(job, error)
         while self._cancels:
