@@ -32,7 +32,7 @@ from quire.kernels.block import native_blocks
 from quire.kernels.cores import limit_threads
 from quire.kernels.float8 import Float8Linear, float8_problem
 from quire.kernels.heap import keep_freed_memory
-from quire.kernels.linear import native_linear
+from quire.kernels.linear import TILES, native_linear
 from quire.kernels.low_rank import native_low_rank
 from quire.kernels.native_library import native_problem
 from quire.kernels.rows import native_rows
@@ -396,7 +396,15 @@ def layer_kernels(device: torch.device, quantization: str | None = None) -> Laye
         raise Unsupported(f"quantization {form!r}: {reason}", field="quantization", given=form)
     if device.type != "cpu":
         return LayerKernels(None if triton_problem(device) else TritonRows(), Float8Linear() if form else None, form)
-    return LayerKernels(native_rows(), native_linear(), form, native_blocks())
+    linear = native_linear()
+    if form is not None and linear is not None and linear.level == TILES:
+        logger.warning(
+            "quantization %s: this processor multiplies bfloat16 weights by AMX tiles, but not %s weights; "
+            "prompts take up to four times as long as in bfloat16, single tokens do not",
+            form,
+            form,
+        )
+    return LayerKernels(native_rows(), linear, form, native_blocks())
 
 
 def quantization_problem(quantization: Quantization, device: torch.device) -> str:

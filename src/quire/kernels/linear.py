@@ -27,6 +27,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 SLAB = 64 << 20
 """Bytes of memory that packed weights share, which is much more than a huge page."""
 ALIGNMENT = 64
+TILES = 4
+"""Level of a processor with tiles of bfloat16 (AMX)."""
 EMULATED = 5
 """Level of tiles of bfloat16 (AMX) that any machine has, slowly, for tests."""
 
