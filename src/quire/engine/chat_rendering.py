@@ -135,16 +135,17 @@ def encode_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template: str | None = None,
     text_limit: TextLimit | None = None,
+    inside: bool = False,
     **extra: Any,
 ) -> list[int]:
-    """Return the token ids of the prompt for ``messages``, by ``chat_template`` or the
-    tokenizer's."""
+    """Return the token ids of the prompt for ``messages``, by ``chat_template`` or the tokenizer's.
+    ``inside``: other text stands before it."""
     template = select_template(tokenizer.chat_templates, chat_template, with_tools=tools is not None)
     variables = {**tokenizer.special_tokens, **extra}
     text = render_chat(
         template, messages, add_generation_prompt=add_generation_prompt, tools=tools, text_limit=text_limit, **variables
     )
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode_rendered(text, inside=inside)
 
 
 def select_template(templates: Mapping[str, str], chosen: str | None = None, *, with_tools: bool = False) -> str:

@@ -128,8 +128,10 @@ class RequestPreparation:
             bare, marked = without_segments(conversation)
             texts.append(text := render(bare))
             parts, unplaced = ([text], ()) if blend is None else cut_at_segments(text, bare, marked, render)
-            # The text holds its special tokens.
-            tokens, found = read_segments(parts, lambda part, first: self._encode(part, None, begins=False))
+            tokens, found = read_segments(
+                parts,
+                lambda part, first: np.array(tokenizer.encode_rendered(part, inside=not first), dtype=np.int64),  # type: ignore[arg-type]
+            )
             ids.append(tokens)
             pieces.append(replace(found, unplaced=unplaced))
         key = cache_key(cache_salt)
@@ -291,7 +293,7 @@ class RequestPreparation:
 
     def _encode(self, prompt: Text, checks: RequestChecks | None, *, begins: bool = True) -> NDArray[np.int64]:
         """Return a prompt's token ids; ``checks`` refuse a text that is too long, untokenised.
-        ``begins``: with the tokens that begin a prompt."""
+        ``begins``: as a prompt, with the tokens that begin one; else in the middle of a text."""
         if checks is not None:
             checks.text(prompt)
         if not isinstance(prompt, str):
@@ -300,7 +302,8 @@ class RequestPreparation:
             if not prompt:
                 return np.empty(0, dtype=np.int64)
             raise InvalidArgument("this model has no tokenizer; give token ids instead of text", field="prompt")
-        return np.array(self.tokenizer.encode(prompt, add_special_tokens=begins), dtype=np.int64)
+        encode = self.tokenizer.encode if begins else self.tokenizer.encode_inside
+        return np.array(encode(prompt), dtype=np.int64)
 
 
 def cache_key(salt: str | None) -> Hashable:

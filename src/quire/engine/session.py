@@ -46,14 +46,15 @@ class Session(SessionEdits):
     @uninterrupted
     @kept
     def append(self, text: Prompt, *, priority: int = 0, use_tqdm: bool | None = None) -> Self:
-        """Add text or token ids (no BOS), perhaps with embeddings, and run them.
+        """Add text or token ids (no BOS), perhaps with embeddings, and run them. Text continues
+        what the session holds: the tokenizer puts no space between, as it may before a prompt.
         ``quire.engine.prompts.read_prompt`` describes prompts with embeddings; ``priority`` is
         that of ``CacheHints``. ``use_tqdm`` shows on stderr how far it is; None: on a terminal, if
         there are more tokens than one step takes."""
         check_int("priority", priority, -MOST_PRIORITY, MOST_PRIORITY)
         if use_tqdm is not None:
             require_bool("use_tqdm", use_tqdm)
-        new, media = self._encode(text)
+        new, media = self._encode(text, self._state.tokens.ids)
         with self._engine.lock:
             state = self._idle("append")
             if not new.size:
@@ -212,7 +213,7 @@ class Session(SessionEdits):
             raise InvalidArgument(
                 "score takes text or token ids: an embedding has no probability; append it instead", field="text"
             )
-        new, _ = self._encode(text)
+        new = self.encode(text)
         with self._engine.lock:
             state = self._idle("score")
             self._engine.checks.tokens(new)
@@ -402,7 +403,8 @@ class Session(SessionEdits):
             turns, checks = self._turns.up_to(len(ids)), self._engine.checks_of(self._state)
         # Without the lock: other threads go on while a long conversation is rendered and tokenised.
         asked = turns.ask(messages, ids, tokenizer, answer)
-        rendered = encode_chat(tokenizer, asked.all_messages, text_limit=checks.text_limit)
+        inside = tokenizer.has_text(np.array(ids[: asked.start], dtype=np.int64))
+        rendered = encode_chat(tokenizer, asked.all_messages, text_limit=checks.text_limit, inside=inside)
         tokens = np.array([*ids[: asked.start], *rendered], dtype=np.int64)
         checks.history(tokens)
         with self._engine.lock:
@@ -429,6 +431,7 @@ class Session(SessionEdits):
             lambda given: render_chat(template, given, add_generation_prompt=False, text_limit=longest, **special),
             asked.all_messages,
             tokenizer,
+            inside=tokenizer.has_text(ids[: asked.start]),
         )
         history = np.concatenate((ids[: asked.start], rendered))
         if not parts_from(history, ids):

@@ -168,7 +168,7 @@ async def count_chat(request: Request, body: ChatRequest) -> int:
 
     def count() -> int:
         with naming({}, "messages"):
-            return len(tokenizer.encode(chat.render(chat.messages, chat.tools, asks=True), add_special_tokens=False))
+            return len(tokenizer.encode_rendered(chat.render(chat.messages, chat.tools, asks=True)))
 
     return await in_texts(context, request, len(await request.body()), count)
 
@@ -251,8 +251,7 @@ def _rendered(
             parts, unplaced = cut_at_segments(text, chat.messages, segments, partial(render, tools=chat.tools))
 
         def encode(count: int) -> EncodedPrompt:
-            # The text holds its special tokens.
-            return EncodedPrompt.of(chat.tokenizer, first_of(parts, count), begins=False)
+            return EncodedPrompt.rendered(chat.tokenizer, first_of(parts, count))
 
         prompt = encode(len(text))
         marked.find(chat.messages, chat.tools, render, (text, prompt.ids), lambda count: encode(count).ids)
