@@ -121,7 +121,7 @@ def test_behind_a_window_any_text_fits(python_llm: LLM) -> None:
     text = too_long(python_llm)
     with python_llm.session([5], window=16) as session:
         session.append(text[:2000])
-        assert session._encode(text)[0].size > 512
+        assert session.encode(text).size > 512
 
 
 # -- templates -------------------------------------------------------------------------------------

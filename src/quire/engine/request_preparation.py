@@ -24,6 +24,7 @@ from quire.engine.request_checks import RequestChecks
 from quire.engine.request_outputs import request_output
 from quire.engine.segmented_prompts import WHOLE, Pieces, read_segments
 from quire.engine.sequence_request import SequenceRequest
+from quire.engine.spelled_tokens import SpelledTokens
 from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
@@ -112,26 +113,23 @@ class RequestPreparation:
             raise FailedPrecondition("chat needs a tokenizer with a chat template, and this model has no tokenizer")
         template = select_template(tokenizer.chat_templates, with_tools=tools is not None)
 
-        def render(conversation: Messages) -> str:
-            return render_chat(
-                template,
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                text_limit=self._engine.checks.text_limit,
-                **tokenizer.special_tokens,
-            )
-
         texts: list[str | None] = []
         ids, pieces = [], []
         for conversation in conversations:
-            bare, marked = without_segments(conversation)
-            texts.append(text := render(bare))
-            parts, unplaced = ([text], ()) if blend is None else cut_at_segments(text, bare, marked, render)
-            tokens, found = read_segments(
-                parts,
-                lambda part, first: np.array(tokenizer.encode_rendered(part, inside=not first), dtype=np.int64),  # type: ignore[arg-type]
+            spelled = SpelledTokens(tokenizer, template, conversation, tools)
+            bare, marked = without_segments(spelled.messages(conversation))
+            render = partial(
+                render_chat,
+                template,
+                add_generation_prompt=add_generation_prompt,
+                tools=spelled.value(tools),
+                text_limit=self._engine.checks.text_limit,
+                **tokenizer.special_tokens,
             )
+            text = render(bare)
+            texts.append(spelled.shown(text))
+            parts, unplaced = ([text], ()) if blend is None else cut_at_segments(text, bare, marked, render)
+            tokens, found = read_segments(parts, spelled.encode_part)
             ids.append(tokens)
             pieces.append(replace(found, unplaced=unplaced))
         key = cache_key(cache_salt)

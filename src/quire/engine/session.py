@@ -19,7 +19,8 @@ from torch import Tensor
 
 from quire.config import check_int
 from quire.contracts.executor import ExecutorInputs
-from quire.engine.chat_rendering import encode_chat, render_chat, select_template
+from quire.engine.chat_prompts import encode_chat
+from quire.engine.chat_rendering import render_chat, select_template
 from quire.engine.chat_turns import Asked, ReadAnswer
 from quire.engine.keeping import kept
 from quire.engine.next_turn import next_turn_ids, parts_from
@@ -28,6 +29,7 @@ from quire.engine.request_outputs import prefix_output, request_output, reuse_of
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.session_edits import SessionEdits
 from quire.engine.session_stream import PreparedTurn, SessionStream
+from quire.engine.spelled_tokens import SpelledTokens
 from quire.engine.token_ids import is_integer
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.hints import MOST_PRIORITY, NO_HINTS, CacheHints, PinAccount, checked_hints
@@ -427,10 +429,12 @@ class Session(SessionEdits):
                 return None
             asked, key, adapter = turns.ask([], ids.tolist(), tokenizer, None), state.key, state.adapter
         template, special = select_template(tokenizer.chat_templates), dict[str, Any](tokenizer.special_tokens)
+        messages = asked.all_messages
+        texts = SpelledTokens(tokenizer, template, messages)
         rendered = next_turn_ids(
             lambda given: render_chat(template, given, add_generation_prompt=False, text_limit=longest, **special),
-            asked.all_messages,
-            tokenizer,
+            texts.messages(messages),
+            texts,
             inside=tokenizer.has_text(ids[: asked.start]),
         )
         history = np.concatenate((ids[: asked.start], rendered))

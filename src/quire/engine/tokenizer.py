@@ -24,6 +24,7 @@ from quire.branches.history import Ids
 from quire.engine import long_texts
 from quire.engine.decoder_stream import REPLACEMENT
 from quire.engine.inner_text import for_inner_text
+from quire.engine.spelled_tokens import control_tokens
 from quire.engine.text_bounds import longest_token
 from quire.engine.token_bytes import TokenBytes, join_pieces
 from quire.errors import CheckpointError, InvalidArgument, NotFound
@@ -53,6 +54,7 @@ class Tokenizer:
     - ``chat_templates``: Jinja templates by name; ``"default"`` is used if none is named.
     - ``adds_bos``: whether ``encode`` puts a special token first, so that no text is empty.
     - ``token_bytes``: the table of the bytes of each token.
+    - ``parse_special``: whether texts of messages that spell special tokens become these.
 
     ``clean_up_tokenization_spaces`` is not applied: it would change text that has been streamed
     already, and ``transformers`` does not apply it to BPE either.
@@ -76,6 +78,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
         self.token_bytes = TokenBytes(backend)
+        self.parse_special = False
         self._inner = for_inner_text(backend)
         self._prefix = self._special_prefix()
         self.bos_id = self._named_id("bos_token", bos_id)
@@ -150,6 +153,12 @@ class Tokenizer:
         """Return the default chat template; None: there is none."""
         return self.chat_templates.get("default")
 
+    def parsing_special(self) -> Tokenizer:
+        """Return the same tokenizer with ``parse_special``."""
+        other = copy.copy(self)
+        other.parse_special = True
+        return other
+
     def with_chat_template(self, template: str, *, ends: Sequence[int] = ()) -> Tokenizer:
         """Return the same tokenizer with this chat template only. ``ends`` are further ids that end
         a generation."""
@@ -202,6 +211,13 @@ class Tokenizer:
         """Finds the added tokens that a text spells."""
         contents = {token.content for token in self._backend.get_added_tokens_decoder().values()} - {""}
         return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)")
+
+    @cached_property
+    def control_tokens(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the tokens that messages are not to spell, and those of them that are declared
+        special (``spelled_tokens``)."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return control_tokens({token.content: token.special for token in added})
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; unknown ids (of a padded vocabulary) have none.

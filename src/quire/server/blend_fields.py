@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.prompts import Text
+from quire.engine.spelled_tokens import SpelledTokens
 from quire.engine.tokenizer import Tokenizer
 from quire.outputs import Blend
 from quire.segments import BlendParams, Segment
@@ -67,20 +68,16 @@ class EncodedPrompt:
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, parts: Sequence[Part]) -> EncodedPrompt:
         """Return a prompt whose parts are tokenised by themselves, the first one as a prompt is."""
-        return cls._of(parts, lambda content, inside: encode(tokenizer, content, inside=inside))
+        return cls._of(parts, lambda content, first: encode(tokenizer, content, inside=not first))
 
     @classmethod
-    def rendered(cls, tokenizer: Tokenizer, parts: Sequence[Segment | str]) -> EncodedPrompt:
+    def rendered(cls, texts: SpelledTokens, parts: Sequence[Segment | str]) -> EncodedPrompt:
         """Return what a chat template has written, in parts."""
-
-        def encoded(content: Any, inside: bool) -> NDArray[np.int64]:
-            return np.array(tokenizer.encode_rendered(content, inside=inside), dtype=np.int64)
-
-        return cls._of(parts, encoded)
+        return cls._of(parts, texts.encode_part)
 
     @classmethod
     def _of(cls, parts: Sequence[Part], encoded: Callable[[Text, bool], NDArray[np.int64]]) -> EncodedPrompt:
-        ids: list[Any] = [encoded(content, number > 0) for number, content in enumerate(contents(parts))]
+        ids: list[Any] = [encoded(content, not number) for number, content in enumerate(contents(parts))]
         pieces = [Segment(one) if isinstance(part, Segment) else one for part, one in zip(parts, ids, strict=True)]
         whole = np.concatenate(ids)
         return cls(whole, pieces if any(isinstance(part, Segment) for part in parts) else whole)
