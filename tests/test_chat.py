@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import tokenizers
 
-from quire.engine.chat_rendering import encode_chat, render_chat, select_template
+from quire.engine.chat_prompts import encode_chat
+from quire.engine.chat_rendering import render_chat, select_template
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument
 from small_tokenizers import byte_level, saved

@@ -250,6 +250,8 @@ def load_tokenizer(config: EngineConfig, model_path: Path) -> Tokenizer | None:
     found = Tokenizer.from_directory(path)
     if found is None and config.tokenizer is not None:
         raise CheckpointError(f"tokenizer {config.tokenizer!r}: {path} holds no tokenizer.json")
+    if found is not None and config.parse_special:
+        found = found.parsing_special()
     if config.chat_template is None:
         return found
     if found is None:

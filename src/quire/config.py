@@ -145,6 +145,9 @@ class EngineConfig:
     chat_template: str | None = option(
         None, f"Chat template in place of the model's: a Jinja file, or a built-in one ({', '.join(CHAT_TEMPLATES)})."
     )
+    parse_special: bool = option(
+        False, "Let text of chat messages that spells a special token become that token; by default it stays text."
+    )
     revision: str | None = option(None, "Branch, tag or commit of the Hugging Face id; by default its main branch.")
     trust_remote_code: bool = option(False, "Code from checkpoints is never run; only false is accepted.")
     seed: int = option(0, "Seed of requests that bring none, in [0, 2^63).")
@@ -191,6 +194,7 @@ class EngineConfig:
                 field="host_memory", given=self.host_memory, allowed="left out beside memory:// in store"
             )
         _set(self, require_bool, "enable_prefix_caching", "enforce_eager", "async_scheduling", "trust_remote_code")
+        _set(self, require_bool, "parse_special")
         _set(self, _name, "revision", "attention_backend")
         _set(self, check_int, "seed", low=0, high=2**63 - 1)
         _set(self, lambda _, value: named_paths(value), "adapters")

@@ -61,9 +61,8 @@ class LLM(SessionHistory, ShownLLM, Traces):
 
     ``model`` is the name of a bundled model, a directory, or a Hugging Face id.
     ``quire.config.EngineConfig`` describes the keywords, as does ``quire generate --help``.
-    ``chat_template`` may also be Jinja text, or the name of one of the model's own templates.
-    Raises ``NotFound`` (no such model), ``CheckpointError`` (damaged or unknown checkpoint),
-    ``InvalidArgument``, ``Unsupported``, ``ResourceExhausted``.
+    ``chat_template`` may also be Jinja text, or the name of one of the model's templates. Raises
+    ``NotFound``, ``CheckpointError``, ``InvalidArgument``, ``Unsupported``, ``ResourceExhausted``.
     """
 
     def __init__(
@@ -91,6 +90,7 @@ class LLM(SessionHistory, ShownLLM, Traces):
         quantization: str | None = None,
         tokenizer: str | Path | None = None,
         chat_template: str | Path | None = None,
+        parse_special: bool = False,
         revision: str | None = None,
         trust_remote_code: bool = False,
         seed: int = 0,

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from quire import LLM, AsyncLLM, BeamSearchParams
-from quire.engine import chat_rendering, long_texts
+from quire.engine import chat_rendering, long_texts, tokenizer
 from quire.engine import session as session_module
 from quire.engine.chat_rendering import render_chat
 from quire.engine.long_texts import LONG, TextLimit, check, given_up_by, turn
 from quire.engine.text_bounds import longest_token
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
 from small_tokenizers import BUILDERS, byte_level, saved
 
@@ -80,10 +79,10 @@ def test_what_drops_text_has_no_bound() -> None:
 def untouched(python_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """An LLM that must not tokenise."""
 
-    def encode(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(backend: tokenizers.Tokenizer, text: str, **options: Any) -> list[int]:
         raise AssertionError(f"{len(text)} characters are tokenised")
 
-    monkeypatch.setattr(Tokenizer, "encode", encode)
+    monkeypatch.setattr(tokenizer, "encode_with", encode)
     return python_llm
 
 
@@ -122,7 +121,7 @@ def test_behind_a_window_any_text_fits(python_llm: LLM) -> None:
     text = too_long(python_llm)
     with python_llm.session([5], window=16) as session:
         session.append(text[:2000])
-        assert session._encode(text)[0].size > 512
+        assert session.encode(text).size > 512
 
 
 # -- templates -------------------------------------------------------------------------------------

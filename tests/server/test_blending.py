@@ -9,9 +9,11 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from quire import AsyncLLM, BlendCalibration, BlendParams, QualityLimits, SamplingParams, Segment
 from quire.blend.calibration import BlendQuality
@@ -484,22 +486,28 @@ def test_keys_see_their_own(apart: Served, shared: Served) -> None:
 class Letters:
     """A tokenizer: 1 begins a prompt, and each letter is a token."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [1] * add_special_tokens + [ord(letter) for letter in text]
+    def encode(self, text: str) -> list[int]:
+        return [1, *self.encode_inside(text)]
+
+    def encode_inside(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def encode_part(self, text: str, first: bool) -> NDArray[np.int64]:
+        return np.array([2] * first + self.encode_inside(text), dtype=np.int64)
 
 
-@pytest.mark.parametrize("begins", [True, False])
-def test_pieces_are_tokenised_by_themselves(begins: bool) -> None:
+def test_pieces_are_tokenised_by_themselves() -> None:
     """Only the first begins a prompt."""
     letters: Any = Letters()
-    found = EncodedPrompt.of(letters, ["ab", Segment("c"), [7, 8], Segment([9]), ""], begins=begins)
-    start = [1] * begins
+    found = EncodedPrompt.of(letters, ["ab", Segment("c"), [7, 8], Segment([9]), ""])
+    start = [1]
     assert found.ids.tolist() == [*start, 97, 98, 99, 7, 8, 9]
     assert [isinstance(one, Segment) for one in found.given] == [False, True, False, True, False]
     pieces = [list(one.content if isinstance(one, Segment) else one) for one in found.given]
     assert pieces == [[*start, 97, 98], [99], [7, 8], [9], []]
     # Without segments it is one prompt, and no list of several.
-    assert EncodedPrompt.of(letters, ["ab", [7]], begins=begins).given.tolist() == [*start, 97, 98, 7]
+    assert EncodedPrompt.of(letters, ["ab", [7]]).given.tolist() == [*start, 97, 98, 7]
+    assert EncodedPrompt.rendered(letters, ["a", Segment("b")]).ids.tolist() == [2, 97, 98]
 
 
 def test_sums_of_nothing() -> None:

@@ -7,13 +7,13 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
 
-from quire.engine import long_texts
+from quire.engine import long_texts, tokenizer
 from quire.engine.long_texts import LONG
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled
 from quire.server.text_threads import SHORT_THREADS, Lane, Texts
 
@@ -112,17 +112,17 @@ def stuck(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     assert served.llm.tokenizer is not None
     monkeypatch.setitem(served.llm.tokenizer.__dict__, "longest_token", None)
     begun: list[int] = []
-    encode = Tokenizer.encode
+    encode = tokenizer.encode_with
 
-    def slow(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+    def slow(backend: Any, text: str, **options: Any) -> list[int]:
         if len(text) >= LONG:
             begun.append(len(text))
             while True:
                 long_texts.check()
                 time.sleep(0.001)  # or all other threads wait for this one
-        return encode(self, text, add_special_tokens)
+        return encode(backend, text, **options)
 
-    monkeypatch.setattr(Tokenizer, "encode", slow)
+    monkeypatch.setattr(tokenizer, "encode_with", slow)
     return begun
 
 
@@ -158,13 +158,13 @@ def test_texts_that_cannot_fit(chat_served: Served, monkeypatch: pytest.MonkeyPa
     long, client = "a" * (most + 1), chat_served.client
     session = client.post("/v1/sessions", json={"prompt": PROMPT}).json()["id"]
     messages = [{"role": "user", "content": long}]
-    encode = Tokenizer.encode
+    encode = tokenizer.encode_with
 
-    def short(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+    def short(backend: Any, text: str, **options: Any) -> list[int]:
         assert len(text) <= most
-        return encode(self, text, add_special_tokens)
+        return encode(backend, text, **options)
 
-    monkeypatch.setattr(Tokenizer, "encode", short)
+    monkeypatch.setattr(tokenizer, "encode_with", short)
     for path, body, param in (
         ("/v1/completions", {"prompt": long}, "prompt"),
         ("/v1/completions", {"prompt": [PROMPT, long]}, "prompt.1"),

@@ -21,7 +21,6 @@ from torch import Tensor
 from quire.branches.history import TokenHistory
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.engine import Engine
-from quire.engine.request_book import DETOKENIZER_CONTEXT
 from quire.engine.request_outputs import by_token
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.errors import InvalidArgument, QuireError
@@ -288,10 +287,11 @@ class BeamSearch:
         """Return the text of a continuation, and the stop string that ended it."""
         if self._engine.tokenizer is None:
             return "", None
+        tokenizer, skips = self._engine.tokenizer, self._params.skip_special_tokens
         detokenizer = IncrementalDetokenizer(
-            self._engine.tokenizer,
-            self._prompt[-DETOKENIZER_CONTEXT:].tolist(),
-            skip_special_tokens=self._params.skip_special_tokens,
+            tokenizer,
+            tokenizer.token_bytes.end_of(self._prompt, skip_special_tokens=skips),
+            skip_special_tokens=skips,
             stop=self._stops,
             include_stop_str_in_output=self._params.include_stop_str_in_output,
         )

@@ -15,7 +15,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jinja2
 import jinja2.ext
@@ -28,9 +28,6 @@ import jinja2.utils
 from quire.engine import long_texts
 from quire.engine.long_texts import TextLimit
 from quire.errors import InvalidArgument, QuireError, context_full
-
-if TYPE_CHECKING:
-    from quire.engine.tokenizer import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
 """``{"role": str, "content": str or [{"type": "text", "text": str}, ...], ...}``, and further
@@ -125,26 +122,6 @@ def _take_text_from_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
                 function["arguments"], found = {}, True
     return found
-
-
-def encode_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool = True,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    chat_template: str | None = None,
-    text_limit: TextLimit | None = None,
-    **extra: Any,
-) -> list[int]:
-    """Return the token ids of the prompt for ``messages``, by ``chat_template`` or the
-    tokenizer's."""
-    template = select_template(tokenizer.chat_templates, chat_template, with_tools=tools is not None)
-    variables = {**tokenizer.special_tokens, **extra}
-    text = render_chat(
-        template, messages, add_generation_prompt=add_generation_prompt, tools=tools, text_limit=text_limit, **variables
-    )
-    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def select_template(templates: Mapping[str, str], chosen: str | None = None, *, with_tools: bool = False) -> str:
@@ -303,6 +280,23 @@ class _Compiled(NamedTuple):
 def variables_of(source: str) -> frozenset[str]:
     """Return the variables that a template reads."""
     return _compile(source).variables
+
+
+@lru_cache(maxsize=64)
+def words_of(source: str) -> frozenset[str]:
+    """Return the strings that a template's code looks for in texts: those that it compares, and
+    arguments of methods, filters and tests."""
+    nodes = jinja2.nodes
+    try:
+        tree = _environment().parse(source)
+    except jinja2.TemplateSyntaxError:
+        return frozenset()  # to be rendered, it is refused
+    places: list[jinja2.nodes.Node] = list(tree.find_all(nodes.Compare))
+    for call in tree.find_all((nodes.Call, nodes.Filter, nodes.Test)):
+        if not isinstance(call, nodes.Call) or isinstance(call.node, nodes.Getattr):
+            places += call.args
+    consts = [one for place in places for one in (place, *place.find_all(nodes.Const))]
+    return frozenset(one.value for one in consts if isinstance(one, nodes.Const) and isinstance(one.value, str))
 
 
 @lru_cache(maxsize=64)

@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from quire.engine.decoder_stream import REPLACEMENT
 from quire.engine.token_bytes import PieceStream
 from quire.errors import FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
-
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class StopMatch(NamedTuple):
@@ -174,7 +173,7 @@ class IncrementalDetokenizer:
             raise InvalidArgument(f"token id must be at least 0, got {token_id}")
         characters = self._decode(self._pieces.push(token_id))
         start = self._num_characters
-        incomplete = bool(self._characters.getstate()[0])
+        incomplete = bool(self._characters.getstate()[0]) or self._pieces.is_incomplete
         self._token_ends.append(start + len(characters) + incomplete)
         return self._accept(characters)
 
@@ -184,7 +183,7 @@ class IncrementalDetokenizer:
             self._finished = True
             return ""
         self._finished = True
-        delta = self._accept(self._decode(b"", final=True))
+        delta = self._accept(self._decode(self._pieces.finish(), final=True))
         if self._stop is None:
             delta += self._emit(self._held_text)
             self._held_text = ""
@@ -194,7 +193,7 @@ class IncrementalDetokenizer:
         characters = self._characters.decode(piece, final)
         if characters and self._prompt_is_partial:
             self._prompt_is_partial = False
-            if characters[0] == _REPLACEMENT:
+            if characters[0] == REPLACEMENT:
                 # The output did not complete the prompt's last character: the damage is the
                 # prompt's.
                 self._token_ends = [0] * len(self._token_ends)

@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.branches.adapter_keys import AdapterNames, Fingerprints
+from quire.branches.history import Ids
 from quire.branches.media import NO_MEDIA, Media
 from quire.contracts.executor import ExecutorInputs
 from quire.engine.chat_turns import ChatTurns
 from quire.engine.engine import Engine
 from quire.engine.keeping import Keeper
 from quire.engine.progress_bars import run_shown
-from quire.engine.prompts import Prompt, is_segmented, read_prompt
+from quire.engine.prompts import Prompt, Text, is_segmented, read_prompt
 from quire.engine.segmented_prompts import read_segments
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.session_labels import Labelled
@@ -229,14 +230,25 @@ class LiveSequence(Labelled):
             raise FailedPrecondition(f"{verb} needs a tokenizer, and this model has none; use token ids")
         return tokenizer
 
-    def _encode(self, text: Prompt) -> tuple[NDArray[np.int64], Media]:
+    def encode(self, text: Text) -> NDArray[np.int64]:
+        """Return the token ids that ``append`` adds for a text, or the given ids."""
+        return self._encode(text, self._state.tokens.ids)[0]
+
+    def _encode(self, text: Prompt, before: Ids) -> tuple[NDArray[np.int64], Media]:
+        """Return the ids and embeddings of what stands behind the tokens ``before``."""
         if isinstance(text, str):
             self._engine.checks_of(self._state).text(text)
-            return np.array(self._tokenizer("text").encode(text, add_special_tokens=False), dtype=np.int64), NO_MEDIA
+            return np.array(self._tokenizer("text").encode_after(before, text), dtype=np.int64), NO_MEDIA
         if isinstance(text, (Mapping, ExecutorInputs)):
             return read_prompt(text, self._engine.runner.model.hidden_size)
         if is_segmented(text):
-            return read_segments(text, lambda part, _: self._encode(part)[0])[0], NO_MEDIA  # type: ignore[arg-type]
+            held = [before]
+
+            def encode(part: Text, _: bool) -> NDArray[np.int64]:
+                held.append(self._encode(part, np.concatenate(held))[0])
+                return held[-1]
+
+            return read_segments(text, encode)[0], NO_MEDIA  # type: ignore[arg-type]
         return as_token_ids(text), NO_MEDIA  # type: ignore[arg-type]
 
     def _submit_first(

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.branches.history import common_prefix
+from quire.engine.spelled_tokens import SpelledTokens
 from quire.engine.tokenizer import Tokenizer
 
 PROBES = ("a", "\n\n[")
@@ -21,14 +22,19 @@ PROBES = ("a", "\n\n[")
 
 
 def next_turn_ids(
-    render: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
+    render: Callable[[Sequence[Mapping[str, Any]]], str],
+    messages: Sequence[Mapping[str, Any]],
+    texts: SpelledTokens | Tokenizer,
+    *,
+    inside: bool = False,
 ) -> NDArray[np.int64]:
     """Return the tokens up to where the next message begins. ``messages`` ends with the answer,
-    whose calls, if it has any, are answered next. Errors are those of ``render``."""
+    whose calls, if it has any, are answered next. ``texts`` tokenises what ``render`` returns.
+    ``inside``: other text stands before them. Errors are those of ``render``."""
     found: NDArray[np.int64] | None = None
     for probe in PROBES:
         text = render([*messages, _next_message(messages[-1], probe)])
-        ids = np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+        ids = np.array(texts.encode_rendered(text, inside=inside), dtype=np.int64)
         found = ids if found is None else found[: common_prefix(found, ids)]
     assert found is not None
     return found

@@ -52,9 +52,6 @@ from quire.types import BASE, AdapterRuns, SeqId
 ENDLESS = 2**31 - 1
 """Tokens of a sequence that nothing else limits."""
 
-DETOKENIZER_CONTEXT = 64
-"""Tokens of the prompt that decide how the output's text begins (a leading space, for example)."""
-
 
 class RequestBook:
     """All requests of one engine, and the parts that they need."""
@@ -265,7 +262,10 @@ class RequestBook:
     ) -> SequenceRequest:
         detokenizer = matcher = None
         spoken = tokens.ids[tokens.ids >= 0]  # An image has no text, and no penalty counts it.
-        context = spoken[-DETOKENIZER_CONTEXT:].tolist()
+        context: list[int] = []
+        if self.tokenizer is not None:
+            table = self.tokenizer.token_bytes
+            context = table.end_of(spoken, skip_special_tokens=params.skip_special_tokens)
         if params.grammar is not None and self.grammars is not None:
             matcher = self.grammars.matcher(params.grammar)
             context = self.grammars.context(context)

@@ -24,6 +24,7 @@ from quire.engine.request_checks import RequestChecks
 from quire.engine.request_outputs import request_output
 from quire.engine.segmented_prompts import WHOLE, Pieces, read_segments
 from quire.engine.sequence_request import SequenceRequest
+from quire.engine.spelled_tokens import SpelledTokens
 from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
@@ -112,24 +113,23 @@ class RequestPreparation:
             raise FailedPrecondition("chat needs a tokenizer with a chat template, and this model has no tokenizer")
         template = select_template(tokenizer.chat_templates, with_tools=tools is not None)
 
-        def render(conversation: Messages) -> str:
-            return render_chat(
-                template,
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                text_limit=self._engine.checks.text_limit,
-                **tokenizer.special_tokens,
-            )
-
         texts: list[str | None] = []
         ids, pieces = [], []
         for conversation in conversations:
-            bare, marked = without_segments(conversation)
-            texts.append(text := render(bare))
+            spelled = SpelledTokens(tokenizer, template, conversation, tools)
+            bare, marked = without_segments(spelled.messages(conversation))
+            render = partial(
+                render_chat,
+                template,
+                add_generation_prompt=add_generation_prompt,
+                tools=spelled.value(tools),
+                text_limit=self._engine.checks.text_limit,
+                **tokenizer.special_tokens,
+            )
+            text = render(bare)
+            texts.append(spelled.shown(text))
             parts, unplaced = ([text], ()) if blend is None else cut_at_segments(text, bare, marked, render)
-            # The text holds its special tokens.
-            tokens, found = read_segments(parts, lambda part, first: self._encode(part, None, begins=False))
+            tokens, found = read_segments(parts, spelled.encode_part)
             ids.append(tokens)
             pieces.append(replace(found, unplaced=unplaced))
         key = cache_key(cache_salt)
@@ -291,7 +291,7 @@ class RequestPreparation:
 
     def _encode(self, prompt: Text, checks: RequestChecks | None, *, begins: bool = True) -> NDArray[np.int64]:
         """Return a prompt's token ids; ``checks`` refuse a text that is too long, untokenised.
-        ``begins``: with the tokens that begin a prompt."""
+        ``begins``: as a prompt, with the tokens that begin one; else in the middle of a text."""
         if checks is not None:
             checks.text(prompt)
         if not isinstance(prompt, str):
@@ -300,7 +300,8 @@ class RequestPreparation:
             if not prompt:
                 return np.empty(0, dtype=np.int64)
             raise InvalidArgument("this model has no tokenizer; give token ids instead of text", field="prompt")
-        return np.array(self.tokenizer.encode(prompt, add_special_tokens=begins), dtype=np.int64)
+        encode = self.tokenizer.encode if begins else self.tokenizer.encode_inside
+        return np.array(encode(prompt), dtype=np.int64)
 
 
 def cache_key(salt: str | None) -> Hashable:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from quire.config import check_int
 from quire.contracts.executor import ExecutorInputs
-from quire.engine.chat_rendering import encode_chat, render_chat, select_template
+from quire.engine.chat_prompts import encode_chat
+from quire.engine.chat_rendering import render_chat, select_template
 from quire.engine.chat_turns import Asked, ReadAnswer
 from quire.engine.keeping import kept
 from quire.engine.next_turn import next_turn_ids, parts_from
@@ -28,6 +29,7 @@ from quire.engine.request_outputs import prefix_output, request_output, reuse_of
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.session_edits import SessionEdits
 from quire.engine.session_stream import PreparedTurn, SessionStream
+from quire.engine.spelled_tokens import SpelledTokens
 from quire.engine.token_ids import is_integer
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.hints import MOST_PRIORITY, NO_HINTS, CacheHints, PinAccount, checked_hints
@@ -46,14 +48,15 @@ class Session(SessionEdits):
     @uninterrupted
     @kept
     def append(self, text: Prompt, *, priority: int = 0, use_tqdm: bool | None = None) -> Self:
-        """Add text or token ids (no BOS), perhaps with embeddings, and run them.
+        """Add text or token ids (no BOS), perhaps with embeddings, and run them. Text continues
+        what the session holds: the tokenizer puts no space between, as it may before a prompt.
         ``quire.engine.prompts.read_prompt`` describes prompts with embeddings; ``priority`` is
         that of ``CacheHints``. ``use_tqdm`` shows on stderr how far it is; None: on a terminal, if
         there are more tokens than one step takes."""
         check_int("priority", priority, -MOST_PRIORITY, MOST_PRIORITY)
         if use_tqdm is not None:
             require_bool("use_tqdm", use_tqdm)
-        new, media = self._encode(text)
+        new, media = self._encode(text, self._state.tokens.ids)
         with self._engine.lock:
             state = self._idle("append")
             if not new.size:
@@ -212,7 +215,7 @@ class Session(SessionEdits):
             raise InvalidArgument(
                 "score takes text or token ids: an embedding has no probability; append it instead", field="text"
             )
-        new, _ = self._encode(text)
+        new = self.encode(text)
         with self._engine.lock:
             state = self._idle("score")
             self._engine.checks.tokens(new)
@@ -402,7 +405,8 @@ class Session(SessionEdits):
             turns, checks = self._turns.up_to(len(ids)), self._engine.checks_of(self._state)
         # Without the lock: other threads go on while a long conversation is rendered and tokenised.
         asked = turns.ask(messages, ids, tokenizer, answer)
-        rendered = encode_chat(tokenizer, asked.all_messages, text_limit=checks.text_limit)
+        inside = tokenizer.has_text(np.array(ids[: asked.start], dtype=np.int64))
+        rendered = encode_chat(tokenizer, asked.all_messages, text_limit=checks.text_limit, inside=inside)
         tokens = np.array([*ids[: asked.start], *rendered], dtype=np.int64)
         checks.history(tokens)
         with self._engine.lock:
@@ -425,10 +429,13 @@ class Session(SessionEdits):
                 return None
             asked, key, adapter = turns.ask([], ids.tolist(), tokenizer, None), state.key, state.adapter
         template, special = select_template(tokenizer.chat_templates), dict[str, Any](tokenizer.special_tokens)
+        messages = asked.all_messages
+        texts = SpelledTokens(tokenizer, template, messages)
         rendered = next_turn_ids(
             lambda given: render_chat(template, given, add_generation_prompt=False, text_limit=longest, **special),
-            asked.all_messages,
-            tokenizer,
+            texts.messages(messages),
+            texts,
+            inside=tokenizer.has_text(ids[: asked.start]),
         )
         history = np.concatenate((ids[: asked.start], rendered))
         if not parts_from(history, ids):

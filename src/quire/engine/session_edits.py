@@ -21,7 +21,7 @@ from quire.engine.prompt_blend import PromptBlend
 from quire.engine.prompts import Text
 from quire.engine.sequence_request import SequenceRequest, SessionBranch
 from quire.engine.session_views import SessionViews
-from quire.engine.text_places import TextPlace, pieces_of, place_of
+from quire.engine.text_places import TextPlace, changed_text, pieces_of, place_of, text_of
 from quire.engine.token_ids import is_integer
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.interrupts import uninterrupted
@@ -59,7 +59,8 @@ class SessionEdits(SessionViews):
 
         ``span`` is a range of positions, a pair (start, stop), or a text that occurs once in the
         session. What such a text shares a token with is tokenised anew. Special tokens are in no
-        text.
+        text. New text stands where the old one stood, and no space is put before it. Positions mean
+        tokens, so that taking out the first ones may take the space before the next one.
 
         ``mode`` "exact": what follows is run again, each token under the adapter that it ran under;
         new tokens run under the session's adapter. Then the session is as if it had always had
@@ -77,8 +78,7 @@ class SessionEdits(SessionViews):
         if mode not in MODES:
             raise InvalidArgument(field="mode", given=mode, allowed=" or ".join(map(repr, MODES)))
         params = self._blending(mode, blend)
-        ids, place = self._place("edit", span)
-        added = self._replacement(place, new)
+        ids, place, added = self._replacement("edit", span, new)
         turns = self._turns.edited(ids, place.start, place.stop, added, self._engine.tokenizer)
         replayed, engine = 0, self._engine
         with engine.lock:
@@ -119,8 +119,8 @@ class SessionEdits(SessionViews):
 
     def edit_cost(self, span: range | tuple[int, int] | str) -> int:
         """Return how many tokens taking out ``span`` would run again."""
-        ids, place = self._place("edit_cost", span)
-        added = self._replacement(place, "").size
+        ids, place, new_ids = self._replacement("edit_cost", span, "")
+        added = new_ids.size
         with self._engine.lock:
             self._idle("edit_cost")
             length = ids.size - (place.stop - place.start) + added
@@ -145,31 +145,51 @@ class SessionEdits(SessionViews):
             )
         return ids, TextPlace(start, stop)
 
-    def _replacement(self, place: TextPlace, new: Text) -> Ids:
-        """Return the tokens that take the place of the present ones."""
+    def _replacement(self, verb: str, span: object, new: Text) -> tuple[Ids, TextPlace, Ids]:
+        """Return the session's tokens, which of them are meant, and those that take their place."""
         if isinstance(new, (Mapping, ExecutorInputs)):
             raise InvalidArgument(field="new", given=new, allowed="text or token ids")
+        ids, place = self._place(verb, span)
+        is_text = isinstance(new, str) and (isinstance(span, str) or new != "")
         try:
-            if isinstance(new, str):
-                text = f"{place.before}{new}{place.after}"
-                found = [self._encode(text if text else [])[0]]
-            else:
-                found = [self._encode(part)[0] for part in (place.before, new, place.after) if len(part)]
-            added = np.concatenate([np.empty(0, dtype=np.int64), *found])
+            added = self._tokens_of(ids, place, new)
             self._engine.checks.tokens(added)
+            while is_text and (longer := self._with_next(ids, place, added)) is not None:
+                place, added = longer, self._tokens_of(ids, longer, new)
         except InvalidArgument as error:
             error.field = "new"
             raise
         if place.before or place.after:
-            table = self._tokenizer("edit").token_bytes
-            pieces = b"".join(pieces_of(table, added))
+            pieces = b"".join(pieces_of(self._tokenizer(verb).token_bytes, added, _spoken(ids[: place.start])))
             if not pieces.startswith(place.before.encode()) or not pieces.endswith(place.after.encode()):
                 raise InvalidArgument(
                     f"the text begins or ends inside of a token, and the rest of that ({place.before!r}, {place.after!r}) has no tokens "
                     "of its own; give positions",
                     field="span",
                 )
-        return added
+        return ids, place, added
+
+    def _tokens_of(self, ids: Ids, place: TextPlace, new: Text) -> Ids:
+        """Return the tokens of a replacement, and of the text at its ends."""
+        parts: list[Text] = [place.before, new, place.after]
+        if isinstance(new, str):
+            parts = [f"{place.before}{new}{place.after}"]
+        behind = ids[: place.start]
+        for part in parts:
+            if len(part):
+                behind = np.append(behind, self._encode(part, behind)[0])
+        return behind[place.start :]
+
+    def _with_next(self, ids: Ids, place: TextPlace, added: Ids) -> TextPlace | None:
+        """Return the place with the token behind it, if its text would change: as the first one of
+        a text it has no space before it, and in the middle it has one. None: it stays as it is."""
+        tokenizer, stop = self._engine.tokenizer, place.stop
+        if tokenizer is None or not tokenizer.token_bytes.concatenates or stop == ids.size or ids[stop] < 0:
+            return None
+        new = np.append(ids[: place.start], added)
+        found = changed_text(tokenizer.token_bytes, int(ids[stop]), ids[:stop], new)
+        after = None if found is None else text_of(found)
+        return None if after is None else TextPlace(place.start, stop + 1, place.before, place.after + after)
 
     def _edited(self, verb: str, ids: Ids, place: TextPlace, added: Ids) -> SessionBranch:
         """Return a fork with the new tokens, and the state of those before the span as far as it is
@@ -257,6 +277,10 @@ class SessionEdits(SessionViews):
             # It is not kept; the prefix cache may have a sequence that is nearer.
             reached = max(reached, found[1])
         return reached
+
+
+def _spoken(ids: Ids) -> list[int]:
+    return ids[ids >= 0].tolist()  # type: ignore[no-any-return]
 
 
 def _replayed(held: int, length: int, start: int, added: int) -> int:

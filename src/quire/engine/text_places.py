@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from quire.branches.history import Ids
-from quire.engine.token_bytes import TokenBytes
+from quire.engine.token_bytes import PieceStream, TokenBytes
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument, Unsupported
 from quire.signatures import require_text
@@ -35,7 +36,7 @@ def place_of(tokenizer: Tokenizer, ids_T: Ids, text: str) -> TextPlace:
             "the tokens of this model have no texts of their own, so that a text cannot be found among them; give positions",
             field="span",
         )
-    pieces = pieces_of(table, ids_T)
+    pieces = pieces_of(table, ids_T, behind=[])
     whole, wanted = b"".join(pieces), require_text("span", text)
     if not wanted:
         raise InvalidArgument(field="span", given=text, allowed="a text of at least one character")
@@ -58,21 +59,37 @@ def place_of(tokenizer: Tokenizer, ids_T: Ids, text: str) -> TextPlace:
     start = int(np.searchsorted(ends_T, at, side="right"))
     stop = int(np.searchsorted(ends_T, at + len(wanted))) + 1
     # Further out, to where whole characters begin and end.
-    while (before := _text(whole[ends_T[start] - len(pieces[start]) : at])) is None and start:
+    while (before := text_of(whole[ends_T[start] - len(pieces[start]) : at])) is None and start:
         start -= 1
-    while (after := _text(whole[at + len(wanted) : ends_T[stop - 1]])) is None and stop < len(pieces):
+    while (after := text_of(whole[at + len(wanted) : ends_T[stop - 1]])) is None and stop < len(pieces):
         stop += 1
     if before is None or after is None:
         raise InvalidArgument(f"the text {text[:80]!r} stands beside part of a character; give positions", field="span")
     return TextPlace(start, stop, before, after)
 
 
-def pieces_of(table: TokenBytes, ids_T: Ids) -> list[bytes]:
-    """Return the bytes of each token inside a text; ``NO_TEXT`` of those that have none."""
-    return [NO_TEXT if one < 0 or one in table.special_ids else table.piece(one) for one in ids_T.tolist()]
+def pieces_of(table: TokenBytes, ids_T: Ids, behind: Sequence[int] | None = None) -> list[bytes]:
+    """Return the bytes of each token; ``NO_TEXT`` of those that have none. They stand ``behind``
+    other tokens, which decide how their text begins; None: inside of a text."""
+    texts = None if behind is None else PieceStream(table, behind, skip_special_tokens=True)
+    push = table.piece if texts is None else texts.push
+    return [NO_TEXT if one < 0 or one in table.special_ids else push(one) for one in ids_T.tolist()]
 
 
-def _text(part: bytes) -> str | None:
+def changed_text(table: TokenBytes, token_id: int, behind: Ids, now_behind: Ids) -> bytes | None:
+    """Return the bytes of a token ``behind`` other tokens; None if they are the same behind those
+    that are to take their place."""
+    before, after = (
+        PieceStream(table, table.end_of(ids[ids >= 0], skip_special_tokens=True), skip_special_tokens=True).push(
+            token_id
+        )
+        for ids in (behind, now_behind)
+    )
+    return None if before == after else before
+
+
+def text_of(part: bytes) -> str | None:
+    """Return the text of bytes; None if they begin or end inside of a character."""
     try:
         return part.decode()
     except UnicodeDecodeError:

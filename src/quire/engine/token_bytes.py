@@ -10,9 +10,8 @@ surrounds it, except that a text's first token may lose the space that encoding 
   space is dropped;
 - Metaspace (T5): ``▁`` is a space, dropped in the first token.
 
-Any other decoder (WordPiece, BPE with end-of-word suffixes, CTC, none) is asked with the token
-before as context: the piece is what ``decode([previous, token])`` adds to ``decode([previous])``.
-These have no tokens of partial characters.
+Any other decoder (WordPiece, BPE with end-of-word suffixes, CTC, none, and every other sequence of
+steps) is asked for the text of the last tokens, again after each token (``DecoderStream``).
 """
 
 from __future__ import annotations
@@ -22,8 +21,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 
+from quire.engine.decoder_stream import DecoderStream
+
+_CONTEXT = 64
+"""The last tokens of a prompt that decide how its continuation begins."""
 _MAX_PARTIAL_BYTES = 3
 """An incomplete UTF-8 sequence has at most this many bytes."""
 
@@ -155,11 +160,19 @@ class TokenBytes:
             return self.piece(token_id)
         return self._rule.piece(token, first=True)
 
-    def piece_after(self, previous_id: int, token_id: int) -> bytes:
-        """Return what ``token_id`` adds to the text of ``previous_id``, by the decoder itself."""
-        before = self._backend.decode([previous_id], skip_special_tokens=False)
-        both = self._backend.decode([previous_id, token_id], skip_special_tokens=False)
-        return both[len(before) :].encode()
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of known ids by the decoder itself, special tokens spelled out."""
+        return self._backend.decode(token_ids, skip_special_tokens=False)
+
+    def end_of(self, ids_T: NDArray[np.int64], *, skip_special_tokens: bool) -> list[int]:
+        """Return as many of the last of these ids as a ``PieceStream`` needs for its context: only
+        those that have a text, however many others are among them."""
+        ids_T = ids_T[ids_T < self._size]
+        if skip_special_tokens:
+            ids_T = ids_T[~np.isin(ids_T, list(self.special_ids))]
+        least = 0 if self._rule is None else self._rule.max_strips + 1
+        found: list[int] = ids_T[-max(_CONTEXT, least) :].tolist()
+        return found
 
 
 class PieceStream:
@@ -167,35 +180,41 @@ class PieceStream:
 
     ``context`` are the ids before (a prompt): they decide whether the stream begins a text. With
     ``skip_special_tokens`` special tokens have no bytes and do not count, as when a decoder skips
-    them.
+    them. A decoder that does not concatenate gives whole characters only: ``finish`` has the rest.
     """
 
     def __init__(self, table: TokenBytes, context: Sequence[int] = (), *, skip_special_tokens: bool) -> None:
         self._table = table
         self._skipped = table.special_ids if skip_special_tokens else frozenset()
-        self._previous: int | None = None
+        self._is_first = True
         self._strips = table.rule.max_strips if table.rule is not None else 0
+        self._decoded: DecoderStream | None = None
+        if not table.concatenates:
+            self._decoded = DecoderStream(table.decode, [one for one in context if self._is_visible(one)])
+            return
         for token_id in context:
             self.push(token_id)
-            if self._previous is not None and not self._strips:
-                break
-        for token_id in reversed(context):
-            if self._is_visible(token_id):
-                self._previous = token_id
+            if not self._is_first and not self._strips:
                 break
 
     def push(self, token_id: int) -> bytes:
         """Return the bytes that ``token_id`` adds."""
         if not self._is_visible(token_id):
             return b""
-        previous, self._previous = self._previous, token_id
-        if previous is None:
-            piece = self._table.first_piece(token_id)
-        elif self._table.concatenates:
-            piece = self._table.piece(token_id)
-        else:
-            return self._table.piece_after(previous, token_id)
+        if self._decoded is not None:
+            return self._decoded.push(token_id).encode()
+        piece = self._table.first_piece(token_id) if self._is_first else self._table.piece(token_id)
+        self._is_first = False
         return self._stripped(piece) if self._strips else piece
+
+    def finish(self) -> bytes:
+        """Return the bytes that were held back: none of a decoder that concatenates."""
+        return b"" if self._decoded is None else self._decoded.finish().encode()
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Return whether bytes are held back."""
+        return self._decoded is not None and self._decoded.is_incomplete
 
     def partial_character(self, context: Sequence[int]) -> bytes:
         """Return the bytes of an incomplete UTF-8 character at the end of ``context``; mostly
@@ -237,4 +256,4 @@ def _is_partial(tail: bytes) -> bool:
 def join_pieces(table: TokenBytes, token_ids: Iterable[int], *, skip_special_tokens: bool) -> bytes:
     """Return the bytes of a whole text."""
     stream = PieceStream(table, skip_special_tokens=skip_special_tokens)
-    return b"".join([stream.push(token_id) for token_id in token_ids])
+    return b"".join([*(stream.push(token_id) for token_id in token_ids), stream.finish()])

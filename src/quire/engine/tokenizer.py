@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +20,11 @@ from typing import Any
 
 import tokenizers
 
+from quire.branches.history import Ids
 from quire.engine import long_texts
+from quire.engine.decoder_stream import REPLACEMENT
+from quire.engine.inner_text import for_inner_text
+from quire.engine.spelled_tokens import control_tokens
 from quire.engine.text_bounds import longest_token
 from quire.engine.token_bytes import TokenBytes, join_pieces
 from quire.errors import CheckpointError, InvalidArgument, NotFound
@@ -49,6 +54,7 @@ class Tokenizer:
     - ``chat_templates``: Jinja templates by name; ``"default"`` is used if none is named.
     - ``adds_bos``: whether ``encode`` puts a special token first, so that no text is empty.
     - ``token_bytes``: the table of the bytes of each token.
+    - ``parse_special``: whether texts of messages that spell special tokens become these.
 
     ``clean_up_tokenization_spaces`` is not applied: it would change text that has been streamed
     already, and ``transformers`` does not apply it to BPE either.
@@ -72,6 +78,8 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
         self.token_bytes = TokenBytes(backend)
+        self.parse_special = False
+        self._inner = for_inner_text(backend)
         self._prefix = self._special_prefix()
         self.bos_id = self._named_id("bos_token", bos_id)
         if self.bos_id is None and self._prefix:
@@ -145,6 +153,12 @@ class Tokenizer:
         """Return the default chat template; None: there is none."""
         return self.chat_templates.get("default")
 
+    def parsing_special(self) -> Tokenizer:
+        """Return the same tokenizer with ``parse_special``."""
+        other = copy.copy(self)
+        other.parse_special = True
+        return other
+
     def with_chat_template(self, template: str, *, ends: Sequence[int] = ()) -> Tokenizer:
         """Return the same tokenizer with this chat template only. ``ends`` are further ids that end
         a generation."""
@@ -161,11 +175,49 @@ class Tokenizer:
         ``InvalidArgument`` if ``text`` is no text, or holds half a surrogate pair, which UTF-8
         cannot express.
         """
-        # The call for batches lets other Python threads run meanwhile, that for single texts does
-        # not.
-        with long_texts.turn(len(require_text("text", text))):
-            found: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-            return found
+        return encode_with(self._backend, text, add_special_tokens=add_special_tokens)
+
+    def encode_inside(self, text: str) -> list[int]:
+        """Return the token ids of ``text`` in the middle of another, whose text it continues
+        character by character: no space is put before it, and no white space is stripped.
+
+        What normalisers and the vocabulary cannot express changes as it does in a whole prompt.
+        """
+        return encode_with(self._inner, text)
+
+    def encode_after(self, ids: Ids, text: str) -> list[int]:
+        """Return the token ids of ``text`` behind the tokens ``ids``. If these have no text (BOS,
+        say), a text begins."""
+        return self.encode_inside(text) if self.has_text(ids) else self.encode(text, add_special_tokens=False)
+
+    def encode_rendered(self, text: str, *, inside: bool = False) -> list[int]:
+        """Return the token ids of what a chat template has written, which holds its special tokens,
+        or of a part of that. ``inside``: there is text before it, which it continues up to its
+        first added token; behind that all is as in a whole prompt."""
+        if not inside:
+            return self.encode(text, add_special_tokens=False)
+        if self._inner is self._backend or (found := self._added.search(text)) is None:
+            return self.encode_inside(text)
+        start = found.start()
+        return [*self.encode_inside(text[:start]), *self.encode(text[start:], add_special_tokens=False)]
+
+    def has_text(self, ids: Ids) -> bool:
+        """Return whether any token of ``ids`` has a text. Special tokens and embeddings have
+        none."""
+        return bool(self.token_bytes.end_of(ids[ids >= 0], skip_special_tokens=True))
+
+    @cached_property
+    def _added(self) -> re.Pattern[str]:
+        """Finds the added tokens that a text spells."""
+        contents = {token.content for token in self._backend.get_added_tokens_decoder().values()} - {""}
+        return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)")
+
+    @cached_property
+    def control_tokens(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the tokens that messages are not to spell, and those of them that are declared
+        special (``spelled_tokens``)."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return control_tokens({token.content: token.special for token in added})
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; unknown ids (of a padded vocabulary) have none.
@@ -178,8 +230,10 @@ class Tokenizer:
             if token_id < 0:
                 raise InvalidArgument(f"token ids must be at least 0, got {token_id}")
         if not self.token_bytes.concatenates:
-            known = [token_id for token_id in ids if token_id < self.vocab_size]
-            return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+            known = [token_id for token_id in ids if self.token_bytes.token(token_id) is not None]
+            text = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+            if REPLACEMENT not in text:
+                return text
         return join_pieces(self.token_bytes, ids, skip_special_tokens=skip_special_tokens).decode(errors="replace")
 
     def token_text(self, token_id: int) -> str:
@@ -228,6 +282,14 @@ class Tokenizer:
         special = self._backend.encode("a", add_special_tokens=True)
         leading = special.special_tokens_mask.index(0) if 0 in special.special_tokens_mask else len(special.ids)
         return special.ids[:leading] if special.ids != plain.ids else []
+
+
+def encode_with(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """Tokenise with ``backend``, one long text at a time."""
+    # The call for batches lets other Python threads run meanwhile, that for single texts does not.
+    with long_texts.turn(len(require_text("text", text))):
+        found: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.prompts import Text
+from quire.engine.spelled_tokens import SpelledTokens
 from quire.engine.tokenizer import Tokenizer
 from quire.outputs import Blend
 from quire.segments import BlendParams, Segment
@@ -65,13 +66,18 @@ class EncodedPrompt:
     """What ``AsyncLLM.generate`` takes."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer | None, parts: Sequence[Part], *, begins: bool = True) -> EncodedPrompt:
-        """Return a prompt whose parts are tokenised by themselves. ``begins``: the first one with
-        the tokens that begin a prompt."""
-        ids: list[Any] = [
-            encode(tokenizer, content, add_special_tokens=begins and not number)
-            for number, content in enumerate(contents(parts))
-        ]
+    def of(cls, tokenizer: Tokenizer | None, parts: Sequence[Part]) -> EncodedPrompt:
+        """Return a prompt whose parts are tokenised by themselves, the first one as a prompt is."""
+        return cls._of(parts, lambda content, first: encode(tokenizer, content, inside=not first))
+
+    @classmethod
+    def rendered(cls, texts: SpelledTokens, parts: Sequence[Segment | str]) -> EncodedPrompt:
+        """Return what a chat template has written, in parts."""
+        return cls._of(parts, texts.encode_part)
+
+    @classmethod
+    def _of(cls, parts: Sequence[Part], encoded: Callable[[Text, bool], NDArray[np.int64]]) -> EncodedPrompt:
+        ids: list[Any] = [encoded(content, not number) for number, content in enumerate(contents(parts))]
         pieces = [Segment(one) if isinstance(part, Segment) else one for part, one in zip(parts, ids, strict=True)]
         whole = np.concatenate(ids)
         return cls(whole, pieces if any(isinstance(part, Segment) for part in parts) else whole)

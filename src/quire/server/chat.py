@@ -21,7 +21,7 @@ from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.segments import Segment
 from quire.server.blend_fields import EncodedPrompt, blend_of
-from quire.server.cache_marks import MarkedHints, pin_all, without_marks
+from quire.server.cache_marks import MarkedHints, Messages, pin_all, without_marks
 from quire.server.context import Context
 from quire.server.conversations import Conversation
 from quire.server.errors import ApiError, bad_field, naming
@@ -83,7 +83,7 @@ async def answer_chat(
     given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
     messages, listed, marks = without_marks(body.messages, given)
     try:
-        bare, segments = without_segments(messages)
+        bare, _ = without_segments(messages)
     except InvalidArgument as error:
         raise ApiError(400, str(error), param=error.field, code="invalid_argument") from None
     body = body.model_copy(update={"messages": bare})
@@ -119,7 +119,7 @@ async def answer_chat(
         template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
     chat = Conversation.of(context, body, tokenizer, template, tools.given, tools.allowed)
     marked, size = MarkedHints(hints, marks), len(await request.body()) + more
-    wanted = None if blend is None else segments
+    wanted = None if blend is None else messages
     # The text is about as long as the body that it is made of.
     prompt, unplaced, format, params = await in_texts(
         context, request, size, lambda: _rendered(context, body, chat, tools, params, marked, wanted)
@@ -168,7 +168,7 @@ async def count_chat(request: Request, body: ChatRequest) -> int:
 
     def count() -> int:
         with naming({}, "messages"):
-            return len(tokenizer.encode(chat.render(chat.messages, chat.tools, asks=True), add_special_tokens=False))
+            return len(chat.texts.encode_rendered(chat.render(chat.messages, chat.tools, asks=True)))
 
     return await in_texts(context, request, len(await request.body()), count)
 
@@ -237,22 +237,22 @@ def _rendered(
     tools: ToolChoice,
     params: SamplingParams,
     marked: MarkedHints,
-    segments: Mapping[str, str] | None,
+    segmented: Messages | None,
 ) -> tuple[EncodedPrompt, tuple[str, ...], MessageFormat, SamplingParams]:
     """Return the conversation as a prompt, the marked texts that are no segments of it
-    (``Blend.unplaced``), how its answer is read, and the parameters for that. ``segments``: marked
-    texts by their paths; None: it is tokenised as a whole."""
+    (``Blend.unplaced``), how its answer is read, and the parameters for that. ``segmented``: the
+    messages with marks; None: it is tokenised as a whole."""
     with naming({}, "messages"):
         render = partial(chat.render, asks=body.add_generation_prompt is not False)
         text = render(chat.messages, chat.tools)
         parts: Sequence[Segment | str] = [text]
         unplaced: tuple[str, ...] = ()
-        if segments is not None:
-            parts, unplaced = cut_at_segments(text, chat.messages, segments, partial(render, tools=chat.tools))
+        if segmented is not None:
+            _, texts = without_segments(chat.texts.messages(segmented))
+            parts, unplaced = cut_at_segments(text, chat.messages, texts, partial(render, tools=chat.tools))
 
         def encode(count: int) -> EncodedPrompt:
-            # The text holds its special tokens.
-            return EncodedPrompt.of(chat.tokenizer, first_of(parts, count), begins=False)
+            return EncodedPrompt.rendered(chat.texts, first_of(parts, count))
 
         prompt = encode(len(text))
         marked.find(chat.messages, chat.tools, render, (text, prompt.ids), lambda count: encode(count).ids)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from quire.engine.chat_rendering import render_chat
 from quire.engine.long_texts import TextLimit
 from quire.engine.next_turn import next_turn_ids
+from quire.engine.spelled_tokens import SpelledTokens
 from quire.engine.tokenizer import Tokenizer
 from quire.server.cache_marks import Messages, Tools
 from quire.server.context import Context
@@ -24,6 +25,7 @@ class Conversation:
     """The messages of a request, and what else its template gets."""
 
     tokenizer: Tokenizer
+    texts: SpelledTokens
     template: str
     messages: Messages
     tools: Tools
@@ -48,8 +50,10 @@ class Conversation:
         variables |= thinking_variables(body, template)
         if body.documents is not None:
             variables["documents"] = body.documents
+        texts = SpelledTokens(tokenizer, template, body.messages, tools, variables)
         return cls(
             tokenizer=tokenizer,
+            texts=texts,
             template=template,
             messages=body.messages,
             tools=tools,
@@ -59,20 +63,21 @@ class Conversation:
         )
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, asks: bool) -> str:
-        """Return the text of messages. ``asks``: it ends where the model is to answer."""
+        """Return the text of messages, for ``texts`` to tokenise. ``asks``: it ends where the model
+        is to answer."""
         if tools is not None and self.allowed is not None:
             tools = [tool for tool in tools if tool["function"]["name"] in self.allowed]
         return render_chat(
             self.template,
-            messages,
+            self.texts.messages(messages),
             add_generation_prompt=asks,
-            tools=tools,
+            tools=self.texts.value(tools),
             text_limit=self.text_limit,
-            **self.variables,
+            **self.texts.variables(self.variables),
         )
 
     def next_turn(self, answer: Mapping[str, Any]) -> NDArray[np.int64]:
         """Return the tokens with which the prompt after this answer begins."""
         return next_turn_ids(
-            lambda messages: self.render(messages, self.tools, asks=False), [*self.messages, answer], self.tokenizer
+            lambda messages: self.render(messages, self.tools, asks=False), [*self.messages, answer], self.texts
         )

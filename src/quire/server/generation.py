@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 
 from quire.async_llm import AsyncSession, SampleDelta
+from quire.async_llm.session import inner_session
 from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, InvalidArgument
@@ -126,33 +127,28 @@ async def in_texts(context: Context, request: Request, size: int, function: Call
     return await unless_gone(request, context.texts.run(size, function))
 
 
-async def encoded(
-    context: Context, text: str, *, add_special_tokens: bool = True, endless: bool = False
-) -> NDArray[np.int64]:
-    """Return the token ids of a text. Refuse one that cannot fit at once, unless ``endless``."""
+async def encoded(context: Context, text: str, *, endless: bool = False) -> NDArray[np.int64]:
+    """Return the token ids of a prompt. Refuse one that cannot fit at once, unless ``endless``."""
     if not endless:
         context.llm.engine.checks.text(text)
-    tokenizer = context.llm.tokenizer
-    return await context.texts.run(len(text), lambda: encode(tokenizer, text, add_special_tokens=add_special_tokens))
+    return await context.texts.run(len(text), lambda: encode(context.llm.tokenizer, text))
 
 
 async def added(context: Context, session: AsyncSession, given: str | Sequence[int]) -> Sequence[int]:
     """Return the token ids of an addition to a session."""
     if not isinstance(given, str):
         return given
-    endless = session.window is not None
-    return (await encoded(context, given, add_special_tokens=False, endless=endless)).tolist()  # type: ignore[no-any-return]
+    inner = inner_session(session)
+    return (await context.texts.run(len(given), lambda: inner.encode(given))).tolist()  # type: ignore[no-any-return]
 
 
-def encode(
-    tokenizer: Tokenizer | None, prompt: str | Sequence[int], *, add_special_tokens: bool = True
-) -> NDArray[np.int64]:
-    """Return the token ids of a prompt."""
+def encode(tokenizer: Tokenizer | None, prompt: str | Sequence[int], *, inside: bool = False) -> NDArray[np.int64]:
+    """Return the token ids of a prompt, or of a text ``inside`` of one."""
     if not isinstance(prompt, str):
         return as_token_ids(prompt)
     if tokenizer is None:
         raise InvalidArgument("the text cannot be tokenised, for this model has no tokenizer; give token ids")
-    return np.array(tokenizer.encode(prompt, add_special_tokens=add_special_tokens), dtype=np.int64)
+    return np.array(tokenizer.encode_inside(prompt) if inside else tokenizer.encode(prompt), dtype=np.int64)
 
 
 async def check_prompts(

@@ -248,7 +248,7 @@ class ResponseReply(ChatReply):
         thought = self._output.reasoning
         reasoning = 0
         if thought and self.tokenizer is not None:
-            reasoning = min(len(self.tokenizer.encode(thought, add_special_tokens=False)), counts["completion"])
+            reasoning = min(len(self.tokenizer.encode_inside(thought)), counts["completion"])
         usage = {
             "input_tokens": counts["prompt"],
             "input_tokens_details": {"cached_tokens": counts["cached"], "cache_write_tokens": 0},

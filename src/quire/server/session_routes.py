@@ -404,9 +404,6 @@ async def edit(session_id: str, body: EditBody, request: Request) -> Response:
         fields = {"span": "span", "mode": "mode", "blend": "blend"}
         with naming(fields, given, (InvalidArgument, Unsupported)):
             span: Any = body.span
-            if not isinstance(span, str):
-                # Beside a text's ends, which may be parts of tokens, it is tokenised with these.
-                content = list(await unless_gone(request, added(_context(request), session, content)))
             done = await unless_gone(request, session.edit(span, content, body.mode, blend=blend))
     return JsonAnswer(
         {

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
 
-from quire.engine.chat_rendering import encode_chat
+from quire.engine.chat_prompts import encode_chat
 from quire.engine.long_texts import TextLimit
+from quire.engine.spelled_tokens import SpelledTokens
 from quire.engine.tokenizer import Tokenizer
 from quire.server.context import Context
 from quire.server.errors import bad_field
@@ -30,6 +31,11 @@ class TokenizeRequest(BaseModel):
     )
     add_generation_prompt: StrictBool = True
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Further variables of the template.")
+    parse_special: StrictBool | None = Field(
+        default=None,
+        description="Whether special tokens that the text spells are these; by default in a prompt, and in messages as "
+        "the server was told.",
+    )
     continue_final_message: StrictBool = False
     chat_template: StrictStr | None = None
     return_token_strs: StrictBool = False
@@ -49,10 +55,11 @@ class DetokenizeRequest(BaseModel):
 
     model: StrictStr | None = None
     tokens: list[Annotated[StrictInt, Field(ge=0)]]
+    skip_special_tokens: StrictBool = Field(default=False, description="Leave special tokens out of the text.")
 
 
 class DetokenizeResponse(BaseModel):
-    """The tokens' text, with special tokens spelled out."""
+    """The tokens' text, with special tokens spelled out if they are not skipped."""
 
     prompt: str
 
@@ -102,7 +109,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeRes
                 f"tokens[{index}] is {token}; ids must be in [0, {tokenizer.vocab_size})",
                 code="invalid_argument",
             )
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    text = await asyncio.to_thread(tokenizer.decode, body.tokens, body.skip_special_tokens)
     return DetokenizeResponse(prompt=text)
 
 
@@ -115,7 +122,8 @@ def _tokenizer(context: Context) -> Tokenizer:
 
 def _encode(tokenizer: Tokenizer, body: TokenizeRequest, text_limit: TextLimit | None) -> list[int]:
     if body.prompt is not None:
-        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        texts = SpelledTokens(tokenizer, None, body.prompt, parse_special=body.parse_special is not False)
+        return texts.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     assert body.messages is not None
     reserved = {"messages", "tools", "add_generation_prompt", "chat_template", "tokenizer", "tokenizer_template"}
     reserved.add("text_limit")
@@ -134,8 +142,9 @@ def _encode(tokenizer: Tokenizer, body: TokenizeRequest, text_limit: TextLimit |
     return encode_chat(
         tokenizer,
         body.messages,
+        body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt,
         tools=body.tools,
         text_limit=text_limit,
-        **(body.chat_template_kwargs or {}),
+        parse_special=body.parse_special,
     )

@@ -48,7 +48,7 @@ async def warm(request: Request, body: WarmBody) -> Response:
         found = []
         for number, segment in enumerate(body.segments):
             with naming({}, f"segments.{number}"):
-                found.append(encode(context.llm.tokenizer, segment, add_special_tokens=False))
+                found.append(encode(context.llm.tokenizer, segment, inside=True))
                 checks.tokens(found[-1])
                 checks.length(found[-1].size, None)
         return found
