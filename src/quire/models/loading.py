@@ -10,7 +10,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from quire.errors import CheckpointError, InvalidArgument, QuireError, ResourceE
 from quire.models.checkpoint import Checkpoint, Place, expand, parameter_shapes
 from quire.models.config_fields import read_config_file
 from quire.models.families import Family, LoadedModel, family_of, is_foreign
+from quire.models.host_memory import free_memory, size_words
 from quire.models.processor import Processor
 
 logger = logging.getLogger(__name__)
@@ -222,27 +222,3 @@ def _check_memory(path: Path, needed: int, dtype: torch.dtype, device: torch.dev
         f"{path} needs {size_words(needed)} for its weights in {form}, but {size_words(free)} are free on {device}; "
         f"{', '.join(helps[:-1])}, or {helps[-1]}"
     )
-
-
-def size_words(nbytes: int) -> str:
-    """Return a number of bytes for a message, also in the unit that it has some of."""
-    unit, name = (30, "GiB") if nbytes >= 1 << 30 else (20, "MiB")
-    return f"{nbytes / (1 << unit):.2f} {name} ({nbytes:,} bytes)"
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Return the bytes free on ``device`` within the control group's limit; None if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type != "cpu":
-        return None
-    limits = []
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    except OSError:
-        return None
-    with suppress(OSError, ValueError):
-        # "max": no limit. The group's page cache can be reclaimed, so its use does not count.
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
-    return min(limits, default=None)
