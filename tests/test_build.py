@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
-from quire import LLM, ResourceExhausted, SamplingParams
+from quire import LLM, InvalidArgument, ResourceExhausted, SamplingParams, pool_budget
+from quire.build import EXECUTOR_FACTORY
+from quire.config import ExecutorConfig, MemoryConfig
+from quire.models import checkpoint, host_memory, loading
 
 
 @pytest.mark.parametrize(("max_model_len", "page_size"), [(40, 16), (8, 16), (33, 32), (7, 1)])
@@ -23,11 +29,59 @@ def test_pool_is_not_larger_than_can_be_used() -> None:
     assert llm.engine.checks.pool_tokens == 3 * 64
 
 
-def test_memory_for_less_than_a_page_is_refused() -> None:
-    with pytest.raises(ResourceExhausted, match="page"):
-        LLM("tiny-python", kv_cache_memory=100)
-    with pytest.raises(ResourceExhausted, match="page"):
-        LLM("tiny-python", kv_cache_memory="64KiB", page_size=1000)
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(checkpoint, "allocate", refuse)
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"kv_cache_memory": 100}, ResourceExhausted, "kv_cache_memory 100 holds no page of 16 tokens .*give a larger"),
+        ({"kv_cache_memory": "64KiB", "page_size": 1000}, ResourceExhausted, "no page of 1000 tokens"),
+        (
+            {"kv_cache_memory": "900000GiB"},
+            ResourceExhausted,
+            r"kv_cache_memory is 900000.00 GiB \([\d,]+ bytes\), beside [\d.]+ MiB .* are free on cpu; give at most",
+        ),
+        ({"max_model_len": 1 << 20}, InvalidArgument, "max_model_len 1048576 is beyond the model's 4096 positions"),
+    ],
+)
+def test_context_and_pool_are_checked_before_weights_are_read(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        LLM("tiny-python", **options)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_an_executors_pool_is_checked_before_weights_are_read() -> None:
+    memory = MemoryConfig(memory_pool_size=100)
+    with pytest.raises(ResourceExhausted, match="memory_pool_size 100 holds no page"):
+        EXECUTOR_FACTORY.create_executor(ExecutorConfig(model_info="tiny-python", memory_config=memory))
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_what_weights_leave_is_what_the_pool_is_checked_against(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = 2 * 13_902_336  # twice those in bfloat16
+    monkeypatch.setattr(loading, "free_memory", lambda device: weights + 1000)
+    monkeypatch.setattr(pool_budget, "free_memory", lambda device: weights + 1000)
+    with pytest.raises(ResourceExhausted, match="of free memory for the KV pool on cpu hold no page of 16 tokens"):
+        LLM("tiny-python", dtype="float32", page_size=16, max_model_len=64)
+
+
+def test_quantised_weights_need_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 8 << 20  # 13.26 MiB in bfloat16, 3.9 MiB and the embedding in int4
+    monkeypatch.setattr(loading, "free_memory", lambda device: free)
+    helps = "give quantization int8 or int4.*or take a smaller model"
+    with pytest.raises(ResourceExhausted, match=rf"needs 13.26 MiB \([\d,]+ bytes\) .* in torch.bfloat16, .*{helps}"):
+        LLM("tiny-python", dtype="bfloat16", kv_cache_memory="4MiB")
+    with LLM("tiny-python", dtype="bfloat16", kv_cache_memory="4MiB", quantization="int4") as llm:
+        assert llm.engine.runner.model.quantization == "int4"
 
 
 def test_attention_backends_agree() -> None:
@@ -46,9 +100,28 @@ def test_pool_respects_the_limit_of_the_control_group(monkeypatch: pytest.Monkey
     """In a container what the host has free says nothing: the pool is a quarter of what loading may
     use, too.
     """
-    from quire import pool_budget
-
     monkeypatch.setattr(pool_budget, "free_memory", lambda device: 1 << 30)
     assert pool_budget.free_budget(torch.device("cpu")).nbytes == 1 << 28
     monkeypatch.setattr(pool_budget, "free_memory", lambda device: None)
     assert pool_budget.free_budget(torch.device("cpu")).nbytes > 0
+
+
+def test_memory_is_free_within_every_limit_of_control_groups(tmp_path: Path) -> None:
+    """What a group holds counts, other than files that the kernel can give up."""
+
+    def group(folder: str, **files: object) -> None:
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (tmp_path / folder / name.replace("__", ".")).write_text(f"{content}\n")
+
+    stat = "anon 600\ninactive_file 100\nactive_file 50"
+    group("pod/task", memory__max="max", memory__current=5, memory__stat=stat)
+    group("pod", memory__max=1000, memory__current=900, memory__stat=stat)
+    group("", memory__max=5000, memory__current=1000, memory__stat=stat)
+    assert sorted(host_memory.free_in_groups(["0::/pod/task"], tmp_path)) == [250, 4150]
+    # A container's own group is the root of its mount, whatever the host calls it.
+    assert sorted(host_memory.free_in_groups(["0::/elsewhere/id"], tmp_path)) == [4150]
+
+    old = "total_inactive_file 30\ntotal_active_file 20"
+    group("memory/docker", memory__limit_in_bytes=700, memory__usage_in_bytes=900, memory__stat=old)
+    assert list(host_memory.free_in_groups(["3:cpuset:/", "4:cpu,memory:/docker"], tmp_path)) == [0]

@@ -45,7 +45,6 @@ from quire.kv.forward_need import pages_for
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
 from quire.kv.static_pass import static_refusal
-from quire.kv.storage import bytes_per_token
 from quire.memory_profile import (
     capture_usual,
     captured_bytes,
@@ -58,7 +57,8 @@ from quire.models.adapter_targets import embedding_of, linears_of, low_rank_refu
 from quire.models.catalogue import resolve_model, resolve_tokenizer
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import model_fingerprint
-from quire.models.loading import free_memory, load_model, resolve_dtype
+from quire.models.host_memory import free_memory
+from quire.models.loading import Outline, load_model, resolve_dtype
 from quire.models.peft import read_adapter
 from quire.ops.seen_tokens import SeenTokens
 from quire.pool_budget import (
@@ -67,8 +67,12 @@ from quire.pool_budget import (
     STATE_SHARE,
     Budget,
     PoolSizes,
+    check_outline,
+    check_room,
+    checkpoint_interval,
     free_budget,
     given_budget,
+    longest_of,
     pool_sizes,
 )
 from quire.runner.adapter_pool import AdapterPool
@@ -128,16 +132,14 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         progress=progress,
         max_model_len=config.max_model_len,
         kernels=layer_kernels(device, config.quantization),
+        before_weights=lambda outline: check_outline(config, outline, device),
     )
     check_quantized(model, config.quantization)
     if device.type == "cpu":
         keep_freed_memory()
     if tokenizer is not None:
         tokenizer.check_fits(model.vocab_size)
-    max_len = model.max_position if config.max_model_len is None else config.max_model_len
-    if max_len > model.max_position:
-        limit = f"the model's {model.max_position} positions; give at most that"
-        raise InvalidArgument(f"max_model_len {max_len} is beyond {limit}")
+    max_len = longest_of(config, model.max_position)
     kv_dtype = model.dtype if config.kv_dtype == "auto" else resolve_dtype(config.kv_dtype, model.dtype, device)
     adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
     captures = device.type == "cuda" and not config.enforce_eager and not getattr(model, "fallback", False)
@@ -293,13 +295,6 @@ ENGINE_RING = 1
 """Recent states of a sequence beside its present one; a large hybrid's takes tens of megabytes."""
 
 
-DEFAULT_INTERVAL = 512
-"""Tokens between checkpoints of a model without attention, whose tokens cost nothing."""
-
-LEAST_INTERVAL, MOST_INTERVAL = 64, 1024
-"""Bounds of the default number of tokens between checkpoints."""
-
-
 def make_state(
     specs: Sequence[LayerSpec],
     sizes: PoolSizes,
@@ -349,7 +344,8 @@ def pool_budget(
     what the greatest step leaves, which runs once on a state that is gone afterwards, and, where
     the engine ``captures`` them, decodes of usual sizes."""
     if config.kv_cache_memory is not None:
-        return given_budget(config.kv_cache_memory)
+        check_room(budget := given_budget(config.kv_cache_memory), 0, device)
+        return budget
     if (memory := device_memory(device)) is None:
         return free_budget(device)
     specs, size = model.layer_specs, config.page_size
@@ -430,25 +426,6 @@ def check_quantized(model: LoadedModel, quantization: str | None) -> None:
         )
 
 
-def checkpoint_interval(config: EngineConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
-    """Return the tokens between checkpoints of recurrent states; 0 without recurrent layers. By
-    default as many as have K and V of the size of a state. ``InvalidArgument`` if an interval is
-    given and no layer is recurrent."""
-    state_bytes = bytes_per_state([spec for spec in specs if isinstance(spec, Recurrent)])
-    if config.checkpoint_interval is not None:
-        if config.checkpoint_interval and not state_bytes:
-            raise InvalidArgument(
-                f"checkpoint_interval {config.checkpoint_interval}: the model has no recurrent layers, and every position of it is kept; "
-                "leave it out"
-            )
-        return config.checkpoint_interval
-    if not state_bytes:
-        return 0
-    per_token = bytes_per_token([spec for spec in specs if isinstance(spec, ATTENTION)], dtype)
-    wanted = min(max(LEAST_INTERVAL, -(-state_bytes // per_token) if per_token else DEFAULT_INTERVAL), MOST_INTERVAL)
-    return -(-wanted // config.page_size) * config.page_size
-
-
 def eos_ids(
     generation: dict[str, Any], model_config: dict[str, Any], tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[int, ...]:
@@ -469,31 +446,33 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     device, size = choices.device, choices.page_size
     if device.type == "cpu":
         limit_threads()
+    arguments, memory = choices.arguments(config), config.memory_config
+    chunk = arguments.setdefault("prefill_chunk_size", 2048)
+    chunk = min(chunk, config.max_sequence_length) if chunk > 0 else config.max_sequence_length
+    limits = EngineConfig(
+        model=choices.model, max_num_seqs=config.max_batch_size, max_num_batched_tokens=chunk, page_size=size
+    )
+
+    def sizes_of(model: Outline | LoadedModel, weights: int = 0) -> PoolSizes:
+        """Check what depends on the model. ``weights``: bytes of it that are not there yet."""
+        check_length(config, model.max_position)
+        check_heads(config, [spec for spec in model.layer_specs if isinstance(spec, ATTENTION)])
+        if memory.memory_pool_size is None:
+            budget = free_budget(device, memory.max_memory_usage / 100, weights)
+        else:
+            budget = given_budget(memory.memory_pool_size, "memory_pool_size")
+            check_room(budget, weights, device)
+        return pool_sizes(limits, model.layer_specs, model.dtype, config.max_sequence_length, budget)
+
     model = load_model(
         path,
         device=device,
         dtype=config.dtype,
         max_model_len=config.max_sequence_length,
         kernels=layer_kernels(device),
+        before_weights=lambda outline: sizes_of(outline, outline.weight_bytes),
     )
-    check_length(config, model.max_position)
-    check_heads(config, [spec for spec in model.layer_specs if isinstance(spec, ATTENTION)])
-    arguments = choices.arguments(config)
-    chunk = arguments.setdefault("prefill_chunk_size", 2048)
-    chunk = min(chunk, config.max_sequence_length) if chunk > 0 else config.max_sequence_length
-    pool = config.memory_config.memory_pool_size
-    sizes = pool_sizes(
-        EngineConfig(
-            model=choices.model,
-            max_num_seqs=config.max_batch_size,
-            max_num_batched_tokens=chunk,
-            page_size=size,
-        ),
-        model.layer_specs,
-        model.dtype,
-        config.max_sequence_length,
-        free_budget(device, config.memory_config.max_memory_usage / 100) if pool is None else given_budget(pool),
-    )
+    sizes = sizes_of(model)
     state = make_state(model.layer_specs, sizes, size, model.dtype, device, choices.attention_backend)
     arguments["fallbacks"] = check_flash(config, state)
     if sizes.window_tokens is not None:

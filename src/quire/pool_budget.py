@@ -10,11 +10,12 @@ import torch
 
 from quire.config import EngineConfig, parse_bytes
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
-from quire.errors import ResourceExhausted
+from quire.errors import InvalidArgument, ResourceExhausted
 from quire.kv.forward_need import pages_for
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.storage import bytes_per_token
-from quire.models.loading import free_memory
+from quire.models.host_memory import free_memory, size_words
+from quire.models.loading import Outline, resolve_dtype
 
 ATTENTION = (FullAttention, LatentAttention, WindowedAttention)
 """Layers that keep tokens."""
@@ -28,6 +29,12 @@ ring, and those that cached sequences keep at prompt and turn ends."""
 LEAST_STATES = 4
 """One sequence, what its next step writes, and a copy of both."""
 
+DEFAULT_INTERVAL = 512
+"""Tokens between checkpoints of a model without attention, whose tokens cost nothing."""
+
+LEAST_INTERVAL, MOST_INTERVAL = 64, 1024
+"""Bounds of the default number of tokens between checkpoints."""
+
 STATE_SHARE = 0.5
 """The most of the budget that recurrent states may take from the pages of attention layers."""
 
@@ -39,23 +46,36 @@ class Budget:
     nbytes: int
     words: str
     """Says how many, and why no more, up to "hold"; refusals begin with it."""
-    advice: str = "free some memory, or give a larger kv_cache_memory"
-    given: bool = False
-    """Whether the user gave them: pools take all of them then, even what can never be used."""
+    advice: str = "free some memory, give a kv_cache_memory, or take a smaller dtype or quantization for the weights"
+    argument: str = ""
+    """By which the user gave them; pools take all of them then, even what can never be used."""
 
 
-def given_budget(size: int | str) -> Budget:
-    """Return the budget of a ``kv_cache_memory``."""
-    return Budget(parse_bytes(size), f"kv_cache_memory {size} holds", given=True)
+def given_budget(size: int | str, name: str = "kv_cache_memory") -> Budget:
+    """Return the budget of a ``kv_cache_memory``, or of another argument with such a size."""
+    advice = f"give a larger {name}, smaller pages, or a dtype of fewer bits for K and V"
+    return Budget(parse_bytes(size), f"{name} {size} holds", advice, name)
 
 
-def free_budget(device: torch.device, share: float = CPU_POOL_SHARE) -> Budget:
-    """Return a share of what is free on a device, for host memory within the control group's limit;
-    where nothing tells that, of half of what the machine has."""
+def free_budget(device: torch.device, share: float = CPU_POOL_SHARE, weights: int = 0) -> Budget:
+    """Return a share of what is free on a device, for host memory within the control groups'
+    limits; where nothing tells that, of half of what the machine has. ``weights``: bytes that will
+    be taken before the pool is."""
     found = free_memory(device)
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if found is None else found
-    nbytes = int(free * share)
-    return Budget(nbytes, f"{nbytes / 2**20:.0f} MiB of free memory for the KV pool on {device} hold")
+    nbytes = max(0, int((free - weights) * share))
+    return Budget(nbytes, f"{size_words(nbytes)} of free memory for the KV pool on {device} hold")
+
+
+def check_room(budget: Budget, weights: int, device: torch.device) -> None:
+    """Raise ``ResourceExhausted`` if a given pool does not fit beside ``weights`` bytes."""
+    free = free_memory(device)
+    if budget.argument and free is not None and weights + budget.nbytes > free:
+        raise ResourceExhausted(
+            f"{budget.argument} is {size_words(budget.nbytes)}, beside {size_words(weights)} of weights, but "
+            f"{size_words(free)} are free on {device}; give at most {max(0, free - weights)} bytes, a smaller dtype or "
+            "quantization, or free some memory"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +114,7 @@ def pool_sizes(
     per_token = full_bytes + window_bytes
     state_bytes = bytes_per_state([spec for spec in specs if isinstance(spec, Recurrent)])
     given, advice, left = budget.words, budget.advice, budget.nbytes
-    if not budget.given:
+    if not budget.argument:
         # More than every sequence at its full length, in whole pages, is never used.
         most = config.max_num_seqs * pages_for(max_len, size) * size * per_token
         left = min(left, most + config.max_num_seqs * STATES_PER_SEQUENCE * state_bytes)
@@ -134,3 +154,47 @@ def pool_sizes(
                 f"page are needed ({(window + 1 + 2 * size) * per_token} bytes); {advice}"
             )
     return PoolSizes(int(tokens), window_tokens, int(step), states)
+
+
+def check_outline(config: EngineConfig, outline: Outline, device: torch.device) -> None:
+    """Check context, pool and memory of a model whose weights are not read yet. Raise what
+    ``longest_of``, ``check_room`` and ``pool_sizes`` do. Of a GPU the pool is what can be left at
+    most: what a step takes is measured when it can run."""
+    length, kv_dtype = longest_of(config, outline.max_position), outline.dtype
+    if config.kv_dtype != "auto":
+        kv_dtype = resolve_dtype(config.kv_dtype, kv_dtype, device)
+    if config.kv_cache_memory is None:
+        budget = free_budget(device, CPU_POOL_SHARE if device.type == "cpu" else 1.0, outline.weight_bytes)
+    else:
+        budget = given_budget(config.kv_cache_memory)
+        check_room(budget, outline.weight_bytes, device)
+    pool_sizes(config, outline.layer_specs, kv_dtype, length, budget)
+
+
+def longest_of(config: EngineConfig, limit: int) -> int:
+    """Return the longest sequence in tokens; ``InvalidArgument`` beyond the model's positions."""
+    length = limit if config.max_model_len is None else config.max_model_len
+    if length > limit:
+        raise InvalidArgument(
+            f"max_model_len {length} is beyond the model's {limit} positions; give at most that", field="max_model_len"
+        )
+    return length
+
+
+def checkpoint_interval(config: EngineConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
+    """Return the tokens between checkpoints of recurrent states; 0 without recurrent layers. By
+    default as many as have K and V of the size of a state. ``InvalidArgument`` if an interval is
+    given and no layer is recurrent."""
+    state_bytes = bytes_per_state([spec for spec in specs if isinstance(spec, Recurrent)])
+    if config.checkpoint_interval is not None:
+        if config.checkpoint_interval and not state_bytes:
+            raise InvalidArgument(
+                f"checkpoint_interval {config.checkpoint_interval}: the model has no recurrent layers, and every position of it is kept; "
+                "leave it out"
+            )
+        return config.checkpoint_interval
+    if not state_bytes:
+        return 0
+    per_token = bytes_per_token([spec for spec in specs if isinstance(spec, ATTENTION)], dtype)
+    wanted = min(max(LEAST_INTERVAL, -(-state_bytes // per_token) if per_token else DEFAULT_INTERVAL), MOST_INTERVAL)
+    return -(-wanted // config.page_size) * config.page_size

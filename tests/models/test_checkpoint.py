@@ -82,6 +82,10 @@ def test_wrong_tensors(single_file: Path, edit: Callable[[dict[str, Tensor]], ob
         ({"num_hidden_layers": 1000}, "says 1000 layers, but there are 30 tensors"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; expected an integer from 1 to 10000"),
         ({"attention_bias": True}, "q_proj.bias"),
+        (
+            {"tie_word_embeddings": True},
+            "lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings",
+        ),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'"),
     ],
 )
@@ -207,7 +211,9 @@ def test_unknown_arguments_and_too_little_memory(single_file: Path, monkeypatch:
         with pytest.raises(InvalidArgument, match=r"is '.*'"):
             load_model(single_file, **argument)
     monkeypatch.setattr(loading, "free_memory", lambda device: 1000)
-    with pytest.raises(ResourceExhausted, match="GiB for its weights"):
+    with pytest.raises(
+        ResourceExhausted, match=r"needs 0.12 MiB \(127,104 bytes\) for its weights in torch.float32, but "
+    ):
         load_model(single_file)
 
 
@@ -245,8 +251,9 @@ def test_names_that_are_not_read(make_tiny: Any, single_file: Path) -> None:
     expected = load_model(single_file, dtype="float32")
     edit_tensors(single_file, lambda tensors: tensors.update(frequencies))
     assert load_model(single_file, dtype="float32").num_parameters == expected.num_parameters
-    # A head beside tied embeddings is not read, as in transformers.
+    # Of a head beside tied embeddings nothing is kept.
     edit_config(single_file, tie_word_embeddings=True)
+    edit_tensors(single_file, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].double().float()}))
     tied = load_model(single_file, dtype="float32")
     assert tied.num_parameters == expected.num_parameters - 97 * 32
     assert tied.lm_head.weight is tied.embedding.weight

@@ -4,20 +4,24 @@ refusal at load.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tests.exact import Float32Bound, run_exactly
 
 from quire import LLM, SamplingParams
 from quire.contracts.layers import FullAttention, sink_refusal
-from quire.errors import CheckpointError, InvalidArgument, Unsupported
+from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Unsupported
 from quire.kv.exchange import layer_metadata
 from quire.models.config_fields import read_config_file
-from quire.models.fallback import load_fallback
+from quire.models.fallback import read_foreign
+from quire.models.loading import load_model
 from quire.models.probe import ProbeCache
 from quire.types import Add, Chunk, Fork, Pop, Step
 
@@ -212,13 +216,13 @@ def test_no_weights_are_read_for_an_attention_that_cannot_be_replaced(
     def read(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", read)
+    monkeypatch.setattr(transformers.BloomForCausalLM, "from_pretrained", read)
     with pytest.raises(Unsupported, match="cannot be replaced"):
         load(tmp_path)
 
 
 def load(path: Path) -> Any:
-    return load_fallback(path, read_config_file(path), dtype=torch.float32, device=torch.device("cpu"))
+    return load_model(path, dtype="float32")
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -287,7 +291,121 @@ def test_unknown_and_foreign_code_are_refused(tmp_path: Path) -> None:
     make(*MODELS["gpt2"], tmp_path)
     values = read_config_file(tmp_path)
     with pytest.raises(Unsupported, match="own code"):
-        load_fallback(tmp_path, {**values, "auto_map": {}}, dtype=torch.float32, device=torch.device("cpu"))
+        read_foreign(tmp_path, {**values, "auto_map": {}})
     (tmp_path / "config.json").write_text('{"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}')
     with pytest.raises(Unsupported, match="NobodyForCausalLM"):
         LLM(tmp_path)
+
+
+def edit_tensors(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
+"""transformers stacks it with the gates."""
+
+
+@pytest.mark.parametrize(
+    ("which", "edit", "message"),
+    [
+        ("olmo", lambda t: t.pop(DOWN), f"lacks 1 of 30 tensors: {DOWN}"),
+        ("olmo", lambda t: t.update(extra=torch.ones(3)), "model.safetensors: .* has no place for extra"),
+        (
+            "olmo",
+            lambda t: t.update({DOWN.replace("weight", "bias"): torch.ones(WIDTH)}),
+            "no place for .*down_proj.bias",
+        ),
+        ("olmo", lambda t: t.update({DOWN.replace(".1.", ".4."): t[DOWN].clone()}), r"no place for model.layers.4"),
+        ("olmo", lambda t: t.update({DOWN: torch.ones(WIDTH, 5)}), rf"{DOWN} has shape \[48, 5\]; .* \[48, 64\]"),
+        ("olmo", lambda t: t.update({DOWN: t[DOWN].to(torch.int8)}), f"{DOWN} has dtype I8; expected one of"),
+        ("olmo", lambda t: t.update({DOWN: t[DOWN].to(torch.float8_e4m3fn)}), f"{DOWN} has dtype F8_E4M3"),
+        ("olmoe", lambda t: t.pop(EXPERT), "cannot make the model's tensors of the stored ones"),
+        ("gpt2", lambda t: t.update({"lm_head.weight": torch.ones(VOCAB, WIDTH)}), "lm_head.weight differs from .*wte"),
+        ("gpt2", lambda t: t.pop("transformer.wte.weight"), "lacks 2 of .*lm_head.weight, transformer.wte.weight"),
+    ],
+)
+def test_files_that_contradict_the_model(
+    which: str, edit: Callable[[dict[str, torch.Tensor]], object], message: str, tmp_path: Path
+) -> None:
+    make(*MODELS[which], tmp_path)
+    edit_tensors(tmp_path, edit)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 3}, "no place for model.layers.3"),
+        ({"num_hidden_layers": 5}, "lacks 7 of 37 tensors: model.layers.4"),
+        ({"num_hidden_layers": 10**9}, "says 1000000000 layers, but there are 30 tensors"),
+        ({"num_hidden_layers": "two"}, "cannot read config.json.*expected int, got str"),
+        ({"num_attention_heads": 0}, "cannot build 'OlmoForCausalLM' from config.json: ZeroDivisionError"),
+        ({"attention_bias": True}, "lacks 16 of 46 tensors: model.layers.0.self_attn.k_proj.bias"),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
+        ({"vocab_size": VOCAB + 1}, rf"lm_head.weight has shape \[{VOCAB}, 48\]"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "config.json: quantization_config is"),
+        ({"transformers_weights": "other.safetensors"}, "config.json: transformers_weights is"),
+    ],
+)
+def test_a_configuration_that_the_files_contradict(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    make(*MODELS["olmo"], tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises((CheckpointError, Unsupported), match=message):
+        load(tmp_path)
+
+
+def test_a_configuration_of_more_than_the_memory_is_refused_in_its_outline(tmp_path: Path) -> None:
+    make(*MODELS["olmo"], tmp_path)
+    edit_config(tmp_path, hidden_size=6 << 20)
+    with pytest.raises(
+        ResourceExhausted, match=r"needs \d+\.\d\d GiB \([\d,]+ bytes\) for its weights in torch.float32"
+    ):
+        load(tmp_path)
+
+
+def test_damaged_files_and_copies_in_other_shards_are_refused_by_name(tmp_path: Path) -> None:
+    peer = make(*MODELS["olmo"], tmp_path / "one")
+    file = tmp_path / "one" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-64])
+    with pytest.raises(CheckpointError, match=r"model.safetensors is no valid safetensors file, or is cut short"):
+        load(tmp_path / "one")
+
+    peer.save_pretrained(tmp_path / "shards", max_shard_size="64KB")
+    first, *_, last = sorted((tmp_path / "shards").glob("*.safetensors"))
+    stale = {name: tensor * 0.5 for name, tensor in load_file(first).items()}
+    save_file({**load_file(last), **stale}, last, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"tensor .* is in .*{first.name} and in .*{last.name}"):
+        load(tmp_path / "shards")
+    first.unlink()
+    with pytest.raises(CheckpointError, match=f"lacks {first.name}"):
+        load(tmp_path / "shards")
+
+
+def test_what_older_files_hold_beside_the_weights_is_not_read(tmp_path: Path) -> None:
+    make(*MODELS["gpt2"], tmp_path)
+    expected = load(tmp_path).num_parameters
+    masks = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4).bool(),
+        "transformer.h.0.attn.masked_bias": torch.ones(()),
+    }
+    edit_tensors(tmp_path, lambda tensors: tensors.update(masks))
+    edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"].clone()}))
+    # Without the prefix of the model, as in the first published files.
+    edit_tensors(tmp_path, lambda t: [t.update({n.removeprefix("transformer."): t.pop(n)}) for n in list(t)])
+    assert load(tmp_path).num_parameters == expected
+
+
+def test_an_adapter_in_the_folder_of_a_model_is_not_applied(tmp_path: Path) -> None:
+    """transformers would load it with the model, or another model in its place."""
+    make(*MODELS["olmo"], tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere", "peft_type": "LORA"}')
+    assert load(tmp_path).architecture == "OlmoForCausalLM"

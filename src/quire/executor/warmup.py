@@ -14,7 +14,7 @@ from torch.autograd.profiler import profile
 from quire.branches.cache_pool import CachePool
 from quire.branches.running_calls import Stopwatch
 from quire.kv.forward_need import pages_for
-from quire.models.loading import free_memory
+from quire.models.host_memory import free_memory
 from quire.runner.local import NO_EXTRAS, Extras
 from quire.types import Chunk, SeqId, Step
 

@@ -33,6 +33,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Element types of weights, by their safetensors names."""
+_COMPARED = 4096
+"""Rows that are compared at a time."""
 BYTES = "U8"
 """Element type of MXFP4 blocks and scales. Other quantised weights need their own kernels."""
 
@@ -201,28 +203,59 @@ class Checkpoint:
         """Raise ``CheckpointError`` unless the files hold exactly these tensors, shapes and types,
         and perhaps ``ignorable`` names, which are not read."""
         stored = _stored(places)
-        missing = [name for name in stored if name not in self.tensors]
-        if missing:
-            raise CheckpointError(f"{self.path} lacks {len(missing)} of {len(stored)} tensors: {_some(missing)}")
-        surplus = [name for name in self.tensors if name not in stored and name not in ignorable]
-        if surplus:
-            file = self.tensors[surplus[0]].file
-            raise CheckpointError(f"{file}: the model that config.json describes has no place for {_some(surplus)}")
+        self.refuse_names(
+            [name for name in stored if name not in self.tensors],
+            [name for name in self.tensors if name not in stored and name not in ignorable],
+            len(stored),
+        )
         for name, (shape, dtypes) in stored.items():
             header = self.tensors[name]
             if header.shape != shape:
-                raise CheckpointError(
-                    f"{header.file}: {name} has shape {list(header.shape)}; config.json makes it {list(shape)}"
-                )
+                raise self.misshapen(name, header.shape, shape)
             if header.dtype not in dtypes:
                 raise CheckpointError(f"{header.file}: {name} has dtype {header.dtype}; expected one of {list(dtypes)}")
 
-    def dtype(self, places: Mapping[str, Place]) -> torch.dtype:
-        """Return the element type of most weights. A few norms may be kept in another one."""
+    def refuse_names(self, missing: Collection[str], surplus: Sequence[str], expected: int) -> None:
+        """Raise ``CheckpointError`` if the files lack some of the ``expected`` tensors of the model
+        that config.json describes, or hold some that it has no place for."""
+        if missing:
+            raise CheckpointError(f"{self.path} lacks {len(missing)} of {expected} tensors: {_some(missing)}")
+        if surplus:
+            found = self.tensors.get(surplus[0])
+            where = self.path if found is None else found.file
+            raise CheckpointError(f"{where}: the model that config.json describes has no place for {_some(surplus)}")
+
+    def misshapen(self, name: str, found: Iterable[int], expected: Iterable[int]) -> CheckpointError:
+        """Return the error of a tensor whose shape config.json contradicts."""
+        where = self.tensors[name].file if name in self.tensors else self.path
+        return CheckpointError(f"{where}: {name} has shape {list(found)}; config.json makes it {list(expected)}")
+
+    def check_tied(self, head: str, embedding: str) -> None:
+        """Raise ``CheckpointError`` if the head of a model that config.json ties to its embedding
+        is stored with other values. Reads both, if both are there."""
+        if head not in self.tensors:
+            return
+        parts = zip(self.mapped(head).split(_COMPARED), self.mapped(embedding).split(_COMPARED), strict=False)
+        same = self.tensors[head].shape == self.tensors[embedding].shape
+        if not (same and all(torch.equal(one.float(), other.float()) for one, other in parts)):
+            raise self.untied(head, embedding)
+
+    def untied(self, head: str, embedding: str) -> CheckpointError:
+        """Return the error of a stored head that contradicts ``tie_word_embeddings``."""
+        where = self.tensors[head].file if head in self.tensors else self.path
+        return CheckpointError(
+            f"{where}: {head} differs from {embedding}, but tie_word_embeddings in config.json makes them one; set that to "
+            "false to run the stored head, or remove the tensor"
+        )
+
+    def dtype(self, names: Iterable[str]) -> torch.dtype:
+        """Return the element type of most weights among these tensors; a few norms may be kept in
+        another one. float32 if none has a float type."""
         elements = dict.fromkeys(DTYPES, 0)
-        for name, place in places.items():
-            if not place.scales:
-                elements[self.tensors[name].dtype] += math.prod(self.tensors[name].shape)
+        for name in names:
+            header = self.tensors[name]
+            if header.dtype in elements:
+                elements[header.dtype] += math.prod(header.shape)
         return DTYPES[max(elements, key=lambda name: elements[name])]
 
     def weights(
@@ -250,6 +283,10 @@ class Checkpoint:
     def nbytes(self, name: str, place: Place) -> int:
         """Return the bytes in the file of tensor ``name`` and its scales."""
         return sum(_nbytes(self.tensors[one]) for one in place.stored(name))
+
+    def slices(self) -> dict[str, Any]:
+        """Return all tensors as what safetensors reads when it is indexed."""
+        return {name: self._handles[header.file].get_slice(name) for name, header in self.tensors.items()}
 
     def mapped(self, name: str) -> Tensor:
         """Return tensor ``name`` as it lies in its file."""

@@ -12,8 +12,10 @@ Letters: T new tokens, R rows for the head, E model width, V vocabulary, Hq, Hkv
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,17 @@ from torch import Tensor
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.model import Block, Pass
-from quire.errors import CheckpointError, Unsupported
-from quire.models.checkpoint import NameTable
+from quire.errors import CheckpointError, QuireError, ResourceExhausted, Unsupported
+from quire.models.checkpoint import DTYPES, Checkpoint, NameTable
+from quire.models.config_fields import ConfigFields
 from quire.models.families import canonical_of
 from quire.models.probe import ATTENTION, Probe, watch
 
 logger = logging.getLogger(__name__)
+
+LEGACY_BUFFER = ".masked_bias"
+"""End of the names of the value of a masked score, which older GPT-2 checkpoints hold for each
+layer."""
 
 
 class FallbackModel:
@@ -57,7 +64,7 @@ class FallbackModel:
         tensors = list(causal.parameters())
         self.num_parameters = sum(tensor.numel() for tensor in tensors)
         self.parameter_bytes = sum(tensor.nbytes for tensor in (*tensors, *causal.buffers()))
-        self.tied = causal.get_output_embeddings().weight is weight
+        self.tied = is_tied(causal)
         self.places: NameTable = {}
         self._given = GivenHidden()
 
@@ -132,8 +139,9 @@ def replaced_core(causal: Any, core: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Suppress transformers' progress bars while it loads; restore the user's settings after."""
+def without_reports() -> Iterator[None]:
+    """Suppress transformers' progress bars and tables of tensors while it loads; restore the user's
+    settings after."""
     import huggingface_hub.utils
     import transformers.utils.logging
 
@@ -141,11 +149,14 @@ def without_progress_bars() -> Iterator[None]:
     hub: Any = huggingface_hub.utils
     settings: Any = transformers.utils.logging
     was_on, hub_was_off = settings.is_progress_bar_enabled(), hub.are_progress_bars_disabled()
+    verbosity = settings.get_verbosity()
+    settings.set_verbosity_error()
     if was_on:
         settings.disable_progress_bar()
     try:
         yield
     finally:
+        settings.set_verbosity(verbosity)
         if was_on:
             # This switches both on.
             settings.enable_progress_bar()
@@ -163,11 +174,86 @@ def context_length(config: Any) -> int:
     raise Unsupported("config.json names no context length (max_position_embeddings); the fallback needs one")
 
 
-def load_fallback(path: Path, values: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device) -> FallbackModel:
-    """Load the checkpoint through ``transformers``.
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """An architecture of ``transformers`` that config.json names and the fallback may run."""
+
+    what: str
+    """Its name, for errors."""
+    config: Any
+    """The configuration as transformers reads it."""
+    kind: Any
+    """The class of the model."""
+    values: Mapping[str, Any]
+    """config.json as read."""
+
+    def outline(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+        """Return the model on PyTorch's meta device: shapes and types without memory. Raise
+        ``CheckpointError`` if config.json makes none, or if the files have weights of a type that
+        is not computed."""
+        sizes = [getattr(self.config.get_text_config(decoder=True), "num_hidden_layers", 0), len(checkpoint.tensors)]
+        if sizes[0] > sizes[1]:  # Also bounds the modules that a damaged config.json could ask for.
+            raise CheckpointError(
+                f"{checkpoint.path}: config.json says {sizes[0]} layers, but there are {sizes[1]} tensors"
+            )
+        with foreign_errors(f"{checkpoint.path}: transformers cannot build {self.what} from config.json"):
+            from transformers import AutoModelForCausalLM
+
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation="eager")
+            whole = {name for name, one in model.state_dict().items() if not one.is_floating_point()}
+            unread = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+        for name, header in checkpoint.tensors.items():
+            read = not any(pattern.search(name) for pattern in unread)
+            if header.dtype not in DTYPES and name not in whole and read:
+                raise CheckpointError(f"{header.file}: {name} has dtype {header.dtype}; expected one of {list(DTYPES)}")
+        return model
+
+    def load(self, checkpoint: Checkpoint, outline: Any, dtype: torch.dtype, device: torch.device) -> FallbackModel:
+        """Read the weights, and find out what the layers compute. Raise ``CheckpointError`` unless
+        the files have exactly the tensors of the model, and ``Unsupported`` with the reason if it
+        computes something that our attention and state do not."""
+        path = checkpoint.path
+        with (
+            foreign_errors(f"{path}: transformers cannot make the model's tensors of the stored ones"),
+            without_reports(),
+        ):
+            # What the checkpoint has checked is what is read: no file is looked for a second time.
+            causal, found = self.kind.from_pretrained(
+                None,
+                config=self.config,
+                state_dict=checkpoint.slices(),
+                dtype=dtype,
+                attn_implementation="eager",
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        surplus = sorted(name for name in found["unexpected_keys"] if not name.endswith(LEGACY_BUFFER))
+        checkpoint.refuse_names(sorted(found["missing_keys"]), surplus, len(outline.state_dict()))
+        for name, stored, made in sorted(found["mismatched_keys"]):
+            raise checkpoint.misshapen(name, stored, made)
+        if is_tied(outline) and not is_tied(causal):
+            head = outline.get_output_embeddings().weight
+            names = [name for name, one in outline.named_parameters(remove_duplicate=False) if one is head]
+            raise checkpoint.untied(names[-1], names[0])
+        causal.to(device)
+        causal.eval().requires_grad_(False)
+        length = context_length(causal.config)
+        probe: Probe = watch(causal, length, self.what)
+        causal.set_attn_implementation(ATTENTION)
+        model = FallbackModel(causal, probe.specs, self.values)
+        probe.compare(model)
+        logger.warning(
+            "%s runs through transformers' layers (the fallback): exact, but slower than a native family", self.what
+        )
+        return model
+
+
+def read_foreign(path: Path, values: Mapping[str, Any]) -> Foreign:
+    """Return the architecture that config.json names. Reads no weights.
 
     Raise ``Unsupported`` with the reason if ``transformers`` is missing, does not know the
-    architecture, or computes something that our attention and state do not.
+    architecture, or computes something in it that our attention and state do not.
     """
     names = values.get("architectures")
     what = repr(names[0]) if isinstance(names, list) and names else "the model"
@@ -179,36 +265,44 @@ def load_fallback(path: Path, values: Mapping[str, Any], *, dtype: torch.dtype, 
         ) from error
     if "auto_map" in values:
         raise Unsupported(f"architecture {what} brings its own code (auto_map), which the fallback does not run")
+    fields = ConfigFields(values, str(path / "config.json"))
+    for name in ("quantization_config", "compression_config", "transformers_weights"):
+        fields.expect(name)
     try:
         config = transformers.AutoConfig.from_pretrained(path)
-        mapping = transformers.AutoModelForCausalLM._model_mapping
-        found = mapping.get(type(config), None)
+        found = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
     except (ValueError, KeyError, OSError) as error:
         raise Unsupported(
             f"architecture {what}: transformers {transformers.__version__} does not know it: {first_line(error)}"
         ) from error
+    except Exception as error:  # A class of transformers raises anything for values of other types.
+        raise CheckpointError(f"{path}: transformers cannot read config.json: {in_one_line(error)}") from error
     refuse_other_kinds(config, what, getattr(found, "__name__", ""))
-    # Check before reading the weights, which may take minutes.
     if not getattr(found, "_supports_attention_backend", False):
         raise Unsupported(
             f"architecture {what}: its attention cannot be replaced (transformers has no attention interface for it)"
         )
+    return Foreign(what, config, found, values)
+
+
+def is_tied(causal: Any) -> bool:
+    """Return whether a model's head is its embedding."""
+    head = causal.get_output_embeddings()
+    return head is not None and head.weight is causal.get_input_embeddings().weight
+
+
+@contextmanager
+def foreign_errors(what: str) -> Iterator[None]:
+    """Turn what transformers raises into ``CheckpointError``; its classes raise anything for a
+    configuration or a file that they do not expect."""
     try:
-        with without_progress_bars():
-            causal = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, attn_implementation="eager", use_safetensors=True
-            )
-    except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
-        raise CheckpointError(f"{path}: transformers could not load it: {first_line(error)}") from error
-    causal.to(device)  # type: ignore[arg-type]
-    causal.eval().requires_grad_(False)  # type: ignore[no-untyped-call]
-    length = context_length(causal.config)
-    probe: Probe = watch(causal, length, what)
-    causal.set_attn_implementation(ATTENTION)
-    model = FallbackModel(causal, probe.specs, values)
-    probe.compare(model)
-    logger.warning("%s runs through transformers' layers (the fallback): exact, but slower than a native family", what)
-    return model
+        yield
+    except QuireError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise ResourceExhausted(f"{what}: {in_one_line(error)}") from error
+    except Exception as error:
+        raise CheckpointError(f"{what}: {in_one_line(error)}") from error
 
 
 def refuse_other_kinds(config: Any, what: str, found: str) -> None:
@@ -236,3 +330,9 @@ def refuse_other_kinds(config: Any, what: str, found: str) -> None:
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def in_one_line(error: BaseException, limit: int = 200) -> str:
+    """Return an error of foreign code: its class, as many are bare values, and its first words."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= limit else text[:limit] + "..."

@@ -7,20 +7,23 @@ milliseconds and no memory, independent of its size.
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from quire.contracts.block_calls import LayerKernels
+from quire.contracts.layers import LayerSpec
+from quire.contracts.linear import Quantization
 from quire.errors import CheckpointError, InvalidArgument, QuireError, ResourceExhausted
 from quire.models.checkpoint import Checkpoint, Place, expand, parameter_shapes
 from quire.models.config_fields import read_config_file
-from quire.models.families import LoadedModel, family_of, is_foreign
+from quire.models.families import Family, LoadedModel, family_of, is_foreign
+from quire.models.host_memory import free_memory, size_words
 from quire.models.processor import Processor
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,19 @@ DTYPES: Mapping[str, torch.dtype] = {
 """Accepted values of ``dtype`` besides "auto"."""
 
 PLAIN = LayerKernels()
+BITS: Mapping[Quantization, float] = {"int8": 8.25, "int4": 4.5, "fp8": 8.0}
+"""Bits of a quantised weight with its share of a scale, at least."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outline:
+    """What is known of a model before its weights are read."""
+
+    max_position: int
+    layer_specs: Sequence[LayerSpec]
+    dtype: torch.dtype
+    weight_bytes: int
+    """Bytes that the weights will take on the device, at least."""
 
 
 def load_model(
@@ -45,13 +61,15 @@ def load_model(
     progress: bool = False,
     max_model_len: int | None = None,
     kernels: LayerKernels = PLAIN,
+    before_weights: Callable[[Outline], object] | None = None,
 ) -> LoadedModel:
     """Load the model in the checkpoint directory ``path``, with its weights on ``device``.
 
     ``dtype``: see ``resolve_dtype``. ``progress`` shows a bar over bytes if stderr is a terminal.
     ``max_model_len`` is the longest sequence that will run (None: the context length). It sets the
     frequencies of a RoPE that depends on length, and changes nothing in other models. ``kernels``
-    run what layers have a place for.
+    run what layers have a place for. ``before_weights`` may refuse a model before its weights are
+    read. Of the fallback, whose layers are known when they have run, it is not called.
     ``transformers``, if installed, runs architectures that are not native (``models.fallback``).
 
     Raise ``CheckpointError`` if the directory or a file is missing, damaged or contradicts
@@ -83,7 +101,19 @@ def load_model(
         places = checkpoint.choose([expand(table, num_layers) for table in family.spellings(config)])
         checkpoint.check(places, family.ignorable_names(config))
         resolved = resolve_dtype(dtype, checkpoint.dtype(places), device)
-        _check_memory(path, places, resolved, device)
+        needed = _weight_bytes(places, resolved, device, kernels.quantization)
+        _check_memory(path, needed, resolved, device, kernels)
+        if before_weights is not None:
+            outline = family.build(config, _Placeholders(places, resolved), values)
+            before_weights(
+                Outline(
+                    max_position=outline.max_position,
+                    layer_specs=outline.layer_specs,
+                    dtype=resolved,
+                    weight_bytes=needed,
+                )
+            )
+        _check_tied(checkpoint, family, config)
         weights = checkpoint.weights(places, dtype=resolved, device=device, progress=progress)
         model = family.build(config, weights, values)
         model.places = places
@@ -96,18 +126,37 @@ def load_model(
 
 def _load_foreign(path: Path, values: Mapping[str, Any], device: torch.device, dtype: str) -> LoadedModel:
     """Load an architecture that is not native through ``transformers``."""
-    from quire.models.fallback import load_fallback
+    from quire.models.fallback import read_foreign
 
-    named = values.get("dtype", values.get("torch_dtype"))
-    stored = DTYPES.get(str(named).removeprefix("torch."), torch.float32)
-    resolved = resolve_dtype(dtype, stored, device)
-    size = sum(file.stat().st_size for file in path.glob("*.safetensors")) * resolved.itemsize // stored.itemsize
-    free = free_memory(device)
-    if free is not None and size > free:
-        raise ResourceExhausted(
-            f"{path} needs about {size / 2**30:.2f} GiB for its weights in {resolved}, but {free / 2**30:.2f} GiB are free on {device}"
+    foreign = read_foreign(path, values)
+    with Checkpoint(path) as checkpoint:
+        resolved = resolve_dtype(dtype, checkpoint.dtype(checkpoint.tensors), device)
+        outline = foreign.outline(checkpoint, resolved)
+        needed = sum(tensor.nbytes for tensor in (*outline.parameters(), *outline.buffers()))
+        _check_memory(path, needed, resolved, device, PLAIN)
+        return foreign.load(checkpoint, outline, resolved, device)
+
+
+class _Placeholders(dict[str, torch.Tensor]):
+    """Parameters without values: vectors of zeros, and matrices without memory."""
+
+    def __init__(self, places: Mapping[str, Place], dtype: torch.dtype) -> None:
+        kept = {place.parameter: place.dtype for place in places.values() if place.dtype is not None}
+        super().__init__(
+            (name, torch.zeros(shape, dtype=kept.get(name, dtype), device="cpu" if len(shape) == 1 else "meta"))
+            for name, shape in parameter_shapes(places).items()
         )
-    return load_fallback(path, values, dtype=resolved, device=device)
+
+
+def _check_tied(checkpoint: Checkpoint, family: Family, config: Any) -> None:
+    """Raise ``CheckpointError`` if a tied head is stored with other values than the embedding."""
+    trunk = getattr(config, "trunk", config)
+    if not trunk.tie_embeddings:
+        return
+    untied = replace(trunk, tie_embeddings=False)
+    table = family.spellings(untied if trunk is config else replace(config, trunk=untied))[0]
+    names = {place.parameter: name for name, place in table.items()}
+    checkpoint.check_tied(names["head.weight"], names["embed.weight"])
 
 
 def resolve_dtype(
@@ -143,30 +192,33 @@ def _device(device: str | torch.device) -> torch.device:
     return found
 
 
-def _check_memory(path: Path, places: Mapping[str, Place], dtype: torch.dtype, device: torch.device) -> None:
+def _weight_bytes(
+    places: Mapping[str, Place], dtype: torch.dtype, device: torch.device, form: Quantization | None
+) -> int:
+    """Return the bytes that the parameters take while they are loaded, at least. A CPU quantises
+    matrices as they are read, and keeps the embedding; a GPU has all of them first."""
+    kept = {place.parameter: place.dtype for place in places.values() if place.dtype is not None}
+    total = 0.0
+    for name, shape in parameter_shapes(places).items():
+        bits = 8.0 * kept.get(name, dtype).itemsize
+        if form is not None and device.type == "cpu" and len(shape) > 1 and name != "embed.weight":
+            bits = min(bits, BITS[form])
+        total += math.prod(shape) * bits / 8
+    return int(total)
+
+
+def _check_memory(path: Path, needed: int, dtype: torch.dtype, device: torch.device, kernels: LayerKernels) -> None:
     """Raise ``ResourceExhausted`` if the weights exceed free memory; a CPU would overcommit."""
-    needed = sum(torch.Size(shape).numel() for shape in parameter_shapes(places).values()) * dtype.itemsize
     free = free_memory(device)
-    if free is not None and needed > free:
-        raise ResourceExhausted(
-            f"{path} needs {needed / 2**30:.2f} GiB for its weights in {dtype}, "
-            f"but {free / 2**30:.2f} GiB are free on {device}; take a smaller model or dtype"
-        )
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Return the bytes free on ``device`` within the control group's limit; None if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type != "cpu":
-        return None
-    limits = []
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    except OSError:
-        return None
-    with suppress(OSError, ValueError):
-        # "max": no limit. The group's page cache can be reclaimed, so its use does not count.
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
-    return min(limits, default=None)
+    if free is None or needed <= free:
+        return
+    helps = ["free some memory", "take a smaller model"]
+    if dtype == torch.float32:
+        helps.insert(0, "give dtype bfloat16, which takes half")
+    if kernels.quantization is None and kernels.linear is not None and device.type == "cpu":
+        helps.insert(0, "give quantization int8 or int4, about a half and a third of bfloat16")
+    form = f"{dtype} with {kernels.quantization}" if kernels.quantization else f"{dtype}"
+    raise ResourceExhausted(
+        f"{path} needs {size_words(needed)} for its weights in {form}, but {size_words(free)} are free on {device}; "
+        f"{', '.join(helps[:-1])}, or {helps[-1]}"
+    )

@@ -52,6 +52,9 @@ IGNORED = frozenset(
 )
 """Arguments of an attention call without effect here; the mask's rule has the window."""
 
+FAILURES = (TypeError, RuntimeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
+"""What a model of transformers raises in a forward that its configuration does not fit."""
+
 Spec = FullAttention | WindowedAttention
 
 
@@ -88,7 +91,7 @@ class Probe:
                     for block in model.blocks:
                         x = block(x, pass_)
                     found.append(model.head(x[: stop - start]))
-                except (TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
+                except FAILURES as error:
                     raise Unsupported(
                         f"architecture {self.what}: its layers do not run piece by piece: {error}"
                     ) from error
@@ -301,12 +304,12 @@ def watch(causal: Any, length: int, what: str) -> Probe:
     with torch.no_grad():
         try:
             expected_TV = causal(ids.to(device), use_cache=False).logits[0]
-        except (TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
+        except FAILURES as error:
             raise CheckpointError(f"{what}: transformers cannot run its own model: {error}") from error
         causal.set_attn_implementation(WATCHED)
         try:
             causal.base_model(input_ids=ids.to(device), use_cache=False, quire_watch=notes)
-        except (TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
+        except FAILURES as error:
             raise Unsupported(f"architecture {what}: its attention cannot be replaced: {error}") from error
     layers = sorted(notes.specs)
     wanted = getattr(causal.config.get_text_config(decoder=True), "num_hidden_layers", len(layers))
