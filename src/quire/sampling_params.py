@@ -65,7 +65,9 @@ class StructuredOutputs:
     json: Mapping[str, Any] | str | type | None = None
     """A JSON schema, or a class with ``model_json_schema`` as pydantic's models are; kept as JSON
     text. The object ``x-guidance`` in a schema holds llguidance's options, such as
-    ``{"whitespace_flexible": true}``."""
+    ``{"whitespace_flexible": true}``. A schema that the grammar cannot hold to is refused by
+    name. Not every text that fits can be generated: bounds of numbers hold to 15 digits, and those
+    beyond 2**63 are moved to it."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None

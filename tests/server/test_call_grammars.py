@@ -14,8 +14,9 @@ import llguidance
 import pytest
 
 from quire import InvalidArgument, StructuredOutputs
+from quire.engine.grammar_text import grammar_text
 from quire.server.call_grammars import calls_or_answer
-from quire.server.tools import StreamingToolParser
+from quire.server.tools import StreamingToolParser, schema_for
 
 from .test_tools import NAMES, WRITERS, Calls, format_of, glm, granite, lfm2, lfm2_json, mistral, parsed, qwen_coder
 
@@ -107,3 +108,46 @@ def test_what_was_cut_is_in_the_call_or_nowhere(write: Callable[[Calls], str]) -
         parser = StreamingToolParser(format, TOOLS)
         sent = [delta for letter in text[:size] for delta in parser.feed(letter)]
         assert not any(delta.content for delta in sent)
+
+
+NUMBERS = {"enum": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("whole", "reference"),
+    [
+        ({"$defs": {"n": NUMBERS}}, "#/$defs/n"),
+        ({"$id": "https://e.test/f", "$defs": {"n": NUMBERS}}, "#/$defs/n"),
+        ({"$id": "https://e.test/f", "$defs": {"n": NUMBERS}}, "https://e.test/f#/$defs/n"),
+        ({"$defs": {"n": {"$anchor": "n", **NUMBERS}}}, "#n"),
+        ({"$id": "https://e.test/f", "$defs": {"a/ %~é": {"$anchor": "n", **NUMBERS}}}, "https://e.test/f#n"),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"n": {"$id": "#n", **NUMBERS}}}, "#n"),
+        (
+            {"$defs": {"n": {"$id": "https://e.test/n", "$ref": "#/$defs/m", "$defs": {"m": NUMBERS}}}},
+            "https://e.test/n",
+        ),
+    ],
+)
+def test_references_of_a_tool_lead_into_its_own_schema(whole: dict[str, Any], reference: str) -> None:
+    """Also if another tool has the same ``$id`` and anchors, and a tool is forced."""
+    schema = {"type": "object", "properties": {"a": {"$ref": reference}}, "required": ["a"], **whole}
+    tools = [TOOLS[0], {"type": "function", "function": {"name": "f", "parameters": schema}}]
+    if "https://e.test/n" not in str(whole):
+        other = json.loads(json.dumps(schema).replace("[1, 2]", "[3]"))
+        tools.append({"type": "function", "function": {"name": "g", "parameters": other}})
+    before = json.dumps(tools)
+    for text, wanted in (
+        ('[{"name":"f","parameters":{"a":%s}}]', schema_for(tools, "required")),
+        ('{"a":%s}', schema_for(tools, {"type": "function", "function": {"name": "f"}})),
+    ):
+        form = StructuredOutputs(json=wanted)
+        found = [value for value in range(5) if fits_schema(form, text % value)]
+        assert found == [1, 2]
+    assert json.dumps(tools) == before
+
+
+def fits_schema(wanted: StructuredOutputs, text: str) -> bool:
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar_text(wanted))
+    assert not matcher.is_error(), matcher.get_error()
+    data = list(text.encode())
+    return bool(matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting())

@@ -6,16 +6,15 @@ some. So such objects are closed, but for those that this would make impossible.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
-SCHEMA_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-"""Keywords with schemas by names."""
-DATA = ("const", "enum", "default", "examples", "example")
-"""Keywords with values that are no schemas."""
+from quire.engine.schema_nodes import schemas
 
 _CONDITIONS = ("not", "if", "then", "else")
 _SAID = ("additionalProperties", "unevaluatedProperties")
+_COMBINED = ("allOf", "anyOf", "oneOf", "$ref")
 _NAMING = ("properties", "patternProperties")
 _NEEDING = ("required", "minProperties")
 
@@ -23,37 +22,50 @@ _NEEDING = ("required", "minProperties")
 def close_objects(schema: object) -> None:
     """Close the objects of a parsed schema, in place, that name properties and do not say whether
     there may be others. Left open are parts of a combination that name properties each (``allOf``,
-    ``$ref`` beside ``properties``), conditions, and objects that need more than they name."""
-    nodes = list(_schemas(schema))
+    ``$ref`` beside ``properties``), conditions, objects that need more than they name, and
+    alternatives of ``oneOf`` of which more than one could hold of the same object."""
+    nodes = [node for _, node in schemas(schema)]
     kept_open: set[int] = set()
     for node in nodes:
         for part in _conditions(node):
             _leave(part, schema, kept_open)
         groups = _groups(node, schema)
         if len(groups) > 1:
-            known = {name for part in _reached(node, schema) for name in _named(part)}
+            known = {name for part in reached(node, schema) for name in _named(part)}
             if sum(any(_speaks(part, known, schema) for part in group) for group in groups) > 1:
                 _leave(node, schema, kept_open)
+        options = [_target(one, schema) or one for one in _listed(node, "oneOf") if isinstance(one, dict)]
+        if not all(_apart(one, other) for one, other in itertools.permutations(options, 2)):
+            for option in options:
+                _leave(option, schema, kept_open)
     for node in nodes:
         named = any(word in node for word in _NAMING)
         if named and id(node) not in kept_open and not any(word in node for word in _SAID) and _suffices(node):
             node["additionalProperties"] = False
 
 
-def _schemas(root: object) -> Iterator[dict[str, Any]]:
-    """Yield a schema and all within it."""
-    left = [root]
-    while left:
-        node = left.pop()
-        if isinstance(node, list):
-            left += node
-        elif isinstance(node, dict):
-            yield node
-            for word, value in node.items():
-                if word in SCHEMA_MAPS and isinstance(value, dict):
-                    left += value.values()
-                elif word not in DATA:
-                    left.append(value)
+def _apart(one: object, other: object) -> bool:
+    """Return whether no value of ``one``, once it is closed, is one of ``other`` as it was given:
+    closing must not make alternatives exclude each other."""
+    if not isinstance(one, dict) or not isinstance(other, dict) or any(word in one for word in _COMBINED):
+        return False
+    kinds = one.get("type"), other.get("type")
+    if all(isinstance(kind, str) for kind in kinds) and kinds[0] != kinds[1]:
+        return True
+    for name in _required(one) | _required(other):
+        values = [_values(part.get("properties"), name) for part in (one, other)]
+        if all(values) and not any(value in values[1] for value in values[0]):
+            return True
+    closed = one.get("additionalProperties", not _suffices(one)) is False and any(word in one for word in _NAMING)
+    return closed and "patternProperties" not in one and not _required(other) <= _named(one)
+
+
+def _values(properties: object, name: str) -> list[Any]:
+    """Return the values of a property of which there are some only; none for others."""
+    given = properties.get(name) if isinstance(properties, dict) else None
+    if not isinstance(given, dict):
+        return []
+    return [given["const"]] if "const" in given else _listed(given, "enum")
 
 
 def _groups(node: dict[str, Any], root: object) -> list[list[dict[str, Any]]]:
@@ -91,7 +103,7 @@ def _target(node: dict[str, Any], root: object) -> object:
     return found
 
 
-def _reached(node: object, root: object) -> Iterator[dict[str, Any]]:
+def reached(node: object, root: object) -> Iterator[dict[str, Any]]:
     """Yield a schema and those that hold of the same object with it."""
     left, seen = [node], set()
     while left:
@@ -107,7 +119,7 @@ def _speaks(node: object, known: set[str], root: object) -> bool:
     """Return whether a part names properties, or needs others than those ``known``."""
     return any(
         any(word in one for word in _NAMING) or "minProperties" in one or not _required(one) <= known
-        for one in _reached(node, root)
+        for one in reached(node, root)
     )
 
 
@@ -122,7 +134,7 @@ def _required(node: dict[str, Any]) -> set[str]:
 
 
 def _leave(node: object, root: object, kept_open: set[int]) -> None:
-    kept_open.update(map(id, _reached(node, root)))
+    kept_open.update(map(id, reached(node, root)))
 
 
 def _suffices(node: dict[str, Any]) -> bool:

@@ -11,6 +11,8 @@ import re
 from typing import TYPE_CHECKING
 
 from quire.engine.closed_objects import close_objects
+from quire.engine.schema_guard import guard, parsed
+from quire.engine.schema_nodes import point
 from quire.errors import InvalidArgument
 from quire.sampling_params import StructuredOutputs
 
@@ -151,14 +153,18 @@ def _plain(reason: str) -> str:
     """Put it in words that help the grammar's author."""
     if reason.startswith("panic"):
         return f"it has too many rules, properties or items, make it smaller ({reason})"
+    if reason.startswith("patternProperty regexes"):
+        return f"parts that hold of one object together say different things of the names they do not list ({reason})"
     return reason.replace("Enable 'coerce_one_of' option", 'Set {"coerce_one_of": true} in the schema\'s x-guidance')
 
 
 def json_schema(wanted: StructuredOutputs) -> object:
     """Return the schema as llguidance gets it."""
-    schema = json.loads(str(wanted.json))
+    schema = parsed(str(wanted.json))
+    point(schema, "#")
     if wanted.disable_additional_properties:
         close_objects(schema)
+    guard(schema)
     return _spaced(schema, wanted)
 
 

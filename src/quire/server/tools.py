@@ -18,12 +18,13 @@ Rules for every format and every text:
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.engine.closed_objects import DATA, SCHEMA_MAPS
+from quire.engine.schema_nodes import point
 from quire.errors import InvalidArgument
 from quire.server import tool_formats
 from quire.server.tool_formats import Offered, Tools
@@ -265,7 +266,9 @@ def call_schema(
     functions: Mapping[str, Mapping[str, Any]], name_key: str = "name", arguments_key: str = "parameters"
 ) -> dict[str, Any]:
     """Return the JSON schema of an object that describes a call of one of ``functions_of``."""
-    definitions = {str(index): _moved(schema, f"#/$defs/{index}") for index, schema in enumerate(functions.values())}
+    definitions = {str(index): schema for index, schema in enumerate(json.loads(json.dumps([*functions.values()])))}
+    for index, schema in definitions.items():
+        point(schema, f"#/$defs/{index}")
     calls = [
         {
             "type": "object",
@@ -304,20 +307,3 @@ def functions_of(tools: Tools) -> dict[str, dict[str, Any]]:
     if not functions:
         raise InvalidArgument("tools is empty; expected at least one tool to call", field="tools")
     return functions
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """Return a schema whose references to itself are valid at another place of a document."""
-    if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[key] = place + value[1:]
-        elif key in SCHEMA_MAPS and isinstance(value, Mapping):
-            moved[key] = {name: _moved(each, place) for name, each in value.items()}
-        else:
-            moved[key] = value if key in DATA else _moved(value, place)
-    return moved
