@@ -58,12 +58,11 @@ def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             path, holder = f"{path}.function", call["function"]
         if not isinstance(holder, dict):
             raise InvalidArgument(field=path, given=holder, allowed="an object with 'name' and 'arguments'")
-        if not isinstance(name := holder.get("name"), str):
-            raise InvalidArgument(field=f"{path}.name", given=name, allowed="a string")
-        given = holder.pop("arguments", None)
-        rest = {key: holder[key] for key in holder if key != "name"}
+        named = {"name": holder["name"]} if "name" in holder else {}
+        rest = {key: holder[key] for key in holder if key not in ("name", "arguments")}
+        arguments = _arguments_of(holder.get("arguments"))
         holder.clear()
-        holder |= {"name": name, "arguments": _arguments_of(given), **rest}
+        holder |= {**named, "arguments": arguments, **rest}
     return calls
 
 
