@@ -223,10 +223,61 @@ def test_arguments_that_are_no_object_are_taken(text: str) -> None:
         render_chat("{{ raise_exception('no') }}", [call])
 
 
-@pytest.mark.parametrize("text", ["", " \n", None])
-def test_no_arguments_are_an_empty_object(text: str | None) -> None:
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
-    assert render_chat("{{ messages[0].tool_calls[0].function.arguments | tojson }}", [call]) == "{}"
+@pytest.mark.parametrize("function", [{"arguments": ""}, {"arguments": " \n"}, {"arguments": None}, {}])
+def test_no_arguments_are_an_empty_object(function: dict[str, Any]) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", **function}}]}
+    for shown in ("{{ C.arguments | tojson }}", "{{ C.arguments }}", "{{ '' + C.arguments }}"):
+        assert render_chat(shown.replace("C", "messages[0].tool_calls[0].function"), [call]) == "{}"
+
+
+@pytest.mark.parametrize("given", ['{"b": 1,"a": "<\\u00e9>"}', {"b": 1, "a": "<é>"}], ids=["text", "object"])
+def test_arguments_are_joined_as_text_and_written_and_walked_over_as_an_object(given: Any) -> None:
+    text = given if isinstance(given, str) else '{"b": 1, "a": "<é>"}'
+    call = {"role": "assistant", "tool_calls": [{"function": {"arguments": given, "name": "f"}}]}
+    for joined in ("{{ 'x' + A + 'y' }}", "{{ 'x' ~ A ~ 'y' }}", "x{{ A }}y", "{{ 'x%sy' | format(A) }}"):
+        assert render_chat(joined.replace("A", "messages[0].tool_calls[0].function.arguments"), [call]) == f"x{text}y"
+    walked = "{% for k, v in A.items() %}{{ k }}{{ v }}{% endfor %}{{ A is mapping }}{{ A.a }}{{ A['b'] + 1 }}"
+    found = render_chat(walked.replace("A", "messages[0].tool_calls[0].function.arguments"), [call])
+    assert found == "b1a<é>True<é>2"
+    whole = render_chat("{{ messages[0].tool_calls[0].function | tojson }}", [call])
+    assert whole == '{"name": "f", "arguments": {"b": 1, "a": "<é>"}}'
+    with pytest.raises(InvalidArgument, match="failed on the messages: TypeError"):
+        render_chat("{{ messages[0].tool_calls[0].function.arguments + 1 }}", [call])
+
+
+NO_CONTENT: tuple[dict[str, Any], ...] = ({"content": None}, {"content": ""}, {"content": []}, {})
+
+
+@pytest.mark.parametrize("content", NO_CONTENT)
+def test_no_content_beside_calls_is_none_where_a_template_asks(content: dict[str, Any]) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}], **content}
+    set_first = "{% set content = messages[0].content %}{% if content is none %}no{% else %}{{ content }}{% endif %}"
+    for asks in (
+        "{% if messages[0]['content'] is none %}no{% else %}{{ messages[0]['content'] }}{% endif %}",
+        "{% if messages[0].content == none %}no{% endif %}",
+        "{{ 'no' if not messages[0].content is not none else messages[0].content + 'x' }}",
+        set_first,
+    ):
+        assert render_chat(asks, [call]) == "no"
+    other = "{% if tools is none %}{{ messages[0].content }}|{{ messages[0].content | default('-', true) }}{% endif %}"
+    assert render_chat(other, [call]) == "|-"
+    spoken = {**call, "content": "a"}
+    assert render_chat(set_first, [spoken]) == "a"
+    assert render_chat(set_first, [{"role": "assistant", "content": None}]) == ""
+
+
+def test_half_a_surrogate_pair_is_escaped_in_json_and_named_elsewhere() -> None:
+    half = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": r'{"s": "\ud83d"}'}}]}
+    for written in ("A | tojson", "'' + A"):
+        template = "{{ " + written.replace("A", "messages[1].tool_calls[0].function.arguments") + " }}"
+        assert render_chat(template, [USER, half]) == r'{"s": "\ud83d"}'
+    with pytest.raises(InvalidArgument, match=r"messages\.1\.tool_calls has half a surrogate pair"):
+        render_chat("{{ messages[1].tool_calls[0].function.arguments.s }}", [USER, half])
+    with pytest.raises(InvalidArgument, match=r"messages\.1\.content has half") as caught:
+        render_chat(CHATML, [USER, {"role": "user", "content": "\ud83d"}])
+    assert caught.value.field == "messages.1.content"
+    with pytest.raises(InvalidArgument, match="the prompt has half"):
+        render_chat("{{ x }}", [USER], x="\ud83d")
 
 
 @pytest.mark.parametrize(
@@ -277,6 +328,7 @@ def test_developers_are_systems_where_they_are_unknown() -> None:
         ([{"role": "user", "content": [{"type": "text"}]}], r"messages\.0\.content\.0 must be"),
         ([{"role": "user", "content": ["a"]}], r"messages\.0\.content\.0 must be .* got 'a'"),
         ([{"role": "assistant", "tool_calls": "f"}], r"messages\.0\.tool_calls must be a list of objects"),
+        ([{"role": "assistant", "tool_calls": [{"function": "f"}]}], r"messages\.0\.tool_calls\.0\.function must be"),
         ([{"role": "user", "content": "a", "extra": object()}], r"messages\.0\.extra must be JSON data"),
         ([{"role": "user", "content": "a", 3: 4}], r"messages\.0 must have strings as keys, got 3"),
     ],

@@ -328,7 +328,7 @@ def test_tokens_are_counted(capable: Served) -> None:
         assert answer.status_code == 200, answer.text
         assert answer.json() == {"input_tokens": input_of(ask(capable.client, **body))}
         counts.append(answer.json()["input_tokens"])
-    assert counts[0] == counts[2] < counts[3]
+    assert counts[0] < counts[3] < counts[2]
     for bad, field in (
         ({"messages": []}, "messages"),
         ({"messages": [user()], "tools": [{}]}, "tools.0.name"),

@@ -338,8 +338,10 @@ def test_calls_that_the_model_makes(capable: Served, says: Callable[[str], None]
     assert other["finish_reason"] == "tool_calls"
     one = ask(capable.client, **body, parallel_tool_calls=False)["choices"][0]["message"]["tool_calls"]
     assert [call["function"] for call in one] == [calls[0]["function"]]
-    # A choice of "none": the text is what it is.
-    plain = ask(capable.client, **body, tool_choice="none")["choices"][0]
+    # A choice of "none": the text is what it is, and the prompt begins with the same tools.
+    none = ask(capable.client, **body, tool_choice="none")
+    assert none["usage"]["prompt_tokens_details"]["cached_tokens"] == none["usage"]["prompt_tokens"] - 1
+    plain = none["choices"][0]
     assert plain["message"]["content"].endswith("</tool_call>")
     assert plain["finish_reason"] == "stop"
     cut = ask(capable.client, tools=[WEATHER], max_tokens=20)["choices"][0]
@@ -347,14 +349,38 @@ def test_calls_that_the_model_makes(capable: Served, says: Callable[[str], None]
     assert cut["message"]["content"].startswith("Let me see.<to")
 
 
+def test_a_call_without_marks_in_every_protocol(capable: Served, says: Callable[[str], None]) -> None:
+    says('```json\n{"name": "weather", "arguments": {"city": "Rome"}}\n```')
+    chat_body = {"tools": [WEATHER], "max_tokens": 300}
+    for found in (ask(capable.client, **chat_body)["choices"][0], streamed(capable.client, **chat_body)[0]):
+        (call,) = found["message"]["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+        assert (found["message"]["content"], found["finish_reason"]) == (None, "tool_calls")
+    tool = {"type": "function", **WEATHER["function"]}
+    body = {"model": "capable", "input": "x", "tools": [tool], "max_output_tokens": 300}
+    whole = capable.client.post("/v1/responses", json=body).json()
+    assert (whole["status"], whole["output"][0]["arguments"]) == ("completed", '{"city": "Rome"}')
+    # A stop string that cuts the call: it must not be made.
+    cut = capable.client.post("/v1/responses", json={**body, "stop": ["ome"]}).json()
+    assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "stop"})
+    assert [(item["status"], item["arguments"]) for item in cut["output"]] == [("incomplete", '{"city": "R')]
+    with capable.client.stream("POST", "/v1/responses", json={**body, "stop": ["ome"], "stream": True}) as answer:
+        assert '"type":"response.incomplete"' in answer.read().decode().replace(" ", "").splitlines()[-2]
+    given = {"name": "weather", "input_schema": WEATHER["function"]["parameters"]}
+    body = {"model": "capable", "max_tokens": 300, "messages": MESSAGES, "tools": [given]}
+    message = capable.client.post("/v1/messages", json=body).json()
+    assert message["stop_reason"] == "tool_use"
+    assert [(block["type"], block["input"]) for block in message["content"]] == [("tool_use", {"city": "Rome"})]
+
+
 def test_the_server_may_be_told_how_calls_are_written(capable: Served, says: Callable[[str], None]) -> None:
-    """Whatever the template shows; also that they are gpt-oss's."""
+    """Whatever the template shows; also that they are gpt-oss's. Bare JSON always is."""
     llama = '{"name": "weather", "parameters": {"city": "Rome"}}'
     harmony = '<|channel|>commentary to=functions.weather<|message|>{"city": "Rome"}'
     for name, text in (("llama3_json", llama), ("harmony", harmony), ("openai", harmony)):
         says(text)
         body = {"tools": [WEATHER], "max_tokens": 300}
-        assert "tool_calls" not in ask(capable.client, **body)["choices"][0]["message"]
+        assert ("tool_calls" in ask(capable.client, **body)["choices"][0]["message"]) == (text is llama)
         with serving(capable.llm, ServerSettings(tool_call_parser=name)) as told:
             (found,) = ask(told.client, **body)["choices"]
         (call,) = found["message"]["tool_calls"]
@@ -368,7 +394,8 @@ def test_tools_reach_the_template(capable: Served) -> None:
 
     plain = prompt_tokens()
     assert prompt_tokens(tools=[WEATHER]) > plain + 20
-    assert prompt_tokens(tools=[WEATHER], tool_choice="none") == plain
+    # Where none may be called, too: so the prompt begins as before.
+    assert prompt_tokens(tools=[WEATHER], tool_choice="none") == prompt_tokens(tools=[WEATHER])
     assert prompt_tokens(chat_template_kwargs={"thinking": True}) > plain
     assert prompt_tokens(add_generation_prompt=False) < plain
     history = [

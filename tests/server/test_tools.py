@@ -514,10 +514,12 @@ def test_json_is_what_python_reads(opener: str, parts: list[str], places: list[i
     ],
 )  # fmt: skip
 def test_examples(name: str, text: str, content: Any, calls: list[tuple[str, str]]) -> None:
-    message = parsed(format_of(name), text)
+    # Without its mark a call is one of an offered tool.
+    offered = [tool("f"), tool("g")] if name == "llama3_json" and "<|python_tag|>" not in text else None
+    message = parsed(format_of(name), text, offered)
     assert message.content == (text if content is ... else content)
     assert [(call.name, call.arguments) for call in message.calls] == calls
-    assert streamed(format_of(name), list(text)) == message
+    assert streamed(format_of(name), list(text), offered) == message
 
 
 def test_depth_is_limited() -> None:
@@ -595,7 +597,6 @@ def test_json_that_names_no_offered_tool_is_an_answer() -> None:
         for pieces in ([text], list(text)):
             assert streamed(format, pieces, tools) == ParsedMessage(content=text)
             assert streamed(format, pieces, []) == ParsedMessage(content=text)
-            assert [call.name for call in streamed(format, pieces).calls] == ["Bob"]
     for text in ('{"name": "f", "parameters": {}}', '<|python_tag|>{"name": "Bob", "parameters": {}}'):
         assert len(streamed(format, list(text), tools).calls) == 1
     assert not parsed(format, '<|python_tag|>[{"name": "Bob", "parameters": {}}]', tools).calls

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
@@ -26,6 +25,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 from quire.engine import long_texts
+from quire.engine.chat_calls import SURROGATE, read_calls, take_text_from_calls, to_json
 from quire.engine.long_texts import TextLimit
 from quire.errors import InvalidArgument, QuireError, context_full
 
@@ -61,13 +61,16 @@ def render_chat(
     ``tools`` are JSON schemas of functions; ``extra`` (``enable_thinking=False``,
     ``documents=[...]``) are further variables of the template. A list of text parts stays a list
     for a template that walks over parts, and is joined with newlines for others. ``tool_calls``
-    whose ``arguments`` are JSON text (as OpenAI's API has them) become objects. Arguments that are
-    no object, as those of a call that was cut short, stay text; a template that fails on them gets
-    ``{}``. "developer" becomes "system" for a template that does not have the word.
+    whose ``arguments`` are JSON text (as OpenAI's API has them) become objects, which a template
+    may also join with text. Arguments that are no object, as those of a call that was cut short,
+    stay text; a template that fails on them gets ``{}``. No content beside calls is ``none`` for a
+    template that asks that, and a missing key for others. "developer" becomes "system" for a
+    template that does not have the word.
 
     ``InvalidArgument``: a text longer than ``text_limit``, as soon as it is; more time than
     ``SECONDS``; no template (None, a tokenizer without one); a malformed message (named by its
-    index); and whatever the template raises, with its message.
+    index), also one with half a surrogate pair, unless ``tojson`` writes that; and whatever the
+    template raises, with its message.
     """
     if tokenizer_template is None:
         raise InvalidArgument(_NO_TEMPLATE, field="messages")
@@ -83,13 +86,16 @@ def render_chat(
     deadline = _deadline.set(time.monotonic() + SECONDS)
     try:
         try:
-            return _written(compiled.template, variables, text_limit)
+            text = _written(compiled.template, variables, text_limit)
         except QuireError:
             raise
         except Exception:
-            if not _take_text_from_calls(variables["messages"]):
+            if not take_text_from_calls(variables["messages"]):
                 raise
-            return _written(compiled.template, variables, text_limit)
+            text = _written(compiled.template, variables, text_limit)
+        if SURROGATE.search(text):
+            raise _halved(variables["messages"])
+        return text
     except QuireError:
         raise
     except jinja2.TemplateError as error:
@@ -113,15 +119,14 @@ def _written(template: jinja2.Template, variables: Mapping[str, Any], limit: Tex
     return "".join(pieces)
 
 
-def _take_text_from_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Make ``{}`` of arguments that are text. Return whether there were any."""
-    found = False
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            function = call.get("function", call)
-            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-                function["arguments"], found = {}, True
-    return found
+def _halved(messages: Sequence[Mapping[str, Any]]) -> InvalidArgument:
+    """Return the error about a text with half a surrogate pair, with the message that has it."""
+    for number, message in enumerate(messages):
+        for key, value in message.items():
+            if SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+                where = f"messages.{number}.{key}"
+                return InvalidArgument(f"{where} has half a surrogate pair, which is no character", field=where)
+    return InvalidArgument("the prompt has half a surrogate pair, which is no character", field="messages")
 
 
 def select_template(templates: Mapping[str, str], chosen: str | None = None, *, with_tools: bool = False) -> str:
@@ -178,7 +183,9 @@ def _plain_message(message: Message, where: str, template: _Compiled) -> dict[st
             f"{where} has no content; only messages of an assistant or a tool may have none", field=where
         )
     if "tool_calls" in plain:
-        plain["tool_calls"] = _parse_tool_calls(plain["tool_calls"], f"{where}.tool_calls")
+        plain["tool_calls"] = read_calls(plain["tool_calls"], f"{where}.tool_calls")
+        if template.asks_for_none and not plain.get("content"):
+            plain["content"] = None
     reasoning = next((plain[key] for key in _REASONING_FIELDS if key in plain), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
@@ -196,26 +203,6 @@ def _plain_content(content: Any, where: str, *, keep_parts: bool) -> str | list[
             raise InvalidArgument(field=f"{where}.{i}", given=part, allowed="{'type': 'text', 'text': string}")
     parts = [{"type": "text", "text": part["refusal"]} if part["type"] == "refusal" else part for part in content]
     return parts if keep_parts else "\n".join(part["text"] for part in parts)
-
-
-def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Return tool calls with their arguments as objects, which templates write or walk over."""
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise InvalidArgument(field=where, given=calls, allowed="a list of objects")
-    for call in calls:
-        function = call.get("function", call)
-        if not isinstance(function, dict) or not isinstance(text := function.get("arguments", ""), str | None):
-            continue
-        if not text or text.isspace():
-            if "arguments" in function:
-                function["arguments"] = {}
-            continue
-        # No JSON: it was cut short, or the model made a mistake. The conversation goes on.
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(text)
-            if isinstance(arguments, dict):
-                function["arguments"] = arguments
-    return calls
 
 
 def _plain_tools(tools: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -273,6 +260,8 @@ class _Compiled(NamedTuple):
     """Names that it reads but does not set."""
     reads_parts: bool
     """Whether it walks over the parts of a message's content."""
+    asks_for_none: bool
+    """Whether it asks if a message's content is none."""
     knows_developers: bool
     """Whether it has the word "developer" in its code, as the name of a role."""
 
@@ -304,9 +293,11 @@ def _compile(source: str) -> _Compiled:
     environment = _environment()
     try:
         tree = environment.parse(source)
+        contents = _Contents(tree)
         return _Compiled(
             template=environment.from_string(source),
-            reads_parts=_reads_parts(tree),
+            reads_parts=contents.walked(),
+            asks_for_none=contents.asked_for_none(),
             knows_developers=any(node.value == "developer" for node in tree.find_all(jinja2.nodes.Const)),
             # The last one: it folds constants.
             variables=frozenset(jinja2.meta.find_undeclared_variables(tree)),
@@ -315,23 +306,37 @@ def _compile(source: str) -> _Compiled:
         raise InvalidArgument(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
 
 
-def _reads_parts(tree: jinja2.nodes.Template) -> bool:
-    """Return whether some ``for`` runs over ``message.content`` or a variable set from it."""
+class _Contents:
+    """The places of a template that have a message's content."""
 
-    def is_content(node: jinja2.nodes.Node) -> bool:
+    def __init__(self, tree: jinja2.nodes.Template) -> None:
+        self._tree = tree
+        self._holders = {"content"}
+        for assignment in tree.find_all(jinja2.nodes.Assign):
+            if isinstance(assignment.target, jinja2.nodes.Name) and self._is_content(assignment.node):
+                self._holders.add(assignment.target.name)
+
+    def _is_content(self, node: jinja2.nodes.Node) -> bool:
         while isinstance(node, jinja2.nodes.Filter | jinja2.nodes.Getitem) and not _is_key(node):
             if node.node is None:
                 return False
             node = node.node
-        if isinstance(node, jinja2.nodes.Name):
-            return node.name in holders
-        return _is_key(node)
+        return node.name in self._holders if isinstance(node, jinja2.nodes.Name) else _is_key(node)
 
-    holders = {"content"}
-    for assignment in tree.find_all(jinja2.nodes.Assign):
-        if isinstance(assignment.target, jinja2.nodes.Name) and is_content(assignment.node):
-            holders.add(assignment.target.name)
-    return any(is_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For))
+    def walked(self) -> bool:
+        """Return whether some ``for`` runs over ``message.content`` or a variable set from it."""
+        return any(self._is_content(loop.iter) for loop in self._tree.find_all(jinja2.nodes.For))
+
+    def asked_for_none(self) -> bool:
+        """Return whether ``is none`` or ``== none`` is asked of it."""
+        tests = (test.node for test in self._tree.find_all(jinja2.nodes.Test) if test.name == "none")
+        compared = (
+            compare.expr
+            for compare in self._tree.find_all(jinja2.nodes.Compare)
+            for operand in compare.ops
+            if isinstance(operand.expr, jinja2.nodes.Const) and operand.expr.value is None
+        )
+        return any(self._is_content(node) for node in (*tests, *compared))
 
 
 def _is_key(node: jinja2.nodes.Node) -> bool:
@@ -371,21 +376,11 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = to_json
     environment.globals.update(
         raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_TemplateDict(), namespace=_TemplateNamespace
     )
     return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

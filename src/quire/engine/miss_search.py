@@ -58,7 +58,9 @@ class MissSearch:
             if found > own and found >= LEAST:
                 note.miss(Miss.OTHER_ADAPTER if salt_of(other) == salt else Miss.OTHER_SALT, found)
         for length, there in ((held, next_held), (past, next_past)):
-            if length == own and LEAST <= length < limit and there.size:
+            # That a prompt parts early is worth a word, too, where all before was reused.
+            worth = length >= LEAST or (length == request.computed > 0)
+            if length == own and worth and length < limit and there.size:
                 note.miss(Miss.OTHER_TEXT, length, there)
 
     def _used(self, key: Hashable) -> OrderedDict[Hashable, None]:

@@ -210,7 +210,7 @@ def _params(context: Context, body: ChatRequest, tools: ToolChoice) -> tuple[Sam
     if body.logprobs:
         given.setdefault("logprobs", 0)
     source = fields["structured_outputs"]
-    if "structured_outputs" in given and tools.given is not None and source != "response_format":
+    if "structured_outputs" in given and tools.offered is not None and source != "response_format":
         raise bad_field(
             source,
             f"{source} and tools both say what the text must be; give one of them, response_format in its place, "
@@ -295,7 +295,7 @@ def _message_format(
     calls = own
     if tools.forced is not None:
         calls = forced_format(tools.forced)
-    elif tools.given is None:
+    elif tools.offered is None:
         calls = None if own is None or params.grammar is not None else own.without_calls
     elif tools.answer is not None and own is not None:
         calls = replace(own, whole=True)

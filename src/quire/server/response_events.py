@@ -18,6 +18,7 @@ from quire.server.protocol import ChatRequest
 from quire.server.response_body import ResponseRequest, tools_of
 from quire.server.response_items import Item, new_id
 from quire.server.response_store import PREFIX, StoredResponse
+from quire.server.tool_formats import json_type
 
 ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 """Codes of failed responses by the status that the error would have had. Others are
@@ -80,6 +81,13 @@ class OutputItems:
         if not self.items:
             yield from self._begin("message")
         yield from self._close(status)
+
+    def status(self, finish: str | None) -> str:
+        """Return the status of the response and of its last item, which is not closed yet. A stop
+        string or a token may cut a call, which must not be made then."""
+        last = self.items[-1] if self.items else {}
+        cut = last.get("type") == "function_call" and json_type(last["arguments"]) != "object"
+        return "incomplete" if cut or finish == "length" else "completed"
 
     @property
     def reasoning(self) -> str:
@@ -163,9 +171,9 @@ class ResponseReply(ChatReply):
     def body_of(self, choices: Sequence[Mapping[str, Any]]) -> Chunk:
         for delta in self._said:
             list(self._output.feed(delta))
-        finish = choices[0]["finish_reason"]
-        list(self._output.end(_status_of(finish)))
-        return self._finished(finish, self.quire(list(self.outputs.values())))
+        status = self._output.status(choices[0]["finish_reason"])
+        list(self._output.end(status))
+        return self._finished(choices[0]["finish_reason"], status, self.quire(list(self.outputs.values())))
 
     async def chunks(self, sources: Sequence[Source]) -> Chunks:
         output, begun = self._output, False
@@ -183,9 +191,10 @@ class ResponseReply(ChatReply):
                         finish = choice["finish_reason"] or finish
                         for event in output.feed(choice["delta"]):
                             yield event
-            for event in output.end(_status_of(finish)):
+            status = output.status(finish)
+            for event in output.end(status):
                 yield event
-            body = self._finished(finish, more)
+            body = self._finished(finish, status, more)
             await self.keep()
         except Exception as error:
             if not begun:
@@ -258,17 +267,11 @@ class ResponseReply(ChatReply):
         }
         return {**self.body, "status": status, "output": self._output.items, "usage": usage}
 
-    def _finished(self, finish: str | None, more: Mapping[str, Any]) -> dict[str, Any]:
+    def _finished(self, finish: str | None, status: str, more: Mapping[str, Any]) -> dict[str, Any]:
         """Return the finished response. ``more``: what OpenAI's clients do not know."""
-        status = _status_of(finish)
         self.body = {**self._ended(status), **more}
         if status == "completed":
             self.body["completed_at"] = int(time.time())
         else:
-            self.body["incomplete_details"] = {"reason": "max_output_tokens"}
+            self.body["incomplete_details"] = {"reason": "max_output_tokens" if finish == "length" else "stop"}
         return self.body
-
-
-def _status_of(finish: str | None) -> str:
-    """Return the status of a response, and of its last item."""
-    return "incomplete" if finish == "length" else "completed"

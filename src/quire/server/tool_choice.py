@@ -23,7 +23,9 @@ class ToolChoice:
     """The functions that may be called, and those that must be."""
 
     given: list[dict[str, Any]] | None
-    """The tools for the template; None if none may be called."""
+    """The tools for the template; None without any. Where none may be called, the prompt has them
+    all the same: so it begins as those where they may be."""
+    may_call: bool
     forced: str | Mapping[str, Any] | None
     """ "required", or the choice of one function."""
     schema: Mapping[str, Any] | None
@@ -38,7 +40,7 @@ class ToolChoice:
     @property
     def offered(self) -> list[dict[str, Any]] | None:
         """Return the tools that may be called; None: none may."""
-        return None if self.given is None else _those(self.given, self.allowed)
+        return _those(self.given, self.allowed) if self.given is not None and self.may_call else None
 
     @classmethod
     def of(cls, body: ChatRequest, tools: list[dict[str, Any]]) -> ToolChoice:
@@ -53,7 +55,7 @@ class ToolChoice:
             raise bad_field("tool_choice", "tool_choice needs tools; give some")
         one_call = body.parallel_tool_calls is False
         if not tools:
-            return cls(given=None, forced=None, schema=None, one_call=False)
+            return cls(given=None, may_call=False, forced=None, schema=None, one_call=False)
         with naming({}, "tools"):
             functions_of(tools)
             schema = schema_for(_those(tools, allowed), "required")
@@ -64,8 +66,8 @@ class ToolChoice:
         elif one_call:
             schema |= {"maxItems": 1}
         return cls(
-            # Where none may be called, the prompt has no tools.
-            given=None if choice == "none" else tools,
+            given=tools,
+            may_call=choice != "none",
             forced=forced,
             schema=None if forced is None else schema,
             one_call=one_call,

@@ -15,7 +15,7 @@ hermes       ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``
              (Hermes, Qwen 2.5 and 3, SmolLM3, Granite 4)
 granite      ``<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`` (Granite 3, Phi-4-mini)
 llama3_json  ``<|python_tag|>{"name": ..., "parameters": {...}}; {...}`` or a list of such
-             objects; the marker may be missing where a message begins
+             objects
 mistral      ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``,
              ``[TOOL_CALLS]name[ARGS]{...}``
 deepseek_v3  ``<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`` and the arguments in a block of
@@ -27,6 +27,8 @@ lfm2         ``<|tool_call_start|>[name(key=value, ...), ...]<|tool_call_end|>``
 cohere       ``<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}},
              ...]<|END_ACTION|>`` (Command R7B, Command A)
 ===========  ====================================================================================
+
+Calls without marks are those of ``server.bare_calls``.
 """
 
 from __future__ import annotations
@@ -314,12 +316,10 @@ def lfm2(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
 
 
 def llama3_json(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
-    """Read objects, perhaps with semicolons between them, or a list of them. Without the marker,
-    JSON that does not begin with a call of a tool is an answer. A list must begin so even after the
-    marker, where it may be code."""
+    """Read objects, perhaps with semicolons between them, or a list of them. A list must begin with
+    a call of a tool; it may be code."""
     end_marks = ("<|eom_id|>", "<|eot_id|>")
     reader.ends = (*end_marks, "<|python_tag|>")
-    names = offered.names if marker == "" else None
     yield from reader.space()
     if (yield from reader.accept("[")):
         yield from _rest_of_list(reader, _LLAMA, offered.names)
@@ -327,8 +327,7 @@ def llama3_json(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
     else:
         while True:
             yield from reader.space()
-            reader.commit(*(yield from json_call(reader, _LLAMA, names)))
-            names = None
+            reader.commit(*(yield from json_call(reader, _LLAMA)))
             yield from reader.space()
             if not (yield from reader.accept(";")) and (yield from reader.peek()) != "{":
                 break

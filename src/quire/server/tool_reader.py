@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -135,6 +135,11 @@ class Reader:
         """Return the text read since the last ``hold``, ``begin``, ``add`` or ``commit``."""
         return "".join(self._held) + self.text[self._start : self.at]
 
+    def unread(self) -> None:
+        """Go back to where the held text begins."""
+        self.text, self.at = self.held() + self.text[self.at :], 0
+        self.hold()
+
     def begin(self, name: str) -> None:
         """Begin a call with the held text. It stays a call whatever follows."""
         self._emit(name, "")
@@ -229,6 +234,19 @@ class Reader:
         if found:
             self.at += len(literal)
         return found
+
+    def one_of(self, literals: Collection[str]) -> Steps[str]:
+        """Take and return one of some literals, none of which begins another. ``Malformed`` as soon
+        as none can be next."""
+        longest = max(map(len, literals), default=0)
+        while True:
+            there = self.text[self.at : self.at + longest]
+            fitting = [each for each in literals if each.startswith(there) or there.startswith(each)]
+            if len(fitting) == 1 and there.startswith(fitting[0]):
+                self.at += len(fitting[0])
+                return fitting[0]
+            if not fitting or not (yield from self.more()):
+                raise Malformed
 
     def expect(self, literal: str, *, or_end: bool = False) -> Steps[None]:
         """Take ``literal``. ``or_end``: the text may end before it is whole."""

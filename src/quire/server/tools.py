@@ -12,6 +12,7 @@ Rules for every format and every text:
 - Other text is content, unchanged. Nothing is lost or doubled but the format's own parts. The mark
   that ends a call is the format's, also if the call is malformed.
 - A marker inside a JSON string is no marker.
+- Where tools are offered, a text may begin with calls without a marker (``server.bare_calls``).
 - White space after the last text is the format's if there are calls. Other white space is content.
 """
 
@@ -27,6 +28,7 @@ from typing import Any
 from quire.engine.schema_nodes import point
 from quire.errors import InvalidArgument
 from quire.server import tool_formats
+from quire.server.bare_calls import bare_calls
 from quire.server.tool_formats import Offered, Tools
 from quire.server.tool_reader import Delta, Malformed, MessageParser, Reader, Steps, overlap
 
@@ -45,8 +47,6 @@ class ToolFormat:
     markers: tuple[str, ...]
     """Beginnings of calls. The text must keep them, also if they are special tokens."""
     grammar: Grammar = field(repr=False)
-    bare: bool = False
-    """Whether a message may begin with a call that has no marker."""
     wrappers: tuple[str, ...] = ()
     """Marks around the text of an answer; they are no content."""
     whole: bool = False
@@ -58,7 +58,7 @@ class ToolFormat:
     def without_calls(self) -> ToolFormat | None:
         """Return a format for messages without calls, which drops the wrappers; None without
         wrappers."""
-        return replace(self, markers=(), bare=False) if self.wrappers else None
+        return replace(self, markers=()) if self.wrappers else None
 
 
 class StreamingToolParser(MessageParser):
@@ -92,8 +92,10 @@ class StreamingToolParser(MessageParser):
         reader = self._reader
         if self._format.whole and not (yield from self._begins_with_a_mark()):
             self._sought = ()
-        if self._format.bare:
-            yield from self._calls("")
+        elif self._format.only_calls:
+            yield from self._calls(self._format.grammar)
+        elif self._format.markers and self._offered.names is not None and not self._format.whole:
+            yield from self._calls(bare_calls)
         if not self._sought:
             self._pattern = _NOTHING
         while True:
@@ -104,7 +106,7 @@ class StreamingToolParser(MessageParser):
                 reader.hold()
                 reader.at = found.end()
                 if found.group() not in self._format.wrappers:
-                    yield from self._calls(found.group())
+                    yield from self._calls(self._format.grammar, found.group())
                 continue
             held = 0 if reader.closed else overlap(reader.text[reader.at :], self._sought)
             end = len(reader.text) - held
@@ -121,11 +123,13 @@ class StreamingToolParser(MessageParser):
                 return True
         return False
 
-    def _calls(self, marker: str) -> Steps[None]:
+    def _calls(self, grammar: Grammar, marker: str = "") -> Steps[None]:
         try:
-            yield from self._format.grammar(self._reader, marker, self._offered)
+            yield from grammar(self._reader, marker, self._offered)
         except Malformed:
-            yield from self._reader.rest_of_call(self._sought)
+            recovered = yield from self._reader.rest_of_call(self._sought)
+            if not recovered and grammar is bare_calls:
+                self._reader.unread()  # a marker may begin there
         self._reader.over()
         self._content(self._reader.held())
 
@@ -163,7 +167,7 @@ _FORMATS = {
     for known in (
         ToolFormat(name="hermes", markers=("<tool_call>",), grammar=tool_formats.hermes),
         ToolFormat(name="granite", markers=("<|tool_call|>", "<tool_call>"), grammar=tool_formats.hermes),
-        ToolFormat(name="llama3_json", markers=("<|python_tag|>",), grammar=tool_formats.llama3_json, bare=True),
+        ToolFormat(name="llama3_json", markers=("<|python_tag|>",), grammar=tool_formats.llama3_json),
         ToolFormat(name="mistral", markers=("[TOOL_CALLS]",), grammar=tool_formats.mistral),
         ToolFormat(
             name="deepseek_v3",
@@ -284,9 +288,9 @@ def call_schema(
 def forced_format(choice: str | Mapping[str, Any]) -> ToolFormat:
     """Return the format of texts under ``schema_for``, which has checked the choice."""
     if isinstance(choice, str):
-        return ToolFormat(name=choice, markers=(), grammar=tool_formats.array_of_calls, bare=True, only_calls=True)
+        return ToolFormat(name=choice, markers=(), grammar=tool_formats.array_of_calls, only_calls=True)
     grammar = tool_formats.one_object(choice["function"]["name"])
-    return ToolFormat(name="named", markers=(), grammar=grammar, bare=True, only_calls=True)
+    return ToolFormat(name="named", markers=(), grammar=grammar, only_calls=True)
 
 
 def functions_of(tools: Tools) -> dict[str, dict[str, Any]]:
