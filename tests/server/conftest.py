@@ -41,6 +41,10 @@ TEMPLATE = (
 )
 
 
+STATE_FILE = {"content-type": "application/octet-stream"}
+"""The headers of an upload."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Served:
     """A server that runs in a thread of its own."""

@@ -172,6 +172,7 @@ def test_errors_of_routes_that_are_ours() -> None:
         ("served_model_name", ["", " ", "a\nb", 3]),
         ("tool_call_parser", ["", "Hermes", "none", 3]),
         ("allowed_origin", ["*", ("a.example",), ("https://a.example/path",), ("https://a, https://b",), (3,)]),
+        ("allowed_host", ["*", ("https://a.example",), ("a.example:80",), ("a, b",), ("",), (3,)]),
         ("adapter_dir", ["/", ("/no/such/place",), (3,)]),
         ("max_body_bytes", [0, -1, "4G", "x", True]),
         ("max_upload_bytes", [0, "x"]),

@@ -48,7 +48,9 @@ def connected(served: Served, sent: bytes = b"") -> socket.socket:
 
 
 def head(path: str, length: int) -> bytes:
-    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
+    kind = "octet-stream" if path.endswith("/state") else "json"
+    lines = f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Type: application/{kind}", f"Content-Length: {length}"
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
 def received(connection: socket.socket) -> bytes:
@@ -107,7 +109,7 @@ def test_connections_without_a_request_are_closed(small: Served, sent: bytes) ->
 def test_an_open_connection_is_used_again(small: Served) -> None:
     with connected(small) as connection:
         for _ in range(3):
-            connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answer = b""
             while not answer.endswith(b"}"):
                 answer += connection.recv(65536)

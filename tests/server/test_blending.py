@@ -422,7 +422,7 @@ def test_a_client_that_goes_away(chat_served: Served, monkeypatch: pytest.Monkey
     body = json.dumps({"segments": [[7, *range(8, 200), number] for number in range(9, 309)]}).encode()
     host, port = chat_served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/warm HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/warm HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         wait_for(lambda: bool(engine.blending.under_way))
     wait_for(lambda: not engine.has_work)

@@ -17,11 +17,11 @@ from quire.server.errors import ApiError
 from quire.server.gate import Arrivals
 from quire.server.settings import ServerSettings
 
-from .conftest import Served, serving, wait_for
+from .conftest import STATE_FILE, Served, serving, wait_for
 from .test_attacks import connected, received
 from .test_gate import Call, answer
 
-GOOD = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+GOOD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def answers(served: Served, sent: bytes) -> list[bytes]:
@@ -41,7 +41,7 @@ def answers(served: Served, sent: bytes) -> list[bytes]:
 def test_two_lengths_are_none(served: Served, headers: bytes) -> None:
     """A body that is whole as chunks, and that another reader would take for longer or shorter."""
     body = b'{"prompt": "x"}'
-    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + headers + b"\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" + headers + b"\r\n"
     sent = head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
     with connected(served, sent + GOOD) as connection:
         found = received(connection)
@@ -50,13 +50,13 @@ def test_two_lengths_are_none(served: Served, headers: bytes) -> None:
 
 
 def test_chunks_are_of_http_1_1(served: Served) -> None:
-    head = b"POST /tokenize HTTP/1.0\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.0\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     assert answers(served, head + GOOD) == [b"HTTP/1.1 400 Bad Request"]
 
 
 def test_nothing_is_read_behind_chunks(served: Served) -> None:
     body = json.dumps({"prompt": "x"}).encode()
-    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
     assert answers(served, head + chunks + GOOD) == [b"HTTP/1.1 200 OK"]
 
@@ -64,15 +64,15 @@ def test_nothing_is_read_behind_chunks(served: Served) -> None:
 @pytest.mark.parametrize(
     "sent",
     [
-        b"GET /health HTTP/1.1\nHost: x\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\nX: y\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\n\n",
-        b"GET /health HTTP/1.1\nHost: x\n\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\nX: y\r\n z\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\nTransfer-Encoding:\r\n\tchunked\r\n\r\n",
+        b"GET /health HTTP/1.1\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\n",
+        b"GET /health HTTP/1.1\nHost: localhost\n\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\r\n z\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding:\r\n\tchunked\r\n\r\n",
         # The second request on a connection, and one whose head is not complete.
-        GOOD + b"GET /health HTTP/1.1\nHost: x\r\n\r\n",
+        GOOD + b"GET /health HTTP/1.1\nHost: localhost\r\n\r\n",
         b"GET /health HTTP/1.1\nHost:",
     ],
 )
@@ -91,7 +91,7 @@ def test_heads_in_pieces(served: Served) -> None:
 
 def test_bodies_may_have_any_lines(served: Served) -> None:
     body = b'{"prompt":\n\n "x"}'
-    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     assert answers(served, head + b"Content-Length: %d\r\n\r\n" % len(body) + body) == [b"HTTP/1.1 200 OK"]
 
 
@@ -128,7 +128,8 @@ def test_uploads_count_while_they_come(llm: AsyncLLM) -> None:
 
     def head(key: str, length: int) -> bytes:
         return (
-            f"POST /v1/sessions/state HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {length}\r\n\r\n"
+            f"POST /v1/sessions/state HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
+            f"Content-Type: application/octet-stream\r\nContent-Length: {length}\r\n\r\n"
         ).encode()
 
     settings = ServerSettings(api_key=("one", "two"), max_stored_bytes=300, max_stored_bytes_per_key=200)
@@ -136,14 +137,14 @@ def test_uploads_count_while_they_come(llm: AsyncLLM) -> None:
         stored = served.context.stored
         with connected(served, head("one", 10_000) + bytes(150)) as connection:
             wait_for(lambda: stored.total == 150)
-            assert served.client.post("/v1/sessions/state", content=bytes(151)).status_code == 503
+            assert served.client.post("/v1/sessions/state", content=bytes(151), headers=STATE_FILE).status_code == 503
             with connected(served, head("one", 10_000) + bytes(51)) as another:
                 assert another.recv(65536).startswith(b"HTTP/1.1 429 ")
-            assert served.client.post("/v1/sessions/state", content=bytes(150)).status_code == 400
+            assert served.client.post("/v1/sessions/state", content=bytes(150), headers=STATE_FILE).status_code == 400
             connection.sendall(bytes(51))
             assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
         wait_for(lambda: stored.total == 0)
-        answer = served.client.post("/v1/sessions/state", content=bytes(200))
+        answer = served.client.post("/v1/sessions/state", content=bytes(200), headers=STATE_FILE)
         assert answer.json()["error"]["code"] == "data_loss"
 
 

@@ -469,7 +469,9 @@ def test_garbage_on_the_wire(served: Served) -> None:
 
 def test_half_a_body_and_gone(served: Served) -> None:
     host, port = served.url.removeprefix("http://").split(":")
-    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    head = (
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    )
     with socket.create_connection((host, int(port)), timeout=10) as wire:
         wire.sendall(head + b'{"prom')
         wait_for(lambda: served.context.gate.under_way == 1)
@@ -479,7 +481,7 @@ def test_half_a_body_and_gone(served: Served) -> None:
 def test_many_at_a_time(llm: AsyncLLM) -> None:
     with serving(llm, ServerSettings(max_waiting=1)) as served:
         host, port = served.url.removeprefix("http://").split(":")
-        head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n"
+        head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n"
         with socket.create_connection((host, int(port)), timeout=10) as wire:
             wire.sendall(head)
             wait_for(lambda: served.context.gate.under_way == 1)

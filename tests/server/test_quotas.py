@@ -15,7 +15,7 @@ from quire.server.errors import ApiError
 from quire.server.sessions import StoredBytes
 from quire.server.settings import ServerSettings
 
-from .conftest import OPTIONS, Served, pages_free, serving, wait_for
+from .conftest import OPTIONS, STATE_FILE, Served, pages_free, serving, wait_for
 
 LONG = {"max_tokens": 100, "temperature": 0, "ignore_eos": True}
 
@@ -159,7 +159,7 @@ def test_a_written_state_counts_from_when_it_is_uploaded(small: AsyncLLM) -> Non
         with serving(small, settings) as served:
             client = Client(served, "a")
             headers = {"authorization": "Bearer a"}
-            answer = served.client.post("/v1/sessions/state", content=data, headers=headers)
+            answer = served.client.post("/v1/sessions/state", content=data, headers={**headers, **STATE_FILE})
             assert answer.status_code == status, answer.text
             if status == 429:
                 refusal(answer, 429, "quota_exceeded")
@@ -170,7 +170,7 @@ def test_a_written_state_counts_from_when_it_is_uploaded(small: AsyncLLM) -> Non
             found = client.info(client.made[0])
             assert (found["pinned"], found["modified"], found["ttl"]) == (True, True, 50)
             client.leave()
-            answer = served.client.post("/v1/sessions/state?ttl=51", content=data, headers=headers)
+            answer = served.client.post("/v1/sessions/state?ttl=51", content=data, headers={**headers, **STATE_FILE})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "ttl")
             wait_for(lambda: pages_free(small))
 
@@ -282,12 +282,16 @@ def test_files_on_their_way_count(small: AsyncLLM) -> None:
         stored.change(mine, 0, other)
         refusal(client.request("GET", path), 429, "storage_limit")
         headers = {"authorization": "Bearer a"}
-        refusal(served.client.post("/v1/sessions/state", content=data, headers=headers), 429, "storage_limit")
+        refusal(
+            served.client.post("/v1/sessions/state", content=data, headers={**headers, **STATE_FILE}),
+            429,
+            "storage_limit",
+        )
         assert len(client.request("GET", "/v1/sessions").json()["data"]) == 1
         assert client.info(name)["in_use"] is None
         assert stored.total == other
         stored.change(mine, other, 0)
-        answer = served.client.post("/v1/sessions/state", content=data, headers=headers)
+        answer = served.client.post("/v1/sessions/state", content=data, headers={**headers, **STATE_FILE})
         client.made.append(answer.json()["id"])
         assert client.request("GET", path).content == data
         wait_for(lambda: stored.total == 0)

@@ -12,7 +12,7 @@ import pytest
 
 from quire import AsyncLLM
 
-from .conftest import OPTIONS, Served, serving
+from .conftest import OPTIONS, STATE_FILE, Served, serving
 
 AMBIGUOUS = 'start: s\ns: s s | s s s | "x" | ""'
 """A text of n letters has more readings than there are atoms."""
@@ -38,7 +38,13 @@ def refusals(client: httpx.Client) -> dict[str, float]:
 )
 def test_refusals_are_counted(served: Served, error: str, method: str, path: str, body: Any) -> None:
     before = refusals(served.client)
-    given = {"content": body} if isinstance(body, str) else {"json": body} if body is not None else {}
+    given = (
+        {"content": body, "headers": STATE_FILE}
+        if isinstance(body, str)
+        else {"json": body}
+        if body is not None
+        else {}
+    )
     answer = served.client.request(method, path, **given)
     assert 400 <= answer.status_code < 500
     after = refusals(served.client)

@@ -506,12 +506,16 @@ Names = dict[str, str]
 def answered(served: Served, names: Names, path: str, body: Any) -> tuple[int, str | None, str | None]:
     """Status, code and ``param`` of an answer; ``names`` are those of sessions."""
     sent = body if isinstance(body, bytes) else json.dumps(body)
+    kind = "octet-stream" if path.startswith("/v1/sessions/state") else "json"
     for name, session in names.items():
         path = path.replace(name, session)
         sent = sent if isinstance(sent, bytes) else sent.replace(f'"{name}"', f'"{session}"')
     method, _, path = path.rpartition(" ")
     answer = served.client.request(
-        method or "POST", path, content=sent, headers={"Content-Type": "application/json"} if body is not None else {}
+        method or "POST",
+        path,
+        content=sent,
+        headers={"Content-Type": f"application/{kind}"} if body is not None else {},
     )
     error = answer.json()["error"]
     return answer.status_code, error["code"], error["param"]

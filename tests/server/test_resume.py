@@ -27,7 +27,7 @@ from quire.models.catalogue import bundled_adapters
 from quire.server.settings import ServerSettings
 from quire.store.session_journal import FILE, Lifetime, Use
 
-from .conftest import OPTIONS, Served, serving, wait_for
+from .conftest import OPTIONS, STATE_FILE, Served, serving, wait_for
 from .killable import Killable, killable
 
 SMALL = {**OPTIONS, "kv_cache_memory": "16MiB"}
@@ -521,7 +521,7 @@ def test_what_tokens_do_not_give(kept_llm: AsyncLLM, oracle: LLM, tmp_path: Path
         wanted = changed.generate(SamplingParams(max_tokens=9, **GREEDY)).outputs[0].token_ids
         assert wanted != continuation(oracle, changed.tokens[:8], 9)
     with served(kept_llm) as found:
-        name = ok(found.client.post("/v1/sessions/state", content=data))["id"]
+        name = ok(found.client.post("/v1/sessions/state", content=data, headers=STATE_FILE))["id"]
         turn(found.client, name)
         found.client.post(f"/v1/sessions/{name}/score", json={"tokens": [1]})
         (path,) = (tmp_path / "state/states").iterdir()
@@ -548,7 +548,7 @@ def test_what_is_deleted_while_it_runs(
             changed.set_kv(0, start=0, v=changed.kv(0)["v"] * -3)
         data = changed.to_bytes()
     with served(kept_llm) as found:
-        name = ok(found.client.post("/v1/sessions/state", content=data))["id"]
+        name = ok(found.client.post("/v1/sessions/state", content=data, headers=STATE_FILE))["id"]
         began, go_on = threading.Event(), threading.Event()
         save = StateAccess.save
 

@@ -21,7 +21,7 @@ import pytest
 from quire import AsyncLLM, SamplingParams
 from quire.errors import InvalidArgument
 from quire.server import logs
-from quire.server.serving import bind, load, report_load, url_of
+from quire.server.serving import bind, exposure, load, report_load, url_of
 from quire.server.settings import ServerSettings
 
 from .conftest import Served, pages_free, serving, wait_for
@@ -33,9 +33,7 @@ BODY = b'{"prompt": "def"}'
 def half_a_request(url: str) -> Iterator[socket.socket]:
     """A request that is under way until the rest of ``BODY`` is sent."""
     host, port = url.removeprefix("http://").split(":")
-    head = (
-        f"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
-    )
+    head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(BODY)}\r\n\r\n"
     with socket.create_connection((host, int(port)), timeout=20) as wire:
         wire.sendall(head.encode() + BODY[:5])
         yield wire
@@ -178,6 +176,16 @@ def test_addresses_that_cannot_be_had() -> None:
     for host in ("192.0.2.1", "no such host", "x" * 300):
         with pytest.raises(InvalidArgument, match="cannot listen"):
             bind(host, 0)
+
+
+@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
+def test_a_server_for_other_machines_without_a_key_is_warned_about(host: str, warned: bool) -> None:
+    listeners = bind(host, 0)
+    try:
+        assert ("--api-key" in exposure(listeners)) is warned
+    finally:
+        for one in listeners:
+            one.close()
 
 
 def test_all_addresses_of_a_name_have_one_port() -> None:

@@ -24,7 +24,7 @@ from quire.server.sessions import StoredBytes
 from quire.server.settings import ServerSettings
 from state_files import MISSING, NOT_A_NUMBER, changed, fields, metadata_of, of_metadata
 
-from .conftest import OPTIONS, Served, pages_free, serving, wait_for
+from .conftest import OPTIONS, STATE_FILE, Served, pages_free, serving, wait_for
 from .test_sessions import GREEDY, LONG, PROMPT, info, made, nothing_is_left, ok, post, refused, streaming
 
 __all__ = ["nothing_is_left"]
@@ -63,7 +63,7 @@ def download(client: httpx.Client, session: str) -> bytes:
 
 
 def upload(client: httpx.Client, data: Any, **params: Any) -> httpx.Response:
-    return client.post("/v1/sessions/state", content=data, params=params)
+    return client.post("/v1/sessions/state", content=data, params=params, headers=STATE_FILE)
 
 
 def test_down_and_up_again(client: httpx.Client, tmp_path: Path) -> None:
@@ -141,7 +141,8 @@ def test_queries_that_are_wrong(client: httpx.Client, state: bytes) -> None:
 def test_an_upload_that_ends_too_soon(served: Served, state: bytes, folder: Path) -> None:
     host, port = served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/sessions/state HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(state)}\r\n\r\n"
+        head = f"POST /v1/sessions/state HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(state)}\r\n"
+        head += "Content-Type: application/octet-stream\r\n\r\n"
         connection.sendall(head.encode() + state[: len(state) // 2])
         wait_for(lambda: bool(left(folder)))
     wait_for(lambda: not left(folder))

@@ -12,7 +12,7 @@ import pytest
 from quire import AsyncLLM, InvalidArgument
 from quire.engine.session_labels import checked_labels, checked_name
 
-from .conftest import Served, pages_free, wait_for
+from .conftest import STATE_FILE, Served, pages_free, wait_for
 
 PROMPT = "class Stack:\n"
 LABELS = {"task": "42", "kind": "review"}
@@ -140,10 +140,10 @@ def test_forks_and_uploads(client: httpx.Client) -> None:
         (child,) = client.post(f"{path}/fork", json=body).json()["ids"]
         assert (info(client, child)["name"], info(client, child)["labels"]) == expected, body
     data = client.get(f"{path}/state").content
-    loaded = client.post("/v1/sessions/state", content=data).json()["id"]
+    loaded = client.post("/v1/sessions/state", content=data, headers=STATE_FILE).json()["id"]
     assert (info(client, loaded)["name"], info(client, loaded)["labels"]) == (None, {})
     params = {"name": "restored", "label": ["task=42", "odd=a=b"]}
-    loaded = client.post("/v1/sessions/state", content=data, params=params).json()["id"]
+    loaded = client.post("/v1/sessions/state", content=data, params=params, headers=STATE_FILE).json()["id"]
     assert (info(client, loaded)["name"], info(client, loaded)["labels"]) == (
         "restored",
         {"task": "42", "odd": "a=b"},

@@ -22,7 +22,7 @@ from quire.server.errors import ApiError
 from quire.server.sessions import HeldSession, Sessions
 from quire.server.settings import ServerSettings
 
-from .conftest import OPTIONS, Served, pages_free, serving, wait_for
+from .conftest import OPTIONS, STATE_FILE, Served, pages_free, serving, wait_for
 
 PROMPT = "class Stack:\n    def __init__(self):\n"
 MORE = "        self.items = []\n"
@@ -554,7 +554,7 @@ def test_the_limit_of_sessions(llm: AsyncLLM) -> None:
         post(client, first, "fork", n=2)
         refused(client.post("/v1/sessions", json={"prompt": PROMPT}), 429)
         refused(client.post(f"/v1/sessions/{first}/fork", json={}), 429)
-        refused(client.post("/v1/sessions/state", content=b"x"), 429)
+        refused(client.post("/v1/sessions/state", content=b"x", headers=STATE_FILE), 429)
         assert ok(client.delete(f"/v1/sessions/{first}"))["deleted"]
         made(client)
 

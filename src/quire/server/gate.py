@@ -1,12 +1,13 @@
 """The gate that every request passes: its key, the server's room for it, and its body.
 
-Plain ASGI around the application. In this order: a request id; the API key; whether the server is
-stopping or full; the body, read with a limit and checked for nesting; then the application. The
-gate answers all errors on the way, unexpected ones of the application too, and logs one line per
-request at its end.
+Plain ASGI around the application. In this order: a request id; the name of the server and the page
+that the request comes from; the API key; whether the server is stopping or full; the body, read
+with a limit and checked for nesting; then the application. The gate answers all errors on the way,
+unexpected ones of the application too, and logs one line per request at its end.
 
-Routes get ``request.state.request_id`` and ``request.state.owner``. A route may set
-``request.state.tokens`` to a dictionary of numbers for the log line.
+Routes get ``request.state.request_id``, ``request.state.owner``, and ``request.state.reads_only``
+(``Sites.check``). A route may set ``request.state.tokens`` to a dictionary of numbers for the log
+line.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import math
 import re
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,6 +29,7 @@ from quire.callers import Caller, caller
 from quire.server import logs
 from quire.server.errors import ApiError, api_error, busy, error_response
 from quire.server.settings import ServerSettings
+from quire.server.sites import Sites, header_values
 
 MAX_DEPTH = 64
 """Most levels of arrays and objects in a JSON body."""
@@ -174,6 +176,7 @@ class GateMiddleware:
         self._gate = gate
         self._settings = settings
         self._bodies = Arrivals(BODIES * int(settings.max_body_bytes), BODIES_PER_KEY * int(settings.max_body_bytes))
+        self._sites = Sites(settings)
         # Digests have one length, so the time of a comparison does not tell a key's length.
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_key]
 
@@ -183,7 +186,7 @@ class GateMiddleware:
             return
         passage = logs.Passage(_request_id(scope), scope["method"], scope["path"])
         state = scope.setdefault("state", {})
-        state["request_id"], state["owner"] = passage.request_id, ""
+        state["request_id"], state["owner"], state["reads_only"] = passage.request_id, "", False
 
         async def watched_receive() -> Message:
             message = await receive()
@@ -194,7 +197,7 @@ class GateMiddleware:
             if message["type"] == "http.response.start":
                 passage.status = message["status"]
                 kept = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"x-request-id"]
-                if _headers(scope, b"transfer-encoding") and not _headers({"headers": kept}, b"connection"):
+                if header_values(scope, b"transfer-encoding") and not header_values({"headers": kept}, b"connection"):
                     # Parsers of chunks differ about the end of a body, so nothing is read after it.
                     kept.append((b"connection", b"close"))
                 message = {**message, "headers": [*kept, (b"x-request-id", passage.request_id.encode())]}
@@ -215,6 +218,7 @@ class GateMiddleware:
         with ExitStack() as counted:
             try:
                 check_framing(scope)
+                scope["state"]["reads_only"] = self._sites.check(scope, public=_is_public(scope["path"]))
                 owner = scope["state"]["owner"] = self._owner(scope)
                 # Each request has a task of its own, and so a context.
                 trace = _trace(scope, b"traceparent"), _trace(scope, b"tracestate")
@@ -246,16 +250,16 @@ class GateMiddleware:
         """Return a digest of the request's key, "" for a server without keys, or raise a 401."""
         if not self._keys:
             return ""
-        given = _headers(scope, b"authorization")
+        given = header_values(scope, b"authorization")
         kind, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        named = _headers(scope, b"x-api-key")
+        named = header_values(scope, b"x-api-key")
         for offered in (key.strip() if kind.lower() == b"bearer" else b"", named[0] if len(named) == 1 else b""):
             digest = hashlib.sha256(offered).digest()
             # Compare all keys, so that the time does not tell which one matched.
             known = [hmac.compare_digest(digest, one) for one in self._keys]
             if offered and any(known):
                 return digest.hex()
-        if scope["path"] in KEYLESS or scope["path"].startswith(KEYLESS_BELOW):
+        if _is_public(scope["path"]):
             return ""
         raise ApiError(
             401,
@@ -270,7 +274,7 @@ class GateMiddleware:
         limit = int(self._settings.max_upload_bytes) if upload else int(self._settings.max_body_bytes)
         name = "max_upload_bytes" if upload else "max_body_bytes"
         too_large = _too_large(f"the body is larger than {limit} bytes ({name})")
-        for length in _headers(scope, b"content-length"):
+        for length in header_values(scope, b"content-length"):
             if not length.isdigit() or int(length[:20]) > limit:
                 raise too_large
             if not upload:
@@ -296,11 +300,15 @@ class GateMiddleware:
         return _replayed(body, receive)
 
 
+def _is_public(path: str) -> bool:
+    return path in KEYLESS or path.startswith(KEYLESS_BELOW)
+
+
 def check_framing(scope: Scope) -> None:
     """Raise ``ApiError`` 400 for a request whose end a proxy may see elsewhere. Its rest would be
     read as a request that no client sent."""
-    coded = bool(_headers(scope, b"transfer-encoding"))
-    if coded and (_headers(scope, b"content-length") or scope.get("http_version", "1.1") == "1.0"):
+    coded = bool(header_values(scope, b"transfer-encoding"))
+    if coded and (header_values(scope, b"content-length") or scope.get("http_version", "1.1") == "1.0"):
         raise ApiError(
             400,
             "Transfer-Encoding together with Content-Length, or in HTTP/1.0, is not taken; send one of them in HTTP/1.1",
@@ -392,19 +400,15 @@ def _in_time(receive: Receive, most: float, limit: int, too_large: ApiError) -> 
     return timely
 
 
-def _headers(scope: Mapping[str, Any], name: bytes) -> Sequence[bytes]:
-    return [value for found, value in scope["headers"] if found.lower() == name]
-
-
 def _trace(scope: Scope, name: bytes) -> str:
     """Return a header of the W3C's trace context; of several lists one, of a bad one nothing."""
-    given = b",".join(_headers(scope, name))
+    given = b",".join(header_values(scope, name))
     return given.decode("ascii", "replace") if len(given) <= MAX_TRACE_STATE else ""
 
 
 def _request_id(scope: Scope) -> str:
     """Return the client's id if it is short and printable (it is logged), or a new one."""
-    given = [value.decode("latin-1") for value in _headers(scope, b"x-request-id")]
+    given = [value.decode("latin-1") for value in header_values(scope, b"x-request-id")]
     if len(given) == 1 and _ID.fullmatch(given[0]):
         return given[0]
     return f"req-{secrets.token_hex(16)}"

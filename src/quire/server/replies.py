@@ -33,6 +33,7 @@ from quire.server.hint_fields import HintFields
 from quire.server.protocol import GenerationBody, StreamOptions
 from quire.server.session_bodies import ContinueBody
 from quire.server.session_streams import ClientSessionStream
+from quire.server.sites import page_reads_only
 
 LONG_ANSWER = 1024
 """Tokens of prompts and samples beyond which a worker thread writes the answer."""
@@ -209,6 +210,8 @@ async def prefetch(
 
 async def answer_in_session(request: Request, reply: Reply, source: ClientSessionStream) -> Response:
     """Continue a session for such a client. The session refuses with its first delta."""
+    if request.state.reads_only:
+        raise page_reads_only()
     if reply.stream:
         try:
             await unless_gone(request, source.begin())

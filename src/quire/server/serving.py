@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
+import logging
 import os
 import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -60,6 +62,8 @@ def serve(llm: AsyncLLM, settings: ServerSettings | None = None) -> None:
             if longest < length:
                 text = f"the pool holds {longest} tokens, so no request can have the {length} of the model; give kv_cache_memory"
                 logs.event("warning", text=text)
+            if not settings.api_key and (text := exposure(sockets)):
+                logs.event("warning", level=logging.WARNING, text=text)
             server = Server(app, announce=True)
             server.run(sockets)
     finally:
@@ -274,6 +278,18 @@ def url_of(listener: socket.socket) -> str:
     """Return the address for clients."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def exposure(listeners: Sequence[socket.socket]) -> str:
+    """Return a warning about a server without keys that other machines reach; "" if none does."""
+    hosts = {one: ipaddress.ip_address(one.getsockname()[0].partition("%")[0]) for one in listeners}
+    reached = [url_of(one) for one, host in hosts.items() if not host.is_loopback]
+    if not reached:
+        return ""
+    return (
+        f"{' and '.join(reached)} without a key: any machine that reaches it may read and change all sessions; give --api-key "
+        "(or QUIRE_API_KEY), or --host 127.0.0.1"
+    )
 
 
 # -- the load --------------------------------------------------------------------------------------

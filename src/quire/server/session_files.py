@@ -16,7 +16,7 @@ from quire.async_llm import AsyncSession
 from quire.errors import Cancelled
 from quire.kv.atomic_file import os_errors
 from quire.server.context import Context
-from quire.server.errors import hiding
+from quire.server.errors import ApiError, hiding
 from quire.server.events import unless_gone
 from quire.server.sessions import StoredBytes
 
@@ -54,6 +54,19 @@ class TemporaryFile:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, self._folder, True))
         finally:
             self.claim(0)
+
+
+def require_file(request: Request) -> None:
+    """Raise ``ApiError`` 415 for a body that is not declared as a file. Web pages of other sites
+    can send the types of forms, and none, without the server's leave."""
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != StateFileResponse.media_type:
+        raise ApiError(
+            415,
+            f"a state file is sent as Content-Type: {StateFileResponse.media_type}, got {given[:80] or 'none'!r}",
+            code="unsupported_media_type",
+            headers={"Connection": "close"},
+        )
 
 
 async def receive_session(request: Request, context: Context, *, convert_dtype: bool) -> AsyncSession:

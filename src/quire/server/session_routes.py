@@ -46,7 +46,7 @@ from quire.server.session_bodies import (
     TextBody,
     labels_of,
 )
-from quire.server.session_files import receive_session, saved_session
+from quire.server.session_files import receive_session, require_file, saved_session
 from quire.server.session_streams import ClientSessionStream
 from quire.server.sessions import HeldSession
 
@@ -184,6 +184,7 @@ async def upload(
     context = _context(request)
     with _about("label"):
         called, labels = checked_name(name), checked_labels(labels_of(label))
+    require_file(request)
     with context.sessions.room(_owner(request)):
         session = await receive_session(request, context, convert_dtype=convert_dtype)
         # It is pinned if its state was written into, so that it cannot be computed again.

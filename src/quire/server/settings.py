@@ -19,7 +19,8 @@ PARSERS = (*tools.NAMES, *harmony.NAMES)
 _PER_KEY = "Default: half of {}, or all of it where there are not two keys."
 _KEY = re.compile(r"[\x21-\x7e]+")
 _ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
-_ORIGIN = re.compile(r"\*|https?://[^\s/?#,]+")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#,]+")
+_HOST = re.compile(r"\*|[^\s/:@,*]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,11 @@ class ServerSettings:
     )
     allowed_origin: tuple[str, ...] = option(
         (), "Origin that browsers may call from (CORS), * for all; may be repeated."
+    )
+    allowed_host: tuple[str, ...] = option(
+        (),
+        "Name of this server in the header Host, besides IP addresses, localhost and --host; * for all, as behind a "
+        "reverse proxy that checks it; may be repeated. Without it, a server with keys takes all names.",
     )
     adapter_dir: tuple[Path, ...] = option(
         (), "Directory from which adapters may be loaded over HTTP; may be repeated."
@@ -80,7 +86,9 @@ class ServerSettings:
     )
     max_rerun_tokens: int = option(8192, "Most tokens that are computed for one such answer.")
     allow_edits: bool = option(
-        False, "Let the page at / fork, rewind, delete and generate, by endpoints that a key may call anyway."
+        False,
+        "Let the page at /, and others under this server's address, fork, rewind, delete and generate in sessions, as "
+        "any other client may.",
     )
     drain_seconds: float = option(30.0, "Seconds that requests have to finish when the server is told to stop.")
 
@@ -88,7 +96,7 @@ class ServerSettings:
         if not isinstance(self.host, str) or not self.host.strip():
             raise InvalidArgument(field="host", given=self.host, allowed="an address or a name")
         check_int("port", self.port, 0, 65535)
-        for listed in ("api_key", "allowed_origin", "adapter_dir"):
+        for listed in ("api_key", "allowed_origin", "allowed_host", "adapter_dir"):
             values = getattr(self, listed)
             if not isinstance(values, (list, tuple)):
                 raise InvalidArgument(f"{listed} must be a list, got {type(values).__name__}", field=listed)
@@ -113,6 +121,12 @@ class ServerSettings:
         for origin in self.allowed_origin:
             if not isinstance(origin, str) or not _ORIGIN.fullmatch(origin):
                 raise InvalidArgument(field="allowed_origin", given=origin, allowed="* or like https://host:port")
+        for host in self.allowed_host:
+            if not isinstance(host, str) or not _HOST.fullmatch(host):
+                raise InvalidArgument(
+                    field="allowed_host", given=host, allowed="* or a name without scheme and port, like quire.example"
+                )
+        object.__setattr__(self, "allowed_host", tuple(host.lower() for host in self.allowed_host))
         for folder in self.adapter_dir:
             if not isinstance(folder, (str, Path)) or not os.path.isdir(folder):
                 raise InvalidArgument(field="adapter_dir", given=str(folder), allowed="a directory")
