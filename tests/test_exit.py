@@ -58,11 +58,53 @@ async def begin():
 kept = loop.run_until_complete(begin())  # two requests run on in the background
 """
 
+STORING = """
+import atexit, gc, multiprocessing, os, sys, threading
+from quire import LLM, SamplingParams
+from quire.store.files import FileTier
 
-def ended(program: str) -> tuple[int, str]:
+def hold(put=FileTier._put):
+    # Nothing is written before the process ends.
+    gate = threading.Event()
+    atexit.register(gate.set)
+    multiprocessing.util.Finalize(None, gate.set, exitpriority=1)
+    FileTier._put = lambda *args: gate.wait() and put(*args)
+
+def run(name):
+    hold()
+    llm = LLM("tiny-python", device="cpu", dtype="float32", kv_cache_memory="16MiB", store=[f"file://{sys.argv[1]}/{name}"])
+    llm.generate([[9] * 600], SamplingParams(max_tokens=1))
+    return llm
+
+def drop():
+    run("dropped")
+    gc.collect()
+
+child = multiprocessing.get_context("fork").Process(target=run, args=["process"])
+child.start()
+child.join()
+if not (forked := os.fork()):
+    kept = run("forked")
+    sys.exit()
+assert (child.exitcode, os.waitpid(forked, 0)[1]) == (0, 0)
+drop()
+kept = run("kept")
+"""
+
+UNHELD = """
+import sys
+from quire import LLM, SamplingParams
+
+llm = LLM("tiny-python", device="cpu", dtype="float32", kv_cache_memory="128MiB", store=[f"file://{sys.argv[1]}"])
+for first in range(4):
+    llm.generate([[first, *range(6, 600)]], SamplingParams(max_tokens=1), use_tqdm=False)
+"""
+
+
+def ended(program: str, *arguments: str) -> tuple[int, str]:
     """Exit status and stderr of a program of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, *arguments],
         capture_output=True,
         text=True,
         timeout=240,
@@ -81,6 +123,28 @@ def ended(program: str) -> tuple[int, str]:
 )
 def test_alive_at_exit(program: str) -> None:
     assert ended(KEPT_MAIN + program) == (0, "")
+
+
+def objects_in(directory: Path) -> int:
+    return sum(1 for _ in directory.rglob("*.quire"))
+
+
+def test_what_was_accepted_is_written_at_exit(tmp_path: Path) -> None:
+    """In a process, a child of ``multiprocessing``, and a child of ``os.fork``; by an LLM that the
+    program has, and by one that it has dropped.
+    """
+    assert ended(STORING, str(tmp_path)) == (0, "")
+    written = {name: objects_in(tmp_path / name) for name in ("process", "forked", "dropped", "kept")}
+    assert set(written.values()) == {written["kept"]}, written
+    assert written["kept"] >= 2
+
+
+@pytest.mark.slow
+def test_threads_end_before_the_interpreter(tmp_path: Path) -> None:
+    """They are in PyTorch's code, where the interpreter's end would abort the process."""
+    for number in range(8):
+        assert ended(UNHELD, str(tmp_path / str(number))) == (0, "")
+        assert objects_in(tmp_path / str(number)) == 12
 
 
 def test_the_emulation_lets_objects_go_last() -> None:

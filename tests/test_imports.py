@@ -33,6 +33,7 @@ LAYERS = (
         "signatures",
         "interrupts",
         "orphans",
+        "process_exit",
         "waiting",
         "callers",
         "pictured",

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from tqdm import tqdm
@@ -40,20 +40,20 @@ from quire.engine.views.shown_llm import ShownLLM
 from quire.engine.views.state_views import StateViews
 from quire.engine.views.tracing import Traces
 from quire.errors import InvalidArgument
+from quire.executor import counters
+from quire.executor.executor import Executor
 from quire.hints import CacheHints
 from quire.interrupts import uninterrupted
 from quire.kv.rules import verbs_of
 from quire.models.catalogue import resolve_adapter
 from quire.models.families import LoadedModel
 from quire.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
+from quire.process_exit import end_with_process
 from quire.progress import GenerationBar
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.segments import BlendParams, Segment
 from quire.signatures import require_bool
 from quire.store.session_journal import SessionJournal
-
-if TYPE_CHECKING:
-    from quire.executor.executor import Executor
 
 
 class LLM(SessionHistory, ShownLLM, Traces):
@@ -115,6 +115,7 @@ class LLM(SessionHistory, ShownLLM, Traces):
                 journal.close()
             raise
         self._executor: Executor | None = None
+        end_with_process(self.close)
         self._views = StateViews(parts.engine, parts.adapters, parts.engine.timeline.model)
         try:
             if not parts.engine.blending.refusal and blend_calibration.is_kept(parts.engine):
@@ -391,8 +392,6 @@ class LLM(SessionHistory, ShownLLM, Traces):
         """Return the executor contract over the same weights and pages. It is a new one after
         ``shutdown`` and after an error of the device."""
         self._require_open("executor")
-        from quire.executor.executor import Executor
-
         with self._engine.lock:
             if self._executor is None or not self._executor.is_usable:
                 if self._executor is not None:
@@ -474,8 +473,6 @@ class LLM(SessionHistory, ShownLLM, Traces):
 
     def metrics(self) -> dict[str, float]:
         """Return the counters since the start by name, those of ``executor`` included."""
-        from quire.executor import counters
-
         self._require_open("metrics")
         return self._engine.snapshot() | counters.snapshot(self._executor)
 

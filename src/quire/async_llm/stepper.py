@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -20,6 +17,7 @@ from quire.engine.sequence_request import SequenceRequest
 from quire.errors import Cancelled, FailedPrecondition, QuireError
 from quire.interrupts import uninterrupted, wait_for
 from quire.llm import LLM
+from quire.process_exit import end_with_process, leave_running
 
 logger = logging.getLogger("quire.async")
 
@@ -144,7 +142,9 @@ class Stepper:
         self._engine.wait = self.wait
         self._thread = threading.Thread(target=self._loop, name="quire-steps", daemon=True)
         self._thread.start()
-        _STEPPERS.add(self)
+        # The thread closes the LLM.
+        leave_running(llm.close)
+        end_with_process(self._end_with_process)
 
     # -- jobs --------------------------------------------------------------------------------------
 
@@ -184,6 +184,10 @@ class Stepper:
     def join(self, timeout: float | None = None) -> None:
         """Wait until the thread has stopped, for at most ``timeout`` seconds."""
         self._thread.join(timeout)
+
+    def _end_with_process(self) -> None:
+        self.stop()
+        self.join(LAST_STEP)
 
     def _refusal(self) -> QuireError:
         if self._broken is not None:
@@ -335,19 +339,3 @@ class Stepper:
             self._inbox.clear()
         for job in left:
             self._finish(job, self._refusal())
-
-
-_STEPPERS: weakref.WeakSet[Stepper] = weakref.WeakSet()
-
-
-def _stop_all() -> None:
-    """Let the threads end before the interpreter, which would break them off. Inside torch that
-    aborts the process."""
-    for stepper in list(_STEPPERS):
-        stepper.stop()
-    for stepper in list(_STEPPERS):
-        stepper.join(LAST_STEP)
-
-
-atexit.register(_stop_all)
-os.register_at_fork(after_in_child=_STEPPERS.clear)  # their threads are the parent's

@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+from quire.process_exit import end_with_process
+
 logger = logging.getLogger("quire.blend")
 
 Calls = SimpleQueue[Callable[[], None] | None]
@@ -33,6 +35,7 @@ class Errands:
             if self._thread is None:
                 self._thread = threading.Thread(target=_run, args=(self._calls,), name=self._name, daemon=True)
                 self._thread.start()
+                end_with_process(self.close)
                 weakref.finalize(self, self._calls.put, None).atexit = False
         self._calls.put(call)
 

@@ -10,10 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.contracts.store import Blob, ObjectKey
+from quire.process_exit import end_with_process
 from quire.store.stack import Store
 from quire.types import SeqId
 
 logger = logging.getLogger("quire.engine")
+
+LAST_SECONDS = 10.0
+"""Most seconds that the end of the process waits for what is to be written."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +49,7 @@ class ObjectWriter:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="quire-write", daemon=True)
         self._thread.start()
+        end_with_process(self._end_with_process)
 
     def add(self, job: WriteJob) -> None:
         """Write the objects of a fork, which stays until ``collect`` returns it."""
@@ -79,6 +84,10 @@ class ObjectWriter:
                 job.cancelled = True
             self._changed.notify_all()
         self._thread.join()
+
+    def _end_with_process(self) -> None:
+        self.wait(LAST_SECONDS)
+        self.close()
 
     def _run(self) -> None:
         while True:

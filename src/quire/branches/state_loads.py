@@ -26,6 +26,7 @@ from quire.contracts.store import ObjectKey, ObjectKind
 from quire.errors import QuireError
 from quire.kv.statefile import StateFile
 from quire.outputs import Miss
+from quire.process_exit import end_with_process
 from quire.store.keys import StoredPiece
 from quire.store.objects import Contents, read_tensors, unpack
 from quire.store.records import Unfit
@@ -243,6 +244,7 @@ class StateLoader:
         self._waiting: queue.SimpleQueue[StateLoad | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quire-load", daemon=True)
         self._thread.start()
+        end_with_process(self.close)
 
     def add(self, loading: StateLoad) -> None:
         """Run a load when those before it have ended."""

@@ -7,6 +7,7 @@ from concurrent.futures import Future, wait
 from queue import Empty, SimpleQueue
 
 from quire.errors import NotDurable
+from quire.process_exit import end_with_process
 from quire.store.session_journal import Change, SessionJournal
 
 CLOSE_SECONDS = 30.0
@@ -29,6 +30,7 @@ class JournalWriter:
         self._last.set_result(None)
         self._thread = threading.Thread(target=self._run, name="quire-journal", daemon=True)
         self._thread.start()
+        end_with_process(self.close)
 
     def write(self, change: Change) -> Future[None]:
         """Write a change behind all earlier ones. The future is done when it is durable; its error

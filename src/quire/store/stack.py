@@ -19,6 +19,7 @@ from typing import TypeVar
 from quire.contracts.store import Blob, ObjectKey, ObjectKind, StoreTier, TierStat
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.metrics import MetricFamily
+from quire.process_exit import end_with_process
 from quire.store.arriving_blob import ArrivingBlob
 from quire.store.memory import MemoryTier
 from quire.store.store_metrics import DAMAGE, StoreMetrics
@@ -98,6 +99,7 @@ class Store:
         """Of the loop: it keeps only weak references."""
         self._told: set[tuple[str, str]] = set()
         """Tiers and reasons of damage that the log has."""
+        end_with_process(self.close)
 
     @property
     def is_durable(self) -> bool:

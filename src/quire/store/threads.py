@@ -47,8 +47,13 @@ class DaemonThreads:
 
         if len(self._threads) < self._count:
             name = f"{self._name}-{len(self._threads)}"
-            self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            try:
+                thread.start()
+                self._threads.append(thread)
+            except RuntimeError:  # Python 3.12 starts none while the process ends.
+                if not self._threads:
+                    raise
         self._calls.put(call)
         return await answer
 

@@ -1,0 +1,57 @@
+"""Ends the threads of Quire before the interpreter, which would break them off.
+
+A thread that the end of the interpreter finds in C++ code, as PyTorch's, aborts the process. So
+what has a daemon thread is closed as the process ends, and what it has accepted is written.
+
+This happens with the process's exit handlers. The program's other threads have ended by then, and
+handlers that the program has registered itself have run: both may use an LLM. Processes started by
+``multiprocessing`` run no exit handlers but finalizers, so this is one, which both run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from multiprocessing import util
+
+_OWNERS: dict[weakref.WeakMethod[Callable[[], object]], None] = {}
+
+
+def end_with_process(end: Callable[[], object]) -> None:
+    """Call ``end``, a method, when the process ends, if its object is alive then. What was given
+    last is called first."""
+    _OWNERS[weakref.WeakMethod(end, lambda gone: _OWNERS.pop(gone, None))] = None
+
+
+def leave_running(end: Callable[[], object]) -> None:
+    """Take back ``end_with_process``."""
+    _OWNERS.pop(weakref.WeakMethod(end), None)
+
+
+def _end_all() -> None:
+    interrupt: BaseException | None = None
+    while _OWNERS:
+        end = _OWNERS.popitem()[0]()
+        try:
+            if end is not None:
+                end()
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+        except BaseException as error:  # The others have threads too.
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
+def _begin(_: object = None) -> None:
+    """Begin in a process. In a child the threads are the parent's, and so is its finalizer."""
+    _OWNERS.clear()
+    util.Finalize(None, _end_all, exitpriority=0)
+
+
+_begin()
+os.register_at_fork(after_in_child=_begin)
+# After that ``multiprocessing`` drops a child's finalizers, then calls what is registered here.
+util.register_after_fork(_begin, _begin)
