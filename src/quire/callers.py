@@ -24,6 +24,8 @@ class Caller:
     """The same."""
     path: str = ""
     """The path of the call."""
+    weight: float = 1.0
+    """The share of the API key in steps and places, relative to other keys."""
 
 
 NOBODY = Caller()

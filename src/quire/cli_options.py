@@ -80,6 +80,7 @@ _KINDS: dict[str, Any] = {
     "float | None": float,
     "bool": bool,
     "tuple[str, ...]": list[str],
+    "tuple[float, ...]": list[float],
     "tuple[Path, ...]": list[Path],
 }
 """Types of options by the annotations of fields; the others are texts."""

@@ -35,7 +35,7 @@ MUTANTS = (
     ),
     Mutant(
         name="chunks-beyond-a-switch",
-        file="engine/scheduler.py",
+        file="engine/step_draft.py",
         old="            room = min(room, end - request.computed)",
         new="            pass",
         tests=("engine/test_adapters.py::test_a_session_switches", "engine/test_adapters.py::test_saved_histories"),

@@ -89,9 +89,9 @@ MUTANTS = (
     ),
     Mutant(
         name="long-prompts-hold-up-urgent-ones",
-        file="engine/scheduler.py",
-        old="running.priority > most and running.remaining > 1]",
-        new="running.priority > 10 * most + 10 and running.remaining > 1]",
+        file="engine/request_queues.py",
+        old="heapq.merge(*parts, key=lambda one: one.priority)",
+        new="heapq.merge(*parts, key=lambda one: one.status is Status.WAITING)",
         tests=("engine/test_hints.py::test_an_urgent_prompt_passes_a_long_one",),
     ),
     Mutant(

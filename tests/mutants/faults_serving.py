@@ -163,16 +163,16 @@ SESSIONS = (
 ENGINE = (
     Mutant(
         name="the-oldest-is-preempted",
-        file="engine/scheduler.py",
-        old="youngest = (loose or self.running)[-1]",
-        new="youngest = (loose or self.running)[0]",
+        file="engine/request_queues.py",
+        old="return max(reversed(requests), key=lambda one: held[one.owner])",
+        new="return max(requests, key=lambda one: held[one.owner])",
         tests=("engine/test_scheduler.py::test_the_youngest_is_preempted_and_comes_back_first",),
     ),
     Mutant(
         name="prompts-hold-up-decodes",
         file="engine/scheduler.py",
-        old="sorted(now, key=lambda running: running.remaining > 1)",
-        new="sorted(now, key=lambda running: running.remaining <= 1)",
+        old="self._fill([running for running in self.running if running.remaining <= 1], batch)",
+        new="self._fill(sorted(self.running, key=lambda running: running.remaining <= 1), batch)",
         tests=("engine/test_scheduler.py::test_decodes_come_first_and_prompts_are_cut",),
     ),
     Mutant(
@@ -213,8 +213,8 @@ ENGINE = (
     Mutant(
         name="preempted-ones-do-not-wait-for-their-mask",
         file="engine/scheduler.py",
-        old="            held_up = duplicates or not request.ready\n",
-        new="            held_up = duplicates\n",
+        old="        held_up = duplicates or not request.ready\n",
+        new="        held_up = duplicates\n",
         tests=("engine/test_slow_grammars.py::test_one_that_was_preempted_meanwhile",),
     ),
     Mutant(
@@ -233,16 +233,16 @@ ENGINE = (
     ),
     Mutant(
         name="who-waits-for-a-mask-takes-a-seat",
-        file="engine/scheduler.py",
-        old="return sum(request.is_ready is None or request.is_ready() for request in self.running)",
-        new="return len(self.running)",
+        file="engine/request_queues.py",
+        old="return Counter(one.owner for one in self.running if one.is_ready is None or one.is_ready())",
+        new="return Counter(one.owner for one in self.running)",
         tests=("engine/test_slow_grammars.py::test_who_waits_for_a_mask_takes_no_seat",),
     ),
     Mutant(
         name="who-waits-for-a-mask-keeps-room-for-an-adapter",
         file="engine/scheduler.py",
-        old="is not None and request.ready and self._has_adapter(request, batch)",
-        new="is not None and self._has_adapter(request, batch)",
+        old="is not None and request.ready and batch.has_adapter(request)",
+        new="is not None and batch.has_adapter(request)",
         tests=("engine/test_scheduler.py::test_who_is_not_ready_keeps_no_room_for_its_adapter",),
     ),
     Mutant(

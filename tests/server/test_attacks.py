@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -104,6 +107,38 @@ def test_connections_without_a_request_are_closed(small: Served, sent: bytes) ->
         began = time.monotonic()
         assert received(connection) == b""
         assert time.monotonic() - began < 10
+
+
+def test_the_longest_idle_connection_goes_when_descriptors_are_short(
+    small: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that has sent a request keeps its connection."""
+    monkeypatch.setattr("quire.server.serving.HEAD_SECONDS", 60.0)
+    monkeypatch.setattr("quire.server.serving.most_connections", lambda: 4)
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}).encode()
+    with ExitStack() as opened:
+        busy = opened.enter_context(connected(small, head("/v1/completions", len(body)) + body))
+        wait_for(lambda: small.context.gate.under_way == 1)
+        silent = [opened.enter_context(connected(small)) for _ in range(3)]
+        wait_for(lambda: len(small.server.server_state.connections) == 4)
+        more = [opened.enter_context(connected(small, b"GET /hea")) for _ in range(2)]
+        assert [received(one) for one in silent[:2]] == [b"", b""]
+        for late in (silent[2], more[0]):
+            late.sendall(
+                b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" if late is silent[2] else b"lth HTTP/1.1\r\nHost: x\r\n\r\n"
+            )
+            assert late.recv(65536).startswith(b"HTTP/1.1 200 ")
+        assert busy.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_the_limit_of_descriptors_is_raised() -> None:
+    program = (
+        "import resource; from quire.server.serving import most_connections, raise_descriptor_limit\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 600)); raise_descriptor_limit()\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE), most_connections())"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert said == "(600, 600) 344\n"
 
 
 def test_an_open_connection_is_used_again(small: Served) -> None:

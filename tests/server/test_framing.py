@@ -99,7 +99,7 @@ def test_bodies_may_have_any_lines(served: Served) -> None:
 
 
 def test_bytes_are_counted_until_they_are_done_with() -> None:
-    arrivals = Arrivals(100, 60)
+    arrivals = Arrivals(100, 60, {"a": 1.0, "b": 1.0})
     with arrivals.of("a") as first, arrivals.of("b") as second:
         first.add(50)
         with arrivals.of("a") as more:
@@ -111,13 +111,19 @@ def test_bytes_are_counted_until_they_are_done_with() -> None:
         with arrivals.of("c") as third, pytest.raises(ApiError, match="this server has 100 bytes") as caught:
             third.add(1)
         assert caught.value.status == 429
-    assert not arrivals.bytes
+    assert not arrivals.portions.used
     with arrivals.of("a") as again:
         again.add(60)
         with pytest.raises(ApiError, match="this key may have 60 bytes of bodies at a time") as caught:
             again.add(1)
         assert caught.value.status == 413
-    with arrivals.of("") as nobody:
+    with arrivals.of("a") as first, arrivals.of("b") as second:
+        first.add(60)
+        second.add(25)  # is kept for it
+        second.add(15)
+        with pytest.raises(ApiError, match="this server has 100 bytes"):
+            second.add(1)
+    with Arrivals(100, 60).of("") as nobody:
         nobody.add(100)  # without keys there is one limit
         with pytest.raises(ApiError, match="this server may have 100"):
             nobody.expect(1)
@@ -177,7 +183,7 @@ def test_bodies_in_memory_have_a_limit_too() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert not middleware._bodies.bytes
+        assert not middleware._bodies.portions.used
 
     asyncio.run(run())
 

@@ -22,6 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from quire import AsyncLLM
 from quire.server.errors import ApiError
 from quire.server.gate import MAX_DEPTH, Gate, GateMiddleware, check_json
+from quire.server.key_portions import KeyPortions
 from quire.server.settings import ServerSettings
 
 from .conftest import Served, serving, wait_for
@@ -291,6 +292,65 @@ def test_the_limit_of_requests() -> None:
         await asyncio.wait_for(gate.until_idle(), 1)
 
     asyncio.run(run())
+
+
+def test_a_key_leaves_others_their_places() -> None:
+    """Requests and idle streams are counted apart; each key has an eighth of them to itself."""
+
+    async def run() -> None:
+        settings = ServerSettings(max_waiting=32, api_key=("one", "two", "three", "four"))
+        gate, release = Gate(32, settings.key_weights), asyncio.Event()
+
+        async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+            await release.wait()
+            await answer(send)
+
+        middleware, tasks = GateMiddleware(wait, gate=gate, settings=settings), []
+
+        async def taken(key: str, path: str) -> int:
+            """Call until there is a refusal. Return the number of calls before."""
+            for number in range(100):
+                call = Call(path=path, headers={"authorization": f"Bearer {key}"})
+                task = asyncio.create_task(middleware(call.scope, call.receive, call.send))
+                await asyncio.sleep(0)
+                if call.sent:
+                    assert (call.status, call.error["code"]) == (429, "rate_limit_exceeded")
+                    assert f"under way, {number} of this key" in call.error["message"]
+                    return number
+                tasks.append(task)
+            raise AssertionError("there is no limit")
+
+        assert [await taken(key, "/v1/models") for key in ("one", "two", "three", "four")] == [20, 4, 4, 4]
+        assert [await taken(key, "/v1/state/events") for key in ("two", "one")] == [5, 1]
+        release.set()
+        await asyncio.gather(*tasks)
+        assert await asyncio.wait_for(gate.until_idle(), 1) is None
+        assert not gate.under_way
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("limit", "weights", "most"),
+    [
+        (16, {"": 1.0}, {"": 16}),
+        (16, {"a": 1.0, "b": 3.0}, {"a": 10, "b": 14}),
+        (2, {"a": 1.0, "b": 1.0}, {"a": 2, "b": 2}),
+        (1, {"a": 1.0, "b": 1.0}, {"a": 1, "b": 1}),
+        (1024, {"a": 1.0, "b": 1e6}, {"a": 513, "b": 1023}),
+    ],
+)
+def test_portions_of_keys(limit: int, weights: dict[str, float], most: dict[str, int]) -> None:
+    """What is kept for a key is there when all others have taken all that they can."""
+    portions = KeyPortions(limit, weights)
+    assert {key: portions.most(key) for key in weights} == most
+    for key in reversed(weights):
+        portions.take(key, portions.left(key))
+        assert portions.left(key) == 0
+    assert portions.used.total() == limit
+    for key in weights:
+        portions.take(key, -portions.used[key])
+    assert not portions.used
 
 
 def test_closing() -> None:

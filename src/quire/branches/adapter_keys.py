@@ -83,6 +83,12 @@ def salt_of(key: Hashable) -> Hashable:
     return key.salt if isinstance(key, AdapterKey) else key
 
 
+def api_key_of(salt: Hashable) -> str:
+    """Return the digest of the API key in a salt, "" without one."""
+    salt = salt[-1] if isinstance(salt, tuple) else salt
+    return salt.owner if isinstance(salt, OwnedSalt) else ""
+
+
 def owner_of(key: Hashable) -> Hashable:
     """Return whose prefixes have this key: an API key's digest, or "" without one."""
     salt = salt_of(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -47,12 +48,15 @@ class DecodesAhead:
             Chunk(seq, [0], adapter=request.next_adapter, logits="last", checkpoints=positions)
             for seq, request, positions in zip(seqs, requests, kept, strict=True)
         )
+        scheduler.queues.shares.charge(Counter(request.owner for request in requests))
         return Scheduled(Step(chunks=chunks), tuple(requests))
 
     def _nobody_comes(self) -> bool:
         """Return whether nobody waits, or nobody who waits could be admitted now."""
         scheduler = self._scheduler
         self._steps = self._steps + 1 if scheduler.waiting and scheduler.lacks_room else 0
-        if not scheduler.waiting or scheduler.seated >= scheduler.limits.max_num_seqs:
+        if not scheduler.waiting:
+            return True
+        if scheduler.queues.seated >= scheduler.limits.max_num_seqs and not scheduler.queues.owes_places:
             return True
         return scheduler.lacks_room and self._steps % PATIENCE != 0

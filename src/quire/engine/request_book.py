@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.branches.adapter_keys import api_key_of
 from quire.branches.history import TokenHistory
 from quire.branches.media import NO_MEDIA, Media
 from quire.branches.past_prefixes import PastPrefixes
 from quire.branches.prefix_cache import RadixCache
 from quire.branches.stored_state import StoredState
+from quire.callers import caller
 from quire.engine.blending import Blending, lead_of
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.decodes_ahead import DecodesAhead
@@ -297,6 +299,11 @@ class RequestBook:
         self.give_way()
         self._by_id[leader.request_id] = samples
         self._requests[leader.work] = leader
+        who = caller.get()
+        for sample in samples:
+            sample.work.owner = sample.work.owner or who.owner or api_key_of(sample.work.salt)
+        if who.owner:
+            self.scheduler.queues.shares.set_weight(who.owner, who.weight)
         self.scheduler.submit(leader.work, arrival)
         if arrival is None:
             self.timeline.arrived(samples)

@@ -43,8 +43,10 @@ class ScheduledRequest(Branch):
     """Whether it may use and feed the prefix cache."""
     fresh_from: int | None = None
     """Tokens from here on must run, even if cached: their logits are wanted. None: the last one."""
+    owner: str = ""
+    """The API key among which steps and places are divided; empty: none."""
     priority: int = 0
-    """Lower values are admitted earlier, and preempted later."""
+    """Lower values are admitted earlier among the requests of a key, and preempted later."""
     arrival: int = 0
     """Order of arrival, which decides among equal priorities."""
     stops: tuple[int, ...] = ()
@@ -63,6 +65,8 @@ class ScheduledRequest(Branch):
     reusable: bool = False
     """Whether the prefix cache, or a session, may go back into the middle of it."""
     num_preemptions: int = 0
+    short_since: int | None = None
+    """The step since which it waits for pages; None: it does not, as far as is known."""
     status: Status = Status.WAITING
     pinned: bool = False
     """Its state must not be given up: it was asked to stay, or cannot be computed again

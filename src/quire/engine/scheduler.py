@@ -5,9 +5,18 @@ step computes some of them. Decodes have one; prompts have many and are cut to t
 both share a step (Sarathi-Serve, arXiv:2403.02310). Requests are served by priority, equal ones in
 order of arrival.
 
+API keys share steps and places (``key_shares``). What decodes leave of a step goes to the prompts
+of the key with the least virtual time, running and waiting ones, then to the next key. A key that
+has fewer places than its share takes one from a key that has more: the last request of that key
+waits, and keeps its state while there is room. Pages are taken likewise (``displaced_for``).
+Priorities order the requests of one key. Only background requests come behind those of all keys.
+Without keys there is one, and all this changes nothing.
+
 The KV state says how many pages a batch lacks. They come, in this order, from finished sequences in
-the prefix cache, from idle sessions (``reclaim``), and from the running request of the lowest
-priority, the youngest one among equals, which is preempted. Tiers keep what is worth it.
+the prefix cache, from idle sessions (``reclaim``), from requests that have lost their places, and
+from the running request of the lowest priority, the youngest one among equals, of the key that
+holds most. It is preempted. Tiers keep what is worth it. A request that waits for pages is not
+overtaken by others of its key, and by those of other keys only for ``OVERTAKING`` steps.
 
 The adapters of one step must fit into the device's memory together. A request whose adapter does
 not fit beside those of earlier ones waits a step. Then no new request with an adapter is admitted,
@@ -16,20 +25,21 @@ so that it is not overtaken for ever. The first one always fits.
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Collection, Hashable, Sequence
-from itertools import islice, repeat
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from quire.branches.history import common_prefix
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.miss_search import MissSearch
+from quire.engine.partings import Partings
+from quire.engine.request_queues import RequestQueues
 from quire.engine.scheduled_request import BACKGROUND, ScheduledRequest, Status, no_room
-from quire.engine.step_draft import Failure, Limits, Scheduled, StepDraft
+from quire.engine.step_draft import Failure, Limits, Scheduled, StepDraft, chunk_of
 from quire.errors import QuireError
 from quire.outputs import Miss
-from quire.types import Add, Chunk, Edit, Fork, LogitsWanted, Remove, SeqId, SetWindow, Step
+from quire.types import Add, Edit, Fork, Remove, SeqId, SetWindow, Step
 
 if TYPE_CHECKING:
     from quire.branches.tiers import Tier
@@ -38,14 +48,17 @@ if TYPE_CHECKING:
 DUPLICATE_PREFIX = 32
 """A prompt waits for one being computed if that shares so many tokens more than the cache does."""
 
-COMPARED = 16
-"""Prompts with the same beginning, of those that arrived last, with which a new one is compared."""
-
 HEADROOM = 32
 """Tokens of room for every running request before a preempted one comes back, so that it stays."""
 
 BACKGROUND_CHUNK = 256
 """Tokens of a background request in a step, for whose end a new request may have to wait."""
+
+OVERTAKING = 64
+"""Steps for which requests of other keys may overtake one that waits for pages."""
+
+RETRY = 16
+"""Steps until pages are taken from other keys again for a request that lacked them even then."""
 
 
 class Scheduler:
@@ -79,12 +92,10 @@ class Scheduler:
         self._adapters_fit = fits
         self._misses = misses
         self._arrivals = 0
-        self._alike: dict[tuple[Hashable, bytes], dict[ScheduledRequest, None]] = {}
-        """Requests under way by key and first tokens, in order of arrival."""
-        self.waiting: list[ScheduledRequest] = []
-        """By priority, then in order of arrival."""
-        self.running: list[ScheduledRequest] = []
-        """By priority, then in order of arrival."""
+        self._partings = Partings()
+        self.queues = RequestQueues(lambda: self.limits)
+        self.waiting, self.running = self.queues.waiting, self.queues.running
+        self._steps = 0
         self.num_preemptions = 0
         self.lacks_room = False
         """Whether the last look at the queue found no pages for the first one, and nobody has come
@@ -100,97 +111,66 @@ class Scheduler:
         self.lacks_room = False
         self._ask(request)
         if self._checkpoints is not None:
-            self._note_branches(request)
-        bisect.insort(self.waiting, request, key=_order)
-
-    def _note_branches(self, request: ScheduledRequest) -> None:
-        """Note where states are to be kept: where it parts from others, and before its last token,
-        which a request of the same tokens runs again (without logits: at its end)."""
-        request.partings.add(len(request.tokens) - (request.wants != "none"))
-        if not request.cacheable or len(request.tokens) <= DUPLICATE_PREFIX:
-            return
-        alike = self._alike.setdefault((request.key, request.tokens.ids[:DUPLICATE_PREFIX].tobytes()), {})
-        for other in islice(reversed(alike), COMPARED):
-            common = common_prefix(request.tokens.ids, other.tokens.ids)
-            common = min(common, len(request.tokens) - 1, len(other.tokens) - 1)
-            if common >= DUPLICATE_PREFIX:
-                other.partings.add(common)
-                request.partings.add(common)
-        alike[request] = None
-
-    def _forget_branches(self, request: ScheduledRequest) -> None:
-        name = (request.key, request.tokens.ids[:DUPLICATE_PREFIX].tobytes())
-        alike = self._alike.get(name, {})
-        alike.pop(request, None)
-        if not alike:
-            self._alike.pop(name, None)
+            self._partings.note(request)
+        self.queues.wait(request)
 
     def join(self, request: ScheduledRequest) -> None:
         """Run a request that has its sequence and all of its state: a fork of a running one."""
         request.arrival = self._arrivals
         self._arrivals += 1
-        request.admit()
-        bisect.insort(self.running, request, key=_order)
+        self.queues.run(request)
 
     def finish(self, request: ScheduledRequest) -> None:
         """Take it out of the queues; its sequence is the caller's business."""
-        for queue in (self.waiting, self.running):
-            if request in queue:
-                queue.remove(request)
+        self.queues.remove(request)
         request.status = Status.FINISHED
         self.lacks_room = False
         if self._checkpoints is not None:
-            self._forget_branches(request)
+            self._partings.forget(request)
 
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
-    @property
-    def seated(self) -> int:
-        """Return how many running requests can take part in a step. The others, for which something
-        is being made, take no place."""
-        return sum(request.is_ready is None or request.is_ready() for request in self.running)
-
-    @property
-    def held_up(self) -> list[ScheduledRequest]:
-        """Those for which something is being made."""
-        return [one for one in (*self.running, *self.waiting) if one.is_ready is not None and not one.is_ready()]
-
     def schedule(self) -> Scheduled:
         """Return the next step; without chunks if nothing can run."""
         self._settle()
         # Some decodes return to the queue after each token (beams). They wait for no prompt either.
-        coming = sum(request.seq is not None and request.remaining == 1 for request in self.waiting)
-        batch = StepDraft(self.limits.max_num_batched_tokens)
+        coming = sum(one.seq is not None and one.remaining == 1 and not one.num_preemptions for one in self.waiting)
+        batch = StepDraft(self.limits.max_num_batched_tokens, fits=self._adapters_fit)
         if coming:  # One token is left to a prompt: decodes may wait for its pages.
-            batch.kept = min(coming, max(0, self.limits.max_num_seqs - self.seated), batch.budget - 1)
+            batch.kept = min(coming, max(0, self.limits.max_num_seqs - self.queues.seated), batch.budget - 1)
         failed: list[Failure] = []
         # Admit adapters in order of arrival: no request waits for later ones.
         for request in self.running:
-            if (adapter := request.next_adapter) is not None and request.ready and self._has_adapter(request, batch):
+            if (adapter := request.next_adapter) is not None and request.ready and batch.has_adapter(request):
                 batch.adapters.add(adapter)
         # Decodes first: a long prompt fills what they leave of the step and never holds them up.
-        # Prompts of a lower priority than one that waits get what that leaves.
-        most = self.waiting[0].priority if self.waiting else BACKGROUND
-        later = [running for running in self.running if running.priority > most and running.remaining > 1]
-        now = [running for running in self.running if running not in later] if later else self.running
-        self._fill(sorted(now, key=lambda running: running.remaining > 1), batch)
-        if not batch.requests and (loading := next(filter(self._is_followed, now), None)):
+        self._fill([running for running in self.running if running.remaining <= 1], batch)
+        self._steps += 1
+        self.queues.contend()
+        barred: set[str] = set()
+        turns, first = self.queues.turns(batch, barred), None
+        for request in turns:
+            if request.status is Status.WAITING:
+                first = request
+                break
+            self._fill([request], batch)
+        if not batch.requests and (loading := next(filter(self._is_followed, self.running), None)):
             # With nothing else to do, a forward follows its state, layer by layer.
             batch.add(loading, self._count(loading, batch))
-        preempted = self._make_room(batch, failed)
+        barred |= self._make_room(batch, failed)
         self.lacks_room = False
-        if not preempted and (self.waiting or later):
-            self.lacks_room = self._admit(batch, failed)
-            self._fill(later, batch)
+        if first is not None:
+            self.lacks_room = self._admit(chain([first], turns), batch, failed, barred)
             # A request without room may have left a fork of a running one, which needs a page.
             self._make_room(batch, failed)
         kept = None if self._checkpoints is None else self._checkpoints.wishes(batch.requests, batch.counts)
-        chunks = tuple(map(self._chunk, batch.requests, batch.counts, kept or repeat(())))
+        chunks = tuple(map(chunk_of, batch.requests, batch.counts, kept or repeat(())))
+        self.queues.shares.charge(batch.used)
         return Scheduled(Step(chunks=chunks), tuple(batch.requests), tuple(failed))
 
-    def _fill(self, requests: Sequence[ScheduledRequest], batch: StepDraft) -> None:
+    def _fill(self, requests: Iterable[ScheduledRequest], batch: StepDraft) -> None:
         """Add running requests to a step. More may run than it takes (samples of one prompt)."""
         for request in requests:
             if batch.budget < 1 or len(batch.requests) >= self.limits.max_num_seqs:
@@ -198,8 +178,11 @@ class Scheduler:
             adapter = request.next_adapter
             if not request.ready or not (adapter is None or adapter in batch.adapters) or self._is_coming(request):
                 continue
-            if count := self._count(request, batch):
-                batch.add(request, count)
+            self._add(request, batch)
+
+    def _add(self, request: ScheduledRequest, batch: StepDraft) -> None:
+        if count := self._count(request, batch):
+            batch.add(request, count)
 
     def computed(self, scheduled: Scheduled) -> None:
         """Note that the step has run."""
@@ -207,58 +190,48 @@ class Scheduler:
             if request.seq is not None:
                 request.computed += len(chunk.tokens)
 
-    @staticmethod
-    def _chunk(request: ScheduledRequest, count: int, checkpoints: tuple[int, ...]) -> Chunk:
-        start = request.computed
-        wants: LogitsWanted = request.wants
-        if wants == "last" and count < request.remaining:
-            wants = "none"
-        if request.seq is None:
-            raise QuireError("a scheduled request has no sequence")
-        ids = request.tokens.ids[start : start + count].copy()
-        adapter = request.next_adapter
-        return Chunk(request.seq, ids, adapter=adapter, logits=wants, checkpoints=checkpoints)  # type: ignore[arg-type]
-
-    def _make_room(self, batch: StepDraft, failed: list[Failure]) -> bool:
-        """Reclaim, then preempt the last, until running ones fit; return whether any left."""
-        left = False
+    def _make_room(self, batch: StepDraft, failed: list[Failure]) -> set[str]:
+        """Reclaim, then preempt, until running ones fit; return the keys that lost any."""
+        lost: set[str] = set()
         while batch.requests and (missing := self._state.missing_pages(batch.seqs, batch.counts)):
-            if self._relieve(batch.seqs, batch.counts) or self._reclaim():
+            if self._relieve(batch.seqs, batch.counts) or self._reclaim() or self._reclaim_waiting(displaced=True):
                 continue
             loose = [request for request in self.running if not request.pinned]
-            youngest = (loose or self.running)[-1]
+            youngest = self.queues.youngest(loose or self.running)
             batch_goes_on = bool(loose) and len(self.running) > 1
             if not batch_goes_on and self._reclaim_waiting(youngest):
                 continue
             batch.drop(youngest)
-            left = True
+            lost.add(youngest.owner)
             if batch_goes_on:
                 self.preempt(youngest)
             else:
                 # Nothing else can be given up, so waiting would be for ever.
-                self._give_up(self.running, youngest, missing, failed)
-        return left
+                self._give_up(youngest, missing, failed)
+        return lost
 
     def _relieve(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> bool:
         """Give up a checkpoint, if that is what is short."""
         return self._checkpoints is not None and self._checkpoints.relieve(seqs, counts)
 
-    def _give_up(
-        self, queue: list[ScheduledRequest], request: ScheduledRequest, missing: int, failed: list[Failure]
-    ) -> None:
+    def _give_up(self, request: ScheduledRequest, missing: int, failed: list[Failure]) -> None:
         """Take a request that can never run out of its queue, and its state away."""
-        queue.remove(request)
+        self.queues.remove(request)
         self._release(request)
         failed.append((request, no_room(request, missing, alone=self._state.empty())))
 
     def preempt(self, request: ScheduledRequest) -> None:
         """Give up its state, and let it wait in its old place until that comes back."""
-        self.running.remove(request)
-        self._set_aside(request)
-        request.status = Status.WAITING
+        self._displace(request, keeps=False)
+
+    def _displace(self, request: ScheduledRequest, *, keeps: bool) -> None:
+        """Let a running request wait in its old place. ``keeps``: with its state, until pages are
+        short."""
+        if not keeps:
+            self._set_aside(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
-        bisect.insort(self.waiting, request, key=_order)
+        self.queues.wait(request)
 
     def _set_aside(self, request: ScheduledRequest) -> None:
         """Release its state, a copy of which may be kept."""
@@ -277,55 +250,106 @@ class Scheduler:
         request.seq = None
         request.recede(0)
 
-    def _admit(self, batch: StepDraft, failed: list[Failure]) -> bool:
-        """Admit who waits, as far as there is room; return whether the first one lacks pages."""
-        index, seated = 0, self.seated
-        while index < len(self.waiting) and batch.budget > 0 and seated < self.limits.max_num_seqs:
-            request = self.waiting[index]
-            duplicates = request.seq is None and self._duplicates(request)
-            held_up = duplicates or not request.ready
-            if held_up or not self._count(request, batch) or self._waits_for_adapter(request, batch):
-                index += 1
-                continue
-            attached = request.seq is None
-            self._attach(request)
-            if attached and self._waits_for_adapter(request, batch):
-                # What was found of it ends within another run of its history.
-                self._detach(request)
-                index += 1
-                continue
-            # Room for all of its tokens, not only this chunk: else prompts preempt each other.
-            if missing := self._shortage(request):
-                if not self.running:
-                    self._give_up(self.waiting, request, missing, failed)
+    def _admit(
+        self, turns: Iterator[ScheduledRequest], batch: StepDraft, failed: list[Failure], barred: set[str]
+    ) -> bool:
+        """Admit waiting requests, as far as there is room, and add running ones, in their turns;
+        return whether the first one lacks pages. ``barred``: keys that have just lost a request."""
+        lost, untried, short = frozenset(barred), True, False
+        places = self.queues.places()
+        taken, total = self.queues.taken(), self.queues.total(places)
+        # Places that other keys cannot use now go to those that have their share.
+        for shared in (True, False):
+            full: set[str] = set()
+            for request in turns:
+                key, victim = request.owner, None
+                if request.status is Status.RUNNING:
+                    if key not in lost:
+                        self._fill([request], batch)
                     continue
-                if attached:
-                    self._detach(request)
-                return index == 0
-            self._bring(request, attached)
-            del self.waiting[index]
-            request.admit()
-            seated += 1
-            bisect.insort(self.running, request, key=_order)
-            if request.remaining == 1:
-                batch.kept = max(0, batch.kept - 1)
-            # Its stored state may have to come, or end within another adapter's run: then it waits.
-            if not self._is_coming(request) and self._has_adapter(request, batch):
-                batch.add(request, self._count(request, batch))
-        return False
+                if key in barred:
+                    continue
+                if shared and taken[key] >= places[key]:
+                    full.add(key)
+                    barred.add(key)
+                    continue
+                if taken.total() >= total and shared:
+                    victim = self.queues.over_share(places, taken, self._is_loose)
+                if victim is None and (taken.total() >= total or batch.budget < 1):
+                    break
+                admitted = self._enter(request, victim, batch, failed, barred)
+                if admitted:
+                    taken = self.queues.taken()
+                elif admitted is False:
+                    short |= untried
+                    barred.add(key)
+                    if request.short_since is None:
+                        request.short_since = self._steps
+                    if self._steps - request.short_since >= OVERTAKING:
+                        return short
+                untried = False
+            if not full:
+                break
+            barred -= full - lost
+            turns = self.queues.turns(batch, barred, prompts=False)
+        return short
 
-    def _has_adapter(self, request: ScheduledRequest, batch: StepDraft) -> bool:
-        """Return whether the adapter of its next token fits beside those of the step."""
-        adapter, others = request.next_adapter, batch.adapters
-        fits = self._adapters_fit
-        if adapter is None or fits is None or not others or adapter in others or fits({*others, adapter}):
-            return True
-        batch.held_back = True
-        return False
+    def _enter(
+        self,
+        request: ScheduledRequest,
+        victim: ScheduledRequest | None,
+        batch: StepDraft,
+        failed: list[Failure],
+        barred: set[str],
+    ) -> bool | None:
+        """Admit a request, in the place of ``victim``, unless something holds it up (None) or it
+        lacks pages (False). Keys that lose requests by that join ``barred``."""
+        duplicates = request.seq is None and self._duplicates(request)
+        held_up = duplicates or not request.ready
+        if held_up or not (victim or self._count(request, batch)) or batch.waits_for_adapter(request):
+            return None
+        attached = request.seq is None
+        self._attach(request)
+        if attached and batch.waits_for_adapter(request):
+            # What was found of it ends within another run of its history.
+            self._detach(request)
+            return None
+        # Room for all of its tokens, not only this chunk: else prompts preempt each other.
+        if (missing := self._shortage(request)) and (missing := self._shortage_beside_less(request, batch, barred)):
+            if not self.running:
+                self._give_up(request, missing, failed)
+                return None
+            if attached:
+                self._detach(request)
+            return False
+        if victim is not None and victim.status is Status.RUNNING:
+            batch.drop(victim)
+            self._displace(victim, keeps=victim.blend is None)
+            barred.add(victim.owner)
+        self._bring(request, attached)
+        self.queues.run(request)
+        request.short_since = None
+        if request.remaining == 1:
+            batch.kept = max(0, batch.kept - 1)
+        # Its stored state may have to come, or end within another adapter's run: then it waits.
+        if not self._is_coming(request) and batch.has_adapter(request):
+            self._add(request, batch)
+        return True
 
-    def _waits_for_adapter(self, request: ScheduledRequest, batch: StepDraft) -> bool:
-        """Return whether its adapters, or an earlier request's, lack the room to admit it."""
-        return (batch.held_back and bool(request.runs.ids)) or not self._has_adapter(request, batch)
+    def _shortage_beside_less(self, request: ScheduledRequest, batch: StepDraft, barred: set[str]) -> int:
+        """Preempt requests of keys that hold more, if that can help; return what is then short."""
+        waited = 0 if request.short_since is None else self._steps - request.short_since
+        for other in () if waited % RETRY else self.queues.displaced_for(request, self._is_loose):
+            batch.drop(other)
+            self.preempt(other)
+            barred.add(other.owner)
+            if not self._shortage(request):
+                return 0
+        return self._shortage(request)
+
+    def _is_loose(self, request: ScheduledRequest) -> bool:
+        """Return whether it may be displaced for a request of another key."""
+        return request.ready and not request.pinned and not self._is_coming(request)
 
     def _most(self, request: ScheduledRequest) -> int:
         """Return how many of its tokens a step may take, beside its window if that slides."""
@@ -336,17 +360,7 @@ class Scheduler:
 
     def _count(self, request: ScheduledRequest, batch: StepDraft) -> int:
         """Return how many of its tokens the step may still take, all under one adapter."""
-        remaining = request.remaining
-        if remaining == 1 and request.wants != "all":
-            return max(0, min(1, batch.budget))  # A stop and the end of an adapter's run are behind it.
-        room = (batch.budget if remaining == 1 else batch.budget - batch.kept) * request.dilution
-        if request.wants == "all":
-            room = min(room, batch.rows)
-        if (end := request.runs.end(request.computed)) is not None:
-            room = min(room, end - request.computed)
-        if request.stops and (stop := next((one for one in request.stops if one > request.computed), None)):
-            room = min(room, stop - request.computed)
-        return max(0, min(remaining, room, self._most(request)))
+        return batch.count(request, self._most(request))
 
     def _shortage(self, request: ScheduledRequest) -> int:
         """Return the pages that it lacks beside all that the running ones still have to compute."""
@@ -358,15 +372,19 @@ class Scheduler:
         counts = [*(running.remaining + headroom for running in others), request.remaining]
         most = min(self.limits.max_num_batched_tokens, self._most(request))
         while missing := self._state.shortage_in_steps(seqs, counts, most):
-            if self._relieve(seqs, counts) or self._reclaim() or (not self.running and self._reclaim_waiting(request)):
+            if self._relieve(seqs, counts) or self._reclaim() or self._reclaim_waiting(request, displaced=True):
+                continue
+            if not self.running and self._reclaim_waiting(request):
                 continue
             return missing
         return 0
 
-    def _reclaim_waiting(self, keep: ScheduledRequest) -> bool:
-        """Give up the state with which a waiting request came (a session's). It comes back, or is
-        computed again, when it runs."""
+    def _reclaim_waiting(self, keep: ScheduledRequest | None = None, *, displaced: bool = False) -> bool:
+        """Give up the state with which a waiting request came (a session's), or which it has kept
+        when it was ``displaced``. It comes back, or is computed again, when it runs."""
         for request in reversed(self.waiting):
+            if displaced and not request.num_preemptions:
+                continue
             if request is not keep and request.seq is not None and not request.pinned:
                 self._set_aside(request)
                 return True
@@ -440,10 +458,8 @@ class Scheduler:
         """End the load of a running request, at once. If its state did not come, it waits again."""
         length = request.computed
         if self._tier is not None and (miss := self._tier.settle(request)) is not Miss.NONE:
-            self.running.remove(request)
-            request.status = Status.WAITING
             request.note_lost(miss, length)
-            bisect.insort(self.waiting, request, key=_order)
+            self.queues.wait(request)
 
     def _detach(self, request: ScheduledRequest) -> None:
         """Take back ``_attach``: a waiting request holds no pages that others cannot take."""
@@ -468,6 +484,8 @@ class Scheduler:
         for other in self.running:
             if other.remaining <= 1 or not other.cacheable or other.blend or other.key != request.key:
                 continue
+            if other.owner != request.owner:  # Its turn may be late.
+                continue
             common = other.origin.exact_part(common_prefix(ids, other.tokens.ids))
             if common < DUPLICATE_PREFIX:
                 continue
@@ -476,12 +494,6 @@ class Scheduler:
                 if self._tier is not None and request.question is not None:
                     held = max(held, self._tier.held(request.question, ids.size))
             if common >= held + DUPLICATE_PREFIX:
-                if other.priority > request.priority:  # what waits for it makes it as urgent
-                    other.priority = request.priority
-                    self.running.sort(key=_order)
+                self.queues.hurry(other, request.priority)  # what waits for it makes it as urgent
                 return True
         return False
-
-
-def _order(request: ScheduledRequest) -> tuple[int, int]:
-    return request.order

@@ -117,7 +117,7 @@ class EngineSteps(UnsampledRuns):
         if self.grammars is not None:
             # Slow grammars rest if there are other requests.
             self.grammars.slow.shared = any(work.is_ready is None for work in scheduled.requests)
-            if idle and (held_up := self.scheduler.held_up):
+            if idle and (held_up := self.scheduler.queues.held_up):
                 self.grammars.slow.wait(lambda: any(work.ready for work in held_up))
         if idle:
             # Tiers are asked; they answer, or their time is over.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -45,8 +44,8 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     sessions, and leaves ``llm`` to the caller. The routes share ``app.state.context``.
     ``Unsupported`` for an ``otlp_endpoint`` without OpenTelemetry's packages."""
     settings = settings or ServerSettings()
-    gate = Gate(settings.max_waiting)
-    owners = [hashlib.sha256(key.encode()).hexdigest() for key in settings.api_key] or [""]
+    gate = Gate(settings.max_waiting, settings.key_weights)
+    owners = list(settings.key_weights)
     context = Context(
         llm=llm,
         settings=settings,

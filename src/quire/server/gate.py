@@ -18,9 +18,9 @@ import hmac
 import math
 import re
 import secrets
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.callers import Caller, caller
 from quire.server import logs
 from quire.server.errors import ApiError, api_error, busy, error_response
+from quire.server.key_portions import KeyPortions
 from quire.server.settings import ServerSettings
 from quire.server.sites import Sites, header_values
 
@@ -51,6 +52,8 @@ BODIES = 32
 """Most bodies of the largest size (``max_body_bytes``) in memory at a time."""
 BODIES_PER_KEY = 8
 """Most such bodies of one key."""
+STREAMS = 4
+"""Part of the requests under way, as one in so many, that may beside them be idle streams."""
 
 KEYLESS = frozenset({"/", "/health", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect"})
 """Paths without a key: their answers tell nothing about any client's work."""
@@ -58,6 +61,8 @@ KEYLESS_BELOW = "/inspector/"
 """What the files of the page at ``/`` are below. They are the same for everybody."""
 UNCOUNTED = KEYLESS | {"/metrics", "/version"}
 """Paths that a full or stopping server answers too, for monitoring."""
+IDLE = frozenset({"/v1/state/events"})
+"""Paths of streams that wait for something to happen. They have places of their own."""
 UPLOADS = frozenset({"/v1/sessions/state"})
 """Paths with files as bodies, which are read as they come and have their own limit."""
 
@@ -68,11 +73,13 @@ _NESTING = re.compile(_STRING + rb"|[\[\]{}]", re.DOTALL)
 
 
 class Gate:
-    """A count of running requests that can be closed."""
+    """A count of running requests that can be closed. ``weights``: of all API keys, which divide
+    the places, by their owners' digests."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, weights: Mapping[str, float] = MappingProxyType({"": 1.0})) -> None:
         self.closing = False
+        self._requests = KeyPortions(limit, weights)
+        self._streams = KeyPortions(max(1, limit // STREAMS), weights)
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -84,19 +91,26 @@ class Gate:
         return len(self._tasks)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Count the task until the block ends. Raise ``ApiError`` 503 when closing, 429 if full."""
+    def running(self, owner: str = "", *, idle: bool = False) -> Iterator[None]:
+        """Count the task of a key until the block ends, as an ``idle`` stream or a request. Raise
+        ``ApiError`` 503 when closing, 429 if there is no place for the key."""
         if self.closing:
             raise _stopping()
-        if len(self._tasks) >= self.limit:
-            message = f"{len(self._tasks)} requests are under way, and this server takes {self.limit} at a time; try again later"
-            raise busy(429, message, "rate_limit_exceeded")
+        places, what = (self._streams, "idle streams") if idle else (self._requests, "requests")
+        if not places.left(owner):
+            own = f", {places.used[owner]} of this key" if owner else ""
+            most = f", of one key {places.most(owner)} at most" if owner else ""
+            message = (
+                f"{places.used.total()} {what} are under way{own}, and this server takes {places.limit} at a time{most}"
+            )
+            raise busy(429, f"{message}; try again later", "rate_limit_exceeded")
         task = asyncio.current_task()
         assert task is not None
         self._tasks[task] = None
         self._idle.clear()
         try:
-            yield
+            with places.one(owner):
+                yield
         finally:
             del self._tasks[task]
             if not self._tasks:
@@ -120,10 +134,12 @@ class Gate:
 class Arrivals:
     """Bytes of the bodies of running requests, in sum and by owner, without state files."""
 
-    def __init__(self, limit: int, limit_per_key: int) -> None:
-        """Limit the sum. Only requests with a key have a limit of their own."""
-        self.limit, self.limit_per_key = limit, limit_per_key
-        self.bytes: Counter[str] = Counter()
+    def __init__(
+        self, limit: int, limit_per_key: int, weights: Mapping[str, float] = MappingProxyType({"": 1.0})
+    ) -> None:
+        """Limit the sum, of which each key has its portion, and what one key may have of it."""
+        self.limit_per_key = limit_per_key
+        self.portions = KeyPortions(limit, weights)
 
     @contextmanager
     def of(self, owner: str) -> Iterator[Arrival]:
@@ -132,8 +148,7 @@ class Arrivals:
         try:
             yield arrival
         finally:
-            self.bytes[owner] -= arrival.bytes
-            self.bytes += Counter()  # forgets owners without bytes
+            self.portions.take(owner, -arrival.bytes)
 
 
 class Arrival:
@@ -146,14 +161,17 @@ class Arrival:
 
     def expect(self, count: int) -> None:
         """Raise ``ApiError`` if there is no room for ``size`` more bytes: 413 if there never is."""
-        arrivals, owner = self._arrivals, self._owner
-        for limit, used, whose in (
-            (arrivals.limit, arrivals.bytes.total(), "this server"),
-            *([(arrivals.limit_per_key, arrivals.bytes[owner], "this key")] if owner else []),
+        portions, owner = self._arrivals.portions, self._owner
+        most, own = portions.most(owner), portions.used[owner]
+        if owner:
+            most = min(most, self._arrivals.limit_per_key)
+        for limit, used, left, whose in (
+            (portions.limit, portions.used.total(), portions.left(owner), "this server"),
+            *([(most, own, most - own, "this key")] if owner else []),
         ):
             if self.bytes + count > limit:
                 raise _too_large(f"{whose} may have {limit} bytes of bodies at a time")
-            if used + count > limit:
+            if count > left:
                 message = f"{whose} has {used} bytes of bodies under way, and may have {limit}; try again later"
                 raise busy(429, message, "rate_limit_exceeded", Connection="close")
 
@@ -161,7 +179,7 @@ class Arrival:
         """Count received bytes. Raise ``ApiError`` as ``expect`` does."""
         self.expect(count)
         self.bytes += count
-        self._arrivals.bytes[self._owner] += count
+        self._arrivals.portions.take(self._owner, count)
 
 
 class ReaderGone(OSError):
@@ -175,7 +193,8 @@ class GateMiddleware:
         self._app = app
         self._gate = gate
         self._settings = settings
-        self._bodies = Arrivals(BODIES * int(settings.max_body_bytes), BODIES_PER_KEY * int(settings.max_body_bytes))
+        largest = int(settings.max_body_bytes)
+        self._bodies = Arrivals(BODIES * largest, BODIES_PER_KEY * largest, settings.key_weights)
         self._sites = Sites(settings)
         # Digests have one length, so the time of a comparison does not tell a key's length.
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_key]
@@ -222,9 +241,10 @@ class GateMiddleware:
                 owner = scope["state"]["owner"] = self._owner(scope)
                 # Each request has a task of its own, and so a context.
                 trace = _trace(scope, b"traceparent"), _trace(scope, b"tracestate")
-                caller.set(Caller(owner, *trace, path=scope["path"]))
-                if scope["path"] not in UNCOUNTED:
-                    counted.enter_context(self._gate.running())
+                path, weight = scope["path"], self._settings.key_weights.get(owner, 1.0)
+                caller.set(Caller(owner, *trace, path=path, weight=weight))
+                if path not in UNCOUNTED:
+                    counted.enter_context(self._gate.running(owner, idle=path in IDLE))
                 # The body is in memory until the answer is sent.
                 with self._bodies.of(owner) as arrival:
                     admitted = await self._body(scope, receive, arrival)

@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import threading
@@ -19,7 +20,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import h11
 import uvicorn
@@ -43,6 +45,10 @@ HEAD_SECONDS = 30.0
 """Seconds that a connection may take to send the head of a request."""
 KEEP_ALIVE_SECONDS = 30
 """Seconds that an unused connection stays open: longer than in the pools of common clients."""
+MOST_CONNECTIONS = 16_384
+"""Open connections at most, however many descriptors there are."""
+OTHER_DESCRIPTORS = 256
+"""Descriptors that connections leave to files, tiers and child processes; of few, half."""
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -54,6 +60,7 @@ def serve(llm: AsyncLLM, settings: ServerSettings | None = None) -> None:
     an address that cannot be listened on."""
     settings = settings or ServerSettings()
     sockets: list[socket.socket] = []
+    raise_descriptor_limit()
     try:
         sockets += bind(settings.host, settings.port)
         with logs.to_stderr():
@@ -70,6 +77,23 @@ def serve(llm: AsyncLLM, settings: ServerSettings | None = None) -> None:
         for listener in sockets:
             listener.close()
         asyncio.run(llm.close())
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files as the system allows: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):  # macOS allows less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def most_connections() -> int:
+    """Return how many connections may be open, so that there are descriptors for other things, and
+    memory."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return min(MOST_CONNECTIONS, soft - min(OTHER_DESCRIPTORS, soft // 2))
 
 
 _BARE_OR_FOLDED = re.compile(rb"(?<!\r)\n|\n[ \t]")
@@ -91,17 +115,27 @@ class StrictConnection(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """Uvicorn's connection, closed if no request comes. Silent ones would stay open for ever."""
+    """Uvicorn's connection, closed if no request comes. Silent ones would stay open for ever.
+
+    When there are too many connections for the descriptors, the one that has been without a request
+    for longest is closed."""
 
     _head: asyncio.TimerHandle | None = None
+    _idle: ClassVar[WeakKeyDictionary[Any, dict[Connection, None]]] = WeakKeyDictionary()
+    """Connections without a request of each server, the longest idle first."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = StrictConnection(h11.SERVER)
+        self._without_request = self._idle.setdefault(self.server_state, {})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_head()
+        if len(self.connections) > most_connections():
+            oldest = next(iter(self._without_request))
+            del self._without_request[oldest]
+            oldest.transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -109,11 +143,23 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._without_request.pop(self, None)
         if self._head is not None:
             self._head.cancel()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._without_request.pop(self, None)
+        elif not self.transport.is_closing():
+            self._without_request.setdefault(self)
+
     def _expect_head(self) -> None:
         """Limit the time for a head. After an answer uvicorn itself limits idle connections."""
+        self._note_idle()
         waits = self.conn.their_state is h11.IDLE
         if waits and self._head is None:
             self._head = self.loop.call_later(HEAD_SECONDS, self.transport.close)

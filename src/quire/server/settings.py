@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from quire.config import check_int, check_real, option, parse_bytes
@@ -16,6 +19,8 @@ from quire.signatures import require_bool
 PARSERS = (*tools.NAMES, *harmony.NAMES)
 """Possible values of ``tool_call_parser``."""
 
+MAX_WEIGHT = 1e6
+"""Largest weight of an API key."""
 _PER_KEY = "Default: half of {}, or all of it where there are not two keys."
 _KEY = re.compile(r"[\x21-\x7e]+")
 _ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
@@ -31,6 +36,9 @@ class ServerSettings:
     port: int = option(8000, "Port to listen on; 0 takes a free one.")
     api_key: tuple[str, ...] = option(
         (), "Key that clients must send as a bearer token; may be repeated, each sees its own sessions."
+    )
+    api_key_weight: tuple[float, ...] = option(
+        (), "Share of the api_key at the same place in what keys divide, relative to the others. Default: 1 for each."
     )
     otlp_endpoint: str | None = option(
         None,
@@ -96,7 +104,7 @@ class ServerSettings:
         if not isinstance(self.host, str) or not self.host.strip():
             raise InvalidArgument(field="host", given=self.host, allowed="an address or a name")
         check_int("port", self.port, 0, 65535)
-        for listed in ("api_key", "allowed_origin", "allowed_host", "adapter_dir"):
+        for listed in ("api_key", "api_key_weight", "allowed_origin", "allowed_host", "adapter_dir"):
             values = getattr(self, listed)
             if not isinstance(values, (list, tuple)):
                 raise InvalidArgument(f"{listed} must be a list, got {type(values).__name__}", field=listed)
@@ -107,6 +115,14 @@ class ServerSettings:
                 raise InvalidArgument(
                     "api_key must be visible ASCII, at least one character, no space", field="api_key"
                 )
+        if self.api_key_weight and len(self.api_key_weight) != len(self.api_key):
+            given, keys = len(self.api_key_weight), len(self.api_key)
+            raise InvalidArgument(
+                f"api_key_weight is given {given} times for {keys} keys; give one weight for each api_key, in their order",
+                field="api_key_weight",
+            )
+        for weight in self.api_key_weight:
+            check_real("api_key_weight", weight, above=0, up_to=MAX_WEIGHT)
         name = self.served_model_name
         if name is not None and (not isinstance(name, str) or not name.strip() or not name.isprintable()):
             raise InvalidArgument(field="served_model_name", given=name, allowed="printable text, not empty")
@@ -157,6 +173,13 @@ class ServerSettings:
     def _is_given(self, name: str) -> bool:
         """Return whether a limit is to be checked. Only those of one key may be None."""
         return getattr(self, name) is not None or not name.endswith("_per_key")
+
+    @cached_property
+    def key_weights(self) -> Mapping[str, float]:
+        """Weights of the API keys by the digests that they are known by; without keys of ""."""
+        weights = self.api_key_weight or (1.0,) * len(self.api_key)
+        digests = [hashlib.sha256(key.encode()).hexdigest() for key in self.api_key]
+        return dict(zip(digests, map(float, weights), strict=True)) or {"": 1.0}
 
     @property
     def sessions_per_key(self) -> int:

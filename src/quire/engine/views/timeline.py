@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from quire.branches.adapter_keys import OwnedSalt
 from quire.callers import Caller, caller
 from quire.engine.scheduled_request import ScheduledRequest, Status
 from quire.engine.views.look_budget import LookBudget
@@ -188,15 +187,12 @@ class Timeline:
             for request in samples:
                 work = request.work
                 self._lanes += 1
-                salt = work.salt
-                if isinstance(salt, tuple):
-                    salt = salt[-1]
                 kind = "run" if request.params is None else "request" if request.session is None else "turn"
                 adapter = next(iter(work.runs.ids), None)
                 self._live[work] = RequestLane(
                     self._lanes,
                     kind,
-                    who.owner or (salt.owner if isinstance(salt, OwnedSalt) else ""),
+                    work.owner,
                     who,
                     request.request_id,
                     request.index,
