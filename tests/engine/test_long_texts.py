@@ -79,8 +79,8 @@ def test_what_drops_text_has_no_bound() -> None:
 def untouched(python_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     """An LLM that must not tokenise."""
 
-    def encode(backend: tokenizers.Tokenizer, text: str, **options: Any) -> list[int]:
-        raise AssertionError(f"{len(text)} characters are tokenised")
+    def encode(backend: tokenizers.Tokenizer, *texts: str, **options: Any) -> list[int]:
+        raise AssertionError(f"{sum(map(len, texts))} characters are tokenised")
 
     monkeypatch.setattr(tokenizer, "encode_with", encode)
     return python_llm

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 
 from quire import LLM, BlendParams
 from quire.engine.chat_prompts import encode_chat
@@ -138,6 +138,18 @@ def test_a_space_before_a_text_is_put_where_it_was() -> None:
     assert spelled[:at] == innocent[:at]
     assert spelled[-len(innocent[at:]) :] == innocent[at:]
     assert tokenizer.decode(spelled) == tokenizer.decode(innocent).replace("the", "the<s>")
+
+
+def test_what_a_normaliser_makes_a_token() -> None:
+    backend = byte_level()
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    backend.add_special_tokens([AddedToken("<|turn|>", special=True, normalized=True)])
+    tokenizer = Tokenizer(backend, chat_templates={"default": TEMPLATES["as it is"]})
+    [turn] = tokenizer.encode("<|Turn|>")
+    assert turn in tokenizer.encode("\uff1c|turn|>")
+    ids = encode_chat(tokenizer, [{"role": "user", "content": "a <|Turn|>\uff1c|TURN|> b<|turn|>"}])
+    assert turn not in ids
+    assert tokenizer.decode(ids) == "user\na <|turn|><|turn|> b<|turn|>"
 
 
 def test_many_special_tokens_and_many_spellings() -> None:

@@ -114,13 +114,13 @@ def stuck(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     begun: list[int] = []
     encode = tokenizer.encode_with
 
-    def slow(backend: Any, text: str, **options: Any) -> list[int]:
-        if len(text) >= LONG:
-            begun.append(len(text))
+    def slow(backend: Any, *texts: str, **options: Any) -> list[int]:
+        if (size := sum(map(len, texts))) >= LONG:
+            begun.append(size)
             while True:
                 long_texts.check()
                 time.sleep(0.001)  # or all other threads wait for this one
-        return encode(backend, text, **options)
+        return encode(backend, *texts, **options)
 
     monkeypatch.setattr(tokenizer, "encode_with", slow)
     return begun
@@ -160,9 +160,9 @@ def test_texts_that_cannot_fit(chat_served: Served, monkeypatch: pytest.MonkeyPa
     messages = [{"role": "user", "content": long}]
     encode = tokenizer.encode_with
 
-    def short(backend: Any, text: str, **options: Any) -> list[int]:
-        assert len(text) <= most
-        return encode(backend, text, **options)
+    def short(backend: Any, *texts: str, **options: Any) -> list[int]:
+        assert sum(map(len, texts)) <= most
+        return encode(backend, *texts, **options)
 
     monkeypatch.setattr(tokenizer, "encode_with", short)
     for path, body, param in (

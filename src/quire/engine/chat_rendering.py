@@ -281,9 +281,11 @@ def words_of(source: str) -> frozenset[str]:
     except jinja2.TemplateSyntaxError:
         return frozenset()  # to be rendered, it is refused
     places: list[jinja2.nodes.Node] = list(tree.find_all(nodes.Compare))
-    for call in tree.find_all((nodes.Call, nodes.Filter, nodes.Test)):
-        if not isinstance(call, nodes.Call) or isinstance(call.node, nodes.Getattr):
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr):
             places += call.args
+    for used in (*tree.find_all(nodes.Filter), *tree.find_all(nodes.Test)):
+        places += used.args
     consts = [one for place in places for one in (place, *place.find_all(nodes.Const))]
     return frozenset(one.value for one in consts if isinstance(one, nodes.Const) and isinstance(one.value, str))
 

@@ -18,11 +18,15 @@ _ENDS = frozenset({"Prepend", "Strip"})
 
 def for_inner_text(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """Return the tokenizer that leaves a text's ends alone; ``backend`` itself, if it does."""
-    description: dict[str, Any] = json.loads(backend.to_str())
-    normalizer = _changed(description["normalizer"], "normalizers", lambda step: step["type"] not in _ENDS and step)
-    splits = _changed(description["pre_tokenizer"], "pretokenizers", _without_prefix)
-    if (normalizer, splits) == (description["normalizer"], description["pre_tokenizer"]):
+    given = [
+        None if part is None else json.loads(part.__getstate__())
+        for part in (backend.normalizer, backend.pre_tokenizer)
+    ]
+    normalizer = _changed(given[0], "normalizers", lambda step: step["type"] not in _ENDS and step)
+    splits = _changed(given[1], "pretokenizers", _without_prefix)
+    if [normalizer, splits] == given:
         return backend
+    description: dict[str, Any] = json.loads(backend.to_str())
     description |= {"normalizer": normalizer, "pre_tokenizer": splits}
     return tokenizers.Tokenizer.from_str(json.dumps(description))
 

@@ -112,20 +112,12 @@ class RequestPreparation:
         if tokenizer is None:
             raise FailedPrecondition("chat needs a tokenizer with a chat template, and this model has no tokenizer")
         template = select_template(tokenizer.chat_templates, with_tools=tools is not None)
-
         texts: list[str | None] = []
         ids, pieces = [], []
         for conversation in conversations:
             spelled = SpelledTokens(tokenizer, template, conversation, tools)
             bare, marked = without_segments(spelled.messages(conversation))
-            render = partial(
-                render_chat,
-                template,
-                add_generation_prompt=add_generation_prompt,
-                tools=spelled.value(tools),
-                text_limit=self._engine.checks.text_limit,
-                **tokenizer.special_tokens,
-            )
+            render = self._renderer(tokenizer, template, spelled.value(tools), add_generation_prompt)
             text = render(bare)
             texts.append(spelled.shown(text))
             parts, unplaced = ([text], ()) if blend is None else cut_at_segments(text, bare, marked, render)
@@ -134,6 +126,20 @@ class RequestPreparation:
             pieces.append(replace(found, unplaced=unplaced))
         key = cache_key(cache_salt)
         return self._checked(PreparedPrompts(ids, texts, params, key, chosen, hints=hinted, pieces=pieces, blend=blend))
+
+    def _renderer(
+        self, tokenizer: Tokenizer, template: str, tools: Any, add_generation_prompt: bool
+    ) -> Callable[[Messages], str]:
+        """Return what renders a conversation."""
+        special = tokenizer.special_tokens
+        return lambda conversation: render_chat(
+            template,
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            text_limit=self._engine.checks.text_limit,
+            **special,
+        )
 
     def prepare_beams(
         self, prompts: Prompts, params: BeamSearchParams, *, adapter: str | None = None, cache_salt: str | None = None

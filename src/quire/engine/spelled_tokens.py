@@ -12,28 +12,26 @@ are written like them. Other added tokens (``<think>``, ``<tool_call>`` in many 
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.chat_rendering import words_of
+from quire.engine.control_tokens import NEVER, finder, place_in
+from quire.engine.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from quire.engine.tokenizer import Tokenizer
-
-_LOOKS_SPECIAL = re.compile(r"<\|.+\|>|<\N{FULLWIDTH VERTICAL LINE}.+\N{FULLWIDTH VERTICAL LINE}>", re.DOTALL)
-"""DeepSeek's marks of turns, for example, are not declared special."""
 _PRIVATE = ("\U00100000", "\U0010fffd")
 """The first and the last character of a plane for private use."""
 _PRIVATE_TEXT = re.compile(f"[{_PRIVATE[0]}-{_PRIVATE[1]}]")
+
+
+Tokens: TypeAlias = tuple[str, ...]
 
 
 class SpelledTokens:
@@ -45,16 +43,15 @@ class SpelledTokens:
         """Keep the texts in ``given`` apart from what ``template`` writes. ``parse_special``: leave
         them as they are; None: as the tokenizer does."""
         self._tokenizer, self._given = tokenizer, given
-        self._every = self._in_answers = _NEVER
+        self._every: Tokens = ()
+        self._in_answers: Tokens = ()
         if not (tokenizer.parse_special if parse_special is None else parse_special):
-            every, declared = tokenizer.control_tokens
-            self._every, words = _finder(every), () if template is None else words_of(template)
-            # What the template looks for in the text of answers, as </think>, is for it to read.
-            self._in_answers = _finder(tuple(one for one in declared if not any(one in word for word in words)))
+            self._every, declared = tokenizer.control_tokens
+            self._in_answers = _not_in(declared, frozenset() if template is None else words_of(template))
         self._free: Iterator[str] | None = None
         self._stand_ins: dict[str, str] = {}
         self._originals: dict[int, str] = {}
-        self._cuts = _NEVER
+        self._cuts = NEVER
 
     def messages(self, messages: Any) -> Any:
         """Return messages for a template; what is no message stays as it is."""
@@ -83,17 +80,13 @@ class SpelledTokens:
         """Return the ids of a text that is no template's, as ``Tokenizer.encode`` does, and special
         tokens that it spells as text."""
         first, rest = self._parts(self.value(text))
-        inner = (one for part in rest for one in self._tokenizer.encode_inside(part))
-        return [*self._tokenizer.encode(first, add_special_tokens), *inner]
+        return [*self._tokenizer.encode(first, add_special_tokens), *self._tokenizer.encode_inside(*rest)]
 
     def encode_rendered(self, text: str, *, inside: bool = False) -> list[int]:
         """Return the ids of a rendered prompt or a part of it, as ``Tokenizer.encode_rendered``
         does."""
         first, rest = self._parts(text)
-        found = self._tokenizer.encode_rendered(first, inside=inside)
-        for part in rest:
-            found += self._tokenizer.encode_rendered(part, inside=True)
-        return found
+        return self._tokenizer.encode_rendered(first, *rest, inside=inside)
 
     def encode_part(self, text: Any, first: bool) -> NDArray[np.int64]:
         """Return the ids of a part of a rendered prompt, the ``first`` one or another."""
@@ -111,36 +104,40 @@ class SpelledTokens:
                 text = text.replace(escaped[1:-1], stand_in)
         return text
 
-    def _hidden(self, value: Any, finder: re.Pattern[str]) -> Any:
-        if finder is _NEVER:
+    def _hidden(self, value: Any, tokens: Tokens) -> Any:
+        if not tokens:
             return value
         if isinstance(value, str):
-            return self._text(value, finder)
+            return self._text(value, tokens)
         if isinstance(value, Mapping):
-            found = {self._hidden(key, finder): self._hidden(one, finder) for key, one in value.items()}
+            found = {self._hidden(key, tokens): self._hidden(one, tokens) for key, one in value.items()}
             if isinstance(given := value.get("arguments"), str):
-                found["arguments"] = self._arguments(given, finder)
+                found["arguments"] = self._arguments(given, tokens)
             return found
-        return [self._hidden(one, finder) for one in value] if isinstance(value, (list, tuple)) else value
+        return [self._hidden(one, tokens) for one in value] if isinstance(value, (list, tuple)) else value
 
-    def _text(self, text: str, finder: re.Pattern[str]) -> str:
-        while finder.search(text):  # tokens may overlap
-            text = finder.sub(self._without_token, text)
+    def _text(self, text: str, tokens: Tokens) -> str:
+        found = finder(tokens)
+        while found.search(text):  # tokens may overlap
+            text = found.sub(self._without_token, text)
+        # A normaliser may make a token of other text.
+        while (place := self._tokenizer.normalized_token(text, tokens, self._originals)) is not None:
+            text = text[:place] + self._stand_in(text[place]) + text[place + 1 :]
         return text
 
     def _without_token(self, found: re.Match[str]) -> str:
         token = found.group()
-        at = _place(token)
+        at = place_in(token)
         return token[:at] + self._stand_in(token[at]) + token[at + 1 :]
 
-    def _arguments(self, text: str, finder: re.Pattern[str]) -> str:
+    def _arguments(self, text: str, tokens: Tokens) -> str:
         """Return the arguments of a call, whose JSON may spell tokens with escapes."""
         if "\\" in text:
             with suppress(ValueError, RecursionError):
                 given = json.loads(text)
-                if (found := self._hidden(given, finder)) != given:
+                if (found := self._hidden(given, tokens)) != given:
                     return json.dumps(found, ensure_ascii=False)
-        return self._text(text, finder)
+        return self._text(text, tokens)
 
     def _stand_in(self, original: str) -> str:
         if original not in self._stand_ins:
@@ -154,39 +151,8 @@ class SpelledTokens:
         return self._stand_ins[original]
 
 
-def control_tokens(contents: Mapping[str, bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the special tokens among added ones, whose ``contents`` tell whether they are declared
-    special; and only those that are. A single character is none: it has no other tokens."""
-    every = [one for one in contents if _place(one) and (contents[one] or _LOOKS_SPECIAL.fullmatch(one))]
-    return tuple(every), tuple(one for one in every if contents[one])
-
-
-def _place(token: str) -> int:
-    """Return which character of a token is replaced, 0 for none: the first one of a text stays."""
-    places = [at for at in range(1, len(token)) if not token[at].isspace()]
-    # Rather none that templates write in another way: as an escape or an entity, in capitals.
-    return min(
-        places,
-        key=lambda at: (not token[at].isascii(), token[at] in "<>&\"'\\", token[at].isalnum(), at),
-        default=0,
-    )
-
-
-_NEVER = re.compile("(?!)")
-
-
-@lru_cache(maxsize=16)
-def _finder(tokens: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile(_pattern(tokens)) if tokens else _NEVER
-
-
-def _pattern(words: Sequence[str]) -> str:
-    """Return the pattern that matches words, by their beginnings: there may be a thousand."""
-    shared, last = min(words), max(words)
-    while not last.startswith(shared):
-        shared = shared[:-1]
-    rests = sorted({word[len(shared) :] for word in words})
-    by_first = itertools.groupby(filter(None, rests), key=itemgetter(0))
-    inner = [_pattern(tuple(group)) for _, group in by_first]
-    tail = f"(?:{'|'.join(inner)}){'?' if '' in rests else ''}" if inner else ""
-    return re.escape(shared) + tail
+@lru_cache(maxsize=64)
+def _not_in(tokens: Tokens, words: frozenset[str]) -> Tokens:
+    """Return the tokens that a template does not look for in the text of answers, as it may for
+    </think>, which is for it to read."""
+    return tuple(token for token in tokens if not any(token in word for word in words))

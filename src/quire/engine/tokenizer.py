@@ -12,9 +12,11 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,9 @@ import tokenizers
 
 from quire.branches.history import Ids
 from quire.engine import long_texts
+from quire.engine.control_tokens import control_tokens, finder
 from quire.engine.decoder_stream import REPLACEMENT
 from quire.engine.inner_text import for_inner_text
-from quire.engine.spelled_tokens import control_tokens
 from quire.engine.text_bounds import longest_token
 from quire.engine.token_bytes import TokenBytes, join_pieces
 from quire.errors import CheckpointError, InvalidArgument, NotFound
@@ -177,29 +179,36 @@ class Tokenizer:
         """
         return encode_with(self._backend, text, add_special_tokens=add_special_tokens)
 
-    def encode_inside(self, text: str) -> list[int]:
-        """Return the token ids of ``text`` in the middle of another, whose text it continues
-        character by character: no space is put before it, and no white space is stripped.
+    def encode_inside(self, *texts: str) -> list[int]:
+        """Return the token ids of a text in the middle of another, which it continues character by
+        character: no space is put before it, and no white space is stripped. Several texts are
+        tokenised by themselves.
 
         What normalisers and the vocabulary cannot express changes as it does in a whole prompt.
         """
-        return encode_with(self._inner, text)
+        return encode_with(self._inner, *texts)
 
     def encode_after(self, ids: Ids, text: str) -> list[int]:
         """Return the token ids of ``text`` behind the tokens ``ids``. If these have no text (BOS,
         say), a text begins."""
         return self.encode_inside(text) if self.has_text(ids) else self.encode(text, add_special_tokens=False)
 
-    def encode_rendered(self, text: str, *, inside: bool = False) -> list[int]:
+    def encode_rendered(self, *parts: str, inside: bool = False) -> list[int]:
         """Return the token ids of what a chat template has written, which holds its special tokens,
-        or of a part of that. ``inside``: there is text before it, which it continues up to its
-        first added token; behind that all is as in a whole prompt."""
-        if not inside:
-            return self.encode(text, add_special_tokens=False)
-        if self._inner is self._backend or (found := self._added.search(text)) is None:
-            return self.encode_inside(text)
-        start = found.start()
-        return [*self.encode_inside(text[:start]), *self.encode(text[start:], add_special_tokens=False)]
+        or of a part of that, in parts that are tokenised by themselves. ``inside``: there is text
+        before it. A part continues the text before it up to its first added token; behind that all
+        is as in a whole prompt."""
+        pieces: list[tuple[bool, str]] = []
+        for part in parts:
+            start = len(part) if inside else 0
+            if inside and self._inner is not self._backend and (found := self._added.search(part)) is not None:
+                start = found.start()
+            pieces += [(True, part[:start]), (False, part[start:])]
+            inside = True
+        ids: list[int] = []
+        for is_inner, group in groupby((piece for piece in pieces if piece[1]), key=itemgetter(0)):
+            ids += encode_with(self._inner if is_inner else self._backend, *(text for _, text in group))
+        return ids
 
     def has_text(self, ids: Ids) -> bool:
         """Return whether any token of ``ids`` has a text. Special tokens and embeddings have
@@ -209,8 +218,8 @@ class Tokenizer:
     @cached_property
     def _added(self) -> re.Pattern[str]:
         """Finds the added tokens that a text spells."""
-        contents = {token.content for token in self._backend.get_added_tokens_decoder().values()} - {""}
-        return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)")
+        added = self._backend.get_added_tokens_decoder().values()
+        return finder(tuple(token.content for token in added if token.content))
 
     @cached_property
     def control_tokens(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -218,6 +227,23 @@ class Tokenizer:
         special (``spelled_tokens``)."""
         added = self._backend.get_added_tokens_decoder().values()
         return control_tokens({token.content: token.special for token in added})
+
+    @cached_property
+    def _normalized(self) -> dict[int, str]:
+        """The added tokens that are looked for in normalised text."""
+        added = self._backend.get_added_tokens_decoder() if self._backend.normalizer is not None else {}
+        return {token_id: token.content for token_id, token in added.items() if token.normalized}
+
+    def normalized_token(self, text: str, tokens: Collection[str], hidden: Collection[int]) -> int | None:
+        """Return the place of a character, none of ``hidden``, of one of these ``tokens`` that the
+        text spells once it is normalised; None: there is none, or tokens are found in the text as
+        it is."""
+        ids = {token_id for token_id, content in self._normalized.items() if content in tokens}
+        if not ids:
+            return None
+        found = self._backend.encode(text, add_special_tokens=False)
+        places = (range(*place) for one, place in zip(found.ids, found.offsets, strict=True) if one in ids)
+        return next((at for place in places for at in place[1:] if ord(text[at]) not in hidden), None)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; unknown ids (of a padded vocabulary) have none.
@@ -284,12 +310,12 @@ class Tokenizer:
         return special.ids[:leading] if special.ids != plain.ids else []
 
 
-def encode_with(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+def encode_with(backend: tokenizers.Tokenizer, *texts: str, add_special_tokens: bool = False) -> list[int]:
     """Tokenise with ``backend``, one long text at a time."""
     # The call for batches lets other Python threads run meanwhile, that for single texts does not.
-    with long_texts.turn(len(require_text("text", text))):
-        found: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return found
+    with long_texts.turn(sum(len(require_text("text", text)) for text in texts)):
+        found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+    return [token for one in found for token in one.ids]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
