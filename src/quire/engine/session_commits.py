@@ -17,7 +17,7 @@ from quire.engine import saved_sessions
 from quire.engine.chat_turns import ChatTurns
 from quire.engine.engine import Engine
 from quire.engine.sequence_request import SessionBranch
-from quire.errors import FailedPrecondition, InvalidArgument, StoreFull
+from quire.errors import FailedPrecondition, InvalidArgument, StoreFull, TierFull
 from quire.interrupts import POLL_SECONDS, check
 from quire.models.fingerprint import ModelIdentity
 from quire.runner.adapter_history import written
@@ -46,7 +46,7 @@ def ask(
 ) -> R:
     """Return what a coroutine makes of the branches in the first durable tier. The wait is a check
     point, unless it is to happen ``whole``. ``FailedPrecondition`` without a durable tier;
-    ``TierError``: the tier cannot be read or written."""
+    ``TierError``: the tier cannot be read or written. ``StoreFull``: its disk is full."""
     store = engine.stored.store
     if store is None or not store.is_durable:
         raise FailedPrecondition(
@@ -65,6 +65,8 @@ def ask(
                     check()
     except CancelledError:
         raise FailedPrecondition("the store was closed meanwhile") from None
+    except TierFull as error:
+        raise StoreFull(f"{error}; make room on the disk, or delete branches and collect garbage") from error
     except BaseException:
         future.cancel()
         raise
