@@ -901,7 +901,7 @@ def test_a_commit_on_a_full_disk(stored: MakeStored, llama: Checkpoint, monkeypa
 
     with monkeypatch.context() as full:
         full.setattr(store_files, "_write", fail)
-        with pytest.raises(StoreFull, match=r"directory '.*No space left.*; make room on the disk, or delete branches"):
+        with pytest.raises(StoreFull, match=r"disk of the store.* is full .*; make room on it, or delete branches"):
             session.commit("one")
     assert not llm.branches()
     session.commit("one")

@@ -62,7 +62,7 @@ EXPECTED: dict[type[QuireError], tuple[int, str, str]] = {
     LoadFailed: (500, "internal_error", INTERNAL),
     Unfit: (500, "internal_error", INTERNAL),
     TierError: (503, "store_unavailable", INTERNAL),
-    TierFull: (507, "store_full", INTERNAL),
+    TierFull: (503, "store_unavailable", INTERNAL),
 }
 """Status, code and type of each class."""
 

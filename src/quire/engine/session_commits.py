@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -27,6 +28,7 @@ from quire.store.keys import records_of
 from quire.types import Remove, SeqId, Step
 
 R = TypeVar("R")
+LOG = logging.getLogger("quire.store")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,11 @@ def ask(
     except CancelledError:
         raise FailedPrecondition("the store was closed meanwhile") from None
     except TierFull as error:
-        raise StoreFull(f"{error}; make room on the disk, or delete branches and collect garbage") from error
+        LOG.error("%s", error)
+        raise StoreFull(
+            "the disk of the store's first durable tier is full (its log says where); make room on it, or delete branches and "
+            "collect garbage"
+        ) from error
     except BaseException:
         future.cancel()
         raise

@@ -39,7 +39,6 @@ from quire.errors import (
     StoreDamaged,
     StoreFull,
     TierError,
-    TierFull,
     Unsupported,
 )
 from quire.metrics import REFUSAL_ERRORS
@@ -71,7 +70,6 @@ STATUSES: tuple[tuple[type[QuireError], int, str], ...] = (
     (DataLoss, 400, "data_loss"),
     (CheckpointError, 400, "bad_checkpoint"),
     (NotDurable, 507, "not_durable"),
-    (TierFull, 507, "store_full"),
     (TierError, 503, "store_unavailable"),
     (Cancelled, CLIENT_GONE, "cancelled"),
 )
