@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import sqlite3
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -364,8 +366,11 @@ def test_a_damaged_log_loses_its_end_only(whole: tuple[Path, dict[str, Any]], tm
 
 
 def test_one_process_at_a_time(journal: SessionJournal) -> None:
-    with pytest.raises(InvalidArgument, match=rf"in use by another process \(id {os.getpid()}\)"):
+    with pytest.raises(InvalidArgument, match="in use by another LLM of this process"):
         SessionJournal(journal.directory)
+    code = f"from pathlib import Path; from quire.store.session_journal import SessionJournal as J; J(Path({str(journal.directory)!r}))"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"is in use by another process (id {os.getpid()})" in other.stderr
     journal.close()
     journal.close()
     SessionJournal(journal.directory).close()

@@ -56,7 +56,7 @@ from quire.memory_profile import (
 from quire.models.adapter_targets import embedding_of, linears_of, low_rank_refusal
 from quire.models.catalogue import resolve_model, resolve_tokenizer
 from quire.models.families import LoadedModel
-from quire.models.fingerprint import model_fingerprint
+from quire.models.fingerprint import length_rule_of, model_fingerprint
 from quire.models.host_memory import free_memory
 from quire.models.loading import Outline, load_model, resolve_dtype
 from quire.models.peft import read_adapter
@@ -94,9 +94,10 @@ class Identity:
         self._found: dict[str, str] = {}
 
     def fields(self) -> dict[str, str]:
-        """Return ``architecture``, ``config`` and ``weights``."""
+        """Return ``architecture``, ``config`` and ``weights``, and ``length`` if that matters."""
         if not self._found:
-            self._found = asdict(model_fingerprint(self._path, self._model))
+            fields = asdict(model_fingerprint(self._path, self._model))
+            self._found = {name: value for name, value in fields.items() if value}
         return self._found.copy()
 
 
@@ -196,6 +197,9 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     )
     for note in notes:
         logger.info(note)
+    if (rule := length_rule_of(model)) is not None and rule.inexact:
+        logger.warning(rule.inexact)
+        notes = (*notes, rule.inexact)
     defaults = SamplingParams.from_generation_config(generation)
     named = NamedAdapters(engine, lambda directory: read_adapter(directory, model, admit=runner.adapters.admit))
     return Parts(config, path, engine, model, runner, tokenizer, identity, named, defaults, notes)
@@ -472,6 +476,8 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
         kernels=layer_kernels(device),
         before_weights=lambda outline: sizes_of(outline, outline.weight_bytes),
     )
+    if (rule := length_rule_of(model)) is not None and rule.inexact:
+        logger.warning(rule.inexact.replace("max_model_len", "max_sequence_length"))
     sizes = sizes_of(model)
     state = make_state(model.layer_specs, sizes, size, model.dtype, device, choices.attention_backend)
     arguments["fallbacks"] = check_flash(config, state)

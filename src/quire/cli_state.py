@@ -222,6 +222,8 @@ def collect_garbage(
         f"{found.commits} commits, {found.objects} objects of {found.bytes:,} bytes of state and {found.pieces} pieces "
         f"{'would be' if dry_run else 'were'} removed; {found.released} objects {'would be' if dry_run else 'are now'} the cache's"
     )
+    for sentence in found.damaged:
+        print(f"damaged, and left with what it may reach: {sentence}")
 
 
 # -- the store -------------------------------------------------------------------------------------

@@ -132,6 +132,10 @@ class TierError(QuireError, OSError):
     goes on without it and counts that."""
 
 
+class TierFull(TierError):
+    """A tier's disk or its quota is full. A commit raises ``StoreFull`` for it."""
+
+
 class NotDurable(QuireError):
     """What a call did could not be written to the state directory. It took effect, and is lost if
     the process ends."""

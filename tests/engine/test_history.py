@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -19,11 +20,20 @@ from tests.store.servers import RedisServer
 
 from quire import LLM, AlreadyExists, AsyncLLM, InvalidArgument, NotFound, Session
 from quire.contracts.store import ObjectKey, ObjectKind, StoreTier
-from quire.errors import DataLoss, FailedPrecondition, QuireError, ResourceExhausted, StoreDamaged, TierError
+from quire.errors import (
+    DataLoss,
+    FailedPrecondition,
+    QuireError,
+    ResourceExhausted,
+    StoreDamaged,
+    StoreFull,
+    TierError,
+)
 from quire.models.catalogue import bundled_adapters
 from quire.store import collection
+from quire.store import files as store_files
 from quire.store.commit_history import History
-from quire.store.commits import SessionCommit, space_of
+from quire.store.commits import SessionCommit, space_key, space_of
 from quire.store.files import FileTier
 from quire.store.records import pack_record, unpack_record
 from small_tokenizers import saved
@@ -807,9 +817,10 @@ def test_damaged_records(stored: MakeStored, llama: Checkpoint, tmp_path: Path, 
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(DataLoss):
             llm.checkout("one")
-    for verb in (lambda: llm.push("one", f"file://{tmp_path / 'other'}"), llm.gc):
-        with pytest.raises(StoreDamaged):
-            verb()
+    with pytest.raises(StoreDamaged):
+        llm.push("one", f"file://{tmp_path / 'other'}")
+    (told,) = llm.gc().damaged
+    assert commit.id in told or kind == "branch"
     path.write_bytes(whole)
     assert llm.checkout("one").tokens == PROMPT
 
@@ -840,15 +851,61 @@ def test_a_branch_that_is_lost_hides_no_other(
         llm.checkout("nothing")
     with pytest.raises(StoreDamaged, match=rf"lost|{lost.id}"):
         llm.checkout("lost")
-    with pytest.raises(StoreDamaged, match="by its name"):
-        llm.gc()
+    assert any("by its name" in sentence for sentence in llm.gc().damaged)
     if repair == "delete":
         assert llm.delete("lost") == ("" if kind == "branch" else lost.id)
         assert stands(llm.branches()) == {"other": other.id}
     else:
         made = llm.session([*PROMPT, 3]).commit("lost", force=True)
         assert stands(llm.branches()) == {"lost": made.id, "other": other.id}
-    llm.gc()
+    assert not llm.gc().damaged
+
+
+@pytest.mark.parametrize("kind", ["space", "branch", "commit", "piece"])
+def test_a_damaged_record_keeps_its_owners_commits_and_no_others(
+    stored: MakeStored, llama: Checkpoint, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it may have reached stays, and goes when the branch is deleted."""
+    age(monkeypatch)
+    llm = stored(llama)
+    kept = [llm.session([*PROMPT, 1, 1, number]).commit("kept", owner="a", force=True) for number in (1, 2)]
+    llm.session([*PROMPT, 2]).commit("gone", owner="b")
+    assert llm.gc(dry_run=True).commits == 1, "of a, the first one"
+    llm.delete("gone", owner="b")
+    space = space_of("a")
+    key = {
+        "space": space_key(space),
+        "branch": space.branch("kept"),
+        "commit": space.commit(kept[1].id),
+        "piece": space.piece(kept[1].tokens[0]),
+    }[kind]
+    path = next((tmp_path / "store/objects").glob(f"*/{key.name}.quire"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    found = llm.gc()
+    assert len(found.damaged) == 1
+    # A commit whose tokens are lost reaches its parents all the same.
+    assert found.commits == (2 if kind == "piece" else 1)
+    path.write_bytes(whole)
+    assert llm.checkout("kept", owner="a").tokens == [*PROMPT, 1, 1, 2]
+    found = llm.gc()
+    assert (found.commits, found.damaged) == (0 if kind == "piece" else 1, ())
+
+
+def test_a_commit_on_a_full_disk(stored: MakeStored, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = stored(llama)
+    session = llm.session(PROMPT)
+
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(store_files, "_write", fail)
+        with pytest.raises(StoreFull, match=r"disk of the store.* is full .*; make room on it, or delete branches"):
+            session.commit("one")
+    assert not llm.branches()
+    session.commit("one")
+    assert list(llm.branches()) == ["one"]
 
 
 @pytest.mark.parametrize("kind", ["commit", "piece"])

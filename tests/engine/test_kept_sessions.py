@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
 import random
 import shutil
 import signal
@@ -347,10 +346,19 @@ def test_another_model(make_llm: MakeLLM, checkpoints: dict[str, Checkpoint], tm
     llm.close()
     other = make_llm(checkpoints["mistral"], state_dir=directory)
     assert other.resumable() == []
-    with pytest.raises(NotFound, match=r"session 'one': .* another model \(architecture 'LlamaForCausalLM' and not"):
+    with pytest.raises(NotFound, match=r"there are: none; .* another model \(LlamaForCausalLM\), and goes on where"):
         other.resume("one")
+    with pytest.raises(NotFound, match="another model"):
+        other.forget("one")
+    # Each model has its own sessions, whatever they are called.
+    other.session([7, 8, 9], name="one")
     other.close()
-    assert make_llm(checkpoints["llama"], state_dir=directory).resume("one").tokens == PROMPT
+    llm = make_llm(checkpoints["llama"], state_dir=directory)
+    assert llm.resumable() == ["one"]
+    assert llm.resume("one").tokens == PROMPT
+    llm.forget("one")
+    llm.close()
+    assert make_llm(checkpoints["mistral"], state_dir=directory).resume("one").tokens == [7, 8, 9]
 
 
 def test_the_directory(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:
@@ -360,7 +368,7 @@ def test_the_directory(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> 
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     for path in directory.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-    with pytest.raises(InvalidArgument, match=f"in use by another process .id {os.getpid()}.") as caught:
+    with pytest.raises(InvalidArgument, match="in use by another LLM of this process; close that one, or") as caught:
         LLM(llama.path, state_dir=directory)
     assert caught.value.field == "state_dir"
     with pytest.raises(NotFound):

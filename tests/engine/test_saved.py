@@ -32,6 +32,52 @@ def test_into_other_pools(
     check(other)
 
 
+ROPES = {
+    "dynamic": ({"factor": 2.0}, 128, 256, "max_model_len up to 128, and the model runs for max_model_len 256"),
+    "longrope": (
+        {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64},
+        64,
+        128,
+        "max_model_len up to 64, and the model runs for max_model_len above 64",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", sorted(ROPES))
+def test_a_state_of_another_length_is_refused_as_that(
+    rule: str, make_llm: MakeLLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where RoPE depends on the longest sequence, short sequences differ from transformers, too."""
+    fields, short, long, words = ROPES[rule]
+    given = make_checkpoint(
+        "llama",
+        tmp_path / rule,
+        max_position_embeddings=128,
+        rope_parameters={"rope_type": rule, "rope_theta": 100.0, **fields},
+    )
+    kept = {"state_dir": str(tmp_path / "kept")}
+    first = make_llm(given, max_model_len=short, **kept)
+    assert not [one for one in first.capabilities()["notes"] if "max_model_len" in one]
+    assert "other logits" not in caplog.text
+    session = first.session(PROMPT, name="mine")
+    assert session.generate(greedy(4)).outputs[0].token_ids == given.greedy(PROMPT, 4), "as transformers"
+    data = session.to_bytes()
+    session.commit("main")
+    first.close()
+
+    second = make_llm(given, max_model_len=long, **kept)
+    note = second.capabilities()["notes"][-1]
+    assert f"max_model_len {long}" in note
+    assert f"with max_model_len {short} or less they have the same" in note
+    assert note in caplog.text
+    assert second.session(PROMPT).generate(greedy(4)).outputs[0].token_ids != given.greedy(PROMPT, 4)
+    refused(second, data, InvalidArgument, f"the state was computed for {words}")
+    with pytest.raises(InvalidArgument, match=f"the state was computed for {words}"):
+        second.checkout("main")
+    with pytest.raises(NotFound, match=f"'mine' was computed for {words}"):
+        second.resume("mine")
+
+
 def test_bytes_are_those_of_the_file(llm: LLM, checkpoint: Checkpoint, tmp_path: Path) -> None:
     session = llm.session(PROMPT)
     session.save(tmp_path / "a.quire")

@@ -53,8 +53,9 @@ def test_it_tells_models_apart(single_file: Path) -> None:
 def test_a_length_that_decides_frequencies_is_part_of_it(make_tiny: Any) -> None:
     path = make_tiny(next(case for case in CASES if case.name == "phi3-longrope")).path
     found = [model_fingerprint(path, load_model(path, max_model_len=length)) for length in (16, 17, 128, None)]
-    assert differences(found[0], found[1]) == ("config",)
+    assert differences(found[0], found[1]) == ("config", "length")
     assert found[1] == found[2] == found[3]
+    assert [one.length for one in found[:2]] == ["max_model_len up to 16", "max_model_len above 16"]
 
 
 def test_directory_of_another_model_is_refused(single_file: Path, sharded: Path) -> None:

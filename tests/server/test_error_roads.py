@@ -31,6 +31,7 @@ from quire.errors import (
     StoreDamaged,
     StoreFull,
     TierError,
+    TierFull,
     Unsupported,
 )
 from quire.sampling_params import BeamSearchParams
@@ -61,6 +62,7 @@ EXPECTED: dict[type[QuireError], tuple[int, str, str]] = {
     LoadFailed: (500, "internal_error", INTERNAL),
     Unfit: (500, "internal_error", INTERNAL),
     TierError: (503, "store_unavailable", INTERNAL),
+    TierFull: (503, "store_unavailable", INTERNAL),
 }
 """Status, code and type of each class."""
 

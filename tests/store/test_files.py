@@ -24,7 +24,7 @@ import pytest
 from tests.store.oracle import KEYS, PARENTS, digest, rows, stop
 
 from quire.contracts.store import ObjectKey, StoreTier
-from quire.errors import InvalidArgument, TierError
+from quire.errors import InvalidArgument, TierError, TierFull
 from quire.store import file_index, files
 from quire.store.files import FileTier
 from quire.store.keys import record_key
@@ -116,7 +116,7 @@ def test_what_cannot_be_written_leaves_no_trace(
         with monkeypatch.context() as full:
             full.setattr(place, name, fault)
             for key in (B, RECORD):
-                with pytest.raises(TierError, match=r"directory '/.*full|directory '/.*No space left"):
+                with pytest.raises(TierFull, match=r"directory '/.*full|directory '/.*No space left"):
                     await tier.put(key, b"second")
             assert await content(tier) == FULL
         assert await tier.put(B, b"b")

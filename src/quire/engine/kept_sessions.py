@@ -9,6 +9,7 @@ server keeps those of its clients itself, by their ids.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import threading
 import weakref
@@ -27,12 +28,16 @@ from quire.engine.request_preparation import cache_key
 from quire.engine.sequence_request import SessionBranch
 from quire.engine.session import Session
 from quire.errors import DataLoss, InvalidArgument, NotDurable, NotFound, QuireError, StoreDamaged
+from quire.kv.sequencefile import IDENTITY, other_length
 from quire.models.fingerprint import ModelIdentity
 from quire.runner.adapter_history import written
 from quire.store.journal_writer import JournalWriter
 from quire.store.session_journal import End, SessionJournal, SessionRecord
 
 logger = logging.getLogger("quire.engine")
+
+NAMED = "named-"
+"""Begins the ids of sessions that are kept by their names."""
 
 
 class KeptSessions:
@@ -112,6 +117,8 @@ class KeptSessions:
         state file also the errors of ``LLM.load_session``, ``StoreDamaged`` for ``DataLoss``."""
         model = self._model
         if dict(record.model) != model:
+            if length := other_length(record.model, model):
+                raise NotFound(f"the session was computed {length}; it goes on where a model of that length runs")
             differing = ", ".join(
                 f"{name} {record.model.get(name)!r:.40} and not {model.get(name)!r:.40}"
                 for name in sorted({*model, *record.model})
@@ -148,7 +155,7 @@ class KeptSessions:
         """Keep a session of a program under its name, if it has one, as ``Keeper`` does. The last
         session that was called so is kept. Without ``wait`` one that needs a state file is left as
         it was kept before."""
-        before, name = session._kept_as, None if session.name is None else _id_of(session.name)
+        before, name = session._kept_as, None if session.name is None else self._id_of(session.name)
         if name != before:
             # In this order, so that after an interrupt the next call does it again.
             if name is not None:
@@ -179,11 +186,7 @@ class KeptSessions:
     def names(self) -> list[str]:
         """Return the names under which sessions of this model are kept, the oldest first."""
         self.writer.wait()
-        return [
-            one.name
-            for one in self.journal.records()
-            if one.name is not None and one.id == _id_of(one.name) and dict(one.model) == self._model
-        ]
+        return [one.name for one in self.journal.records() if one.name is not None and one.id == self._id_of(one.name)]
 
     def resume(self, name: str) -> Session:
         """Return the session that is kept under a name, and keep it so from now on."""
@@ -207,11 +210,29 @@ class KeptSessions:
         if not isinstance(name, str):
             raise InvalidArgument(field="name", given=name, allowed="the name of a session")
         self.writer.wait()
-        record = self.journal.get(_id_of(name))
+        record = self.journal.get(self._id_of(name))
         if record is None:
             known = ", ".join(map(repr, self.names()[:10])) or "none"
-            raise NotFound(f"no session is kept under the name {name!r:.80}; there are: {known}")
+            raise NotFound(f"no session is kept under the name {name!r:.80}; there are: {known}{self._of_others(name)}")
         return record
+
+    def _of_others(self, name: str) -> str:
+        """Return which other models have a session of this name, for a refusal."""
+        found = [one.model for one in self.journal.records() if one.name == name and _is_named(one.id)]
+        lengths = [length for model in found if (length := other_length(model, self._model))]
+        if lengths:
+            return f"; session {name!r:.80} was computed {lengths[0]}"
+        kinds = ", ".join(sorted({str(model.get("architecture")) for model in found}))
+        return (
+            f"; a session of this name belongs to another model ({kinds}), and goes on where that one runs"
+            if found
+            else ""
+        )
+
+    def _id_of(self, name: str) -> str:
+        """Return the id of the session of this model that is kept under a name."""
+        whose = json.dumps([name, *(self._model[part] for part in IDENTITY)])
+        return f"{NAMED}{hashlib.blake2b(whose.encode(), digest_size=16).hexdigest()}"
 
     def close(self) -> None:
         """Write what waits, and close the journal."""
@@ -233,5 +254,6 @@ def saving(path: Path) -> Iterator[None]:
         raise NotDurable(f"the session's state cannot be written to the state directory: {reason}") from error
 
 
-def _id_of(name: str) -> str:
-    return f"named-{hashlib.blake2b(name.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
+def _is_named(name: str) -> bool:
+    """Return whether an id is that of a program's session, and not of a server's client's."""
+    return name.startswith(NAMED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -17,7 +18,7 @@ from quire.engine import saved_sessions
 from quire.engine.chat_turns import ChatTurns
 from quire.engine.engine import Engine
 from quire.engine.sequence_request import SessionBranch
-from quire.errors import FailedPrecondition, InvalidArgument, StoreFull
+from quire.errors import FailedPrecondition, InvalidArgument, StoreFull, TierFull
 from quire.interrupts import POLL_SECONDS, check
 from quire.models.fingerprint import ModelIdentity
 from quire.runner.adapter_history import written
@@ -27,6 +28,7 @@ from quire.store.keys import records_of
 from quire.types import Remove, SeqId, Step
 
 R = TypeVar("R")
+LOG = logging.getLogger("quire.store")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ def ask(
 ) -> R:
     """Return what a coroutine makes of the branches in the first durable tier. The wait is a check
     point, unless it is to happen ``whole``. ``FailedPrecondition`` without a durable tier;
-    ``TierError``: the tier cannot be read or written."""
+    ``TierError``: the tier cannot be read or written. ``StoreFull``: its disk is full."""
     store = engine.stored.store
     if store is None or not store.is_durable:
         raise FailedPrecondition(
@@ -65,6 +67,12 @@ def ask(
                     check()
     except CancelledError:
         raise FailedPrecondition("the store was closed meanwhile") from None
+    except TierFull as error:
+        LOG.error("%s", error)
+        raise StoreFull(
+            "the disk of the store's first durable tier is full (its log says where); make room on it, or delete branches and "
+            "collect garbage"
+        ) from error
     except BaseException:
         future.cancel()
         raise

@@ -152,9 +152,11 @@ class SessionHistory(SessionSources):
     def gc(self, *, dry_run: bool = False) -> Collected:
         """Remove commits that no branch of any owner reaches, and state that only they need.
         ``dry_run``: only say what that is. Commits of the last hour stay: other processes may be
-        about to name them."""
+        about to name them. A damaged record keeps what it may reach, and is in ``damaged``."""
         require_bool("dry_run", dry_run)
         found = self._ask("gc", "", lambda history: collect(history.tier, dry_run=dry_run))
+        for sentence in found.damaged:
+            LOG.warning("gc: %s", sentence)
         if found.keys and (store := self._engine.stored.store) is not None:
             store.contains(found.keys).result()  # so that it knows that they are gone
         return found

@@ -24,6 +24,9 @@ from quire.kv.state_header import MAX_CONTAINERS, MAX_HEADER_BYTES, MAX_RANK, He
 from quire.kv.statefile import StateFile, TensorSpec
 from quire.types import SeqId
 
+IDENTITY = ("architecture", "config", "weights")
+"""What tells models apart in a state's metadata."""
+
 
 def describe(
     state: ModelState, seq: SeqId, prefix: str = ""
@@ -124,12 +127,25 @@ def with_groups(metadata: Mapping[str, Any], plan: Mapping[int, Mapping[str, Ten
 
 
 def check_model(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    """Raise ``InvalidArgument``, with expected and found, if the state is another model's."""
-    for name, mine in expected.items():
-        if found.get(name) != mine:
+    """Raise ``InvalidArgument``, with expected and found, if the state is another model's, or was
+    computed for another length."""
+    for name in IDENTITY:
+        if found.get(name) != expected.get(name):
+            if length := other_length(found, expected):
+                raise InvalidArgument(f"the state was computed {length}; load the model so, or compute the state again")
             raise InvalidArgument(
-                f"the state belongs to another model: {name} {found.get(name)!r:.80} found, {mine!r} expected"
+                f"the state belongs to another model: {name} {found.get(name)!r:.80} found, {expected.get(name)!r} expected"
             )
+
+
+def other_length(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    """Return for which length a state was computed, and for which the model runs, if that is what
+    tells it from the model; else ""."""
+    theirs, ours = found.get("length"), expected.get("length")
+    same = all(found.get(name) == expected.get(name) for name in IDENTITY if name != "config")
+    if not same or not theirs or not ours or theirs == ours:
+        return ""
+    return f"for {theirs}, and the model runs for {ours}, which gives RoPE other frequencies"
 
 
 def tensor_names(checked: Mapping[str, Any], prefix: str = "") -> set[str]:

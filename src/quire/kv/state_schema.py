@@ -142,7 +142,7 @@ TOKENS = integers(-(2**63), 2**63 - 1)
 RUNS = list_of(row(integer(), nullable(text)))
 """Adapters: ``[from position, fingerprint]``."""
 
-MODEL = record({"architecture": text, "config": text, "weights": text})
+MODEL = record({"architecture": text, "config": text, "weights": text}, {"length": text})
 
 LAYER = record(
     {

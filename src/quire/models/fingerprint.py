@@ -23,6 +23,7 @@ from quire.errors import CheckpointError, InvalidArgument
 from quire.models.checkpoint import weight_files
 from quire.models.config_fields import read_config_file
 from quire.models.families import LoadedModel, canonical_of
+from quire.models.rope_config import LengthRule, length_rule
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,9 @@ class ModelFingerprint:
     weights: str
     """XXH3-128 (hex) of the bytes of the safetensors files, then "-int8", "-int4" or "-fp8" if they
     were quantised."""
+    length: str = ""
+    """For which ``max_model_len`` the frequencies of RoPE are; "" if they do not depend on it. It
+    decides nothing beside ``config``, and says why that differs."""
 
 
 def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> ModelFingerprint:
@@ -62,7 +66,15 @@ def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> Model
         architecture=model.architecture,
         config=hashlib.sha256(model.canonical_config.encode()).hexdigest(),
         weights=weights_digest(path) + (f"-{model.quantization}" if model.quantization else ""),
+        length="" if (rule := length_rule_of(model)) is None else rule.made_for,
     )
+
+
+def length_rule_of(model: LoadedModel) -> LengthRule | None:
+    """Return for which length the frequencies of a model's RoPE are; None if that does not decide
+    them."""
+    ropes = [rope for spec in model.layer_specs if (rope := getattr(spec, "rope", None)) is not None]
+    return length_rule(model.config, ropes, model.max_model_len or model.max_position)
 
 
 def weights_digest(path: Path) -> str:

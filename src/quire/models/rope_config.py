@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -24,6 +24,9 @@ ROPE_SCALINGS: tuple[str, ...] = get_args(RopeScaling)
 
 OTHER_NAMES: Mapping[str, str] = {"su": "longrope"}
 """Names of scalings in older configurations (the first of Phi-3)."""
+
+BORDER = "original_max_position_embeddings"
+"""The field with the longest sequence of longrope's short factors."""
 
 SCALED_LAYERS = "full_attention"
 """The type of layer of ``rope_scaling`` in models whose types differ (Gemma 3, OLMo 3)."""
@@ -62,10 +65,10 @@ def read_rope(
 
     ``max_model_len``: the longest sequence in tokens that will run; None: ``max_position``. It
     fixes length-dependent parts once, for every token, as in vLLM; transformers changes the
-    frequencies under stored keys as a sequence grows. ``longrope`` takes its long factors if
-    ``max_model_len`` exceeds ``original_max_position_embeddings``, else the short ones. ``dynamic``
-    takes the base for ``max_model_len`` tokens, ``rope_theta`` up to ``max_position``. Other
-    scalings ignore the length.
+    frequencies under stored keys as a sequence grows (``length_rule``). ``longrope`` takes its long
+    factors if ``max_model_len`` exceeds ``original_max_position_embeddings``, else the short ones.
+    ``dynamic`` takes the base for ``max_model_len`` tokens, ``rope_theta`` up to ``max_position``.
+    Other scalings ignore the length.
 
     ``layer_type``: for models with different types of layers. ``rope_parameters`` must then be an
     object by type, else ``CheckpointError``. In the older spelling the base has its own field
@@ -317,3 +320,41 @@ _READERS: Mapping[str, Callable[[ConfigFields, RopeSpec, _Context], RopeSpec]] =
     "llama3": _read_llama3,
     "proportional": _read_proportional,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRule:
+    """What a RoPE whose frequencies depend on ``max_model_len`` was made for."""
+
+    made_for: str
+    """The lengths with the same frequencies, in words."""
+    inexact: str = ""
+    """Which sequences have other logits than in transformers, which chooses the frequencies by the
+    length of each call; "" if none have."""
+
+
+def length_rule(values: Mapping[str, Any], ropes: Collection[RopeSpec], length: int) -> LengthRule | None:
+    """Return the rule of a model for sequences of up to ``length`` tokens; None if its frequencies
+    do not depend on that. ``values``: config.json; ``ropes``: those of its layers."""
+    for rope in ropes:
+        border = rope.original_max_position if rope.scaling == "dynamic" else 0
+        if rope.scaling == "longrope":
+            text = values.get("text_config") or values
+            places = [text, *(text.get(name) or {} for name in ("rope_parameters", "rope_scaling"))]
+            border = next(one[BORDER] for one in places if isinstance(one.get(BORDER), int))
+        if border and length <= border:
+            return LengthRule(f"max_model_len up to {border}")
+        if border and rope.scaling == "longrope":
+            return LengthRule(
+                f"max_model_len above {border}",
+                f"RoPE takes the long factors of longrope, as max_model_len {length} is above {border}: sequences of up to {border} "
+                "tokens, for which transformers takes the short factors, have other logits than there; with max_model_len "
+                f"{border} or less they have the same",
+            )
+        if border:
+            return LengthRule(
+                f"max_model_len {length}",
+                f"RoPE is stretched for max_model_len {length} (dynamic): shorter sequences, for which transformers stretches "
+                f"by their own length, have other logits than there; with max_model_len {border} or less they have the same",
+            )
+    return None

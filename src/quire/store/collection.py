@@ -35,15 +35,18 @@ class Collected:
     """Objects that were pinned, and are now the cache's."""
     keys: tuple[ObjectKey, ...]
     """Of the objects."""
+    damaged: tuple[str, ...] = ()
+    """A sentence for each damaged record that hid what is reached; what it may reach has stayed."""
 
 
 async def collect(
     tier: StoreTier, *, dry_run: bool = False, now: float | None = None, spared_seconds: float = SPARED_SECONDS
 ) -> Collected:
-    """Remove what no branch of any space reaches; ``dry_run``: only say what that is.
-    ``StoreDamaged`` if a record that is needed to tell is damaged: then nothing is removed."""
+    """Remove what no branch of any space reaches; ``dry_run``: only say what that is. Of a space
+    with a branch that is lost all commits stay, since that may have reached them."""
     now = time.time() if now is None else now
-    spaces = [_Marked(History(tier, space)) for space in await spaces_of(tier)]
+    damaged = list[str]()
+    spaces = [_Marked(History(tier, space)) for space in await spaces_of(tier, damaged)]
     for one in spaces:
         await one.mark(now, spared_seconds)
     kept = {key for one in spaces for key in one.kept}
@@ -69,11 +72,13 @@ async def collect(
         pieces=len(pieces),
         released=len(below),
         keys=tuple(removed),
+        damaged=(*damaged, *(sentence for one in spaces for sentence in one.damaged)),
     )
 
 
-async def spaces_of(tier: StoreTier) -> list[Space]:
-    """Return all spaces, that of programs first. ``StoreDamaged``: a record is damaged."""
+async def spaces_of(tier: StoreTier, damaged: list[str] | None = None) -> list[Space]:
+    """Return all spaces, that of programs first. ``damaged`` gets a sentence for each record that
+    is; ``StoreDamaged`` if it is None."""
     (keys,) = await tier.children([SPACES])
     found = {""}
     for key, blob in zip(keys, await tier.get(keys), strict=True):
@@ -81,7 +86,9 @@ async def spaces_of(tier: StoreTier) -> list[Space]:
             if blob is not None:
                 found.add(unpack_record(key, blob)["name"])
         except Unfit as error:
-            raise StoreDamaged(str(error)) from None
+            if damaged is None:
+                raise StoreDamaged(str(error)) from None
+            damaged.append(f"the name of a space is lost ({error}), so nothing of it is collected")
     return [Space(name) for name in sorted(found)]
 
 
@@ -112,6 +119,8 @@ class _Marked:
         """Commits that do not stay."""
         self.loose: list[ObjectKey] = []
         """Pieces that no commit names that stays."""
+        self.damaged: list[str] = []
+        """A sentence for each damaged record that hides what is reached."""
         self._seen: set[ObjectKey] = set()
 
     async def mark(self, now: float, spared: float) -> None:
@@ -120,7 +129,7 @@ class _Marked:
         (pieces,) = await history.tier.children([space.pieces])
         (keys,) = await history.tier.children([space.commits])
         found = {key.digest.hex(): await self._commit(key) for key in keys}
-        heads = [one.id for one in (await history.branches()).values()]
+        heads = [one.id for one in (await history.branches(self.damaged)).values()]
         young = [name for name, one in found.items() if one is not None and now - one.time < spared]
         stays = set[str]()
         for name in [*heads, *young]:
@@ -128,16 +137,25 @@ class _Marked:
             while at is not None and at not in stays:
                 if (commit := found.get(at)) is None:
                     if name in heads:
-                        await history.commit(at)  # tells why
+                        self.damaged.append(
+                            f"commit {at} is damaged or gone, and commit {name} of a branch goes on from it"
+                        )
                     break
                 stays.add(at)
                 at = commit.parent
+        if hides := bool(self.damaged):
+            stays = {name for name, one in found.items() if one is not None}
         self._seen, named = set(keys), set[ObjectKey]()
         for name in stays:
             commit = found[name]
             assert commit is not None
             named.update(map(space.piece, commit.pieces))
-            self.kept |= (await history.objects(commit)).keys()
+            try:
+                self.kept |= (await history.objects(commit)).keys()
+            except DataLoss as error:  # It cannot be checked out any more, so its state is worth nothing.
+                self.damaged.append(f"commit {name} is lost ({error})")
+        if hides:
+            return
         for key in keys:
             if (name := key.digest.hex()) not in stays:
                 self.garbage.append(key)

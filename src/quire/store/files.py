@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import BinaryIO, Concatenate, ParamSpec, TypeVar
 
 from quire.contracts.store import Blob, ObjectKey, ObjectKind, ObjectPart, TierStat
-from quire.errors import InvalidArgument, QuireError, TierError
+from quire.errors import InvalidArgument, QuireError, TierError, TierFull
 from quire.kv.atomic_file import remove_stale, replacing, sync_directory
 from quire.store.file_index import FileIndex, is_damage
 from quire.store.keys import checked_name
@@ -46,6 +46,7 @@ MAPPED = 256
 OPEN_SECONDS = 30.0
 """For which a directory may be locked by another process that opens it."""
 
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 # What opening a file answers if there is no file of that name.
 _NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
 
@@ -65,9 +66,9 @@ class FileTier:
         self.label = f"directory {str(self.directory)!r}"
         self._threads = DaemonThreads(THREADS, "quire-files")
         self._lock = threading.Lock()
-        """Of the three below."""
+        """Of what is below."""
         self._opened: FileIndex | None = None
-        self._closed = False
+        self._closed = self._full = False
         self._used: dict[str, None] = {}
         """Names that were used since the index was told, the last one last."""
         self._maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
@@ -119,13 +120,14 @@ class FileTier:
                 return function(index, *args, **kwargs)
             except sqlite3.Error as error:
                 if attempt or not is_damage(error):
-                    raise TierError(f"the index of {self.label}: {error}") from error
+                    raise _kind_of(error)(f"the index of {self.label}: {error}") from error
                 if index is not None:
                     self._discard(index)
             except TierError:
                 raise
             except (OSError, QuireError) as error:
-                raise TierError(str(error) if self.label in str(error) else f"{self.label}: {error}") from error
+                told = str(error) if self.label in str(error) else f"{self.label}: {error}"
+                raise _kind_of(error)(told) from error
         raise AssertionError("the second attempt returns or raises")
 
     def _index(self) -> FileIndex:
@@ -153,6 +155,7 @@ class FileTier:
             if is_busy or (isinstance(error, sqlite3.Error) and is_damage(error)) or not self._objects.is_dir():
                 raise
             # A disk that is full or read-only can still be read.
+            self._full = _kind_of(error) is TierFull
             return self._agreed(FileIndex(None, fresh=True))
 
     @contextlib.contextmanager
@@ -261,7 +264,8 @@ class FileTier:
             self._discard(index)
             index = self._index()
             if index.path is None:
-                raise TierError(f"{self.label} cannot be written: its disk is full or read-only")
+                kind = TierFull if self._full else TierError
+                raise kind(f"{self.label} cannot be written: its disk is full or read-only")
         self._write_uses(index)
         path, gone = self._path(name), list[str]()
         _make(path.parent)
@@ -372,6 +376,13 @@ class FileTier:
     def _unlink(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
         (self.directory / "pins" / name).unlink(missing_ok=True)
+
+
+def _kind_of(error: Exception) -> type[TierError]:
+    """Return ``TierFull`` for errors of a full disk or quota, else ``TierError``."""
+    cause = error.__cause__ if isinstance(error, QuireError) else error
+    full = getattr(cause, "errno", None) in _FULL or getattr(cause, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    return TierFull if full else TierError
 
 
 def _names(keys: Collection[ObjectKey]) -> list[str]:

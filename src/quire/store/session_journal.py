@@ -223,7 +223,7 @@ class SessionJournal:
                 if path.name not in self._states.values():
                     path.unlink(missing_ok=True)
         except BaseException as error:
-            os.close(self._claim)
+            _released(self._claim)
             if isinstance(error, (sqlite3.Error, OSError)):
                 raise _unusable(directory, str(error)) from error
             raise
@@ -280,7 +280,7 @@ class SessionJournal:
             if self._claim >= 0:
                 with suppress(sqlite3.Error):
                     self._db.close()
-                os.close(self._claim)
+                _released(self._claim)
                 self._claim = -1
 
     @contextmanager
@@ -434,6 +434,11 @@ def _unusable(directory: Path, reason: str) -> InvalidArgument:
     return InvalidArgument(message, field="state_dir")
 
 
+_HELD: Final[dict[tuple[int, int], int]] = {}
+"""Locks that this process holds, by device and inode, with its id: a child that was forked has
+copies."""
+
+
 def _claimed(directory: Path) -> int:
     """Make the directory, and return the descriptor of the lock that this process holds on it."""
     try:
@@ -442,6 +447,7 @@ def _claimed(directory: Path) -> int:
         found = os.open(directory / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
         raise _unusable(directory, error.strerror or str(error)) from error
+    lock = _identity(found)
     try:
         fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(found, 0)
@@ -449,9 +455,25 @@ def _claimed(directory: Path) -> int:
     except BlockingIOError:
         pid = os.pread(found, 32, 0).decode(errors="replace") or "unknown"
         os.close(found)
-        message = f"state_dir {str(directory)!r} is in use by another process (id {pid}); give each its own directory"
-        raise InvalidArgument(message, field="state_dir") from None
+        # Ids of processes may be the same in two containers.
+        if _HELD.get(lock) == os.getpid():
+            who, helps = "another LLM of this process", "close that one, or give each its own directory"
+        else:
+            who, helps = f"another process (id {pid})", "give each its own directory"
+        raise InvalidArgument(f"state_dir {str(directory)!r} is in use by {who}; {helps}", field="state_dir") from None
     except OSError as error:
         os.close(found)
         raise _unusable(directory, error.strerror or str(error)) from error
+    _HELD[lock] = os.getpid()
     return found
+
+
+def _released(claim: int) -> None:
+    """Give up the lock of a directory."""
+    _HELD.pop(_identity(claim), None)
+    os.close(claim)
+
+
+def _identity(found: int) -> tuple[int, int]:
+    stat = os.fstat(found)
+    return stat.st_dev, stat.st_ino
