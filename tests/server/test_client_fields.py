@@ -224,6 +224,19 @@ def test_what_has_no_meaning_here_is_refused_by_name(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/responses", {"input": "x"}), ("/v1/messages", {"messages": MESSAGES})],
+)
+def test_other_chats_refuse_them_too(chat_client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    body |= {"max_output_tokens": 1} if path == "/v1/responses" else {"max_tokens": 1}
+    for more in ({"mirostat": 2}, {"repeat_penalty": 1.1}, {"dry_multiplier": 0.8}):
+        answer = chat_client.post(path, json={**body, **more})
+        assert answer.status_code == 400
+        assert f"{next(iter(more))} is not supported" in answer.json()["error"]["message"]
+    assert chat_client.post(path, json={**body, "mirostat": 0, "dry_multiplier": 0.0}).status_code == 200
+
+
 def test_deprecated_calls_in_a_history(chat_client: httpx.Client, walking: httpx.Client) -> None:
     """They are in the prompt as the newer ones are."""
     call = {"name": "weather", "arguments": '{"city": "Rome"}'}

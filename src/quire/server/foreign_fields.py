@@ -87,6 +87,12 @@ OTHER_SAMPLERS: Table = {
 }
 """Operations on logits that are not here, and ends of a text."""
 
+UNLISTED: Table = {
+    **OTHER_SAMPLERS,
+    **{name: ((), f"give {own}") for name, own in RENAMED.items() if own != "max_tokens"},
+}
+"""Fields that responses and Anthropic's messages refuse too, beside those of their own."""
+
 UNSUPPORTED: Table = {
     **OTHER_SAMPLERS,
     "suffix": (("",), "text cannot be filled in before a suffix"),
