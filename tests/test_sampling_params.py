@@ -95,6 +95,13 @@ def test_what_the_caller_passed_may_change_later() -> None:
     assert params.token_bias == {1: 1.0}
 
 
+def test_a_seed_of_minus_one_is_none() -> None:
+    """As clients of vLLM and llama.cpp mean it; other negative seeds are seeds."""
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert SamplingParams(seed=5).replace(seed=-1).seed is None
+    assert [SamplingParams(seed=seed).seed for seed in (-2, 0, 2**64 - 1)] == [-2, 0, 2**64 - 1]
+
+
 def test_numbers_of_numpy_become_plain_ones() -> None:
     params = SamplingParams(temperature=np.float32(0.5), top_k=np.int32(4), seed=np.int64(7))  # type: ignore[arg-type]
     assert (type(params.temperature), type(params.top_k), type(params.seed)) == (float, int, int)

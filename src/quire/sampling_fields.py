@@ -127,6 +127,11 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> int
     return check_int(name, number, low, high)
 
 
+def _seed(name: str, value: object) -> int | None:
+    found = _integer(name, value, *_SEEDS)
+    return None if found == -1 else found
+
+
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
     number = math.nan
     if isinstance(value, Real) and not isinstance(value, bool):
@@ -175,6 +180,9 @@ def _bias(name: str, value: object) -> dict[int, float]:
     return biases
 
 
+_SEEDS = (-(2**63), 2**64 - 1)
+SEED = Kind(_seed, int, bounds={"minimum": _SEEDS[0], "maximum": _SEEDS[1]})
+"""-1 is None, as clients of vLLM and llama.cpp mean it."""
 SWITCH = Kind(require_bool, bool)
 STRINGS = Kind(_strings, str | list[str], list[str])
 TOKEN_IDS = Kind(_token_ids, list[int])

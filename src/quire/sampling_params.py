@@ -16,6 +16,7 @@ from quire.errors import InvalidArgument
 from quire.sampling_fields import (
     BIAS,
     MAX_STOP_STRINGS,
+    SEED,
     STRINGS,
     SWITCH,
     TOKEN_IDS,
@@ -191,8 +192,8 @@ class SamplingParams:
     )
     seed: int | None = declared(
         None,
-        integer(-(2**63), 2**64 - 1),
-        "64-bit integer (signed or not) that makes the tokens reproducible.",
+        SEED,
+        "64-bit integer (signed or not) that makes the tokens reproducible; -1 is none.",
         on=_DRAWN,
     )
     max_tokens: int | None = declared(

@@ -276,18 +276,32 @@ def test_two_rows_draw_from_streams_of_their_own(ex: Executor) -> None:
 
 def test_what_sampling_refuses(ex: Executor, llm: LlmExecutor) -> None:
     cache = llm.create_kv_cache()
-    for params in (
-        SamplingParams(n=2),
-        SamplingParams(stop="x"),
-        SamplingParams(min_tokens=1),
-        SamplingParams(stop_token_ids=[1]),
-        SamplingParams(logprobs=1),
-        SamplingParams(ignore_eos=True),
+    for params, reason in (
+        (SamplingParams(stop="x"), "draws exactly as many ids"),
+        (SamplingParams(min_tokens=1), "draws exactly as many ids"),
+        (SamplingParams(stop_token_ids=[1]), "draws exactly as many ids"),
+        (SamplingParams(ignore_eos=True), "draws exactly as many ids"),
+        (SamplingParams(n=2), "a cache of several rows"),
+        (SamplingParams(logprobs=1), "step returns the logits"),
+        (SamplingParams(prompt_logprobs=0), "returns ids only"),
+        (SamplingParams(structured_outputs={"regex": "a"}), "a grammar is over text"),
+        (SamplingParams(logits_processors=[lambda ids, logits: logits]), "give a RequestSampling"),
+        (SamplingParams(skip_special_tokens=False), "makes no text"),
     ):
-        with pytest.raises(Unsupported, match="an executor draws exactly as many ids"):
+        with pytest.raises(Unsupported, match=reason):
             LlmExecutor(ex, sampling=params)
-        with refused(Unsupported, ex, cache):
+        with refused(Unsupported, ex, cache, match=reason):
             llm.sample_tokens(1, inputs([1]), cache, sampling=params)
+    few = SamplingParams(max_tokens=2)
+    for takes, given in ((llm, {"sampling": few}), (LlmExecutor(ex, sampling=few), {})):
+        with refused(InvalidArgument, ex, cache, match="num_steps is 3, and max_tokens of the sampling parameters 2"):
+            takes.sample_tokens(3, inputs([1]), cache, **given)
+    two_rows = llm.create_kv_cache(batch_size=2)
+    with refused(InvalidArgument, ex, two_rows, match="sample_tokens_batch: num_steps is 3"):
+        llm.sample_tokens_batch(3, inputs([1], [1]), two_rows, sampling=[SamplingParams(), few])
+    for enough in (few, SamplingParams(max_tokens=None), SamplingParams()):
+        steps = 2 if enough is few else 20
+        assert len(llm.sample_tokens(steps, inputs([1]), llm.create_kv_cache(), sampling=enough)) == steps
     llm.prefill(inputs([1, 2]), cache)
     forget_tokens(cache.rows[0])
     with pytest.raises(FailedPrecondition, match="not known"):

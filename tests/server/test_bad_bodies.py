@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.protocol import UNSUPPORTED
+from quire.server.foreign_fields import UNSUPPORTED
 
 from .conftest import Served
 
@@ -175,8 +175,8 @@ def test_in_chats(chat_served: Served, body: dict[str, Any], param: str) -> None
 def test_fields_of_other_servers(chat_served: Served, name: str) -> None:
     """Refused by name, unless they ask for nothing."""
     for path, body in (
-        ("/v1/completions", {"prompt": "x", "max_tokens": 1}),
-        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 1, "repetition_penalty": 1.1}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, "repeat_penalty": 1.1}),
     ):
         refused(chat_served.client, path, {**body, name: {"some": "thing"}}, name)
         for harmless in (None, *UNSUPPORTED[name][0]):

@@ -108,6 +108,8 @@ FORMS: list[dict[str, Any]] = [
     {"guided_regex": "[ab]{4}"},
     {"guided_grammar": 'start: "a" "b"'},
     {"guided_choice": ["yes", "no"]},
+    {"grammar": 'root ::= "a" "b"'},
+    {"json_schema": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}, "grammar": ""},
     {"guided_json": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}},
     {
         "guided_json": '{"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}',
@@ -123,13 +125,140 @@ def test_forms_by_the_names_of_other_servers(chat_client: httpx.Client, path: st
     answer = chat_client.post(path, json={**body, **form, "guided_json_object": False, "max_tokens": 20, "seed": 1})
     (choice,) = answer.json()["choices"]
     text = choice["text"] if "text" in choice else choice["message"]["content"]
-    if "guided_json" in form:
+    if "guided_json" in form or "json_schema" in form:
         space = form.get("guided_whitespace_pattern", "")
         assert json.loads(text) == {"a": 1}
         assert text.replace(space, "") == '{"a":1}'
     else:
         assert re.fullmatch(r"[ab]{4}|ab|yes|no", text)
     assert choice["finish_reason"] == "stop"
+
+
+ONE = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("format", "found"),
+    [
+        ({"type": "json_object", "schema": ONE}, None),
+        ({"type": "json_schema", "schema": ONE}, None),
+        ({"type": "json_object", "schema": None, "json_schema": None}, "{"),
+        ({"type": "text", "schema": ONE}, "response_format.schema"),
+        ({"type": "json_schema", "schema": ONE, "json_schema": {"name": "x", "schema": ONE}}, "response_format.schema"),
+        ({"type": "json_schema"}, "response_format.json_schema"),
+        ({"type": "json_object", "schema": {"type": "x"}}, "response_format"),
+        ({"type": "json_object", "schema": "x"}, "response_format.schema"),
+    ],
+    ids=str,
+)
+def test_schemas_of_a_response_format(chat_client: httpx.Client, format: dict[str, Any], found: str | None) -> None:
+    body = {"messages": MESSAGES, "response_format": format, "max_tokens": 20, "seed": 1}
+    answer = chat_client.post("/v1/chat/completions", json=body)
+    if answer.status_code == 200:
+        text = answer.json()["choices"][0]["message"]["content"]
+        assert text.startswith(found) if found else text == '{"a":1}'
+    else:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, found)
+
+
+@pytest.mark.parametrize(
+    ("other", "own"),
+    [
+        ({"repeat_penalty": 1.7}, {"repetition_penalty": 1.7}),
+        ({"repeat_penalty": 1.7, "repeat_last_n": -1}, {"repetition_penalty": 1.7}),
+        ({"repeat_penalty": 1, "repeat_last_n": 64}, {}),
+        ({"n_predict": 3}, {"max_tokens": 3}),
+        ({"num_predict": 3, "max_tokens": 3}, {"max_tokens": 3}),
+        ({"max_new_tokens": 3, "min_new_tokens": 2}, {"max_tokens": 3, "min_tokens": 2}),
+        ({"sampling_seed": 9, "temperature": 1.5}, {"seed": 9, "temperature": 1.5}),
+        ({"mirostat": 0.0, "mirostat_tau": 5, "top_n_sigma": -1, "xtc_threshold": 0.1, "cache_prompt": True}, {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_parameters_by_the_names_of_other_servers(
+    chat_client: httpx.Client, path: str, other: dict[str, Any], own: dict[str, Any]
+) -> None:
+    body: dict[str, Any] = {"messages": MESSAGES} if "chat" in path else {"prompt": "x x x x"}
+    body |= {"temperature": 0, "ignore_eos": True}
+    # Some of them say how long the text is.
+    body |= {} if own.keys() & {"max_tokens"} else {"max_tokens": 12}
+    found = [chat_client.post(path, json={**body, **more}).json() for more in (other, own)]
+    assert found[0]["choices"] == found[1]["choices"]
+    assert found[0]["usage"]["completion_tokens"] == own.get("max_tokens", 12)
+    if own.keys() & {"repetition_penalty", "seed"}:
+        assert found[0]["choices"] != chat_client.post(path, json=body).json()["choices"]
+
+
+def test_no_limit_by_the_names_of_other_servers(chat_client: httpx.Client) -> None:
+    body = {"prompt": [5] * 4000, "temperature": 0, "ignore_eos": True}
+    longest = chat_client.get("/v1/models").json()["data"][0]["max_model_len"]
+    for more in ({"n_predict": -1}, {"num_predict": -2}):
+        assert chat_client.post("/v1/completions", json={**body, **more}).json()["usage"]["total_tokens"] == longest
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n"),
+        ({"presence_penalty": 1, "repetition_penalty_range": 1024}, "repetition_penalty_range"),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty"),
+        ({"n_predict": 5, "max_tokens": 6}, "n_predict"),
+        ({"n_predict": 0}, "n_predict"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"repeat_penalty": "1.1"}, "repeat_penalty"),
+        ({"repeat_penalty": True}, "repeat_penalty"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"mirostat": False}, "mirostat"),
+        ({"xtc_probability": 0.5}, "xtc_probability"),
+        ({"samplers": ["top_k", "temperature"]}, "samplers"),
+        ({"options": {"num_ctx": 4096}}, "options"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": "So", "prefix": True}]}, "messages"),
+    ],
+    ids=str,
+)
+def test_what_has_no_meaning_here_is_refused_by_name(
+    chat_client: httpx.Client, body: dict[str, Any], param: str
+) -> None:
+    answer = chat_client.post("/v1/chat/completions", json={"messages": MESSAGES, **body})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/responses", {"input": "x"}), ("/v1/messages", {"messages": MESSAGES})],
+)
+def test_other_chats_refuse_them_too(chat_client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    body |= {"max_output_tokens": 1} if path == "/v1/responses" else {"max_tokens": 1}
+    for more in ({"mirostat": 2}, {"repeat_penalty": 1.1}, {"dry_multiplier": 0.8}):
+        answer = chat_client.post(path, json={**body, **more})
+        assert answer.status_code == 400
+        assert f"{next(iter(more))} is not supported" in answer.json()["error"]["message"]
+    assert chat_client.post(path, json={**body, "mirostat": 0, "dry_multiplier": 0.0}).status_code == 200
+
+
+def test_deprecated_calls_in_a_history(chat_client: httpx.Client, walking: httpx.Client) -> None:
+    """They are in the prompt as the newer ones are."""
+    call = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    old = [
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "weather", "content": "12"},
+    ]
+    new = [
+        {"role": "assistant", "tool_calls": [{"id": "call00001", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "call00001", "name": "weather", "content": "12"},
+    ]
+    texts = [
+        walking.post("/tokenize", json={"messages": [*MESSAGES, *turn]}).json()["tokens"]
+        for turn in (old, new, old[1:])
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    for bad in ("weather", {}, {"name": 3}, {"name": "f", "arguments": 3}):
+        answer = chat_client.post(
+            "/v1/chat/completions", json={"messages": [*MESSAGES, {"role": "assistant", "function_call": bad}]}
+        )
+        assert answer.status_code == 400
+        assert "messages.1.function_call" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

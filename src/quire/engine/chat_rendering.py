@@ -26,6 +26,7 @@ import jinja2.utils
 
 from quire.engine import long_texts
 from quire.engine.chat_calls import SURROGATE, read_calls, take_text_from_calls, to_json
+from quire.engine.deprecated_messages import renewed
 from quire.engine.long_texts import TextLimit
 from quire.errors import InvalidArgument, QuireError, context_full
 
@@ -154,7 +155,7 @@ def _plain_messages(messages: Sequence[Message], template: _Compiled) -> list[di
         raise InvalidArgument(field="messages", given=messages, allowed="a list of messages")
     if not messages:
         raise InvalidArgument("messages must hold at least one message, got none", field="messages")
-    return [_plain_message(message, f"messages.{i}", template) for i, message in enumerate(messages)]
+    return [_plain_message(message, f"messages.{i}", template) for i, message in enumerate(renewed(messages))]
 
 
 def _plain_message(message: Message, where: str, template: _Compiled) -> dict[str, Any]:

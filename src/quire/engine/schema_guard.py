@@ -106,7 +106,7 @@ def _number(value: object, place: str) -> Decimal | None:
     """Return a number of a schema; None for other values."""
     if isinstance(value, Written):
         mantissa = value.text.lower().partition("e")[0]
-        if math.isinf(value) or len(value.text) > MAX_CHARACTERS or (value == 0 and mantissa.strip("-0.")):
+        if math.isinf(value) or len(value.text) > MAX_CHARACTERS or (not value and mantissa.strip("-0.")):
             raise _refused(place, f"the number {value.text:.40} is beyond what a float holds")
         return Decimal(value.text)
     return Decimal(value) if isinstance(value, int) and not isinstance(value, bool) else None

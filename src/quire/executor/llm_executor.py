@@ -28,6 +28,7 @@ from quire.executor.request_sampling import (
     Draw,
     ParamsSampling,
     check_params,
+    check_steps,
     drawing,
     history_for,
 )
@@ -129,7 +130,8 @@ class LlmExecutor:
         *,
         sampling: Sampling | None = None,
     ) -> list[int]:
-        """See ``LlmExecutorInterface``. ``sampling`` may be ``SamplingParams`` of one call."""
+        """See ``LlmExecutorInterface``. ``sampling`` may be ``SamplingParams`` of one call. More
+        steps than their ``max_tokens`` are refused, unless it is the default."""
         if isinstance(kv_cache, KVCache) and kv_cache.batch_size != 1:
             raise InvalidArgument(
                 f"sample_tokens takes a cache of one row, and this one has {kv_cache.batch_size}; use sample_tokens_batch"
@@ -161,6 +163,9 @@ class LlmExecutor:
         with self.executor.operation(verb) as operation:
             num_steps = check_integer(num_steps, f"{verb}: num_steps", 0)
             tokens, cache, parts = self._decode_parts(inputs, kv_cache, lora_id, num_steps)
+            for choice in [self.sampling] if sampling is None else sampling:
+                if isinstance(choice, SamplingParams):
+                    check_steps(verb, num_steps, choice)
             if num_steps == 0:
                 return [[] for _ in tokens]
             draws = self._draws(cache, parts, tokens, sampling)

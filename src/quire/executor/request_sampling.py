@@ -5,7 +5,7 @@ Letters: R rows of logits; V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -25,17 +25,43 @@ Draw: TypeAlias = Callable[[Tensor], int]
 """From logits ``[1, V]`` to the next id of one row, which joins the row's output."""
 
 
+_NO_TEXT = "an executor makes no text; decode its ids yourself"
+REASONS: Mapping[str, str] = {
+    "n": "a row is continued once; give a cache of several rows to sample_tokens_batch",
+    "logprobs": "sample_tokens returns ids only; step returns the logits of each token",
+    "prompt_logprobs": "sample_tokens returns ids only; prefill has no logits to give, and LLM.generate does",
+    "structured_outputs": "a grammar is over text, and an executor has no tokenizer; give a RequestSampling that masks logits, "
+    "or use LLM.generate",
+    "logits_processors": "give a RequestSampling, whose probabilities are its own",
+    "skip_special_tokens": _NO_TEXT,
+    "include_stop_str_in_output": _NO_TEXT,
+}
+"""Why fields are not taken; the others are about stopping."""
+
+
 def check_params(params: SamplingParams) -> SamplingParams:
-    """Return the parameters; ``Unsupported`` for a field about stopping, several samples or text.
-    ``max_tokens`` is not looked at: ``num_steps`` says how many."""
+    """Return the parameters; ``Unsupported`` for a field that executors do not act on, with the
+    reason."""
     default, taken = SamplingParams(), declarations_on(SamplingParams, Surface.EXECUTORS)
     for name in default.__dataclass_fields__:
         if name not in taken and getattr(params, name) != getattr(default, name):
+            reason = REASONS.get(name, "an executor draws exactly as many ids as it is asked for")
             raise Unsupported(
-                f"{name}={getattr(params, name)!r}: an executor draws exactly as many ids as it is asked for; "
-                f"leave {name} at {getattr(default, name)!r}"
+                f"{name}={getattr(params, name)!r:.80}: {reason}; leave {name} at {getattr(default, name)!r}"
             )
     return params
+
+
+def check_steps(verb: str, num_steps: int, params: SamplingParams) -> None:
+    """Raise ``InvalidArgument`` for more steps than ``max_tokens``. Its default does not count: it
+    is that of a text."""
+    most = params.max_tokens
+    if most is not None and most != SamplingParams().max_tokens and num_steps > most:
+        raise InvalidArgument(
+            f"{verb}: num_steps is {num_steps}, and max_tokens of the sampling parameters {most}; ask for at most as many "
+            "steps, or leave max_tokens out",
+            field="num_steps",
+        )
 
 
 @checks_arguments()

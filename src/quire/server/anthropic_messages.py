@@ -15,6 +15,7 @@ from quire.server.anthropic_events import MessagesReply
 from quire.server.chat import answer_chat, count_chat
 from quire.server.errors import MESSAGES, REFUSED_VALUES, AnthropicErrorBody, ApiError
 from quire.server.events import STREAMED
+from quire.server.foreign_fields import UNLISTED
 from quire.server.protocol import ChatRequest, refuse_fields
 
 _ERRORS = {
@@ -49,6 +50,7 @@ async def count_tokens(body: CountedMessages, request: Request) -> TokenCount:
 def _chat(body: CountedMessages, request: Request) -> Iterator[tuple[BlockTurns, ChatRequest]]:
     """Yield the chat that a body becomes, and let errors of it name the fields of the body."""
     refuse_fields(body, REFUSED)
+    refuse_fields(body, UNLISTED)
     turns = BlockTurns(body.system, body.messages)
     turns.places |= RENAMED
     chat = chat_of(request.app.state.context, body, turns)

@@ -27,6 +27,7 @@ from quire.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
 from quire.server.events import unless_gone
+from quire.server.foreign_fields import rename
 from quire.server.protocol import GenerationBody, ResponseFormat
 
 MAX_LOGPROBS = 20
@@ -85,6 +86,7 @@ def asked_by(context: Context, body: GenerationBody) -> tuple[dict[str, Any], di
     ``response_format``, and the names that other servers have, are ``structured_outputs`` by other
     names. Raise ``ApiError`` 400 for two of them, and for long lists."""
     given, fields = body.sampling()
+    rename(body.model_extra or {}, given, fields)
     check_lists(context, given)
     fields |= {"prompt": "prompt", "cache_salt": "cache_salt", "messages": "messages"}
     form = given.get("structured_outputs")
@@ -106,17 +108,26 @@ def asked_by(context: Context, body: GenerationBody) -> tuple[dict[str, Any], di
 def form_of(format: ResponseFormat | None) -> StructuredOutputs | None:
     """Return the form that a ``response_format`` asks for. Raise ``ApiError`` 400 for a malformed
     one."""
-    if format is None or format.type == "text":
+    if format is None:
         return None
-    if format.type == "json_object":
-        return StructuredOutputs(json_object=True)
-    if format.json_schema is None or format.json_schema.schema_ is None:
+    if format.type == "text":
+        if format.schema_ is not None:
+            raise bad_field(
+                "response_format.schema", 'response_format of type "text" has no schema; its type is "json_schema"'
+            )
+        return None
+    schema = format.schema_
+    if format.type == "json_schema" and format.json_schema is not None:
+        if schema is not None:
+            raise bad_field("response_format.schema", "response_format has two schemas; give json_schema.schema only")
+        schema = format.json_schema.schema_
+    if format.type == "json_schema" and schema is None:
         raise bad_field(
             "response_format.json_schema",
             'response_format of type "json_schema" needs json_schema: {"name": ..., "schema": {...}}',
         )
     with naming({}, "response_format"):
-        return StructuredOutputs(json=format.json_schema.schema_)
+        return StructuredOutputs(json_object=True) if schema is None else StructuredOutputs(json=schema)
 
 
 # -- prompts ---------------------------------------------------------------------------------------

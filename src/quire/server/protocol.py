@@ -7,7 +7,7 @@ one does not act upon are refused by name (``refuse_unsupported``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -17,6 +17,7 @@ from quire.sampling_fields import Surface, declarations_on
 from quire.sampling_params import SamplingParams
 from quire.segments import BlendParams
 from quire.server.errors import bad_field
+from quire.server.foreign_fields import Table, asks_nothing, refused_in, rename
 
 _TEXT = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer"}}
@@ -140,6 +141,8 @@ class JsonSchemaFormat(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """llama.cpp's place of the schema, also of a ``json_object``."""
 
 
 class KvHintAction(Body):
@@ -194,6 +197,9 @@ class GenerationBody(HintedBody, ParamsBody):
     """SGLang's name of the form ``regex``."""
     ebnf: str | None = None
     """SGLang's name of the form ``grammar``."""
+    grammar: str | None = None
+    """llama.cpp's name of it, as is the next one of the form ``json``."""
+    json_schema: GuidedJson = None
     guided_json: GuidedJson = None
     """vLLM's earlier name of the form ``json``, as are the next ones of others."""
     guided_json_object: bool | None = None
@@ -207,8 +213,9 @@ class GenerationBody(HintedBody, ParamsBody):
         """Return the form that one of these fields gives, after the field's name. Raise
         ``ApiError`` 400 for several."""
         given = {name: value for name in FORM_FIELDS if (value := getattr(self, name)) is not None}
-        if given.get("guided_json_object") is False:
-            del given["guided_json_object"]
+        for name, nothing in (("guided_json_object", False), ("grammar", "")):
+            if given.get(name) == nothing:
+                del given[name]
         if len(given) > 1:
             raise bad_field(next(iter(given)), f"{' and '.join(given)} each give a form; give one of them")
         pattern = self.guided_whitespace_pattern
@@ -223,6 +230,8 @@ class GenerationBody(HintedBody, ParamsBody):
 FORM_FIELDS = {
     "regex": "regex",
     "ebnf": "grammar",
+    "grammar": "grammar",
+    "json_schema": "json",
     "guided_json": "json",
     "guided_json_object": "json_object",
     "guided_regex": "regex",
@@ -289,59 +298,23 @@ class ChatRequest(GenerationBody):
     """Further variables of the template, such as ``{"enable_thinking": false}``."""
 
 
-_NOT_HERE = "this server does not support it"
-_STRUCTURED = "use structured_outputs"
-
-UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "suffix": (("",), "text cannot be filled in before a suffix"),
-    "best_of": ((), "ask for n samples with their logprobs, and choose"),
-    "modalities": ((["text"],), "only text is generated"),
-    "audio": ((), "only text is generated"),
-    "prediction": ((), _NOT_HERE),
-    "web_search_options": ((), "the server does not search"),
-    "functions": ((), "use tools"),
-    "function_call": ((), "use tool_choice"),
-    "use_beam_search": ((False,), "beam search is there in Python only: LLM.beam_search"),
-    "length_penalty": ((1, 1.0), "it belongs to beam search"),
-    "early_stopping": ((False,), "it belongs to beam search"),
-    "guided_decoding_backend": ((), _NOT_HERE),
-    "truncate_prompt_tokens": ((), "prompts are never cut; send fewer tokens"),
-    "allowed_token_ids": ((), "use structured_outputs or logit_bias"),
-    "bad_words": (([],), "use structured_outputs or logit_bias"),
-    "logits_processors": (([],), "code is not taken over HTTP"),
-    "spaces_between_special_tokens": ((True,), _NOT_HERE),
-    "chat_template": ((), "only the model's own template is used"),
-    "continue_final_message": ((False,), "the conversation ends with the message before the answer"),
-    "add_special_tokens": ((), "the model's tokenizer and template decide"),
-    "mm_processor_kwargs": ((), "only text is taken"),
-    "media_io_kwargs": ((), "only text is taken"),
-    "prompt_embeds": ((), "only text and token ids are taken"),
-    "return_tokens_as_token_ids": ((False,), _NOT_HERE),
-    "return_token_ids": ((False,), _NOT_HERE),
-    "kv_transfer_params": ((), _NOT_HERE),
-    "include_reasoning": ((True,), "the reasoning is in reasoning_content; leave it out there"),
-    "grammar": ((), _STRUCTURED),
-    "json_schema": ((), "use response_format or structured_outputs"),
-    "n_predict": ((), "use max_tokens"),
-}
-"""Fields of other servers: values without effect, and advice for others. Null has no effect."""
-
-
-def refuse_fields(body: Body, known: Mapping[str, tuple[tuple[Any, ...], str]], where: str = "") -> None:
+def refuse_fields(body: Body, known: Table, where: str = "") -> None:
     """Raise ``ApiError`` 400 for a field in a table like ``UNSUPPORTED`` with an effect."""
     extra = body.model_extra or {}
     for name, (harmless, advice) in known.items():
         value = extra.get(name)
-        # By type too: 1 is not True.
-        if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
+        if not asks_nothing(value, harmless):
             raise bad_field(name, f"{name} is not supported{where}: {advice}", code="unsupported_parameter")
 
 
 def refuse_unsupported(body: GenerationBody) -> None:
     """Raise ``ApiError`` 400 for a field that would be ignored otherwise."""
     # A template writes the special tokens of a chat, the tokenizer adds those of a plain prompt.
-    usual = {"best_of": (body.sampling()[0].get("n") or 1,), "add_special_tokens": (not isinstance(body, ChatRequest),)}
-    refuse_fields(body, {name: (usual.get(name, values), advice) for name, (values, advice) in UNSUPPORTED.items()})
+    given, names = body.sampling()
+    rename(body.model_extra or {}, given, names)
+    usual = {"best_of": (given.get("n") or 1,), "add_special_tokens": (not isinstance(body, ChatRequest),)}
+    known = refused_in(given)
+    refuse_fields(body, {name: (usual.get(name, values), advice) for name, (values, advice) in known.items()})
     options = body.stream_options
     if options is not None:
         if not body.stream:

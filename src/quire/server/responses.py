@@ -13,6 +13,7 @@ from quire.server.chat import ChatReply, answer_chat
 from quire.server.context import Context
 from quire.server.errors import ApiError, bad_field
 from quire.server.events import STREAMED, JsonAnswer
+from quire.server.foreign_fields import UNLISTED
 from quire.server.protocol import refuse_fields
 from quire.server.response_body import REFUSED, ResponseRequest, chat_request
 from quire.server.response_events import ResponseReply
@@ -37,6 +38,7 @@ async def create(body: ResponseRequest, request: Request) -> Response:
     """Answer items, or go on from a stored response."""
     context, owner = _context(request), request.state.owner
     refuse_fields(body, REFUSED)
+    refuse_fields(body, UNLISTED)
     salt, items = body.cache_salt, list[Item]()
     if body.previous_response_id is not None:
         stored = await context.responses.get(owner, body.previous_response_id, "previous_response_id")
