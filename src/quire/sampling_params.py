@@ -45,6 +45,9 @@ MAX_GRAMMAR_CHARACTERS = 1_000_000
 FORMS = ("json", "json_object", "regex", "grammar", "choice")
 """The fields of ``StructuredOutputs`` of which one is given."""
 _SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
+_MARKS = ("reasoning_end", "reasoning_begin")
+MAX_MARK = 256
+"""Most characters of a mark around reasoning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,12 @@ class StructuredOutputs:
     ``additionalProperties``. The parts of a combination (``allOf``) stay as they are."""
     whitespace_pattern: str | None = None
     """A regular expression of the white space between the tokens of JSON."""
+    reasoning_end: str | int | None = None
+    """The mark behind a model's reasoning, as text or as the id of a special token. Any text comes
+    before its first occurrence, the text of the form behind it."""
+    reasoning_begin: str | int | None = None
+    """The mark before the reasoning: a text that does not begin with it has the form as a whole.
+    None: the prompt ends within the reasoning."""
 
     def __post_init__(self) -> None:
         for name in ("json_object", *_SWITCHES):
@@ -103,6 +112,11 @@ class StructuredOutputs:
                     f"structured_outputs.whitespace_pattern is for json and json_object, got {name}",
                     field="structured_outputs.whitespace_pattern",
                 )
+        for name_of_mark in _MARKS:
+            _mark(f"structured_outputs.{name_of_mark}", getattr(self, name_of_mark))
+        if self.reasoning_begin is not None and self.reasoning_end is None:
+            message = "structured_outputs.reasoning_begin needs reasoning_end; give both"
+            raise InvalidArgument(message, field="structured_outputs.reasoning_begin")
         if name == "json_object":
             return
         path = f"structured_outputs.{name}"
@@ -128,8 +142,17 @@ class StructuredOutputs:
     @property
     def given(self) -> dict[str, Any]:
         """All fields, as arguments of an equal object. They are plain data."""
-        options = {name: getattr(self, name) for name in (*_SWITCHES, "whitespace_pattern")}
+        options = {name: getattr(self, name) for name in (*_SWITCHES, "whitespace_pattern", *_MARKS)}
         return self.forms | options
+
+
+def _mark(path: str, mark: object) -> None:
+    if mark is None:
+        return
+    token = isinstance(mark, int) and not isinstance(mark, bool) and mark >= 0
+    if not token and not (isinstance(mark, str) and 0 < len(mark) <= MAX_MARK):
+        allowed = f"a text of 1 to {MAX_MARK} characters, or the id of a special token"
+        raise InvalidArgument(field=path, given=mark, allowed=allowed)
 
 
 def _structured(name: str, value: object) -> StructuredOutputs:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 import tokenizers
 
 from quire import LLM, InvalidArgument, QuireError, SamplingParams, StructuredOutputs, Unsupported
 from quire.engine.grammar_matcher import GrammarMatcher
+from quire.engine.grammar_text import grammar_text
 from quire.engine.grammars import Grammars, RowGrammars
 from quire.engine.token_bytes import TokenBytes
 from small_tokenizers import saved
@@ -442,6 +444,44 @@ def test_a_special_token_that_the_grammar_names(make_llm: MakeLLM, spelled: Call
     assert llm.generate("x", params)[0].outputs[0].text == "<|im_start|>"
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"regex": "fox|dog"},
+        {"choice": ["fox", "dog"]},
+        {"grammar": 'start: "fox" | "dog"'},
+        {"json": {"enum": ["fox"]}},
+    ],
+    ids=lambda form: next(iter(form)),
+)
+def test_a_form_behind_reasoning(form: dict[str, Any]) -> None:
+    """The text is free up to the first mark; without the mark before, the form holds at once."""
+    answer = '"fox"' if "json" in form else "fox"
+
+    def fits(text: str, **marks: Any) -> bool:
+        data = list(text.encode())
+        wanted = StructuredOutputs(**form, **marks)
+        matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar_text(wanted))
+        return bool(matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting())
+
+    thought = "The fox </thin dog\n"
+    for text, inside, optional in (
+        (answer, False, True),
+        (f"{thought}</think>\n\n{answer}", True, False),
+        (f"<think>{thought}</think>{answer}", True, True),
+        (f"<think></think> {answer}", True, True),
+        (f"<think>{thought}", False, False),
+        (f"<think>{thought}</think>\n", False, False),
+        (f"<think>{thought}</think>cat", False, False),
+        (f"<think>a</think>{answer}</think>{answer}", False, False),
+    ):
+        assert fits(text, reasoning_end="</think>") == inside
+        assert fits(text, reasoning_end="</think>", reasoning_begin="<think>") == optional
+    given = StructuredOutputs(**form, reasoning_end=3, reasoning_begin="<think>")
+    assert StructuredOutputs(**given.given) == given
+    assert "<[3]>" in grammar_text(given)
+
+
 # -- what goes wrong -------------------------------------------------------------------------------
 
 LONE = "\ud800"
@@ -469,6 +509,10 @@ CIRCULAR["properties"] = CIRCULAR
         ({"choice": [1]}, "choice"),
         ({"json": 5}, "json must be"),
         ({"json": "{"}, "no JSON"),
+        ({"regex": "a", "reasoning_end": ""}, "reasoning_end must be a text of 1 to 256 characters, or the id"),
+        ({"regex": "a", "reasoning_end": -1}, "reasoning_end must be"),
+        ({"regex": "a", "reasoning_end": "b", "reasoning_begin": True}, "reasoning_begin must be"),
+        ({"json_object": True, "reasoning_begin": "b"}, "reasoning_begin needs reasoning_end"),
         ({"json": {"a": {1}}}, "no JSON"),
         ({"json": {"a": float("nan")}}, "no JSON"),
         ({"json": CIRCULAR}, "no JSON"),

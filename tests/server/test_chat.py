@@ -181,15 +181,16 @@ def test_response_format(chat_client: httpx.Client) -> None:
 
 @pytest.fixture(scope="module")
 def capable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A model whose template writes tools, calls and reasoning, and which has a special token
-    <tool_call>.
+    """A model whose template writes tools, calls and reasoning, and which has special tokens
+    <tool_call> and </think>.
     """
     folder = tmp_path_factory.mktemp("models") / "capable"
     shallow_copy(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_text((folder / name).read_text().replace("<|pad|>", "<tool_call>"))
+        text = (folder / name).read_text().replace("<|pad|>", "<tool_call>").replace("<|user|>", "</think>")
+        (folder / name).write_text(text)
     tools = '{% if tools %}{{ tools | tojson }}<tool_call>{"name": ...}</tool_call>{% endif %}'
-    thinking = "{% if thinking %}<think>\n{% endif %}{# </think> #}"
+    thinking = "{% if thinking %}<think>\n{% elif thinking is false %}<think>\n</think>\n{% endif %}"
     (folder / "chat_template.jinja").write_text(tools + TEMPLATE + thinking)
     llm = AsyncLLM(folder, **OPTIONS)
     with serving(llm) as found:
@@ -259,6 +260,8 @@ FORM: dict[str, Any] = {
 }
 TOOL_CALL = 1
 """The token of "<tool_call>", a special one."""
+THINK_END = 2
+"""That of "</think>"."""
 
 
 @pytest.mark.parametrize("calls", [False, True])
@@ -406,14 +409,14 @@ def test_tools_reach_the_template(capable: Served) -> None:
     assert ask(capable.client, history, max_tokens=1)["usage"]["prompt_tokens"] > plain
 
 
-def test_marks_that_are_special_tokens_are_seen(capable: Served) -> None:
+def test_marks_that_are_special_tokens_are_seen(capable: Served, chat_client: httpx.Client) -> None:
     """Where they are looked for, and nowhere else.
 
     The end of the message, which is one too, is never in its text.
     """
     body = {"logit_bias": {"1": 100}, "temperature": 0, "max_tokens": 1}
     assert ask(capable.client, **body, tools=[WEATHER])["choices"][0]["message"]["content"] == "<tool_call>"
-    assert ask(capable.client, **body)["choices"][0]["message"]["content"] == ""
+    assert ask(chat_client, **body)["choices"][0]["message"]["content"] == ""
     body = {"logit_bias": {"0": 100}, "min_tokens": 2, "temperature": 0, "max_tokens": 9, "tools": [WEATHER]}
     (found,) = ask(capable.client, **body)["choices"]
     assert found["finish_reason"] == "stop"
@@ -457,9 +460,32 @@ def test_what_stands_around_an_answer_is_no_part_of_it(
     assert [call["function"]["name"] for call in message.get("tool_calls", ())] == ["weather"] * bool(tools)
 
 
-def test_a_form_leaves_no_place_for_reasoning(capable: Served) -> None:
-    form = {"structured_outputs": {"choice": ["plain"]}, "chat_template_kwargs": {"thinking": True}}
-    assert ask(capable.client, **form)["choices"][0]["message"]["content"] == "plain"
+@pytest.mark.parametrize("thinking", [True, None, False])
+def test_a_form_holds_behind_the_reasoning(capable: Served, thinking: bool | None) -> None:
+    """The prompt opens it, or the model does; where it is switched off, the form holds at once."""
+    tokenizer = capable.llm.tokenizer
+    assert tokenizer is not None
+    bias = {**dict.fromkeys(map(str, tokenizer.encode("<think>")), 40), str(THINK_END): 100}
+    body: dict[str, Any] = {"logit_bias": bias, "temperature": 0, "logprobs": True, "max_tokens": 200}
+    if thinking is not None:
+        body["chat_template_kwargs"] = {"thinking": thinking}
+    forms: list[dict[str, Any]] = [{"structured_outputs": {"choice": ["plain"]}}, {"response_format": FORM}]
+    for form in (*forms, {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}):
+        (found,) = ask(capable.client, **body, **form)["choices"]
+        text = "".join(one["token"] for one in found["logprobs"]["content"])
+        message = found["message"]
+        assert (message["content"] or "").find("think") < 0
+        assert text.count("</think>") == (thinking is not False), text
+        assert text.startswith("<think>" if thinking is None else "")
+        if "tools" in form:
+            assert message["tool_calls"][0]["function"]["name"] == "weather"
+        else:
+            assert message["content"] in ("plain", '{"ok":true}', '{"ok":false}')
+        assert same(streamed(capable.client, **body, **form)[0]["message"], message)
+    # A thought that was cut is no answer.
+    cut = ask(capable.client, **forms[0], max_tokens=5, chat_template_kwargs={"thinking": True})["choices"][0]
+    assert (cut["finish_reason"], cut["message"]["content"]) == ("length", "")
+    assert cut["message"]["reasoning_content"]
 
 
 def test_messages_read_in_pieces() -> None:

@@ -30,7 +30,8 @@ hundred times longer (``slow_masks``)."""
 NO_TOKEN = "no token of the vocabulary continues the text"
 """The reason why a matcher does not go on that is no limit."""
 
-_WHOLE = '%llguidance {"no_forcing": true}\nstart: @text\n'
+_WHOLE = '%llguidance {"no_forcing": true}\n'
+_REST = "/(?s:.*)/"
 _PARSING, _REASON = "regex parse error:", "error: "
 _COSTLY = {
     "regex": ("{",),
@@ -72,7 +73,7 @@ def is_plain(wanted: StructuredOutputs) -> bool:
 
 def grammar_text(wanted: StructuredOutputs) -> str:
     """Return llguidance's grammar; ``InvalidArgument`` for what it would misunderstand."""
-    main = {"name": "main", "lark_grammar": _WHOLE}
+    main = {"name": "main", "lark_grammar": _WHOLE + _main(wanted)}
     return json.dumps({"grammars": [main, {"name": "text", **_body(wanted)}]}, ensure_ascii=False)
 
 
@@ -105,6 +106,27 @@ def given(wanted: StructuredOutputs) -> str:
     """Return what was given, as messages show it."""
     name = field_of(wanted)
     return f"structured_outputs.{name} {getattr(wanted, name)!r:.100}"
+
+
+def mark(given: str | int) -> str:
+    """Return a text, or a special token by its id, in a grammar."""
+    return f"<[{given}]>" if isinstance(given, int) else json.dumps(given, ensure_ascii=False)
+
+
+def up_to(rule: str, end: str | int) -> str:
+    """Return a rule of any text up to the mark ``end`` and with it."""
+    if isinstance(end, int):
+        return f"{rule}: {_REST} {mark(end)}"
+    return f"{rule}[suffix={mark(end)}]: {_REST}"
+
+
+def _main(wanted: StructuredOutputs) -> str:
+    """Return the rules of the whole text: that of the form, perhaps behind reasoning."""
+    end, begin = wanted.reasoning_end, wanted.reasoning_begin
+    if end is None:
+        return "start: @text\n"
+    first = "thought SPACE" if begin is None else f"({mark(begin)} thought SPACE)?"
+    return f"start: {first} @text\n{up_to('thought', end)}\nSPACE: /[ \\t\\r\\n]{{0,8}}/\n"
 
 
 def _body(wanted: StructuredOutputs) -> dict[str, object]:

@@ -263,7 +263,7 @@ def _reading(
     context: Context, tokenizer: Tokenizer, template: str, params: SamplingParams, tools: ToolChoice, prompt: str | None
 ) -> tuple[MessageFormat, SamplingParams]:
     """Return how the answer is read, and parameters for that. They keep special tokens in the text
-    if it is read by such tokens."""
+    if it is read by such tokens. A form holds behind the reasoning."""
     format = _message_format(context, template, params, tools, prompt)
     marks = [] if format.calls is None else [*format.calls.markers, *format.calls.wrappers]
     if format.reasoning is not None:
@@ -274,6 +274,14 @@ def _reading(
     special = tokenizer.token_bytes.special_ids
     if any(tokenizer.token_id(mark) in special for mark in marks):
         params = params.replace(skip_special_tokens=False)
+    if format.reasoning is not None and params.grammar is not None and params.grammar.reasoning_end is None:
+        begin, end = (
+            token if (token := tokenizer.token_id(mark)) in special else mark
+            for mark in (format.reasoning.opener, format.reasoning.closer)
+        )
+        opened = format.reasoning.opened if format.in_reasoning is None else format.in_reasoning
+        form = replace(params.grammar, reasoning_end=end, reasoning_begin=None if opened else begin)
+        params = params.replace(structured_outputs=form)
     return format, params
 
 
@@ -305,8 +313,9 @@ def _message_format(
             "it is not known how this model writes tool calls, so it cannot choose to make them; "
             'tool_choice "required", a named function and "none" work, and the server can be told with --tool-call-parser',
         )
-    # A text of a given form has no place for reasoning.
-    reasoning = None if params.grammar is not None else reasoning_for(template)
+    reasoning = reasoning_for(template)
+    if reasoning is not None and params.grammar is not None and prompt is not None and reasoning.closed_by(prompt):
+        reasoning = None
     return MessageFormat(
         reasoning=reasoning,
         in_reasoning=None if reasoning is None or prompt is None else reasoning.opened_by(prompt),

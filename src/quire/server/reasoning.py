@@ -41,6 +41,11 @@ class ReasoningFormat:
         """Return whether a message after ``prompt``, with special tokens, begins in reasoning."""
         return prompt.rstrip().endswith(self.opener)
 
+    def closed_by(self, prompt: str) -> bool:
+        """Return whether ``prompt`` ends behind the reasoning, so that there is none: thinking is
+        switched off."""
+        return prompt.rstrip().endswith(self.closer)
+
 
 class StreamingReasoning(MessageParser):
     """A parser of one message into reasoning and content, as its text arrives."""
