@@ -114,7 +114,8 @@ def shown(value: object) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
     if isinstance(value, str | int | float | complex | None):
-        return repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
+        text = repr(value[:61] if isinstance(value, str) else value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
     return type(value).__name__
 
 

@@ -6,9 +6,11 @@ What they cost, and that they cost it nobody else.
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,15 +20,33 @@ import httpx
 import pytest
 
 from quire import AsyncLLM
-from quire.server import gate
+from quire.server import (
+    adapter_routes,
+    anthropic_messages,
+    bodies,
+    branch_routes,
+    chat,
+    completions,
+    gate,
+    responses,
+    session_routes,
+    status,
+    tokens,
+    warm_routes,
+)
 from quire.server import serving as serving_module
 from quire.server.events import JsonAnswer, encode_json
-from quire.server.generation import MAX_STOP_CHARACTERS
+from quire.server.generation import MAX_STOP_CHARACTERS, MAX_STOPS
 from quire.server.settings import ServerSettings
 
 from .conftest import Served, pages_free, serving, wait_for
 
 PROMPT = "def fib(n):"
+BODIES = (
+    *(adapter_routes, anthropic_messages, branch_routes, chat, completions, responses, session_routes),
+    *(status, tokens, warm_routes),
+)
+"""Modules of routes with bodies."""
 
 
 @pytest.fixture
@@ -171,6 +191,7 @@ def test_a_reader_that_stands_still_loses_its_place(small: Served) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": "x" * (MAX_STOP_CHARACTERS + 1)}, "stop"),
     ({"stop": ["x" * (MAX_STOP_CHARACTERS // 2), "y" * (MAX_STOP_CHARACTERS // 2 + 1)]}, "stop"),
+    ({"stop": [""] * (MAX_STOPS + 1)}, "stop"),
     ({"stop_token_ids": [1] * 4097}, "stop_token_ids"),
     ({"logit_bias": {str(token): 0 for token in range(4097)}}, "logit_bias"),
     ({"logit_bias": {"1" * 5000: 0}}, "logit_bias"),
@@ -188,9 +209,10 @@ def test_lists_without_use_are_refused(client: httpx.Client, fields: dict[str, A
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"prompt":[' + b"1," * gate.MAX_VALUES + b"1]}",
-        b'{"zz":[' + b"{}," * gate.MAX_CONTAINERS + b"{}]}",
-        b"[" + b"[]," * gate.MAX_CONTAINERS,
+        b'{"prompt":[' + b"1," * bodies.MAX_VALUES + b"1]}",
+        b'{"zz":[' + b"{}," * bodies.MAX_CONTAINERS + b"{}]}",
+        b"[" + b"[]," * bodies.MAX_CONTAINERS,
+        b"{" + b",".join(b'"%d":1' % number for number in range(bodies.MAX_MEMBERS + 1)) + b"}",
     ],
 )
 def test_bodies_of_too_many_values_are_not_read(client: httpx.Client, body: bytes) -> None:
@@ -199,7 +221,90 @@ def test_bodies_of_too_many_values_are_not_read(client: httpx.Client, body: byte
 
 
 def test_texts_may_have_commas_and_brackets() -> None:
-    gate.check_json(json.dumps({"prompt": '"[{,' * gate.MAX_VALUES}).encode())
+    for text in ('"[{,:' * bodies.MAX_VALUES, "\\" * 1_000_001 + '"[{,:' * bodies.MAX_VALUES):
+        bodies.check_json(json.dumps({"prompt": text}).encode())
+
+
+MANY = 9_000
+"""Entries of a list within all limits."""
+WRONG: list[tuple[str, Any, str]] = [
+    ("/v1/completions", {"prompt": "a", "stop_token_ids": ["1"] * MANY}, "stop_token_ids.0"),
+    ("/v1/completions", {"prompt": "a", "guided_choice": [1] * MANY}, "guided_choice.0"),
+    ("/v1/completions", {"prompt": "a", "guided_choice": ["x"] * (bodies.MAX_ITEMS + 1)}, "guided_choice"),
+    ("/v1/completions", {"prompt": ["a"] * (bodies.MAX_ITEMS + 1)}, "prompt"),
+    ("/v1/completions", {"prompt": [{"text": "a"}] * (bodies.MAX_ITEMS + 1)}, "prompt"),
+    ("/v1/chat/completions", {"messages": [1] * MANY}, "messages.0"),
+    ("/v1/chat/completions", {"messages": [{}] * (bodies.MAX_ITEMS + 1)}, "messages"),
+    ("/v1/chat/completions", {"messages": [], "tools": [{}] * MANY}, "tools.0.type"),
+    ("/v1/chat/completions", {"messages": [], "reasoning": dict.fromkeys(map(str, range(MANY)), 1)}, "reasoning"),
+    ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * (bodies.MAX_ITEMS + 1)}, "input"),
+    ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user"}] * (bodies.MAX_ITEMS + 1)}, "messages"),
+    ("/v1/sessions", dict.fromkeys(map(str, range(MANY)), 1), None),
+    ("/v1/sessions", {"labels": dict.fromkeys(map(str, range(MANY)), 1)}, "labels.0"),
+    ("/v1/sessions/generate", {"ids": ["x"], "each": [{}] * MANY}, "each"),
+    ("/v1/sessions/generate", {"ids": ["x"] * MANY}, "ids"),
+    ("/v1/sessions/generate", {"ids": ["x"], "each": [{"seed": "1"}] * MANY}, "each.0.seed"),
+    ("/tokenize", {"messages": ["a"] * MANY}, "messages.0"),
+    ("/detokenize", {"tokens": ["1"] * MANY}, "tokens.0"),
+    ("/detokenize", {"tokens": [1] * MANY}, "tokens"),
+    ("/v1/warm", {"segments": [1] * MANY}, "segments.0"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), WRONG)
+def test_the_first_error_of_a_list_is_told(served: Served, path: str, body: Any, param: str | None) -> None:
+    answer = served.client.post(path, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    counted = re.search(r"and (\d+) more", error["message"])
+    assert counted is None or int(counted[1]) < 10, error["message"]
+
+
+def test_every_list_and_mapping_of_a_body_stops_at_its_first_error(served: Served) -> None:
+    def check(schema: Any, path: str) -> None:
+        if isinstance(schema, list | tuple):
+            for one in schema:
+                check(one, path)
+        elif isinstance(schema, dict):
+            if schema.get("type") in ("list", "dict", "set", "tuple"):
+                assert schema.get("fail_fast"), path
+            if schema.get("type") == "model":
+                assert issubclass(schema["cls"], bodies.BoundedModel), path
+            for name, one in schema.items():
+                if name not in ("metadata", "serialization"):
+                    check(one, f"{path}.{name}")
+
+    routes = [route for module in BODIES for route in module.router.routes if getattr(route, "body_field", None)]
+    assert len(routes) > 15
+    for route in routes:
+        assert isinstance(route, bodies.BodyRoute), route.path
+        kind = route.body_field.field_info.annotation
+        check(kind.__pydantic_core_schema__, f"{route.path}: {kind.__name__}")
+
+
+@pytest.mark.parametrize("size", [bodies.LARGE_BODY - 1, bodies.LARGE_BODY])
+def test_large_bodies_are_read_on_a_worker_thread(served: Served, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    for name in ("check_json", "parsed"):
+        real = getattr(bodies, name)
+
+        def noted(*given: Any, real: Any = real) -> Any:
+            threads.append(threading.current_thread().name)
+            return real(*given)
+
+        monkeypatch.setattr(gate if name == "check_json" else bodies, name, noted)
+    start = b'{"prompt": "a", "max_tokens": 1, "unread": "'
+    body = start + b"x" * (size - len(start) - 2) + b'"}'
+    answer = served.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 200
+    assert [name == "test-server" for name in threads] == [size < bodies.LARGE_BODY] * 2
+
+
+@pytest.mark.parametrize("size", [0, bodies.LENIENT])
+def test_half_a_surrogate_pair_is_taken_in_all_but_the_largest_bodies(client: httpx.Client, size: int) -> None:
+    body = b'{"prompt": "a", "max_tokens": 1, "unread": "\\ud800", "more": "' + b"x" * size + b'"}'
+    answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == (400 if size else 200)
 
 
 def test_unknown_names_are_not_sent_back_in_full(client: httpx.Client) -> None:

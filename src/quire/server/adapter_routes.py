@@ -12,17 +12,18 @@ from pydantic import BaseModel, StrictStr
 
 from quire.errors import AlreadyExists, QuireError
 from quire.models.catalogue import ADAPTER_FILES, bundled_adapters
+from quire.server.bodies import BodyRoute, BoundedModel
 from quire.server.context import Context
 from quire.server.errors import ApiError, api_error, bad_field, hiding
 from quire.server.status import ModelCard, adapter_card
 
-router = APIRouter(tags=["adapters"])
+router = APIRouter(route_class=BodyRoute, tags=["adapters"])
 
 MAX_NAME = 256
 """Most characters of an adapter's name."""
 
 
-class UnloadAdapterRequest(BaseModel):
+class UnloadAdapterRequest(BoundedModel):
     """A LoRA adapter to unload."""
 
     lora_name: StrictStr

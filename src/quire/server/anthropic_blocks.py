@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from quire.server.bodies import check_count
 from quire.server.errors import bad_field
 from quire.server.protocol import Body
 from quire.server.response_items import TEXT_ONLY, ShownAs, checked
@@ -96,6 +97,7 @@ class BlockTurns:
         if not isinstance(given, list) or not given:
             said = f"messages must be a list of at least one message, got {given!r:.60}"
             raise bad_field("messages", said, code="invalid_argument")
+        check_count("messages", given)
         for number, turn in enumerate(given):
             path = f"messages.{number}"
             role = turn.get("role") if isinstance(turn, dict) else None

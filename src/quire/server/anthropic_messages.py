@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
@@ -12,6 +12,7 @@ from starlette.responses import Response
 from quire.server.anthropic_blocks import BlockTurns
 from quire.server.anthropic_body import REFUSED, RENAMED, CountedMessages, MessagesRequest, chat_of
 from quire.server.anthropic_events import MessagesReply
+from quire.server.bodies import BodyRoute, aside
 from quire.server.chat import answer_chat, count_chat
 from quire.server.errors import MESSAGES, REFUSED_VALUES, AnthropicErrorBody, ApiError
 from quire.server.events import STREAMED
@@ -23,7 +24,7 @@ _ERRORS = {
     "4XX": {"model": AnthropicErrorBody, "description": "What was asked for cannot be had."},
     "5XX": {"model": AnthropicErrorBody, "description": "The server stops, or broke."},
 }
-router = APIRouter(prefix=MESSAGES, tags=["Anthropic"], responses=_ERRORS)  # type: ignore[arg-type]
+router = APIRouter(route_class=BodyRoute, prefix=MESSAGES, tags=["Anthropic"], responses=_ERRORS)  # type: ignore[arg-type]
 
 
 class TokenCount(BaseModel):
@@ -35,25 +36,25 @@ class TokenCount(BaseModel):
 @router.post("", responses=STREAMED)
 async def create(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
-    with _chat(body, request) as (turns, chat):
+    async with _chat(body, request) as (turns, chat):
         return await answer_chat(request, chat, lambda *given: MessagesReply(turns, *given))
 
 
 @router.post("/count_tokens")
 async def count_tokens(body: CountedMessages, request: Request) -> TokenCount:
     """Count the tokens of the prompt that a conversation makes."""
-    with _chat(body, request) as (_, chat):
+    async with _chat(body, request) as (_, chat):
         return TokenCount(input_tokens=await count_chat(request, chat))
 
 
-@contextmanager
-def _chat(body: CountedMessages, request: Request) -> Iterator[tuple[BlockTurns, ChatRequest]]:
+@asynccontextmanager
+async def _chat(body: CountedMessages, request: Request) -> AsyncIterator[tuple[BlockTurns, ChatRequest]]:
     """Yield the chat that a body becomes, and let errors of it name the fields of the body."""
     refuse_fields(body, REFUSED)
     refuse_fields(body, UNLISTED)
-    turns = BlockTurns(body.system, body.messages)
+    turns = await aside(request, lambda: BlockTurns(body.system, body.messages))
     turns.places |= RENAMED
-    chat = chat_of(request.app.state.context, body, turns)
+    chat = await aside(request, lambda: chat_of(request.app.state.context, body, turns))
     try:
         yield turns, chat
     except ApiError as error:

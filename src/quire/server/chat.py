@@ -21,6 +21,7 @@ from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.segments import Segment
 from quire.server.blend_fields import EncodedPrompt, blend_of
+from quire.server.bodies import BodyRoute, aside
 from quire.server.cache_marks import MarkedHints, Messages, pin_all, without_marks
 from quire.server.context import Context
 from quire.server.conversations import Conversation
@@ -47,7 +48,7 @@ from quire.server.session_streams import ClientSessionStream
 from quire.server.tool_choice import ToolChoice, calls_or_answer_form
 from quire.server.tools import forced_format, parser_for
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 OWN_VARIABLES = (
     "messages",
@@ -81,9 +82,10 @@ async def answer_chat(
     hints, blend = read_hints(context, request.state.owner, body), blend_of(context, body)
     body, prefetching = for_prefetch(body, hints)
     given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
-    messages, listed, marks = without_marks(body.messages, given)
+    asked = body.messages
+    messages, listed, marks = await aside(request, lambda: without_marks(asked, given))
     try:
-        bare, _ = without_segments(messages)
+        bare, _ = await aside(request, lambda: without_segments(messages))
     except InvalidArgument as error:
         raise ApiError(400, str(error), param=error.field, code="invalid_argument") from None
     body = body.model_copy(update={"messages": bare})
@@ -158,7 +160,7 @@ async def count_chat(request: Request, body: ChatRequest) -> int:
     context.adapter_of(body.model)
     tokenizer = _tokenizer(context)
     given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
-    messages, listed, _ = without_marks(body.messages, given)
+    messages, listed, _ = await aside(request, lambda: without_marks(body.messages, given))
     tools = ToolChoice.of(body, listed)
     _params(context, body, tools)
     with naming({}, "messages"):

@@ -12,6 +12,7 @@ from quire.async_llm import SampleDelta
 from quire.sampling_params import SamplingParams
 from quire.segments import Segment
 from quire.server.blend_fields import EncodedPrompt, Part, blend_of, contents
+from quire.server.bodies import BodyRoute, aside, check_count
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
 from quire.server.events import STREAMED
@@ -30,7 +31,7 @@ from quire.server.protocol import CompletionRequest, refuse_unsupported
 from quire.server.replies import Reply, answer, answer_in_session, head_of, prefetch
 from quire.server.session_streams import ClientSessionStream
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     given, fields = asked_by(context, body)
     params = _params(context, body, given, fields)
     if body.session_id is not None:
-        prompt = _session_prompt(body)
+        prompt = await aside(request, lambda: _session_prompt(body))
         with naming(fields, "session_id"):
             source = ClientSessionStream(
                 context,
@@ -62,7 +63,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
             reply.hints = hints
             return await answer_in_session(request, reply, source)
     adapter = context.adapter_of(body.model)
-    prompts = _prompts(body.prompt)
+    prompts = await aside(request, lambda: _prompts(body.prompt))
     check_number(context, len(prompts), params.n)
     found = await _encoded(context, request, prompts, fields)
     ids = [one.ids for one in found]
@@ -92,6 +93,8 @@ def _prompts(prompt: Any) -> list[Sequence[Part]]:
     one."""
     if prompt is None:
         raise bad_field("prompt", "prompt is missing: text, token ids, or a list of either is needed")
+    if isinstance(prompt, list) and prompt and type(prompt[0]) is not int:
+        check_count("prompt", prompt)
     if isinstance(prompt, list) and any(isinstance(part, dict) for part in prompt):
         return [[_part(part, f"prompt.{number}") for number, part in enumerate(prompt)]]
     listed = [prompt] if _is_one(prompt) else prompt

@@ -27,17 +27,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.callers import Caller, caller
 from quire.server import logs
+from quire.server.bodies import LARGE_BODY, check_json
 from quire.server.errors import ApiError, api_error, busy, error_response
 from quire.server.key_portions import KeyPortions
 from quire.server.settings import ServerSettings
 from quire.server.sites import Sites, header_values
 
-MAX_DEPTH = 64
-"""Most levels of arrays and objects in a JSON body."""
-MAX_CONTAINERS = 100_000
-"""Most arrays and objects in a JSON body. No other request is answered while they are parsed."""
-MAX_VALUES = 1_000_000
-"""Most values in a JSON body: enough for the tokens of the longest contexts."""
 PATIENCE = 30.0
 """Seconds by which the sender of a body may be late, and so for which it may send nothing."""
 SLOWEST = 16_384
@@ -46,8 +41,6 @@ READER_SECONDS = 60.0
 """Seconds for which a client may read nothing of an answer."""
 MAX_TRACE_STATE = 4096
 """Most bytes of a header about traces; no tool needs more than 512."""
-LARGE_BODY = 65_536
-"""Bytes from which a body is checked on a worker thread. Below, it takes under a millisecond."""
 BODIES = 32
 """Most bodies of the largest size (``max_body_bytes``) in memory at a time."""
 BODIES_PER_KEY = 8
@@ -67,9 +60,6 @@ UPLOADS = frozenset({"/v1/sessions/state"})
 """Paths with files as bodies, which are read as they come and have their own limit."""
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?'
-_STRINGS = re.compile(_STRING, re.DOTALL)
-_NESTING = re.compile(_STRING + rb"|[\[\]{}]", re.DOTALL)
 
 
 class Gate:
@@ -335,41 +325,6 @@ def check_framing(scope: Scope) -> None:
             code="invalid_framing",
             headers={"Connection": "close"},
         )
-
-
-def check_json(body: bytes) -> None:
-    """Raise ``ApiError`` 400 for a body that is not UTF-8, or too deep or too large for a
-    parser, JSON or not."""
-    if b"\0" in body:
-        # UTF-8 JSON has no such byte; in UTF-16 and UTF-32 every bracket has one.
-        raise ApiError(400, "the body must be JSON in UTF-8, and holds a zero byte", code="invalid_json")
-    try:
-        body.decode()
-    except UnicodeDecodeError as error:
-        message = f"the body is not UTF-8: byte 0x{body[error.start]:02x} at index {error.start}"
-        raise ApiError(400, message, code="invalid_json") from None
-    containers = body.count(b"[") + body.count(b"{")
-    if containers <= MAX_DEPTH and body.count(b",") < MAX_VALUES:
-        return
-    if _holds_too_much(body) and _holds_too_much(_STRINGS.sub(b"", body)):
-        message = f"the body holds more than {MAX_VALUES} values, or {MAX_CONTAINERS} arrays and objects"
-        raise ApiError(400, message, code="invalid_json")
-    depth = 0
-    for match in _NESTING.finditer(body):
-        mark = match[0]
-        if mark in (b"[", b"{"):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ApiError(
-                    400, f"the body nests more than {MAX_DEPTH} arrays and objects in each other", code="invalid_json"
-                )
-        elif mark in (b"]", b"}"):
-            depth -= 1
-
-
-def _holds_too_much(text: bytes) -> bool:
-    containers = text.count(b"[") + text.count(b"{")
-    return containers > MAX_CONTAINERS or containers + text.count(b",") >= MAX_VALUES
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

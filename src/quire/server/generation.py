@@ -33,6 +33,8 @@ from quire.server.protocol import GenerationBody, ResponseFormat
 MAX_LOGPROBS = 20
 """Most log-probabilities beside each token's own, as in OpenAI's chats and in vLLM."""
 
+MAX_STOPS = 1_000
+"""Most stop strings of a request."""
 MAX_STOP_CHARACTERS = 10_000
 """Most characters of all stop strings of a request."""
 MAX_DIGITS = 20
@@ -60,6 +62,8 @@ def check_lists(context: Context, given: Mapping[str, Any]) -> None:
     stop = given.get("stop")
     if isinstance(stop, str):
         stop = [stop]
+    if isinstance(stop, list) and len(stop) > MAX_STOPS:
+        raise bad_field("stop", f"stop has {len(stop)} strings; at most {MAX_STOPS} are looked for")
     characters = sum(len(text) for text in stop if isinstance(text, str)) if isinstance(stop, list) else 0
     if characters > MAX_STOP_CHARACTERS:
         raise bad_field("stop", f"stop has {characters} characters; at most {MAX_STOP_CHARACTERS} are looked for")

@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema, create_model
+from pydantic import ConfigDict, Field, TypeAdapter, WithJsonSchema, create_model
 
 from quire.sampling_fields import Surface, declarations_on
 from quire.sampling_params import SamplingParams
 from quire.segments import BlendParams
+from quire.server.bodies import BoundedModel
 from quire.server.errors import bad_field
 from quire.server.foreign_fields import Table, asks_nothing, refused_in, rename
 
@@ -70,7 +71,7 @@ ToolChoice = Annotated[
 ]
 
 
-class Body(BaseModel):
+class Body(BoundedModel):
     """A body that keeps unknown fields for ``refuse_unsupported``."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())

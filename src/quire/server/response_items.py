@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from pydantic import GetJsonSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema
 
+from quire.server.bodies import check_count
 from quire.server.errors import bad_field, validation_error
 from quire.server.protocol import Body
 
@@ -137,6 +138,7 @@ def read_items(given: Any) -> Iterator[Item]:
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list):
         raise bad_field("input", f"input must be a text or a list of items, got {given!r:.60}", code="invalid_argument")
+    check_count("input", given)
     for number, one in enumerate(given):
         path = f"input.{number}"
         default = "item_reference" if isinstance(one, dict) and "id" in one and "role" not in one else "message"

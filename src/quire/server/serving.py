@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import ipaddress
 import logging
 import os
@@ -71,6 +72,9 @@ def serve(llm: AsyncLLM, settings: ServerSettings | None = None) -> None:
                 logs.event("warning", text=text)
             if not settings.api_key and (text := exposure(sockets)):
                 logs.event("warning", level=logging.WARNING, text=text)
+            # What is there now stays; a collection during a large body need not look at it.
+            gc.collect()
+            gc.freeze()
             server = Server(app, announce=True)
             server.run(sockets)
     finally:

@@ -87,12 +87,10 @@ class SessionBatch(SessionReply):
 
     streams: Sequence[MemberStream]
 
-    def __init__(self, request: Request, context: Context, body: GenerateManyBody) -> None:
-        """Raise ``ApiError`` 400 for bad parameters, repeated ids, and too many ids."""
-        limit = context.settings.max_sessions
-        if len(body.ids) > limit:
-            raise bad_field("ids", f"ids: {len(body.ids)} sessions; this server holds {limit} at most")
-        params = body.all_params(context.llm.default_params)
+    def __init__(
+        self, request: Request, context: Context, body: GenerateManyBody, params: Sequence[SamplingParams]
+    ) -> None:
+        """Take the parameters of each session. Raise ``ApiError`` 400 for repeated ids."""
         if len(set(body.ids)) < len(body.ids):
             twice = Counter(body.ids).most_common(1)[0][0]
             raise bad_field("ids", f"ids: {twice[:60]!r} is given twice; a session goes on in one way at a time")

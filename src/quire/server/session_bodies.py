@@ -190,13 +190,16 @@ class GenerateManyBody(ContinueBody):
     each: list[SamplingBody] | None = None
     """Changes of parameters for each, in the order of ``ids``: ``[{"seed": 1}, {"seed": 2}]``."""
 
+    def check_each(self) -> None:
+        """Raise ``ApiError`` 400 unless ``each`` has one entry for each session."""
+        if self.each is not None and len(self.each) != len(self.ids):
+            raise bad_field("each", f"each has {len(self.each)} entries for {len(self.ids)} ids; give one for each")
+
     def all_params(self, defaults: SamplingParams) -> list[SamplingParams]:
         """Return the parameters of each session. Raise ``ApiError`` 400 with the field's name."""
         common = self.params(defaults)
         if self.each is None:
             return [common] * len(self.ids)
-        if len(self.each) != len(self.ids):
-            raise bad_field("each", f"each has {len(self.each)} entries for {len(self.ids)} ids; give one for each")
         found = []
         for number, one in enumerate(self.each):
             try:

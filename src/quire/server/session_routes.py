@@ -21,6 +21,7 @@ from quire.engine.session_labels import checked_labels, checked_name
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, Unsupported
 from quire.sampling_params import SamplingParams
 from quire.server.blend_fields import read_blend
+from quire.server.bodies import BodyRoute, aside
 from quire.server.branch_routes import commit_object, known_query
 from quire.server.cache_marks import pin_all, without_marks
 from quire.server.context import Context
@@ -50,7 +51,7 @@ from quire.server.session_files import receive_session, require_file, saved_sess
 from quire.server.session_streams import ClientSessionStream
 from quire.server.sessions import HeldSession
 
-router = APIRouter(prefix="/v1/sessions", tags=["sessions"], dependencies=[Depends(known_query)])
+router = APIRouter(route_class=BodyRoute, prefix="/v1/sessions", tags=["sessions"], dependencies=[Depends(known_query)])
 
 SHARES = (0.0, 0.25, 0.5, 0.75)
 """Shares of a session at which the cost of a rewind is told by default, besides its last token."""
@@ -195,9 +196,8 @@ async def upload(
 async def generate_many(body: GenerateManyBody, request: Request) -> Response:
     """Continue several sessions in one batch, each as by itself. Their new tokens stay in them."""
     context = _context(request)
-    for one in (body, *(body.each or ())):
-        check_lists(context, one.sampling()[0])
-    batch = SessionBatch(request, context, body)
+    params = await aside(request, lambda: _params_of_all(context, body))
+    batch = SessionBatch(request, context, body, params)
     try:
         await unless_gone(request, batch.check())
         if body.stream:
@@ -206,6 +206,18 @@ async def generate_many(body: GenerateManyBody, request: Request) -> Response:
     except BaseException:
         await asyncio.shield(batch.aclose())
         raise
+
+
+def _params_of_all(context: Context, body: GenerateManyBody) -> list[SamplingParams]:
+    """Return the parameters of each session. Raise ``ApiError`` 400 for bad ones, and for too many
+    sessions."""
+    limit = context.settings.max_sessions
+    if len(body.ids) > limit:
+        raise bad_field("ids", f"ids: {len(body.ids)} sessions; this server holds {limit} at most")
+    body.check_each()
+    for one in (body, *(body.each or ())):
+        check_lists(context, one.sampling()[0])
+    return body.all_params(context.llm.default_params)
 
 
 @router.post("/checkout")

@@ -25,11 +25,12 @@ from quire.engine.named_adapters import AdapterInfo
 from quire.errors import QuireError
 from quire.executor import counters
 from quire.metrics import MetricFamily, Sample
+from quire.server.bodies import BodyRoute, BoundedModel
 from quire.server.context import Context, public_name
 from quire.server.errors import REFUSED_VALUES, ApiError, bad_field
 from quire.server.vllm_names import vllm_families
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -75,7 +76,7 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class EmbeddingRequest(BaseModel):
+class EmbeddingRequest(BoundedModel):
     """OpenAI's ``usage`` object."""
 
     model: str | None = None

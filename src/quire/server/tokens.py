@@ -12,14 +12,15 @@ from quire.engine.chat_prompts import encode_chat
 from quire.engine.long_texts import TextLimit
 from quire.engine.spelled_tokens import SpelledTokens
 from quire.engine.tokenizer import Tokenizer
+from quire.server.bodies import BodyRoute, BoundedModel
 from quire.server.context import Context
 from quire.server.errors import bad_field
 from quire.server.generation import in_texts
 
-router = APIRouter(tags=["tokens"])
+router = APIRouter(route_class=BodyRoute, tags=["tokens"])
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(BoundedModel):
     """Either ``prompt`` or ``messages``."""
 
     model: StrictStr | None = None
@@ -50,7 +51,7 @@ class TokenizeResponse(BaseModel):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(BoundedModel):
     """Token ids."""
 
     model: StrictStr | None = None
@@ -102,15 +103,21 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeRes
     context: Context = request.app.state.context
     context.adapter_of(body.model)
     tokenizer = _tokenizer(context)
-    for index, token in enumerate(body.tokens):
-        if token >= tokenizer.vocab_size:
-            raise bad_field(
-                f"tokens.{index}",
-                f"tokens[{index}] is {token}; ids must be in [0, {tokenizer.vocab_size})",
-                code="invalid_argument",
-            )
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, body.skip_special_tokens)
-    return DetokenizeResponse(prompt=text)
+    most = context.llm.engine.max_model_len
+    if len(body.tokens) > most:
+        raise bad_field("tokens", f"tokens has {len(body.tokens)} ids; the model's context holds {most}")
+
+    def decode() -> str:
+        for index, token in enumerate(body.tokens):
+            if token >= tokenizer.vocab_size:
+                raise bad_field(
+                    f"tokens.{index}",
+                    f"tokens[{index}] is {token}; ids must be in [0, {tokenizer.vocab_size})",
+                    code="invalid_argument",
+                )
+        return tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+
+    return DetokenizeResponse(prompt=await asyncio.to_thread(decode))
 
 
 def _tokenizer(context: Context) -> Tokenizer:

@@ -8,13 +8,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from quire.server.bodies import BodyRoute
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
 from quire.server.events import JsonAnswer, unless_gone
 from quire.server.generation import encode, in_texts
 from quire.server.session_bodies import Prompt, StrictBody
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 class WarmBody(StrictBody):
