@@ -79,7 +79,9 @@ def test_requests_of_other_keys_are_not_shown(llm: AsyncLLM) -> None:
             mine = ended(found.client, since)
             assert [one["kind"] for one in mine] == ["request", "run", "turn"]
             assert all(one["own"] and "id" in one for one in mine)
-            with httpx.Client(base_url=found.url, headers={"authorization": f"Bearer {second}"}, trust_env=False) as other:
+            with httpx.Client(
+                base_url=found.url, headers={"authorization": f"Bearer {second}"}, trust_env=False
+            ) as other:
                 document = other.get("/v1/state/timeline", params={"since": since}).json()
                 complete(other, "another")
                 theirs = other.get("/v1/state/timeline", params={"since": since}).json()

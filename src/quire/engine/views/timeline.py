@@ -324,20 +324,21 @@ class Timeline:
 
     def _shares(self, mark: StepMark) -> dict[str, StepShare]:
         """Return what API keys had of a step that is over."""
-        found: dict[str, list[int]] = {}
+        tokens_of, decodes, generated = Counter[str](), Counter[str](), Counter[str]()
         for lane, tokens, is_decode in mark.owned:
             made = lane.numbers["output_tokens"] if lane.request is None else len(lane.request.output_ids)
-            share = found.setdefault(lane.owner, [0, 0, 0])
-            share[0], share[1], share[2] = share[0] + tokens, share[1] + is_decode, share[2] + made - lane.generated
+            tokens_of[lane.owner] += tokens
+            decodes[lane.owner] += is_decode
+            generated[lane.owner] += made - lane.generated
             lane.generated = made
         running = Counter(work.owner for work in self._queues.running)
         waiting = Counter(work.owner for work in self._queues.waiting)
-        shares = {
-            owner: StepShare(*share, running[owner], waiting[owner], self.preempted[owner] - self._told[owner])
-            for owner, share in found.items()
-        }
-        for owner in shares:
-            self._told[owner] = self.preempted[owner]
+        shares = {}
+        for owner, tokens in tokens_of.items():
+            preempted, self._told[owner] = self.preempted[owner] - self._told[owner], self.preempted[owner]
+            shares[owner] = StepShare(
+                tokens, decodes[owner], generated[owner], running[owner], waiting[owner], preempted
+            )
         return shares
 
     def ended(self, request: SequenceRequest) -> None:

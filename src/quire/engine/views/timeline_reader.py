@@ -124,7 +124,11 @@ def _columns(steps: Sequence[StepRecord]) -> dict[str, list[Any]]:
     """Return the numbers of steps as a list for each of their fields, without the others."""
     times = ("start", "schedule_seconds", "model_seconds", "seconds")
     rows = list(zip(*steps, strict=True)) if steps else [()] * len(StepRecord._fields)
-    found = {name: list(row) for name, row in zip(StepRecord._fields, rows, strict=True) if name not in ("prefills", "shares")}
+    found = {
+        name: list(row)
+        for name, row in zip(StepRecord._fields, rows, strict=True)
+        if name not in ("prefills", "shares")
+    }
     return found | {name: [round(value, DIGITS) for value in found[name]] for name in times}
 
 
