@@ -96,10 +96,10 @@ MUTANTS = (
     ),
     Mutant(
         name="a-key-overtakes-others",
-        file="server/hint_fields.py",
-        old="if body.priority < 0 and len(set(context.settings.api_key)) > 1:",
-        new="if False:",
-        tests=("server/test_hint_fields.py::test_a_key_does_not_overtake_others",),
+        file="engine/request_queues.py",
+        old="(one.priority == BACKGROUND, time, load,",
+        new="(one.priority, time, load,",
+        tests=("engine/test_key_shares.py::test_priorities_order_the_requests_of_a_key_only",),
     ),
     Mutant(
         name="templates-see-marks",

@@ -220,3 +220,58 @@ def test_adapters_of_the_start() -> None:
             assert names(served.client) == ["tiny-python", "docs"]
     finally:
         asyncio.run(llm.close())
+
+
+def test_adapters_belong_to_their_keys(llm: AsyncLLM, folder: Path) -> None:
+    """Another key neither sees, uses, replaces nor unloads them, and has the same names to give."""
+    asyncio.run(llm.load_adapter("all", NAME))
+    settings = ServerSettings(api_key=("one", "two"), adapter_dir=(folder,), max_adapters_per_key=2)
+    try:
+        with serving(llm, settings, authorization="Bearer one") as served:
+            one = served.client
+            two = httpx.Client(
+                base_url=served.url, timeout=60, trust_env=False, headers={"authorization": "Bearer two"}
+            )
+            complete = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+            texts = {
+                name: one.post("/v1/completions", json={**complete, "model": name}).json()["choices"][0]["text"]
+                for name in ("tiny-python", "all")
+            }
+            with two:
+                assert load(one, "good", "secret-name").status_code == 200
+                assert names(one) == ["tiny-python", "all", "secret-name"]
+                assert names(two) == ["tiny-python", "all"]
+                for method, path, body in (
+                    ("POST", "/v1/completions", {**complete, "model": "secret-name"}),
+                    ("GET", "/v1/models/secret-name", None),
+                    ("POST", "/v1/unload_lora_adapter", {"lora_name": "secret-name"}),
+                    ("POST", "/v1/sessions", {"prompt": PROMPT, "model": "secret-name"}),
+                ):
+                    answer = two.request(method, path, json=body)
+                    assert (answer.status_code, answer.text.count("secret-name")) == (404, 1), "what was asked for"
+                session = two.post("/v1/sessions", json={"prompt": PROMPT}).json()["id"]
+                answer = two.post(f"/v1/sessions/{session}/adapter", json={"name": "secret-name"})
+                assert (answer.status_code, answer.text.count("secret-name")) == (404, 1)
+                # The same name stands for another adapter of another key.
+                assert load(two, NAME, "secret-name").status_code == 200
+                assert (
+                    two.post("/v1/completions", json={**complete, "model": "secret-name"}).json()["choices"][0]["text"]
+                    == texts["all"]
+                )
+                assert two.post(f"/v1/sessions/{session}/adapter", json={"name": "secret-name"}).status_code == 200
+                assert two.get(f"/v1/sessions/{session}").json()["adapter"] == "secret-name"
+                assert two.delete(f"/v1/sessions/{session}").status_code == 200
+                # What is for all, no key replaces or unloads.
+                assert load(two, "good", "all").json()["error"]["code"] == "already_exists"
+                refused = unload(two, "all")
+                assert (refused.status_code, refused.json()["error"]["code"]) == (409, "failed_precondition")
+                # A key has so many, whatever another has.
+                assert load(two, "good", "more").status_code == 200
+                refused = load(two, "good", "too many")
+                assert (refused.status_code, refused.json()["error"]["code"]) == (429, "adapter_limit")
+                assert load(one, "good", "more").status_code == 200
+                for client in (one, two):
+                    assert [unload(client, name).status_code for name in ("secret-name", "more")] == [200, 200]
+                    assert names(client) == ["tiny-python", "all"]
+    finally:
+        asyncio.run(llm.unload_adapter("all"))

@@ -67,10 +67,11 @@ def test_a_bad_since_is_refused_by_name(llm: AsyncLLM) -> None:
             assert answer.json()["error"]["param"] == "since"
 
 
-def test_requests_of_other_keys_have_times_only(llm: AsyncLLM) -> None:
+def test_requests_of_other_keys_are_not_shown(llm: AsyncLLM) -> None:
     for shared in (False, True):
-        settings = ServerSettings(api_key=("first", "second"), share_prefix_cache=shared)
-        with serving(llm, settings, authorization="Bearer first") as found:
+        first, second = f"first-{shared}", f"second-{shared}"
+        settings = ServerSettings(api_key=(first, second), share_prefix_cache=shared)
+        with serving(llm, settings, authorization=f"Bearer {first}") as found:
             since = found.client.get("/v1/state/timeline").json()["step"]
             complete(found.client)
             name = found.client.post("/v1/sessions", json={"prompt": TEXT}).raise_for_status().json()["id"]
@@ -78,16 +79,28 @@ def test_requests_of_other_keys_have_times_only(llm: AsyncLLM) -> None:
             mine = ended(found.client, since)
             assert [one["kind"] for one in mine] == ["request", "run", "turn"]
             assert all(one["own"] and "id" in one for one in mine)
-            with httpx.Client(base_url=found.url, headers={"authorization": "Bearer second"}, trust_env=False) as other:
+            with httpx.Client(
+                base_url=found.url, headers={"authorization": f"Bearer {second}"}, trust_env=False
+            ) as other:
                 document = other.get("/v1/state/timeline", params={"since": since}).json()
-                theirs = document["requests"]
                 complete(other, "another")
-                assert [one["own"] for one in ended(other, since)] == [False, False, False, True]
+                theirs = other.get("/v1/state/timeline", params={"since": since}).json()
             assert found.client.get("/v1/state/timeline", headers={"authorization": "Bearer wrong"}).status_code == 401
-        assert [one["number"] for one in theirs] == [one["number"] for one in mine]
-        kept = {"number", "own", "kind", "phase", "arrival", "phases", "finished"}
-        assert {frozenset(one) for one in theirs} == {frozenset(kept)}
-        assert document["prefills"] == []
+        nothing = {"requests", "prefills", "running", "waiting", "preemptions"}
+        assert not any(document[name] for name in nothing)
+        assert not any(document["steps"].values())
+        assert {one["count"] for one in document["latencies"].values()} == {0}
+        assert {value for name, value in document["rates"].items() if name != "seconds"} == {0.0}
+        # Of its own request it sees all: the number among its own, tokens, and steps.
+        (lane,) = theirs["requests"]
+        ran, steps = lane["prompt_tokens"] - lane["cached_tokens"], theirs["steps"]
+        assert lane["number"] == 1
+        assert sum(steps["tokens"]) == ran + lane["output_tokens"] - 1
+        assert sum(steps["generated"]) == lane["output_tokens"]
+        assert sum(steps["decodes"]) == lane["output_tokens"] - 1
+        assert [chunk[1:] for chunk in theirs["prefills"]] == [[lane["number"], lane["cached_tokens"], ran]]
+        assert {one["count"] for one in theirs["latencies"].values()} == {1}
+        assert theirs["step"] > document["step"] >= steps["number"][0] - 1
 
 
 def test_it_does_not_wait_for_a_step(llm: AsyncLLM) -> None:

@@ -115,6 +115,10 @@ class AdapterNames(Protocol):
         """Return the id of the adapter with a name; ``NotFound`` if none is loaded under it."""
         ...
 
+    def owner_of(self, adapter: int) -> str:
+        """Return the digest of the API key whose name for it that is, "" if it is for all."""
+        ...
+
 
 class Fingerprints:
     """Fingerprints as names; both callables are those of the runner's adapters."""
@@ -126,6 +130,10 @@ class Fingerprints:
     def name_of(self, adapter: int) -> str | None:
         """See ``AdapterNames``."""
         return self._fingerprint_of(adapter)
+
+    def owner_of(self, adapter: int) -> str:
+        """See ``AdapterNames``."""
+        return ""
 
     def id_of(self, name: str) -> int:
         """See ``AdapterNames``."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from fastapi import APIRouter, Request
@@ -52,13 +53,38 @@ async def load_adapter(request: Request, body: LoadAdapterRequest) -> ModelCard:
     if name == context.model_name:
         raise api_error(AlreadyExists(f"{name!r} is the name of the base model; take another"), param="lora_name")
     path = await asyncio.to_thread(allowed_path, body.lora_path, context.settings.adapter_dir)
-    try:
-        with hiding(path, body.lora_path):
-            info = await context.llm.load_adapter(name, path)
-    except AlreadyExists as error:
-        raise api_error(error, param="lora_name") from error
-    context.adapters.add(name)
+    with await _place(context, request.state.owner):
+        try:
+            with hiding(path, body.lora_path):
+                info = await context.llm.load_adapter(name, path)
+        except AlreadyExists as error:
+            raise api_error(error, param="lora_name") from error
+        context.adapters.setdefault(info.owner, set()).add(name)
     return adapter_card(context, info)
+
+
+async def _place(context: Context, owner: str) -> AbstractContextManager[None]:
+    """Return a place for one more adapter of a key while it is loaded. Raise ``ApiError`` 429 if it
+    has as many as it may have. Those of the start count for no key."""
+    most = context.settings.max_adapters_per_key
+    start = set() if owner else set(context.llm.config.adapters or ())
+    loaded = [info for info in (await context.refresh_adapters()).values() if info.owner == owner]
+    own = len({info.name for info in loaded} - start) + context.loading[owner]
+    if own >= most:
+        message = (
+            f"{own} adapters are loaded{' with this key' if owner else ''}, and at most {most} may be; unload one first"
+        )
+        raise ApiError(429, message, param="lora_name", code="adapter_limit")
+    context.loading[owner] += 1
+
+    @contextmanager
+    def place() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            context.loading[owner] -= 1
+
+    return place()
 
 
 @router.post("/v1/unload_lora_adapter")
@@ -69,7 +95,7 @@ async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> Unload
         await context.llm.unload_adapter(body.lora_name)
     except QuireError as error:
         raise api_error(error, param="lora_name") from error
-    context.adapters.discard(body.lora_name)
+    context.adapters.get(request.state.owner, set()).discard(body.lora_name)
     return Unloaded(id=body.lora_name)
 
 

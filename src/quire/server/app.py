@@ -56,7 +56,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         reruns=Reruns(llm, settings),
         responses=Responses(settings, llm.kept, owners),
         started=time.time(),
-        adapters=set(llm.config.adapters or ()),
+        adapters={"": set(llm.config.adapters or ())},
     )
 
     if llm.kept is not None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.async_llm import AsyncLLM
 from quire.branches.adapter_keys import OwnedSalt
+from quire.callers import caller
+from quire.engine.named_adapters import AdapterInfo
 from quire.server.errors import ApiError
 from quire.server.gate import Gate
 from quire.server.settings import ServerSettings
@@ -43,9 +47,12 @@ class Context:
     """The threads that render and tokenise texts."""
     started: float = field(default=0.0)
     """Start of the server in Unix time."""
-    adapters: set[str] = field(default_factory=set)
-    """Names of the loaded adapters at the last look at the engine: at the start, at every load or
-    unload over HTTP, and at every listing. Requests need not wait for the engine to find a name."""
+    adapters: dict[str, set[str]] = field(default_factory=dict)
+    """Names of the loaded adapters by the API key that they belong to ("" those of the server), at
+    the last look at the engine: at the start, at every load or unload over HTTP, and at every
+    listing by that key. Requests need not wait for the engine to find a name."""
+    loading: Counter[str] = field(default_factory=Counter)
+    """Adapters that are being loaded over HTTP, by API key."""
 
     @property
     def longest(self) -> int:
@@ -54,9 +61,17 @@ class Context:
         length = self.llm.engine.max_model_len
         return length if capacity is None else min(length, capacity)
 
-    async def refresh_adapters(self) -> None:
-        """Read the names of the loaded adapters from the engine."""
-        self.adapters = set(await self.llm.adapters())
+    async def refresh_adapters(self) -> Mapping[str, AdapterInfo]:
+        """Read the adapters that the caller may use from the engine; return them by their names."""
+        loaded = await self.llm.adapters()
+        for owner in {"", caller.get().owner}:
+            self.adapters[owner] = {info.name for info in loaded.values() if info.owner == owner}
+        return loaded
+
+    @property
+    def adapter_names(self) -> set[str]:
+        """Return the names of the adapters that the caller may use."""
+        return self.adapters.get("", set()) | self.adapters.get(caller.get().owner, set())
 
     def salt(self, owner: str, given: str | None) -> str | None:
         """Return the salt of a request's prefixes, out of its owner and its own ``cache_salt``. No
@@ -70,9 +85,10 @@ class Context:
         Raise ``ApiError`` 404 with the code "model_not_found" for another name."""
         if model is None or model == self.model_name:
             return None
-        if model in self.adapters:
+        names = self.adapter_names
+        if model in names:
             return model
-        known = ", ".join(map(repr, [self.model_name, *sorted(self.adapters)]))
+        known = ", ".join(map(repr, [self.model_name, *sorted(names)]))
         raise ApiError(
             404, f"there is no model {model[:200]!r}; this server has {known}", param="model", code="model_not_found"
         )

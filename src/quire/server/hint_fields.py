@@ -28,7 +28,6 @@ MOST_PINS = 16
 """Pins of one request; each may cost a step of its own."""
 LIFETIMES = {"5m": 300.0, "1h": 3600.0}
 """Seconds of the lifetimes that a mark may have."""
-SEVERAL_KEYS = "a request may not overtake those of other API keys; give 0 or more"
 
 B = TypeVar("B", bound=HintedBody)
 Answers: TypeAlias = list[dict[str, Any]]
@@ -125,12 +124,9 @@ def read_hints(context: Context, owner: str, body: HintedBody) -> HintFields:
     if body.priority is not None:
         if abs(body.priority) > MOST_PRIORITY:
             raise bad_field("priority", f"priority must be in [-{MOST_PRIORITY}, {MOST_PRIORITY}], got {body.priority}")
-        if body.priority < 0 and len(set(context.settings.api_key)) > 1:
-            found.refuse("priority", "priority", SEVERAL_KEYS)
-        else:
-            found.priority = body.priority
-            if not body.priority:
-                found.answered.append(answer_to("priority", "priority"))
+        found.priority = body.priority
+        if not body.priority:
+            found.answered.append(answer_to("priority", "priority"))
     if body.cache_control is not None:
         found.pin("cache_control", None, lifetime(body.cache_control, "cache_control"))
     envelope = body.kv_hints

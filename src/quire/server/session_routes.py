@@ -450,7 +450,7 @@ async def use_adapter(session_id: str, body: AdapterBody, request: Request) -> R
         try:
             adapter = context.adapter_of(body.name)
         except ApiError as error:
-            known = ", ".join(map(repr, sorted(context.adapters))) or "none"
+            known = ", ".join(map(repr, sorted(context.adapter_names))) or "none"
             message = f"there is no adapter {body.name!r:.200}; loaded: {known}; null is the base model"
             raise ApiError(error.status, message, param="name", code=error.code) from None
         await session.use_adapter(adapter)

@@ -62,6 +62,9 @@ class ServerSettings:
     adapter_dir: tuple[Path, ...] = option(
         (), "Directory from which adapters may be loaded over HTTP; may be repeated."
     )
+    max_adapters_per_key: int = option(
+        16, "Adapters that one API key, or all clients without keys, may have loaded over HTTP at a time."
+    )
     max_body_bytes: int | str = option("16MiB", "Largest body of a request but uploads of state files.")
     max_upload_bytes: int | str = option("4GiB", "Largest state file that is taken.")
     upload_seconds: float = option(3600.0, "Seconds that one upload may take, if it is not too slow before.")
@@ -158,7 +161,14 @@ class ServerSettings:
                 size = parse_bytes(getattr(self, limit), name=limit)
                 check_int(limit, size, 1)
                 object.__setattr__(self, limit, size)  # a number from here on
-        for count in ("max_waiting", "max_sessions", "max_sessions_per_key", "max_rerun_tokens", "max_responses"):
+        for count in (
+            "max_waiting",
+            "max_sessions",
+            "max_sessions_per_key",
+            "max_rerun_tokens",
+            "max_responses",
+            "max_adapters_per_key",
+        ):
             if self._is_given(count):
                 check_int(count, getattr(self, count), 1)
         for share in ("max_pinned_share", "max_pinned_share_per_key"):

@@ -153,8 +153,7 @@ async def embeddings(body: EmbeddingRequest) -> None:
 
 async def model_cards(context: Context) -> list[ModelCard]:
     """Return the base model and the adapters, in order of loading."""
-    loaded = await context.llm.adapters()
-    context.adapters = set(loaded)
+    loaded = await context.refresh_adapters()
     base = _card(context, context.model_name, context.llm.config.model)
     return [base, *(adapter_card(context, info) for info in loaded.values() if info.name != base.id)]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.branches.adapter_keys import NO_SALT, AdapterKey, AdapterNames
+from quire.branches.adapter_keys import NO_SALT, AdapterKey, AdapterNames, api_key_of, salt_of
 from quire.branches.branch import Branch
 from quire.branches.cache_pool import CachePool
 from quire.branches.history import UNKNOWN, Ids, TokenHistory
@@ -100,8 +100,8 @@ class StateReading:
     owners: SequenceOwners
     order: Mapping[SeqId, int]
     """When each sequence that may be given up is, from 0 on."""
-    adapters: Mapping[str, str]
-    """Names of loaded adapters by fingerprints."""
+    adapters: Mapping[tuple[str, str], str]
+    """Names of loaded adapters by the API keys that know them so, and by fingerprints."""
     running: int
     waiting: int
 
@@ -128,7 +128,10 @@ def read_state(engine: Engine, names: AdapterNames, number: int) -> StateReading
         started = time.perf_counter()
         state = engine.runner.state
         seqs = state.sequence_ids()
-        adapters = {engine.branches.fingerprint_of(one): names.name_of(one) for one in engine.runner.adapters.ids}
+        adapters = {
+            (names.owner_of(one), engine.branches.fingerprint_of(one)): names.name_of(one)
+            for one in engine.runner.adapters.ids
+        }
         branches = list(_branches(engine, names))
         known = {one.seq for one in branches}
         branches += [_loose(seq, state.sequence_length(seq)) for seq in seqs if seq not in known]
@@ -142,7 +145,7 @@ def read_state(engine: Engine, names: AdapterNames, number: int) -> StateReading
             branches=branches,
             owners=sequence_owners(state, engine.branches, engine.cache),
             order=_order(engine),
-            adapters={fingerprint: name for fingerprint, name in adapters.items() if name is not None},
+            adapters={key: name for key, name in adapters.items() if name is not None},
             running=engine.num_running,
             waiting=engine.num_waiting,
             seconds=time.perf_counter() - started,
@@ -309,7 +312,11 @@ def _adapter(names: AdapterNames, adapter: int | None) -> str | None:
 
 
 def _fingerprint(engine: Engine, names: AdapterNames, key: Hashable) -> str | None:
-    """Return the adapter of a cached prefix's last tokens."""
+    """Return the adapter of a cached prefix's last tokens, by the name that its owner has for
+    it."""
     found = key.runs[-1][1] if isinstance(key, AdapterKey) else None
-    loaded = None if found is None else engine.runner.adapters.find(found)
-    return found if loaded is None else names.name_of(loaded)
+    owners = ("", api_key_of(salt_of(key)))
+    for loaded in engine.runner.adapters.ids if found is not None else ():
+        if engine.branches.fingerprint_of(loaded) == found and names.owner_of(loaded) in owners:
+            return names.name_of(loaded)
+    return found

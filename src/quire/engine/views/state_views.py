@@ -206,7 +206,9 @@ class StateViews:
         if owner is not None:
             named = frozenset(view.last_commit for _, view in branches if view.last_commit is not None)
             branches += [(one, shown_unread(one)) for one in self.commits.read(owner, named)]
-        return history_of(found.reading.number, branches, self.texts, found.reading.adapters)
+        known = found.reading.adapters.items()
+        names = {print_: name for (whose, print_), name in known if viewer.owner is None or whose in ("", viewer.owner)}
+        return history_of(found.reading.number, branches, self.texts, names)
 
     def pages(self, pool: int, viewer: Viewer = EVERYBODY, *, state: ReadState | None = None) -> PoolView:
         """Return the pages of a pool; ``NotFound``."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from quire.callers import Caller, caller
@@ -31,8 +32,20 @@ LANES = 512
 """Ended requests that are kept; those under way all are."""
 GAPS = 4096
 """Times between tokens that are kept."""
+NO_SHARES: Mapping[str, StepShare] = MappingProxyType({})
 PHASES = 64
 """Changes that are noted of one request. A later one takes the place of the last."""
+
+
+class StepShare(NamedTuple):
+    """What one API key had of a step, and its requests behind it. See ``StepRecord``."""
+
+    tokens: int
+    decodes: int
+    generated: int
+    running: int
+    waiting: int
+    preemptions: int
 
 
 class StepRecord(NamedTuple):
@@ -61,6 +74,8 @@ class StepRecord(NamedTuple):
     waiting: int
     preemptions: int
     """Requests that were preempted before it ran."""
+    shares: Mapping[str, StepShare]
+    """What each API key had of it, where there are any."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,6 +89,8 @@ class StepMark:
     preemptions: int
     filled: tuple[RequestLane, ...]
     """Lanes with a prefill in it."""
+    owned: tuple[tuple[RequestLane, int, bool], ...]
+    """Lanes of API keys in it, each with its tokens, and whether that is a decode."""
     ran: float = 0.0
 
 
@@ -83,6 +100,8 @@ class RequestLane:
 
     number: int
     """Counts from 1 in order of arrival."""
+    own_number: int
+    """The same among the requests of its owner."""
     kind: str
     """``request``, ``turn`` of a session, or ``run``: state is computed and nothing sampled."""
     owner: str
@@ -103,6 +122,8 @@ class RequestLane:
     finished: float | None = None
     changed: int = 0
     """The step that was under way, or came next, when it ended."""
+    generated: int = 0
+    """Its tokens that steps have counted as generated, where there are API keys."""
     numbers: dict[str, Any] = field(default_factory=dict)
     """What is known of an ended one."""
 
@@ -170,6 +191,11 @@ class Timeline:
         self._ended: deque[RequestLane] = deque(maxlen=LANES)
         self._live: dict[ScheduledRequest, RequestLane] = {}
         self._lanes = 0
+        self._lanes_of: Counter[str] = Counter()
+        self.preempted: Counter[str] = Counter()
+        """Preemptions so far by API key."""
+        self._told: Counter[str] = Counter()
+        """Those of them that steps have counted."""
         self.count = 0
         """Steps so far."""
         self._preemptions = 0
@@ -187,10 +213,12 @@ class Timeline:
             for request in samples:
                 work = request.work
                 self._lanes += 1
+                self._lanes_of[work.owner] += 1
                 kind = "run" if request.params is None else "request" if request.session is None else "turn"
                 adapter = next(iter(work.runs.ids), None)
                 self._live[work] = RequestLane(
                     self._lanes,
+                    self._lanes_of[work.owner],
                     kind,
                     work.owner,
                     who,
@@ -209,8 +237,14 @@ class Timeline:
         live, decodes, prefills, filled = self._live, 0, [], []
         if self._queues.num_preemptions != self._preemptions or self._loading or self._loads.open:
             self._look_aside(now)
+        owned = [
+            (lane, len(chunk.tokens), bool(lane.request and lane.request.output_ids) and len(chunk.tokens) == 1)
+            for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True)
+            if work.owner and (lane := live.get(work)) is not None
+        ]
+        preemptions = self._queues.num_preemptions
         if ahead:
-            return StepMark(began - self._zero, now, len(scheduled.requests), (), self._queues.num_preemptions, ())
+            return StepMark(began - self._zero, now, len(scheduled.requests), (), preemptions, (), tuple(owned))
         for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True):
             lane = live.get(work)
             size = len(chunk.tokens)
@@ -230,8 +264,7 @@ class Timeline:
             if lane.phases[-1][0] != "prefill":
                 lane.enter("prefill", now)
                 lane.admitted = now if lane.admitted is None else lane.admitted
-        preemptions = self._queues.num_preemptions
-        return StepMark(began - self._zero, now, decodes, tuple(prefills), preemptions, tuple(filled))
+        return StepMark(began - self._zero, now, decodes, tuple(prefills), preemptions, tuple(filled), tuple(owned))
 
     def _look_aside(self, now: float) -> None:
         """Note who was preempted, and whose state is coming."""
@@ -240,6 +273,7 @@ class Timeline:
                 lane = self._live.get(work)
                 if lane is not None and lane.phases[-1][0] not in ("waiting", "preempted"):
                     lane.enter("preempted", now)
+                    self.preempted[lane.owner] += 1
         for lane in self._loading:
             waits = lane.request is not None and lane.request.work.status is Status.WAITING
             if waits and lane.phases[-1][0] == "loading":
@@ -282,10 +316,30 @@ class Timeline:
             len(queues.running),
             len(queues.waiting),
             mark.preemptions - self._preemptions,
+            self._shares(mark) if mark.owned else NO_SHARES,
         )
         self._preemptions, self._generated = mark.preemptions, generated
         with self._lock:
             self._steps.append(record)
+
+    def _shares(self, mark: StepMark) -> dict[str, StepShare]:
+        """Return what API keys had of a step that is over."""
+        tokens_of, decodes, generated = Counter[str](), Counter[str](), Counter[str]()
+        for lane, tokens, is_decode in mark.owned:
+            made = lane.numbers["output_tokens"] if lane.request is None else len(lane.request.output_ids)
+            tokens_of[lane.owner] += tokens
+            decodes[lane.owner] += is_decode
+            generated[lane.owner] += made - lane.generated
+            lane.generated = made
+        running = Counter(work.owner for work in self._queues.running)
+        waiting = Counter(work.owner for work in self._queues.waiting)
+        shares = {}
+        for owner, tokens in tokens_of.items():
+            preempted, self._told[owner] = self.preempted[owner] - self._told[owner], self.preempted[owner]
+            shares[owner] = StepShare(
+                tokens, decodes[owner], generated[owner], running[owner], waiting[owner], preempted
+            )
+        return shares
 
     def ended(self, request: SequenceRequest) -> None:
         """End the lane of a request."""

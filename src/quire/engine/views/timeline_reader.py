@@ -18,30 +18,42 @@ DIGITS = 6
 
 
 def timeline_document(timeline: Timeline, since: int = 0, owner: str | None = None) -> dict[str, Any]:
-    """Return the steps after number ``since``, and the requests that may have changed since then.
-    Of requests of others than ``owner`` (None: of nobody) it tells the times, no more."""
-    steps, now = timeline.steps(since), timeline.now()
-    lanes = timeline.lanes(since)
-    own = {lane.number for lane, _ in lanes if is_own(lane, owner)}
+    """Return the steps after number ``since``, and the requests that may have changed since then:
+    those of ``owner`` alone (None: all), and what steps ran for them."""
+    every, now = timeline.steps(since), timeline.now()
+    lanes = [(lane, numbers) for lane, numbers in timeline.lanes(since) if is_own(lane, owner)]
+    steps = own_steps(every, owner)
+    ended = [lane for lane in timeline.ended_lanes() if is_own(lane, owner)]
     total, free = timeline.pages
     running, waiting = timeline.queue_lengths
+    preemptions, gaps = timeline.num_preemptions, timeline.recent_gaps()
     drafted, accepted = timeline.metrics.drafted_tokens.value, timeline.metrics.accepted_tokens.value
+    numbers_of = {lane.number: lane.number for lane, _ in lanes}
+    if owner is not None:
+        waits = [lane.phase in ("waiting", "preempted") for lane, _ in lanes if lane.finished is None]
+        running, waiting, preemptions = waits.count(False), waits.count(True), timeline.preempted[owner]
+        drafted = accepted = 0.0
+        gaps = [gap for lane in ended if (gap := _mean_gap(lane)) is not None]
+        numbers_of = {lane.number: lane.own_number for lane, _ in lanes}
     return {
         "format": FORMAT,
         "epoch": round(timeline.epoch, DIGITS),
         "now": _rounded(now),
-        "step": steps[-1].number if steps else min(since, timeline.count),
+        "step": every[-1].number if every else min(since, timeline.count),
         "steps": _columns(steps),
         "prefills": [
-            [step.number, *chunk] for step in steps for chunk in step.prefills if owner is None or chunk[0] in own
+            [step.number, numbers_of.get(chunk[0], chunk[0]), *chunk[1:]]
+            for step in steps
+            for chunk in step.prefills
+            if owner is None or chunk[0] in numbers_of
         ],
-        "requests": [_lane(lane, numbers, lane.number in own) for lane, numbers in lanes],
+        "requests": [_lane(lane, numbers, numbers_of[lane.number]) for lane, numbers in lanes],
         "running": running,
         "waiting": waiting,
-        "preemptions": timeline.num_preemptions,
+        "preemptions": preemptions,
         "pages": {"total": total, "free": free},
-        "rates": rates(timeline, now),
-        "latencies": latencies(timeline.ended_lanes(), timeline.recent_gaps()),
+        "rates": rates(own_steps(timeline.steps(), owner), now),
+        "latencies": latencies(ended, gaps),
         "drafts": {
             "drafted": int(drafted),
             "accepted": int(accepted),
@@ -51,15 +63,29 @@ def timeline_document(timeline: Timeline, since: int = 0, owner: str | None = No
 
 
 def is_own(lane: RequestLane, owner: str | None) -> bool:
-    """Return whether a viewer may know more of a request than its times; None may know all."""
+    """Return whether a viewer may know of a request; None may know of all."""
     return owner is None or lane.owner == owner
 
 
-def rates(timeline: Timeline, now: float) -> dict[str, float]:
+def own_steps(steps: Sequence[StepRecord], owner: str | None) -> Sequence[StepRecord]:
+    """Return steps as a viewer may know them: those that ran tokens of its requests, with what they
+    ran for these."""
+    if owner is None:
+        return steps
+    return [step._replace(**step.shares[owner]._asdict()) for step in steps if owner in step.shares]
+
+
+def _mean_gap(lane: RequestLane) -> float | None:
+    """Return the mean time between the tokens of an ended request."""
+    count, first, last = (lane.numbers[name] for name in ("output_tokens", "first_token", "last_token"))
+    return None if first is None or count < 2 else (last - first) / (count - 1)
+
+
+def rates(steps: Sequence[StepRecord], now: float) -> dict[str, float]:
     """Return tokens and steps per second over the last seconds, or since the engine began."""
     seconds = max(1e-3, min(RATE_SECONDS, now))
     recent: list[StepRecord] = []
-    for step in reversed(timeline.steps()):
+    for step in reversed(steps):
         if step.start + step.seconds < now - seconds:
             break
         recent.append(step)
@@ -95,26 +121,28 @@ def _percentiles(values: Sequence[float]) -> dict[str, float | int | None]:
 
 
 def _columns(steps: Sequence[StepRecord]) -> dict[str, list[Any]]:
-    """Return the numbers of steps as a list for each of their fields, but for prefills."""
+    """Return the numbers of steps as a list for each of their fields, without the others."""
     times = ("start", "schedule_seconds", "model_seconds", "seconds")
     rows = list(zip(*steps, strict=True)) if steps else [()] * len(StepRecord._fields)
-    found = {name: list(row) for name, row in zip(StepRecord._fields, rows, strict=True) if name != "prefills"}
+    found = {
+        name: list(row)
+        for name, row in zip(StepRecord._fields, rows, strict=True)
+        if name not in ("prefills", "shares")
+    }
     return found | {name: [round(value, DIGITS) for value in found[name]] for name in times}
 
 
-def _lane(lane: RequestLane, numbers: dict[str, Any], own: bool) -> dict[str, Any]:
+def _lane(lane: RequestLane, numbers: dict[str, Any], number: int) -> dict[str, Any]:
     phases = [[phase, _rounded(at)] for phase, at in list(lane.phases)]
     found: dict[str, Any] = {
-        "number": lane.number,
-        "own": own,
+        "number": number,
+        "own": True,
         "kind": lane.kind,
         "phase": lane.phase,
         "arrival": _rounded(lane.arrival),
         "phases": phases,
         "finished": _rounded(lane.finished),
     }
-    if not own:
-        return found
     numbers = {
         key: _rounded(value) if key in ("first_token", "last_token") else value for key, value in numbers.items()
     }
