@@ -241,6 +241,7 @@ class RequestPreparation:
         return [request_output(samples, self.tokenizer, text) for samples, text in pairs]
 
     def _require_open(self, verb: str) -> None:
+        self._engine.lock.require_own()
         if self._closed:
             raise FailedPrecondition(f"{verb}: the LLM is closed; make a new one")
 
