@@ -86,13 +86,13 @@ class Identity:
     """Which model this is; the weights digest is computed when it is first asked for."""
 
     def __init__(self, path: Path, model: LoadedModel) -> None:
-        self._path, self._model = path, model
+        self.path, self._model = path, model
         self._found: dict[str, str] = {}
 
     def fields(self) -> dict[str, str]:
         """Return ``architecture``, ``config`` and ``weights``."""
         if not self._found:
-            self._found = asdict(model_fingerprint(self._path, self._model))
+            self._found = asdict(model_fingerprint(self.path, self._model))
         return self._found.copy()
 
 
