@@ -280,7 +280,7 @@ def resolve_device(name: str) -> torch.device:
         raise InvalidArgument(f"device {name!r} is unknown; 'auto', 'cpu', 'cuda' or 'cuda:N' are accepted") from error
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if torch.cuda._is_in_bad_fork():  # type: ignore[no-untyped-call]
+        if torch.cuda._is_in_bad_fork():
             raise Unsupported(
                 f"device {name!r}: CUDA was used before os.fork(); start children with the 'spawn' method, or take 'cpu'"
             )
