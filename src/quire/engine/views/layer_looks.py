@@ -55,7 +55,7 @@ def attention_view(engine: Engine, source: SessionBranch, position: int, layer: 
 
 
 def attention_heat(engine: Engine, source: SessionBranch, layer: int, head: int | None, queries: int | None) -> Heat:
-    """Return what the last ``queries`` tokens (None: ``QUERIES``, if they are not too large) read at
+    """Return what the last ``queries`` tokens (None: ``QUERIES``, if that is not too large) read at
     a layer, by one query head or on average over all. Errors: those of ``run_token``."""
     spec, length = engine.runner.state.layer_spec(layer), len(source.tokens)
     heads = getattr(spec, "num_heads", 1)
