@@ -318,7 +318,7 @@ EXECUTOR_REFUSED: dict[type[Any], dict[str, tuple[list[Any], str]]] = {
         "dtype": REFUSED["dtype"],
         "executor_type": (["batch", "", None, 1], "one of 'Sequential', 'Batch'"),
         "max_batch_size": ([*NOT_POSITIVE, None], "an integer >= 1"),
-        "max_sequence_length": ([*NOT_POSITIVE, None], "an integer >= 1"),
+        "max_sequence_length": (NOT_POSITIVE, "an integer >= 1"),
         "attention_config": ([None, {}, MemoryConfig()], "AttentionConfig"),
         "memory_config": ([None, {}], "MemoryConfig"),
         "optimization_config": ([None, {}], "OptimizationConfig"),

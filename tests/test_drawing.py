@@ -8,6 +8,7 @@ import ast
 import asyncio
 import io
 import json
+import pickle
 import re
 import sys
 import threading
@@ -32,6 +33,7 @@ from quire.drawing.shown_text import in_html, short, visible
 from quire.drawing.summaries import Summary
 from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.outputs import CompletionOutput
+from quire.pictured import picture_of
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -355,6 +357,48 @@ def test_heat_shows_the_numbers(llm: LLM) -> None:
         with pytest.raises(QuireError, match="one token at a time"):
             session.heat(layer=0)
         assert session.heat(layer=0, queries=1).values.shape == (1, length)
+
+
+def test_what_is_shown_without_arguments(llm: LLM) -> None:
+    """The next token, and what the last one reads at the last layer that has what is asked for."""
+    with llm.session("def add(a, b):\n    return a + b\n") as session:
+        session.compute()
+        length, last = len(session), len(llm.model.layer_specs) - 1
+        assert session.token().position == length
+        assert (session.attention().position, session.attention().layer) == (length - 1, last)
+        assert (session.norms().layer, session.attention(3).position) == (last, 3)
+        assert np.array_equal(session.heat().values, session.heat(layer=last, queries=64).values)
+        assert np.array_equal(session.heat(what="k").values, session.heat(layer=last, what="k").values)
+        for refused in (lambda: session.token(-1), lambda: session.attention(length), lambda: session.heat(what="x")):
+            with pytest.raises(InvalidArgument):
+                refused()
+
+
+def test_a_heat_map_has_as_many_rows_as_are_not_too_large(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with llm.session([5] * 100) as session:
+        heads = llm.model.layer_specs[0].num_heads  # type: ignore[union-attr]
+        monkeypatch.setattr("quire.engine.views.layer_looks.MOST_WEIGHTS", 7 * heads * len(session))
+        assert session.heat().values.shape == (7, len(session))
+        with pytest.raises(InvalidArgument, match="give fewer queries"):
+            session.heat(queries=8)
+
+
+def test_a_text_in_a_notebook_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rich finds a notebook it shows what it prints, besides what the notebook shows."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(Summary("a title", [("name", "value")])).split() == ["a", "title", "name", "value"]
+
+
+def test_outputs_are_a_table(llm: LLM) -> None:
+    outputs = llm.generate(["def f(<b>", [5, 6, 7]], SamplingParams(max_tokens=3, n=2, seed=1), use_tqdm=False)
+    assert outputs == list(outputs)
+    assert pickle.loads(pickle.dumps(outputs)) == outputs
+    html, text = checked_html(outputs), checked_text(picture_of(outputs))
+    assert html.count("<tr>") == 1 + 4
+    for shown in ("2 outputs", "3 tokens, length", "0 of 3"):
+        assert shown in html
+        assert shown in text
+    assert "&lt;b&gt;" in html
 
 
 def test_large_heat_maps_keep_their_peaks() -> None:

@@ -22,6 +22,7 @@ LAYERS = (
     {
         "types",
         "errors",
+        "forks",
         "registry",
         "config",
         "hints",

@@ -90,13 +90,13 @@ class Identity:
     """Which model this is; the weights digest is computed when it is first asked for."""
 
     def __init__(self, path: Path, model: LoadedModel) -> None:
-        self._path, self._model = path, model
+        self.path, self._model = path, model
         self._found: dict[str, str] = {}
 
     def fields(self) -> dict[str, str]:
         """Return ``architecture``, ``config`` and ``weights``, and ``length`` if that matters."""
         if not self._found:
-            fields = asdict(model_fingerprint(self._path, self._model))
+            fields = asdict(model_fingerprint(self.path, self._model))
             self._found = {name: value for name, value in fields.items() if value}
         return self._found.copy()
 
@@ -281,13 +281,17 @@ def read_json(path: Path) -> dict[str, Any]:
 def resolve_device(name: str) -> torch.device:
     """Return a device, for ``auto`` CUDA if there is one; ``Unsupported`` for an absent one."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise InvalidArgument(f"device {name!r} is unknown; 'auto', 'cpu', 'cuda' or 'cuda:N' are accepted") from error
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if torch.cuda._is_in_bad_fork():
+            raise Unsupported(
+                f"device {name!r}: CUDA was used before os.fork(); start children with the 'spawn' method, or take 'cpu'"
+            )
         if (device.index or 0) >= count:
             raise Unsupported(f"device {name!r} is not there; PyTorch sees {count} CUDA devices, 'cpu' works")
     elif device.type != "cpu":

@@ -214,20 +214,29 @@ class EngineConfig:
     def from_mapping(cls, mapping: Mapping[str, Any]) -> EngineConfig:
         """Build from a mapping, such as a YAML file's, with kebab-case or snake_case keys. Raise
         ``InvalidArgument`` for an unknown or repeated key, or if ``model`` is missing."""
-        if not isinstance(mapping, Mapping):
-            raise InvalidArgument(f"a configuration must be a mapping of names to values, got {mapping!r}")
-        known, values = list(field_help(cls)), dict[str, Any]()
-        for key, value in mapping.items():
-            name = key.replace("-", "_") if isinstance(key, str) else key
-            if name not in known:
-                raise InvalidArgument(f"unknown configuration key {key!r}; known: {', '.join(known)}", field=str(name))
-            if name in values:
-                message = f"configuration key {name!r} is given twice, in kebab-case and in snake_case"
-                raise InvalidArgument(message, field=name)
-            values[name] = value
-        if "model" not in values:
-            raise InvalidArgument("configuration key 'model' is missing; required: model", field="model")
-        return cls(**values)
+        return cls(**_from_mapping(cls, mapping, required="model"))
+
+
+def _from_mapping(
+    cls: type[Any], mapping: Mapping[str, Any], *, required: str | None = None, within: str = ""
+) -> dict[str, Any]:
+    """Return the fields of a configuration; ``within``: the field that it is the value of."""
+    if not isinstance(mapping, Mapping):
+        what = within or "a configuration"
+        raise InvalidArgument(f"{what} must be a mapping of names to values, got {mapping!r}", field=within or None)
+    known, values = list(field_help(cls)), dict[str, Any]()
+    for key, value in mapping.items():
+        name = key.replace("-", "_") if isinstance(key, str) else key
+        path, said = (f"{within}.{name}", f"{within}.{key}") if within else (str(name), key)
+        if name not in known:
+            raise InvalidArgument(f"unknown configuration key {said!r}; known: {', '.join(known)}", field=path)
+        if name in values:
+            message = f"configuration key {path!r} is given twice, in kebab-case and in snake_case"
+            raise InvalidArgument(message, field=path)
+        values[name] = value
+    if required is not None and required not in values:
+        raise InvalidArgument(f"configuration key {required!r} is missing; required: {required}", field=required)
+    return values
 
 
 # -- executors -------------------------------------------------------------------------------------
@@ -302,12 +311,17 @@ class OptimizationConfig:
         _set(self, _options, "custom_flags", known=CUSTOM_FLAGS)
 
 
+DEFAULT_LENGTH = 2048
+"""The longest sequence of an executor by default."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExecutorConfig:
     """The parts of an executor.
 
-    ``model_info`` is a model as ``EngineConfig.model`` names it, or metadata with an integer
-    ``max_sequence_length``, which bounds the requested one (for a name, at loading).
+    ``model_info`` is a model as ``EngineConfig.model`` names it, or metadata with a ``path`` and an
+    integer ``max_sequence_length``, which bounds the requested one (for a name, at loading):
+    ``executor.info()``, for another executor of the same model.
     """
 
     model_info: object = field(metadata={"help": "The model: a name or directory, or the metadata of one."})
@@ -318,7 +332,9 @@ class ExecutorConfig:
         f"How sequences run: {', '.join(EXECUTOR_TYPES)}; of a Sequential one the largest batch is 1.",
     )
     max_batch_size: int = option(32, "Most sequences in one call.")
-    max_sequence_length: int = option(2048, "Longest sequence in tokens.")
+    max_sequence_length: int = option(
+        None, f"Longest sequence in tokens; by default {DEFAULT_LENGTH}, or what model_info says if that is less."
+    )
     attention_config: AttentionConfig = field(default_factory=AttentionConfig, metadata={"help": "How to attend."})
     memory_config: MemoryConfig = field(default_factory=MemoryConfig, metadata={"help": "Where memory comes from."})
     optimization_config: OptimizationConfig = field(
@@ -330,16 +346,14 @@ class ExecutorConfig:
 
     def __post_init__(self) -> None:
         longest = self._check_model()
+        if self.max_sequence_length is None:
+            object.__setattr__(self, "max_sequence_length", min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH))
         _set(self, _device, "device")
         _set(self, _dtype, "dtype")
         _set(self, _choice, "executor_type", choices=EXECUTOR_TYPES)
         _set(self, check_int, "max_batch_size", low=1)
         _set(self, check_int, "max_sequence_length", low=1, high=longest)
-        for name, cls in (
-            ("attention_config", AttentionConfig),
-            ("memory_config", MemoryConfig),
-            ("optimization_config", OptimizationConfig),
-        ):
+        for name, cls in _NESTED.items():
             if not isinstance(value := getattr(self, name), cls):
                 raise InvalidArgument(field=name, given=value, allowed=f"of class {cls.__name__}")
         _set(self, _options, "executor_options", known=EXECUTOR_OPTIONS)
@@ -361,6 +375,17 @@ class ExecutorConfig:
                 )
             check_int("executor_options.sliding_window_sink", options["sliding_window_sink"], 0, window - 1)
 
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> ExecutorConfig:
+        """Build from a mapping, such as JSON's, with kebab-case or snake_case keys, in which nested
+        configurations are mappings, too; ``dataclasses.asdict`` is the way back. Raise
+        ``InvalidArgument`` as ``EngineConfig.from_mapping``."""
+        values = _from_mapping(cls, mapping, required="model_info")
+        for name, nested in _NESTED.items():
+            if name in values and not isinstance(values[name], nested):
+                values[name] = nested(**_from_mapping(nested, values[name], within=name))
+        return cls(**values)
+
     def _check_model(self) -> int | None:
         """Return the model's longest sequence if ``model_info`` has it."""
         if isinstance(self.model_info, str | os.PathLike):
@@ -371,6 +396,13 @@ class ExecutorConfig:
             allowed = "a model's name or directory, or metadata with an integer max_sequence_length"
             raise InvalidArgument(field="model_info", given=self.model_info, allowed=allowed)
         return longest
+
+
+_NESTED: Mapping[str, type[Any]] = {
+    "attention_config": AttentionConfig,
+    "memory_config": MemoryConfig,
+    "optimization_config": OptimizationConfig,
+}
 
 
 # -- checks ----------------------------------------------------------------------------------------

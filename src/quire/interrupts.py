@@ -25,6 +25,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
+from quire.forks import Forked, ParentsLock, in_children
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -40,6 +42,8 @@ _main = threading.main_thread().ident
 
 def _note_main_thread() -> None:
     global _main
+    if get_ident() != _main:
+        SHIELD.forget()  # The thread that was inside of it is the parent's.
     _main = threading.main_thread().ident
 
 
@@ -111,6 +115,12 @@ class Shield:
             return function()
         finally:
             self._exposed = before
+
+    def forget(self) -> None:
+        """Leave all blocks, in a process without the thread that was inside of them."""
+        self._depth = self._exposed = 0
+        self._waiting.clear()
+        self._restore()
 
     def _keep(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in place of its own handler: keep it, or deliver it outside blocks."""
@@ -190,7 +200,8 @@ class Lock:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock: Any = threading.RLock()
+        in_children(self._forked)
         self.interruptible = _Interruptible(self)
         """``with lock.interruptible:`` is ``with lock:`` whose wait is a check point."""
 
@@ -209,7 +220,7 @@ class Lock:
         if self._lock.acquire(blocking=False) or not blocking:
             return self.owned
         if timeout >= 0 or get_ident() != _main:
-            return self._lock.acquire(timeout=timeout)
+            return bool(self._lock.acquire(timeout=timeout))
         while not self._lock.acquire(timeout=POLL_SECONDS):
             if checks or SHIELD.outermost:
                 SHIELD.check()
@@ -223,7 +234,20 @@ class Lock:
     @property
     def owned(self) -> bool:
         """Return whether this thread holds the lock."""
-        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+        return self._lock._is_owned()  # type: ignore[no-any-return]
+
+    def _forked(self) -> None:
+        self._lock = ParentsLock()
+
+    @property
+    def is_parents(self) -> bool:
+        """Return whether it was made before ``os.fork()``, so that nobody gets it here."""
+        return isinstance(self._lock, ParentsLock)
+
+    def require_own(self) -> None:
+        """Raise ``Forked`` if it was made before ``os.fork()``."""
+        if self.is_parents:
+            raise Forked
 
     def __enter__(self) -> Self:
         self.acquire()

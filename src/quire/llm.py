@@ -479,7 +479,7 @@ class LLM(SessionHistory, ShownLLM, Traces):
     @uninterrupted
     def close(self) -> None:
         """Give everything back; later calls raise ``FailedPrecondition``. Twice is harmless."""
-        if self._closed:
+        if self._closed or self._engine.lock.is_parents:
             return
         self._closed = True
         if self._executor is not None:

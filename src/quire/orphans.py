@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
+from quire.forks import Forked
 from quire.interrupts import Lock
 
 P = ParamSpec("P")
@@ -45,6 +46,8 @@ class Orphans:
 
     def leave(self, end: End) -> None:
         """Call ``end`` now if no thread is at work, this one included; else ``bury`` calls it."""
+        if self._lock.is_parents:  # What it gives back is the parent's.
+            return
         self._left.append(end)
         if self._lock.owned or not self._lock.acquire(blocking=False):
             return
@@ -70,16 +73,20 @@ class Orphans:
 
 
 def unless_exiting(method: Callable[Concatenate[T, P], None]) -> Callable[Concatenate[T, P], None]:
-    """Make a method do nothing once the interpreter shuts down.
+    """Make a method do nothing once the interpreter shuts down, or if its object is that of a
+    parent process.
 
     Modules are emptied then. If a program's objects go last, because for example ``dill`` holds
     ``__main__``, a finaliser finds None in place of functions and classes. The process frees all.
     """
-    exiting = sys.is_finalizing  # in a closure, which outlives this module's names
+    exiting, forked = sys.is_finalizing, Forked  # in a closure, which outlives this module's names
 
     @wraps(method)
     def guarded(self: T, /, *args: P.args, **kwargs: P.kwargs) -> None:
         if not exiting():
-            method(self, *args, **kwargs)
+            try:
+                method(self, *args, **kwargs)
+            except forked:
+                return
 
     return guarded

@@ -206,6 +206,12 @@ class RequestOutput(Pictured):
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 
+class RequestOutputs(list[RequestOutput], Pictured):
+    """Outputs in the order of their prompts: a list that notebooks draw as a table."""
+
+    __slots__ = ()
+
+
 EditMode = Literal["exact", "blend"]
 """How what follows an edit comes to its state: run again, or blended."""
 

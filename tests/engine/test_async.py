@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from inspect import iscoroutinefunction, isfunction
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ import torch
 from tests.slow_steps import slow_steps
 
 from quire import LLM, AsyncLLM, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, SamplingParams
+from quire.async_llm.executor import AsyncExecutor, AsyncLlmExecutor
 from quire.async_llm.stepper import Call, Job, Stepper
 from quire.async_llm.stream import AsyncStream, SampleDelta
 from quire.engine.beam import search
 from quire.engine.session_sources import SessionSources
 from quire.errors import Cancelled
+from quire.executor import Executor, ExecutorInputs, LlmExecutor, PrefillInput, TextData
 from quire.sampling_params import BeamSearchParams
 from quire.segments import BlendParams, Segment
 from small_tokenizers import saved
@@ -291,6 +294,37 @@ def test_what_is_there_besides(llm: AsyncLLM) -> None:
         assert llm.executor is llm.executor
         assert llm.default_params == llm._llm.default_params
         assert (llm.bytes_per_token, llm.model.vocab_size) == (BYTES_PER_TOKEN, 97)
+
+    asyncio.run(use())
+
+
+def test_verbs_of_the_executor_are_awaited(llm: AsyncLLM) -> None:
+    """All of both faces, beside a request that runs."""
+    for face, awaits in ((Executor, AsyncExecutor), (LlmExecutor, AsyncLlmExecutor)):
+        verbs = [name for name, found in vars(face).items() if isfunction(found) and not name.startswith("_")]
+        assert {name for name in verbs if not hasattr(awaits, name)} <= {"operation"}
+        assert [name for name in verbs if not iscoroutinefunction(getattr(awaits, name, None))] == [
+            name for name in verbs if name in ("operation", "cancel")
+        ]
+
+    async def use() -> None:
+        stream = llm.stream(PROMPT, greedy(40))
+        await anext(stream)
+        inner = llm.executor.blocking
+        output = await llm.executor.prefill(PrefillInput(input_ids=torch.tensor([PROMPT])))
+        wanted = inner.prefill(PrefillInput(input_ids=torch.tensor([PROMPT])))
+        assert torch.equal(output.logits, wanted.logits)
+        with pytest.raises(InvalidArgument):
+            await llm.executor.forward(torch.tensor([[-5]]))
+        face = AsyncLlmExecutor(llm.executor)
+        cache = await face.create_kv_cache(dynamic=True)
+        tokens = await face.sample_tokens(3, ExecutorInputs(text=TextData(token_ids=torch.tensor([[5]]))), cache)
+        assert (len(tokens), cache.length) == (3, 3)
+        await llm.executor.release_cache(cache.cache_id)
+        llm.executor.cancel()
+        await stream.aclose()
+        await llm.executor.shutdown()
+        assert llm.executor.blocking is not inner
 
     asyncio.run(use())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from tests.executor.conftest import (
 )
 
 from quire.build import EXECUTOR_FACTORY as FACTORY
+from quire.build import fastest_attention
 from quire.config import AttentionConfig, ExecutorConfig, MemoryConfig, OptimizationConfig
 from quire.contracts.executor import AttentionMechanism, ExecutorType
 from quire.errors import (
@@ -56,6 +58,54 @@ def config_of(tiny: Tiny, **fields: Any) -> ExecutorConfig:
 
 
 # -- what a configuration becomes ------------------------------------------------------------------
+
+
+def test_a_configuration_is_what_its_json_says() -> None:
+    values = {
+        "model-info": "tiny-python",
+        "max_batch_size": 2,
+        "attention_config": {"attention_type": "SlidingWindow", "sliding-window-size": 8, "block_size": 4},
+        "memory-config": {"memory_pool_size": "16MiB"},
+        "optimization_config": {"optimization_level": 0},
+        "executor_options": {"prefill_chunk_size": 7, "modalities": ["vision"]},
+    }
+    config = ExecutorConfig.from_mapping(values)
+    assert config == ExecutorConfig(
+        model_info="tiny-python",
+        max_batch_size=2,
+        attention_config=AttentionConfig(attention_type="SlidingWindow", sliding_window_size=8, block_size=4),
+        memory_config=MemoryConfig(memory_pool_size="16MiB"),
+        optimization_config=OptimizationConfig(optimization_level=0),
+        executor_options={"prefill_chunk_size": 7, "modalities": ["vision"]},
+    )
+    assert ExecutorConfig.from_mapping(json.loads(json.dumps(asdict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "said"),
+    [
+        ({}, "model_info", "configuration key 'model_info' is missing"),
+        ([], None, "must be a mapping of names to values"),
+        ({"model_info": "x", "batch": 2}, "batch", "unknown configuration key 'batch'; known: model_info, device"),
+        ({"model_info": "x", "memory_config": {"size": 2}}, "memory_config.size", "unknown .* 'memory_config.size'"),
+        ({"model_info": "x", "memory_config": 2}, "memory_config", "memory_config must be a mapping"),
+        ({"model_info": "x", "attention_config": {"block-size": 2, "block_size": 2}}, "attention_config.block_size", "twice"),
+    ],
+)  # fmt: skip
+def test_json_of_another_form_is_refused(values: Any, field: str | None, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said) as caught:
+        ExecutorConfig.from_mapping(values)
+    assert caught.value.field == field
+
+
+def test_an_executor_names_its_model_for_another_one(tiny: Tiny) -> None:
+    first = FACTORY.create_executor(config_of(tiny, max_sequence_length=100))
+    config = ExecutorConfig(model_info=first.info(), device="cpu", dtype="float32")
+    assert (config.max_sequence_length, ExecutorConfig(model_info="tiny-python").max_sequence_length) == (100, 2048)
+    ids = some_ids(20)
+    second = FACTORY.create_executor(config)
+    assert_close(second.prefill(prompt(ids)).logits[0], tiny.logits(ids))
+    assert second.info() == first.info()
 
 
 def test_an_executor_is_what_was_asked_for(tiny: Tiny) -> None:
@@ -143,7 +193,7 @@ def test_levels_give_the_same_greedy_tokens(tiny: Tiny) -> None:
         made = FACTORY.create_executor(
             config_of(tiny, optimization_config=OptimizationConfig(optimization_level=level))
         )
-        assert made.pool.state.backend.name == ("reference", "torch")[level]
+        assert made.pool.state.backend.name == ("reference", fastest_attention(made.pool.facts.device))[level]
         flash = AttentionMechanism.FLASH in made.capabilities().attention_mechanisms
         assert flash == (level > 0)
         llm = LlmExecutor(made)
@@ -181,13 +231,14 @@ def test_flags_of_fusion(llama: Tiny) -> None:
             config_of(llama, attention_config=attention, optimization_config=OptimizationConfig(**fields))
         )
 
-    assert made().pool.state.backend.name == "torch"
+    assert made().pool.state.backend.name == fastest_attention(torch.device("cpu"))
     assert made(enable_kernel_fusion=False).pool.state.backend.name == "reference"
     assert made(flash=False).pool.state.backend.name == "reference"
 
 
-def test_no_fused_attention_is_claimed_where_none_runs(tmp_path: Path) -> None:
-    """Scores with a soft cap are formed; ``fuses`` is held against the kernels that ran."""
+def test_no_fused_attention_is_claimed_where_none_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch forms scores with a soft cap; ``fuses`` is held against the kernels that ran."""
+    monkeypatch.setattr("quire.build.fastest_attention", lambda device: "torch")
     capped = make_tiny("Gemma2", tmp_path / "capped", attn_logit_softcapping=20.0)
     plain = make_tiny("Gemma2", tmp_path / "plain", attn_logit_softcapping=None)
     for tiny, fused in ((capped, False), (plain, True)):

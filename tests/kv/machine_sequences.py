@@ -130,7 +130,7 @@ class SequenceSteps(ForwardSteps):
         found = self.compute(
             "debug_get_kv",
             lambda: self.oracle.debug_get_kv(seq_id, start, end, layer, relative),
-            lambda: self.state.debug_get_kv(seq_id, start, end, layer=layer, relative=relative),
+            lambda: self.state.debug_get_kv(seq_id, start or None, end, layer=layer, relative=relative),
         )
         if found is None:
             return

@@ -183,7 +183,7 @@ def read_rows(story: Story, tokens: list[int]) -> None:
         if kind == "recurrent":
             continue
         if kind == "cross":
-            for found, wanted in zip(state.debug_get_kv(0, layer=layer), encoded(), strict=True):
+            for found, wanted in zip(state.debug_get_kv(0, None, layer=layer), encoded(), strict=True):
                 assert torch.equal(found, wanted)
             continue
         for part in state.held(0, layer):

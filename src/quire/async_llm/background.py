@@ -67,6 +67,7 @@ class Background:
         self._stop = weakref.finalize(self, self.stepper.stop)
 
     def require_open(self, verb: str) -> None:
+        self.llm.engine.lock.require_own()
         if self.closed:
             raise FailedPrecondition(f"{verb}: the LLM is closed; make a new one")
 
@@ -110,6 +111,8 @@ class Background:
 
     async def close(self) -> None:
         """Close the LLM and stop all threads."""
+        if self.llm.engine.lock.is_parents:
+            return
         self.closed = True
         self._stop()
         try:

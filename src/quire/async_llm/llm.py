@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from quire.async_llm.background import Background, awaited, shared
+from quire.async_llm.executor import AsyncExecutor
 from quire.async_llm.session import AsyncSession, unwrapped
 from quire.async_llm.stepper import BeamJob, Job
 from quire.async_llm.stream import AsyncStream, Prepared
@@ -51,6 +52,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     def __init__(self, model: str | Path, **options: Any) -> None:
         self._llm = self._inner = LLM(model, **options)
         self._background = Background(self._llm)
+        self._executor = AsyncExecutor(self._background)
 
     __init__.__signature__ = inspect.signature(LLM.__init__)  # type: ignore[attr-defined]
 
@@ -231,8 +233,12 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
 
     tokenizer = shared(LLM.tokenizer)
     blend_calibration = shared(LLM.blend_calibration)
-    executor = shared(LLM.executor)
-    """Its calls block."""
+
+    @property
+    def executor(self) -> AsyncExecutor:
+        """Return the executor contract, whose verbs are awaited."""
+        return self._executor
+
     model = shared(LLM.model)
     engine = shared(LLM.engine)
     bytes_per_token = shared(LLM.bytes_per_token)

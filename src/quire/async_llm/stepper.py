@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.callers import Caller, caller, on_behalf_of
 from quire.engine.beam import BeamSearch
@@ -15,6 +15,7 @@ from quire.engine.engine import Engine
 from quire.engine.long_texts import given_up_by
 from quire.engine.sequence_request import SequenceRequest
 from quire.errors import Cancelled, FailedPrecondition, QuireError
+from quire.forks import ParentsLock, in_children
 from quire.interrupts import uninterrupted, wait_for
 from quire.llm import LLM
 from quire.process_exit import end_with_process, leave_running
@@ -130,7 +131,8 @@ class Stepper:
         self._llm = llm
         self._engine = llm.engine
         # Reentrant: the garbage collector may cancel a stream while this thread holds it.
-        self._changed = threading.Condition(threading.RLock())
+        self._changed: Any = threading.Condition(threading.RLock())
+        in_children(self._forked)
         self._inbox: deque[Job] = deque()
         self._cancels: deque[Job] = deque()
         self._jobs: dict[Job, None] = {}
@@ -177,6 +179,8 @@ class Stepper:
     @uninterrupted
     def stop(self) -> None:
         """Make the thread end running requests, close the LLM, and stop."""
+        if self._llm.engine.lock.is_parents:
+            return
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -184,6 +188,9 @@ class Stepper:
     def join(self, timeout: float | None = None) -> None:
         """Wait until the thread has stopped, for at most ``timeout`` seconds."""
         self._thread.join(timeout)
+
+    def _forked(self) -> None:
+        self._changed = ParentsLock()
 
     def _end_with_process(self) -> None:
         self.stop()

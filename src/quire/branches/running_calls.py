@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from quire.errors import Cancelled
+from quire.forks import ParentsLock, in_children
 from quire.interrupts import check
 
 
@@ -38,8 +40,12 @@ class Operations:
     own that is held for an instant only, so that ``cancel`` never waits for a running call."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock: Any = threading.Lock()
+        in_children(self._forked)
         self._running: set[Operation] = set()
+
+    def _forked(self) -> None:
+        self._lock = ParentsLock()
 
     @contextmanager
     def running(self, verb: str) -> Iterator[Operation]:

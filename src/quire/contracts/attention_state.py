@@ -148,7 +148,7 @@ class AttentionVerbs(Protocol):
     def debug_get_kv(
         self,
         seq_id: SeqId,
-        start: int = 0,
+        start: int | None = 0,
         end: int | None = None,
         *,
         layer: int | None = None,
@@ -157,11 +157,12 @@ class AttentionVerbs(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return stored rows start..end-1 (mode ``normal``: rotated).
 
-        K ``[L, n, Hkv, Dk]``, V ``[L, n, Hkv, Dv]``; with ``layer`` without L. ``end=None``: all
-        rows. Addresses are positions; uncommitted nodes follow the committed tokens in order of
-        appending. ``relative=True`` counts cached tokens (sink, then window), as TVM does. An empty
-        range is legal. Inside a forward the rows are those from before it. For a cross ``layer``
-        the addresses are encoder rows 0..S-1, and ``relative`` makes no difference.
+        K ``[L, n, Hkv, Dk]``, V ``[L, n, Hkv, Dv]``; with ``layer`` without L. ``start=None``: from
+        the first row; ``end=None``: to the last. Addresses are positions; uncommitted nodes follow
+        the committed tokens in order of appending. ``relative=True`` counts cached tokens (sink,
+        then window), as TVM does. An empty range is legal. Inside a forward the rows are those from
+        before it. For a cross ``layer`` the addresses are encoder rows 0..S-1, and ``relative``
+        makes no difference.
 
         ``InvalidArgument``: not 0 <= start <= end <= length + nodes; layers of different geometry
         without ``layer``. ``FailedPrecondition``: evicted positions in the range (says which are
@@ -172,7 +173,7 @@ class AttentionVerbs(Protocol):
     def debug_get_kv_mla(
         self,
         seq_id: SeqId,
-        start: int = 0,
+        start: int | None = 0,
         end: int | None = None,
         *,
         layer: int | None = None,

@@ -83,6 +83,8 @@ class ExecutorInfo:
     num_parameters: int
     fingerprint: str
     """Digest of architecture, configuration and weights, stored in caches and state files."""
+    path: str = ""
+    """The checkpoint's directory, so that ``ExecutorConfig(model_info=...)`` finds it; "": none."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, 1, "vocab_size", "hidden_size", "num_layers", "max_sequence_length")

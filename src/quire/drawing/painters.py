@@ -15,9 +15,9 @@ from quire.drawing.chances import chances_picture, parting_picture
 from quire.drawing.heat import Heat
 from quire.drawing.page_maps import PageMaps
 from quire.drawing.pictures import Picture
-from quire.drawing.summaries import Summary
+from quire.drawing.summaries import Summary, TextTable
 from quire.errors import Unsupported
-from quire.outputs import CompletionOutput, RequestOutput
+from quire.outputs import CompletionOutput, RequestOutput, RequestOutputs
 
 
 def attention_picture(view: AttentionView) -> Heat:
@@ -57,6 +57,17 @@ def output_picture(output: RequestOutput) -> Summary:
     return Summary("RequestOutput", facts, texts)
 
 
+def outputs_picture(outputs: RequestOutputs) -> TextTable:
+    """Return a row for each continuation of each prompt."""
+    rows = []
+    for number, output in enumerate(outputs):
+        count = len(output.prompt_token_ids)
+        prompt = f"{count:,} tokens" if output.prompt is None else output.prompt
+        reuse = f"{output.num_cached_tokens:,} of {count:,}"
+        rows += [(str(number), prompt, one.text, _ended(one), reuse) for one in output.outputs]
+    return TextTable(f"{len(outputs)} outputs", ("", "prompt", "text", "ended", "reuse"), rows)
+
+
 def _ended(one: CompletionOutput) -> str:
     """Return how a continuation ended."""
     reason = f" by {one.stop_reason!r}" if one.stop_reason is not None else ""
@@ -88,6 +99,7 @@ PICTURES: Mapping[type, Callable[[Any], Picture]] = {
     HistoryView: lambda view: tree_of(view, "history"),
     PoolView: lambda view: PageMaps([view], [None]),
     RequestOutput: output_picture,
+    RequestOutputs: outputs_picture,
     StateFileView: state_file_picture,
 }
 

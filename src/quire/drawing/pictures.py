@@ -37,9 +37,17 @@ class Picture:
     def __str__(self) -> str:
         """Return it as plain text, ``WIDTH`` columns wide."""
         written = io.StringIO()
-        Console(file=written, width=WIDTH, color_system=None, force_terminal=False, markup=False, emoji=False).print(
-            self.__rich__()
+        # In a notebook rich would show the text, too, and write nothing.
+        plain = Console(
+            file=written,
+            width=WIDTH,
+            color_system=None,
+            force_terminal=False,
+            force_jupyter=False,
+            markup=False,
+            emoji=False,
         )
+        plain.print(self.__rich__())
         return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""``Summary``: a title, facts by name, and texts."""
+"""``Summary``: a title, facts by name, and texts. ``TextTable``: rows of texts."""
 
 from __future__ import annotations
 
@@ -38,3 +38,23 @@ class Summary(Picture):
         for name, text in self.texts:
             table.add_row(Text(visible(name), style="dim"), Text(short(text, 400), style="italic"))
         return Group(Text(visible(self.title), style="bold"), table, *(one.__rich__() for one in self.below))
+
+
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
+class TextTable(Picture):
+    """Texts in rows and columns, which may be users'."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def _repr_html_(self) -> str:
+        return titled(
+            self.title, html_table([[in_code(short(one, 200)) for one in row] for row in self.rows], self.columns)
+        )
+
+    def __rich__(self) -> RenderableType:
+        table = Table(*self.columns, title=Text(visible(self.title), style="bold"), title_justify="left", box=None)
+        for row in self.rows:
+            table.add_row(*(Text(short(one, 200)) for one in row))
+        return table

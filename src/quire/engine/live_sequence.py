@@ -170,7 +170,7 @@ class LiveSequence(Labelled):
     @uninterrupted
     def close(self) -> None:
         """Give the pages back at once. Closing twice is harmless. A kept session stays kept."""
-        if self._closed:
+        if self._closed or self._engine.lock.is_parents:
             return
         try:
             if self._is_behind and not self._engine.closed:
@@ -211,6 +211,7 @@ class LiveSequence(Labelled):
             self._engine.lock.release()
 
     def _open(self, verb: str) -> SessionBranch:
+        self._engine.lock.require_own()
         if self._closed or self._engine.closed:
             what = "session" if self._closed else "LLM"
             raise FailedPrecondition(f"{verb}: the {what} is closed; make a new one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,15 @@ class TextLimit:
 _calls = threading.local()
 _free = threading.Condition()
 _turns: dict[object, None] = {}
+
+
+def _forked() -> None:
+    global _free
+    _free = threading.Condition()
+    _turns.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.hints import CacheHints, checked_hints
-from quire.outputs import RequestOutput
+from quire.outputs import RequestOutput, RequestOutputs
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.segments import BlendParams, Segment
 
@@ -244,9 +244,10 @@ class RequestPreparation:
     def outputs(self, prepared: PreparedPrompts, requests: Sequence[Sequence[SequenceRequest]]) -> list[RequestOutput]:
         """Return the results of ``submit``'s requests so far."""
         pairs = zip(requests, prepared.texts, strict=True)
-        return [request_output(samples, self.tokenizer, text) for samples, text in pairs]
+        return RequestOutputs(request_output(samples, self.tokenizer, text) for samples, text in pairs)
 
     def _require_open(self, verb: str) -> None:
+        self._engine.lock.require_own()
         if self._closed:
             raise FailedPrecondition(f"{verb}: the LLM is closed; make a new one")
 

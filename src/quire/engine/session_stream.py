@@ -110,6 +110,8 @@ class SessionStream(Iterator[StreamDelta]):
 
 def _end(engine: Engine, requests: list[SequenceRequest], on_end: OnEnd | None) -> Future[None] | None:
     durable = None
+    if engine.lock.is_parents:
+        return None
     with engine.lock:
         engine.end(requests)
         while requests:

@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire.build import EXECUTOR_FACTORY
+    from quire.config import AttentionConfig, ExecutorConfig, MemoryConfig, OptimizationConfig
     from quire.contracts.executor import (
         AUDIO_PLACEHOLDER,
         END_OF_AUDIO,
@@ -35,26 +37,33 @@ if TYPE_CHECKING:
     from quire.executor.cache import KVCache
     from quire.executor.executor import Executor
     from quire.executor.llm_executor import LlmExecutor
+    from quire.executor.named_executors import NamedExecutors
 
 __all__ = [
     "AUDIO_PLACEHOLDER",
     "END_OF_AUDIO",
     "END_OF_IMAGE",
+    "EXECUTOR_FACTORY",
     "VISION_PLACEHOLDER",
+    "AttentionConfig",
     "AudioData",
     "CacheHandle",
     "CacheLike",
     "DecodeInput",
     "DecodeOutput",
     "Executor",
+    "ExecutorConfig",
     "ExecutorInputs",
     "ExecutorType",
     "KVCache",
     "KVCacheInterface",
     "LlmExecutor",
     "LlmExecutorInterface",
+    "MemoryConfig",
     "ModelAssets",
     "ModelExecutor",
+    "NamedExecutors",
+    "OptimizationConfig",
     "PrefillInput",
     "PrefillOutput",
     "RequestSampling",
@@ -64,6 +73,9 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    **dict.fromkeys(("AttentionConfig", "ExecutorConfig", "MemoryConfig", "OptimizationConfig"), "quire.config"),
+    "EXECUTOR_FACTORY": "quire.build",
+    "NamedExecutors": "quire.executor.named_executors",
     "CacheHandle": "quire.contracts.kv_cache",
     "Executor": "quire.executor.executor",
     "KVCache": "quire.executor.cache",

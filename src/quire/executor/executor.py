@@ -352,6 +352,7 @@ class Executor:
                 self.pool.sweep()
 
     def _require_open(self, verb: str) -> None:
+        self.lock.require_own()
         if self._closed:
             raise FailedPrecondition(f"{verb}: the executor is shut down; make a new one")
         self.pool.require_working(verb)
@@ -362,6 +363,7 @@ class Executor:
 
     def cancel(self) -> None:
         """See ``ExecutorBase``."""
+        self.lock.require_own()
         self._operations.cancel()
 
     def warmup(self) -> None:
@@ -378,6 +380,8 @@ class Executor:
 
     def shutdown(self) -> None:
         """See ``ModelExecutor``. Cancels running calls, releases caches, lets the runner go."""
+        if self.lock.is_parents:
+            return
         self._closed = True
         self._operations.cancel()
         with self.lock:

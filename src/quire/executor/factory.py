@@ -41,6 +41,7 @@ class Choices:
     device: torch.device
     executor_type: ExecutorType
     attention_backend: str
+    """One of ``ATTENTION_BACKENDS``; "auto": the fastest on the device, as of an ``LLM``."""
     page_size: int
 
     def arguments(self, config: ExecutorConfig) -> dict[str, Any]:
@@ -165,7 +166,7 @@ def _backend(config: ExecutorConfig) -> str:
     ):
         if asked:
             raise Unsupported(f"{name}: {reason}")
-    return "torch" if _wants_fused(config) else "reference"
+    return "auto" if _wants_fused(config) else "reference"
 
 
 def _wants_fused(config: ExecutorConfig) -> bool:

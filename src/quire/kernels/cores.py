@@ -7,6 +7,7 @@ ends with its slowest thread: one that has no core of its own holds up all other
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from contextlib import suppress
@@ -32,6 +33,19 @@ def limit_threads() -> None:
     if usable < now and now in defaults and not any(name in os.environ for name in VARIABLES):
         torch.set_num_threads(usable)
         logger.info("%d threads of PyTorch, which had %d: as many cores has this process", usable, now)
+
+
+def _end_threads() -> None:
+    """End the threads of this thread's parallel regions, which the next region starts again."""
+    for runtime in _RUNTIMES:
+        runtime.omp_pause_resource_all(_PAUSE_HARD)
+
+
+# A child of a fork would wait for threads that only the parent has. Other runtimes than GNU's
+# notice forks themselves.
+_RUNTIMES = [ctypes.CDLL(str(path)) for path in (Path(torch.__file__).parent / "lib").glob("libgomp*")]
+_PAUSE_HARD = 2
+os.register_at_fork(before=_end_threads)
 
 
 def usable_cores(root: Path = Path("/")) -> int:

@@ -51,7 +51,7 @@ class StateRows(StateParts):
     def debug_get_kv(
         self,
         seq_id: SeqId,
-        start: int = 0,
+        start: int | None = 0,
         end: int | None = None,
         *,
         layer: int | None = None,
@@ -69,7 +69,7 @@ class StateRows(StateParts):
     def debug_get_kv_mla(
         self,
         seq_id: SeqId,
-        start: int = 0,
+        start: int | None = 0,
         end: int | None = None,
         *,
         layer: int | None = None,
@@ -135,7 +135,7 @@ class StateRows(StateParts):
 def gathered(
     state: StateParts,
     seq_id: SeqId,
-    start: int,
+    start: int | None,
     end: int | None,
     layer_id: int | None,
     relative: bool,
@@ -143,7 +143,7 @@ def gathered(
     verb: str,
 ) -> list[LayerRows]:
     """Return fresh copies of these rows, layer by layer."""
-    start = check_integer(start, f"{verb}: start", 0)
+    start = 0 if start is None else check_integer(start, f"{verb}: start", 0)
     end = None if end is None else check_integer(end, f"{verb}: end", start)
     if out is not None and len(out) != 2:
         raise InvalidArgument(f"{verb}: out has {len(out)} tensors; a pair for K and V is needed")
@@ -247,13 +247,13 @@ def read_encoder(
     part: EncoderPart,
     layer_id: int,
     seq_id: SeqId,
-    start: int,
+    start: int | None,
     end: int | None,
     out: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return rows of an encoder for ``debug_get_kv``: ``k [n, Hkv, Dk]``, ``v [n, Hkv, Dv]``."""
     verb = "debug_get_kv"
-    start = check_integer(start, f"{verb}: start", 0)
+    start = 0 if start is None else check_integer(start, f"{verb}: start", 0)
     end = None if end is None else check_integer(end, f"{verb}: end", start)
     if out is not None and len(out) != 2:
         raise InvalidArgument(f"{verb}: out has {len(out)} tensors; a pair for K and V is needed")

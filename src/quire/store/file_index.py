@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from quire.contracts.store import ObjectKey, TierStat
+from quire.forks import in_children, keep_open
 
 VERSION = 1
 BUSY_SECONDS = 10.0
@@ -78,6 +79,7 @@ class FileIndex:
         that cannot be written. ``sqlite3.Error`` for one that is damaged or of another version."""
         self.path = path
         self._writer = self._reader = self._connect()
+        in_children(self._forked)
         self._writing = self._reading = threading.RLock()
         try:
             if fresh:
@@ -225,6 +227,10 @@ class FileIndex:
             for connection in {self._reader, self._writer}:
                 with contextlib.suppress(sqlite3.Error):
                     connection.close()
+
+    def _forked(self) -> None:
+        for connection in {self._reader, self._writer}:
+            keep_open(connection)
 
     def _connect(self) -> sqlite3.Connection:
         path = ":memory:" if self.path is None else str(self.path)

@@ -24,10 +24,11 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Concatenate, ParamSpec, TypeVar
+from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
 from quire.contracts.store import Blob, ObjectKey, ObjectKind, ObjectPart, TierStat
 from quire.errors import InvalidArgument, QuireError, TierError, TierFull
+from quire.forks import ParentsLock, in_children
 from quire.kv.atomic_file import remove_stale, replacing, sync_directory
 from quire.store.file_index import FileIndex, is_damage
 from quire.store.keys import checked_name
@@ -65,8 +66,11 @@ class FileTier:
         self.directory, self.capacity = Path(directory).absolute(), capacity
         self.label = f"directory {str(self.directory)!r}"
         self._threads = DaemonThreads(THREADS, "quire-files")
-        self._lock = threading.Lock()
+        self._lock: Any = threading.Lock()
         """Of what is below."""
+        in_children(self._forked)
+        self._opening = -1
+        """The descriptor of the directory's lock, while it is held."""
         self._opened: FileIndex | None = None
         self._closed = self._full = False
         self._used: dict[str, None] = {}
@@ -98,6 +102,11 @@ class FileTier:
 
     async def stat(self) -> TierStat:
         return await self._call(lambda index: index.stat(self.capacity))
+
+    def _forked(self) -> None:
+        self._lock = ParentsLock()
+        if self._opening >= 0:  # The parent's lock would last as long as this descriptor of it.
+            os.close(self._opening)
 
     async def close(self) -> None:
         """Tell the index of the last uses and close it."""
@@ -163,6 +172,7 @@ class FileTier:
         """Keep other processes from opening the directory meanwhile."""
         fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            self._opening = fd
             deadline = time.monotonic() + OPEN_SECONDS
             while True:
                 try:
@@ -174,6 +184,7 @@ class FileTier:
                     time.sleep(0.01)
             yield
         finally:
+            self._opening = -1
             os.close(fd)
 
     def _agreed(self, index: FileIndex) -> FileIndex:

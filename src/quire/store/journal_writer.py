@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future, wait
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from quire.errors import NotDurable
+from quire.forks import ParentsLock, in_children
 from quire.process_exit import end_with_process
 from quire.store.session_journal import Change, SessionJournal
 
@@ -24,7 +26,8 @@ class JournalWriter:
         """Start the thread. ``close`` closes the journal too."""
         self.journal = journal
         self._orders: SimpleQueue[Order | None] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock: Any = threading.Lock()
+        in_children(self._forked)
         self._closed = False
         self._last: Future[None] = Future()
         self._last.set_result(None)
@@ -38,8 +41,7 @@ class JournalWriter:
         written: Future[None] = Future()
         written.set_running_or_notify_cancel()  # whoever waits may go away, and the change stays
         with self._lock:
-            # In a forked process the thread is none.
-            if not self._closed and self._thread.is_alive():
+            if not self._closed:
                 self._orders.put((change, written))
                 self._last = written
                 return written
@@ -60,6 +62,9 @@ class JournalWriter:
         self._thread.join(CLOSE_SECONDS)
         if not self._thread.is_alive():
             self.journal.close()
+
+    def _forked(self) -> None:
+        self._lock = ParentsLock()
 
     def _run(self) -> None:
         while True:

@@ -31,6 +31,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from quire.errors import DataLoss, InvalidArgument, NotDurable
+from quire.forks import ParentsLock, in_children, keep_open
 
 logger = logging.getLogger("quire.store")
 
@@ -214,7 +215,7 @@ class SessionJournal:
         """Open or make the journal. ``InvalidArgument``, about ``state_dir``: the directory cannot
         be written, another process uses it, or a newer version of Quire wrote it."""
         self.directory = directory
-        self._lock = threading.RLock()
+        self._lock: Any = threading.RLock()
         self._claim = _claimed(directory)
         try:
             self._db = self._opened()
@@ -227,6 +228,14 @@ class SessionJournal:
             if isinstance(error, (sqlite3.Error, OSError)):
                 raise _unusable(directory, str(error)) from error
             raise
+        in_children(self._forked)
+
+    def _forked(self) -> None:
+        """Leave the directory to the parent, whose lock lasts as long as this descriptor of it."""
+        self._lock = ParentsLock()
+        if self._claim >= 0:
+            keep_open(self._db)
+            os.close(self._claim)
 
     # -- reading -----------------------------------------------------------------------------------
 

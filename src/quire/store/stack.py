@@ -14,10 +14,11 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.contracts.store import Blob, ObjectKey, ObjectKind, StoreTier, TierStat
 from quire.errors import FailedPrecondition, InvalidArgument
+from quire.forks import ParentsLock, in_children
 from quire.metrics import MetricFamily
 from quire.process_exit import end_with_process
 from quire.store.arriving_blob import ArrivingBlob
@@ -81,7 +82,7 @@ class Store:
         self._far = [TierGuard(tier, self.metrics, seconds, clock) for tier in tiers if tier is not self._memory]
         self._durable = [one for one in self._far if one.tier.is_durable]
         self._queue_bytes = queue_bytes
-        self._room = threading.Condition()
+        self._room: Any = threading.Condition()
         """Guards all below, and is told when bytes leave the queue."""
         self._queued = 0
         self._flights: dict[ObjectKey, Future[Found | None]] = {}
@@ -100,6 +101,7 @@ class Store:
         self._told: set[tuple[str, str]] = set()
         """Tiers and reasons of damage that the log has."""
         end_with_process(self.close)
+        in_children(self._forked)
 
     @property
     def is_durable(self) -> bool:
@@ -291,6 +293,9 @@ class Store:
             thread.join()
 
     # ------------------------------------------------------------------ any thread
+
+    def _forked(self) -> None:
+        self._room = ParentsLock()
 
     def _set_gauges(self) -> None:
         for kind in {one.kind for one in self._far}:

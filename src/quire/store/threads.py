@@ -7,7 +7,9 @@ import contextlib
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from quire.forks import ParentsLock, in_children
 
 R = TypeVar("R")
 
@@ -19,8 +21,9 @@ class DaemonThreads:
 
     def __init__(self, count: int, name: str) -> None:
         self._count, self._name = count, name
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._calls: Any = SimpleQueue[Callable[[], None] | None]()
         self._threads: list[threading.Thread] = []
+        in_children(self._forked)
 
     async def run(self, function: Callable[[], R]) -> R:
         """Call a function on a thread."""
@@ -45,6 +48,7 @@ class DaemonThreads:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(tell)
 
+        self._calls.put(call)
         if len(self._threads) < self._count:
             name = f"{self._name}-{len(self._threads)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -54,13 +58,15 @@ class DaemonThreads:
             except RuntimeError:  # Python 3.12 starts none while the process ends.
                 if not self._threads:
                     raise
-        self._calls.put(call)
         return await answer
 
     def end(self) -> None:
         """Let the threads end after the calls under way."""
         for _ in self._threads:
             self._calls.put(None)
+
+    def _forked(self) -> None:
+        self._calls = ParentsLock()
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:

@@ -23,6 +23,8 @@ from quire.types import Remove
 
 ROWS_AT_ONCE = 4096
 """Rows of which norms are taken at a time."""
+QUERIES = 64
+"""Rows of a heat map, if nothing else is asked for."""
 MOST_WEIGHTS = 1 << 26
 """Weights of a heat map that are in memory, at most: 256 MiB."""
 
@@ -52,12 +54,12 @@ def attention_view(engine: Engine, source: SessionBranch, position: int, layer: 
     )
 
 
-def attention_heat(engine: Engine, source: SessionBranch, layer: int, head: int | None, queries: int) -> Heat:
-    """Return what the last ``queries`` tokens read at a layer, by one query head or on average over
-    all. Errors: those of ``run_token``."""
+def attention_heat(engine: Engine, source: SessionBranch, layer: int, head: int | None, queries: int | None) -> Heat:
+    """Return what the last ``queries`` tokens (None: ``QUERIES``, if that is not too large) read at
+    a layer, by one query head or on average over all. Errors: those of ``run_token``."""
     spec, length = engine.runner.state.layer_spec(layer), len(source.tokens)
-    count = min(queries, length)
     heads = getattr(spec, "num_heads", 1)
+    count = min(length, min(QUERIES, max(1, MOST_WEIGHTS // (heads * length))) if queries is None else queries)
     if heads * count * length > MOST_WEIGHTS:
         raise InvalidArgument(
             f"{heads} heads of {count} queries over {length} positions are more than {MOST_WEIGHTS} weights; give fewer queries",
