@@ -44,8 +44,8 @@ MUTANTS = (
     Mutant(
         name="every-part-begins-a-prompt",
         file="server/blend_fields.py",
-        old="begins and not number",
-        new="begins",
+        old="encoded(content, not number)",
+        new="encoded(content, True)",
         tests=(SERVER + "test_pieces_are_tokenised_by_themselves",),
     ),
     Mutant(
@@ -58,8 +58,8 @@ MUTANTS = (
     Mutant(
         name="pins-count-tokens-of-a-prompt-that-is-not-cut",
         file="server/chat.py",
-        old="first_of(parts, count), begins=False",
-        new="[text[:count]] if count < len(text) else parts, begins=False",
+        old="first_of(parts, count))",
+        new="[text[:count]] if count < len(text) else parts)",
         tests=(SERVER + "test_marks_of_both_kinds",),
     ),
     Mutant(

@@ -142,7 +142,9 @@ class SpelledTokens:
     def _stand_in(self, original: str) -> str:
         if original not in self._stand_ins:
             if self._free is None:
-                used = set(_PRIVATE_TEXT.findall(json.dumps(self._given, ensure_ascii=False, default=str)))
+                used = set(
+                    _PRIVATE_TEXT.findall(json.dumps(self._given, ensure_ascii=False, skipkeys=True, default=str))
+                )
                 codes = range(ord(_PRIVATE[1]), ord(_PRIVATE[0]) - 1, -1)
                 self._free = (one for one in map(chr, codes) if one not in used)
             self._stand_ins[original] = stand_in = next(self._free)

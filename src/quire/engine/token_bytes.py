@@ -117,6 +117,7 @@ class TokenBytes:
         self._rule = _parse_decoder(json.loads(state))
         self._pieces: dict[int, bytes] = {}
         self.special_ids = frozenset(id for id, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._specials = np.array(sorted(self.special_ids), dtype=np.int64)
 
     @property
     def size(self) -> int:
@@ -167,11 +168,15 @@ class TokenBytes:
     def end_of(self, ids_T: NDArray[np.int64], *, skip_special_tokens: bool) -> list[int]:
         """Return as many of the last of these ids as a ``PieceStream`` needs for its context: only
         those that have a text, however many others are among them."""
-        ids_T = ids_T[ids_T < self._size]
-        if skip_special_tokens:
-            ids_T = ids_T[~np.isin(ids_T, list(self.special_ids))]
-        least = 0 if self._rule is None else self._rule.max_strips + 1
-        found: list[int] = ids_T[-max(_CONTEXT, least) :].tolist()
+        count = max(_CONTEXT, 0 if self._rule is None else self._rule.max_strips + 1)
+        found: list[int] = []
+        for part_T in (ids_T[-4 * count :], ids_T):  # mostly the end tells
+            visible_T = part_T[part_T < self._size]
+            if skip_special_tokens:
+                visible_T = visible_T[~np.isin(visible_T, self._specials)]
+            found = visible_T[-count:].tolist()
+            if len(found) == count:
+                break
         return found
 
 

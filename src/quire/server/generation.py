@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -153,8 +154,8 @@ async def added(context: Context, session: AsyncSession, given: str | Sequence[i
     """Return the token ids of an addition to a session."""
     if not isinstance(given, str):
         return given
-    inner = inner_session(session)
-    return (await context.texts.run(len(given), lambda: inner.encode(given))).tolist()  # type: ignore[no-any-return]
+    encoded = partial(encode, None) if context.llm.tokenizer is None else inner_session(session).encode
+    return (await context.texts.run(len(given), lambda: encoded(given))).tolist()  # type: ignore[no-any-return]
 
 
 def encode(tokenizer: Tokenizer | None, prompt: str | Sequence[int], *, inside: bool = False) -> NDArray[np.int64]:
