@@ -15,10 +15,12 @@ import torch
 
 from quire.branches.stored_state import StoredState
 from quire.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
+from quire.contracts.adapters import Adapter
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.linear import Quantization
+from quire.engine.adapter_texts import check_adapter_texts
 from quire.engine.chat_templates import with_chosen_template
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
@@ -201,7 +203,17 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         logger.warning(rule.inexact)
         notes = (*notes, rule.inexact)
     defaults = SamplingParams.from_generation_config(generation)
-    named = NamedAdapters(engine, lambda directory: read_adapter(directory, model, admit=runner.adapters.admit))
+
+    def read(directory: Path) -> Adapter:
+        if tokenizer is not None:
+            chose = {
+                "chose_tokenizer": config.tokenizer is not None,
+                "chose_template": config.chat_template is not None,
+            }
+            check_adapter_texts(directory, tokenizer, **chose)
+        return read_adapter(directory, model, admit=runner.adapters.admit)
+
+    named = NamedAdapters(engine, read)
     return Parts(config, path, engine, model, runner, tokenizer, identity, named, defaults, notes)
 
 
