@@ -462,7 +462,8 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     def sizes_of(model: Outline | LoadedModel, weights: int = 0) -> PoolSizes:
         """Check what depends on the model. ``weights``: bytes of it that are not there yet."""
         check_length(config, model.max_position)
-        check_heads(config, [spec for spec in model.layer_specs if isinstance(spec, ATTENTION)])
+        if model.layer_specs:
+            check_heads(config, [spec for spec in model.layer_specs if isinstance(spec, ATTENTION)])
         if memory.memory_pool_size is None:
             budget = free_budget(device, memory.max_memory_usage / 100, weights)
         else:

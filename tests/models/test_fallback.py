@@ -372,6 +372,17 @@ def test_a_configuration_of_more_than_the_memory_is_refused_in_its_outline(tmp_p
         load(tmp_path)
 
 
+def test_the_context_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(*MODELS["olmo"], tmp_path)
+
+    def read(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(transformers.OlmoForCausalLM, "from_pretrained", read)
+    with pytest.raises(InvalidArgument, match="max_model_len 129 is beyond the model's 128 positions"):
+        LLM(tmp_path, max_model_len=129)
+
+
 def test_damaged_files_and_copies_in_other_shards_are_refused_by_name(tmp_path: Path) -> None:
     peer = make(*MODELS["olmo"], tmp_path / "one")
     file = tmp_path / "one" / "model.safetensors"
