@@ -76,6 +76,7 @@ from quire.pool_budget import (
     given_budget,
     longest_of,
     pool_sizes,
+    short_pool,
 )
 from quire.runner.adapter_pool import AdapterPool
 from quire.runner.graph import CudaCapture, GraphRunner, usual_sizes
@@ -197,6 +198,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         f"{model.parameter_bytes / 2**20:.0f} MiB",
         f"KV pool: {' and '.join(held)}, {state.num_bytes / 2**20:.0f} MiB",
     )
+    notes = (*notes, *short_pool(sizes, model.layer_specs, max_len, state.num_bytes))
     for note in notes:
         logger.info(note)
     if (rule := length_rule_of(model)) is not None and rule.inexact:

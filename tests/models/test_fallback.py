@@ -308,6 +308,7 @@ def edit_config(path: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
+ATTENTION = "transformer.h.1.attn.c_attn.bias"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
 """transformers stacks it with the gates."""
@@ -327,6 +328,8 @@ EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
         ("olmo", lambda t: t.update({DOWN: torch.ones(WIDTH, 5)}), rf"{DOWN} has shape \[48, 5\]; .* \[48, 64\]"),
         ("olmo", lambda t: t.update({DOWN: t[DOWN].to(torch.int8)}), f"{DOWN} has dtype I8; expected one of"),
         ("olmo", lambda t: t.update({DOWN: t[DOWN].to(torch.float8_e4m3fn)}), f"{DOWN} has dtype F8_E4M3"),
+        # A name that transformers would pass over if the model did not have it.
+        ("gpt2", lambda t: t.update({ATTENTION: t[ATTENTION].to(torch.int8)}), f"{ATTENTION} has dtype I8"),
         ("olmoe", lambda t: t.pop(EXPERT), "cannot make the model's tensors of the stored ones"),
         ("gpt2", lambda t: t.update({"lm_head.weight": torch.ones(VOCAB, WIDTH)}), "lm_head.weight differs from .*wte"),
         ("gpt2", lambda t: t.pop("transformer.wte.weight"), "lacks 2 of .*lm_head.weight, transformer.wte.weight"),
