@@ -15,10 +15,12 @@ import torch
 
 from quire.branches.stored_state import StoredState
 from quire.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
+from quire.contracts.adapters import Adapter
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.linear import Quantization
+from quire.engine.adapter_texts import check_adapter_texts
 from quire.engine.chat_templates import with_chosen_template
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
@@ -74,6 +76,7 @@ from quire.pool_budget import (
     given_budget,
     longest_of,
     pool_sizes,
+    short_pool,
 )
 from quire.runner.adapter_pool import AdapterPool
 from quire.runner.graph import CudaCapture, GraphRunner, usual_sizes
@@ -195,13 +198,24 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         f"{model.parameter_bytes / 2**20:.0f} MiB",
         f"KV pool: {' and '.join(held)}, {state.num_bytes / 2**20:.0f} MiB",
     )
+    notes = (*notes, *short_pool(sizes, model.layer_specs, max_len, state.num_bytes))
     for note in notes:
         logger.info(note)
     if (rule := length_rule_of(model)) is not None and rule.inexact:
         logger.warning(rule.inexact)
         notes = (*notes, rule.inexact)
     defaults = SamplingParams.from_generation_config(generation)
-    named = NamedAdapters(engine, lambda directory: read_adapter(directory, model, admit=runner.adapters.admit))
+
+    def read(directory: Path) -> Adapter:
+        if tokenizer is not None:
+            chose = {
+                "chose_tokenizer": config.tokenizer is not None,
+                "chose_template": config.chat_template is not None,
+            }
+            check_adapter_texts(directory, tokenizer, **chose)
+        return read_adapter(directory, model, admit=runner.adapters.admit)
+
+    named = NamedAdapters(engine, read)
     return Parts(config, path, engine, model, runner, tokenizer, identity, named, defaults, notes)
 
 
@@ -464,7 +478,8 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     def sizes_of(model: Outline | LoadedModel, weights: int = 0) -> PoolSizes:
         """Check what depends on the model. ``weights``: bytes of it that are not there yet."""
         check_length(config, model.max_position)
-        check_heads(config, [spec for spec in model.layer_specs if isinstance(spec, ATTENTION)])
+        if model.layer_specs:
+            check_heads(config, [spec for spec in model.layer_specs if isinstance(spec, ATTENTION)])
         if memory.memory_pool_size is None:
             budget = free_budget(device, memory.max_memory_usage / 100, weights)
         else:

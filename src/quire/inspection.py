@@ -101,9 +101,10 @@ def print_description(found: Mapping[str, Any]) -> None:
     """Print tables on stdout."""
     model = found["model"]
     config, weights = (str(model.get(name))[:16] for name in ("config", "weights"))
+    length = [model["length"]] if "length" in model else []
     rows = [
         ("kind", found["kind"]),
-        ("model", f"{model.get('architecture')}, config {config}, weights {weights}"),
+        ("model", ", ".join([f"{model.get('architecture')}, config {config}, weights {weights}", *length])),
         ("adapters", found["adapters"] or "none"),
         ("state", _origin(found)),
         ("bytes", f"{found['bytes']:,} in the file, {found['state_bytes']:,} of state in {found['tensors']} tensors"),

@@ -368,7 +368,7 @@ class LLM(SessionHistory, ShownLLM, Traces):
         checked first: ``NotFound``, ``CheckpointError`` (damaged, or made for another model:
         expected and found), ``Unsupported`` (a kind of adapter or a layer that is not computed, by
         name), ``AlreadyExists``, ``ResourceExhausted``. Base results stay the same to the bit. A
-        tokenizer or a chat template beside the adapter is not read.
+        tokenizer or template beside it must be the model's, unless this LLM was given which to use.
         """
         self._require_open("load_adapter")
         if not isinstance(path, (str, Path)):

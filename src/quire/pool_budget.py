@@ -156,6 +156,16 @@ def pool_sizes(
     return PoolSizes(int(tokens), window_tokens, int(step), states)
 
 
+def short_pool(sizes: PoolSizes, specs: Sequence[LayerSpec], max_len: int, nbytes: int) -> list[str]:
+    """Return that a pool of ``nbytes`` does not hold a longest sequence, if it does not."""
+    if sizes.tokens >= max_len or all(getattr(spec, "layer_window", 1) is not None for spec in specs):
+        return []
+    return [
+        f"the KV pool holds {sizes.tokens} tokens, and longer sequences than that are refused; max_model_len {max_len} would "
+        f"take a kv_cache_memory of about {size_words(nbytes * max_len // sizes.tokens)}"
+    ]
+
+
 def check_outline(config: EngineConfig, outline: Outline, device: torch.device) -> None:
     """Check context, pool and memory of a model whose weights are not read yet. Raise what
     ``longest_of``, ``check_room`` and ``pool_sizes`` do. Of a GPU the pool is what can be left at

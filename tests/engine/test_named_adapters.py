@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import random
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.adapters.peft_models import linear_names, merged, write_adapter
+from tokenizers import Tokenizer
 
 from quire import LLM, SamplingParams
 from quire.async_llm import AsyncLLM
@@ -31,6 +34,7 @@ from quire.errors import (
     Unsupported,
 )
 from quire.models.adapter_targets import linears_of
+from quire.models.catalogue import bundled_adapters, bundled_models
 from quire.runner.adapter_pool import AdapterPool
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
@@ -373,3 +377,105 @@ def test_loaded_by_many_threads_at_once(make_llm: MakeLLM, llama: Checkpoint, di
     llm.unload_adapter("same")
     assert untouched(llm)
     gc.collect()
+
+
+# -- tokenizers and chat templates beside adapters -------------------------------------------------
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def edit_json(file: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    found = json.loads(file.read_text())
+    edit(found)
+    file.write_text(json.dumps(found, indent=1))
+
+
+def add_token(folder: Path, text: str) -> None:
+    """As ``save_pretrained`` writes it after ``add_tokens``."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([text])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def pad_with_a_token_of_its_own(folder: Path) -> None:
+    add_token(folder, "<|fill|>")
+    edit_json(folder / "tokenizer_config.json", lambda found: found.update(pad_token="<|fill|>"))
+
+
+def in_another_format(folder: Path, tokens: dict[str, int]) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "added_tokens.json").write_text(json.dumps(tokens))
+
+
+SAME: dict[str, Callable[[Path], object]] = {
+    "copies": lambda folder: None,
+    "rewritten": lambda folder: edit_json(
+        folder / "tokenizer.json", lambda found: found.update(padding=None, truncation=None)
+    ),
+    "a token for padding": pad_with_a_token_of_its_own,
+    "without a template": lambda folder: (folder / "chat_template.jinja").unlink(),
+    "another format": lambda folder: in_another_format(folder, {}),
+}
+OTHER: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a new token": (
+        lambda folder: add_token(folder, "<|new|>"),
+        "tokenizer of its own.*'<|new|>' is no such token of the model",
+    ),
+    "another format": (lambda folder: in_another_format(folder, {"<|new|>": 9999}), "'<|new|>' is no such token"),
+    "another normalizer": (
+        lambda folder: edit_json(folder / "tokenizer.json", lambda found: found.update(normalizer={"type": "NFC"})),
+        "it has another normalizer",
+    ),
+    "another end": (
+        lambda folder: edit_json(folder / "tokenizer_config.json", lambda found: found.update(eos_token="x")),
+        "eos_token is 'x' and not ",
+    ),
+    "another template": (
+        lambda folder: (folder / "chat_template.jinja").write_text("{{ messages }}"),
+        "chat template of its own",
+    ),
+}
+
+
+@pytest.fixture
+def texted(tmp_path: Path) -> Path:
+    """A bundled adapter beside a copy of its model's tokenizer."""
+    model, adapter = bundled_models()["tiny-python"], bundled_adapters()["tiny-python-docstrings"]
+    for file in [*adapter.iterdir(), *(model / name for name in TOKENIZER_FILES)]:
+        shutil.copy(file, tmp_path / file.name)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[LLM]:
+    with LLM("tiny-python", kv_cache_memory="4MiB") as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("which", sorted(SAME))
+def test_a_tokenizer_that_is_the_models_is_taken(which: str, texted: Path, plain: LLM) -> None:
+    SAME[which](texted)
+    plain.load_adapter("a", texted)
+    plain.unload_adapter("a")
+
+
+@pytest.mark.parametrize("which", sorted(OTHER))
+def test_a_tokenizer_or_template_of_an_adapters_own_is_refused_by_name(which: str, texted: Path, plain: LLM) -> None:
+    edit, message = OTHER[which]
+    edit(texted)
+    with pytest.raises(Unsupported, match=message.replace("|", r"\|")):
+        plain.load_adapter("a", texted)
+    assert not plain.adapters
+
+
+def test_what_the_user_chose_is_used(texted: Path, caplog: pytest.LogCaptureFixture) -> None:
+    add_token(texted, "<|new|>")
+    (texted / "chat_template.jinja").write_text("{{ messages }}")
+    model = str(bundled_models()["tiny-python"])
+    template = str(texted / "chat_template.jinja")
+    for tokenizer, told in ((model, "'<|new|>' is no such token of the model"), (str(texted), "")):
+        caplog.clear()
+        given = {"tokenizer": tokenizer, "chat_template": template, "adapters": {"a": str(texted)}}
+        with LLM("tiny-python", kv_cache_memory="4MiB", **given) as llm:
+            assert list(llm.adapters) == ["a"]
+            assert (told in caplog.text) if told else ("of its own" not in caplog.text)

@@ -308,6 +308,7 @@ def edit_config(path: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
+ATTENTION = "transformer.h.1.attn.c_attn.bias"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
 """transformers stacks it with the gates."""
@@ -327,6 +328,8 @@ EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
         ("olmo", lambda t: t.update({DOWN: torch.ones(WIDTH, 5)}), rf"{DOWN} has shape \[48, 5\]; .* \[48, 64\]"),
         ("olmo", lambda t: t.update({DOWN: t[DOWN].to(torch.int8)}), f"{DOWN} has dtype I8; expected one of"),
         ("olmo", lambda t: t.update({DOWN: t[DOWN].to(torch.float8_e4m3fn)}), f"{DOWN} has dtype F8_E4M3"),
+        # A name that transformers would pass over if the model did not have it.
+        ("gpt2", lambda t: t.update({ATTENTION: t[ATTENTION].to(torch.int8)}), f"{ATTENTION} has dtype I8"),
         ("olmoe", lambda t: t.pop(EXPERT), "cannot make the model's tensors of the stored ones"),
         ("gpt2", lambda t: t.update({"lm_head.weight": torch.ones(VOCAB, WIDTH)}), "lm_head.weight differs from .*wte"),
         ("gpt2", lambda t: t.pop("transformer.wte.weight"), "lacks 2 of .*lm_head.weight, transformer.wte.weight"),
@@ -370,6 +373,17 @@ def test_a_configuration_of_more_than_the_memory_is_refused_in_its_outline(tmp_p
         ResourceExhausted, match=r"needs \d+\.\d\d GiB \([\d,]+ bytes\) for its weights in torch.float32"
     ):
         load(tmp_path)
+
+
+def test_the_context_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(*MODELS["olmo"], tmp_path)
+
+    def read(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(transformers.OlmoForCausalLM, "from_pretrained", read)
+    with pytest.raises(InvalidArgument, match="max_model_len 129 is beyond the model's 128 positions"):
+        LLM(tmp_path, max_model_len=129)
 
 
 def test_damaged_files_and_copies_in_other_shards_are_refused_by_name(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from quire import AsyncLLM, SamplingParams
-from quire.models.catalogue import bundled_adapters
+from quire.models.catalogue import bundled_adapters, bundled_models
 from quire.server.adapter_routes import allowed_path
 from quire.server.errors import ApiError
 from quire.server.settings import ServerSettings
@@ -46,6 +46,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (allowed / "leaky").mkdir()
     shutil.copy(source / "adapter_config.json", allowed / "leaky")
     (allowed / "leaky" / "adapter_model.safetensors").symlink_to(root / "forbidden" / "adapter_model.safetensors")
+    shutil.copytree(source, allowed / "texted")
+    (allowed / "texted" / "chat_template.jinja").write_text("{{ messages }}")
+    shutil.copytree(source, allowed / "leaky-text")
+    (allowed / "leaky-text" / "tokenizer.json").symlink_to(bundled_models()["tiny-python"] / "tokenizer.json")
     return allowed
 
 
@@ -98,6 +102,7 @@ def test_what_is_not(served: Served, folder: Path) -> None:
         str(folder / "outward"),
         "outward/.",
         "leaky",
+        "leaky-text",
         "/",
         "/etc",
         "/no/such/place",
@@ -119,6 +124,14 @@ def test_what_is_not_there(served: Served) -> None:
         assert (found.status_code, found.json()["error"]["param"]) == (404, "lora_path"), path
     assert load(served.client, "empty").status_code == 404
     assert load(served.client, "damaged").status_code == 400
+
+
+def test_a_template_of_an_adapters_own(served: Served, folder: Path) -> None:
+    found = load(served.client, "texted")
+    error = found.json()["error"]
+    assert (found.status_code, error["code"]) == (400, "unsupported")
+    assert error["message"].startswith("texted has a chat template of its own")
+    assert str(folder) not in found.text
 
 
 def test_half_a_surrogate_pair(served: Served) -> None:

@@ -21,7 +21,17 @@ IGNORED_FILES = ("consolidated*", "original/*", "onnx/*", "openvino/*")
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_FILES = (ADAPTER_FILE, ADAPTER_WEIGHTS)
-"""The files fetched of an adapter's repository, which must hold both."""
+"""The files of an adapter, of which its repository must hold both."""
+ADAPTER_TEXTS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
+"""Files of a tokenizer and chat templates, which may lie beside an adapter."""
 LISTED = 4
 """Names listed in an error message."""
 
@@ -71,7 +81,7 @@ def resolve_adapter(name: str) -> Path:
 
     Raise ``NotFound`` also for a repository without an adapter, or with one in another format.
     """
-    return _resolve("adapter", name, None, bundled_adapters(), "a PEFT directory", ADAPTER_FILES)
+    return _resolve("adapter", name, None, bundled_adapters(), "a PEFT directory", (*ADAPTER_FILES, *ADAPTER_TEXTS))
 
 
 def _resolve(
@@ -90,7 +100,7 @@ def _resolve(
     if not HUB_NAME.fullmatch(name):
         raise NotFound(f"{kind} {name!r}: there is no such directory; expected {accepted}")
     path = _download(kind, name, revision, files, accepted)
-    if files is ADAPTER_FILES and not all((path / file).is_file() for file in files):
+    if kind == "adapter" and not all((path / file).is_file() for file in ADAPTER_FILES):
         raise NotFound(_why_no_adapter(name, path))
     return path
 

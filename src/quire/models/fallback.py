@@ -201,11 +201,15 @@ class Foreign:
 
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation="eager")
-            whole = {name for name, one in model.state_dict().items() if not one.is_floating_point()}
+            state, prefix = model.state_dict(), f"{model.base_model_prefix}."
             unread = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         for name, header in checkpoint.tensors.items():
-            read = not any(pattern.search(name) for pattern in unread)
-            if header.dtype not in DTYPES and name not in whole and read:
+            place = state.get(name, state.get(prefix + name))
+            if place is None:
+                refused = not any(pattern.search(name) for pattern in unread)
+            else:
+                refused = place.is_floating_point()
+            if refused and header.dtype not in DTYPES:
                 raise CheckpointError(f"{header.file}: {name} has dtype {header.dtype}; expected one of {list(DTYPES)}")
         return model
 

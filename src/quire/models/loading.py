@@ -69,7 +69,7 @@ def load_model(
     ``max_model_len`` is the longest sequence that will run (None: the context length). It sets the
     frequencies of a RoPE that depends on length, and changes nothing in other models. ``kernels``
     run what layers have a place for. ``before_weights`` may refuse a model before its weights are
-    read. Of the fallback, whose layers are known when they have run, it is not called.
+    read. The layers of the fallback are not known before they have run: it sees none.
     ``transformers``, if installed, runs architectures that are not native (``models.fallback``).
 
     Raise ``CheckpointError`` if the directory or a file is missing, damaged or contradicts
@@ -85,7 +85,7 @@ def load_model(
     _check_dtype_name(dtype)
     values = read_config_file(path)
     if is_foreign(values):
-        return _load_foreign(path, values, device, dtype)
+        return _load_foreign(path, values, device, dtype, before_weights)
     try:
         family = family_of(values)
         config = family.read_config(values, max_model_len)
@@ -124,9 +124,15 @@ def load_model(
     return model
 
 
-def _load_foreign(path: Path, values: Mapping[str, Any], device: torch.device, dtype: str) -> LoadedModel:
+def _load_foreign(
+    path: Path,
+    values: Mapping[str, Any],
+    device: torch.device,
+    dtype: str,
+    before_weights: Callable[[Outline], object] | None,
+) -> LoadedModel:
     """Load an architecture that is not native through ``transformers``."""
-    from quire.models.fallback import read_foreign
+    from quire.models.fallback import context_length, read_foreign
 
     foreign = read_foreign(path, values)
     with Checkpoint(path) as checkpoint:
@@ -134,6 +140,9 @@ def _load_foreign(path: Path, values: Mapping[str, Any], device: torch.device, d
         outline = foreign.outline(checkpoint, resolved)
         needed = sum(tensor.nbytes for tensor in (*outline.parameters(), *outline.buffers()))
         _check_memory(path, needed, resolved, device, PLAIN)
+        if before_weights is not None:
+            length = context_length(foreign.config)
+            before_weights(Outline(max_position=length, layer_specs=(), dtype=resolved, weight_bytes=needed))
         return foreign.load(checkpoint, outline, resolved, device)
 
 

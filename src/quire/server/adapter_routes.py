@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, StrictStr
 
 from quire.errors import AlreadyExists, QuireError
-from quire.models.catalogue import ADAPTER_FILES, bundled_adapters
+from quire.models.catalogue import ADAPTER_FILES, ADAPTER_TEXTS, bundled_adapters
 from quire.server.bodies import BodyRoute, BoundedModel
 from quire.server.context import Context
 from quire.server.errors import ApiError, api_error, bad_field, hiding
@@ -111,7 +111,7 @@ def allowed_path(given: str, folders: Sequence[Path]) -> Path:
     roots = [Path(os.path.realpath(folder)) for folder in folders]
     inside = [path for path in _candidates(given, roots) if _is_inside(path, roots)]
     path = next((path for path in inside if os.path.isdir(path)), None)
-    if path is not None and all(_is_inside(Path(os.path.realpath(path / file)), roots) for file in ADAPTER_FILES):
+    if path is not None and all(_is_inside(Path(os.path.realpath(file)), roots) for file in _read_of(path)):
         return path
     if inside and path is None:
         raise ApiError(404, f"there is no adapter {given[:200]!r}", param="lora_path", code="not_found")
@@ -133,6 +133,13 @@ def _candidates(given: str, roots: Sequence[Path]) -> list[Path]:
     if not given or "\0" in given or ".." in Path(given).parts:
         return []
     return [Path(os.path.realpath(root / given)) for root in roots]
+
+
+def _read_of(path: Path) -> Iterator[Path]:
+    """Yield the files that loading an adapter may read."""
+    yield from (path / file for file in ADAPTER_FILES)
+    for pattern in (*ADAPTER_TEXTS, "config.json", "generation_config.json"):
+        yield from path.glob(pattern)
 
 
 def _is_inside(path: Path, roots: Sequence[Path]) -> bool:
