@@ -245,7 +245,7 @@ OTHERS: dict[str, list[tuple[Any, Any]]] = {
         ({"messages": [{"role": "user"}], "session_id": "ID"}, "messages"),
         ({"messages": [{"role": "user", "content": HUGE}], "session_id": "ID"}, "messages"),
         ({"messages": [{"role": "user", "content": LONG}], "session_id": "ID"}, "messages"),
-        ({"messages": [{"role": "user", "content": "\udc00"}], "session_id": "ID"}, "session_id"),
+        ({"messages": [{"role": "user", "content": "\udc00"}], "session_id": "ID"}, "messages"),
         ({"messages": MESSAGES, "session_id": "session-unknown"}, (404, "not_found", "session_id")),
         ({"messages": MESSAGES, "session_id": "BUSY"}, (409, "failed_precondition", "session_id")),
         ({"messages": MESSAGES, "tools": [FUNCTION], "session_id": "ID"}, (400, None, "tools")),

@@ -23,6 +23,7 @@ from quire.segments import Segment
 from quire.server.blend_fields import EncodedPrompt, blend_of
 from quire.server.bodies import BodyRoute, aside
 from quire.server.cache_marks import MarkedHints, Messages, pin_all, without_marks
+from quire.server.call_forms import tokens_of
 from quire.server.context import Context
 from quire.server.conversations import Conversation
 from quire.server.errors import ApiError, bad_field, naming
@@ -45,8 +46,8 @@ from quire.server.reasoning import reasoning_for
 from quire.server.replies import Reply, answer, answer_in_session, head_of, prefetch
 from quire.server.reruns import EndedTurn, Run
 from quire.server.session_streams import ClientSessionStream
-from quire.server.tool_choice import ToolChoice, calls_or_answer_form
-from quire.server.tools import forced_format, parser_for
+from quire.server.tool_choice import ToolChoice, calls_or_answer_form, forced_calls
+from quire.server.tools import parser_for
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -267,6 +268,8 @@ def _reading(
     """Return how the answer is read, and parameters for that. They keep special tokens in the text
     if it is read by such tokens. A form holds behind the reasoning."""
     format = _message_format(context, template, params, tools, prompt)
+    if tools.forced is not None:
+        params = params.replace(structured_outputs=forced_calls(context, template, tools)[0])
     marks = [] if format.calls is None else [*format.calls.markers, *format.calls.wrappers]
     if format.reasoning is not None:
         marks += [format.reasoning.opener, format.reasoning.closer]
@@ -274,6 +277,9 @@ def _reading(
         marks += MARKERS
         params = _stopping(params, tokenizer, context)
     special = tokenizer.token_bytes.special_ids
+    if format.calls is not None:
+        tokens = tokens_of(tokenizer) if format.calls.texts else {}
+        marks += [token for token in tokens if any(token in text for text in format.calls.texts)]
     if any(tokenizer.token_id(mark) in special for mark in marks):
         params = params.replace(skip_special_tokens=False)
     if format.reasoning is not None and params.grammar is not None and params.grammar.reasoning_end is None:
@@ -304,7 +310,7 @@ def _message_format(
     own = None if harmony else parser_for(config, template, named)
     calls = own
     if tools.forced is not None:
-        calls = forced_format(tools.forced)
+        calls = forced_calls(context, template, tools)[1]
     elif tools.offered is None:
         calls = None if own is None or params.grammar is not None else own.without_calls
     elif tools.answer is not None and own is not None:
@@ -379,7 +385,7 @@ class ChatReply(Reply):
     def ended(self, outputs: Sequence[RequestOutput]) -> None:
         samples = [sample for output in outputs for sample in output.outputs]
         message = message_of(self._said) if len(samples) == 1 and samples[0].finish_reason == "stop" else {}
-        if self.rerun is not None and "reasoning_content" in message:
+        if self.rerun is not None and ("reasoning_content" in message or "tool_calls" in message):
             self._reruns.add(EndedTurn(self._owner, self.rerun(message, outputs[0])))
 
     def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:

@@ -9,13 +9,15 @@ from typing import Any
 
 from quire.engine.chat_rendering import select_template
 from quire.sampling_params import StructuredOutputs
+from quire.server.call_forms import call_form_of, tokens_of
 from quire.server.call_grammars import calls_or_answer
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
 from quire.server.generation import form_of
 from quire.server.harmony import is_harmony
 from quire.server.protocol import ChatRequest
-from quire.server.tools import functions_of, parser_for, schema_for
+from quire.server.reasoning import reasoning_for
+from quire.server.tools import ToolFormat, forced_format, functions_of, parser_for, schema_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,13 +31,16 @@ class ToolChoice:
     forced: str | Mapping[str, Any] | None
     """ "required", or the choice of one function."""
     schema: Mapping[str, Any] | None
-    """The JSON schema that forces calls."""
+    """The JSON schema that forces calls where it is not known how the model writes them."""
     one_call: bool
     answer: StructuredOutputs | None = None
     """The form of an answer without calls, where there may be both."""
     allowed: Collection[str] | None = None
     """Names of the tools that may be called, and that the template sees, of those given; None: all.
     If calls are forced, their schema says that, and the prompt stays as it is for all tools."""
+
+    forced_names: Collection[str] | None = None
+    """Names of the tools that are forced, if calls are; None: all."""
 
     @property
     def offered(self) -> list[dict[str, Any]] | None:
@@ -73,6 +78,7 @@ class ToolChoice:
             one_call=one_call,
             answer=form_of(body.response_format) if choice == "auto" else None,
             allowed=allowed if choice == "auto" else None,
+            forced_names={forced["function"]["name"]} if isinstance(forced, dict) else allowed,
         )
 
 
@@ -103,6 +109,30 @@ def _allowed_tools(choice: Mapping[str, Any], tools: list[dict[str, Any]]) -> tu
 
 def _those(tools: list[dict[str, Any]], allowed: Collection[str] | None) -> list[dict[str, Any]]:
     return tools if allowed is None else [tool for tool in tools if tool["function"]["name"] in allowed]
+
+
+def forced_calls(context: Context, template: str, tools: ToolChoice) -> tuple[StructuredOutputs, ToolFormat]:
+    """Return the form of calls that are forced, and the format by which they are read: those of the
+    model's chat template, or JSON if that shows none."""
+    tokenizer, named = context.llm.tokenizer, context.settings.tool_call_parser
+    assert tokenizer is not None  # checked before
+    assert tools.given is not None
+    assert tools.forced is not None
+    known = None if is_harmony(template, named) else parser_for(context.llm.model.config, template, named)
+    reasoning = reasoning_for(template)
+    form = call_form_of(
+        tokenizer,
+        template,
+        context.llm.engine.eos_ids,
+        () if known is None else known.markers,
+        None if reasoning is None else reasoning.closer,
+    )
+    format = None if form is None else form.format(known)
+    if form is None or format is None:
+        return StructuredOutputs(json=tools.schema), forced_format(tools.forced)
+    functions = functions_of(_those(tools.given, tools.forced_names))
+    one_call = tools.one_call or isinstance(tools.forced, Mapping)
+    return form.grammar(functions, tokens_of(tokenizer), one_call=one_call), format
 
 
 def calls_or_answer_form(context: Context, tools: ToolChoice, answer: StructuredOutputs) -> StructuredOutputs:

@@ -53,6 +53,8 @@ class ToolFormat:
     """Whether a text is an answer as a whole unless it begins with a call."""
     only_calls: bool = False
     """Whether nothing but calls is written: the rest of one that was cut is no content."""
+    texts: tuple[str, ...] = ()
+    """Texts around calls. Special tokens in them are kept in the text of the answer."""
 
     @property
     def without_calls(self) -> ToolFormat | None:

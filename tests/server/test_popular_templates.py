@@ -1,0 +1,210 @@
+"""The whole way of a call in templates like those of popular models: a history is rendered, what
+the model would have written is read as the same call, and that is rendered as it was written.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import llguidance
+import pytest
+
+from popular_templates import TEMPLATES
+from quire.engine.chat_rendering import render_chat
+from quire.server.call_forms import CallForm, _derived
+from quire.server.harmony import is_harmony
+from quire.server.messages import MessageFormat, MessageReader, message_of
+from quire.server.reasoning import reasoning_for
+from quire.server.tools import ToolFormat, functions_of, parser_for
+
+from .test_tools import tool
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+ENDS = (
+    "</s>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<｜end▁of▁sentence｜>",
+    "<|call|>",
+    "<|end_of_text|>",
+    "<|END_OF_TURN_TOKEN|>",
+)
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "array", "items": {"type": "integer"}}},
+}
+TOOLS = [tool("weather", CITY), tool("time", {"type": "object", "properties": {}})]
+USER = {"role": "user", "content": "What is the weather?"}
+ROME: dict[str, Any] = {"city": 'Rome "é"', "days": [1, 2]}
+IDS = ("abcdefgh1", "abcdefgh2")
+NO_CALLS, ONE_CALL = ("gemma-3",), ("llama-3", "gpt-oss", "gemma-3")
+BARE = ("qwen-3-coder", "glm-4.5", "lfm-2")
+UNREAD = ("kimi-k2", "nemotron", "gemma-3")
+"""Models whose calls are read only where they were forced, if at all."""
+UNFORCED = (*BARE, "kimi-k2", "gemma-3")
+"""Of these the form of calls is not read off."""
+
+
+def render(name: str, *messages: dict[str, Any], asks: bool = False, **more: Any) -> str:
+    return render_chat(TEMPLATES[name], messages, add_generation_prompt=asks, tools=TOOLS, **TOKENS, **more)
+
+
+def turn(*calls: tuple[str, Any], **more: Any) -> dict[str, Any]:
+    listed = [
+        {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for id_, (name, arguments) in zip(IDS, calls, strict=False)
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": listed, **more}
+
+
+def results(count: int) -> list[dict[str, Any]]:
+    return [{"role": "tool", "tool_call_id": id_, "content": "sunny"} for id_ in IDS[:count]]
+
+
+@cache
+def form(name: str) -> CallForm | None:
+    known = own(name)
+    reasoning = reasoning_for(TEMPLATES[name])
+    markers = () if known is None else known.markers
+    return _derived(TEMPLATES[name], ENDS, markers, reasoning and reasoning.closer, tuple(sorted(TOKENS.items())))
+
+
+def own(name: str) -> ToolFormat | None:
+    return None if is_harmony(TEMPLATES[name]) else parser_for({}, TEMPLATES[name])
+
+
+def calls_of(format: MessageFormat, text: str) -> list[tuple[str, Any]]:
+    reader = MessageReader(format)
+    message = message_of([*map(reader.feed, text), reader.finish()])
+    assert not message["content"], message
+    return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls", ())]
+
+
+@pytest.mark.parametrize("arguments", [ROME, json.dumps(ROME, ensure_ascii=False)], ids=["object", "text"])
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}], ids=["null", "empty", "missing"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_histories_are_rendered(name: str, content: dict[str, Any], arguments: Any) -> None:
+    called = {**turn(("weather", arguments)), **content}
+    if not content:
+        del called["content"]
+    if name in NO_CALLS:
+        assert render(name, USER, {"role": "assistant", "content": None}).count("model\n") == 1
+        return
+    text = render(name, USER, called, *results(1), asks=True)
+    assert text == render(name, USER, turn(("weather", ROME)), *results(1), asks=True)
+    assert "None" not in text
+    assert text.count("sunny") == 1
+    written = text[: text.index("sunny")].rpartition("What is the weather?")[2]
+    assert ("weather" in written) == (name != "kimi-k2")  # whose ids are to name it
+    assert ('"days": [1, 2]' in written) == (name not in BARE)
+    assert 'Rome "é"' in written.replace("\\", "")
+    thought = render(name, USER, {**called, "reasoning_content": "Hm."}, *results(1), asks=True)
+    assert ("Hm." in thought) == (name in ("qwen-3", "gpt-oss"))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_answers_without_content_are_rendered(name: str) -> None:
+    for content in (None, ""):
+        text = render(name, USER, {"role": "assistant", "content": content}, USER, asks=True)
+        assert "None" not in text
+        assert text.count("What is the weather?") == 2
+
+
+def begin_of(name: str, text: str) -> int:
+    """Where the call stands after a prompt that went on in another way."""
+    known = own(name)
+    assert known is not None
+    return text.index(known.markers[0], text.index("What is the weather?"))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in UNREAD])
+def test_what_a_template_writes_is_read_and_written_again(name: str, count: int) -> None:
+    if count == 2 and name in ONE_CALL:
+        return
+    calls = [("weather", ROME), ("time", {})][:count]
+    prompt, text = render(name, USER, asks=True), render(name, USER, turn(*calls), *results(count))
+    begin = len(prompt) if text.startswith(prompt) else begin_of(name, text)
+    end = min(at for one in ENDS if (at := text.find(one, begin)) >= 0) if name != "glm-4.5" else text.index("<|obs")
+    if is_harmony(TEMPLATES[name]):
+        format = MessageFormat(harmony=True, tools=TOOLS)
+    else:
+        reasoning = reasoning_for(TEMPLATES[name])
+        format = MessageFormat(reasoning=reasoning, in_reasoning=False, calls=own(name), tools=TOOLS)
+    found = calls_of(format, text[begin:end])
+    assert found == calls
+    assert render(name, USER, turn(*found), *results(count)) == text
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_forced_calls_are_what_the_template_writes(name: str) -> None:
+    found = form(name)
+    assert (found is None) == (name in UNFORCED)
+    if found is None:
+        return
+    format = found.format(own(name))
+    assert format is not None
+    functions = functions_of(TOOLS)
+    for count in (1, 2):
+        if count == 2 and found.mid is None:
+            assert name in ONE_CALL
+            continue
+        calls = [("weather", ROME), ("time", {})][:count]
+        text = render(name, USER, turn(*calls), *results(count))
+        begin = text.index(found.head.replace("\0", IDS[0]), text.rindex("What is the weather?"))
+        end = min(at for one in ENDS if (at := text.find(one, begin)) >= 0)
+        written = text[begin:end]
+        # In the grammar, alone and behind a model's own beginning of it.
+        assert fits(found.grammar(functions, {}, one_call=count == 1), written)
+        assert fits(found.grammar(functions, {}, one_call=True), written) == (count == 1)
+        for other in (
+            written[:-1] or "x",
+            written + "x",
+            written.replace(": [1", ":[1"),
+            written.replace("days", "day"),
+        ):
+            assert other == written or not fits(found.grammar(functions, {}, one_call=False), other)
+        # The model would write it behind the prompt, and is read as the call.
+        assert calls_of(MessageFormat(calls=format, tools=TOOLS), written) == calls
+        assert calls_of(MessageFormat(calls=format, tools=TOOLS), written.rstrip()) == calls
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in UNFORCED])
+def test_a_forced_call_that_was_cut_is_in_the_call_or_nowhere(name: str) -> None:
+    found = form(name)
+    assert found is not None
+    format = found.format(own(name))
+    arguments = json.dumps(ROME, ensure_ascii=False)
+    whole = f"{found.head}weather{found.between}{arguments}{found.tail}".replace("\0", IDS[0])
+    for size in range(len(whole)):
+        reader = MessageReader(MessageFormat(calls=format, tools=TOOLS))
+        message = message_of([*map(reader.feed, whole[:size]), reader.finish()])
+        given = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+        assert all(arguments.startswith(one) for one in given), (size, given)
+        begun = size > len(found.head.lstrip()) if format and format.only_calls else size > 20
+        assert not message["content"] or not begun
+
+
+def test_tokens_in_a_form_are_tokens() -> None:
+    found = form("qwen-2.5")
+    assert found is not None
+    grammar = str(found.grammar(functions_of(TOOLS), {"<tool_call>": 7, "</tool_call>": 8}, one_call=False).grammar)
+    assert grammar.count("<[7]>") == 2
+    assert grammar.count("<[8]>") == 2
+    assert "tool_call>" not in grammar
+
+
+def test_a_form_of_numbered_calls_has_two_at_most() -> None:
+    found = form("command-r7b")
+    assert found is not None
+    assert found.mid is not None
+    assert not found.repeats
+
+
+def fits(wanted: Any, text: str) -> bool:
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), str(wanted.grammar))
+    assert not matcher.is_error(), matcher.get_error()
+    data = list(text.encode())
+    return bool(matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting())
