@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from quire.blend.calibration import BlendCalibration, default_layer
 from quire.blend.chunk_capture import ChunkCapture
@@ -26,6 +27,7 @@ from quire.blend.chunk_catalog import ChunkCatalog, store_of_chunks
 from quire.blend.chunk_matching import cuts
 from quire.blend.chunks import ChunkKeys, ChunkLayout
 from quire.blend.forward import BlendedChunk, BlendedForward
+from quire.blend.given_parts import ExecutedForward, RetrievedRows
 from quire.blend.retriever import ChunkRetriever, ChunkTask
 from quire.blend.rows_task import RowsTask
 from quire.blend.selection import BlendPolicy
@@ -34,6 +36,7 @@ from quire.blend.unmarked_text import SeenText, content_cuts, gaps
 from quire.branches.branch import Branch
 from quire.branches.history import Ids
 from quire.branches.stored_state import StoredState
+from quire.contracts.blend import BlendExecutor, BlendRetriever
 from quire.contracts.layers import KeyValueAttention, LatentAttention, RopeSpec
 from quire.contracts.store import ObjectKey
 from quire.engine.prompt_blend import PromptBlend
@@ -107,6 +110,10 @@ class Blending:
         """``lead``: the ids that stand before each chunk when it is computed."""
         self._runner, self._stored = runner, stored
         self.lead = tuple(lead)
+        self.retriever: BlendRetriever | None = None
+        """Finds rows of prompts in the place of the store's chunks; None: these are used."""
+        self.executor: BlendExecutor | None = None
+        """Chooses rows in the place of the policy; None: that is used."""
         self.calibration: BlendCalibration | None = None
         """What was measured of this model; None: nothing."""
         self._tables: dict[RopeSpec, RotaryTable] = {}
@@ -237,7 +244,7 @@ class Blending:
         """Return the layout of a chunk: its tensors."""
         return ChunkLayout(self._runner.state)
 
-    def _find(self, work: Branch, blend: PromptBlend) -> ChunkTask | str:
+    def _find(self, work: Branch, blend: PromptBlend) -> ChunkTask | RetrievedRows | str:
         """Look for chunks of a prompt from its first token on that is not computed."""
         params = blend.params
         if len(work.runs.ids) > 1 or (work.tokens.ids[: blend.length] < 0).any():
@@ -246,9 +253,12 @@ class Blending:
         rest = max(0, end - work.computed)
         if rest < params.least:
             return f"{rest} tokens are neither reused exactly nor part of the question; at least {params.least} must be"
+        prompts, indices = [torch.from_numpy(work.tokens.ids[: blend.length].copy())], [list(blend.pieces.offsets)]
+        if self.retriever is not None:
+            return self._retrieved(prompts, indices, work, blend, end)
         task = self._retriever(work.salt, next(iter(work.runs.ids), None)).new_request(
-            [torch.from_numpy(work.tokens.ids[: blend.length].copy())],
-            [blend.pieces.offsets],
+            prompts,
+            indices,
             wanted=[range(work.computed, end)],
             first_layer=0 if blend.score == "v_or_question" else self.check_layer,
         )
@@ -273,6 +283,26 @@ class Blending:
             at_home = task.positions.numpy() == np.arange(blend.length)
             blend.exact |= at_home & (task.valid_mask.numpy() != 0)
         return task
+
+    def _retrieved(
+        self, prompts: list[Tensor], indices: list[list[int]], work: Branch, blend: PromptBlend, end: int
+    ) -> RetrievedRows | str:
+        """Ask the caller's retriever. Rows of the question, and those that are reused exactly, are
+        not taken."""
+        assert self.retriever is not None
+        try:
+            task = self.retriever.new_request(prompts, indices)
+            rows = RetrievedRows(task, blend.length)
+        except Exception as error:
+            logger.warning("the blend retriever failed; the prompt is computed in full", exc_info=error)
+            return f"the blend retriever failed: {type(error).__name__}"
+        rows.valid_mask[: work.computed] = 0
+        rows.valid_mask[end:] = 0
+        if (count := int(rows.valid_mask.sum())) < blend.params.least:
+            rows.close()
+            return f"{count} tokens have a state to be reused; at least {blend.params.least} must have one"
+        blend.by_tier = {"retriever": count}
+        return rows
 
     def moved(self, seq: SeqId, move: Move, params: BlendParams, *, windowed: bool) -> PromptBlend | None:
         """Return the blending of tokens whose rows a sequence holds at other positions, and nothing
@@ -318,7 +348,7 @@ class Blending:
     def missing(self, work: ScheduledRequest, blend: PromptBlend) -> list[Ids]:
         """Return the chunks of a prompt, but of the question, that are neither kept nor being
         computed; at most as many as leave ``LATER`` to be computed."""
-        if self.refusal or len(work.runs.ids) > 1:
+        if self.refusal or self.retriever is not None or len(work.runs.ids) > 1:
             return []
         keys = self._keys(work.salt, next(iter(work.runs.ids), None))
         marked = [part for part in blend.pieces.marked if part[1] <= blend.question]
@@ -365,7 +395,10 @@ class Blending:
         ]
         if not any(chunks):
             return None
-        return self.forward_of([len(chunk.tokens) for chunk in scheduled.step.chunks], chunks, self.check_layer)
+        counts = [len(chunk.tokens) for chunk in scheduled.step.chunks]
+        if self.executor is not None:
+            return ExecutedForward(self.executor, self._runner.state, self._table, counts, chunks)
+        return self.forward_of(counts, chunks, self.check_layer)
 
     def forward_of(
         self, counts: Sequence[int], chunks: Sequence[BlendedChunk | None], check_layer: int

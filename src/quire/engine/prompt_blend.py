@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.blend.forward import BlendedChunk
+from quire.blend.given_parts import RetrievedRows
 from quire.blend.rows_task import RowsTask
 from quire.blend.selection import BlendedRows
 from quire.branches.branch import Branch
@@ -42,9 +43,9 @@ class PromptBlend:
     """Name of what orders its candidates."""
     most: int
     """Tokens that may count as one in a step's budget while it is blended."""
-    find: Callable[[Branch, PromptBlend], RowsTask | str]
+    find: Callable[[Branch, PromptBlend], RowsTask | RetrievedRows | str]
     """Looks for chunks of what is not computed; returns why there is nothing to blend with."""
-    task: RowsTask | None = None
+    task: RowsTask | RetrievedRows | None = None
     """What brings the rows, while some are needed."""
     valid: NDArray[np.bool_] = field(default_factory=_nothing)
     """``[S]``: tokens with cached rows."""
