@@ -6,6 +6,7 @@ Letters: N tokens of a prompt; T rows of a batch; A rows that are alive; R chunk
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class RetrievedRows:
         edges = [0, *breaks.tolist(), self._length]
         return [
             RowsPiece(start, k_NHD[start:stop], v_NHD[start:stop], int(origins[start]))
-            for start, stop in zip(edges, edges[1:], strict=False)
+            for start, stop in pairwise(edges)
             if valid[start]
         ]
 

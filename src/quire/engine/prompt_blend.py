@@ -63,6 +63,8 @@ class PromptBlend:
     """Whether its sequence has a window of its own."""
     by_tier: dict[str, int] = field(default_factory=dict)
     reason: str = "the prompt did not run"
+    warning: str = ""
+    """What a reader of the answer should know if some of the prompt was blended."""
     divergence: float | None = None
 
     @property
@@ -104,7 +106,6 @@ class PromptBlend:
         valid[: stop - start], exact[: stop - start] = self.valid[start:stop], self.exact[start:stop]
         if not valid.any():
             return None
-        starts = [begin - start for begin, _ in self.pieces.marked if 0 < begin < start + count]
         question = None
         if self.pieces.offsets:
             question = min(max(self.question - start, 0), count)
@@ -112,7 +113,6 @@ class PromptBlend:
             ratio=self.ratio,
             threshold=self.params.threshold,
             exact=exact,
-            chunk_starts=tuple(sorted(set(starts))),
             question_start=question,
         )
         return BlendedChunk(self.task, start, valid, rows, self._score(start + count, rows, valid))
@@ -143,6 +143,7 @@ class PromptBlend:
             exact=work.origin.exact_part(self.length),
             by_tier=dict(self.by_tier) if blended or (self.exact.any() and not self.reason) else {},
             reason=self.reason,
+            warning=self.warning if blended else "",
             divergence=self.divergence,
             unplaced=self.pieces.unplaced,
         )
