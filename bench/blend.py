@@ -103,7 +103,7 @@ def first(path: str, tokens: int, rounds: int, params: BlendParams, dtype: str) 
                     "prefix cache": prefix,
                     f"blended {params.ratio:.0%}, memory": blended("memory", llm, params),
                     f"blended {params.ratio:.0%}, disk": blended("disk", disk, params),
-                    "nothing computed anew, memory": blended("nothing", llm, BlendParams(ratio=0.0, select="first_k")),
+                    "nothing computed anew, memory": blended("nothing", llm, BlendParams(ratio=0.0, select="v")),
                 },
                 rounds,
             )
@@ -322,7 +322,7 @@ def main() -> None:
     parser.add_argument("--edit-tokens", type=int, default=32000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--ratio", type=float, default=0.15)
+    parser.add_argument("--ratio", type=float, default=0.3)
     parser.add_argument("--select", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--directory", type=Path, default=DEFAULT_DIRECTORY)

@@ -55,7 +55,7 @@ class Case:
 
     @property
     def rows(self) -> BlendedRows:
-        return BlendedRows(chunk_starts=self.starts, question_start=self.asks)
+        return BlendedRows(question_start=self.asks)
 
 
 def make_case(
@@ -133,13 +133,21 @@ class Method:
     """A way to choose rows."""
 
     score: str
-    """A name of ``SCORES``, or "oracle": the rows that are most wrong."""
+    """A name of ``SCORES``; "oracle": the rows that are most wrong; "first": those nearest to the
+    beginning of their chunk (EPIC, ICML 2025)."""
     layers: tuple[int, ...] = (1,)
     factors: tuple[float, ...] = ()
     bottom_right: bool = False
     """Whether the mask is CacheBlend's, which lets rows see later ones."""
 
     def score_for(self, case: Case) -> Score:
+        if self.score == "first":
+            places = torch.arange(len(case.tokens) - case.context)
+            return StatedScore(
+                torch.stack([1 / (1 + places - start).clamp(min=0.5) for start in case.starts])
+                .where(torch.stack([places >= start for start in case.starts]), 0.0)
+                .amax(0)
+            )
         return StatedScore(case.wrong[case.context :]) if self.score == "oracle" else score_of(self.score)
 
 
@@ -148,14 +156,11 @@ NAIVE = Method("random", (0,))
 DEFAULT = "v c=2"
 METHODS: dict[str, Method] = {
     "random": Method("random"),
-    "first_k": Method("first_k"),
+    "first": Method("first"),
     "v c=1, bottom right": Method("v", bottom_right=True),
     "v c=1": Method("v"),
     "gradual v": Method("v", (1, 2, 3), (1.5, 1.0, 0.7)),
-    "query c=1": Method("query"),
-    "v_query c=1": Method("v_query"),
     "v c=2": Method("v", (2,)),
-    "v_query c=2": Method("v_query", (2,)),
     "v_or_question c=1": Method("v_or_question"),
     "v_or_question c=2": Method("v_or_question", (2,)),
     "oracle": Method("oracle"),

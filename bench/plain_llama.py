@@ -18,8 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from quire.blend.scores import Score, ScoreInputs, attention_mass
+from quire.blend.scores import Score, ScoreInputs
 from quire.blend.selection import BlendedRows, BlendPolicy, Selection
+from quire.contracts.attention import Scoring
+from quire.ops.attention import weight_sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,6 +215,6 @@ class PlainLlama:
             q, fresh_k, fresh_v = self._projected(x, at, positions)
             long_k, long_v = (torch.cat((old[at, :start], new)) for old, new in ((k, fresh_k), (v, fresh_v)))
             if at >= layer:
-                mass += attention_mass(q, long_k, positions, places, self.head_dim**-0.5)
+                mass += weight_sums(q, long_k, seen, Scoring(self.head_dim**-0.5))
             x = self._rest(x, self._attended(q, long_k, long_v, seen), at)
         return mass

@@ -22,8 +22,10 @@ import torch
 from tqdm import tqdm
 
 from quire.blend.calibration import PROBES, BlendCalibration, QualityLimits
+from quire.blend.given_parts import checked_part
 from quire.build import build, quantization_problem
 from quire.config import EngineConfig, check_int
+from quire.contracts.blend import BlendExecutor, BlendRetriever
 from quire.engine import blend_calibration
 from quire.engine.abilities import ENGINE_REFUSALS, ENGINE_VERBS
 from quire.engine.beam import search
@@ -56,12 +58,18 @@ from quire.signatures import require_bool
 from quire.store.session_journal import SessionJournal
 
 
+_NO_FIELDS = ("self", "__class__", "blend_retriever", "blend_executor")
+"""Local variables at the start of ``LLM.__init__`` that are no fields of ``EngineConfig``."""
+
+
 class LLM(SessionHistory, ShownLLM, Traces):
     """A loaded model that generates, and whose state sessions can hold.
 
     ``model`` is the name of a bundled model, a directory, or a Hugging Face id.
     ``quire.config.EngineConfig`` describes the keywords, as does ``quire generate --help``.
-    ``chat_template`` may also be Jinja text, or the name of one of the model's templates. Raises
+    ``chat_template`` may also be Jinja text, or the name of one of the model's templates.
+    ``blend_retriever`` and ``blend_executor`` take the places of the store's chunks and of the
+    built-in selection in prompts with ``blend``; their interfaces are in ``quire.blend``. Raises
     ``NotFound``, ``CheckpointError``, ``InvalidArgument``, ``Unsupported``, ``ResourceExhausted``.
     """
 
@@ -99,10 +107,14 @@ class LLM(SessionHistory, ShownLLM, Traces):
         adapter_ranks: int = 512,
         adapter_memory: int | str | None = None,
         state_dir: str | Path | None = None,
+        blend_retriever: BlendRetriever | None = None,
+        blend_executor: BlendExecutor | None = None,
     ) -> None:
         # The arguments are the configuration's fields: no other local variable may exist yet.
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        given = {name: value for name, value in locals().items() if name not in _NO_FIELDS}
         config = EngineConfig.from_mapping(given)
+        checked_part("blend_retriever", blend_retriever, "new_request")
+        checked_part("blend_executor", blend_executor, "blend")
         # Before the model is loaded, which takes longer than to find that the directory is in use.
         journal = None if config.state_dir is None else SessionJournal(Path(config.state_dir))
         try:
@@ -118,6 +130,7 @@ class LLM(SessionHistory, ShownLLM, Traces):
         end_with_process(self.close)
         self._views = StateViews(parts.engine, parts.adapters, parts.engine.timeline.model)
         try:
+            parts.engine.blending.retriever, parts.engine.blending.executor = blend_retriever, blend_executor
             if not parts.engine.blending.refusal and blend_calibration.is_kept(parts.engine):
                 parts.engine.blending.calibration = blend_calibration.kept_calibration(parts.engine)
             for name, path in (config.adapters or {}).items():

@@ -146,6 +146,9 @@ class Blend:
     """Tokens with cached state by the kind of tier that it came from."""
     reason: str = ""
     """Why nothing was blended."""
+    warning: str = ""
+    """Why the answer deserves doubt: the model is not calibrated. Empty if it is, or if nothing was
+    blended."""
     divergence: float | None = None
     """KL divergence of the next token's distribution from that of a full computation, in nats; None
     if it was not measured (``BlendParams.verify``)."""
@@ -161,6 +164,7 @@ class Blend:
             "exact": self.exact,
             "by_tier": dict(self.by_tier),
             "reason": self.reason,
+            "warning": self.warning,
             "divergence": self.divergence,
             "unplaced": list(self.unplaced),
         }

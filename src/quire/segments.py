@@ -12,14 +12,14 @@ from typing import Any, Literal, TypeAlias, get_args
 from quire.config import check_int, check_real
 from quire.errors import InvalidArgument
 
-SelectName: TypeAlias = Literal["auto", "v", "k", "kv_rel", "first_k", "query", "v_query", "v_or_question"]
+SelectName: TypeAlias = Literal["auto", "v", "v_or_question"]
 """Methods that select the tokens which are computed anew; ``auto`` is the one that measures
 best."""
 
-DEFAULT_RATIO = 0.15
+DEFAULT_RATIO = 0.3
 
-AUTO: SelectName = "v"
-"""What ``auto`` is: at equal cost none does better (``docs/blend.md``)."""
+AUTO: SelectName = "v_or_question"
+"""What ``auto`` is without a threshold: on real models none does better (``docs/blend.md``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class BlendParams:
 
     ratio: float | None = None
     """Part of the tokens with reused state that are computed anew, 0 to 1; 1: all of them. The
-    last segment, and tokens without reused state, are computed besides. None: 0.15, or what
+    last segment, and tokens without reused state, are computed besides. None: 0.3, or what
     ``target`` says."""
     target: float | None = None
     """Nats: the least ratio is taken whose mean KL divergence from full computations was at most
@@ -57,7 +57,8 @@ class BlendParams:
     """Which tokens these are."""
     threshold: float | None = None
     """Only tokens of a higher score are computed anew, at most ``ratio`` of them; None: the ratio
-    decides alone. ``v_or_question`` has none: its scores are places in an order."""
+    decides alone. Only ``v`` has one, which ``auto`` is then: scores of ``v_or_question`` are
+    places in an order."""
     least: int = 256
     """Tokens with reusable state below which a prompt is computed in full."""
     keep: bool = True

@@ -19,10 +19,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.blend.executor import TensorBlender
+from quire.blend.scores import SCORES, ScoreInputs
 from quire.blend.selection import BlendedRows
 from quire.contracts.blend import BlendOutput
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, RopeSpec, WindowedAttention
 from quire.ops.rope import RotaryTable, rotate, rotate_last
+
+
+class Distance:
+    """A score of a caller's own: the squared distance of fresh and cached rows."""
+
+    def __init__(self, *names: str) -> None:
+        self.needs = frozenset(names)
+
+    def scores(self, inputs: ScoreInputs) -> Tensor:
+        found = inputs.fresh_v.new_zeros(len(inputs.candidates))
+        pairs = {"k": (inputs.fresh_k, inputs.cached_k), "v": (inputs.fresh_v, inputs.cached_v)}
+        for name in self.needs:
+            fresh, cached = pairs[name]
+            assert cached is not None
+            found += (fresh - cached)[inputs.candidates].square().flatten(1).sum(-1)
+        return inputs.over_ranks(found)
+
+
+for _name in ("k", "kv"):
+    if _name not in SCORES:
+        SCORES.register(_name, Distance(*_name))
 
 VOCABULARY = 40
 WIDTH = 16

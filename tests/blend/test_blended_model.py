@@ -175,7 +175,7 @@ def test_rows_that_are_not_valid_do_not_matter(rubbish: float, kind: str, seed: 
         cached = [(k.masked_fill(lost, rubbish), v.masked_fill(lost, rubbish)) for k, v in prompt.cached]
         origins = np.where(prompt.valid, prompt.origins, 123456)
         spoilt.append(dataclasses.replace(prompt, cached=cached, origins=origins))
-    executor = blender(model, score="kv_rel")
+    executor = blender(model, score="kv")
     for one, two in zip(run(model, executor, prompts), run(model, executor, spoilt), strict=True):
         assert_same(one, two)
 
@@ -354,7 +354,7 @@ def test_a_prompt_in_pieces_is_as_one_run(kind: str, seed: int, lengths: list[in
 
 
 @settings(max_examples=20)
-@given(kinds, seeds, batch_lengths, st.sampled_from(["v", "kv_rel", "random"]))
+@given(kinds, seeds, batch_lengths, st.sampled_from(["v", "kv", "random"]))
 def test_several_layers_select_fewer_and_fewer(kind: str, seed: int, batch: list[list[int]], score: str) -> None:
     """Each has a budget of its own, a share of the same candidates."""
     model, prompts = random_batch(kind, seed, batch, ratio=0.4)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from quire.blend.scores import SCORES, ScoreInputs, StatedScore, score_of
 from quire.blend.selection import BlendedRows, BlendPolicy, Selection
-from quire.errors import InvalidArgument, Unsupported
-from quire.ops import attention as attention_module
+from quire.errors import InvalidArgument
 
 BOUND = 64 * torch.finfo(torch.float32).eps
 """Relative; sums of fewer than 64 terms of one sign."""
@@ -31,7 +30,7 @@ def inputs(seed: int, *, window: int | None = None, second: bool = False) -> Sco
     draw = np.random.default_rng(seed)
     counts = [12, 1, 9]
     total = sum(counts)
-    known = [BlendedRows(question_start=9, chunk_starts=(4, 7)), None, BlendedRows(chunk_starts=())]
+    known = [BlendedRows(question_start=9), None, None]
     selection = Selection(POLICY, counts, draw.random(total) < 0.8, known)
     places = np.concatenate([np.arange(12), [30], 5 + np.arange(9)])
     if second:
@@ -60,28 +59,6 @@ def inputs(seed: int, *, window: int | None = None, second: bool = False) -> Sco
     )
 
 
-def masses(given: ScoreInputs) -> np.ndarray:
-    """Return the attention that questions pay to each candidate, in float64, key by key."""
-    assert given.cached_k is not None
-    keys = given.fresh_k.double().numpy().copy()
-    keys[given.candidates] = given.cached_k.double().numpy()[given.candidates]
-    places, found = given.positions.numpy(), np.zeros(len(keys))
-    ends = np.cumsum(given.selection.counts).tolist()
-    for start, stop, asking in zip([0, *ends[:-1]], ends, given.selection.question_counts, strict=True):
-        for row in range(max(start, stop - asking), stop):
-            seen = [
-                key
-                for key in range(start, stop)
-                if places[key] <= places[row] and (given.window is None or places[row] - places[key] < given.window)
-            ]
-            for head in range(HEADS):
-                query = given.fresh_q[row, head].double().numpy()
-                logits = np.array([keys[key, head // (HEADS // GROUPS)] @ query * given.scale for key in seen])
-                weights = np.exp(logits - logits.max())
-                found[seen] += weights / weights.sum()
-    return found[given.candidates]
-
-
 def squares(fresh: Tensor, cached: Tensor | None, at: Tensor) -> np.ndarray:
     assert cached is not None
     gap = fresh.double() - cached.double()
@@ -90,17 +67,10 @@ def squares(fresh: Tensor, cached: Tensor | None, at: Tensor) -> np.ndarray:
 
 def wanted(name: str, given: ScoreInputs) -> np.ndarray:
     at = given.candidates
-    v, k = squares(given.fresh_v, given.cached_v, at), squares(given.fresh_k, given.cached_k, at)
-    zeros = torch.zeros_like(given.fresh_k)
+    v = squares(given.fresh_v, given.cached_v, at)
     match name:
         case "v":
             return v
-        case "k":
-            return k
-        case "kv_rel":
-            return k / squares(zeros, given.cached_k, at) + v / squares(zeros, given.cached_v, at)
-        case "query":
-            return masses(given)
         case "v_or_question":
             assert given.question_mass is not None
             mass = given.question_mass.double().numpy()[at]
@@ -111,11 +81,10 @@ def wanted(name: str, given: ScoreInputs) -> np.ndarray:
                         place = 1 + sum(other > one for other in order)
                         found[span][row] = max(found[span][row], 1 / place)
             return found
-        case _:
-            return v * masses(given) ** 0.5
+    raise AssertionError(name)
 
 
-@pytest.mark.parametrize("name", ["v", "k", "kv_rel", "query", "v_query", "v_or_question"])
+@pytest.mark.parametrize("name", ["v", "v_or_question"])
 @given(st.integers(0, 1000), st.sampled_from([None, 1, 4]), st.booleans())
 def test_scores_are_those_of_loops(name: str, seed: int, window: int | None, second: bool) -> None:
     given_inputs = inputs(seed, window=window, second=second)
@@ -126,13 +95,7 @@ def test_scores_are_those_of_loops(name: str, seed: int, window: int | None, sec
     assert np.allclose(found.numpy(), expected, rtol=BOUND, atol=BOUND * max(1.0, expected.max(initial=0)))
 
 
-def test_long_questions_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = score_of("query").scores(inputs(3))
-    monkeypatch.setattr(attention_module, "WEIGHTS_AT_ONCE", 100)
-    assert torch.allclose(score_of("query").scores(inputs(3)), whole, rtol=BOUND)
-
-
-@pytest.mark.parametrize("name", ["v", "k", "kv_rel", "query", "v_query", "v_or_question"])
+@pytest.mark.parametrize("name", ["v", "v_or_question"])
 def test_ranks_have_the_scores_of_all_heads(name: str) -> None:
     """Each rank has half of the heads; partial sums are added up before anything else."""
     whole = inputs(8)
@@ -165,25 +128,6 @@ def test_ranks_have_the_scores_of_all_heads(name: str) -> None:
     ]
     assert torch.equal(found[0], found[1])
     assert torch.allclose(found[0], score_of(name).scores(whole), rtol=BOUND)
-
-
-def test_first_rows_of_chunks() -> None:
-    known = [BlendedRows(chunk_starts=(-2, 3)), BlendedRows(chunk_starts=()), BlendedRows(chunk_starts=(1,))]
-    selection = Selection(POLICY, [6, 3, 4], np.ones(13, dtype=bool), known)
-    given_inputs = dataclasses.replace(inputs(0), selection=selection, cached_k=None, cached_v=None)
-    found = score_of("first_k").scores(given_inputs)
-    assert found.dtype == torch.float32
-    assert (1 / found).tolist() == [3, 4, 5, 1, 2, torch.inf, torch.inf, torch.inf, 1, 2]
-    two = BlendPolicy(ratio=1.0, threshold=1 / 2.5, min_tokens=0)
-    selection = Selection(two, [6, 3, 4], np.ones(13, dtype=bool), known)
-    assert selection.alive[selection.select(1, found)].tolist() == [3, 4, 5, 8, 10, 11, 12]
-
-
-def test_first_rows_need_to_know_where_chunks_begin() -> None:
-    selection = Selection(POLICY, [6], np.ones(6, dtype=bool), [None])
-    with pytest.raises(InvalidArgument) as refused:
-        score_of("first_k").scores(dataclasses.replace(inputs(0), selection=selection))
-    assert refused.value.field == "chunk_starts"
 
 
 def test_stated_and_random_scores_belong_to_rows_of_the_batch() -> None:
@@ -228,30 +172,19 @@ def test_what_the_question_reads_must_be_known() -> None:
 
 @pytest.mark.parametrize(
     ("name", "needs"),
-    [("v", "v"), ("k", "k"), ("kv_rel", "kv"), ("query", "k"), ("v_query", "kv"), ("first_k", ""), ("random", "")],
+    [("v", "v"), ("random", "")],
 )
 def test_scores_say_what_they_read(name: str, needs: str) -> None:
     score, given_inputs = score_of(name), inputs(1)
     assert score.needs == set(needs)
     spared = {f"cached_{one}": None for one in "kv" if one not in needs}
     with_all = inputs(1)
-    starts = [BlendedRows(chunk_starts=(1,))]
-    if name == "first_k":
-        selection = Selection(POLICY, [6], np.ones(6, dtype=bool), starts)
-        with_all = given_inputs = dataclasses.replace(with_all, selection=selection)
     found = score.scores(dataclasses.replace(given_inputs, **spared))
     assert torch.equal(found, score.scores(with_all))
     for one in needs:
         with pytest.raises(InvalidArgument) as refused:
             score.scores(dataclasses.replace(given_inputs, **{f"cached_{one}": None}))
         assert refused.value.field == f"cached_{one}"
-
-
-@pytest.mark.parametrize("name", ["query", "v_query"])
-def test_queries_of_latent_layers_are_refused(name: str) -> None:
-    given_inputs = dataclasses.replace(inputs(0), fresh_q=torch.zeros(22, HEADS, 12))
-    with pytest.raises(Unsupported, match="latent"):
-        score_of(name).scores(given_inputs)
 
 
 @pytest.fixture

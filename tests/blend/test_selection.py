@@ -163,10 +163,9 @@ def test_few_valid_rows_are_not_worth_it() -> None:
 
 
 def test_what_a_score_is_told() -> None:
-    known = [BlendedRows(chunk_starts=(-4, 2), question_start=3), None, BlendedRows(question_start=2)]
+    known = [BlendedRows(question_start=3), None, BlendedRows(question_start=2)]
     selection = Selection(BlendPolicy(min_tokens=0), [5, 3, 2], np.ones(10, dtype=bool), known)
     assert selection.question_counts == [2, 1, 1]
-    assert selection.chunk_starts == [(-4, 2), None, None]
     assert selection.candidates.tolist() == [0, 1, 2, 5, 6, 8]
     assert list(selection.candidate_spans()) == [(0, slice(0, 3)), (1, slice(3, 5)), (2, slice(5, 6))]
 
@@ -207,7 +206,7 @@ def test_policies_are_checked(field: str, value: object) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("ratio", 2.0), ("threshold", math.inf), ("chunk_starts", (3, 3)), ("chunk_starts", (3, 1))],
+    [("ratio", 2.0), ("threshold", math.inf)],
 )
 def test_what_is_known_is_checked(field: str, value: object) -> None:
     with pytest.raises(InvalidArgument) as refused:
@@ -222,7 +221,6 @@ def test_what_is_known_is_checked(field: str, value: object) -> None:
         ("exact", {"exact": np.ones(4, dtype=np.int32)}),
         ("question_start", {"question_start": 5}),
         ("question_start", {"question_start": -1}),
-        ("chunk_starts", {"chunk_starts": (0, 4)}),
     ],
 )
 def test_what_is_known_fits_its_request(field: str, given: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 def test_every_form_gives_the_same(form: str, kind: str, seed: int) -> None:
     model, prompts = random_batch(kind, seed, [[5, 4, 2], [1], [6, 3]], ratio=0.4)
     made, token_dim = FORMS[form]
-    executor = blender(model, score="kv_rel", layers=(1, 2))
+    executor = blender(model, score="kv", layers=(1, 2))
     shapes: list[tuple[int, ...]] = []
 
     def watch(_: int, out: BlendOutput) -> None:
@@ -140,7 +140,7 @@ def test_what_comes_out() -> None:
 
 
 def test_nothing_that_is_given_is_changed() -> None:
-    one = executor(layers=(0, 2), score="kv_rel", ratio=0.5)
+    one = executor(layers=(0, 2), score="kv", ratio=0.5)
     local = torch.arange(6)
     for layer in range(4):
         fresh = {name: value[local] for name, value in call(layer).items() if name.startswith(("fresh", "positions"))}
@@ -229,7 +229,7 @@ def test_nothing_retrieved_is_nothing_valid() -> None:
     assert outs[1].query_start_loc.tolist() == [0, 4, 6]
 
 
-@pytest.mark.parametrize(("score", "spared"), [("v", "retrieved_k"), ("k", "retrieved_v"), ("query", "retrieved_v")])
+@pytest.mark.parametrize(("score", "spared"), [("v", "retrieved_k"), ("k", "retrieved_v")])
 def test_at_the_check_layer_only_what_the_score_reads_is_needed(score: str, spared: str) -> None:
     one, other = executor(score=score, ratio=0.5), executor(score=score, ratio=0.5)
     for layer in range(2):
@@ -442,20 +442,13 @@ def test_layers_whose_rows_cannot_move_are_refused(spec: Any, reason: str) -> No
 
 
 def test_an_unknown_score_is_refused_at_once() -> None:
-    with pytest.raises(InvalidArgument, match="kv_rel"):
+    with pytest.raises(InvalidArgument, match="random"):
         executor(score="best")
 
 
 def test_a_score_that_needs_a_forward_of_its_own_is_refused_at_once() -> None:
     with pytest.raises(Unsupported, match="pass of the question"):
         executor(score="v_or_question")
-
-
-@pytest.mark.parametrize("score", ["query", "v_query"])
-def test_queries_of_latent_layers_are_refused_by_name(score: str) -> None:
-    model, prompts = random_batch("latent", 1, [[5, 5]], holes=False, context=0)
-    with pytest.raises(Unsupported, match="latent"):
-        run(model, blender(model, score=score), prompts)
 
 
 @pytest.mark.parametrize(
@@ -508,7 +501,7 @@ def test_a_device_gives_what_the_cpu_gives(origins: str) -> None:
             return value
         return value.to(origins if name == "original_positions" else "cuda")
 
-    one, other = executor(score="v_query", ratio=0.5), executor(score="v_query", ratio=0.5)
+    one, other = executor(score="kv", ratio=0.5), executor(score="kv", ratio=0.5)
     rows = torch.arange(6)
     for layer in range(3):
         fresh = {name: value[rows] for name, value in call(layer).items() if name.startswith(("fresh", "positions"))}

@@ -158,7 +158,7 @@ def test_the_gate(calibrated: LLM, found: BlendCalibration, questions: list[Ques
         return told(calibrated.generate([prompt], greedy(1), blend=BlendParams(**{"least": 16, **params}))[0])
 
     assert run().blended > 0
-    assert run(ratio=0.06).blended > 0
+    assert run(ratio=0.2).blended > 0
     assert found.at(0.15).mean_kl < found.at(0.05).mean_kl
     limits = QualityLimits(mean_kl=found.at(0.15).mean_kl, worst_agreement=0.0)
     blending.calibration = strict = replace(found, limits=limits)
@@ -169,8 +169,8 @@ def test_the_gate(calibrated: LLM, found: BlendCalibration, questions: list[Ques
     assert refused.reason == f"the model's calibration refuses it: {strict.told(found.at(0.05))}"
     assert len(blending.under_way) == before, "chunks that are of no use are not computed"
     assert run(ratio=0.06, gate=False).blended > 0
-    assert run(ratio=0.06, select="first_k").blended > 0, "the calibration does not tell of it"
-    assert run(ratio=0.06, threshold=1e-9).blended > 0
+    assert run(ratio=0.06, select="v").blended > 0, "the calibration does not tell of it"
+    assert run(ratio=0.06, select="v", threshold=1e-9).blended > 0
     assert run(ratio=1.0).reason == "", "all of it is exact"
     # With the other check layer nothing passes.
     blending.calibration = replace(found, layer=1)

@@ -95,7 +95,7 @@ def test_every_family(
     assert near(piece.v, true_v[places])
     # Later tokens change no row before them, computed anew or not. Rows near a window's end are
     # held for the longest prompt that is run here.
-    params = blended(0.3, select="first_k")
+    params = blended(0.3, select="v")
     texts = [[SEGMENTS[0], SEGMENTS[2], random_tokens(9, seed=seed)] for seed in (1, 2)]
     one, two = (rows_of(llm, text, params) for text in texts)
     at = len(joined(texts[0])) - 9
@@ -129,7 +129,7 @@ def test_a_window_ends_where_it_ends(
                 piece.v[:spoilt] -= 5.0
         with monkeypatch.context() as patch:
             give(patch, rows)
-            (output,) = llm.generate(ids, greedy(1, logprobs=20), blend=blended(0.0, select="first_k"))
+            (output,) = llm.generate(ids, greedy(1, logprobs=20), blend=blended(0.0, select="v"))
         assert told(output).blended == begin
         assert output.outputs[0].logprobs is not None
         found.append({token: one.logprob for token, one in output.outputs[0].logprobs[0].items()})

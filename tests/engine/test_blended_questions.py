@@ -83,7 +83,7 @@ def test_the_state_is_that_of_the_same_rows_given(
     steps.clear()
     chosen = np.isin(np.arange(len(joined(PROMPT))), rows).astype(np.float32)
     monkeypatch.setattr(forward_module, "score_of", lambda name: StatedScore(chosen))
-    run("k")
+    run("v")
     ((_, found, again),) = steps
     assert found == rows
     assert len(rehearsals) == 1

@@ -184,7 +184,7 @@ def test_true_rows_change_nothing(
             give(patch, rows)
             patch.setattr(prompt_blend, "MOST_ASKING", 1.0)
             rehearsals = counted(patch)
-            for ratio, select in ((0.0, "v"), (0.2, "k"), (0.3, "first_k"), (0.4, "v_or_question"), (1.0, "v")):
+            for ratio, select in ((0.0, "v"), (0.2, "v"), (0.4, "v_or_question"), (1.0, "v")):
                 params = greedy(COUNT, logprobs=10)
                 (output,) = llm.generate(ids, params, blend=blended(ratio, select=select))
                 assert output.outputs[0].token_ids == expected, f"{ratio} {select}: {told(output)}"
@@ -314,7 +314,7 @@ def test_what_has_no_chunk_is_kept_for_later(make_llm: MakeLLM, llama: Checkpoin
     check(llm)
 
 
-@pytest.mark.parametrize("select", ["first_k", "v_or_question"])
+@pytest.mark.parametrize("select", ["v", "v_or_question"])
 @pytest.mark.parametrize("how", ["raises", "lost", "short"])
 def test_rows_that_do_not_come(
     make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, how: str, select: SelectName

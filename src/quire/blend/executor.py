@@ -128,7 +128,7 @@ class TensorBlender:
         if "question" in self._score.needs:
             raise Unsupported(
                 f"score: '{policy.score}' needs a pass of the question over all layers, before those that are blended; "
-                "choose 'v_query' or 'v'",
+                "choose 'v'",
                 field="score",
             )
         self._layers = tuple(layers)

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.blend.selection import Selection
-from quire.contracts.attention import Scoring
-from quire.errors import InvalidArgument, Unsupported
-from quire.ops.attention import weight_sums
+from quire.errors import InvalidArgument
 from quire.registry import Registry
 
 
@@ -48,8 +46,9 @@ class ScoreInputs:
     window: int | None = None
     """A query at p sees keys at positions > p - window; None: all before it."""
     question_mass: Tensor | None = None
-    """float32 ``[A]``: ``attention_mass`` of the question's rows, summed over the layers from this
-    one on, when they ran over cached rows before this forward. None: they did not run."""
+    """float32 ``[A]``: the attention that the question's rows pay to the row, summed over heads and
+    over the layers from this one on, when they ran over cached rows before this forward. None: they
+    did not run."""
     all_reduce: Callable[[Tensor], Tensor] | None = None
     """Sums a tensor over the ranks of tensor parallelism, replicated heads counted once."""
 
@@ -110,122 +109,6 @@ class ValueDeviation:
         return inputs.over_ranks(_deviations(inputs.fresh_v, _cached("cached_v", inputs.cached_v), inputs.candidates))
 
 
-class KeyDeviation:
-    """``k``: the squared distance of fresh K and cached K at its new place."""
-
-    needs = frozenset({"k"})
-
-    def scores(self, inputs: ScoreInputs) -> Tensor:
-        return inputs.over_ranks(_deviations(inputs.fresh_k, _cached("cached_k", inputs.cached_k), inputs.candidates))
-
-
-class RelativeDeviation:
-    """``kv_rel``: the squared distances of K and of V, each over the cached row's square."""
-
-    needs = frozenset({"k", "v"})
-
-    def scores(self, inputs: ScoreInputs) -> Tensor:
-        cached_k, cached_v = _cached("cached_k", inputs.cached_k), _cached("cached_v", inputs.cached_v)
-        at = inputs.candidates
-        sums = inputs.over_ranks(
-            torch.stack(
-                (
-                    _deviations(inputs.fresh_k, cached_k, at),
-                    _deviations(inputs.fresh_v, cached_v, at),
-                    _squares(cached_k.to(torch.float32, copy=True))[at],
-                    _squares(cached_v.to(torch.float32, copy=True))[at],
-                )
-            )
-        )
-        return sums[0] / sums[2] + sums[1] / sums[3]
-
-
-class FirstRows:
-    """``first_k``: nearness to the beginning of the row's chunk (EPIC, ICML 2025).
-
-    Row j of a chunk scores 1 / (1 + j), so that a threshold of 1 / (k + 0.5) means its first k
-    rows. Rows before all ``chunk_starts`` score 0."""
-
-    needs: frozenset[str] = frozenset()
-
-    def scores(self, inputs: ScoreInputs) -> Tensor:
-        rows = inputs.selection.candidates
-        starts = inputs.selection.chunk_starts
-        scores = np.zeros(len(rows), dtype=np.float32)
-        for request, span in inputs.selection.candidate_spans():
-            known = starts[request]
-            if known is None:
-                raise InvalidArgument(
-                    field="chunk_starts", given=None, allowed="rows where chunks begin, since the score reads them"
-                )
-            if known:
-                begins = np.asarray(known)
-                chunk = np.searchsorted(begins, rows[span], side="right") - 1
-                scores[span] = np.where(chunk < 0, 0.0, 1.0 / (1 + np.abs(rows[span] - begins[chunk])))
-        return torch.from_numpy(scores).to(inputs.fresh_k.device)
-
-
-def attention_mass(
-    q_MHD: Tensor, k_NHD: Tensor, positions_M: Tensor, positions_N: Tensor, scale: float, window: int | None = None
-) -> Tensor:
-    """Return the attention that M rows of a sequence pay to N of its rows: softmax weights summed
-    over rows and heads, float32 ``[N]``."""
-    gap_MN = positions_M[:, None] - positions_N
-    visible_MN = gap_MN >= 0
-    if window is not None:
-        visible_MN &= gap_MN < window
-    return weight_sums(q_MHD, k_NHD, visible_MN, Scoring(scale))
-
-
-def _masses(inputs: ScoreInputs) -> Tensor:
-    """Return this rank's masses, float32 ``[C]``."""
-    cached_k = _cached("cached_k", inputs.cached_k)
-    if inputs.fresh_q.shape[-1] != cached_k.shape[-1]:
-        raise Unsupported(
-            f"score: queries of {inputs.fresh_q.shape[-1]} columns cannot be compared with keys of "
-            f"{cached_k.shape[-1]}, as in latent layers; choose 'v', 'k', 'kv_rel' or 'first_k'",
-            field="score",
-        )
-    at = inputs.candidates
-    keys = inputs.fresh_k.float().index_copy(0, at, cached_k[at].float())
-    mass = keys.new_zeros(len(keys))
-    counts, questions = inputs.selection.counts.tolist(), inputs.selection.question_counts
-    bounds = np.cumsum(counts).tolist()
-    for request, _ in inputs.selection.candidate_spans():
-        stop = bounds[request]
-        start = stop - counts[request]
-        asking = slice(max(start, stop - questions[request]), stop)
-        places = inputs.positions
-        mass[start:stop] = attention_mass(
-            inputs.fresh_q[asking], keys[start:stop], places[asking], places[start:stop], inputs.scale, inputs.window
-        )
-    return mass[at]
-
-
-class QueryMass:
-    """``query``: the attention that the question's rows pay to the row, over cached keys.
-
-    The sum over heads and rows of the question of softmax weights. Keys are cached ones of
-    candidates and fresh ones of other rows of the batch; those of a context before it are not
-    seen."""
-
-    needs = frozenset({"k"})
-
-    def scores(self, inputs: ScoreInputs) -> Tensor:
-        return inputs.over_ranks(_masses(inputs))
-
-
-class WeightedDeviation:
-    """``v_query``: ``v`` times the square root of ``query``: what is wrong and is looked at."""
-
-    needs = frozenset({"k", "v"})
-
-    def scores(self, inputs: ScoreInputs) -> Tensor:
-        wrong = _deviations(inputs.fresh_v, _cached("cached_v", inputs.cached_v), inputs.candidates)
-        sums = inputs.over_ranks(torch.stack((wrong, _masses(inputs))))
-        return sums[0] * sums[1].sqrt()
-
-
 class WrongOrRead:
     """``v_or_question``: by turns the row that is most wrong and the row that the question reads
     most.
@@ -278,10 +161,5 @@ class StatedScore:
 
 
 SCORES.register("v", ValueDeviation())
-SCORES.register("k", KeyDeviation())
-SCORES.register("kv_rel", RelativeDeviation())
-SCORES.register("first_k", FirstRows())
-SCORES.register("query", QueryMass())
-SCORES.register("v_query", WeightedDeviation())
 SCORES.register("v_or_question", WrongOrRead())
 SCORES.register("random", RandomScore())

@@ -92,21 +92,14 @@ class BlendedRows:
     """bool ``[n]``: rows that must run."""
     exact: NDArray[np.bool_] | None = None
     """bool ``[n]``: rows whose cached K and V are the true ones. They run only if they must."""
-    chunk_starts: tuple[int, ...] | None = None
-    """Rows at which chunks begin, ascending; negative for one that began in an earlier step. A
-    prompt's first chunk is left out, since nothing stands before it. Only ``first_k`` reads
-    this."""
     question_start: int | None = None
     """First row of the last segment, 0..n, of a prompt of two segments or more. Rows from there on
-    must run, and their attention is what ``query`` scores measure; None or n: the last row's."""
+    must run, and their attention is what ``v_or_question`` measures; None or n: the last row's."""
 
     def __post_init__(self) -> None:
         if self.ratio is not None:
             check_ratio("ratio", self.ratio)
         _check_threshold(self.threshold)
-        starts = self.chunk_starts
-        if starts is not None and any(after <= before for before, after in pairwise(starts)):
-            raise InvalidArgument(field="chunk_starts", given=starts, allowed="ascending rows")
 
     def check(self, count: int) -> None:
         """Raise ``InvalidArgument`` unless this fits a request of ``count`` rows."""
@@ -116,8 +109,6 @@ class BlendedRows:
         start = self.question_start
         if start is not None and not (_is_count(start) and start <= count):
             raise InvalidArgument(field="question_start", given=start, allowed=f"a row, 0..{count}")
-        if self.chunk_starts and self.chunk_starts[-1] >= count:
-            raise InvalidArgument(field="chunk_starts", given=self.chunk_starts, allowed=f"rows below {count}")
 
 
 class Selection:
@@ -191,13 +182,6 @@ class Selection:
         starts = [known.question_start for known in self._known]
         counts = zip(np.diff(self._bounds).tolist(), starts, strict=True)
         return [1 if start is None else max(1, count - start) for count, start in counts]
-
-    @property
-    def chunk_starts(self) -> list[tuple[int, ...] | None]:
-        """``BlendedRows.chunk_starts`` of each request, as rows of the batch."""
-        bounds = self._bounds.tolist()
-        known = [one.chunk_starts for one in self._known]
-        return [starts and tuple(bounds[at] + row for row in starts) for at, starts in enumerate(known)]
 
     def candidate_spans(self) -> Iterator[tuple[int, slice]]:
         """Yield each request that has candidates, with the part of ``candidates`` that is its."""

@@ -80,8 +80,9 @@ class BlendOutput:
     """int64 ``[S]`` on the CPU: the kept rows as rows 0..T - 1 of the whole batch, ascending."""
     query_start_loc: Tensor | None
     """``[R + 1]``, as that of the call: counts of Q, on a call that selects; None on others."""
-    kept: Tensor
-    """int64 ``[S]`` on the model's device: the kept rows as rows of this call's ``fresh_q``."""
+    kept: Tensor | None = None
+    """int64 ``[S]`` on the model's device: the kept rows as rows of this call's ``fresh_q``. None:
+    ``local_indices`` of this call and of the one before say it."""
 
 
 class BlendExecutor(Protocol):

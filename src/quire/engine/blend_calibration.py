@@ -92,10 +92,10 @@ def room_for_probe(engine: Engine) -> int:
 
 
 def probe_length(engine: Engine) -> int:
-    """Return the tokens of a probe that is made of a text, without the lead.
+    """Return the tokens of a probe that is made of a text, without its start.
     ``ResourceExhausted``: the engine has no room for one."""
     room = room_for_probe(engine)
-    size = min(LONGEST, _chunk_size(room - len(engine.blending.lead)))
+    size = min(LONGEST, _chunk_size(room - len(engine.blending.start)))
     if size < LEAST:
         raise ResourceExhausted(
             f"a probe has {_text_size(LEAST)} tokens at least and runs in one step, and {room} fit in; give more max_num_batched_tokens, "
@@ -115,7 +115,7 @@ def _text_size(chunk: int) -> int:
 def probes_of(engine: Engine, texts: Sequence[tuple[Ids, Pieces]], count: int) -> list[BlendProbe]:
     """Return at most ``count`` probes: prompts of pieces as they are, and of other texts the first
     parts, then the second ones, and so on. ``InvalidArgument`` for what makes no probe."""
-    length, lead, room = probe_length(engine), np.array(engine.blending.lead, dtype=np.int64), room_for_probe(engine)
+    length, start, room = probe_length(engine), np.array(engine.blending.start, dtype=np.int64), room_for_probe(engine)
     rounds: dict[int, list[BlendProbe]] = {}
     for number, (ids, pieces) in enumerate(texts):
         field = f"texts.{number}"
@@ -128,23 +128,23 @@ def probes_of(engine: Engine, texts: Sequence[tuple[Ids, Pieces]], count: int) -
                 raise InvalidArgument(field=field, given=f"{len(ids)} tokens", allowed=allowed)
             rounds.setdefault(0, []).append(probe)
             continue
-        if len(lead) and np.array_equal(ids[: len(lead)], lead):
-            ids = ids[len(lead) :]
+        if len(start) and np.array_equal(ids[: len(start)], start):
+            ids = ids[len(start) :]
         own = min(length, len(ids))
         if _chunk_size(own) < LEAST:
             raise InvalidArgument(
                 field=field, given=f"{len(ids)} tokens", allowed=f"a text of {_text_size(LEAST)} tokens or more"
             )
         for part in range(min(count, len(ids) // own)):
-            rounds.setdefault(part, []).append(_probe(lead, ids[part * own : (part + 1) * own]))
+            rounds.setdefault(part, []).append(_probe(start, ids[part * own : (part + 1) * own]))
     return [probe for part in sorted(rounds) for probe in rounds[part]][:count]
 
 
-def _probe(lead: Ids, ids: Ids) -> BlendProbe:
-    """Return a probe of a text that stands behind the lead."""
-    size, first = _chunk_size(len(ids)), len(lead)
+def _probe(start: Ids, ids: Ids) -> BlendProbe:
+    """Return a probe of a text that begins a prompt."""
+    size, first = _chunk_size(len(ids)), len(start)
     ends = [first + (number + 1) * size for number in range(CHUNKS)]
-    return BlendProbe(np.concatenate((lead, ids)), Pieces(tuple(ends), tuple(itertools.pairwise(ends))))
+    return BlendProbe(np.concatenate((start, ids)), Pieces(tuple(ends), tuple(itertools.pairwise(ends))))
 
 
 class ProbeRows(RowsTask):
@@ -232,16 +232,16 @@ def run_chunks(engine: Engine, chunks: Sequence[Chunk], extras: Extras = NO_EXTR
 
 
 def sampled_texts(engine: Engine, count: int, length: int, advance: Advance) -> list[tuple[Ids, Pieces]]:
-    """Return texts of ``length`` tokens that the model samples behind the lead, or behind any one
+    """Return texts of ``length`` tokens that the model samples behind its start, or behind any one
     token, always the same ones. ``advance`` counts these tokens."""
     generator, limits, texts = torch.Generator().manual_seed(0), engine.scheduler.limits, list[list[int]]()
-    lead = list(engine.blending.lead)
-    first = lead or torch.randint(engine.runner.model.vocab_size, (count,), generator=generator).tolist()
-    total = max(1, len(lead)) + length
+    start = list(engine.blending.start)
+    first = start or torch.randint(engine.runner.model.vocab_size, (count,), generator=generator).tolist()
+    total = max(1, len(start)) + length
     while len(texts) < count:
         many = min(count - len(texts), limits.max_num_seqs, max(1, engine.checks.pool_tokens // (2 * total)))
-        many = min(many, max(1, limits.max_num_batched_tokens // max(1, len(lead))))
-        some = [list(lead) or [first[len(texts) + row]] for row in range(many)]
+        many = min(many, max(1, limits.max_num_batched_tokens // max(1, len(start))))
+        some = [list(start) or [first[len(texts) + row]] for row in range(many)]
         _sample(engine, some, total, generator, advance)
         texts += some
     return [(np.array(text, dtype=np.int64), Pieces()) for text in texts]

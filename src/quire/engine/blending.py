@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from quire.blend.calibration import BlendCalibration, default_layer
 from quire.blend.chunk_capture import ChunkCapture
@@ -26,6 +27,7 @@ from quire.blend.chunk_catalog import ChunkCatalog, store_of_chunks
 from quire.blend.chunk_matching import cuts
 from quire.blend.chunks import ChunkKeys, ChunkLayout
 from quire.blend.forward import BlendedChunk, BlendedForward
+from quire.blend.given_parts import ExecutedForward, RetrievedRows
 from quire.blend.retriever import ChunkRetriever, ChunkTask
 from quire.blend.rows_task import RowsTask
 from quire.blend.selection import BlendPolicy
@@ -34,7 +36,8 @@ from quire.blend.unmarked_text import SeenText, content_cuts, gaps
 from quire.branches.branch import Branch
 from quire.branches.history import Ids
 from quire.branches.stored_state import StoredState
-from quire.contracts.layers import KeyValueAttention, LatentAttention, RopeSpec
+from quire.contracts.blend import BlendExecutor, BlendRetriever
+from quire.contracts.layers import KeyValueAttention, RopeSpec
 from quire.contracts.store import ObjectKey
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.segmented_prompts import Pieces
@@ -61,19 +64,47 @@ step, in which the question tells which of all their tokens matter."""
 ASKING = 32
 """The last tokens of an edited session, which run, and whose attention tells what matters. Of a
 prompt of one piece those that are taken for its question, of which there is no chunk."""
+UNCALIBRATED = (
+    "this model is not calibrated, so nothing is known of how far its blended answers are off; llm.calibrate_blending() or quire calibrate "
+    "measures it, and BlendParams(verify=1) measures a prompt"
+)
 LATER = 64
 """Chunks that wait at a time to be computed when nothing else runs."""
 
 
-def lead_of(tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the ids that stand before a chunk, so that its first token is not the first of its
-    sequence: those that begin a prompt, BOS, or the token that ends a text."""
+LEAD_TEXT = """Notes on earlier reading
+
+The pages before this one deal with other matters: the history of a small town, the care of tools, the results of a survey, and a list of \
+changes to a program. Some of them are long and some are short. They name people, places, dates and amounts, and each stands by itself. None \
+of them continues here. A reader who looks for one fact has to find the page that holds it first, and then the line. What follows is the next \
+text of the collection. It begins with its own heading or its own first sentence, and it says what it has to say without the pages before it.
+
+"""
+"""What a chunk reads before it, as a text in the middle of a prompt has read others. One that has
+read nothing has other K and V, above all in its first hundred tokens."""
+LEAD_SHARE = 16
+"""The lead text is left out if this many of it are longer than the longest sequence."""
+
+
+def start_of(tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Return the ids that a sequence begins with, whose first token is a sink: those that begin a
+    prompt, BOS, or the token that ends a text."""
     if tokenizer is None:
         return ()
     ids = tuple(one for one in tokenizer.encode("") if one not in tokenizer.eos_ids)
     if not ids and tokenizer.bos_id is not None:
         ids = (tokenizer.bos_id,)
     return ids or tokenizer.eos_ids[:1]
+
+
+def lead_text_of(tokenizer: Tokenizer | None, max_model_len: int) -> tuple[int, ...]:
+    """Return the ids of ``LEAD_TEXT``; none if the vocabulary cannot spell it, or if it is long for
+    sequences of this length."""
+    if tokenizer is None:
+        return ()
+    ids = tuple(tokenizer.encode(LEAD_TEXT, add_special_tokens=False))
+    is_spelled = tokenizer.decode(ids).split() == LEAD_TEXT.split()
+    return ids if is_spelled and LEAD_SHARE * len(ids) <= max_model_len else ()
 
 
 def blend_refusal(runner: Runner) -> str:
@@ -103,10 +134,19 @@ def chunks_of(ids: Ids, marked: Iterable[tuple[int, int]]) -> list[Ids]:
 class Blending:
     """The blending of one engine. The caller has the engine's lock."""
 
-    def __init__(self, runner: Runner, stored: StoredState, lead: Sequence[int], metrics: EngineMetrics) -> None:
-        """``lead``: the ids that stand before each chunk when it is computed."""
+    def __init__(
+        self, runner: Runner, stored: StoredState, start: Sequence[int], text: Sequence[int], metrics: EngineMetrics
+    ) -> None:
+        """``start``: the ids that a sequence begins with. ``text``: those of the text that stands
+        between them and a chunk when it is computed."""
         self._runner, self._stored = runner, stored
-        self.lead = tuple(lead)
+        self.start = tuple(start)
+        self.lead = (*start, *text)
+        """What stands before each chunk when it is computed."""
+        self.retriever: BlendRetriever | None = None
+        """Finds rows of prompts in the place of the store's chunks; None: these are used."""
+        self.executor: BlendExecutor | None = None
+        """Chooses rows in the place of the policy; None: that is used."""
         self.calibration: BlendCalibration | None = None
         """What was measured of this model; None: nothing."""
         self._tables: dict[RopeSpec, RotaryTable] = {}
@@ -116,6 +156,7 @@ class Blending:
         self.under_way: set[ObjectKey] = set()
         """Chunks that are to be computed."""
         self._seen = SeenText()
+        self._warned = False
         self._refusal: str | None = None
 
     @property
@@ -139,12 +180,6 @@ class Blending:
                 "ratio needs none",
                 field="target",
             )
-        if params.select in ("query", "v_query") and self._is_latent:
-            raise Unsupported(
-                f"select={params.select!r}: queries of latent layers have other columns than the keys that are kept; v, k, kv_rel, first_k "
-                "and auto can be had",
-                field="select",
-            )
         return params
 
     @property
@@ -154,18 +189,15 @@ class Blending:
         return default_layer(len(self._runner.model.blocks)) if self.calibration is None else self.calibration.layer
 
     @property
-    def _is_latent(self) -> bool:
-        """Return whether the check layer keeps latents."""
-        return isinstance(self._runner.model.layer_specs[self.check_layer], LatentAttention)
-
-    @property
     def _most(self) -> int:
         """Return how many tokens of a blended prompt count as one in a step. Pools of windows are
         sized by the tokens of a step."""
         return 1 if self._runner.state.geometry.window_layers else DILUTION
 
     def _score(self, params: BlendParams) -> str:
-        return AUTO if params.select == "auto" else params.select
+        if params.select != "auto":
+            return params.select
+        return AUTO if params.threshold is None else "v"
 
     def require(self) -> None:
         """Raise ``Unsupported`` for a model that cannot be blended."""
@@ -181,10 +213,24 @@ class Blending:
         if params is None:
             return None
         ratio = self._ratio(params)
+        self._warn()
         if isinstance(ratio, str):
             reason, params = ratio, replace(params, keep=False)
             return PromptBlend(params, pieces, length, 1.0, self._score(params), 1, lambda work, blend: reason)
-        return PromptBlend(params, pieces, length, ratio, self._score(params), self._most, self._find)
+        return PromptBlend(
+            params, pieces, length, ratio, self._score(params), self._most, self._find, warning=self.warning
+        )
+
+    @property
+    def warning(self) -> str:
+        """Return what a reader of blended answers should know; empty: nothing."""
+        return UNCALIBRATED if self.calibration is None else ""
+
+    def _warn(self) -> None:
+        """Log the warning once."""
+        if self.warning and not self._warned:
+            self._warned = True
+            logger.warning("blending: %s", self.warning)
 
     def _ratio(self, params: BlendParams) -> float | str:
         """Return how much of what could be reused is computed anew, or why nothing is reused."""
@@ -237,7 +283,7 @@ class Blending:
         """Return the layout of a chunk: its tensors."""
         return ChunkLayout(self._runner.state)
 
-    def _find(self, work: Branch, blend: PromptBlend) -> ChunkTask | str:
+    def _find(self, work: Branch, blend: PromptBlend) -> ChunkTask | RetrievedRows | str:
         """Look for chunks of a prompt from its first token on that is not computed."""
         params = blend.params
         if len(work.runs.ids) > 1 or (work.tokens.ids[: blend.length] < 0).any():
@@ -246,9 +292,12 @@ class Blending:
         rest = max(0, end - work.computed)
         if rest < params.least:
             return f"{rest} tokens are neither reused exactly nor part of the question; at least {params.least} must be"
+        prompts, indices = [torch.from_numpy(work.tokens.ids[: blend.length].copy())], [list(blend.pieces.offsets)]
+        if self.retriever is not None:
+            return self._retrieved(prompts, indices, work, blend, end)
         task = self._retriever(work.salt, next(iter(work.runs.ids), None)).new_request(
-            [torch.from_numpy(work.tokens.ids[: blend.length].copy())],
-            [blend.pieces.offsets],
+            prompts,
+            indices,
             wanted=[range(work.computed, end)],
             first_layer=0 if blend.score == "v_or_question" else self.check_layer,
         )
@@ -273,6 +322,26 @@ class Blending:
             at_home = task.positions.numpy() == np.arange(blend.length)
             blend.exact |= at_home & (task.valid_mask.numpy() != 0)
         return task
+
+    def _retrieved(
+        self, prompts: list[Tensor], indices: list[list[int]], work: Branch, blend: PromptBlend, end: int
+    ) -> RetrievedRows | str:
+        """Ask the caller's retriever. Rows of the question, and those that are reused exactly, are
+        not taken."""
+        assert self.retriever is not None
+        try:
+            task = self.retriever.new_request(prompts, indices)
+            rows = RetrievedRows(task, blend.length)
+        except Exception as error:
+            logger.warning("the blend retriever failed; the prompt is computed in full", exc_info=error)
+            return f"the blend retriever failed: {type(error).__name__}"
+        rows.valid_mask[: work.computed] = 0
+        rows.valid_mask[end:] = 0
+        if (count := int(rows.valid_mask.sum())) < blend.params.least:
+            rows.close()
+            return f"{count} tokens have a state to be reused; at least {blend.params.least} must have one"
+        blend.by_tier = {"retriever": count}
+        return rows
 
     def moved(self, seq: SeqId, move: Move, params: BlendParams, *, windowed: bool) -> PromptBlend | None:
         """Return the blending of tokens whose rows a sequence holds at other positions, and nothing
@@ -318,7 +387,7 @@ class Blending:
     def missing(self, work: ScheduledRequest, blend: PromptBlend) -> list[Ids]:
         """Return the chunks of a prompt, but of the question, that are neither kept nor being
         computed; at most as many as leave ``LATER`` to be computed."""
-        if self.refusal or len(work.runs.ids) > 1:
+        if self.refusal or self.retriever is not None or len(work.runs.ids) > 1:
             return []
         keys = self._keys(work.salt, next(iter(work.runs.ids), None))
         marked = [part for part in blend.pieces.marked if part[1] <= blend.question]
@@ -339,8 +408,8 @@ class Blending:
         part of the question, nor in a chunk."""
         if (ids_S < 0).any():
             return
-        pieces, lead = blend.pieces, len(self.lead)
-        begin = max(cached, lead if tuple(ids_S[:lead].tolist()) == self.lead else 0)
+        pieces, start = blend.pieces, len(self.start)
+        begin = max(cached, start if tuple(ids_S[:start].tolist()) == self.start else 0)
         end = blend.question if pieces.offsets else blend.length - ASKING
         known = self.catalog.known(keys.parent).match(ids_S, pieces.offsets, begin, end)
         taken = [*pieces.marked, *((one.start, one.stop) for one in known), *((at, at) for at in pieces.offsets)]
@@ -365,7 +434,10 @@ class Blending:
         ]
         if not any(chunks):
             return None
-        return self.forward_of([len(chunk.tokens) for chunk in scheduled.step.chunks], chunks, self.check_layer)
+        counts = [len(chunk.tokens) for chunk in scheduled.step.chunks]
+        if self.executor is not None:
+            return ExecutedForward(self.executor, self._runner.state, self._table, counts, chunks)
+        return self.forward_of(counts, chunks, self.check_layer)
 
     def forward_of(
         self, counts: Sequence[int], chunks: Sequence[BlendedChunk | None], check_layer: int

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.blend.forward import BlendedChunk
+from quire.blend.given_parts import RetrievedRows
 from quire.blend.rows_task import RowsTask
 from quire.blend.selection import BlendedRows
 from quire.branches.branch import Branch
@@ -42,9 +43,9 @@ class PromptBlend:
     """Name of what orders its candidates."""
     most: int
     """Tokens that may count as one in a step's budget while it is blended."""
-    find: Callable[[Branch, PromptBlend], RowsTask | str]
+    find: Callable[[Branch, PromptBlend], RowsTask | RetrievedRows | str]
     """Looks for chunks of what is not computed; returns why there is nothing to blend with."""
-    task: RowsTask | None = None
+    task: RowsTask | RetrievedRows | None = None
     """What brings the rows, while some are needed."""
     valid: NDArray[np.bool_] = field(default_factory=_nothing)
     """``[S]``: tokens with cached rows."""
@@ -62,6 +63,8 @@ class PromptBlend:
     """Whether its sequence has a window of its own."""
     by_tier: dict[str, int] = field(default_factory=dict)
     reason: str = "the prompt did not run"
+    warning: str = ""
+    """What a reader of the answer should know if some of the prompt was blended."""
     divergence: float | None = None
 
     @property
@@ -103,7 +106,6 @@ class PromptBlend:
         valid[: stop - start], exact[: stop - start] = self.valid[start:stop], self.exact[start:stop]
         if not valid.any():
             return None
-        starts = [begin - start for begin, _ in self.pieces.marked if 0 < begin < start + count]
         question = None
         if self.pieces.offsets:
             question = min(max(self.question - start, 0), count)
@@ -111,7 +113,6 @@ class PromptBlend:
             ratio=self.ratio,
             threshold=self.params.threshold,
             exact=exact,
-            chunk_starts=tuple(sorted(set(starts))),
             question_start=question,
         )
         return BlendedChunk(self.task, start, valid, rows, self._score(start + count, rows, valid))
@@ -142,6 +143,7 @@ class PromptBlend:
             exact=work.origin.exact_part(self.length),
             by_tier=dict(self.by_tier) if blended or (self.exact.any() and not self.reason) else {},
             reason=self.reason,
+            warning=self.warning if blended else "",
             divergence=self.divergence,
             unplaced=self.pieces.unplaced,
         )

@@ -19,7 +19,7 @@ from quire.branches.past_prefixes import PastPrefixes
 from quire.branches.prefix_cache import RadixCache
 from quire.branches.stored_state import StoredState
 from quire.callers import caller
-from quire.engine.blending import Blending, lead_of
+from quire.engine.blending import Blending, lead_text_of, start_of
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.decodes_ahead import DecodesAhead
 from quire.engine.detokenizer import IncrementalDetokenizer
@@ -101,7 +101,8 @@ class RequestBook:
         self.sampling = SamplingStep(
             eos_ids=self.eos_ids, grammars=self.grammars, metrics=self.metrics, finish=self._finish, fail=self._fail
         )
-        self.blending = Blending(runner, self.stored, lead_of(tokenizer), metrics=self.metrics)
+        lead_text = lead_text_of(tokenizer, max_model_len)
+        self.blending = Blending(runner, self.stored, start_of(tokenizer), lead_text, metrics=self.metrics)
         self.branches = SessionBranches(runner, cache=self.cache, tier=self.stored, metrics=self.metrics)
         self.pins = Pins(runner.state, self.branches.sessions, limits.max_num_batched_tokens)
         self.prefix_pins = PrefixPins(self.branches, self.pins)
