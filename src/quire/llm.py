@@ -57,7 +57,6 @@ from quire.segments import BlendParams, Segment
 from quire.signatures import require_bool
 from quire.store.session_journal import SessionJournal
 
-
 _NO_FIELDS = ("self", "__class__", "blend_retriever", "blend_executor")
 """Local variables at the start of ``LLM.__init__`` that are no fields of ``EngineConfig``."""
 

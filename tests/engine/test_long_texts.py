@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from quire import LLM, AsyncLLM, BeamSearchParams
-from quire.engine import chat_rendering, long_texts, tokenizer
+from quire.engine import chat_rendering, long_texts, template_process, tokenizer
 from quire.engine import session as session_module
 from quire.engine.chat_rendering import render_chat
 from quire.engine.long_texts import LONG, TextLimit, check, given_up_by, turn
@@ -144,10 +146,58 @@ def test_templates_have_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             render_chat(template, [USER])
 
 
+HOSTILE = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{{ 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' * 100000 }}{% endfor %}",
+    "{{ 'a' * 4000000000 }}",
+    "{% set a = messages[0].content * 4000000000 %}",
+    "{{ 'a'|center(4000000000) }}",
+    "{{ '%4000000000d' % 1 }}",
+    "{{ '%4000000000d'|format(1) }}",
+    "{{ messages[0].content.rjust(4000000000) }}",
+    "{% set n = namespace(a='ab') %}{% for i in range(60) %}{% set n.a = n.a ~ n.a %}{% endfor %}",
+    "{{ (['a'] * 100000)|join('b' * 1000000) }}",
+    "{{ ('a' * 20000)|replace('', 'b' * 1000000)|length }}",
+    "{{ ([0] * 4000000000)|length }}",
+    "{{ messages|batch(4000000000, 'x')|list|length }}",
+    "{{ 10 ** (10 ** 9) }}",
+    "{% for i in range(90) %}{{ 'a' * 1000000 }}{% endfor %}",
+    "{{ messages|tojson(indent=4000000000) }}",
+    "{{ lipsum(n=100000000) }}",
+    "{% macro m(x) %}{{ m(x ~ x) }}{{ m(x ~ x) }}{% endmacro %}{{ m('a') }}",
+    "{{ " + "(" * 50000 + "messages" + ")" * 50000 + " }}",
+    "{{ " + "-" * 100000 + "1 }}",
+    "{# " + "x" * 300000 + " #}{{ messages }}",
+]
+
+
+@pytest.mark.parametrize("template", HOSTILE, ids=[template[:40].replace("/", "") for template in HOSTILE])
+def test_hostile_templates_are_refused(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    """In one sentence, with no memory of this process, and the next template is rendered."""
+    monkeypatch.setattr(chat_rendering, "SECONDS", 1.0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InvalidArgument, match="the chat template") as caught:
+        render_chat(template, [USER])
+    assert len(str(caught.value)) < 2100
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10, "KiB"
+    assert render_chat(LOOPS, [USER]) == USER["content"]
+
+
+def test_a_template_that_was_ended_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_rendering, "SECONDS", 1.0)
+    for template in (HOSTILE[0], LOOPS):
+        with suppress(InvalidArgument):
+            render_chat(template, [USER])
+    assert 0 < len(template_process._free) <= template_process.CHILDREN
+    assert all(child.poll() is None for child in template_process._free)
+    template_process._free[-1].kill()
+    assert render_chat(LOOPS, [USER]) == USER["content"], "another child is started"
+
+
 def test_templates_end_with_their_call() -> None:
     looks = iter([False, False, True])
     with given_up_by(lambda: next(looks)), pytest.raises(Cancelled):
-        render_chat(LOOPS, [USER] * 10)
+        render_chat("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", [USER])
     assert next(looks, None) is None
 
 

@@ -3,7 +3,8 @@
 The environment is that of ``transformers``, so a template renders the same text: an immutable
 sandbox, ``trim_blocks`` and ``lstrip_blocks``, ``break`` and ``continue``, a ``tojson`` that does
 not escape HTML, ``raise_exception``, ``strftime_now`` and the ``generation`` tag. Templates are
-untrusted: they see plain data only, in a copy, and cannot reach Python.
+untrusted: they see plain data only, in a copy, and cannot reach Python. Those that do not come with
+Quire run in a process with limits (``template_process``); here they are only parsed.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib import resources
 from typing import Any, NamedTuple, TypeAlias
 
 import jinja2
 import jinja2.ext
-import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from quire.engine import long_texts
+from quire.config import CHAT_TEMPLATES
+from quire.engine import long_texts, template_process
 from quire.engine.chat_calls import SURROGATE, read_calls, take_text_from_calls, to_json
 from quire.engine.deprecated_messages import renewed
 from quire.engine.long_texts import TextLimit
+from quire.engine.template_process import TemplateFailed, TemplateLimit, TextTooLong
 from quire.errors import InvalidArgument, QuireError, context_full
 
 Message: TypeAlias = Mapping[str, Any]
@@ -36,6 +39,15 @@ keys."""
 
 SECONDS = 10.0
 """How long a template may take for the messages of one prompt."""
+
+MAX_SOURCE = 1 << 18
+"""Most characters of a template; those of popular models have up to 20,000."""
+
+MAX_TEXT = 1 << 26
+"""Most characters of a rendered prompt where nothing else limits it."""
+
+MAX_REASON = 2000
+"""Most characters of the reason for which a template refuses messages."""
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message's reasoning is passed; templates read the first, some the second."""
@@ -75,7 +87,7 @@ def render_chat(
     """
     if tokenizer_template is None:
         raise InvalidArgument(_NO_TEMPLATE, field="messages")
-    compiled = _compile(tokenizer_template)
+    compiled = _parse(tokenizer_template)
     variables = {
         **{name: text for name, text in (("bos_token", bos_token), ("eos_token", eos_token)) if text is not None},
         **{name: _plain(value, name) for name, value in extra.items()},
@@ -84,40 +96,66 @@ def render_chat(
         "documents": _plain(extra.get("documents"), "documents"),
         "add_generation_prompt": add_generation_prompt,
     }
-    deadline = _deadline.set(time.monotonic() + SECONDS)
     try:
         try:
-            text = _written(compiled.template, variables, text_limit)
-        except QuireError:
-            raise
-        except Exception:
+            text = _written(tokenizer_template, variables, text_limit)
+        except TemplateFailed:
             if not take_text_from_calls(variables["messages"]):
                 raise
-            text = _written(compiled.template, variables, text_limit)
-        if SURROGATE.search(text):
-            raise _halved(variables["messages"])
-        return text
-    except QuireError:
+            text = _written(tokenizer_template, variables, text_limit)
+    except TemplateLimit as error:
+        raise InvalidArgument(f"the chat template {error} for the messages; send fewer", field="messages") from error
+    except TemplateFailed as error:
+        raise InvalidArgument(f"the chat template {error}", field="messages") from error
+    if SURROGATE.search(text):
+        raise _halved(variables["messages"])
+    return text
+
+
+def _written(source: str, variables: Mapping[str, Any], limit: TextLimit | None) -> str:
+    """Return the text of a template, which is rendered here if it comes with Quire, else in a
+    process of its own."""
+    run = render_here if source in _shipped() else template_process.render
+    try:
+        return run(source, variables, None if limit is None else limit.bytes, SECONDS)
+    except TextTooLong:
+        assert limit is not None
+        problem = f"The messages make a prompt of more than {limit.bytes} bytes, and one that fits has no more"
+        raise context_full(limit.tokens, problem, "messages") from None
+
+
+@cache
+def _shipped() -> frozenset[str]:
+    """Return the templates that come with Quire."""
+    folder = resources.files("quire") / "data" / "chat_templates"
+    return frozenset((folder / f"{name}.jinja").read_text(encoding="utf-8") for name in CHAT_TEMPLATES)
+
+
+def render_here(source: str, variables: Mapping[str, Any], most: int | None, seconds: float) -> str:
+    """Render a template in this process, as ``template_process.render`` does in another one. Loops
+    over data look at the clock; nothing else is limited."""
+    deadline = _deadline.set(time.monotonic() + seconds)
+    pieces, size = [], 0
+    try:
+        for piece in _compile(source).generate(variables):
+            size += len(piece)
+            if most is not None and size > most:
+                raise TextTooLong
+            if size > MAX_TEXT:
+                raise TemplateLimit(f"makes more than {MAX_TEXT} characters")
+            pieces.append(piece)
+        return "".join(pieces)
+    except (QuireError, TemplateLimit, TextTooLong, MemoryError):
         raise
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateFailed(f"is not valid Jinja: line {error.lineno}: {error.message}") from error
     except jinja2.TemplateError as error:
-        reason = error.message or type(error).__name__
-        raise InvalidArgument(f"the chat template refused the messages: {reason}", field="messages") from error
+        reason = (error.message or type(error).__name__)[:MAX_REASON]
+        raise TemplateFailed(f"refused the messages: {reason}") from error
     except Exception as error:  # an operation of the template on data it did not expect
-        reason = f"{type(error).__name__}: {error}"
-        raise InvalidArgument(f"the chat template failed on the messages: {reason}", field="messages") from error
+        raise TemplateFailed(f"failed on the messages: {type(error).__name__}: {error}"[:MAX_REASON]) from error
     finally:
         _deadline.reset(deadline)
-
-
-def _written(template: jinja2.Template, variables: Mapping[str, Any], limit: TextLimit | None) -> str:
-    pieces, size = [], 0
-    for piece in template.generate(variables):
-        size += len(piece)
-        if limit is not None and size > limit.bytes:
-            problem = f"The messages make a prompt of more than {limit.bytes} bytes, and one that fits has no more"
-            raise context_full(limit.tokens, problem, "messages")
-        pieces.append(piece)
-    return "".join(pieces)
 
 
 def _halved(messages: Sequence[Mapping[str, Any]]) -> InvalidArgument:
@@ -150,7 +188,7 @@ def select_template(templates: Mapping[str, str], chosen: str | None = None, *, 
 # ---- messages ----
 
 
-def _plain_messages(messages: Sequence[Message], template: _Compiled) -> list[dict[str, Any]]:
+def _plain_messages(messages: Sequence[Message], template: _Parsed) -> list[dict[str, Any]]:
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise InvalidArgument(field="messages", given=messages, allowed="a list of messages")
     if not messages:
@@ -158,7 +196,7 @@ def _plain_messages(messages: Sequence[Message], template: _Compiled) -> list[di
     return [_plain_message(message, f"messages.{i}", template) for i, message in enumerate(renewed(messages))]
 
 
-def _plain_message(message: Message, where: str, template: _Compiled) -> dict[str, Any]:
+def _plain_message(message: Message, where: str, template: _Parsed) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidArgument(field=where, given=message, allowed="an object with 'role' and 'content'")
     # Clients send "content": null and the like; templates handle a missing key, and print a null.
@@ -245,20 +283,16 @@ def _plain(value: Any, where: str) -> Any:
 def check_template(source: str, name: str) -> None:
     """Refuse with ``InvalidArgument`` what is no Jinja, or never reads the messages. ``name`` is
     how the error calls it."""
-    try:
-        read = jinja2.meta.find_undeclared_variables(_environment().parse(source))
-    except jinja2.TemplateSyntaxError as error:
-        raise InvalidArgument(f"{name} is not valid Jinja: line {error.lineno}: {error.message}") from error
-    if "messages" not in read:
+    if "messages" not in _loaded(_tree(source, name)):
         raise InvalidArgument(f"{name} never reads 'messages', as every chat template does; is it another file?")
 
 
-class _Compiled(NamedTuple):
-    """A template, and what it does."""
+class _Parsed(NamedTuple):
+    """What a template does, as far as its syntax tells. Nothing of it has run: even constants are
+    left as they are."""
 
-    template: jinja2.Template
     variables: frozenset[str]
-    """Names that it reads but does not set."""
+    """Names that it reads."""
     reads_parts: bool
     """Whether it walks over the parts of a message's content."""
     asks_for_none: bool
@@ -269,7 +303,7 @@ class _Compiled(NamedTuple):
 
 def variables_of(source: str) -> frozenset[str]:
     """Return the variables that a template reads."""
-    return _compile(source).variables
+    return _parse(source).variables
 
 
 @lru_cache(maxsize=64)
@@ -278,8 +312,8 @@ def words_of(source: str) -> frozenset[str]:
     arguments of methods, filters and tests."""
     nodes = jinja2.nodes
     try:
-        tree = _environment().parse(source)
-    except jinja2.TemplateSyntaxError:
+        tree = _tree(source, "the chat template")
+    except InvalidArgument:
         return frozenset()  # to be rendered, it is refused
     places: list[jinja2.nodes.Node] = list(tree.find_all(nodes.Compare))
     for call in tree.find_all(nodes.Call):
@@ -292,21 +326,37 @@ def words_of(source: str) -> frozenset[str]:
 
 
 @lru_cache(maxsize=64)
-def _compile(source: str) -> _Compiled:
-    environment = _environment()
+def _parse(source: str) -> _Parsed:
+    tree = _tree(source, "the chat template")
+    contents = _Contents(tree)
+    return _Parsed(
+        reads_parts=contents.walked(),
+        asks_for_none=contents.asked_for_none(),
+        knows_developers=any(node.value == "developer" for node in tree.find_all(jinja2.nodes.Const)),
+        variables=_loaded(tree),
+    )
+
+
+def _tree(source: str, name: str) -> jinja2.nodes.Template:
+    """Return the syntax of a template. ``InvalidArgument``: it has none, or is too long or deep."""
+    if len(source) > MAX_SOURCE:
+        raise InvalidArgument(f"{name} has {len(source)} characters; at most {MAX_SOURCE} are read")
     try:
-        tree = environment.parse(source)
-        contents = _Contents(tree)
-        return _Compiled(
-            template=environment.from_string(source),
-            reads_parts=contents.walked(),
-            asks_for_none=contents.asked_for_none(),
-            knows_developers=any(node.value == "developer" for node in tree.find_all(jinja2.nodes.Const)),
-            # The last one: it folds constants.
-            variables=frozenset(jinja2.meta.find_undeclared_variables(tree)),
-        )
+        return _environment().parse(source)
     except jinja2.TemplateSyntaxError as error:
-        raise InvalidArgument(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from error
+        raise InvalidArgument(f"{name} is not valid Jinja: line {error.lineno}: {error.message}") from error
+    except RecursionError:
+        raise InvalidArgument(f"{name} is nested too deeply to be read") from None
+
+
+def _loaded(tree: jinja2.nodes.Template) -> frozenset[str]:
+    """Return the names that a template reads, also those that it may have set before."""
+    return frozenset(node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "load")
+
+
+@lru_cache(maxsize=64)
+def _compile(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
 
 
 class _Contents:
@@ -367,12 +417,10 @@ _deadline: ContextVar[float] = ContextVar("deadline")
 
 
 def _look() -> None:
-    """Raise ``Cancelled`` if the call was given up, ``InvalidArgument`` if it takes too long."""
+    """Raise ``Cancelled`` if the call was given up, ``TemplateLimit`` if it takes too long."""
     long_texts.check()
     if time.monotonic() > _deadline.get():
-        raise InvalidArgument(
-            f"the chat template takes longer than {SECONDS:g} seconds for the messages; send fewer", field="messages"
-        )
+        raise TemplateLimit(f"takes longer than {SECONDS:g} seconds")
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
