@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from quire import LLM
+from quire import LLM, Session
 from quire.branches.history import TokenHistory, common_prefix
 from quire.contracts.executor import PrefillInput
-from quire.contracts.views import OWNER_NAMES, HistoryView, PoolView
+from quire.contracts.views import OWNER_NAMES, HistoryNode, HistoryView, PoolView
 from quire.engine.views.state_reading import ReadBranch, _ids_of
 from quire.engine.views.state_views import ReadState
 from quire.engine.views.viewer import EVERYBODY
@@ -165,7 +165,7 @@ def check_history(llm: LLM, state: ReadState) -> None:
         a, b = branches[one], branches[other]
         together = [x[0] for x, y in zip(ways[one], ways[other], strict=False) if x == y]
         same_tree = roots[ends[one]] == roots[ends[other]]
-        assert same_tree == (a.key == b.key)
+        assert same_tree == (a.key == b.key and bool(a.length) == bool(b.length))
         assert (together[-1] if together else 0) == (common_prefix(a.ids(), b.ids()) if same_tree else 0)
 
 
@@ -458,7 +458,9 @@ def test_views_of_running_requests(small: LLM) -> None:
 
 
 def test_ends_of_long_runs(python_llm: LLM) -> None:
-    """Heads and tails are texts of 80 characters at most, and cover short runs whole."""
+    """Heads and tails are texts of 80 characters, and a head covers a run whole that is shorter
+    than both.
+    """
     tokenizer = python_llm.tokenizer
     assert tokenizer is not None
     texts = python_llm.views.texts
@@ -474,8 +476,32 @@ def test_ends_of_long_runs(python_llm: LLM) -> None:
         "",
     )
     sizes = [len(texts.ends(ids[:count])[0] or "") for count in range(1, ids.size, 7)]
-    assert max(sizes) == 80
-    assert all(low <= high for low, high in pairwise(sizes))
+    assert max(sizes) <= 160
+    for count in range(1, ids.size):
+        whole = tokenizer.decode(ids[:count].tolist())
+        assert texts.ends(ids[:count]) == ((whole, "") if len(whole) <= 160 else (whole[:80], whole[-80:]))
+
+
+def test_an_empty_session_is_no_parent(python_llm: LLM) -> None:
+    """It has a root of its own beside those with tokens, under whatever salt."""
+    llm = python_llm
+
+    def node_of(session: Session) -> HistoryNode:
+        nodes = llm.views.history().nodes
+        assert len({node.id for node in nodes}) == len(nodes)
+        (found,) = (node for node in nodes if f"session:{session.number}" in node.branches)
+        assert not found.branches or not [node for node in nodes if node.parent == found.id]
+        return found
+
+    with llm.session(cache_salt="own") as empty, llm.session(cache_salt="own") as other:
+        assert node_of(empty) == node_of(other)
+        with llm.session([5, 6, 7], cache_salt="own") as session, llm.session([5, 6, 8], cache_salt="own"):
+            found = node_of(empty)
+            assert (found.parent, found.start, found.end, len(found.branches)) == (None, 0, 0, 2)
+            assert found.key == {"adapter": None, "salt": "own"}
+            assert node_of(session).parent is not None
+            assert len(session.tree().nodes) == 3
+            assert [node.end for node in empty.tree().nodes] == [0]
 
 
 def test_ids_that_were_read_stay_when_a_busy_history_goes_on() -> None:

@@ -216,6 +216,22 @@ def test_a_refusal_is_shown_in_the_server_s_words(visit: Visit, server: Served) 
         expect(page.locator(".chance-host [role=alert]")).to_have_text(refused.json()["error"]["message"])
 
 
+def test_the_token_view_opens_on_a_session_with_tokens(visit: Visit, server: Served) -> None:
+    """And stays there. A session without tokens, and a cached prefix, have nothing to compute."""
+    made(server.client, "", name="empty")
+    server.client.post("/v1/completions", json={"model": "tiny-chat", "prompt": PROMPT * 2, "max_tokens": 4})
+    fresh(server)
+    with visit(f"{server.url}/#token") as (page, watch):
+        watch.allow("status of 400")
+        chosen = page.locator(".branch-select option:checked")
+        expect(chosen).to_be_attached()
+        assert "empty" not in chosen.inner_text()
+        made(server.client, PROMPT, name="written")
+        made(server.client, PROMPT, name="another")
+        expect(chosen).to_contain_text("written")
+        expect(page.locator(".chance-figure")).to_contain_text("rank")
+
+
 def test_a_branch_that_grows_is_read_again(visit: Visit, server: Served) -> None:
     session = made(server.client, PROMPT, name="growing")
     with visit(f"{server.url}/#token?branch=session:{session}") as (page, _):

@@ -66,6 +66,11 @@ def _place(root: tuple[Mapping[str, str | None], str, _Tree]) -> tuple[str, ...]
 
 def _nodes(told: Mapping[str, str | None], name: str, tree: _Tree, texts: TextReader) -> Iterator[HistoryNode]:
     waiting: list[tuple[PrefixNode, str, str | None]] = [(tree.root, name, None)]
+    if tree.root.children and (empty := tree.ends.pop(id(tree.root), None)):
+        # A branch without tokens is not where the others come from.
+        head, tail = texts.ends(NO_TOKENS)
+        own = _name(f"{name} empty")
+        yield HistoryNode(id=own, parent=None, start=0, end=0, branches=tuple(empty), head=head, tail=tail, key=told)
     while waiting:
         node, name, parent = waiting.pop()
         head, tail = texts.ends(node.edge)

@@ -14,7 +14,7 @@ from quire.errors import InvalidArgument
 
 MOST_TOKENS = 2048
 """Tokens of one ``TextView``, at most."""
-LOOKED_AT = MOST_TEXT
+LOOKED_AT = 2 * MOST_TEXT
 """Tokens of an edge of which the head and the tail are made, at most, at each end."""
 REMEMBERED = 16_384
 """Heads and tails that are kept."""
@@ -67,12 +67,12 @@ class TextReader:
         return TextView(branch=viewer.id_of(branch), num_tokens=branch.length, tokens=self.tokens(branch, start, stop))
 
     def ends(self, ids_T: Ids) -> tuple[str | None, str | None]:
-        """Return the first and the last ``MOST_TEXT`` characters of tokens; "" for the last ones if
-        the first ones are all. None, None without a tokenizer."""
+        """Return the first and the last ``MOST_TEXT`` characters of tokens; or all and "" if these
+        would meet. None, None without a tokenizer."""
         if self._tokenizer is None:
             return None, None
         head = self._text(ids_T[:LOOKED_AT], first=True)
-        if ids_T.size <= LOOKED_AT and len(head) <= MOST_TEXT:
+        if ids_T.size <= LOOKED_AT and len(head) <= 2 * MOST_TEXT:
             return head, ""
         return head[:MOST_TEXT], self._text(ids_T[-LOOKED_AT:], first=False)[-MOST_TEXT:]
 
@@ -84,7 +84,7 @@ class TextReader:
                 return found
         text = self._decoded(ids_T.tolist())
         # One more character tells that there are more.
-        text = text[: MOST_TEXT + 1] if first else text[-MOST_TEXT:]
+        text = text[: 2 * MOST_TEXT + 1] if first else text[-MOST_TEXT:]
         with self._lock:
             self._known[name] = text
             while len(self._known) > REMEMBERED:

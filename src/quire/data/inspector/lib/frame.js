@@ -213,8 +213,8 @@ function figures(found) {
   const rows = [];
   const { use = {}, requests = {}, branches = {} } = found;
   if (use.total) {
-    const taken = use.total - (use.free ?? 0);
-    rows.push(["Pages", `${format.number(taken)} of ${format.number(use.total)}, ${format.number(use.evictable)} evictable`, taken / use.total]);
+    const used = use.total - (use.free ?? 0) - (use.evictable ?? 0);
+    rows.push(["Pages", `${format.number(used)} of ${format.number(use.total)} in use, ${format.number(use.evictable)} evictable`, used / use.total]);
   }
   if (requests.running !== undefined) rows.push(["Running", format.number(requests.running)]);
   if (requests.waiting !== undefined) rows.push(["Waiting", format.number(requests.waiting)]);

@@ -238,7 +238,7 @@ class PagesView {
   drawTools() {
     const { el, fill, format } = this.app;
     const tabs = this.pools.map((pool, index) => {
-      const used = pool.num_pages - (pool.counts.free ?? 0);
+      const used = pool.num_pages - (pool.counts.free ?? 0) - (pool.counts.evictable ?? 0);
       const words = `${layerNames(pool.layers)}${pool.kind === "states" ? " · states" : pool.kind === "encoder" ? " · encoder" : ""}`;
       return el(
         "button.segment.pool-tab",

@@ -36,7 +36,7 @@ export class TimePlots {
       write: (value) => (value === 0 ? "0" : format.seconds(value)),
     });
     this.pages = make({
-      title: "Pages in use",
+      title: "Pages",
       lines: [],
       write: (value) => format.share(value),
     });
@@ -80,7 +80,7 @@ export class TimePlots {
     );
     const shares = (owner) => uses.map((one) => (one === null ? null : one.use[owner] / Math.max(1, one.use.total)));
     this.pages.show(x, [slices.used, ...OWNERS.map(shares)], [
-      { label: "in use", colour: color.get("--muted"), filled: true },
+      { label: "not free", colour: color.get("--muted"), filled: true },
       ...OWNERS.map((owner) => ({ label: owner, colour: color.get(`--owner-${owner}`) })),
     ]);
     const drafted = model.last?.drafts.drafted ?? 0;

@@ -31,6 +31,7 @@ class TokenView {
     this.app = app;
     this.timer = 0;
     this.order = 0;
+    this.opened = null;
     this.branches = [];
     const { el, format } = app;
     this.picker = new BranchPicker({
@@ -78,7 +79,11 @@ class TokenView {
   get branchId() {
     const wanted = this.app.params.branch;
     if (wanted) return wanted;
-    return this.branches.find(({ kind, num_tokens: tokens }) => kind === "session" && tokens > 0)?.id ?? this.branches[0]?.id ?? null;
+    // Of sessions alone everything can be computed, while they are idle.
+    const rank = ({ id, kind, num_tokens: tokens, busy }) => (tokens === 0 ? 0 : kind !== "session" ? 1 : id === this.opened ? 4 : busy ? 2 : 3);
+    const best = this.branches.reduce((one, other) => (one === null || rank(other) > rank(one) ? other : one), null);
+    this.opened = best?.id ?? null;
+    return this.opened;
   }
 
   get branch() {
