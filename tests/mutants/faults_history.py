@@ -76,4 +76,11 @@ MUTANTS = (
         new="    if b'' == ",
         tests=(ENGINE + "test_what_tokens_do_not_give_is_kept_whole",),
     ),
+    Mutant(
+        name="collections-of-what-damage-hides",
+        file="store/collection.py",
+        old="        if hides:\n            return\n",
+        new="",
+        tests=(ENGINE + "test_a_damaged_record_keeps_its_owners_commits_and_no_others",),
+    ),
 )

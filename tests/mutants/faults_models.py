@@ -375,6 +375,27 @@ FAMILIES = (
         new="return None",
         tests=("models/test_fallback.py::test_windows_are_found",),
     ),
+    Mutant(
+        name="fallback-runs-without-a-tensor",
+        file="models/fallback.py",
+        old='checkpoint.refuse_names(sorted(found["missing_keys"]), surplus, len(outline.state_dict()))',
+        new="pass",
+        tests=("models/test_fallback.py::test_files_that_contradict_the_model",),
+    ),
+    Mutant(
+        name="a-stored-head-that-is-not-read",
+        file="models/loading.py",
+        old="        _check_tied(checkpoint, family, config)\n",
+        new="",
+        tests=("models/test_checkpoint.py::test_configuration_that_the_tensors_contradict",),
+    ),
+    Mutant(
+        name="memory-that-a-group-holds-is-free",
+        file="models/host_memory.py",
+        old="limit - used + sum",
+        new="limit + sum",
+        tests=("test_build.py::test_memory_is_free_within_every_limit_of_control_groups",),
+    ),
 )
 
 MUTANTS = (*KERNELS, *ROPE, *EXPERTS, *ROWS, *CORES, *FAMILIES)

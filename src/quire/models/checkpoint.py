@@ -235,10 +235,11 @@ class Checkpoint:
         is stored with other values. Reads both, if both are there."""
         if head not in self.tensors:
             return
-        parts = zip(self.mapped(head).split(_COMPARED), self.mapped(embedding).split(_COMPARED), strict=False)
-        same = self.tensors[head].shape == self.tensors[embedding].shape
-        if not (same and all(torch.equal(one.float(), other.float()) for one, other in parts)):
-            raise self.untied(head, embedding)
+        if self.tensors[head].shape == self.tensors[embedding].shape:
+            parts = zip(*(torch.split(self.mapped(name), _COMPARED) for name in (head, embedding)), strict=True)
+            if all(torch.equal(one.float(), other.float()) for one, other in parts):
+                return
+        raise self.untied(head, embedding)
 
     def untied(self, head: str, embedding: str) -> CheckpointError:
         """Return the error of a stored head that contradicts ``tie_word_embeddings``."""
