@@ -76,4 +76,18 @@ MUTANTS = (
         new="    if b'' == ",
         tests=(ENGINE + "test_what_tokens_do_not_give_is_kept_whole",),
     ),
+    Mutant(
+        name="objects-of-a-commit-are-not-pinned",
+        file="store/commit_history.py",
+        old="await self.pin([*named, *objects])",
+        new="await self.pin(named)",
+        tests=("engine/test_history.py::test_what_is_committed_outlives_evictions",),
+    ),
+    Mutant(
+        name="the-space-of-a-branch-is-not-pinned",
+        file="store/commit_history.py",
+        old="await self.pin([space, key])",
+        new="await self.pin([key])",
+        tests=("engine/test_history.py::test_what_is_committed_outlives_evictions",),
+    ),
 )
