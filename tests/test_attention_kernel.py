@@ -646,10 +646,11 @@ def test_rows_that_see_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", PATIENT)
 def test_new_rows_from_the_pool(name: str) -> None:
-    """Prompts and long chunks without fresh K and V, beside entries whose last page nobody sees."""
-    hidden = Entry(kind="mask", past=5, count=1)
+    """Prompts and long chunks without fresh K and V, beside entries whose last page nobody sees,
+    and one with fewer keys than new tokens, which has no rows of its own."""
+    hidden, short = Entry(kind="mask", past=5, count=1), Entry(kind="past", past=3, count=25)
     for seed in range(8):
-        Case([hidden, *CHUNKS, hidden, hidden], seed=seed, page_size=1, fresh=False).check(name)
+        Case([hidden, *CHUNKS, hidden, short, hidden], seed=seed, page_size=1, fresh=False).check(name)
 
 
 @pytest.mark.parametrize("name", PATIENT)

@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from quire import LLM, AsyncLLM, Session
+from quire.engine.page_use import PageUse
 from quire.engine.text_places import TextPlace, place_of
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
+from quire.outputs import EditMode
 
 from .conftest import Checkpoint, MakeLLM, attention_layer, check, engine_of, greedy, random_tokens, record
 from .test_media import image, rows_of
@@ -227,6 +229,30 @@ def test_little_room(make_llm: MakeLLM, llama: Checkpoint) -> None:
         pinned.edit((0, 2), NEW)
     assert state_of(pinned) == before
     check(llm)
+
+
+@pytest.mark.parametrize("mode", ["exact", "blend"])
+def test_a_pinned_session_is_pinned_while_it_is_edited(
+    make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, mode: EditMode
+) -> None:
+    """What the edit computes counts as pinned from the first step on."""
+    llm = make_llm(llama, max_num_batched_tokens=8, page_size=4, host_memory=0)
+    engine, session, uses = engine_of(llm), llm.session(PROMPT), list[PageUse]()
+    session.compute()
+    session.pin()
+    execute = engine.runner.execute
+
+    def watched(step: Any, *extras: Any) -> Any:
+        found = execute(step, *extras)
+        if step.chunks:
+            uses.append(engine.page_use())
+        return found
+
+    monkeypatch.setattr(engine.runner, "execute", watched)
+    session.edit((2, 5), NEW, mode)
+    assert len(uses) > 1
+    uses.append(engine.page_use())
+    assert all(use.pinned > 0 and use.held == 0 for use in uses)
 
 
 def test_a_named_session_survives_as_edited(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:

@@ -941,6 +941,35 @@ def test_a_full_store(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> N
     assert next_tokens(session) == llama.greedy(PROMPT, 6)
 
 
+def test_what_is_committed_outlives_evictions(stored: MakeStored, llama: Checkpoint, tmp_path: Path) -> None:
+    """Also state that no tokens give, and the record of the branch's space, without which a
+    collection would take the branch for garbage."""
+    llm = stored(llama)
+    session, layer = llm.session(PROMPT), attention_layer(llm)
+    session.set_kv(layer, start=0, v=session.kv(layer)["v"] * -3)
+    session.commit("written", owner="me")
+    wanted = next_tokens(session)
+    llm.close()
+    before = sum(files(tmp_path / "store").values())
+
+    async def fill() -> list[str]:
+        tier = FileTier(tmp_path / "store", 4 * before)
+        try:
+            for number in range(60):
+                key = ObjectKey(b"p" * 20, ObjectKind.ROWS, 8, number.to_bytes(20))
+                await tier.put(key, bytes(before // 4))
+            await collection.collect(tier, spared_seconds=0)
+            return [space.name for space in await collection.spaces_of(tier)]
+        finally:
+            await tier.close()
+
+    assert len(asyncio.run(fill())) == 2, "that of programs, and the one of the branch"
+    assert sum(files(tmp_path / "store").values()) <= 4 * before, "the others were given up"
+    again = stored(llama)
+    assert list(again.branches(owner="me")) == ["written"]
+    assert next_tokens(again.checkout("written", owner="me")) == wanted
+
+
 def test_a_commit_while_others_run(stored: MakeStored, llama: Checkpoint) -> None:
     llm = stored(llama)
 

@@ -20,6 +20,7 @@ from .conftest import (
     Checkpoint,
     MakeLLM,
     assert_near,
+    attention_layer,
     check,
     engine_of,
     greedy,
@@ -368,6 +369,20 @@ def test_written_state_is_never_computed_again(make_llm: MakeLLM, llama: Checkpo
 
 
 # -- memory ----------------------------------------------------------------------------------------
+
+
+def test_logits_after_a_write_are_new(llm: LLM, checkpoint: Checkpoint) -> None:
+    """Also if those of before were asked for, and in a fork of such a session."""
+    layer = attention_layer(llm)
+    session, twin = (llm.session(random_tokens(20)) for _ in range(2))
+    before = session.logits()
+    child = session.fork()
+    for one in (session, twin, child):
+        one.set_kv(layer, v=one.kv(layer)["v"][:12] * -3)
+    written = [one.logits() for one in (session, twin, child)]
+    assert not torch.allclose(written[0], before, atol=1e-3)
+    assert torch.equal(written[0], written[1])
+    assert torch.equal(written[0], written[2])
 
 
 def test_idle_sessions_are_dropped_and_come_back(make_llm: MakeLLM, checkpoint: Checkpoint) -> None:

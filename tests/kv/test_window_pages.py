@@ -7,6 +7,7 @@ from typing import Literal
 import pytest
 
 from quire.errors import ResourceExhausted
+from quire.kv.windows import Window, window_pages
 
 from .oracle_pages import page_count
 from .pair import Pair, attention, refused
@@ -47,6 +48,30 @@ def test_the_bound_counts_pending_and_new_nodes(page_size: int, eviction: Evicti
         pair.forward([0], [3], [[3, 3, 2]])
         pair.commit([0], [(5, 4, 6, -1)[step % 4]])
     pair.finish()
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize(("size", "sink", "layer"), [(11, 3, None), (9, 0, 7), (None, 0, 6), (8, 4, 30), (5, 4, None)])
+def test_the_bound_of_a_window_is_what_is_held_at_most(
+    page_size: int, size: int | None, sink: int, layer: int | None
+) -> None:
+    """Wherever a forward begins: no more than the bound, and for some lengths no less, but for
+    pages so small that a window begins and ends with one."""
+    window = None if size is None else Window(size, sink, "forward")
+    reached = 0
+    for new in range(1, 12):
+        bound = window_pages(window, layer, new, page_size)
+        assert bound is not None
+        held = []
+        for base in range(80):
+            seen = (
+                [range(sink), range(max(0, base - (size or base) + sink), base + new)] if size else [range(base + new)]
+            )
+            kept = {p // page_size for part in seen for p in part if layer is None or p > base - layer}
+            held.append(len(kept))
+        assert max(held) <= bound
+        reached += max(held) == bound
+    assert reached or page_size < 4
 
 
 def test_released_pages_count_for_the_same_call() -> None:

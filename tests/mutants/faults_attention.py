@@ -76,4 +76,11 @@ MUTANTS = (
         new='return "torch"',
         tests=(f"{TESTS}::test_without_the_library_torch_serves",),
     ),
+    Mutant(
+        name="sdpa-reads-pages-before-a-short-history",
+        file="kernels/sdpa.py",
+        old="            if keys >= count:\n",
+        new="            if keys:\n",
+        tests=("test_attention_kernel.py::test_new_rows_from_the_pool",),
+    ),
 )

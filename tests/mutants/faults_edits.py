@@ -96,4 +96,18 @@ MUTANTS = (
         new="if False:",
         tests=("engine/test_edits.py::test_a_text_is_taken_out",),
     ),
+    Mutant(
+        name="an-edit-of-a-pinned-session-is-not-pinned",
+        file="engine/session_edits.py",
+        old="        branch.pinned = state.pinned\n",
+        new="",
+        tests=("engine/test_edits.py::test_a_pinned_session_is_pinned_while_it_is_edited",),
+    ),
+    Mutant(
+        name="logits-of-before-a-write-are-given",
+        file="engine/session_branches.py",
+        old="session.origin = replace(session.origin, modified=True)\n        session.logits = None\n",
+        new="session.origin = replace(session.origin, modified=True)\n",
+        tests=("engine/test_sessions.py::test_logits_after_a_write_are_new",),
+    ),
 )

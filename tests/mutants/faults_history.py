@@ -83,4 +83,18 @@ MUTANTS = (
         new="",
         tests=(ENGINE + "test_a_damaged_record_keeps_its_owners_commits_and_no_others",),
     ),
+    Mutant(
+        name="objects-of-a-commit-are-not-pinned",
+        file="store/commit_history.py",
+        old="await self.pin([*named, *objects])",
+        new="await self.pin(named)",
+        tests=("engine/test_history.py::test_what_is_committed_outlives_evictions",),
+    ),
+    Mutant(
+        name="the-space-of-a-branch-is-not-pinned",
+        file="store/commit_history.py",
+        old="await self.pin([space, key])",
+        new="await self.pin([key])",
+        tests=("engine/test_history.py::test_what_is_committed_outlives_evictions",),
+    ),
 )

@@ -117,6 +117,13 @@ WINDOWS = (
         new="slots = self.table.slots(layer.class_index, seq_id, [range(self.sequence_length(seq_id))])",
         tests=("kv/test_exchange_windows.py::test_round_trip",),
     ),
+    Mutant(
+        name="a-window-is-a-page-short",
+        file="kv/windows.py",
+        old="    return sink + -(-(min(spans) + new_tokens) // page_size) + 1",
+        new="    return sink + -(-(min(spans) + new_tokens) // page_size)",
+        tests=("kv/test_window_pages.py::test_the_bound_of_a_window_is_what_is_held_at_most",),
+    ),
 )
 
 PAGES = (
