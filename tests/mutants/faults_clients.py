@@ -12,14 +12,14 @@ MUTANTS = (
     ),
     Mutant(
         name="cut-arguments-poison",
-        file="engine/chat_rendering.py",
+        file="engine/chat_calls.py",
         old="with suppress(ValueError, RecursionError):",
         new="with suppress(RecursionError):",
         tests=("test_chat.py::test_arguments_that_are_no_object_are_taken",),
     ),
     Mutant(
         name="templates-get-text-for-objects",
-        file="engine/chat_rendering.py",
+        file="engine/chat_calls.py",
         old='function["arguments"], found = {}, True',
         new="found = True",
         tests=("test_chat.py::test_arguments_that_are_no_object_are_taken",),

@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant(
         name="cut-responses-said-to-be-complete",
         file="server/response_events.py",
-        old='return "incomplete" if finish == "length" else "completed"',
+        old='return "incomplete" if cut or finish == "length" else "completed"',
         new='return "completed"',
         tests=(f"{RESPONSES}::test_an_answer_is_that_of_the_chat",),
     ),

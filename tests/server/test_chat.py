@@ -16,6 +16,7 @@ import pytest
 from tests.exact import TINY_PYTHON
 
 from quire import AsyncLLM, RequestOutput, SamplingParams
+from quire.engine.chat_rendering import render_chat
 from quire.server import chat
 from quire.server.messages import MessageFormat, MessageReader, message_of
 from quire.server.reasoning import reasoning_for
@@ -236,6 +237,40 @@ def test_forced_calls(chat_client: httpx.Client, named: bool) -> None:
     parts = [one["tool_calls"][0]["function"] for one in other["deltas"] if "tool_calls" in one]
     assert [part["name"] for part in parts if "name" in part] == ["weather"]
     assert len([part for part in parts if part["arguments"]]) > 2, "arguments are given as they are written"
+
+
+def test_a_forced_call_is_written_as_the_template_writes_it(chat_folder: Path, tmp_path: Path) -> None:
+    """So the next turn begins with the tokens of the call. Its mark is a special token."""
+    calls = (
+        "{% for call in message.tool_calls or [] %}<|pad|>\n{{ call.function.name }}: {{ call.function.arguments | tojson }}"
+        "{{ '\n' }}{% endfor %}<|end|>"
+    )
+    file = tmp_path / "calls.jinja"
+    template = "{{ tools | tojson }}" + TEMPLATE.replace("<|end|>", calls)
+    file.write_text(template)
+    llm = AsyncLLM(chat_folder, chat_template=str(file), **OPTIONS)
+    try:
+        with serving(llm) as found:
+            named = {"type": "function", "function": {"name": "weather"}}
+            for choice in ("required", named):
+                body = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 100}
+                answer = ask(found.client, **body, temperature=0, logprobs=True)
+                (message,) = (one["message"] for one in answer["choices"])
+                (call,) = message["tool_calls"]
+                assert call["function"]["name"] == "weather"
+                assert call["function"]["arguments"] in ('{"city": "Rome"}', '{"city": "Paris"}')
+                result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+                more = ask(
+                    found.client, [*MESSAGES, message, result], tools=[WEATHER], tool_choice="none", max_tokens=1
+                )
+                tokens = [one["token"] for one in answer["choices"][0]["logprobs"]["content"]]
+                written = f"<|pad|>\nweather: {call['function']['arguments']}\n"
+                assert "".join(tokens).removesuffix("<|end|>") == written
+                assert written in render_chat(template, [*MESSAGES, message, result], tools=[WEATHER])
+                # The model spells its call in other tokens than the tokenizer, but for the mark.
+                assert more["usage"]["prompt_tokens_details"]["cached_tokens"] > answer["usage"]["prompt_tokens"]
+    finally:
+        asyncio.run(llm.close())
 
 
 def test_forced_calls_that_are_cut_short_are_no_content(chat_client: httpx.Client) -> None:

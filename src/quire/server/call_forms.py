@@ -141,7 +141,10 @@ def _derived(
     named: tuple[tuple[str, str], ...],
 ) -> CallForm | None:
     tool = {"name": "probed_other", "description": "It probes.", "parameters": {"type": "object", "properties": {}}}
-    render = partial(render_chat, template, tools=[{"type": "function", "function": tool}], **dict(named))
+    variables: dict[str, Any] = {"tools": [{"type": "function", "function": tool}], **dict(named)}
+
+    def render(messages: Sequence[Mapping[str, Any]], *, asks: bool = False) -> str:
+        return _without_ids(render_chat(template, messages, add_generation_prompt=asks, **variables))
 
     def turn(count: int) -> list[dict[str, Any]]:
         calls = [
@@ -155,10 +158,10 @@ def _derived(
             {"role": "tool", "tool_call_id": id_, "name": name, "content": "probed result"}
             for id_, name in zip(_IDS[:count], _NAMES, strict=False)
         ]
-        return _without_ids(render([*turn(count), *results], add_generation_prompt=False))
+        return render([*turn(count), *results])
 
     try:
-        prompt, one = render([_USER]), with_results(1)
+        prompt, one = render([_USER], asks=True), with_results(1)
         pieces = _cut(one[_begin(one, prompt, markers) :], 1)
     except (InvalidArgument, ValueError):
         return None
@@ -168,8 +171,8 @@ def _derived(
     tail = _before(rest, ends)
     if tail is None:
         try:
-            last = _without_ids(render(turn(1), add_generation_prompt=False))
-            said = render([_USER, {"role": "assistant", "content": _SAID}], add_generation_prompt=False)
+            last = render(turn(1))
+            said = render([_USER, {"role": "assistant", "content": _SAID}])
         except InvalidArgument:
             return None
         tail = _without_end(_cut(last[_begin(last, prompt, markers) :], 1)[-2], said.rpartition(_SAID)[2])
