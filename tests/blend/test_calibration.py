@@ -40,7 +40,7 @@ def calibration(*qualities: BlendQuality, limits: QualityLimits | None = None) -
 
 TABLE = calibration(
     quality(layer=1, ratio=0.3, kl=0.0),
-    *(quality(ratio=ratio, kl=kl) for ratio, kl in ((0.5, 0.001), (0.0, 2.0), (0.15, 0.09), (0.05, 0.3))),
+    *(quality(ratio=ratio, kl=kl) for ratio, kl in ((0.5, 0.001), (0.0, 2.0), (0.15, 0.04), (0.05, 0.3))),
 )
 
 
@@ -107,11 +107,11 @@ class TestCalibration:
     def test_the_gate_tells_the_numbers(self) -> None:
         assert TABLE.refusal(0.15) == ""
         assert TABLE.refusal(0.5) == ""
-        assert "32 probes at a ratio of 0.05, mean KL 0.3 nats (limit 0.1)" in TABLE.refusal(0.1)
+        assert "32 probes at a ratio of 0.05, mean KL 0.3 nats (limit 0.05)" in TABLE.refusal(0.1)
 
     @pytest.mark.parametrize(
         ("mean_kl", "worst", "enough"),
-        [(0.1, 0.5, True), (0.11, 0.5, False), (0.1, 0.49, False), (math.nan, 1.0, False), (math.inf, 1.0, False)],
+        [(0.05, 0.5, True), (0.06, 0.5, False), (0.05, 0.49, False), (math.nan, 1.0, False), (math.inf, 1.0, False)],
     )
     def test_limits(self, mean_kl: float, worst: float, enough: bool) -> None:
         assert quality(kl=mean_kl, worst=worst).passes(QualityLimits()) == enough

@@ -13,13 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire import LLM
+from quire import LLM, BlendCalibration, QualityLimits
 from quire.blend import forward as forward_module
+from quire.blend.calibration import BlendQuality
 from quire.blend.forward import BlendedForward
 from quire.blend.scores import StatedScore, score_of
-from quire.engine.blending import ASKING, Blending
+from quire.engine.blending import ASKING, LEAD_TEXT, UNCALIBRATED, Blending, lead_text_of
 from quire.engine.step_draft import Scheduled
-from quire.segments import Segment
+from quire.engine.tokenizer import Tokenizer
+from quire.segments import AUTO, DEFAULT_RATIO, Segment
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 from .test_blending import (
@@ -35,6 +37,7 @@ from .test_blending import (
     told,
 )
 
+TINY = Path(__file__).resolve().parents[2] / "src/quire/data/tiny-python"
 RECALL = Path(__file__).resolve().parents[2] / "recipes/chunk_recall/model"
 
 
@@ -209,3 +212,59 @@ def test_only_behind_its_lead() -> None:
         assert told(output).exact == exact
         assert told(output).blended == (40 if exact > 40 or not before else 80)
     llm.close()
+
+
+# -- the lead and the warning ----------------------------------------------------------------------
+
+
+def test_chunks_are_computed_behind_a_text_where_the_vocabulary_has_it() -> None:
+    """A text in the middle of a prompt has read others, and so has a chunk. A vocabulary that
+    cannot spell the text has none, and short contexts have no room for it."""
+    tiny = Tokenizer.from_directory(TINY)
+    assert tiny is not None
+    text = lead_text_of(tiny, 10**6)
+    assert tiny.decode(text) == LEAD_TEXT
+    assert lead_text_of(tiny, 16 * len(text)) == text
+    assert lead_text_of(tiny, 16 * len(text) - 1) == ()
+    assert lead_text_of(None, 10**6) == ()
+    llm = LLM(RECALL, dtype="float32", device="cpu", kv_cache_memory="32MiB", max_model_len=512)
+    assert lead_text_of(engine_of(llm).tokenizer, 10**6) == (), "its vocabulary has no words"
+    llm.close()
+
+
+def test_the_lead_is_what_a_chunk_has_read(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """A prompt that begins with the whole lead has the chunk's rows exactly; they do not depend on
+    what a prompt has in front of them."""
+    llm = make_llm(llama)
+    blending = engine_of(llm).blending
+    blending.lead = tuple(random_tokens(21, seed=30))
+    llm.warm(SEGMENTS)
+    prompt = [list(blending.lead), SEGMENTS[2], QUESTION]
+    (output,) = llm.generate([prompt], greedy(COUNT), blend=blended(0.0))
+    assert told(output).exact == len(joined(prompt))
+    assert output.outputs[0].token_ids == llama.greedy(joined(prompt), COUNT)
+    (other,) = llm.generate([[list(blending.lead)[:20], SEGMENTS[2], QUESTION]], greedy(COUNT), blend=blended(0.0))
+    assert told(other).blended == 52
+    check(llm)
+
+
+def test_a_model_that_is_not_calibrated_warns(
+    make_llm: MakeLLM, llama: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once in the log, and in each answer of which some is blended."""
+    llm = make_llm(llama)
+    llm.warm(SEGMENTS)
+    found = [told(llm.generate([PROMPT], greedy(1), blend=blended(ratio))[0]) for ratio in (0.2, 0.4, 1.0)]
+    assert [one.warning for one in found] == [UNCALIBRATED, UNCALIBRATED, ""]
+    assert sum(UNCALIBRATED in record.message for record in caplog.records) == 1
+    quality = BlendQuality(layer=1, ratio=0.0, mean_kl=0.0, agreement=1.0, worst_agreement=1.0, cost=0.5)
+    engine_of(llm).blending.calibration = BlendCalibration(
+        layer=1, probes=1, sampled=False, limits=QualityLimits(), qualities=(quality,)
+    )
+    assert told(llm.generate([PROMPT], greedy(1), blend=blended(0.2))[0]).warning == ""
+
+
+def test_the_question_chooses_by_default() -> None:
+    """And three tenths are computed anew: what holds the bounds on real models."""
+    assert (AUTO, DEFAULT_RATIO) == ("v_or_question", 0.3)
+    assert QualityLimits().mean_kl == 0.05

@@ -54,7 +54,7 @@ def deviation(true_QM: Tensor, ours_QM: Tensor) -> Deviation:
 class QualityLimits:
     """What probes must reach, so that prompts are blended."""
 
-    mean_kl: float = 0.1
+    mean_kl: float = 0.05
     """Nats from a full computation's answers to blended ones, at most, on average."""
     worst_agreement: float = 0.5
     """Share of a probe's question with the same most likely token, at least, in each probe."""
