@@ -19,11 +19,11 @@ from quire.config import EngineConfig, field_help
 from quire.errors import InvalidArgument, NotFound, QuireError
 from quire.sampling_fields import Surface, declarations_on
 from quire.sampling_params import SamplingParams
+from quire.terminal_chat import ANSWER_TOKENS, DEFAULT_MODEL
 
-DEFAULT_MODEL = "tiny-python"
 MODEL_HELP = f"A bundled model, a directory or a Hugging Face id. Default: {DEFAULT_MODEL}."
 
-SAMPLING_DEFAULTS = {"max_tokens": 128}
+SAMPLING_DEFAULTS = {"max_tokens": ANSWER_TOKENS}
 """Defaults of a terminal, where they are not the model's."""
 
 
@@ -162,14 +162,22 @@ def chosen_options(options: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def chosen_model(model: str | None, options: dict[str, Any], argument: str | None = None) -> tuple[str, dict[str, Any]]:
-    """Return the model of the command line (as an option or an ``argument``), of the config file or
-    by default; the other options."""
+def given_model(
+    model: str | None, options: dict[str, Any], argument: str | None = None
+) -> tuple[str | None, dict[str, Any]]:
+    """Return the model of the command line (as an option or an ``argument``) or of the config file;
+    None without; the other options."""
     if model is not None and argument is not None:
         raise InvalidArgument(f"the model is given twice, as {argument!r} and as --model {model!r}; give it once")
     model, chosen = model if argument is None else argument, chosen_options(options)
-    configured = chosen.pop("model", DEFAULT_MODEL)
+    configured = chosen.pop("model", None)
     return configured if model is None else model, chosen
+
+
+def chosen_model(model: str | None, options: dict[str, Any], argument: str | None = None) -> tuple[str, dict[str, Any]]:
+    """Return what ``given_model`` does, with the default model."""
+    given, chosen = given_model(model, options, argument)
+    return DEFAULT_MODEL if given is None else given, chosen
 
 
 def read_config(path: Path, known: Set[str]) -> dict[str, Any]:
