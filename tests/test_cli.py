@@ -20,6 +20,7 @@ import typer
 
 from quire import LLM, FailedPrecondition, InvalidArgument, QuireError, SamplingParams, cli
 from quire.cli_options import read_config
+from quire.other_names import COMMANDS, OPTIONS
 from quire.terminal_chat import TerminalChat
 
 RECALL = "# module base\nport = 8031\nhost = 1276\n# module other\nalias = port\n# checks\nassert alias =="
@@ -136,6 +137,10 @@ def test_config_file_sets_options_and_the_command_line_wins(
         (["serve", "-m", "/no/such/place"], "/no/such/place"),
         (["calibrate", "--texts", "/no/such.txt"], "quire: --texts: '/no/such.txt': No such file or directory"),
         (["no-such-command"], "no-such-command"),
+        (["pull", "x"], "quire: there is no command pull; quire serve MODEL and"),
+        (["serve", "-c", "4096"], "quire: there is no option -c here; --max-model-len gives the length of the context"),
+        (["serve", "x", "-ngl", "99"], "quire: there is no option -ngl here; --device cuda"),
+        (["generate", "x", "--temp=0.5"], "quire: there is no option --temp here; --temperature gives"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -378,6 +383,16 @@ def test_help_has_the_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     out = capsys.readouterr().out
     for option in ("--max-tokens", "--kv-cache-memory", "--page-size", "--config", "--top-p"):
         assert option in out
+
+
+def test_words_of_other_programs_lead_to_what_is_there() -> None:
+    """The options, commands and paths that are named exist, and have no other program's name."""
+    known = commands(cli.app)
+    options = {name for command in known.values() for one in command.params for name in one.opts}
+    texts = " ".join([*OPTIONS.values(), *COMMANDS.values()])
+    assert set(re.findall(r"--[a-z-]+", texts)) <= options
+    assert {(name,) for name in re.findall(r"quire ([a-z]+)", texts)} <= set(known)
+    assert not {(name,) for name in COMMANDS} & set(known)
 
 
 def commands(app: typer.Typer, *path: str) -> dict[tuple[str, ...], Any]:

@@ -36,6 +36,7 @@ LAYERS = (
         "waiting",
         "callers",
         "pictured",
+        "other_names",
     },
     {"contracts"},
     {"drawing"},

@@ -33,6 +33,7 @@ from quire.cli_options import (
     KeyOption,
     ModelOption,
     UrlOption,
+    WordedGroup,
     chosen_model,
     command,
     given_model,
@@ -53,6 +54,7 @@ COLLECT_AFTER = 50_000
 """Objects by which a process grows before Python looks for circles among them."""
 
 app = typer.Typer(
+    cls=WordedGroup,
     help="Run language models whose memory is a value: fork it, rewind it, save it, look into it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
