@@ -20,6 +20,7 @@ import typer
 
 from quire import LLM, FailedPrecondition, InvalidArgument, QuireError, SamplingParams, cli
 from quire.cli_options import read_config
+from quire.other_names import COMMANDS, OPTIONS
 from quire.terminal_chat import TerminalChat
 
 RECALL = "# module base\nport = 8031\nhost = 1276\n# module other\nalias = port\n# checks\nassert alias =="
@@ -127,10 +128,19 @@ def test_config_file_sets_options_and_the_command_line_wins(
         (["generate", "x", "--stop-token-ids", "a"], "'--stop-token-ids': 'a' is not an integer"),
         (["generate", "def \udcff"], "is not UTF-8: byte 0xff at index 4"),
         (["inspect", "x", "--port", "abc"], "'--port': 'abc' is not an integer"),
+        (["generate", "one", "two", "three"], "3 arguments are given, where PROMPT or MODEL PROMPT is accepted"),
+        (["generate", "one", "two", "-m", "three"], "quire: the model is given twice, as 'one' and as --model 'three'"),
+        (["generate", "/no/such/place", "x"], "/no/such/place"),
+        (["chat", "/no/such/place"], "/no/such/place"),
+        (["chat", "one", "-m", "two"], "quire: the model is given twice, as 'one' and as --model 'two'"),
         (["serve", "one", "-m", "two"], "quire: the model is given twice, as 'one' and as --model 'two'"),
         (["serve", "-m", "/no/such/place"], "/no/such/place"),
         (["calibrate", "--texts", "/no/such.txt"], "quire: --texts: '/no/such.txt': No such file or directory"),
         (["no-such-command"], "no-such-command"),
+        (["pull", "x"], "quire: there is no command pull; quire serve MODEL and"),
+        (["serve", "-c", "4096"], "quire: there is no option -c here; --max-model-len gives the length of the context"),
+        (["serve", "x", "-ngl", "99"], "quire: there is no option -ngl here; --device cuda"),
+        (["generate", "x", "--temp=0.5"], "quire: there is no option --temp here; --temperature gives"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -375,6 +385,16 @@ def test_help_has_the_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert option in out
 
 
+def test_words_of_other_programs_lead_to_what_is_there() -> None:
+    """The options, commands and paths that are named exist, and have no other program's name."""
+    known = commands(cli.app)
+    options = {name for command in known.values() for one in command.params for name in one.opts}
+    texts = " ".join([*OPTIONS.values(), *COMMANDS.values()])
+    assert set(re.findall(r"--[a-z-]+", texts)) <= options
+    assert {(name,) for name in re.findall(r"quire ([a-z]+)", texts)} <= set(known)
+    assert not {(name,) for name in COMMANDS} & set(known)
+
+
 def commands(app: typer.Typer, *path: str) -> dict[tuple[str, ...], Any]:
     """Every command and group of commands, by the words that lead to it."""
     found: dict[tuple[str, ...], Any] = {}
@@ -473,9 +493,9 @@ def test_chat_commands(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[s
         "/rewind 0",
         "/rewind " + "9" * 5000,
         "/switch nobody",
-        "/rewind",
+        "/rewind",  # no turns are left
+        "/continue",
         "/fork main",
-        "/fork",
         "/fork a b",
         "x = \udcff",
         "/save",
@@ -486,6 +506,43 @@ def test_chat_commands(llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[s
             chat.take(bad)
     with pytest.raises(FailedPrecondition, match="--state-dir"):
         chat.take("/checkout main")
+    with pytest.raises(FailedPrecondition, match=r"--state-dir.*; /save FILE keeps this conversation now"):
+        chat.take("/commit main")
+
+
+def test_what_chat_commands_do_without_a_number_and_a_name(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = TerminalChat(llm, SamplingParams(temperature=0, max_tokens=4))
+    for line in ("x = 1", "/fork", "y = 2", "/fork", "/switch fork-1", "/rewind"):
+        assert chat.take(line)
+    assert list(chat._branches) == ["main", "fork-1", "fork-2"]
+    assert [len(branch.turns) for branch in chat._branches.values()] == [1, 1, 2]
+    assert "now in fork-2" in capsys.readouterr().err
+
+
+def test_an_answer_that_was_cut_goes_on(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says so, the rest is what a longer answer would have been, and one turn holds both."""
+    question = "def add(a, b):"
+    whole = TerminalChat(llm, SamplingParams(temperature=0, max_tokens=12))
+    whole.take(question)
+    wanted = capsys.readouterr().out.removesuffix("\n")
+    chat = TerminalChat(llm, SamplingParams(temperature=0, max_tokens=6))
+    for line in (question, "/continue"):
+        assert chat.take(line)
+        out, err = capsys.readouterr()
+        assert "; cut there, /continue goes on]" in err
+        assert out.removesuffix("\n") in wanted
+    (turn,) = chat._branch.turns
+    assert turn.answer == wanted
+    assert chat._session.tokens == whole._session.tokens
+    chat.take("class Stack:")
+    chat.take("/drop")
+    with pytest.raises(InvalidArgument, match="/continue: the conversation was computed anew"):
+        chat.take("/continue")
+
+
+def test_an_answer_that_the_model_ended_is_not_cut(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    TerminalChat(llm, SamplingParams(temperature=0, max_tokens=64, stop=["\n"])).take("def add(a, b):")
+    assert "cut" not in capsys.readouterr().err
 
 
 def test_a_refused_turn_leaves_nothing_behind(llm: LLM) -> None:

@@ -38,6 +38,7 @@ LAYERS = (
         "waiting",
         "callers",
         "pictured",
+        "other_names",
     },
     {"contracts"},
     {"drawing"},

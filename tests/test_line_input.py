@@ -4,7 +4,9 @@ without readline.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import io
 import itertools
 import os
 import pty
@@ -119,6 +121,28 @@ def test_control_keys(before: str, tmp_path: Path) -> None:
 def test_a_history_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "quire").write_text("a file where the folder would be")
     assert typed("a\n|\x04", tmp_path) == ["got 'a'", "end"]
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        ("a\\\nb\nc", ["a\nb", "c"]),
+        ("a\\\\\nb", ["a\\\\", "b"]),
+        ('"""a\n\nb"""\nc', ["a\n\nb", "c"]),
+        ('"""\na\\\n"""\nc', ["\na\\\n", "c"]),
+        ('"""a"""\nb', ["a", "b"]),
+        ('"""a\nb', ["a\nb"]),  # the input ends first
+        ("/load a\\\nb", ["/load a\\", "b"]),
+    ],
+)
+def test_texts_of_several_lines(given: str, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(given))
+    lines = LineInput(lambda _: [])
+    found = []
+    with contextlib.suppress(EOFError):
+        while True:
+            found.append(lines.read_text("> "))
+    assert found == texts
 
 
 def test_a_pipe_sees_no_prompt(tmp_path: Path) -> None:

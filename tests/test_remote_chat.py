@@ -30,7 +30,7 @@ from quire.client import BrokenAnswer, HttpFailure
 from quire.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted
 from quire.remote_chat import Link, RemoteChat, RemoteModel, run_remote_chat
 from quire.server.settings import ServerSettings
-from quire.terminal_chat import TerminalChat
+from quire.terminal_chat import TerminalChat, usual_fields
 
 __all__ = ["chat_folder", "chat_llm", "plain_folder", "plain_llm"]
 
@@ -57,7 +57,7 @@ def open_sessions(served: Served) -> list[dict[str, Any]]:
 
 
 def seconds_out(text: str) -> str:
-    return re.sub(r"\d+\.\d+ s\]", "T s]", text)
+    return re.sub(r"\d+\.\d+ s(?=[];])", "T s", text)
 
 
 LINES = [
@@ -66,7 +66,8 @@ LINES = [
     "    return a",
     "/switch main",
     "class Stack:",
-    "/rewind 1",
+    "/continue",
+    "/rewind",
     "/rewind 5",
     "class Queue:",
     "/edit Queue => Pile",
@@ -77,6 +78,7 @@ LINES = [
     "/text",
     "/rewind 1",
     "/nonsense",
+    "/fork",
     "/fork other",
     "/stats",
     "/save {file}",
@@ -361,17 +363,23 @@ def test_a_silent_server_is_a_sentence() -> None:
         Link(url, timeout=0.1).call("GET", "/x")
 
 
-@pytest.mark.parametrize(("options", "wanted"), [([], 128), (["--max-tokens", "7"], 7)])
-def test_answers_are_as_long_as_without_a_server(
-    options: list[str], wanted: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("options", "sent"), [([], {}), (["--max-tokens", "7"], {"max_tokens": 7})])
+def test_the_length_of_answers_goes_to_the_server(
+    options: list[str], sent: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a number of its own a completion of OpenAI's has 16 tokens."""
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr("quire.remote_chat.run_remote_chat", lambda url, **given: asked.append(given["sampling"]))
     with pytest.raises(SystemExit) as ended:
         cli.app(["chat", "--url", "http://127.0.0.1:1", *options])
     assert not ended.value.code
-    assert asked == [{"max_tokens": wanted}]
+    assert asked == [sent]
+
+
+@pytest.mark.parametrize(
+    ("model", "templated", "usual"), [("mine", True, None), ("mine", False, 128), ("tiny-python", True, 128)]
+)
+def test_a_model_with_a_template_ends_its_answers_itself(model: str, templated: bool, usual: int | None) -> None:
+    assert usual_fields(model, templated=templated) == {"max_tokens": usual}
 
 
 def test_the_window_goes_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,12 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     notes: tuple[str, ...] = (
         f"{model.architecture}, {model.num_parameters / 1e6:.1f}M parameters in {dtype_name(model.dtype)} on {device}{weights}, "
         f"{model.parameter_bytes / 2**20:.0f} MiB",
-        f"KV pool: {' and '.join(held)}, {state.num_bytes / 2**20:.0f} MiB",
+        f"KV pool: {' and '.join(held)}, {state.num_bytes / 2**20:.0f} MiB"
+        + (
+            f", {bytes_per_token(state.geometry.specs, kv_dtype):,} bytes a token in all layers"
+            if state.geometry.specs
+            else ""
+        ),
     )
     notes = (*notes, *short_pool(sizes, model.layer_specs, max_len, state.num_bytes))
     for note in notes:

@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -32,9 +33,10 @@ from quire.cli_options import (
     KeyOption,
     ModelOption,
     UrlOption,
+    WordedGroup,
     chosen_model,
-    chosen_options,
     command,
+    given_model,
     one_sentence,
 )
 from quire.cli_state import state_app
@@ -52,6 +54,7 @@ COLLECT_AFTER = 50_000
 """Objects by which a process grows before Python looks for circles among them."""
 
 app = typer.Typer(
+    cls=WordedGroup,
     help="Run language models whose memory is a value: fork it, rewind it, save it, look into it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -61,10 +64,10 @@ app.add_typer(bench_app, name="bench", short_help=bench_app.info.help)
 app.add_typer(state_app, name="state", short_help=state_app.info.help)
 
 
-def _sampling(options: dict[str, Any], llm: LLM) -> SamplingParams:
+def _sampling(options: dict[str, Any], llm: LLM, usual: Mapping[str, Any] = SAMPLING_DEFAULTS) -> SamplingParams:
     given = {name: options[name] for name in SAMPLING_OPTIONS if name in options}
     defaults = llm.default_params
-    return defaults.replace(**{**SAMPLING_DEFAULTS, **given})
+    return defaults.replace(**{**usual, **given})
 
 
 def _load(model: str, options: dict[str, Any], adapter: str | None = None) -> LLM:
@@ -113,7 +116,13 @@ def _root(
 
 @command(app, "sampling", "engine")
 def generate(
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from stdin.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] PROMPT",
+            help=f"The text to continue; - reads it from stdin. Before it, {MODEL_HELP[0].lower()}{MODEL_HELP[1:]}",
+        ),
+    ],
     model: ModelOption = None,
     adapter: AdapterOption = None,
     **options: Any,
@@ -121,7 +130,12 @@ def generate(
     """Stream the continuation of a prompt to stdout; timing goes to stderr."""
     from quire.progress import prompt_pieces
 
-    model, chosen = chosen_model(model, options)
+    if len(words) > 2:
+        raise InvalidArgument(
+            f"{len(words)} arguments are given, where PROMPT or MODEL PROMPT is accepted; put the prompt in quotes"
+        )
+    *named, prompt = words
+    model, chosen = chosen_model(model, options, *named)
     text = sys.stdin.read() if prompt == "-" else prompt
     started = time.perf_counter()
     llm = _load(model, chosen, adapter)
@@ -153,6 +167,7 @@ def generate(
 
 @command(app, "chat", "sampling", "engine")
 def chat(
+    name: ModelArgument = None,
     model: ModelOption = None,
     adapter: AdapterOption = None,
     url: UrlOption = None,
@@ -160,10 +175,9 @@ def chat(
     **options: Any,
 ) -> None:
     """Talk to a model in the terminal; /help lists the commands that fork, rewind and save."""
-    from quire.terminal_chat import TerminalChat
+    from quire.terminal_chat import TerminalChat, usual_fields
 
-    chosen = chosen_options(options)
-    model = chosen.pop("model", None) if model is None else model
+    model, chosen = given_model(model, options, name)
     kept = {name: chosen.pop(name) for name in CHAT_OPTIONS if name in chosen}
     if url is not None:
         from quire.remote_chat import run_remote_chat
@@ -171,10 +185,12 @@ def chat(
         given = {name: chosen.pop(name) for name in SAMPLING_OPTIONS if name in chosen}
         if chosen:
             raise InvalidArgument(f"{sorted(chosen)} are options of an engine, and with --url the server has its own")
-        run_remote_chat(url, model=model, adapter=adapter, api_key=api_key, sampling=SAMPLING_DEFAULTS | given, **kept)
+        run_remote_chat(url, model=model, adapter=adapter, api_key=api_key, sampling=given, **kept)
         return
     llm = _load(DEFAULT_MODEL if model is None else model, chosen, adapter)
-    talk = TerminalChat(llm, _sampling(chosen, llm), adapter, **kept)
+    templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
+    usual = usual_fields(llm.config.model, templated=templated)
+    talk = TerminalChat(llm, _sampling(chosen, llm, usual), adapter, **kept)
     if llm.config.model == DEFAULT_MODEL:
         print(f"{DEFAULT_MODEL} completes Python; begin some, as in def fib(n):", file=sys.stderr)
     talk.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect as python_inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
@@ -13,17 +14,19 @@ from types import MappingProxyType
 from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 from typer.models import OptionInfo
 
 from quire.config import EngineConfig, field_help
 from quire.errors import InvalidArgument, NotFound, QuireError
+from quire.other_names import COMMANDS, OPTIONS
 from quire.sampling_fields import Surface, declarations_on
 from quire.sampling_params import SamplingParams
+from quire.terminal_chat import ANSWER_TOKENS, DEFAULT_MODEL
 
-DEFAULT_MODEL = "tiny-python"
 MODEL_HELP = f"A bundled model, a directory or a Hugging Face id. Default: {DEFAULT_MODEL}."
 
-SAMPLING_DEFAULTS = {"max_tokens": 128}
+SAMPLING_DEFAULTS = {"max_tokens": ANSWER_TOKENS}
 """Defaults of a terminal, where they are not the model's."""
 
 
@@ -108,6 +111,27 @@ def _config_parameters(config: type[Any]) -> Iterator[python_inspect.Parameter]:
         yield _parameter(field.name, kind, helps[field.name] + default)
 
 
+class WordedCommand(TyperCommand):
+    """A command that knows what other programs call its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        for word in itertools.takewhile(lambda word: word != "--", args):
+            name = word.partition("=")[0]
+            if name in OPTIONS and name not in known and not ctx.resilient_parsing:
+                raise InvalidArgument(f"there is no option {name} here; {OPTIONS[name]}")
+        return super().parse_args(ctx, args)
+
+
+class WordedGroup(TyperGroup):
+    """The commands, which knows what other programs call them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in COMMANDS and args[0] not in self.commands and not ctx.resilient_parsing:
+            raise InvalidArgument(f"there is no command {args[0]}; {COMMANDS[args[0]]}")
+        return super().resolve_command(ctx, args)
+
+
 def command(
     app: typer.Typer,
     *groups: str,
@@ -147,7 +171,7 @@ def command(
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
         # A list of commands would cut a longer help; it leaves the first paragraph whole.
         first = (python_inspect.getdoc(function) or "").partition("\n\n")[0]
-        app.command(name, short_help=" ".join(first.split()))(run)
+        app.command(name, cls=WordedCommand, short_help=" ".join(first.split()))(run)
         return run
 
     return decorate
@@ -163,14 +187,22 @@ def chosen_options(options: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def chosen_model(model: str | None, options: dict[str, Any], argument: str | None = None) -> tuple[str, dict[str, Any]]:
-    """Return the model of the command line (as an option or an ``argument``), of the config file or
-    by default; the other options."""
+def given_model(
+    model: str | None, options: dict[str, Any], argument: str | None = None
+) -> tuple[str | None, dict[str, Any]]:
+    """Return the model of the command line (as an option or an ``argument``) or of the config file;
+    None without; the other options."""
     if model is not None and argument is not None:
         raise InvalidArgument(f"the model is given twice, as {argument!r} and as --model {model!r}; give it once")
     model, chosen = model if argument is None else argument, chosen_options(options)
-    configured = chosen.pop("model", DEFAULT_MODEL)
+    configured = chosen.pop("model", None)
     return configured if model is None else model, chosen
+
+
+def chosen_model(model: str | None, options: dict[str, Any], argument: str | None = None) -> tuple[str, dict[str, Any]]:
+    """Return what ``given_model`` does, with the default model."""
+    given, chosen = given_model(model, options, argument)
+    return DEFAULT_MODEL if given is None else given, chosen
 
 
 def read_config(path: Path, known: Set[str]) -> dict[str, Any]:

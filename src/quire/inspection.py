@@ -149,6 +149,13 @@ def _lines_of(sequence: Mapping[str, Any]) -> Iterator[str]:
         yield f"{count} layers: {kind}"
 
 
+_TOLD = {
+    "supports_speculative_decoding": " (speculative_decode and verify of executors; generate, chat and serve do not speculate)",
+    "memory_requirements": " (kv_cache_memory_per_token is that of one layer)",
+}
+"""What the names of capabilities do not say."""
+
+
 def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: bool) -> None:
     """Print ``LLM.capabilities`` and the rules of the model's own combination of layers."""
     executor = None if found["executor"] is None else dataclasses.asdict(found["executor"])
@@ -166,7 +173,7 @@ def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: b
         document = found["blend_calibration"]
         print(f"blending: {calibration_told(None if document is None else BlendCalibration.read(document))}")
     if executor is not None:
-        facts = [(name, _plain(value)) for name, value in executor.items() if name != "refusals"]
+        facts = [(name, _plain(value) + _TOLD.get(name, "")) for name, value in executor.items() if name != "refusals"]
         print_tables(folding_table("capability", "value", title="Executor", rows=facts))
     uses = rules["uses"]
     uses |= {name: Cell(why) for name, why in found["engine_verbs"].items() if why or name not in uses}

@@ -18,6 +18,10 @@ Complete: TypeAlias = Callable[[str], Iterable[str]]
 """A function from the line up to the cursor to completions of its last word."""
 
 HISTORY_LENGTH = 1000
+BLOCK = '"""'
+"""What begins and ends a text of several lines."""
+MORE = "... "
+"""The prompt of its further lines."""
 
 
 class LineInput:
@@ -38,6 +42,22 @@ class LineInput:
         if is_typed():  # the terminal alone edits it, and stdout belongs to the answers
             print(prompt, end="", file=sys.stderr, flush=True)
         return input()
+
+    def read_text(self, prompt: str) -> str:
+        """Return the next line, or a text of several lines: each but the last one ends with a
+        backslash, or they stand between two ``BLOCK``. Commands have one line. Raise what ``read``
+        does; the end of the input ends a text, too."""
+        line = self.read(prompt)
+        if line.startswith("/"):
+            return line
+        block = line.startswith(BLOCK)
+        lines = [line.removeprefix(BLOCK) if block else line]
+        with suppress(EOFError):
+            while not lines[-1].endswith(BLOCK) if block else _goes_on(lines[-1]):
+                if not block:
+                    lines[-1] = lines[-1][:-1]
+                lines.append(self.read(MORE))
+        return "\n".join(lines).removesuffix(BLOCK if block else "")
 
     def __enter__(self) -> LineInput:
         if (readline := self._readline) is not None:
@@ -69,6 +89,11 @@ class LineInput:
             line = self._readline.get_line_buffer()[: self._readline.get_endidx()]
             self._found = sorted(one for one in self._complete(line) if one.startswith(word))
         return self._found[state] if state < len(self._found) else None
+
+
+def _goes_on(line: str) -> bool:
+    """Return whether a line ends with a backslash that is not doubled."""
+    return (len(line) - len(line.rstrip("\\"))) % 2 == 1
 
 
 def is_typed() -> bool:

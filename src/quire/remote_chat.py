@@ -24,7 +24,7 @@ from urllib.parse import quote
 from quire.client import DONE, BrokenAnswer, EventParser, HttpFailure, ServerAddress, check_key, event_object, failure
 from quire.errors import InvalidArgument, NotFound, QuireError
 from quire.kv.atomic_file import check_regular
-from quire.terminal_chat import TerminalChat, TypedTurn, messages_of
+from quire.terminal_chat import ANSWER_TOKENS, TerminalChat, TypedTurn, messages_of, usual_fields
 
 if TYPE_CHECKING:
     from quire.engine.session import Session
@@ -303,11 +303,16 @@ class RemoteChat(TerminalChat):
     """The terminal chat with sessions of a server. It takes a ``RemoteModel`` in place of a model
     and the fields of a request's body in place of parameters."""
 
-    def _pieces(self, session: Session, line: str) -> Iterator[tuple[str, int]]:
-        turn = {"messages": [{"role": "user", "content": line}]} if self._templated else {"prompt": line + "\n"}
+    def _pieces(self, session: Session, line: str | None) -> Iterator[tuple[str, int]]:
+        if line is None:
+            # To the server it is no chat, and would have 16 tokens.
+            turn: dict[str, Any] = {"max_tokens": cast(Any, self._params).get("max_tokens") or ANSWER_TOKENS}
+        else:
+            turn = {"messages": [{"role": "user", "content": line}]} if self._templated else {"prompt": line + "\n"}
         with closing(cast(Any, cast(RemoteSession, session).stream(turn, cast(Any, self._params)))) as chunks:
             for chunk in chunks:
                 self._branch.reuse = (chunk.get("quire") or {}).get("reuse", self._branch.reuse)
+                self._is_cut |= any(choice.get("finish_reason") == "length" for choice in chunk.get("choices") or ())
                 text = "".join(str(choice["text"]) for choice in chunk.get("choices") or ())
                 yield text, int((chunk.get("usage") or {}).get("completion_tokens", 0))
 
@@ -346,7 +351,8 @@ def run_remote_chat(
     with closing(remote):
         try:
             # It uses only what RemoteModel and RemoteSession have, and only passes parameters on.
-            fields = cast("SamplingParams", dict(sampling or {}))
+            usual = usual_fields(remote.name, templated=bool(remote.tokenizer.chat_templates))
+            fields = cast("SamplingParams", {**usual, **(sampling or {})})
             chat = RemoteChat(cast("LLM", remote), fields, adapter, window=window, sink=sink)
         except HttpFailure as error:
             if error.status != 405 and (error.status != 404 or error.code is not None):

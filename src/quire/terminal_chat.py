@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from quire.errors import CONTEXT_FULL, InvalidArgument, NotFound, QuireError, ResourceExhausted
+from quire.errors import CONTEXT_FULL, FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted
 from quire.line_input import LineInput, is_typed, paths
 from quire.sampling_params import SamplingParams
 from quire.signatures import require_text
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from quire.store.commits import SessionCommit
 
 HELP = """\
-/fork NAME     copy the conversation under a name (letters, digits and . _ - /) and go on in the copy
+/fork [NAME]   copy the conversation under a name (letters, digits and . _ - /; fork-1 and so on unless given) and go
+               on in the copy
 /switch NAME   go on in another copy
-/rewind N      take back the last N turns (yours and the answer) of this chat; text that was loaded has no turns
+/continue      go on with an answer that was cut or interrupted
+/rewind [N]    take back the last N turns (yours and the answer) of this chat, or the last one; text that was
+               loaded has no turns
 /drop N        forget the N oldest turns, or the oldest one, when the context is full; text that was loaded goes first
 /edit OLD => NEW  replace a text that occurs once, in a line or an answer; what follows is run again
 /text          the whole text of this conversation
@@ -37,12 +41,17 @@ HELP = """\
                to be used again)
 /help          this text
 /exit          leave (also Ctrl-D)
+A line that ends with \\ goes on in the next one. A text of several lines can stand between \"\"\" and \"\"\", or be pasted.
 Ctrl-C stops an answer. Arrow up brings earlier lines back, Tab completes commands, names and files."""
 
 WAYS_ON = (
     "this conversation fills it: /drop forgets its oldest turn, /drop N more of them, /rewind N takes back "
     "the newest; a chat that is started with --window (and --sink) keeps the last tokens only, and never ends"
 )
+
+DEFAULT_MODEL = "tiny-python"
+ANSWER_TOKENS = 128
+"""Most tokens of what a model does not end itself."""
 
 LEAVING = ("/exit", "/quit")
 
@@ -91,9 +100,12 @@ class TerminalChat:
         self._templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
         self._branches: dict[str, ChatBranch] = {"main": ChatBranch(self._begin([], adapter))}
         self._name = "main"
+        self._is_cut = False
+        """Whether the last answer met a limit before the model ended it."""
         self._commands: dict[str, Callable[[str], None]] = {
             "/fork": self._fork,
             "/switch": self._switch,
+            "/continue": self._continue,
             "/rewind": self._rewind,
             "/drop": self._drop,
             "/edit": self._edit,
@@ -124,7 +136,7 @@ class TerminalChat:
         with LineInput(self._completions) as lines:
             while True:
                 try:
-                    line = lines.read(f"{self._name}> ")
+                    line = lines.read_text(f"{self._name}> ")
                 except EOFError:
                     if is_typed():
                         self._say("")  # so that the shell begins in a line of its own
@@ -134,7 +146,7 @@ class TerminalChat:
                     continue
                 if not line.strip():
                     continue
-                turns = len(self._branch.turns)
+                before = list(self._branch.turns)
                 try:
                     if not self.take(line):
                         return
@@ -142,8 +154,9 @@ class TerminalChat:
                     self._say(str(error))
                 except KeyboardInterrupt:
                     print(flush=True)
-                    stays = len(self._branch.turns) > turns
-                    self._say("interrupted" + "; what was generated stays, /rewind 1 takes it back" * stays)
+                    stays = self._branch.turns != before
+                    ways = "; what was generated stays: /continue goes on, /rewind takes the turn back"
+                    self._say("interrupted" + ways * stays)
 
     def take(self, line: str) -> bool:
         """Take one line, a command or a turn. Return False to end the chat."""
@@ -162,15 +175,33 @@ class TerminalChat:
 
     def _turn(self, line: str) -> None:
         require_text("the line", line)  # by itself: an index in it is one that the user can find
-        branch = self._branch
-        before = len(branch.session)
-        started = time.perf_counter()
-        answer, count = "", 0
+        branch, before = self._branch, len(self._session)
 
-        def keep() -> None:
+        def keep(answer: str) -> None:
             branch.turns.append(TypedTurn(line, answer, None if branch.rebuilt else before))
             branch.rebuilt = False
 
+        self._answer(line, keep)
+
+    def _continue(self, _: str) -> None:
+        branch = self._branch
+        if not branch.turns or branch.rebuilt:
+            why = (
+                "the conversation was computed anew since its last answer" if branch.turns else "there is no answer yet"
+            )
+            raise InvalidArgument(f"/continue: {why}; type a line")
+        turn = branch.turns[-1]
+
+        def keep(more: str) -> None:
+            branch.turns[-1] = replace(turn, answer=turn.answer + more)
+
+        self._answer(None, keep)
+
+    def _answer(self, line: str | None, keep: Callable[[str], None]) -> None:
+        """Print the answer to a line, or more of the last one, and ``keep`` it."""
+        branch, before = self._branch, len(self._session)
+        started = time.perf_counter()
+        answer, count, self._is_cut = "", 0, False
         try:
             with closing(cast(Any, self._pieces(branch.session, line))) as pieces:
                 for text, tokens in pieces:
@@ -178,18 +209,21 @@ class TerminalChat:
                     print(text, end="", flush=True)
         except BaseException as error:
             if not self._is_undone(branch.session, before, error):
-                keep()
+                keep(answer)
             elif isinstance(error, QuireError) and before and _says_full(error):
                 raise ResourceExhausted(f"{error}; {WAYS_ON}") from error
             raise
-        keep()
+        keep(answer)
         print(flush=True)
-        self._say(f"[{count} tokens in {time.perf_counter() - started:.2f} s]")
+        cut = "; cut there, /continue goes on" * self._is_cut
+        self._say(f"[{count} tokens in {time.perf_counter() - started:.2f} s{cut}]")
 
-    def _pieces(self, session: Session, line: str) -> Iterator[tuple[str, int]]:
-        """Add a line and yield the answer: pieces of text with their numbers of tokens. A line that
-        is refused leaves the session as it was."""
-        if self._templated:
+    def _pieces(self, session: Session, line: str | None) -> Iterator[tuple[str, int]]:
+        """Add a line, if any, and yield the answer: pieces of text with their numbers of tokens. A
+        line that is refused leaves the session as it was."""
+        if line is None:
+            deltas = session.stream(self._params)
+        elif self._templated:
             deltas = session.stream_chat([{"role": "user", "content": line}], self._params)
         else:
             before = len(session)
@@ -201,6 +235,7 @@ class TerminalChat:
                 raise
         with deltas:
             for delta in deltas:
+                self._is_cut = delta.finish_reason == "length"
                 yield delta.text, len(delta.token_ids)
         self._branch.reuse = None if deltas.reuse is None else deltas.reuse.as_dict()
 
@@ -235,9 +270,11 @@ class TerminalChat:
     def _fork(self, name: str) -> None:
         from quire.store.commits import checked_branch
 
-        if not name or name in self._branches:
-            given = f"{name!r} is taken; " * bool(name)
-            raise InvalidArgument(f"/fork NAME: {given}give a new name; there are {', '.join(self._branches)}")
+        name = name or next(free for free in map("fork-{}".format, itertools.count(1)) if free not in self._branches)
+        if name in self._branches:
+            raise InvalidArgument(
+                f"/fork NAME: {name!r} is taken; give a new name; there are {', '.join(self._branches)}"
+            )
         checked_branch(name)
         branch = self._branch
         self._branches[name] = replace(branch, session=branch.session.fork(), turns=list(branch.turns))
@@ -252,7 +289,7 @@ class TerminalChat:
 
     def _rewind(self, text: str) -> None:
         branch = self._branch
-        count = _number("/rewind", text, len(branch.turns), "turns can be taken back", "take back")
+        count = _number("/rewind", text or "1", len(branch.turns), "turns can be taken back", "take back")
         start = branch.turns[-count].start
         if start is None:
             self._rebuild(branch, branch.turns[:-count])
@@ -310,7 +347,10 @@ class TerminalChat:
 
     def _commit(self, text: str) -> None:
         name, _, message = text.partition(" ")
-        commit = self._session.commit(name=name, message=message.strip() or None)
+        try:
+            commit = self._session.commit(name=name, message=message.strip() or None)
+        except FailedPrecondition as error:
+            raise FailedPrecondition(f"{error}; /save FILE keeps this conversation now") from error
         self._say(f"{commit_line(commit)}: {name}")
 
     def _checkout(self, name: str) -> None:
@@ -358,6 +398,13 @@ class TerminalChat:
     @staticmethod
     def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+
+
+def usual_fields(model: str, *, templated: bool) -> dict[str, Any]:
+    """Return the fields of sampling that a chat has unless the user gives them. A model with a chat
+    template ends its answers itself. Text without one goes on for ever, and so does the bundled
+    model."""
+    return {"max_tokens": ANSWER_TOKENS if model == DEFAULT_MODEL or not templated else None}
 
 
 def commit_line(commit: SessionCommit) -> str:

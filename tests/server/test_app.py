@@ -4,6 +4,7 @@ description, settings."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, StrictInt
 
 from quire.errors import InvalidArgument, QuireError
+from quire.other_names import PATHS
 from quire.server.app import create_app
 from quire.server.errors import ApiError, api_error, error_response, install, validation_error
 from quire.server.settings import ServerSettings
@@ -102,6 +104,12 @@ def test_paths_and_methods(client: httpx.Client) -> None:
     assert client.get("/").headers["content-type"].startswith("text/html")
     for path in ("/v1", "/v1/nothing", "/tokenize/", "/%ff", "/inspector/nothing.js"):
         check_error(client.get(path), 404, "not_found")
+    assert client.get("/nothing").json()["error"]["message"].endswith("the document /openapi.json lists what there is")
+    paths = set(client.get("/openapi.json").json()["paths"]) | {"/v1/state"}
+    for path, told in PATHS.items():
+        check_error(answer := client.post(path), 404, "not_found")
+        assert answer.json()["error"]["message"] == f"there is no {path}; {told}"
+        assert {name.rstrip(";,.") for name in re.findall(r"(?:GET|POST) (\S+)", told)} <= paths
     for method, path in (("GET", "/tokenize"), ("DELETE", "/v1/models"), ("POST", "/health")):
         found = client.request(method, path)
         check_error(found, 405, "method_not_allowed")

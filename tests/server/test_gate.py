@@ -462,6 +462,19 @@ def test_lines(caplog: pytest.LogCaptureFixture) -> None:
     }
 
 
+@pytest.mark.parametrize(("status", "lines"), [(200, 0), (304, 0), (404, 1)])
+def test_files_of_the_page_have_no_lines(status: int, lines: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire.server")
+
+    async def file(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, status=status)
+
+    Call(path="/inspector/main.js").through(file)
+    assert len(caplog.records) == lines
+    Call(path="/").through(file)
+    assert len(caplog.records) == lines + 1
+
+
 # -- over the wire ---------------------------------------------------------------------------------
 
 

@@ -41,9 +41,9 @@ LENIENT = 4 << 20
 takes."""
 
 _PIECE = 1 << 18
-_BYTES = np.arange(256)
-_STEPS = ((ord("[") == _BYTES) | (ord("{") == _BYTES)).astype(np.int8)
-_STEPS -= ((ord("]") == _BYTES) | (ord("}") == _BYTES)).astype(np.int8)
+_STEPS = np.zeros(256, np.int8)
+"""By byte: 1 where an array or an object begins, -1 where one ends."""
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
 T = TypeVar("T")
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]

@@ -30,6 +30,7 @@ from quire.server.errors import ApiError, bad_field, naming
 from quire.server.events import STREAMED
 from quire.server.generation import (
     asked_by,
+    chat_defaults,
     check_form,
     check_number,
     check_prompts,
@@ -223,11 +224,7 @@ def _params(context: Context, body: ChatRequest, tools: ToolChoice) -> tuple[Sam
         given["structured_outputs"] = calls_or_answer_form(context, tools, tools.answer)
     if tools.schema is not None:
         given["structured_outputs"], fields["structured_outputs"] = {"json": tools.schema}, "tools"
-    defaults = context.llm.default_params
-    if defaults.max_tokens == SamplingParams().max_tokens:
-        # Unless the model's generation_config.json says otherwise, an answer may fill the context.
-        given.setdefault("max_tokens", None)
-    return sampling_params(given, defaults, fields), fields
+    return sampling_params(given, chat_defaults(context), fields), fields
 
 
 # -- the prompt ------------------------------------------------------------------------------------

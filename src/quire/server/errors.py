@@ -42,6 +42,7 @@ from quire.errors import (
     Unsupported,
 )
 from quire.metrics import REFUSAL_ERRORS
+from quire.other_names import PATHS
 from quire.signatures import shown
 
 logger = logging.getLogger("quire.server")
@@ -318,7 +319,7 @@ def install(app: FastAPI) -> None:
             # The framework tells those of one route, and a path may have several.
             headers["Allow"] = ", ".join(sorted(_methods(request, request.app.routes)))
         message = {
-            404: f"there is no {request.url.path}; /docs lists what there is",
+            404: f"there is no {request.url.path}; {PATHS.get(request.url.path, 'the document /openapi.json lists what there is')}",
             405: f"{request.url.path} does not take {request.method}; it takes {headers.get('Allow')}",
         }.get(error.status_code, str(error.detail))
         told = ApiError(error.status_code, message, code=codes.get(error.status_code), headers=headers)

@@ -221,7 +221,8 @@ class GateMiddleware:
         try:
             await self._pass(passage, scope, watched_receive, watched_send)
         finally:
-            logs.request(passage, state.get("tokens"))
+            if not scope["path"].startswith(KEYLESS_BELOW) or passage.status is None or passage.status >= 400:
+                logs.request(passage, state.get("tokens"))
 
     async def _pass(self, passage: logs.Passage, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as counted:

@@ -86,6 +86,13 @@ def sampling_params(given: Mapping[str, Any], defaults: SamplingParams, fields: 
         return defaults.replace(**given)
 
 
+def chat_defaults(context: Context) -> SamplingParams:
+    """Return the parameters of a chat that gives none. Unless the model's generation_config.json
+    says otherwise, an answer may fill the context."""
+    defaults = context.llm.default_params
+    return defaults.replace(max_tokens=None) if defaults.max_tokens == SamplingParams().max_tokens else defaults
+
+
 def asked_by(context: Context, body: GenerationBody) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the parameters of a completion or a chat, and the body's field of each argument.
     ``response_format``, and the names that other servers have, are ``structured_outputs`` by other

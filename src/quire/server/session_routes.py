@@ -27,7 +27,7 @@ from quire.server.cache_marks import pin_all, without_marks
 from quire.server.context import Context
 from quire.server.errors import ApiError, bad_field, naming
 from quire.server.events import STREAMED, EventStream, JsonAnswer, unless_gone
-from quire.server.generation import added, check_lists, encoded
+from quire.server.generation import added, chat_defaults, check_lists, encoded
 from quire.server.hint_fields import for_prefetch, read_hints
 from quire.server.logprobs import finite
 from quire.server.replies import answer_in_session
@@ -334,7 +334,7 @@ async def generate(session_id: str, body: GenerateBody, request: Request) -> Res
         messages, _, marks = without_marks(messages, [])
         pin_all(hints, marks)
     body, prefetching = for_prefetch(body, hints)
-    params = body.params(context.llm.default_params)
+    params = body.params(context.llm.default_params if messages is None else chat_defaults(context))
     stream = ClientSessionStream(
         context,
         _owner(request),
