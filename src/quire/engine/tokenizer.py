@@ -22,6 +22,7 @@ import tokenizers
 from quire.engine import long_texts
 from quire.engine.text_bounds import longest_token
 from quire.engine.token_bytes import TokenBytes, join_pieces
+from quire.engine.tokenizer_process import TextEncoder, check_decoder
 from quire.errors import CheckpointError, InvalidArgument, NotFound
 from quire.signatures import require_text
 
@@ -66,9 +67,11 @@ class Tokenizer:
     ) -> None:
         """Put a tokenizer around ``backend``, which belongs to it from now on. An id that is not
         given is that of the special token with that name, if the vocabulary has it."""
+        check_decoder(backend)
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._encoder = TextEncoder(backend)
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
         self.token_bytes = TokenBytes(backend)
@@ -161,11 +164,8 @@ class Tokenizer:
         ``InvalidArgument`` if ``text`` is no text, or holds half a surrogate pair, which UTF-8
         cannot express.
         """
-        # The call for batches lets other Python threads run meanwhile, that for single texts does
-        # not.
         with long_texts.turn(len(require_text("text", text))):
-            found: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-            return found
+            return self._encoder.encode([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; unknown ids (of a padded vocabulary) have none.
@@ -205,7 +205,7 @@ class Tokenizer:
         beyond = {
             token: id for token, id in self._backend.get_vocab(with_added_tokens=True).items() if id >= vocab_size
         }
-        added = self._backend.encode("", add_special_tokens=True).ids
+        added = self._encoder.encode([""], add_special_tokens=True)[0]
         produced = {token: id for token, id in beyond.items() if id not in self.token_bytes.special_ids or id in added}
         if produced:
             token, token_id = max(produced.items(), key=lambda item: item[1])
@@ -224,10 +224,9 @@ class Tokenizer:
 
     def _special_prefix(self) -> list[int]:
         """Return the ids that the post-processor puts before a text."""
-        plain = self._backend.encode("a", add_special_tokens=False)
-        special = self._backend.encode("a", add_special_tokens=True)
-        leading = special.special_tokens_mask.index(0) if 0 in special.special_tokens_mask else len(special.ids)
-        return special.ids[:leading] if special.ids != plain.ids else []
+        plain, special = (self._encoder.encode(["a"], add_special_tokens=added)[0] for added in (False, True))
+        starts = (start for start in range(len(special)) if plain and special[start : start + len(plain)] == plain)
+        return special[: next(starts, len(special))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
