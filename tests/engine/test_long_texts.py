@@ -14,14 +14,16 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import normalizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire import LLM, AsyncLLM, BeamSearchParams
-from quire.engine import chat_rendering, long_texts, template_process, tokenizer
+from quire.engine import chat_rendering, long_texts, template_process, tokenizer, tokenizer_process
 from quire.engine import session as session_module
 from quire.engine.chat_rendering import render_chat
+from quire.engine.limited_process import CHILDREN
 from quire.engine.long_texts import LONG, TextLimit, check, given_up_by, turn
 from quire.engine.text_bounds import longest_token
+from quire.engine.tokenizer import Tokenizer
 from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
 from small_tokenizers import BUILDERS, byte_level, saved
 
@@ -188,10 +190,82 @@ def test_a_template_that_was_ended_leaves_no_process(monkeypatch: pytest.MonkeyP
     for template in (HOSTILE[0], LOOPS):
         with suppress(InvalidArgument):
             render_chat(template, [USER])
-    assert 0 < len(template_process._free) <= template_process.CHILDREN
-    assert all(child.poll() is None for child in template_process._free)
-    template_process._free[-1].kill()
+    assert 0 < len(template_process.PROCESS.free) <= CHILDREN
+    assert all(child.poll() is None for child in template_process.PROCESS.free)
+    template_process.PROCESS.free[-1].kill()
     assert render_chat(LOOPS, [USER]) == USER["content"], "another child is started"
+
+
+def spelled(**parts: Any) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "?": 2}, merges=[], unk_token="?"))
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    return backend
+
+
+def split(pattern: str) -> dict[str, Any]:
+    return {"pre_tokenizer": pre_tokenizers.Split(Regex(pattern), "isolated")}
+
+
+DOUBLED = normalizers.Sequence([normalizers.Replace("a", "aa")] * 34)
+
+
+@pytest.mark.parametrize(
+    ("parts", "text", "reason"),
+    [
+        (split("(a+)+$"), "a" * 40 + "b", "retry-limit-in-match|longer than 1"),
+        (split("a+$"), "a" * 60_000 + "b", "longer than 1 seconds"),
+        ({"normalizer": normalizers.Replace("b", "a" * 100_000)}, "b" * 100_000, "1024 MiB of memory|longer than 1"),
+        (
+            {"normalizer": normalizers.Replace(Regex("(b|bb)+$"), "b")},
+            "b" * 50 + "a",
+            "retry-limit-in-match|longer than 1",
+        ),
+        ({"normalizer": normalizers.Prepend("a" * 3_000_000)}, "b" * 10, "longer than 1 seconds"),
+    ],
+)
+def test_hostile_tokenizers_are_refused(
+    monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any], text: str, reason: str
+) -> None:
+    """In one sentence, and other texts have their tokens."""
+    tokenizer = Tokenizer(spelled(**parts))
+    monkeypatch.setattr(tokenizer_process, "SECONDS", 1.0)
+    with pytest.raises(InvalidArgument, match=f"the tokenizer .*({reason})"):
+        tokenizer.encode(text)
+    if "Prepend" not in str(parts.values()):
+        assert tokenizer.encode("aaa") == spelled(**parts).encode("aaa").ids
+
+
+def test_hostile_tokenizers_are_refused_when_they_are_made() -> None:
+    for parts in (
+        {"normalizer": DOUBLED},
+        {"decoder": decoders.Replace("a", "b" * 1000)},
+        {"decoder": decoders.Replace(Regex("(a+)+$"), "b")},
+    ):
+        with pytest.raises(InvalidArgument, match="the tokenizer"):
+            Tokenizer(spelled(**parts))
+    ends = processors.TemplateProcessing(single="b $A b", special_tokens=[("b", 1)])
+    assert Tokenizer(spelled(post_processor=ends))._special_prefix() == [1]
+
+
+def test_which_tokenizers_are_safe() -> None:
+    """Those of popular models; what makes texts longer step by step is not."""
+    assert all(tokenizer_process.is_safe(tokenizers.Tokenizer.from_str(saved(kind))) for kind in BUILDERS)
+    patterns = sorted(tokenizer_process.KNOWN)
+    assert all(tokenizer_process.is_safe(spelled(**split(pattern))) for pattern in patterns)
+    assert not tokenizer_process.is_safe(spelled(**split(r"\p{L}+$")))
+    assert not tokenizer_process.is_safe(spelled(normalizer=DOUBLED))
+    assert not tokenizer_process.is_safe(spelled(normalizer=normalizers.Prepend("a" * 1000)))
+
+
+@pytest.mark.parametrize("pattern", sorted(tokenizer_process.KNOWN))
+def test_known_patterns_split_alike_in_the_process(pattern: str) -> None:
+    """Forced into the process, a tokenizer gives the ids that it gives here."""
+    tokenizer = Tokenizer(spelled(**split(pattern)))
+    texts = ["", "ab ba  a1 22 333\n\n b's", "äöü é\u212a"]
+    here = [tokenizer.encode(text) for text in texts]
+    tokenizer._encoder._is_safe = False
+    assert [tokenizer.encode(text) for text in texts] == here
 
 
 def test_templates_end_with_their_call() -> None:

@@ -29,8 +29,9 @@ from quire.config import CHAT_TEMPLATES
 from quire.engine import long_texts, template_process
 from quire.engine.chat_calls import SURROGATE, read_calls, take_text_from_calls, to_json
 from quire.engine.deprecated_messages import renewed
+from quire.engine.limited_process import LimitReached
 from quire.engine.long_texts import TextLimit
-from quire.engine.template_process import TemplateFailed, TemplateLimit, TextTooLong
+from quire.engine.template_process import TemplateFailed, TextTooLong
 from quire.errors import InvalidArgument, QuireError, context_full
 
 Message: TypeAlias = Mapping[str, Any]
@@ -103,7 +104,7 @@ def render_chat(
             if not take_text_from_calls(variables["messages"]):
                 raise
             text = _written(tokenizer_template, variables, text_limit)
-    except TemplateLimit as error:
+    except LimitReached as error:
         raise InvalidArgument(f"the chat template {error} for the messages; send fewer", field="messages") from error
     except TemplateFailed as error:
         raise InvalidArgument(f"the chat template {error}", field="messages") from error
@@ -142,10 +143,10 @@ def render_here(source: str, variables: Mapping[str, Any], most: int | None, sec
             if most is not None and size > most:
                 raise TextTooLong
             if size > MAX_TEXT:
-                raise TemplateLimit(f"makes more than {MAX_TEXT} characters")
+                raise LimitReached(f"makes more than {MAX_TEXT} characters")
             pieces.append(piece)
         return "".join(pieces)
-    except (QuireError, TemplateLimit, TextTooLong, MemoryError):
+    except (QuireError, LimitReached, TextTooLong, MemoryError):
         raise
     except jinja2.TemplateSyntaxError as error:
         raise TemplateFailed(f"is not valid Jinja: line {error.lineno}: {error.message}") from error
@@ -417,10 +418,10 @@ _deadline: ContextVar[float] = ContextVar("deadline")
 
 
 def _look() -> None:
-    """Raise ``Cancelled`` if the call was given up, ``TemplateLimit`` if it takes too long."""
+    """Raise ``Cancelled`` if the call was given up, ``LimitReached`` if it takes too long."""
     long_texts.check()
     if time.monotonic() > _deadline.get():
-        raise TemplateLimit(f"takes longer than {SECONDS:g} seconds")
+        raise LimitReached(f"takes longer than {SECONDS:g} seconds")
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

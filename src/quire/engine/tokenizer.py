@@ -29,6 +29,7 @@ from quire.engine.decoder_stream import REPLACEMENT
 from quire.engine.inner_text import for_inner_text
 from quire.engine.text_bounds import longest_token
 from quire.engine.token_bytes import TokenBytes, join_pieces
+from quire.engine.tokenizer_process import TextEncoder, check_decoder
 from quire.errors import CheckpointError, InvalidArgument, NotFound
 from quire.signatures import require_text
 
@@ -74,14 +75,17 @@ class Tokenizer:
     ) -> None:
         """Put a tokenizer around ``backend``, which belongs to it from now on. An id that is not
         given is that of the special token with that name, if the vocabulary has it."""
+        check_decoder(backend)
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._encoder = TextEncoder(backend)
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
         self.token_bytes = TokenBytes(backend)
         self.parse_special = False
-        self._inner = for_inner_text(backend)
+        inner = for_inner_text(backend)
+        self._inner = self._encoder if inner is backend else TextEncoder(inner)
         self._prefix = self._special_prefix()
         self.bos_id = self._named_id("bos_token", bos_id)
         if self.bos_id is None and self._prefix:
@@ -177,7 +181,7 @@ class Tokenizer:
         ``InvalidArgument`` if ``text`` is no text, or holds half a surrogate pair, which UTF-8
         cannot express.
         """
-        return encode_with(self._backend, text, add_special_tokens=add_special_tokens)
+        return encode_with(self._encoder, text, add_special_tokens=add_special_tokens)
 
     def encode_inside(self, *texts: str) -> list[int]:
         """Return the token ids of a text in the middle of another, which it continues character by
@@ -201,13 +205,13 @@ class Tokenizer:
         pieces: list[tuple[bool, str]] = []
         for part in parts:
             start = len(part) if inside else 0
-            if inside and self._inner is not self._backend and (found := self._added.search(part)) is not None:
+            if inside and self._inner is not self._encoder and (found := self._added.search(part)) is not None:
                 start = found.start()
             pieces += [(True, part[:start]), (False, part[start:])]
             inside = True
         ids: list[int] = []
         for is_inner, group in groupby((piece for piece in pieces if piece[1]), key=itemgetter(0)):
-            ids += encode_with(self._inner if is_inner else self._backend, *(text for _, text in group))
+            ids += encode_with(self._inner if is_inner else self._encoder, *(text for _, text in group))
         return ids
 
     def has_text(self, ids: Ids) -> bool:
@@ -241,8 +245,8 @@ class Tokenizer:
         ids = {token_id for token_id, content in self._normalized.items() if content in tokens}
         if not ids:
             return None
-        found = self._backend.encode(text, add_special_tokens=False)
-        places = (range(*place) for one, place in zip(found.ids, found.offsets, strict=True) if one in ids)
+        found = self._encoder.places(text)
+        places = (range(*place) for one, place in zip(*found, strict=True) if one in ids)
         return next((at for place in places for at in place[1:] if ord(text[at]) not in hidden), None)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -285,7 +289,7 @@ class Tokenizer:
         beyond = {
             token: id for token, id in self._backend.get_vocab(with_added_tokens=True).items() if id >= vocab_size
         }
-        added = self._backend.encode("", add_special_tokens=True).ids
+        added = self._encoder.encode([""], add_special_tokens=True)[0]
         produced = {token: id for token, id in beyond.items() if id not in self.token_bytes.special_ids or id in added}
         if produced:
             token, token_id = max(produced.items(), key=lambda item: item[1])
@@ -304,18 +308,16 @@ class Tokenizer:
 
     def _special_prefix(self) -> list[int]:
         """Return the ids that the post-processor puts before a text."""
-        plain = self._backend.encode("a", add_special_tokens=False)
-        special = self._backend.encode("a", add_special_tokens=True)
-        leading = special.special_tokens_mask.index(0) if 0 in special.special_tokens_mask else len(special.ids)
-        return special.ids[:leading] if special.ids != plain.ids else []
+        plain, special = (self._encoder.encode(["a"], add_special_tokens=added)[0] for added in (False, True))
+        starts = (start for start in range(len(special)) if plain and special[start : start + len(plain)] == plain)
+        return special[: next(starts, len(special))]
 
 
-def encode_with(backend: tokenizers.Tokenizer, *texts: str, add_special_tokens: bool = False) -> list[int]:
-    """Tokenise with ``backend``, one long text at a time."""
-    # The call for batches lets other Python threads run meanwhile, that for single texts does not.
+def encode_with(encoder: TextEncoder, *texts: str, add_special_tokens: bool = False) -> list[int]:
+    """Tokenise with ``encoder``, one long text at a time."""
     with long_texts.turn(sum(len(require_text("text", text)) for text in texts)):
-        found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-    return [token for one in found for token in one.ids]
+        found = encoder.encode(texts, add_special_tokens=add_special_tokens)
+    return [token for one in found for token in one]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
