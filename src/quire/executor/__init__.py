@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quire.build import EXECUTOR_FACTORY
     from quire.config import AttentionConfig, ExecutorConfig, MemoryConfig, OptimizationConfig
     from quire.contracts.executor import (
         AUDIO_PLACEHOLDER,
@@ -43,7 +42,6 @@ __all__ = [
     "AUDIO_PLACEHOLDER",
     "END_OF_AUDIO",
     "END_OF_IMAGE",
-    "EXECUTOR_FACTORY",
     "VISION_PLACEHOLDER",
     "AttentionConfig",
     "AudioData",
@@ -74,7 +72,6 @@ __all__ = [
 
 _ELSEWHERE = {
     **dict.fromkeys(("AttentionConfig", "ExecutorConfig", "MemoryConfig", "OptimizationConfig"), "quire.config"),
-    "EXECUTOR_FACTORY": "quire.build",
     "NamedExecutors": "quire.executor.named_executors",
     "CacheHandle": "quire.contracts.kv_cache",
     "Executor": "quire.executor.executor",
