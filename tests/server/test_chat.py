@@ -592,7 +592,7 @@ def test_what_stands_around_an_answer_stays_out_of_the_next_turn(
         "<|END_RESPONSE|>{% endif %}{% endfor %}{#" + COMMAND + "#}"
     )
     monkeypatch.setattr(chat, "select_template", lambda templates, **_: template)
-    monkeypatch.setattr("quire.engine.chat_rendering.select_template", lambda *_, **__: template)
+    monkeypatch.setattr("quire.engine.chat_prompts.select_template", lambda *_, **__: template)
     session = capable.client.post("/v1/sessions", json={}).json()["id"]
     for text in ("Yes.", "No."):
         says(f"<|START_RESPONSE|>{text}<|END_RESPONSE|>")
