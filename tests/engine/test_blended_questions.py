@@ -18,7 +18,7 @@ from quire.blend import forward as forward_module
 from quire.blend.calibration import BlendQuality
 from quire.blend.forward import BlendedForward
 from quire.blend.scores import StatedScore, score_of
-from quire.engine.blending import ASKING, LEAD_TEXT, UNCALIBRATED, Blending, lead_text_of
+from quire.engine.blending import ASKING, LEAD_TEXT, UNCALIBRATED, Blending, lead_text_of, start_of
 from quire.engine.step_draft import Scheduled
 from quire.engine.tokenizer import Tokenizer
 from quire.segments import AUTO, DEFAULT_RATIO, Segment
@@ -232,6 +232,15 @@ def test_chunks_are_computed_behind_a_text_where_the_vocabulary_has_it() -> None
     llm.close()
 
 
+def test_the_lead_has_the_text() -> None:
+    """Behind what a sequence begins with."""
+    llm = LLM("tiny-python", kv_cache_memory="32MiB", device="cpu")
+    blending, tokenizer = engine_of(llm).blending, engine_of(llm).tokenizer
+    assert blending.lead == (*start_of(tokenizer), *lead_text_of(tokenizer, 10**6))
+    assert len(blending.lead) > 64 > len(blending.start)
+    llm.close()
+
+
 def test_the_lead_is_what_a_chunk_has_read(make_llm: MakeLLM, llama: Checkpoint) -> None:
     """A prompt that begins with the whole lead has the chunk's rows exactly; they do not depend on
     what a prompt has in front of them."""
@@ -264,7 +273,7 @@ def test_a_model_that_is_not_calibrated_warns(
     assert told(llm.generate([PROMPT], greedy(1), blend=blended(0.2))[0]).warning == ""
 
 
-def test_the_question_chooses_by_default() -> None:
-    """And three tenths are computed anew: what holds the bounds on real models."""
-    assert (AUTO, DEFAULT_RATIO) == ("v_or_question", 0.3)
+def test_the_defaults_are_those_that_were_measured() -> None:
+    """They hold the bounds on a real model (``docs/blend.md``)."""
+    assert (AUTO, DEFAULT_RATIO) == ("v", 0.3)
     assert QualityLimits().mean_kl == 0.05

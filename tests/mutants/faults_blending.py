@@ -137,13 +137,6 @@ MUTANTS = (
         tests=("blend/test_rotation.py::test_moved_keys_are_those_of_their_new_place",),
     ),
     Mutant(
-        name="questions-see-what-comes-behind-them",
-        file="blend/scores.py",
-        old="visible_MN = gap_MN >= 0",
-        new="visible_MN = gap_MN >= -99",
-        tests=("blend/test_scores.py::test_scores_are_those_of_loops",),
-    ),
-    Mutant(
         name="wrong-and-read-instead-of-either",
         file="blend/scores.py",
         old="return 1 / places.amin(0)",
@@ -158,10 +151,17 @@ MUTANTS = (
         tests=("blend/test_scores.py::test_wrong_rows_and_read_rows_share_the_budget",),
     ),
     Mutant(
-        name="ranks-add-up-quotients",
-        file="blend/scores.py",
-        old="        return sums[0] / sums[2] + sums[1] / sums[3]",
-        new="        return inputs.over_ranks(sums[0] / sums[2] + sums[1] / sums[3])",
-        tests=("blend/test_scores.py::test_ranks_have_the_scores_of_all_heads",),
+        name="executors-may-drop-rows-without-a-cached-one",
+        file="blend/given_parts.py",
+        old="np.isin(np.concatenate((must, lasts)), kept).all()",
+        new="np.isin(lasts[:0], kept).all()",
+        tests=("engine/test_given_parts.py::test_an_output_that_drops_a_row_that_must_run",),
+    ),
+    Mutant(
+        name="the-lead-has-no-text",
+        file="engine/blending.py",
+        old="self.lead = (*start, *text)",
+        new="self.lead = (*start,)",
+        tests=("engine/test_blended_questions.py::test_the_lead_has_the_text",),
     ),
 )

@@ -195,9 +195,7 @@ class Blending:
         return 1 if self._runner.state.geometry.window_layers else DILUTION
 
     def _score(self, params: BlendParams) -> str:
-        if params.select != "auto":
-            return params.select
-        return AUTO if params.threshold is None else "v"
+        return AUTO if params.select == "auto" else params.select
 
     def require(self) -> None:
         """Raise ``Unsupported`` for a model that cannot be blended."""
