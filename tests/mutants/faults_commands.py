@@ -53,7 +53,7 @@ TEMPLATES = (
     Mutant(
         name="any-text-is-a-template",
         file="engine/chat_rendering.py",
-        old='    if "messages" not in read:\n',
+        old='    if "messages" not in _loaded(_tree(source, name)):\n',
         new="    if not source:\n",
         tests=(
             "engine/test_chat_templates.py::test_what_is_no_template_is_refused_in_a_sentence_before_the_weights_are_read",
