@@ -47,6 +47,7 @@ from quire.kv.forward_need import pages_for
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
 from quire.kv.static_pass import static_refusal
+from quire.kv.storage import bytes_per_token
 from quire.memory_profile import (
     capture_usual,
     captured_bytes,

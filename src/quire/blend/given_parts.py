@@ -101,7 +101,8 @@ class ExecutedForward(BlendedForward):
     @property
     def counts(self) -> list[int]:
         """Rows of each chunk that run now."""
-        return np.diff(np.searchsorted(self._alive, self._starts)).tolist()
+        counts: list[int] = np.diff(np.searchsorted(self._alive, self._starts)).tolist()
+        return counts
 
     @property
     def rehearsed(self) -> NDArray[np.int64]:
@@ -168,5 +169,7 @@ class ExecutedForward(BlendedForward):
         for name, rows, like in (("k", output.k, k_AHD), ("v", output.v, v_AHD)):
             wanted = [len(self._valid_T), *like.shape[1:]]
             if list(rows.shape) != wanted:
-                raise InvalidArgument(field=f"blend_executor.{name}", given=list(rows.shape), allowed=wanted)
+                raise InvalidArgument(
+                    field=f"blend_executor.{name}", given=list(rows.shape), allowed=f"of shape {wanted}"
+                )
         return kept

@@ -200,7 +200,9 @@ class Foreign:
             from transformers import AutoModelForCausalLM
 
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation="eager")
+                model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    self.config, dtype=dtype, attn_implementation="eager"
+                )
             state, prefix = model.state_dict(), f"{model.base_model_prefix}."
             unread = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         for name, header in checkpoint.tensors.items():
