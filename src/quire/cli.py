@@ -25,7 +25,6 @@ import typer
 from quire.cli_bench import bench_app
 from quire.cli_options import (
     CHAT_OPTIONS,
-    DEFAULT_MODEL,
     MODEL_HELP,
     SAMPLING_DEFAULTS,
     SAMPLING_OPTIONS,
@@ -44,6 +43,7 @@ from quire.cli_watch import top, trace
 from quire.config import named_paths
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, Unsupported
 from quire.sampling_params import SamplingParams
+from quire.terminal_chat import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from quire.llm import LLM
