@@ -129,7 +129,7 @@ def test_a_history_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
         ("a\\\nb\nc", ["a\nb", "c"]),
         ("a\\\\\nb", ["a\\\\", "b"]),
         ('"""a\n\nb"""\nc', ["a\n\nb", "c"]),
-        ('"""\na\\\n"""\nc', ["\na\\\n", "c"]),
+        ('"""\na\\\n"""\nc', ["a\\", "c"]),
         ('"""a"""\nb', ["a", "b"]),
         ('"""a\nb', ["a\nb"]),  # the input ends first
         ("/load a\\\nb", ["/load a\\", "b"]),

@@ -199,7 +199,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         f"{model.parameter_bytes / 2**20:.0f} MiB",
         f"KV pool: {' and '.join(held)}, {state.num_bytes / 2**20:.0f} MiB"
         + (
-            f", {bytes_per_token(state.geometry.specs, kv_dtype):,} bytes a token in all layers"
+            f", {bytes_per_token([spec for spec in model.layer_specs if isinstance(spec, ATTENTION)], kv_dtype):,} bytes a token in all layers"
             if state.geometry.specs
             else ""
         ),

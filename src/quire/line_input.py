@@ -57,7 +57,8 @@ class LineInput:
                 if not block:
                     lines[-1] = lines[-1][:-1]
                 lines.append(self.read(MORE))
-        return "\n".join(lines).removesuffix(BLOCK if block else "")
+        text = "\n".join(lines)
+        return text.removesuffix(BLOCK).removeprefix("\n").removesuffix("\n") if block else text
 
     def __enter__(self) -> LineInput:
         if (readline := self._readline) is not None:
