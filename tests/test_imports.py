@@ -317,25 +317,6 @@ def test_awaited_verbs_use_no_private_of_what_they_wrap() -> None:
     assert private <= own
 
 
-def test_files_and_classes_fit_in_a_head() -> None:
-    """At most 500 lines and 30 public methods; Protocols of contracts name all that they
-    promise."""
-    assert {name: _lines(path) for name, path in MODULES.items() if _lines(path) > 500} == {}
-    crowded = {}
-    for name, path in MODULES.items():
-        for node in tree_of(path).body:
-            if isinstance(node, ast.ClassDef) and not name.startswith("quire.contracts."):
-                methods = [one for one in node.body if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
-                public = {one.name for one in methods if not one.name.startswith("_")}
-                if len(public) > 30:
-                    crowded[f"{name}.{node.name}"] = len(public)
-    assert crowded == {}
-
-
-def _lines(path: Path) -> int:
-    return len(text_of(path).splitlines())
-
-
 def test_function_docstrings_begin_with_a_verb() -> None:
     """Not with an article, a question word or a number of things.
 
