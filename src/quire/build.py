@@ -193,7 +193,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         every = f", kept every {interval} tokens" if interval else ""
         held.append(f"{sizes.states} recurrent states of {state.geometry.state_bytes:,} bytes{every}")
     weights = f", {model.quantization} weights" if model.quantization else ""
-    notes = (
+    notes: tuple[str, ...] = (
         f"{model.architecture}, {model.num_parameters / 1e6:.1f}M parameters in {dtype_name(model.dtype)} on {device}{weights}, "
         f"{model.parameter_bytes / 2**20:.0f} MiB",
         f"KV pool: {' and '.join(held)}, {state.num_bytes / 2**20:.0f} MiB",
