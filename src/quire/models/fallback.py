@@ -197,12 +197,11 @@ class Foreign:
                 f"{checkpoint.path}: config.json says {sizes[0]} layers, but there are {sizes[1]} tensors"
             )
         with foreign_errors(f"{checkpoint.path}: transformers cannot build {self.what} from config.json"):
-            from transformers import AutoModelForCausalLM
+            import transformers
 
+            kind: Any = transformers.AutoModelForCausalLM  # which has no types
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                    self.config, dtype=dtype, attn_implementation="eager"
-                )
+                model = kind.from_config(self.config, dtype=dtype, attn_implementation="eager")
             state, prefix = model.state_dict(), f"{model.base_model_prefix}."
             unread = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         for name, header in checkpoint.tensors.items():
