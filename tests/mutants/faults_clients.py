@@ -161,7 +161,7 @@ MUTANTS = (
         name="tools-share-their-anchors",
         file="server/tools.py",
         old='        point(schema, f"#/$defs/{index}")\n',
-        new="",
+        new="        pass\n",
         tests=("server/test_call_grammars.py::test_references_of_a_tool_lead_into_its_own_schema",),
     ),
     Mutant(
