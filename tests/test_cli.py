@@ -748,7 +748,7 @@ def test_a_calibration_is_there_for_later_commands(
     assert run("capabilities", "--model", "tiny-python", *kept, "--json", monkeypatch=monkeypatch) == 0
     assert json.loads(capsys.readouterr().out)["blend_calibration"] == found
     assert run("capabilities", "--model", "tiny-python", *kept, monkeypatch=monkeypatch) == 0
-    assert f"checked at layer {found['layer']}; 1 probes at a ratio of 0.15" in capsys.readouterr().out
+    assert f"checked at layer {found['layer']}; 1 probes at a ratio of 0.3" in capsys.readouterr().out
     assert run("calibrate", "--texts", str(tmp_path / "no"), monkeypatch=monkeypatch) == 2
     assert "--texts: " in capsys.readouterr().err
 
