@@ -238,6 +238,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("/v1/chat/completions", {"messages": [], "tools": [{}] * MANY}, "tools.0.type"),
     ("/v1/chat/completions", {"messages": [], "reasoning": dict.fromkeys(map(str, range(MANY)), 1)}, "reasoning"),
     ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * (bodies.MAX_ITEMS + 1)}, "input"),
+    ("/v1/responses", {"input": "a", "metadata": dict.fromkeys(map(str, range(MANY)), 1)}, "metadata.0"),
     ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user"}] * (bodies.MAX_ITEMS + 1)}, "messages"),
     ("/v1/sessions", dict.fromkeys(map(str, range(MANY)), 1), None),
     ("/v1/sessions", {"labels": dict.fromkeys(map(str, range(MANY)), 1)}, "labels.0"),
@@ -271,7 +272,7 @@ def test_every_list_and_mapping_of_a_body_stops_at_its_first_error(served: Serve
             if schema.get("type") == "model":
                 assert issubclass(schema["cls"], bodies.BoundedModel), path
             for name, one in schema.items():
-                if name not in ("metadata", "serialization"):
+                if name not in ("metadata", "serialization") or not isinstance(schema.get("type"), str):
                     check(one, f"{path}.{name}")
 
     routes = [route for module in BODIES for route in module.router.routes if getattr(route, "body_field", None)]

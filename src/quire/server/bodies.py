@@ -104,9 +104,9 @@ def _bounded(schema: Any) -> Any:
         return type(schema)(map(_bounded, schema))
     if not isinstance(schema, dict):
         return schema
-    found = {
-        name: value if name in ("metadata", "serialization") else _bounded(value) for name, value in schema.items()
-    }
+    # A mapping of fields may have one that is called so.
+    others = ("metadata", "serialization") if isinstance(schema.get("type"), str) else ()
+    found = {name: value if name in others else _bounded(value) for name, value in schema.items()}
     if found.get("type") in ("list", "dict"):
         found["fail_fast"] = True
     if found.get("type") == "list" and found.get("items_schema", {}).get("type") not in ("int", "float"):
