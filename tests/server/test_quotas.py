@@ -342,8 +342,20 @@ def test_what_a_key_may_have_by_default() -> None:
         ("pinned_ttl", 0),
         ("pinned_ttl", float("inf")),
         ("share_prefix_cache", 1),
+        ("api_key_weight", (1.0,)),
+        ("api_key_weight", "3"),
+        ("max_adapters_per_key", 0),
     ],
 )
 def test_bad_settings(name: str, value: Any) -> None:
     with pytest.raises(InvalidArgument, match=name):
         ServerSettings(**{name: value})
+
+
+def test_weights_of_keys() -> None:
+    given = ServerSettings(api_key=("a", "b"), api_key_weight=(1, 3.5))
+    assert list(given.key_weights.values()) == [1.0, 3.5]
+    assert ServerSettings().key_weights == {"": 1.0}
+    for weight in (0, -1, float("inf"), "2", True):
+        with pytest.raises(InvalidArgument, match="api_key_weight"):
+            ServerSettings(api_key=("a",), api_key_weight=(weight,))
