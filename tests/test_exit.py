@@ -91,6 +91,24 @@ drop()
 kept = run("kept")
 """
 
+CALLING = """
+import threading
+import torch
+from quire.build import EXECUTOR_FACTORY
+from quire.executor import ExecutorConfig
+
+executor = EXECUTOR_FACTORY.create_executor(ExecutorConfig(model_info="tiny-python", dtype="float32", device="cpu"))
+begun = threading.Event()
+
+def call():
+    while True:
+        executor.forward(torch.full((4, 500), 5))
+        begun.set()
+
+threading.Thread(target=call, daemon=True).start()
+begun.wait()
+"""
+
 UNHELD = """
 import sys
 from quire import LLM, SamplingParams
@@ -137,6 +155,12 @@ def test_what_was_accepted_is_written_at_exit(tmp_path: Path) -> None:
     written = {name: objects_in(tmp_path / name) for name in ("process", "forked", "dropped", "kept")}
     assert set(written.values()) == {written["kept"]}, written
     assert written["kept"] >= 2
+
+
+def test_a_daemon_thread_of_the_program_may_be_in_a_call() -> None:
+    status, said = ended(CALLING)
+    assert status == 0, said
+    assert said.endswith("forward: the executor is shut down; make a new one\n")
 
 
 @pytest.mark.slow

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from multiprocessing import util
 
+LEAVE_SECONDS = 2.0
+"""Most seconds for which daemon threads of the program are waited for that are in a call."""
+_PACKAGE = os.path.dirname(__file__) + os.sep
 _OWNERS: dict[weakref.WeakMethod[Callable[[], object]], None] = {}
 
 
@@ -32,6 +37,7 @@ def leave_running(end: Callable[[], object]) -> None:
 
 def _end_all() -> None:
     interrupt: BaseException | None = None
+    callers = [thread for thread in threading.enumerate() if _is_inside(thread)]
     while _OWNERS:
         end = _OWNERS.popitem()[0]()
         try:
@@ -41,8 +47,22 @@ def _end_all() -> None:
             sys.excepthook(*sys.exc_info())
         except BaseException as error:  # The others have threads too.
             interrupt = error
+    # The error that such a call ends with ends the thread, which lets go of tensors until then.
+    until = time.monotonic() + LEAVE_SECONDS
+    for thread in callers:
+        thread.join(max(0.0, until - time.monotonic()))
     if interrupt is not None:
         raise interrupt
+
+
+def _is_inside(thread: threading.Thread) -> bool:
+    """Return whether a thread of the program is in a call of Quire."""
+    if thread is threading.current_thread() or thread.name.startswith("quire-"):
+        return False
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _begin(_: object = None) -> None:

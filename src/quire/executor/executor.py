@@ -62,6 +62,7 @@ from quire.kv.sequences import check_integer
 from quire.metrics import OperationMetrics
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import ModelIdentity
+from quire.process_exit import end_with_process
 from quire.runner.local import Runner
 from quire.sampling_params import SamplingParams
 from quire.signatures import checks_arguments
@@ -122,6 +123,7 @@ class Executor:
         self._knee = self.max_batch_size
         """Rows of a decode batch from which more gain little; until measured, all that may be."""
         self._warm = self._closed = False
+        end_with_process(self.shutdown)
 
     # -- KV caches ---------------------------------------------------------------------------------
 
