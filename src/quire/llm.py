@@ -57,9 +57,6 @@ from quire.segments import BlendParams, Segment
 from quire.signatures import require_bool
 from quire.store.session_journal import SessionJournal
 
-_NO_FIELDS = ("self", "__class__", "blend_retriever", "blend_executor")
-"""Local variables at the start of ``LLM.__init__`` that are no fields of ``EngineConfig``."""
-
 
 class LLM(SessionHistory, ShownLLM, Traces):
     """A loaded model that generates, and whose state sessions can hold.
@@ -109,8 +106,9 @@ class LLM(SessionHistory, ShownLLM, Traces):
         blend_retriever: BlendRetriever | None = None,
         blend_executor: BlendExecutor | None = None,
     ) -> None:
-        # The arguments are the configuration's fields: no other local variable may exist yet.
-        given = {name: value for name, value in locals().items() if name not in _NO_FIELDS}
+        # The other arguments are the configuration's fields: no other local variable may exist yet.
+        own = ("self", "__class__", "own", "blend_retriever", "blend_executor")
+        given = {name: value for name, value in locals().items() if name not in own}
         config = EngineConfig.from_mapping(given)
         checked_part("blend_retriever", blend_retriever, "new_request")
         checked_part("blend_executor", blend_executor, "blend")
@@ -243,18 +241,7 @@ class LLM(SessionHistory, ShownLLM, Traces):
                 ids, _, pieces = self._read(text, None)
                 engine.checks.tokens(ids)
             given.append((ids, pieces))
-        length = blend_calibration.probe_length(engine)
-        if texts is None:
-            with tqdm(total=probes * length, desc="Sampling", unit="token", disable=not show) as bar:
-                given = blend_calibration.sampled_texts(engine, probes, length, bar.update)
-        made = blend_calibration.probes_of(engine, given, probes)
-        with tqdm(total=2 * len(made), desc="Probing", unit="probe", disable=not show) as bar:
-            found = blend_calibration.calibrate(engine, made, chosen, bar.update, sampled=texts is None)
-        with engine.lock:
-            engine.blending.calibration = found
-        if blend_calibration.is_kept(engine):
-            blend_calibration.keep_calibration(engine, found)
-        return found
+        return blend_calibration.calibrate_on(engine, None if texts is None else given, probes, chosen, show=show)
 
     @property
     def blend_calibration(self) -> BlendCalibration | None:

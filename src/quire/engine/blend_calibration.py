@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from quire.blend.calibration import (
     LAYER_RATIO,
@@ -282,6 +283,25 @@ def calibrate(
     found = {(one.layer, one.ratio): one for one in (*by_layer, *by_ratio)}
     qualities = tuple(found[name] for name in sorted(found))
     return BlendCalibration(layer=layer, probes=len(probes), sampled=sampled, limits=limits, qualities=qualities)
+
+
+def calibrate_on(
+    engine: Engine, texts: Sequence[tuple[Ids, Pieces]] | None, count: int, limits: QualityLimits, *, show: bool
+) -> BlendCalibration:
+    """Measure on texts, or on what the model samples, use what was found, and keep it where a store
+    outlives the process. ``show``: progress on stderr."""
+    length, given = probe_length(engine), texts
+    if given is None:
+        with tqdm(total=count * length, desc="Sampling", unit="token", disable=not show) as bar:
+            given = sampled_texts(engine, count, length, bar.update)
+    made = probes_of(engine, given, count)
+    with tqdm(total=2 * len(made), desc="Probing", unit="probe", disable=not show) as bar:
+        found = calibrate(engine, made, limits, bar.update, sampled=texts is None)
+    with engine.lock:
+        engine.blending.calibration = found
+    if is_kept(engine):
+        keep_calibration(engine, found)
+    return found
 
 
 def _measure(
