@@ -21,21 +21,21 @@ from quire.errors import FailedPrecondition
 _OWNERS: dict[weakref.WeakMethod[Callable[[], object]], None] = {}
 
 
+FORKED = (
+    "this object was made before os.fork(), and its threads and locks are those of the parent process; make "
+    "a new LLM or executor in the child, or start children with the 'spawn' method of multiprocessing"
+)
+
+
 class Forked(FailedPrecondition):
     """An object of the parent was used in a child of ``os.fork()``."""
-
-    def __init__(self, _: str = "") -> None:
-        super().__init__(
-            "this object was made before os.fork(), and its threads and locks are those of the parent process; make "
-            "a new LLM or executor in the child, or start children with the 'spawn' method of multiprocessing"
-        )
 
 
 class ParentsLock:
     """Stands in a child for a lock of the parent."""
 
     def __enter__(self) -> NoReturn:
-        raise Forked
+        raise Forked(FORKED)
 
     def __exit__(self, *_: object) -> None:
         """End a block in which the process was forked."""
@@ -47,7 +47,7 @@ class ParentsLock:
         return False
 
     def __getattr__(self, name: str) -> Any:
-        raise Forked
+        raise Forked(FORKED)
 
 
 def in_children(forked: Callable[[], object]) -> None:

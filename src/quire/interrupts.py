@@ -25,7 +25,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, ParamSpec, Self, TypeVar
 
-from quire.forks import Forked, ParentsLock, in_children
+from quire.forks import FORKED, Forked, ParentsLock, in_children
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -247,7 +247,7 @@ class Lock:
     def require_own(self) -> None:
         """Raise ``Forked`` if it was made before ``os.fork()``."""
         if self.is_parents:
-            raise Forked
+            raise Forked(FORKED)
 
     def __enter__(self) -> Self:
         self.acquire()

@@ -112,7 +112,8 @@ def test_nan(name: str) -> None:
 
 def test_arguments_are_spelt_out() -> None:
     """The signature of ``LLM`` is the configuration: same names, same order, same defaults."""
-    arguments = list(inspect.signature(LLM).parameters.values())
+    *arguments, retriever, executor = inspect.signature(LLM).parameters.values()
+    assert (retriever.name, executor.name) == ("blend_retriever", "blend_executor")  # objects, no configuration
     fields = dataclasses.fields(EngineConfig)
     assert [argument.name for argument in arguments] == [field.name for field in fields]
     assert all(a.default == f.default for a, f in zip(arguments[1:], fields[1:], strict=True))

@@ -117,10 +117,10 @@ def _base() -> Any:
 @contextmanager
 def parked(llm: LLM, request: Any) -> Iterator[None]:
     """A preempted request stays out of the queue meanwhile."""
-    waiting = engine_of(llm).scheduler.waiting
-    waiting.remove(request.work)
+    queues = engine_of(llm).scheduler.queues
+    queues.remove(request.work)
     yield
-    waiting.append(request.work)
+    queues.wait(request.work)
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from quire import AsyncLLM
+from quire.server.key_portions import KeyPortions
 from quire.server.settings import ServerSettings
 
 from .conftest import Served, serving
@@ -478,7 +479,7 @@ def test_errors_on_the_way_have_anthropics_shape(chat_llm: AsyncLLM) -> None:
         assert kind(served.client.get("/v1/messages", headers=key), 405) == "invalid_request_error"
         for path in ("/v1/messagesx", "/v1/chat/completions"):
             assert "type" not in post(path, json={}, headers=key).json()
-        served.context.gate.limit = 0
+        served.context.gate._requests = KeyPortions(0, settings.key_weights)
         assert kind(post("/v1/messages", json=body, headers=key), 429) == "rate_limit_error"
         served.context.gate.close()
         assert kind(post("/v1/messages", json=body, headers=key), 503) == "overloaded_error"

@@ -34,6 +34,7 @@ from quire.errors import (
     TierFull,
     Unsupported,
 )
+from quire.forks import Forked
 from quire.sampling_params import BeamSearchParams
 from quire.server.errors import RETRY_AFTER, STATUSES, STORE_UNAVAILABLE, api_error
 from quire.store.records import Unfit
@@ -47,6 +48,7 @@ EXPECTED: dict[type[QuireError], tuple[int, str, str]] = {
     AlreadyExists: (409, "already_exists", REFUSED),
     NotFound: (404, "not_found", REFUSED),
     FailedPrecondition: (409, "failed_precondition", REFUSED),
+    Forked: (409, "failed_precondition", REFUSED),
     ResourceExhausted: (400, "resource_exhausted", REFUSED),
     StoreFull: (507, "store_full", INTERNAL),
     PoolExhausted: (503, "pool_exhausted", INTERNAL),
