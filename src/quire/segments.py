@@ -18,8 +18,8 @@ best."""
 
 DEFAULT_RATIO = 0.3
 
-AUTO: SelectName = "v"
-"""What ``auto`` is: blended, none does better on a real model (``docs/blend.md``)."""
+AUTO: SelectName = "v_or_question"
+"""What ``auto`` is without a threshold: it loses least on a real model (``docs/blend.md``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ class BlendParams:
     """Which tokens these are."""
     threshold: float | None = None
     """Only tokens of a higher score are computed anew, at most ``ratio`` of them; None: the ratio
-    decides alone. ``v_or_question`` has none: its scores are places in an order."""
+    decides alone. Only ``v`` has one, which ``auto`` is then: scores of ``v_or_question`` are
+    places in an order."""
     least: int = 256
     """Tokens with reusable state below which a prompt is computed in full."""
     keep: bool = True

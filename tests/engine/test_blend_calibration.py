@@ -169,8 +169,8 @@ def test_the_gate(calibrated: LLM, found: BlendCalibration, questions: list[Ques
     assert refused.reason == f"the model's calibration refuses it: {strict.told(found.at(0.05))}"
     assert len(blending.under_way) == before, "chunks that are of no use are not computed"
     assert run(ratio=0.06, gate=False).blended > 0
-    assert run(ratio=0.06, select="v_or_question").blended > 0, "the calibration does not tell of it"
-    assert run(ratio=0.06, threshold=1e-9).blended > 0
+    assert run(ratio=0.06, select="v").blended > 0, "the calibration does not tell of it"
+    assert run(ratio=0.06, select="v", threshold=1e-9).blended > 0
     assert run(ratio=1.0).reason == "", "all of it is exact"
     # With the other check layer nothing passes.
     blending.calibration = replace(found, layer=1)

@@ -274,6 +274,6 @@ def test_a_model_that_is_not_calibrated_warns(
 
 
 def test_the_defaults_are_those_that_were_measured() -> None:
-    """They hold the bounds on a real model (``docs/blend.md``)."""
-    assert (AUTO, DEFAULT_RATIO) == ("v", 0.3)
+    """On a real model (``docs/blend.md``)."""
+    assert (AUTO, DEFAULT_RATIO) == ("v_or_question", 0.3)
     assert QualityLimits().mean_kl == 0.05

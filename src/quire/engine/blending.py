@@ -195,7 +195,9 @@ class Blending:
         return 1 if self._runner.state.geometry.window_layers else DILUTION
 
     def _score(self, params: BlendParams) -> str:
-        return AUTO if params.select == "auto" else params.select
+        if params.select != "auto":
+            return params.select
+        return AUTO if params.threshold is None else "v"
 
     def require(self) -> None:
         """Raise ``Unsupported`` for a model that cannot be blended."""
