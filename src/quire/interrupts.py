@@ -241,7 +241,7 @@ class Lock:
 
     @property
     def is_parents(self) -> bool:
-        """Return whether it was made before ``os.fork()``, so that nobody gets it here."""
+        """Return whether it was made before ``os.fork()``, so that no thread gets it here."""
         return isinstance(self._lock, ParentsLock)
 
     def require_own(self) -> None:
