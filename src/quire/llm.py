@@ -34,9 +34,9 @@ from quire.engine.named_adapters import AdapterInfo
 from quire.engine.page_use import OWNERS
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
 from quire.engine.prompts import Prompt, Prompts, SegmentedPrompt, Text, naming_prompt
+from quire.engine.request import Request
 from quire.engine.request_outputs import prefix_output, warmed
 from quire.engine.request_preparation import Messages as Messages
-from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session_history import SessionHistory
 from quire.engine.views.shown_llm import ShownLLM
 from quire.engine.views.state_views import StateViews
@@ -318,14 +318,14 @@ class LLM(SessionHistory, ShownLLM, Traces):
     @uninterrupted
     def _run(self, prepared: PreparedPrompts, use_tqdm: bool | None) -> list[RequestOutput]:
         engine = self._engine
-        requests: list[list[SequenceRequest]] = []
+        requests: list[list[Request]] = []
         try:
             requests = self.submit(prepared)
             step_tokens = engine.scheduler.limits.max_num_batched_tokens
             with closing(GenerationBar(requests, show=use_tqdm, step_tokens=step_tokens)) as bar:
                 samples = [sample for samples in requests for sample in samples]
                 engine.run(samples, bar.advance if bar.shown else None)
-            engine.run([one.verification for one in samples if one.verification is not None])
+            engine.run([one.output.verification for one in samples if one.output.verification is not None])
         finally:
             for samples in requests:
                 engine.end(samples)

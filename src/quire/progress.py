@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 if TYPE_CHECKING:
-    from quire.engine.sequence_request import SequenceRequest
+    from quire.engine.request import Request
 
 
 class GenerationBar:
     """A bar of answered prompts; while prompts run, also their processed tokens."""
 
-    def __init__(self, requests: Sequence[Sequence[SequenceRequest]], *, show: bool | None, step_tokens: int) -> None:
+    def __init__(self, requests: Sequence[Sequence[Request]], *, show: bool | None, step_tokens: int) -> None:
         """Watch ``requests``, the samples of each prompt.
 
         ``show`` None: on a terminal, for several prompts or more than ``step_tokens`` tokens.
         """
         self._requests = requests
-        self._total = sum(samples[0].num_prompt for samples in requests)
+        self._total = sum(samples[0].asked.num_prompt for samples in requests)
         if show is None:
             show = sys.stderr.isatty() and (len(requests) > 1 or self._total > step_tokens)
         self.shown = show

@@ -22,8 +22,9 @@ from quire.engine.engine import Engine
 from quire.engine.keeping import Keeper
 from quire.engine.progress_bars import run_shown
 from quire.engine.prompts import Prompt, Text, is_segmented, read_prompt
+from quire.engine.request import Request
 from quire.engine.segmented_prompts import read_segments
-from quire.engine.sequence_request import SequenceRequest, SessionBranch
+from quire.engine.session_branch import SessionBranch
 from quire.engine.session_labels import Labelled
 from quire.engine.session_repr import session_repr
 from quire.engine.token_ids import as_token_ids
@@ -254,7 +255,7 @@ class LiveSequence(Labelled):
 
     def _submit_first(
         self, tokens: NDArray[Any], length: int, media: Media = NO_MEDIA, *, priority: int = 0
-    ) -> SequenceRequest | None:
+    ) -> Request | None:
         """Queue a run of the first ``length`` tokens; return None if they are computed already. The
         session becomes all of ``tokens``. ``media`` holds embeddings that it does not have yet."""
         state = self._state
@@ -263,16 +264,16 @@ class LiveSequence(Labelled):
         tail = tokens[length:].tolist()
         return self._engine.submit_run(state, tokens[:length], tail=tail, media=media, priority=priority)
 
-    def _wait(self, request: SequenceRequest, use_tqdm: bool | None = False) -> None:
+    def _wait(self, request: Request, use_tqdm: bool | None = False) -> None:
         """Run a request to its end. Raise its error, and ``Cancelled`` for a cancelled run.
         ``use_tqdm`` shows how far its prompt is; None: on a terminal, if it takes long."""
         run_shown(self._engine, request, use_tqdm)
-        if request.error is not None:
-            raise request.error
-        if request.finish_reason == "cancelled" and request.params is None:
+        if request.output.error is not None:
+            raise request.output.error
+        if request.output.finish_reason == "cancelled" and request.params is None:
             raise Cancelled("the session's call was cancelled; the session is as it was before")
 
-    def _compute(self, verb: str, *, priority: int = 0, use_tqdm: bool | None = False) -> SequenceRequest | None:
+    def _compute(self, verb: str, *, priority: int = 0, use_tqdm: bool | None = False) -> Request | None:
         """Run all tokens but the last one, as far as they are not computed. None: they were."""
         with self._engine.lock:
             request = self._submit_first(self._idle(verb).tokens.ids, len(self) - 1, priority=priority)

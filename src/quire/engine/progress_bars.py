@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.engine.engine import Engine
-    from quire.engine.sequence_request import SequenceRequest
+    from quire.engine.request import Request
     from quire.kv.statefile import StateFile
 
 DELAY = 0.5
@@ -32,10 +32,10 @@ def is_wanted(use_tqdm: bool | None) -> bool:
 class PromptBar:
     """A bar of the tokens of a prompt that have run, with the time that is left."""
 
-    def __init__(self, request: SequenceRequest, use_tqdm: bool | None) -> None:
+    def __init__(self, request: Request, use_tqdm: bool | None) -> None:
         self._request = request
         self._bar = tqdm(
-            total=request.num_prompt,
+            total=request.asked.num_prompt,
             initial=request.num_prompt_run,
             desc="Prompt",
             unit="token",
@@ -53,10 +53,10 @@ class PromptBar:
         self._bar.close()
 
 
-def run_shown(engine: Engine, request: SequenceRequest, use_tqdm: bool | None) -> None:
+def run_shown(engine: Engine, request: Request, use_tqdm: bool | None) -> None:
     """Run a request to its end, and show how far its prompt is: if that is asked for, or on a
     terminal if it takes several steps. Where a thread of its own steps, nobody could."""
-    several = request.work.remaining > engine.scheduler.limits.max_num_batched_tokens
+    several = request.branch.remaining > engine.scheduler.limits.max_num_batched_tokens
     if engine.wait is not None or not is_wanted(use_tqdm) or not (several or use_tqdm):
         engine.run([request])
         return

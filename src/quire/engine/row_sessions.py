@@ -14,7 +14,7 @@ from quire.branches.going_back import require_again
 from quire.branches.row import are_indices
 from quire.branches.saved_rows import NO_POSITIONS, other_eviction
 from quire.engine.engine import Engine
-from quire.engine.sequence_request import SessionBranch
+from quire.engine.session_branch import SessionBranch
 from quire.errors import InvalidArgument, NotFound, Unsupported
 
 

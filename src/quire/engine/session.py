@@ -25,8 +25,9 @@ from quire.engine.chat_turns import Asked, ReadAnswer
 from quire.engine.keeping import kept
 from quire.engine.next_turn import next_turn_ids, parts_from
 from quire.engine.prompts import Prompt, Text
+from quire.engine.request import Request
 from quire.engine.request_outputs import prefix_output, request_output, reuse_of
-from quire.engine.sequence_request import SequenceRequest, SessionBranch
+from quire.engine.session_branch import SessionBranch
 from quire.engine.session_edits import SessionEdits
 from quire.engine.session_stream import PreparedTurn, SessionStream
 from quire.engine.spelled_tokens import SpelledTokens
@@ -120,7 +121,7 @@ class Session(SessionEdits):
 
     def submit_generate(
         self, params: SamplingParams, request_id: str | None = None, hints: CacheHints = NO_HINTS
-    ) -> SequenceRequest:
+    ) -> Request:
         """Queue what ``generate`` runs; the session is generating until steps have run it."""
         with self._engine.lock:
             return self._submit(self._state.tokens.ids, params, request_id, hints)
@@ -147,12 +148,12 @@ class Session(SessionEdits):
         params: SamplingParams | None,
         request_id: str | None = None,
         hints: CacheHints = NO_HINTS,
-    ) -> SequenceRequest:
+    ) -> Request:
         state, chosen = self._state, self._check_params("generate", len(tokens), params)
         ids = tokens.astype(np.int64)
         return self._engine.submit(ids, chosen, request_id=request_id, session=state, hints=hints)[0]
 
-    def _result(self, request: SequenceRequest) -> RequestOutput:
+    def _result(self, request: Request) -> RequestOutput:
         self._wait(request)
         return request_output([request], self._engine.tokenizer)
 
@@ -183,7 +184,7 @@ class Session(SessionEdits):
             require_bool("use_tqdm", use_tqdm)
         request = self._compute("compute", priority=priority, use_tqdm=use_tqdm)
         if request is not None:
-            return reuse_of(request.work, self._engine.tokenizer)
+            return reuse_of(request, self._engine.tokenizer)
         return Reuse(cached=self.num_computed, by_tier={"pool": self.num_computed} if self.num_computed else {})
 
     @uninterrupted
@@ -202,7 +203,7 @@ class Session(SessionEdits):
             )
         self._wait(request)
         # Another thread may have changed the session since.
-        work = request.work
+        work = request.branch
         if state.runs == work.runs and np.array_equal(state.tokens.ids, work.tokens.ids):
             state.logits = rows[-1]
         return rows[-1].clone()
@@ -383,11 +384,11 @@ class Session(SessionEdits):
         hinted = checked_hints(hints)
         asked, tokens = self._ask(messages, params, answer)
 
-        def start() -> SequenceRequest:
+        def start() -> Request:
             self._idle("chat")
             return self._submit(tokens, params, hints=hinted)
 
-        def end(request: SequenceRequest) -> Future[None] | None:
+        def end(request: Request) -> Future[None] | None:
             self._turns.answered(asked, request, len(self))
             return self._keep(wait=False)
 

@@ -17,7 +17,7 @@ from quire.contracts.store import KEY_BYTES, ObjectKey, ObjectKind
 from quire.engine import saved_sessions
 from quire.engine.chat_turns import ChatTurns
 from quire.engine.engine import Engine
-from quire.engine.sequence_request import SessionBranch
+from quire.engine.session_branch import SessionBranch
 from quire.errors import FailedPrecondition, InvalidArgument, StoreFull, TierFull
 from quire.interrupts import POLL_SECONDS, check
 from quire.models.fingerprint import ModelIdentity

@@ -19,7 +19,8 @@ from quire.contracts.executor import ExecutorInputs
 from quire.engine.keeping import kept
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.prompts import Text
-from quire.engine.sequence_request import SequenceRequest, SessionBranch
+from quire.engine.request import Request
+from quire.engine.session_branch import SessionBranch
 from quire.engine.session_views import SessionViews
 from quire.engine.text_places import TextPlace, changed_text, pieces_of, place_of, text_of
 from quire.engine.token_ids import is_integer
@@ -96,7 +97,7 @@ class SessionEdits(SessionViews):
         try:
             if request is not None:
                 self._wait(request)
-                replayed = _replayed(request.work.num_cached, len(request.work.tokens), place.start, added.size)
+                replayed = _replayed(request.seat.reuse.cached, len(request.branch.tokens), place.start, added.size)
             with engine.lock:
                 self._take_over(self._open("edit"), branch)
                 self._turns = turns
@@ -106,7 +107,7 @@ class SessionEdits(SessionViews):
                 engine.forget(branch)
                 self._give_back(source)
         engine.metrics.tokens_replayed.inc(replayed)
-        done = Blend() if source is None or request is None else source.blend.report(request.work)
+        done = Blend() if source is None or request is None else source.blend.report(request.branch)
         return EditReport(
             removed=place.stop - place.start,
             added=added.size,
@@ -215,7 +216,7 @@ class SessionEdits(SessionViews):
         branch.pinned = state.pinned
         return branch
 
-    def _run(self, branch: SessionBranch, blend: PromptBlend | None) -> SequenceRequest | None:
+    def _run(self, branch: SessionBranch, blend: PromptBlend | None) -> Request | None:
         """Queue a run of all tokens but the last of a branch; None: they are computed."""
         ids, last = branch.tokens.ids, len(branch.tokens) - 1
         if last < 1 or branch.computed >= last:

@@ -17,8 +17,8 @@ from quire.engine.kept_sessions import KeptSessions
 from quire.engine.named_adapters import NamedAdapters
 from quire.engine.prompts import Prompt
 from quire.engine.request_preparation import RequestPreparation, cache_key
-from quire.engine.sequence_request import SessionBranch
 from quire.engine.session import Session
+from quire.engine.session_branch import SessionBranch
 from quire.engine.session_labels import checked_labels, checked_name
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.interrupts import uninterrupted
