@@ -133,7 +133,7 @@ def test_no_module_reaches_behind_the_contract() -> None:
         "size = kv._page_bytes",
         "from quire.kv.state import State",
         "from quire.kv.recurrent_table import RecurrentTable",
-        "from quire.kv.sequences import SequenceBooks, check_integer",
+        "from quire.kv.sequences import SequenceTable, check_integer",
         "from quire.kv.recurrent_states import NULL",
         "from quire.kv import exchange, state",
         "import quire.kv.recurrent_states",

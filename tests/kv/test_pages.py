@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import QuireError, ResourceExhausted
-from quire.kv.forward_need import SlotRange, pages_for, slots_of
+from quire.kv.forward_need import SlotRange, pages_for, slot_index, slots_of
 from quire.kv.pages import NULL_PAGE, PagePool, PageTable
 from quire.kv.sequence_table import SequenceTable
-from quire.kv.sequences import slot_index
 from quire.kv.storage import PagedStorage, lazy_zeros
 from quire.kv.trees import Tree
 from quire.kv.windows import NO_HOLE, Window

@@ -209,7 +209,7 @@ TREES = (
     ),
     Mutant(
         name="commit-by-batch-order",
-        file="kv/sequences.py",
+        file="kv/sequence_table.py",
         old="sequences = [self.get(seq_id) for seq_id in seq_ids]\n        self.require_closed(verb)",
         new="sequences = [self.get(seq_id) for seq_id in sorted(seq_ids, key=self.ids.index)]\n        self.require_closed(verb)",
         tests=("kv/test_trees.py::test_commit_goes_by_ids",),
@@ -296,7 +296,7 @@ STATES = (
     ),
     Mutant(
         name="node-continues-the-present-state",
-        file="kv/recurrent_states.py",
+        file="kv/recurrent_table.py",
         old="sources.append(states.present if parent < 0 else states.nodes[parent])",
         new="sources.append(states.present)",
         tests=("kv/test_hybrid_machine.py::test_short",),
@@ -331,7 +331,7 @@ STATES = (
     ),
     Mutant(
         name="youngest-of-the-ring-gives-way",
-        file="kv/recurrent_states.py",
+        file="kv/recurrent_table.py",
         old="        for slot, holders in self._ringed.items():\n            if len(found) >= most:",
         new="        for slot, holders in reversed(self._ringed.items()):\n            if len(found) >= most:",
         tests=("kv/test_hybrid_machine.py::test_short",),

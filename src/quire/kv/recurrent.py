@@ -125,7 +125,7 @@ class RecurrentPart:
     """Recurrent layers of a KV state: bookkeeping (``table``), slots (``storage``), open forward.
 
     ``specs``: the layers, with the global ids ``layer_ids``. ``num_slots``: states that fit in all,
-    of present ones, checkpoints and rings. ``ring``, ``interval``: see ``RecurrentBooks``. The
+    of present ones, checkpoints and rings. ``ring``, ``interval``: see ``RecurrentTable``. The
     caller checks ids, lengths, tree parents and the bracket; layers and tensors are checked here.
     """
 
