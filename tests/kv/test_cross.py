@@ -31,8 +31,8 @@ from quire.errors import (
 from quire.kernels.paged_attention import NativeAttention
 from quire.kernels.sdpa import SdpaAttention, SdpaPlan
 from quire.kv import sequencefile
-from quire.kv.attention_pass import AttentionPass
 from quire.kv.state import State
+from quire.kv.state_pass import StatePass
 from quire.kv.statefile import read_state, to_bytes
 from quire.ops.attention import ReferenceAttention
 from quire.ops.recurrence import ReferenceRecurrence
@@ -394,7 +394,7 @@ def test_pass_of_a_state_without_cross_layers() -> None:
     state.begin_forward([0], [1])
     with pytest.raises(Unsupported, match="attend_cross: layer 0 is of kind 'full'"):
         state.open_pass().attend_cross(0, torch.zeros(1, 4, 8))
-    assert isinstance(state.open_pass(), AttentionPass)
+    assert isinstance(state.open_pass(), StatePass)
     message = refused(state, Unsupported, lambda: state.set_cross_kv(0, 0, torch.zeros(1, 2, 8), torch.zeros(1, 2, 8)))
     assert "no cross layers" in message
 

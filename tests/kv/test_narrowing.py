@@ -228,7 +228,7 @@ def test_layers_that_share_a_source() -> None:
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_latent_rows(backend: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latent_forms, "_worth_expanding", lambda *_: form == "expanded")
+    monkeypatch.setattr(latent_forms, "worth_expanding", lambda *_: form == "expanded")
     for page_size, counts, rows in (
         (4, (30, 1, 25), (0, 7, 8, 29, 30, 32, 50)),
         (1, (40,), tuple(range(0, 40, 2))),
@@ -276,7 +276,7 @@ def test_expansion_pays_where_many_rows_run() -> None:
         story.state.begin_forward([0], [60])
         opened = story.state.open_pass()
         opened.narrow(np.arange(rows))
-        assert latent_forms._worth_expanding(opened.batch, story.expansion) == expected
+        assert latent_forms.worth_expanding(opened.batch, story.expansion) == expected
 
 
 def test_an_abort_leaves_no_trace() -> None:

@@ -98,14 +98,14 @@ WINDOWS = (
     ),
     Mutant(
         name="sink-query-at-its-true-position",
-        file="kv/attention_pass.py",
+        file="kv/state_pass.py",
         old="return self._turn(q_THD, layer.turning, relative=True)",
         new="return self._turn(q_THD, layer.turning, relative=False)",
         tests=("kv/test_window_values.py::test_against_a_cache_that_rotates_its_keys_anew",),
     ),
     Mutant(
         name="new-rows-seen-twice",
-        file="kv/attention_pass.py",
+        file="kv/state_pass.py",
         old='return merge(own, self.cross(source_layer_id, q_THD, "past", scoring, coarse=True)).out',
         new='return merge(own, self.cross(source_layer_id, q_THD, "fused", scoring, coarse=True)).out',
         tests=("kv/test_states.py::test_shared_kv",),
@@ -275,7 +275,7 @@ STATES = (
     ),
     Mutant(
         name="latent-past-not-merged",
-        file="kv/latent.py",
+        file="kv/state_pass.py",
         old="    if not batch.stored.any():\n",
         new="    if True:\n",
         tests=("kv/test_latent.py::test_every_chunking_of_twelve_tokens",),
@@ -386,7 +386,7 @@ STATES = (
 PIECES = (
     Mutant(
         name="layers-that-have-not-come-are-read",
-        file="kv/attention_pass.py",
+        file="kv/state_pass.py",
         old="        if self.awaited:\n            self.require_come(layer_id)\n",
         new="",
         tests=("kv/test_pieces.py::test_a_forward_waits_for_layers_or_refuses_them",),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypedDict, Unpack
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from quire.contracts.layers import InitialValues, Recurrent, StateTensor
 from quire.contracts.recurrence import PooledRecurrence, Recurred, RecurrenceBackend, RecurrencePlan, StatePlaces
-from quire.errors import FailedPrecondition, InvalidArgument
+from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.recurrent_states import NULL, OpenRecurrent, RecurrentNeed, Slots
 from quire.kv.recurrent_table import RecurrentTable
 from quire.kv.storage import allocate, check_tensor, copy_rows
@@ -283,29 +284,43 @@ class RecurrentPart:
                 self.storage.write_one(layer, index, slot, tensors[next(names)])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentMemory:
+    """The states that a forward reads and writes, on the device."""
+
+    plan: RecurrencePlan
+    sources: Tensor
+    """``[G]``: the places of the given states."""
+    targets_M: Tensor
+    """The slots of the wanted states."""
+    known: dict[tuple[int, int], Literal["wanted", "end", "token"]] = field(default_factory=dict)
+    """By layer and state: of which rows the new states are known (wanted, ends, all tokens)."""
+
+
 class RecurrentPass:
     """The open forward of a ``RecurrentPart``: T rows, none padded, in the order of ``plan``."""
 
-    def __init__(self, part: RecurrentPart, opened: OpenRecurrent) -> None:
+    def __init__(self, part: RecurrentPart, opened: OpenRecurrent, memory: RecurrentMemory | None = None) -> None:
+        """Open the pass. ``memory``: what it reads and writes; None: its own."""
         need = opened.need
         self._part = part
         self._opened = opened
-        self.plan = RecurrencePlan(
-            starts=need.starts, parents=need.parents, given=need.given, wanted=need.wanted, chains=need.chains
-        )
-        self._sources = part.storage.index(need.sources)
-        self._present = part.storage.index(need.present)
-        self._targets_M = self._tensor(opened.targets)
-        self._set: dict[tuple[int, int], Literal["wanted", "end", "token"]] = {}
-        """By layer and state: of which rows the new states are known (wanted, ends, all tokens)."""
-        ring = part.table.ring
-        self._recent = [
-            row
-            for end, count, tree in zip(need.starts[1:].tolist(), need.counts, need.trees, strict=True)
-            if not tree
-            for row in range(max(end - count, end - 1 - ring), end - 1)
-        ]
+        self._keeps_place = memory is not None
+        self._recent: list[int] = []
         """Rows whose states the ring could take besides: the last of each chain before its end."""
+        if memory is None:
+            plan = RecurrencePlan(
+                starts=need.starts, parents=need.parents, given=need.given, wanted=need.wanted, chains=need.chains
+            )
+            memory = RecurrentMemory(plan, part.storage.index(need.sources), self._tensor(opened.targets))
+            self._recent = [
+                row
+                for end, count, tree in zip(need.starts[1:].tolist(), need.counts, need.trees, strict=True)
+                if not tree
+                for row in range(max(end - count, end - 1 - part.table.ring), end - 1)
+            ]
+        self.plan, self._sources, self._targets_M = memory.plan, memory.sources, memory.targets_M
+        self._set = memory.known
         self._recent_rows: dict[tuple[int, int], Tensor] = {}
         """Their states, by layer and state."""
 
@@ -396,10 +411,11 @@ class RecurrentPass:
     def get(self, layer_id: int, state_id: int, per_token: bool = False) -> Tensor:
         """Return the state before this forward, ``[B, *shape]``, fresh; ``per_token``:
         ``[T, *shape]``, of each row's predecessor if that is older than the forward, else 0."""
+        self._require_own_memory("get", layer_id, state_id)
         layer, tensor = self.tensor(layer_id, state_id)
         storage = self._part.storage
         if not per_token:
-            return storage.read(layer, state_id, self._present)
+            return storage.read(layer, state_id, self._opened.need.present)
         found_G = storage.read(layer, state_id, self._sources)
         first = np.flatnonzero(self.plan.given >= 0)
         rows_T = torch.zeros((self.plan.num_rows, *tensor.shape), dtype=found_G.dtype, device=found_G.device)
@@ -410,6 +426,7 @@ class RecurrentPass:
         """Set the new state: ``[B, *shape]`` after the last token of each entry, or with
         ``per_token`` ``[T, *shape]`` after every token. ``InvalidArgument``: shape or dtype, or a
         token tree in the batch without ``per_token``."""
+        self._require_own_memory("set", layer_id, state_id)
         layer, tensor = self._part.tensor(layer_id, state_id)
         need = self._opened.need
         self._part.check_data("set", tensor, data, (self.plan.num_rows if per_token else len(need.counts),))
@@ -426,6 +443,13 @@ class RecurrentPass:
         else:
             storage.write(layer, state_id, self._targets_M[self._tensor(need.offsets[1:] - 1)], data)
             self._set[layer, state_id] = "end"
+
+    def _require_own_memory(self, verb: str, layer_id: int, state_id: int) -> None:
+        """Raise ``Unsupported`` in a forward whose memory keeps its place: it may be captured."""
+        if self._keeps_place:
+            raise Unsupported(
+                f"{verb}: state {state_id} of layer {layer_id}: this forward has memory that keeps its place"
+            )
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -342,7 +342,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
             begun = None
             if self.recurrent is not None and states is not None:
                 begun = self.recurrent.begin(states, None if static is None else static.open_recurrent)
-            self.current_pass = StatePass(self, need, begun) if static is None else static.open(need)
+            self.current_pass = StatePass(self, need, begun) if static is None else static.open(need, begun)
         except BaseException:
             if self.recurrent is not None and self.recurrent.table.forward is not None:
                 self.recurrent.abort()

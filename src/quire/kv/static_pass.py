@@ -28,7 +28,7 @@ from quire.kv.chosen_rows import ChosenRows
 from quire.kv.forward_need import ForwardNeed, pages_for
 from quire.kv.parts import StateParts
 from quire.kv.plans import Batch, Prepared
-from quire.kv.recurrent import RecurrentPart, RecurrentPass
+from quire.kv.recurrent import RecurrentMemory, RecurrentPart, RecurrentPass
 from quire.kv.recurrent_states import NULL, OpenRecurrent
 from quire.kv.state_pass import StatePass
 from quire.ops.uploads import SharedMemory, StaticInputs
@@ -75,9 +75,9 @@ class StaticForward:
         tail = len(shapes) * entries * pages_for(longest, state.page_size)
         self.memory = StaticInputs(tail, shared)
         self.tokens = self.memory.part(self.rows, np.int64)
-        self.recurrent: StaticRecurrentPass | None = None
+        self.recurrent: StaticRecurrence | None = None
         if state.recurrent is not None:
-            self.recurrent = StaticRecurrentPass(state.recurrent, self.rows, self.memory)
+            self.recurrent = StaticRecurrence(state.recurrent, self.rows, self.memory)
         self.pass_: StaticPass | None = None
 
     @property
@@ -96,19 +96,19 @@ class StaticForward:
             and not any(seq_id in self.state.imports for seq_id in need.seq_ids)
         )
 
-    def open(self, need: ForwardNeed) -> StaticPass:
+    def open(self, need: ForwardNeed, recurrent: RecurrentPass | None) -> StaticPass:
         """Return the pass, over this forward. ``send`` brings its numbers to the device."""
         self.memory.rewind()
         if self.pass_ is None:
-            self.pass_ = StaticPass(self, need)
+            self.pass_ = StaticPass(self, need, recurrent)
         else:
-            self.pass_.reopen(need)
+            self.pass_.reopen(need, recurrent)
         return self.pass_
 
     def open_recurrent(self, opened: OpenRecurrent) -> RecurrentPass:
         """Return the pass of recurrent layers, over this forward."""
         assert self.recurrent is not None
-        return self.recurrent.reopened(opened)
+        return self.recurrent.open(opened)
 
     def begin_again(self) -> None:
         """Let blocks run over the open forward, after ``send``."""
@@ -126,14 +126,14 @@ class StaticForward:
 class StaticPass(StatePass):
     """The open forward. To blocks it has T rows; plans are those of the tokens there are."""
 
-    def __init__(self, static: StaticForward, need: ForwardNeed) -> None:
+    def __init__(self, static: StaticForward, need: ForwardNeed, recurrent: RecurrentPass | None) -> None:
         self._static = static
         memory, rows = static.memory, static.rows
         self._positions = memory.part(rows, np.int64)
         self._new = [memory.part(rows, np.int64) for _ in static.state.classes]
         self._held: list[Tensor] = []
         """Tables that captured work reads."""
-        super().__init__(static.state, need, static.recurrent)
+        super().__init__(static.state, need, recurrent)
         self.prepare()
         self.are_decodes = False  # To blocks: they run over T rows.
         counts, zeros = np.full(static.entries, static.count), np.zeros(static.entries, dtype=np.int64)
@@ -158,9 +158,9 @@ class StaticPass(StatePass):
         self._real, self._slots = self.batch, self._new_slots()
         super().prepare()
 
-    def reopen(self, need: ForwardNeed) -> None:
+    def reopen(self, need: ForwardNeed, recurrent: RecurrentPass | None) -> None:
         """Take another forward. What blocks have written in the last one counts as written."""
-        self.is_open = True
+        self.is_open, self._recurrent = True, recurrent
         self._real = self._batch_of(need)
         self._tables = self._tables_of(need)
         self._slots = self._new_slots()
@@ -212,44 +212,32 @@ class StaticPass(StatePass):
         return found
 
 
-class StaticRecurrentPass(RecurrentPass):
-    """Forwards of at most ``rows`` sequences, each of one new token, whose slots are in memory that
-    keeps its place. Rows that no token has begin at the initial values, and write the slot of
-    padding."""
+class StaticRecurrence:
+    """What forwards of at most ``rows`` sequences, each of one new token, read and write of
+    recurrent states, in memory that keeps its place. Rows that no token has begin at the initial
+    values, and write the slot of padding."""
 
     def __init__(self, part: RecurrentPart, rows: int, memory: StaticInputs) -> None:
         self._part = part
+        self._read, self._written = memory.part(rows, np.int64), memory.part(rows, np.int64)
         every = np.arange(rows)
-        self.plan = RecurrencePlan(
+        plan = RecurrencePlan(
             starts=np.arange(rows + 1), parents=np.full(rows, NULL), given=every, wanted=every, chains=True
         )
-        self._read = memory.part(rows, np.int64)
-        self._written = memory.part(rows, np.int64)
-        self._sources, self._targets_M = self._read.tensor, self._written.tensor
-        self._set = {}
-        self._recent, self._recent_rows = [], {}
+        self._memory = RecurrentMemory(plan, self._read.tensor, self._written.tensor)
 
-    def reopened(self, opened: OpenRecurrent) -> StaticRecurrentPass:
+    def open(self, opened: OpenRecurrent) -> RecurrentPass:
         """Take the slots of a forward; what layers have set stays as it was in the last one."""
-        self._opened = opened
         storage = self._part.storage
         self._read.fill(storage.places(opened.need.sources), rest=storage.initial)
         self._written.fill(opened.targets, rest=storage.num_slots)
-        return self
+        return RecurrentPass(self._part, opened, self._memory)
 
     def begin_again(self) -> None:
         """Forget what layers have set."""
-        self._set.clear()
+        self._memory.known.clear()
 
     @property
     def is_whole(self) -> bool:
         """Return whether layers have set all states, so that nothing is left for ``complete``."""
-        return len(self._set) == sum(len(spec.states) for spec in self._part.specs)
-
-    def get(self, layer_id: int, state_id: int, per_token: bool = False) -> Tensor:
-        """Raise ``Unsupported``: blocks that take states by themselves are not captured."""
-        raise Unsupported(f"get: state {state_id} of layer {layer_id}: this forward has memory that keeps its place")
-
-    def set(self, layer_id: int, state_id: int, data: Tensor, per_token: bool = False) -> None:
-        """Raise ``Unsupported``, as ``get``."""
-        raise Unsupported(f"set: state {state_id} of layer {layer_id}: this forward has memory that keeps its place")
+        return len(self._memory.known) == sum(len(spec.states) for spec in self._part.specs)
