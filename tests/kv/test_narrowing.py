@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.kv.faces import contract
 from torch import Tensor
 
 from quire.contracts.layers import CrossAttention, Recurrent, StateTensor
@@ -25,7 +26,6 @@ from quire.kernels import row_blocks
 from quire.kernels.paged_attention import NativeAttention
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv import latent as latent_forms
-from quire.kv.state import State
 from quire.ops.attention import ReferenceAttention
 
 from .oracle_forward import States
@@ -402,8 +402,8 @@ def test_what_no_rows_can_be_left_out_of() -> None:
     recurrent = Recurrent(states=(StateTensor(shape=(2,), dtype="float32"),))
     cross = CrossAttention(num_heads=1, num_kv_heads=1, head_dim=4, value_dim=4)
     for state, word in (
-        (State([attention(), recurrent], capacity=32, num_states=8), "recurrent"),
-        (State([attention(), cross], capacity=32, cross_capacity=8), "cross"),
+        (contract([attention(), recurrent], capacity=32, num_states=8), "recurrent"),
+        (contract([attention(), cross], capacity=32, cross_capacity=8), "cross"),
     ):
         state.add_sequence(0)
         state.begin_forward([0], [3])

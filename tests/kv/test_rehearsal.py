@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kv.faces import contract
 
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.kv.state import State
 from quire.ops import attention as attention_module
 from quire.ops.attention import ReferenceAttention
 
@@ -194,7 +194,7 @@ def test_refusals() -> None:
     refused(pair, Unsupported, lambda: pair.state.open_pass().rehearse(one, one, 0), "rehearse", "all rows")
     pair.abort()
     recurrent = Recurrent(states=(StateTensor(shape=(2,), dtype="float32"),))
-    state = State([attention(), recurrent], capacity=32, num_states=8)
+    state = contract([attention(), recurrent], capacity=32, num_states=8)
     state.add_sequence(0)
     state.begin_forward([0], [3])
     with pytest.raises(Unsupported, match="recurrent"):

@@ -113,8 +113,8 @@ WINDOWS = (
     Mutant(
         name="evicted-rows-exported",
         file="kv/exchange.py",
-        old="slots = self.table.slots(layer.class_index, seq_id, self.table.held(seq_id, layer.class_index))",
-        new="slots = self.table.slots(layer.class_index, seq_id, [range(self.sequence_length(seq_id))])",
+        old="slots = state.sequences.slots(layer.class_index, seq_id, state.sequences.held(seq_id, layer.class_index))",
+        new="slots = state.sequences.slots(layer.class_index, seq_id, [range(state.sequences.get(seq_id).length)])",
         tests=("kv/test_exchange_windows.py::test_round_trip",),
     ),
     Mutant(
@@ -254,23 +254,23 @@ TREES = (
 STATES = (
     Mutant(
         name="pop-leaves-the-recurrent-state",
-        file="kv/state.py",
-        old="            self.recurrent.table.pop(seq_id, stop)\n",
-        new="            pass\n",
+        file="kv/recurrent.py",
+        old="        self.table.pop(seq_id, length)\n",
+        new="        pass\n",
         tests=("kv/test_hybrid.py::test_fork_and_pop_to_every_position",),
     ),
     Mutant(
         name="fork-takes-the-present-recurrent-state",
-        file="kv/state.py",
-        old="self.recurrent.table.fork(parent_id, child_id, stop)",
-        new="self.recurrent.table.fork(parent_id, child_id, self.recurrent.table.position(parent_id))",
+        file="kv/recurrent.py",
+        old="self.table.fork(parent_id, child_id, length)",
+        new="self.table.fork(parent_id, child_id, self.table.position(parent_id))",
         tests=("kv/test_hybrid.py::test_fork_and_pop_to_every_position",),
     ),
     Mutant(
         name="commit-keeps-the-parent's-recurrent-state",
-        file="kv/state.py",
-        old="self.recurrent.table.commit(seq_id, path)",
-        new="self.recurrent.table.commit(seq_id, path[:-1])",
+        file="kv/recurrent.py",
+        old="self.table.commit(seq_id, path)",
+        new="self.table.commit(seq_id, path[:-1])",
         tests=("kv/test_hybrid.py::test_verify_then_go_back",),
     ),
     Mutant(
@@ -318,8 +318,8 @@ STATES = (
     Mutant(
         name="replay-one-too-few",
         file="kv/state.py",
-        old="            self.recurrent.table.pop(seq_id, stop)\n        return target - stop",
-        new="            self.recurrent.table.pop(seq_id, stop)\n        return max(0, target - stop - 1)",
+        old="            part.pop(seq_id, stop)\n        return target - stop",
+        new="            part.pop(seq_id, stop)\n        return max(0, target - stop - 1)",
         tests=("kv/test_hybrid.py::test_fork_and_pop_to_every_position", "kv/test_hybrid_machine.py::test_short"),
     ),
     Mutant(
@@ -408,8 +408,8 @@ PIECES = (
     Mutant(
         name="pages-go-while-a-row-is-written",
         file="kv/import_verbs.py",
-        old="            with started.lock:\n                if self.link",
-        new="            if True:\n                if self.link",
+        old="        with started.lock:\n            if state.link",
+        new="        if True:\n            if state.link",
         tests=("kv/test_pieces.py::test_pages_stay_while_a_row_is_written",),
     ),
     Mutant(
@@ -422,22 +422,22 @@ PIECES = (
     Mutant(
         name="rows-that-have-come-are-written-again",
         file="kv/import_verbs.py",
-        old="            if not _holds(found.missing.get(group, []), part):",
-        new="            if group not in found.missing:",
+        old="        if not _holds(found.missing.get(group, []), part):",
+        new="        if group not in found.missing:",
         tests=("kv/test_pieces.py::test_what_an_import_under_way_refuses",),
     ),
     Mutant(
         name="pieces-of-an-import-all-go-to-the-first",
         file="kv/import_verbs.py",
-        old="            start, stop = stop, stop + count\n",
-        new="            start, stop = 0, count\n",
+        old="        start, stop = stop, stop + count\n",
+        new="        start, stop = 0, count\n",
         tests=("kv/test_pieces.py::test_pieces_make_what_an_import_makes",),
     ),
     Mutant(
         name="pieces-of-an-import-pass-over-gaps",
         file="kv/import_verbs.py",
-        old="            if start < stop and bisect_left(breaks, start) == bisect_left(breaks, stop - 1):",
-        new="            if start < stop:",
+        old="        if start < stop and bisect_left(breaks, start) == bisect_left(breaks, stop - 1):",
+        new="        if start < stop:",
         tests=("kv/test_pieces.py::test_rows_go_where_their_pages_are",),
     ),
     Mutant(
@@ -450,8 +450,8 @@ PIECES = (
     Mutant(
         name="checksums-of-whole-layers-go-unchecked-in-pieces",
         file="kv/import_verbs.py",
-        old="            if any(layer == group for layer, _ in found.checksums):",
-        new="            if False:",
+        old="        if any(layer == group for layer, _ in found.checksums):",
+        new="        if False:",
         tests=("kv/test_pieces.py::test_what_cannot_be_shared",),
     ),
 )

@@ -286,8 +286,8 @@ ROWS = (
     Mutant(
         name="raw-keys-stored-turned",
         file="kv/state_pass.py",
-        old='qkv_TC.dtype != state.dtype or spec.rope_mode == "inline" or',
-        new="qkv_TC.dtype != state.dtype or",
+        old='qkv_TC.dtype != self._paged.dtype or spec.rope_mode == "inline" or',
+        new="qkv_TC.dtype != self._paged.dtype or",
         tests=("kv/test_window_values.py",),
     ),
 )

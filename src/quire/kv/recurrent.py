@@ -12,7 +12,7 @@ size of a state; Hq query heads; C channels; W taps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict, Unpack
 
@@ -22,9 +22,13 @@ from torch import Tensor
 
 from quire.contracts.layers import InitialValues, Recurrent, StateTensor
 from quire.contracts.recurrence import PooledRecurrence, Recurred, RecurrenceBackend, RecurrencePlan, StatePlaces
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
+from quire.kv.forward_need import ForwardNeed
+from quire.kv.part import Part
 from quire.kv.recurrent_states import NULL, OpenRecurrent, RecurrentNeed, Slots
 from quire.kv.recurrent_table import RecurrentTable
+from quire.kv.sequence_table import SequenceTable
+from quire.kv.sequences import Sequence as Tokens
 from quire.kv.storage import allocate, check_tensor, copy_rows
 from quire.ops.uploads import uploaded
 from quire.types import SeqId
@@ -122,7 +126,7 @@ class RecurrentStorage:
             tensor_LS.index_copy_(1, target_N, tensor_LS.index_select(1, index_N))
 
 
-class RecurrentPart:
+class RecurrentPart(Part):
     """Recurrent layers of a KV state: bookkeeping (``table``), slots (``storage``), open forward.
 
     ``specs``: the layers, with the global ids ``layer_ids``. ``num_slots``: states that fit in all,
@@ -180,15 +184,30 @@ class RecurrentPart:
 
     # -- the bracket -------------------------------------------------------------------------------
 
-    def begin(self, need: RecurrentNeed, made: Callable[[OpenRecurrent], RecurrentPass] | None = None) -> RecurrentPass:
-        """Take the slots and open the forward, with the pass that ``made`` returns (None: a new
-        one). ``ResourceExhausted`` before anything changes."""
-        opened = self.table.open(need)
-        try:
-            self.current_pass = RecurrentPass(self, opened) if made is None else made(opened)
-        except BaseException:
-            self.table.abort()
-            raise
+    def reserve(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> RecurrentNeed:
+        states = self.need_of(need, checkpoints)
+        if short := self.table.shortage(states):
+            raise ResourceExhausted(
+                f"begin_forward: {short} states more than there are free of {self.table.pool.num_pages} are needed; remove sequences, "
+                "drop checkpoints or give fewer sequences"
+            )
+        return states
+
+    def need_of(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]] = ()) -> RecurrentNeed:
+        """Return what these layers need for a forward."""
+        trees = [
+            None if tree is None else tree.parents[-count:] for tree, count in zip(need.trees, need.counts, strict=True)
+        ]
+        return self.table.plan(need.seq_ids, need.counts, trees, checkpoints)
+
+    def open(self, reserved: RecurrentNeed) -> None:
+        """Take the slots. ``ResourceExhausted`` before anything changes."""
+        self.table.open(reserved)
+
+    def new_pass(self, memory: RecurrentMemory | None = None) -> RecurrentPass:
+        """Return the pass of the open forward. ``memory``: see ``RecurrentPass``."""
+        assert self.table.forward is not None
+        self.current_pass = RecurrentPass(self, self.table.forward, memory)
         return self.current_pass
 
     def complete(self) -> None:
@@ -202,8 +221,7 @@ class RecurrentPart:
         self.current_pass = None
 
     def abort(self) -> None:
-        """Restore all states as before ``begin``, less what rings have given up for it."""
-        self._open_pass()
+        """Restore all states as before ``open``, less what rings have given up for it."""
         self.table.abort()
         self.current_pass = None
 
@@ -212,9 +230,37 @@ class RecurrentPart:
             raise FailedPrecondition("no forward is open; call begin_forward first")
         return self.current_pass
 
+    # -- sequences ---------------------------------------------------------------------------------
+
     def clear(self) -> None:
         self.table.clear()
         self.current_pass = None
+
+    def add(self, seq_id: SeqId) -> None:
+        self.table.add(seq_id)
+
+    def remove(self, seq_id: SeqId) -> None:
+        self.table.remove(seq_id)
+
+    def fork(self, parent_id: SeqId, child_id: SeqId, length: int) -> None:
+        self.table.fork(parent_id, child_id, length)
+
+    def pop(self, seq_id: SeqId, length: int) -> None:
+        self.table.pop(seq_id, length)
+
+    def commit(self, seq_ids: Sequence[SeqId], kept: Sequence[tuple[Tokens, list[int]]]) -> None:
+        for seq_id, (_, path) in zip(seq_ids, kept, strict=True):
+            self.table.commit(seq_id, path)
+
+    def check(self, sequences: SequenceTable) -> None:
+        self.table.check()
+        for seq_id in sequences.ids:
+            sequence, stands = sequences.get(seq_id), self.table.position(seq_id)
+            length = sequence.length if sequence.reserved is None else sequence.reserved
+            if stands != length:
+                raise FailedPrecondition(
+                    f"invariant: the recurrent state of sequence {seq_id} stands at {stands}, its length is {length}"
+                )
 
     # -- looking in from outside -------------------------------------------------------------------
 

@@ -150,8 +150,15 @@ class SequenceTable:
                 f"{verb}: position {position} is evicted; reachable: {describe_ranges(found)} of sequence {seq_id}"
             )
 
-    def check_fork(self, parent_id: SeqId, child_id: SeqId, pos: int) -> tuple[Sequence, int]:
-        """Return the parent and the child's length; raise every refusal of a fork."""
+    def check_new(self, seq_id: SeqId, verb: str) -> None:
+        """Raise every refusal of a new sequence."""
+        check_id(seq_id)
+        if seq_id in self._sequences:
+            raise InvalidArgument(f"sequence {seq_id} exists already; a new id is needed")
+        self.require_closed(verb)
+
+    def check_fork(self, parent_id: SeqId, child_id: SeqId, pos: int) -> None:
+        """Raise every refusal of a fork."""
         check_id(child_id)
         if child_id in self._sequences:
             raise InvalidArgument(f"fork_sequence: child {child_id} exists already; a new id is needed")
@@ -166,10 +173,9 @@ class SequenceTable:
         self.require_committed(parent_id, parent, "fork_sequence")
         length = parent.length if pos == -1 else pos
         self.require_reachable(parent_id, parent, length, "fork_sequence")
-        return parent, length
 
-    def check_pop(self, seq_id: SeqId, count: int) -> Sequence:
-        """Return the sequence; raise every refusal of a pop."""
+    def check_pop(self, seq_id: SeqId, count: int) -> None:
+        """Raise every refusal of a pop."""
         count = check_integer(count, "popn: token count", 0)
         sequence = self.get(seq_id)
         if count > sequence.length:
@@ -180,7 +186,6 @@ class SequenceTable:
         self.require_ready(seq_id, sequence, "popn")
         self.require_committed(seq_id, sequence, "popn")
         self.require_reachable(seq_id, sequence, sequence.length - count, "popn")
-        return sequence
 
     def check_commit(self, seq_ids: Seq[SeqId], leaves: Seq[int]) -> list[tuple[Sequence, list[int]]]:
         """Return each sequence with the path that stays; raise every refusal of a commit."""
@@ -365,17 +370,13 @@ class SequenceTable:
     # -- edits -------------------------------------------------------------------------------------
 
     def add(self, seq_id: SeqId) -> Sequence:
-        check_id(seq_id)
-        if seq_id in self._sequences:
-            raise InvalidArgument(f"sequence {seq_id} exists already; a new id is needed")
-        self.require_closed("add_sequence")
+        """Make a sequence (``check_new``) of no tokens."""
         sequence = Sequence(0, [PageTable() for _ in self.pools], [NO_HOLE] * len(self.pools))
         self._sequences[int(seq_id)] = sequence
         return sequence
 
     def remove(self, seq_id: SeqId) -> None:
-        sequence = self.get(seq_id)
-        self.require_closed("remove_sequence")
+        sequence = self._sequences[seq_id]
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             pool.release(table.pages)
         del self._sequences[seq_id]
@@ -386,9 +387,10 @@ class SequenceTable:
         for pool in self.pools:
             pool.clear()
 
-    def fork(self, parent_id: SeqId, child_id: SeqId, pos: int) -> None:
-        """Share all pages of the first ``pos`` tokens, a partly filled one too, with a child."""
-        parent, length = self.check_fork(parent_id, child_id, pos)
+    def fork(self, parent_id: SeqId, child_id: SeqId, length: int) -> None:
+        """Share all pages of the first ``length`` tokens, a partly filled one too, with a child;
+        see ``check_fork``."""
+        parent = self._sequences[parent_id]
         size = pages_for(length, self.page_size)
         tables = [table.fork(size) for table in parent.tables]
         for pool, table in zip(self.pools, tables, strict=True):
@@ -405,10 +407,11 @@ class SequenceTable:
         self._recount_cut(child)
         self._sequences[int(child_id)] = child
 
-    def pop(self, seq_id: SeqId, count: int) -> None:
-        sequence = self.check_pop(seq_id, count)
-        sequence.length -= count
-        sequence.stale_tail |= count > 0
+    def pop(self, seq_id: SeqId, length: int) -> None:
+        """Go back to ``length`` tokens; see ``check_pop``."""
+        sequence = self._sequences[seq_id]
+        sequence.stale_tail |= length < sequence.length
+        sequence.length = length
         self._trim(sequence)
 
     def set_window(self, seq_id: SeqId, window: Window | None) -> None:
@@ -465,10 +468,8 @@ class SequenceTable:
 
     # -- the bracket -------------------------------------------------------------------------------
 
-    def open_forward(self, need: ForwardNeed) -> OpenForward:
-        """Let go of what left its window, take the pages. ``FailedPrecondition`` and
-        ``ResourceExhausted`` before any change; nothing can fail after that."""
-        self.require_closed("begin_forward")
+    def require_room(self, need: ForwardNeed) -> None:
+        """Raise ``ResourceExhausted`` unless there are free pages for a forward."""
         for part, pool, window in zip(need.classes, self.pools, self.layer_windows, strict=True):
             if part.pages > pool.num_free + part.freed:
                 of = (
@@ -480,6 +481,9 @@ class SequenceTable:
                     f"begin_forward: {part.pages} pages of {self.page_size} tokens{of} are needed and "
                     f"{pool.num_free + part.freed} of {pool.num_pages} are free; remove sequences or give fewer tokens"
                 )
+
+    def open_forward(self, need: ForwardNeed) -> OpenForward:
+        """Let go of what left its window, take the pages (``require_room``). Nothing can fail."""
         sequences = [self._sequences[seq_id] for seq_id in need.seq_ids]
         opened = OpenForward(need)
         for index, (part, pool) in enumerate(zip(need.classes, self.pools, strict=True)):

@@ -1,4 +1,4 @@
-"""The open forward of a KV state: one pass over all of its parts, and the state that has it.
+"""The open forward of a KV state: one pass over all of its parts.
 
 Letters: T new tokens; S slots of a pool; Hq, Hkv heads; Dk, Dv head sizes; P page size; K, V sizes
 of keys and values of a recurrence; C channels; W taps.
@@ -6,7 +6,7 @@ of keys and values of a recurrence; C channels; W taps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias, Unpack
@@ -30,7 +30,7 @@ from quire.kv.forward_need import ForwardNeed
 from quire.kv.imports import Import
 from quire.kv.layer_classes import Layer, key_value_spec
 from quire.kv.pages import PageIds
-from quire.kv.parts import StateParts
+from quire.kv.parts import Parts
 from quire.kv.plans import Batch, Keys, Masks, Prepared
 from quire.kv.recurrent import Gates, RecurrentPass
 from quire.kv.rules import RECURRENT_REFUSAL, layer_refusal
@@ -64,8 +64,8 @@ class StatePass:
     are made when they are first asked for: of decodes that run as one call nothing of them is made.
     """
 
-    def __init__(self, state: StateParts, need: ForwardNeed, recurrent: RecurrentPass | None) -> None:
-        self._state, self._need = state, need
+    def __init__(self, state: Parts, need: ForwardNeed, recurrent: RecurrentPass | None) -> None:
+        self._state, self._paged, self._need = state, state.paged, need
         self._recurrent = recurrent
         self._tables = self._tables_of(need)
         self.are_decodes = sum(need.counts) == len(need.counts) and not (any(need.trees) or any(need.windows))
@@ -93,17 +93,17 @@ class StatePass:
         ``capture_weights``. The keys of a cross layer are the encoder's rows."""
         self._parts: dict[tuple[int, ...], ForwardPart] = {}
         """For calls over whole blocks, by the kind of layer."""
-        if not (self.are_decodes and state.layer_parts is not None):
+        if not (self.are_decodes and state.paged.layer_parts is not None):
             self.prepare()
         self._encoders: EncoderPass | None = None
         if state.encoders is not None:
-            self._encoders = EncoderPass(state.encoders, need.seq_ids, self.batch, state.backend)
+            self._encoders = EncoderPass(state.encoders, need.seq_ids, self.batch, state.paged.backend)
 
     def prepare(self) -> None:
         """Lay out, and plan for all layer classes: what a backend cannot do is refused before
         compute."""
         self.lay_out()
-        for index in range(len(self._state.classes)):
+        for index in range(len(self._paged.classes)):
             self.prepared("fused", index)
 
     # -- the new tokens ----------------------------------------------------------------------------
@@ -155,11 +155,11 @@ class StatePass:
         return plans.batch_of(need, self._state.device)
 
     def _tables_of(self, need: ForwardNeed) -> list[list[PageIds]]:
-        sequences = [self._state.table.get(seq_id) for seq_id in need.seq_ids]
-        return [[one.tables[index].pages for one in sequences] for index in range(len(self._state.classes))]
+        sequences = [self._state.sequences.get(seq_id) for seq_id in need.seq_ids]
+        return [[one.tables[index].pages for one in sequences] for index in range(len(self._paged.classes))]
 
     def _new_slots(self) -> list[NDArray[np.int64]]:
-        return [plans.new_slots(self._whole, tables, self._state.page_size) for tables in self._tables]
+        return [plans.new_slots(self._whole, tables, self._paged.page_size) for tables in self._tables]
 
     def _slots_there(self) -> list[Tensor]:
         return [uploaded(slots, self._state.device) for slots in self._slots]
@@ -185,7 +185,7 @@ class StatePass:
         found = self._rotations.get((id(spec), relative))
         if found is None:
             positions_T = self.relative_T if relative else self._places_T
-            cos, sin = self._state.rotary_table(spec).rows(positions_T, self._max_place)
+            cos, sin = self._paged.rotary_table(spec).rows(positions_T, self._max_place)
             found = self._rotations[id(spec), relative] = Rotation(cos, sin, spec.interleaved)
         return found
 
@@ -213,14 +213,14 @@ class StatePass:
             return None
         rope = layer.spec.rope
         if layer.turning is not None:
-            return self._turn(q_THD, layer.turning, relative=True).to(self._state.dtype)
+            return self._turn(q_THD, layer.turning, relative=True).to(self._paged.dtype)
         if rope is None or self.batch.evicted is None:
-            return q_THD.to(self._state.dtype)
+            return q_THD.to(self._paged.dtype)
         # The caller has rotated at the true position: turn back by the number of evicted tokens.
         back_T = uploaded(self.batch.evicted, self._state.device)
-        cos, sin = self._state.rotary_table(rope).turn_back(back_T, int(self.batch.evicted.max()))
+        cos, sin = self._paged.rotary_table(rope).turn_back(back_T, int(self.batch.evicted.max()))
         turn = rotate_last if isinstance(layer.spec, LatentAttention) else rotate
-        return turn(q_THD, cos, sin, interleaved=rope.interleaved).to(self._state.dtype)
+        return turn(q_THD, cos, sin, interleaved=rope.interleaved).to(self._paged.dtype)
 
     # -- plans -------------------------------------------------------------------------------------
 
@@ -232,12 +232,12 @@ class StatePass:
         return found
 
     def _plan(self, keys: Keys, class_index: int) -> ForwardPlan:
-        state, tables = self._state, self._tables[class_index]
-        plan = plans.planned(self.batch, keys, tables, state.page_size, state.classes[class_index].window)
+        tables = self._tables[class_index]
+        plan = plans.planned(self.batch, keys, tables, self._paged.page_size, self._paged.classes[class_index].window)
         return plan if keys != "fused" or self._mask is None else plans.masked(plan, self._mask)
 
     def _prepare(self, plan: ForwardPlan) -> Prepared:
-        return Prepared(plan, self._state.backend.plan(plan, self._state.dtype))
+        return Prepared(plan, self._paged.backend.plan(plan, self._paged.dtype))
 
     def masked(self, keys: Keys, class_index: int, masks: Masks | None) -> Prepared:
         """Return the plan of these keys; masks replace the causal and tree rule."""
@@ -315,16 +315,16 @@ class StatePass:
             needed = "None: the row is k" if shape.latent else "a tensor"
             raise InvalidArgument(field="v", given=type(v).__name__, allowed=needed)
         if v is None:
-            check_tensor(f"k of layer {layer_id}", k, state.dtype, (len(rows), shape.key_dim), state.device)
+            check_tensor(f"k of layer {layer_id}", k, self._paged.dtype, (len(rows), shape.key_dim), state.device)
             k = k.unsqueeze(1)
         else:
             for name, given, width in (("k", k, shape.key_dim), ("v", v, shape.value_dim)):
                 wanted = (len(rows), shape.kv_heads, width)
-                check_tensor(f"{name} of layer {layer_id}", given, state.dtype, wanted, state.device)
+                check_tensor(f"{name} of layer {layer_id}", given, self._paged.dtype, wanted, state.device)
         self.require_open(layer_id)
         if layer_id in self.written:
             raise FailedPrecondition(f"write_rows: layer {layer_id} has run in this forward; give its rows before")
-        storage, slots_T = state.classes[layer.class_index].storage, self.slots[layer.class_index]
+        storage, slots_T = self._paged.classes[layer.class_index].storage, self.slots[layer.class_index]
         if (first := self._run_of(layer.class_index, rows)) is not None:
             storage.write_run(layer.index, first, k, v)
         else:
@@ -367,18 +367,18 @@ class StatePass:
         scoring = layer.scoring if scale is None else replace(layer.scoring, scale=scale)
         self.require_open(layer_id)
         prepared = self.masked("fused", layer.class_index, masks)
-        if qkv_TC.dtype != state.dtype or spec.rope_mode == "inline" or prepared.plan.sinks is not None:
+        if qkv_TC.dtype != self._paged.dtype or spec.rope_mode == "inline" or prepared.plan.sinks is not None:
             # The heads are needed as they are before they turn, or are stored so.
             qk_THD = qkv_TC[:, :columns].view(-1, heads + spec.num_kv_heads, spec.head_dim)
-            q_THD, k_THD = normed_heads(state.rows, qk_THD[:, :heads], qk_THD[:, heads:], norms)
+            q_THD, k_THD = normed_heads(self._paged.rows, qk_THD[:, :heads], qk_THD[:, heads:], norms)
             return self._attend(layer_id, layer, q_THD, k_THD, v_THD, scoring, masks)
         self.begin_write(layer_id)
         rotation, slots_T = None if rope is None else self._rotation(rope), self._running_slots[layer.class_index]
-        turned_THD = state.rows.place_qkv(qkv_TC, heads, rotation, norms, layer.k_SHD, layer.v_SHD, slots_T)
+        turned_THD = self._paged.rows.place_qkv(qkv_TC, heads, rotation, norms, layer.k_SHD, layer.v_SHD, slots_T)
         self.end_write(layer_id)
         q_THD, k_THD = turned_THD.split_with_sizes([heads, spec.num_kv_heads], 1)
         new, sinks_H = (k_THD, v_THD), layer.sinks_H
-        out_THD = state.backend.run(prepared.made, q_THD, new, layer.k_SHD, layer.v_SHD, scoring, sinks_H=sinks_H)
+        out_THD = self._paged.backend.run(prepared.made, q_THD, new, layer.k_SHD, layer.v_SHD, scoring, sinks_H=sinks_H)
         if self.capturing:
             self.weigh(layer_id, prepared.plan, q_THD, layer.k_SHD, scoring, None, sinks_H)
         return out_THD
@@ -399,16 +399,16 @@ class StatePass:
         scoring: Scoring,
         masks: Masks | None,
     ) -> Tensor:
-        state, rope = self._state, layer.turning
+        rope = layer.turning
         self.require_open(layer_id)
         dtype, q_turned_THD = q_THD.dtype, q_THD
         if rope is not None:
             q_turned_THD = self._turn(q_THD, rope)
             if layer.spec.rope_mode == "normal":
                 k_THD = self._turn(k_THD, rope)
-        if dtype != state.dtype or k_THD.dtype != state.dtype:
+        if dtype != self._paged.dtype or k_THD.dtype != self._paged.dtype:
             # Attention reads stored rows, so that results do not depend on where a chunk began.
-            q_turned_THD, k_THD, v_THD = (x_THD.to(state.dtype) for x_THD in (q_turned_THD, k_THD, v_THD))
+            q_turned_THD, k_THD, v_THD = (x_THD.to(self._paged.dtype) for x_THD in (q_turned_THD, k_THD, v_THD))
         self.write(layer_id, layer, k_THD, v_THD)
         prepared = self.masked("fused", layer.class_index, masks)
         q_sink = self._sink_queries(prepared, layer, q_THD)
@@ -416,13 +416,13 @@ class StatePass:
         if layer.spec.rope_mode == "inline" and rope is not None:
             raw = self._compact("fused", layer.class_index) if masks is None else self._compacted(prepared.plan)
             prepared, k_SHD, v_SHD = raw.prepared, *self._read_raw(layer, raw)
-            new = (self._turn(k_THD, rope).to(state.dtype), v_THD)
-        out_THD = state.backend.run(
+            new = (self._turn(k_THD, rope).to(self._paged.dtype), v_THD)
+        out_THD = self._paged.backend.run(
             prepared.made, q_turned_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink, sinks_H=layer.sinks_H
         )
         if self.capturing:
             self.weigh(layer_id, prepared.plan, q_turned_THD, k_SHD, scoring, q_sink, layer.sinks_H)
-        return out_THD if dtype == state.dtype else out_THD.to(dtype)
+        return out_THD if dtype == self._paged.dtype else out_THD.to(dtype)
 
     def weigh(
         self,
@@ -469,8 +469,15 @@ class StatePass:
         """Store the rows of the new tokens as they are; a latent layer has no ``v``."""
         self.begin_write(layer_id)
         slots_T = self._running_slots[layer.class_index]
-        self._state.classes[layer.class_index].storage.write(layer.index, slots_T, k_THD, v_THD)
+        self._paged.classes[layer.class_index].storage.write(layer.index, slots_T, k_THD, v_THD)
         self.end_write(layer_id)
+
+    def blank(self, layer_ids: Iterable[int]) -> None:
+        """Store zeros as the new tokens' rows of these layers."""
+        for layer_id in layer_ids:
+            layer = self._state.layer(layer_id)
+            for stored in (layer.k_SHD, layer.v_SHD):
+                stored.index_fill_(0, self.slots[layer.class_index], 0.0)
 
     def begin_write(self, layer_id: int) -> None:
         """Raise ``FailedPrecondition`` if the layer lacks rows that were left out."""
@@ -489,12 +496,12 @@ class StatePass:
         self.require_open(layer_id)
         if layer.turning is not None and layer.spec.rope_mode == "normal":
             k_THD = self._turn(k_THD, layer.turning)
-        self.write(layer_id, layer, k_THD.to(self._state.dtype), v_THD.to(self._state.dtype))
+        self.write(layer_id, layer, k_THD.to(self._paged.dtype), v_THD.to(self._paged.dtype))
 
     def append_rows(self, layer_id: int, rows_TR: Tensor) -> None:
         """Store the latent rows of the new tokens as they are given."""
         self.require_open(layer_id)
-        self.write(layer_id, self._state.layer(layer_id), rows_TR.to(self._state.dtype).unsqueeze(1))
+        self.write(layer_id, self._state.layer(layer_id), rows_TR.to(self._paged.dtype).unsqueeze(1))
 
     def own(
         self,
@@ -514,8 +521,8 @@ class StatePass:
         q_sink = self._sink_queries(prepared, layer, q_THD)
         if layer.turning is not None:
             q_THD, k_THD = self._turn(q_THD, layer.turning), self._turn(k_THD, layer.turning)
-        q_THD, k_THD, v_THD = (x_THD.to(self._state.dtype).contiguous() for x_THD in (q_THD, k_THD, v_THD))
-        return self._state.backend.run_state(
+        q_THD, k_THD, v_THD = (x_THD.to(self._paged.dtype).contiguous() for x_THD in (q_THD, k_THD, v_THD))
+        return self._paged.backend.run_state(
             prepared.made, q_THD, (k_THD, v_THD), k_THD, v_THD, scoring, q_sink_THD=q_sink, coarse=coarse
         )
 
@@ -533,8 +540,15 @@ class StatePass:
                 raw = self._compact(keys, layer.class_index)
                 prepared, k_SHD, v_SHD = raw.prepared, *self._read_raw(layer, raw)
             q_THD = self._turn(q_THD, layer.turning)
-        return self._state.backend.run_state(
-            prepared.made, q_THD.to(self._state.dtype), None, k_SHD, v_SHD, scoring, q_sink_THD=q_sink, coarse=coarse
+        return self._paged.backend.run_state(
+            prepared.made,
+            q_THD.to(self._paged.dtype),
+            None,
+            k_SHD,
+            v_SHD,
+            scoring,
+            q_sink_THD=q_sink,
+            coarse=coarse,
         )
 
     def shared(
@@ -563,9 +577,9 @@ class StatePass:
         """Return K, rotated, and V of the compact pool."""
         assert layer.turning is not None
         k_MHD = layer.k_SHD.index_select(0, raw.slots_M)
-        cos, sin = self._state.rotary_table(layer.turning).rows(raw.positions_M, raw.max_position)
+        cos, sin = self._paged.rotary_table(layer.turning).rows(raw.positions_M, raw.max_position)
         turned = rotate(k_MHD, cos, sin, interleaved=layer.turning.interleaved)
-        return turned.to(self._state.dtype), layer.v_SHD.index_select(0, raw.slots_M)
+        return turned.to(self._paged.dtype), layer.v_SHD.index_select(0, raw.slots_M)
 
     # -- layers of other kinds, and calls over whole blocks ----------------------------------------
 
@@ -573,14 +587,13 @@ class StatePass:
         self, layer_id: int, norms: HeadNormWeights | None, dtype: torch.dtype
     ) -> AttentionParts | None:
         """See ``contracts.model.Pass``."""
-        state = self._state
-        if self.capturing or state.layer_parts is None or dtype != state.dtype:
+        if self.capturing or self._paged.layer_parts is None or dtype != self._paged.dtype:
             return None
-        part = state.layer_parts.of(layer_id, norms)
+        part = self._paged.layer_parts.of(layer_id, norms)
         if part is None:
             return None
         self.require_open(layer_id)
-        forward = self._forward_part(state.layer_parts, part)
+        forward = self._forward_part(self._paged.layer_parts, part)
         if forward.made is None:
             return None
         self.begin_write(layer_id)
@@ -591,8 +604,8 @@ class StatePass:
         self, layers: tuple[tuple[int, HeadNormWeights | None], ...], dtype: torch.dtype
     ) -> StackParts | None:
         """See ``contracts.model.OpenPass``."""
-        known = self._state.layer_parts
-        if self.awaited or self.capturing or known is None or dtype != self._state.dtype:
+        known = self._paged.layer_parts
+        if self.awaited or self.capturing or known is None or dtype != self._paged.dtype:
             return None
         self._require_current()
         stack = None if not self.are_decodes and self.chosen.rows is not None else known.stack(layers)
@@ -644,17 +657,17 @@ class StatePass:
         if not isinstance(spec, LatentAttention):
             raise Unsupported(f"attend_latent: layer {layer_id} is of kind {spec.kind!r}; call attend")
         latent.check_shapes(self.batch.num_tokens, layer_id, spec, q_THD, rows_TR, expansion)
-        rows_T1R = self.turn_last(rows_TR.unsqueeze(1), spec.rope).to(state.dtype)
+        rows_T1R = self.turn_last(rows_TR.unsqueeze(1), spec.rope).to(self._paged.dtype)
         self.write(layer_id, layer, rows_T1R)
         turned_THD = self.turn_last(q_THD, spec.rope)
         batch = self.batch
 
         def absorbed(keys: Prepared) -> tuple[Tensor, Tensor | None]:
             """Return the queries of these keys, and those of their sink part if they have one."""
-            q = latent.absorb(turned_THD, expansion, state.dtype)
+            q = latent.absorb(turned_THD, expansion, self._paged.dtype)
             if keys.plan.sinks is None:
                 return q, None
-            return q, latent.absorb(self.turn_last(q_THD, spec.rope, relative=True), expansion, state.dtype)
+            return q, latent.absorb(self.turn_last(q_THD, spec.rope, relative=True), expansion, self._paged.dtype)
 
         if self.capturing:
             # From absorbed scores over all rows.
@@ -665,27 +678,29 @@ class StatePass:
         if (batch.counts == 1).all() or (narrowed and not latent.worth_expanding(batch, expansion)):
             everything = self.prepared("fused", layer.class_index)
             q, q_sink = absorbed(everything)
-            out_THR = state.backend.run(
+            out_THR = self._paged.backend.run(
                 everything.made, q, (rows_T1R, rows_T1R[..., : spec.value_dim]), layer.k_SHD, layer.v_SHD, layer.scoring,
                 q_sink_THD=q_sink,
             )  # fmt: skip
             return latent.expand_values(out_THR.to(q_THD.dtype), expansion)
         past, own = self.parts(layer.class_index)
-        q = turned_THD.to(state.dtype)
+        q = turned_THD.to(self._paged.dtype)
         q_sink = None
         if own.plan.sinks is not None:
-            q_sink = self.turn_last(q_THD, spec.rope, relative=True).to(state.dtype)
+            q_sink = self.turn_last(q_THD, spec.rope, relative=True).to(self._paged.dtype)
         # From the stored rows, so that results do not depend on where a chunk began.
         if narrowed:
             rows_T1R = layer.k_SHD.index_select(0, self.slots[layer.class_index])
-        k_THD, v_THD = latent.expand(rows_T1R.squeeze(1).to(q_THD.dtype), expansion, state.dtype)
+        k_THD, v_THD = latent.expand(rows_T1R.squeeze(1).to(q_THD.dtype), expansion, self._paged.dtype)
         new = None if narrowed else (k_THD, v_THD)
         if not batch.stored.any():
-            found = state.backend.run(own.made, q, new, k_THD, v_THD, layer.scoring, q_sink_THD=q_sink)
+            found = self._paged.backend.run(own.made, q, new, k_THD, v_THD, layer.scoring, q_sink_THD=q_sink)
             return found.to(q_THD.dtype)
-        mine = state.backend.run_state(own.made, q, new, k_THD, v_THD, layer.scoring, q_sink_THD=q_sink, coarse=True)
+        mine = self._paged.backend.run_state(
+            own.made, q, new, k_THD, v_THD, layer.scoring, q_sink_THD=q_sink, coarse=True
+        )
         q, q_sink = absorbed(past)
-        before = state.backend.run_state(
+        before = self._paged.backend.run_state(
             past.made, q, None, layer.k_SHD, layer.v_SHD, layer.scoring, q_sink_THD=q_sink, coarse=True
         )
         expanded = AttentionState(latent.expand_values(before.out.to(q_THD.dtype), expansion), before.lse)
@@ -739,8 +754,8 @@ class Rehearsal(StatePass):
         self, forward: StatePass, rows: NDArray[np.int64], asking: NDArray[np.int64], first_layer: int
     ) -> None:
         parts, starts = forward._state, forward.batch.starts
-        assert parts.table.forward is not None
-        need = parts.table.forward.need
+        assert parts.sequences.forward is not None
+        need = parts.sequences.forward.need
         entries = np.flatnonzero(np.diff(np.searchsorted(rows, starts)))
         some = replace(
             need,
@@ -820,27 +835,3 @@ class Rehearsal(StatePass):
             arrays = (rows, slots, visible[:, seen], new, into)
             found.append(tuple(torch.from_numpy(x).to(self._state.device) for x in arrays))
         return found
-
-
-class OpenState(StateParts):
-    """The parts of a state, and its forward while one is open."""
-
-    current_pass: StatePass | None = None
-    """The open forward."""
-
-    def open_pass(self) -> StatePass:
-        """Return the open forward; ``FailedPrecondition`` if there is none."""
-        if self.current_pass is None:
-            raise FailedPrecondition("no forward is open; call begin_forward first")
-        return self.current_pass
-
-    @property
-    def open_tokens(self) -> int:
-        """T of the open forward; 0 if there is none."""
-        return 0 if self.current_pass is None else self.current_pass.batch.num_tokens
-
-    def close_pass(self) -> None:
-        """Let the pass of a finished forward refuse from now on: its slots may be taken."""
-        if self.current_pass is not None:
-            self.current_pass.is_open = False
-            self.current_pass = None

@@ -26,10 +26,10 @@ from quire.errors import Unsupported
 from quire.kv import plans
 from quire.kv.chosen_rows import ChosenRows
 from quire.kv.forward_need import ForwardNeed, pages_for
-from quire.kv.parts import StateParts
+from quire.kv.parts import Parts
 from quire.kv.plans import Batch, Prepared
 from quire.kv.recurrent import RecurrentMemory, RecurrentPart, RecurrentPass
-from quire.kv.recurrent_states import NULL, OpenRecurrent
+from quire.kv.recurrent_states import NULL
 from quire.kv.state_pass import StatePass
 from quire.ops.uploads import SharedMemory, StaticInputs
 
@@ -46,18 +46,20 @@ class StaticBackend(Protocol):
         """Replace the batch of such a plan. What it appends to the memory's tail is new."""
 
 
-def static_refusal(state: StateParts, count: int) -> str:
+def static_refusal(state: Parts, count: int) -> str:
     """Return why forwards of ``count`` tokens for each sequence cannot have memory that keeps its
     place; "" if they can."""
-    if not state.padding:
+    if not state.paged.padding:
         return "the state has no slot for padding"
-    if not isinstance(state.backend, StaticBackend):
-        return f"attention backend {state.backend.name!r} has no plans that stay where they are"
+    if not isinstance(state.paged.backend, StaticBackend):
+        return f"attention backend {state.paged.backend.name!r} has no plans that stay where they are"
     if state.encoders is not None:
         return "cross layers read rows of encoders"
-    if any(spec.rope_mode == "inline" for spec in state.specs if not isinstance(spec, LatentAttention)):
+    if any(spec.rope_mode == "inline" for spec in state.paged.specs if not isinstance(spec, LatentAttention)):
         return "keys that turn when they are read are gathered for each forward"
-    if count > 1 and (state.recurrent is not None or any(isinstance(one, LatentAttention) for one in state.specs)):
+    if count > 1 and (
+        state.recurrent is not None or any(isinstance(one, LatentAttention) for one in state.paged.specs)
+    ):
         return "recurrent and latent layers have other forms for several tokens"
     return ""
 
@@ -65,14 +67,14 @@ def static_refusal(state: StateParts, count: int) -> str:
 class StaticForward:
     """What forwards of one size share, and the pass over it."""
 
-    def __init__(self, state: StateParts, entries: int, count: int, longest: int, shared: SharedMemory) -> None:
+    def __init__(self, state: Parts, entries: int, count: int, longest: int, shared: SharedMemory) -> None:
         """Take memory. ``longest``: tokens of a sequence, at most. ``shared``: what forwards of
         other sizes use in turn. ``Unsupported``: see ``static_refusal``."""
         if reason := static_refusal(state, count):
             raise Unsupported(reason)
         self.state, self.entries, self.count, self.longest = state, entries, count, longest
-        shapes = {(spec.layer_window, spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in state.specs}
-        tail = len(shapes) * entries * pages_for(longest, state.page_size)
+        shapes = {(spec.layer_window, spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in state.paged.specs}
+        tail = len(shapes) * entries * pages_for(longest, state.paged.page_size)
         self.memory = StaticInputs(tail, shared)
         self.tokens = self.memory.part(self.rows, np.int64)
         self.recurrent: StaticRecurrence | None = None
@@ -96,19 +98,15 @@ class StaticForward:
             and not any(seq_id in self.state.imports for seq_id in need.seq_ids)
         )
 
-    def open(self, need: ForwardNeed, recurrent: RecurrentPass | None) -> StaticPass:
+    def open(self, need: ForwardNeed) -> StaticPass:
         """Return the pass, over this forward. ``send`` brings its numbers to the device."""
+        recurrent = None if self.recurrent is None else self.recurrent.open()
         self.memory.rewind()
         if self.pass_ is None:
             self.pass_ = StaticPass(self, need, recurrent)
         else:
             self.pass_.reopen(need, recurrent)
         return self.pass_
-
-    def open_recurrent(self, opened: OpenRecurrent) -> RecurrentPass:
-        """Return the pass of recurrent layers, over this forward."""
-        assert self.recurrent is not None
-        return self.recurrent.open(opened)
 
     def begin_again(self) -> None:
         """Let blocks run over the open forward, after ``send``."""
@@ -130,7 +128,7 @@ class StaticPass(StatePass):
         self._static = static
         memory, rows = static.memory, static.rows
         self._positions = memory.part(rows, np.int64)
-        self._new = [memory.part(rows, np.int64) for _ in static.state.classes]
+        self._new = [memory.part(rows, np.int64) for _ in static.state.paged.classes]
         self._held: list[Tensor] = []
         """Tables that captured work reads."""
         super().__init__(static.state, need, recurrent)
@@ -177,7 +175,7 @@ class StaticPass(StatePass):
 
     @property
     def _backend(self) -> StaticBackend:
-        backend = self._state.backend
+        backend = self._paged.backend
         assert isinstance(backend, StaticBackend)
         return backend
 
@@ -187,8 +185,8 @@ class StaticPass(StatePass):
         return self._real
 
     def _new_slots(self) -> list[NDArray[np.int64]]:
-        found = [plans.new_slots(self._real, tables, self._state.page_size) for tables in self._tables]
-        for part, slots, one in zip(self._new, found, self._state.classes, strict=True):
+        found = [plans.new_slots(self._real, tables, self._paged.page_size) for tables in self._tables]
+        for part, slots, one in zip(self._new, found, self._paged.classes, strict=True):
             part.fill(slots, rest=one.storage.num_slots)
         return found
 
@@ -196,19 +194,19 @@ class StaticPass(StatePass):
         return [part.tensor for part in self._new]
 
     def _plan(self, keys: plans.Keys, class_index: int) -> ForwardPlan:
-        state, tables = self._state, self._tables[class_index]
-        return plans.planned(self._real, keys, tables, state.page_size, state.classes[class_index].window)
+        paged, tables = self._paged, self._tables[class_index]
+        return plans.planned(self._real, keys, tables, paged.page_size, paged.classes[class_index].window)
 
     def _prepare(self, plan: ForwardPlan) -> Prepared:
         static = self._static
-        made = self._backend.static_plan(plan, self._state.dtype, static.memory, static.entries)
+        made = self._backend.static_plan(plan, self._paged.dtype, static.memory, static.entries)
         if made is None:
-            raise Unsupported(f"attention backend {self._state.backend.name!r} has no static plan for this batch")
+            raise Unsupported(f"attention backend {self._paged.backend.name!r} has no static plan for this batch")
         return Prepared(plan, made)
 
     def _rotation(self, spec: RopeSpec, relative: bool = False) -> Rotation:
         found = super()._rotation(spec, relative)
-        self._held.append(self._state.rotary_table(spec).held)
+        self._held.append(self._paged.rotary_table(spec).held)
         return found
 
 
@@ -226,12 +224,14 @@ class StaticRecurrence:
         )
         self._memory = RecurrentMemory(plan, self._read.tensor, self._written.tensor)
 
-    def open(self, opened: OpenRecurrent) -> RecurrentPass:
-        """Take the slots of a forward; what layers have set stays as it was in the last one."""
-        storage = self._part.storage
+    def open(self) -> RecurrentPass:
+        """Take the slots of the open forward; what layers have set stays as it was in the last
+        one."""
+        storage, opened = self._part.storage, self._part.table.forward
+        assert opened is not None
         self._read.fill(storage.places(opened.need.sources), rest=storage.initial)
         self._written.fill(opened.targets, rest=storage.num_slots)
-        return RecurrentPass(self._part, opened, self._memory)
+        return self._part.new_pass(self._memory)
 
     def begin_again(self) -> None:
         """Forget what layers have set."""
