@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from tests.kv.faces import contract
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend
@@ -18,6 +17,7 @@ from quire.errors import QuireError
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.forward_need import SlotCopy
 
+from .faces import contract
 from .oracle import Oracle, rotation_bound
 from .oracle_refusals import ORDER
 from .oracle_values import Spec

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tests.kv.faces import contract
 
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.kernels.recurrence import ChunkedRecurrence
 from quire.kv.contract import ContractState
 from quire.ops.recurrence import ReferenceRecurrence
 
+from .faces import contract
 from .machine import BACKENDS
 from .oracle_recurrent import HybridOracle
 from .pair import Pair

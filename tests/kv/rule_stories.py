@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tests.kv.faces import contract
 from torch import Tensor
 
 from quire.contracts.attention import AttentionState
@@ -32,6 +31,8 @@ from quire.kv.contract import ContractState
 from quire.kv.rule_table import Combination
 from quire.ops.attention import ReferenceAttention, merge
 from quire.ops.recurrence import ReferenceRecurrence
+
+from .faces import contract
 
 HQ, H, D, R, WINDOW, ENCODED, VOCAB = 4, 2, 4, 7, 5, 6, 40
 F64 = torch.float64

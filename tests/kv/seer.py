@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tests.kv.faces import contract
 from torch import Tensor
 
 from quire.contracts.layers import FullAttention, WindowedAttention
 from quire.kernels.sdpa import SdpaAttention
+
+from .faces import contract
 
 
 class Seer:

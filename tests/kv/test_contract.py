@@ -33,7 +33,7 @@ OUTSIDE = sorted(
 
 Models may not import ``quire.kv`` at all (``tests/test_imports.py``).
 """
-BOOKS = {"paged", "recurrent"}
+BOOKS = {"recurrent"}
 """Parts of a state: nothing else outside has attributes of these names."""
 INTERNAL = {
     "encoders",
@@ -137,8 +137,8 @@ def test_no_module_reaches_behind_the_contract() -> None:
     "line",
     [
         "window = engine.runner.state.sequences.get(seq).window",
-        "free = [pool.num_free for pool in books.paged.sequences.pools]",
-        "part = pool.state.parts.recurrent",
+        "free = [pool.num_free for pool in state.sequences.pools]",
+        "part = pool.state.parts",
         "opened = self._state.current_pass",
         "tokens = kv.open_tokens",
         "from quire.kv.state import State",

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from tests.kv.faces import contract
 from torch import Tensor
 
 from quire.contracts.attention import ForwardPlan
@@ -38,6 +37,7 @@ from quire.kv.statefile import read_state, to_bytes
 from quire.ops.attention import ReferenceAttention
 from quire.ops.recurrence import ReferenceRecurrence
 
+from .faces import contract
 from .oracle_values import Exact, scores_of, softmax_state, state_bounds
 from .pair import attention, num_columns, same_bits, windowed
 from .snapshots import snapshot

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kv.faces import contract
 
 from quire.contracts.kv_state import AttentionKVCache, RNNState
 from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, Recurrent, RopeSpec, StateTensor
@@ -17,6 +16,7 @@ from quire.kernels.sdpa import SdpaAttention
 from quire.kv.contract import ContractState
 from quire.kv.rules import PAGED_REFUSALS, PAGED_VERBS
 
+from .faces import contract
 from .oracle_exchange import Export
 from .pair import Pair, attention, num_columns, refused, same_bits, split_columns, zeros
 from .rule_stories import refused_call

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kv.faces import contract
 from torch import Tensor
 
 from quire.contracts.layers import FullAttention, RopeSpec
@@ -22,6 +21,7 @@ from quire.kv.contract import ContractState
 from quire.kv.exchange import FORMAT_VERSION
 from quire.ops.attention import ReferenceAttention
 
+from .faces import contract
 from .oracle_exchange import Export
 from .pair import Pair, attention, refused, same_bits
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kv.faces import contract
 from torch import Tensor
 
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.contract import ContractState
 
+from .faces import contract
 from .oracle import attention_bound
 from .pair import Pair, attention, num_columns, refused, same_bits, split_columns
 

@@ -19,7 +19,6 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.kv.faces import contract
 from torch import Tensor
 
 from quire.contracts.layers import (
@@ -45,6 +44,7 @@ from quire.kv.rules import LAYER_VERBS, PAGED_REFUSALS, PAGED_VERBS, RECURRENT_V
 from quire.ops.attention import ReferenceAttention
 from quire.ops.recurrence import ReferenceRecurrence
 
+from .faces import contract
 from .snapshots import snapshot as everywhere
 
 HEADS, KV_HEADS, DIM, CHANNELS, TAPS, WINDOW, VOCAB = 4, 2, 4, 6, 4, 5, 50

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.kv.faces import contract
 
 from quire.contracts.layers import FullAttention, Recurrent, StateTensor
 from quire.errors import InvalidArgument, NotFound
 from quire.kv.contract import ContractState
+
+from .faces import contract
 
 LAYER = FullAttention(num_heads=1, num_kv_heads=1, head_dim=2, value_dim=2)
 MEMORY = Recurrent(states=(StateTensor(shape=(1, 2, 2), dtype="float32"),))

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from tests.kv.faces import contract
 
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.contract import ContractState
 
+from .faces import contract
 from .oracle_values import Spec
 from .pair import attention, num_columns, same_bits, windowed
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from tests.kv.faces import contract
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend
@@ -28,6 +27,7 @@ from quire.kv.rules import LAYER_VERBS, PAGED_REFUSALS, PAGED_VERBS, layer_refus
 from quire.kv.statefile import read_state, to_bytes
 from quire.ops.attention import ReferenceAttention
 
+from .faces import contract
 from .oracle_latent import NaiveLatent, NaiveSequence, turned
 from .pair import attention, num_columns, same_bits, snapshot, windowed
 

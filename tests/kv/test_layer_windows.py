@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kv.faces import contract
 from torch import Tensor
 
 from quire.contracts.layers import FullAttention, RopeSpec, WindowedAttention
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kernels.sdpa import SdpaAttention
 
+from .faces import contract
 from .oracle_pages import page_count
 from .oracle_values import Spec
 from .pair import Pair, attention, num_columns, refused, split_columns, windowed

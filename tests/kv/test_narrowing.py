@@ -17,7 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.kv.faces import contract
 from torch import Tensor
 
 from quire.contracts.layers import CrossAttention, Recurrent, StateTensor
@@ -28,6 +27,7 @@ from quire.kernels.sdpa import SdpaAttention
 from quire.kv import latent as latent_forms
 from quire.ops.attention import ReferenceAttention
 
+from .faces import contract
 from .oracle_forward import States
 from .oracle_values import Spec, rotated
 from .pair import Pair, attention, refused, same_bits, windowed

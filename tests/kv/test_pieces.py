@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.kv.faces import contract
 from torch import Tensor
 
 from quire.contracts.kv_state import Export
@@ -32,6 +31,7 @@ from quire.kv import storage
 from quire.kv.contract import ContractState
 from quire.kv.rule_table import COMBINATIONS, Combination
 
+from .faces import contract
 from .pair import attention, num_columns, same_bits, windowed
 from .pieces import Pieces
 from .rule_stories import Story, encoded

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.kv.faces import contract
 
 from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, LayerSpec, Recurrent, StateTensor
 from quire.contracts.layers import WindowedAttention as Windowed
@@ -18,6 +17,8 @@ from quire.contracts.pool_verbs import SequenceUse, SequenceWindow, Shortage, St
 from quire.errors import NotFound, ResourceExhausted, Unsupported
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.contract import ContractState
+
+from .faces import contract
 
 PAGE = 4
 FULL = FullAttention(num_heads=2, num_kv_heads=1, head_dim=4, value_dim=8)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kv.faces import contract
 
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.ops import attention as attention_module
 from quire.ops.attention import ReferenceAttention
 
+from .faces import contract
 from .pair import attention, refused, windowed
 from .test_latent import Story, latent
 from .test_narrowing import BACKENDS, SPECS, Narrowed, of_rows, rows_of

@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.kv.faces import contract
 from torch import Tensor
 from transformers import CohereConfig, GlmConfig, GPTNeoXConfig, GptOssConfig, LlamaConfig, Phi3Config
 from transformers.models.cohere import modeling_cohere
@@ -32,6 +31,7 @@ from quire.kernels.sdpa import SdpaAttention
 from quire.kv.contract import ContractState
 from quire.ops.rope import RotaryTable, inverse_frequencies, rotate
 
+from .faces import contract
 from .oracle import attention_bound, rotation_bound, unit
 from .pair import Pair, num_columns, same_bits, split_columns
 

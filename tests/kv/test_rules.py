@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kv.faces import contract
 
 from quire.contracts.kv_state import AttentionKVCache, RNNState
 from quire.contracts.layers import FullAttention
@@ -29,6 +28,7 @@ from quire.kv.rule_table import (
 )
 from quire.kv.rules import LAYER_KINDS, LAYER_VERBS
 
+from .faces import contract
 from .rule_checks import EXACT, refused
 from .rule_stories import HQ, SIZES, SPECS, D, H, R, Story, encoded, refused_call
 

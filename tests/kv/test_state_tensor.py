@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.kv.faces import contract
 
 from quire.contracts.layers import FullAttention, Recurrent, StateTensor
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kv.contract import ContractState
 from quire.kv.state import State
+
+from .faces import contract
 
 EYE = torch.eye(3, 4)
 

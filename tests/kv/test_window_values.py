@@ -9,12 +9,12 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from tests.kv.faces import contract
 from torch import Tensor
 
 from quire.contracts.layers import FullAttention, RopeMode, RopeSpec
 from quire.kernels.sdpa import SdpaAttention
 
+from .faces import contract
 from .oracle_values import scores_of, softmax_state, state_bounds, turned
 from .pair import Pair, attention, num_columns, split_columns
 

@@ -9,11 +9,11 @@ from typing import Literal
 
 import pytest
 import torch
-from tests.kv.faces import contract
 
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kernels.sdpa import SdpaAttention
 
+from .faces import contract
 from .pair import Pair, attention, refused, split_columns
 from .seer import Seer
 from .test_forward import compositions
