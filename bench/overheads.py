@@ -41,7 +41,6 @@ from quire.engine.grammar_matcher import GrammarMatcher
 from quire.engine.grammars import Grammars
 from quire.engine.request import Request
 from quire.errors import QuireError
-from quire.kv.attention_pass import AttentionPass
 from quire.kv.state_pass import StatePass
 from quire.ops.request_sampler import RequestSampler
 from quire.ops.sampled_tokens import SampledTokens
@@ -250,10 +249,10 @@ def clocks_of(llm: LLM) -> Clocks:
     for owner, names, part in (
         (engine.scheduler, ("schedule", "computed"), SCHEDULER),
         (state, ("begin_forward", "end_forward", "open_pass"), KV),
-        (AttentionPass, ("__init__",), PLAN),
+        (StatePass, ("__init__",), PLAN),
         (StatePass, ("stack_parts", "attention_parts"), PLAN),
-        (state.backend, ("plan",), PLAN),
-        *((one.storage, ("copy", "blank"), "page copies") for one in state.classes),
+        (state.parts.paged.backend, ("plan",), PLAN),
+        *((one.storage, ("copy", "blank"), "page copies") for one in state.parts.paged.classes),
         (engine.runner, ("execute",), "model"),
         (Grammars, ("allowed",), "grammar masks"),
         (quire.ops.logit_edits, ("mask_out",), "grammar masks applied"),

@@ -130,7 +130,7 @@ def refused(bed: Bed, call: Callable[[], object], reason: str) -> None:
         state = bed.state
         return (
             bed.forwards[0],
-            {seq: state.sequence_length(seq) for seq in state.table.ids},
+            {seq: state.sequence_length(seq) for seq in state.sequences.ids},
             state.num_available_pages(),
             state.num_used_pages,
         )

@@ -63,6 +63,8 @@ SIGNATURES: dict[type, dict[str, str]] = {
         "attention_with_shared_kv": "source_layer_id, q, k=None, v=None, *, sm_scale=None, out=None",
         "merge_attn_output_inplace": "o1, lse1, o2, lse2",
         "merge": "o1, lse1, o2, lse2",
+    },
+    kv_state.StoredRows: {
         "set_cross_kv": "layer_id, seq_id, k, v",
         "debug_get_kv": "seq_id, start=0, end=None, *, layer=None, relative=False, out=None",
         "debug_get_kv_mla": "seq_id, start=0, end=None, *, layer=None, relative=False, out=None",
@@ -72,6 +74,8 @@ SIGNATURES: dict[type, dict[str, str]] = {
         "get": "layer_id, state_id, *, per_token=False, out=None",
         "set": "layer_id, state_id, data, *, per_token=False",
         "linear_attention": "layer_id, q, k, v, *, sm_scale=1.0, log_decay=None, beta=None, out=None",
+    },
+    kv_state.StoredStates: {
         "debug_get": "layer_id, state_id, seq_id, *, position=None",
         "debug_set": "layer_id, state_id, seq_id, data",
     },

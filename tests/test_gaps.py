@@ -26,7 +26,7 @@ def test_owners_of_a_page_that_hold_different_parts_of_it_write_and_abort(order:
     pair.begin(order, [2, 2, 2])
     for layer in range(len(pair.specs)):
         pair.layer(layer, pair.random(layer, 6))
-    assert sum(copy.count for copy in pair.copies) == (3 + 1) * len(pair.state.classes)
+    assert sum(copy.count for copy in pair.copies) == (3 + 1) * len(pair.state.state.parts.paged.classes)
     pair.abort()
     pair.forward(order, [1, 3, 1])
     pair.finish()

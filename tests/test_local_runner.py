@@ -66,7 +66,7 @@ def test_a_refused_chunk_leaves_the_edits_undone(kind: type[QuireError], fields:
     runner.execute(Step(edits=(Add(0),), chunks=(Chunk(0, [1, 2, 3]),)))
     with pytest.raises(kind):
         runner.execute(Step(edits=(Pop(0, 1), Fork(0, 1), Add(2)), chunks=(Chunk(0, [4]), Chunk(1, **fields))))
-    assert runner.state.table.ids == [0]
+    assert runner.state.sequences.ids == [0]
     assert runner.state.sequence_length(0) == 3
     runner.state.check()
 

@@ -352,7 +352,7 @@ def test_after_fork_at_every_position(llm: LLM, model: Model) -> None:
     for position in range(1, LENGTH):
         # Recurrent layers: from the nearest state that is kept.
         start = state.nearest_reachable(parent, position)
-        if state.recurrent is not None:
+        if state.parts.recurrent is not None:
             assert start == (10 if position >= 10 else 0)
             if start < position:
                 with pytest.raises(FailedPrecondition, match=f"running {position - start} tokens again"):

@@ -47,7 +47,6 @@ from quire.kernels.triton_support import attention_problem, triton_problem
 from quire.kv.forward_need import pages_for
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
-from quire.kv.static_pass import static_refusal
 from quire.kv.storage import bytes_per_token
 from quire.memory_profile import (
     capture_usual,
@@ -165,7 +164,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     interval = checkpoint_interval(config, model.layer_specs, kv_dtype)
     local = LocalRunner(model, state, device, adapters)
     runner: Runner = local
-    if captures and not static_refusal(state, 1) and (memory := device_memory(device)):
+    if captures and not state.static_refusal(1) and (memory := device_memory(device)):
         runner = graphs = GraphRunner(local, CudaCapture(), longest=max_len)
         capture_usual(memory, graphs.capture, usual_sizes(config.max_num_seqs), progress)
     generation = read_json(path / "generation_config.json")
@@ -395,7 +394,7 @@ def pool_budget(
     def captured() -> int:
         one = PoolSizes(2 * size, 2 * size if windowed else None, size, LEAST_STATES if state_bytes else 0)
         state = make_state(specs, one, size, dtype, device, config.attention_backend, padding=True)
-        if static_refusal(state, 1):
+        if state.static_refusal(1):
             return 0
         runner = GraphRunner(LocalRunner(model, state, device, adapters), CudaCapture(), longest=max_len)
         return captured_bytes(memory, runner.capture, usual_sizes(config.max_num_seqs))

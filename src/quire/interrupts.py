@@ -181,17 +181,6 @@ def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def uninterrupted_verbs(*names: str) -> Callable[[type[R]], type[R]]:
-    """Make these methods of a class, inherited ones included, ``uninterrupted``."""
-
-    def decorate(cls: type[R]) -> type[R]:
-        for name in names:
-            setattr(cls, name, uninterrupted(getattr(cls, name)))
-        return cls
-
-    return decorate
-
-
 class Lock:
     """A reentrant lock that shields its holder: a change made under it happens whole.
 

@@ -30,27 +30,29 @@ class _Mismatch(Exception):
     """The description of a value of the wrong type."""
 
 
-def checks_arguments(*, but: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
+def checks_arguments(*, but: Collection[str] = (), only: Collection[str] | None = None) -> Callable[[type[T]], type[T]]:
     """Make a class's public methods and ``__init__`` refuse arguments of wrong types.
 
     ``InvalidArgument`` names the verb, the argument, its type and the given value. An integer may
     be anything that ``operator.index`` takes (a NumPy number, a tensor of one) but no bool; the
     body gets a plain ``int``. A sequence of integers may be a 1-D tensor or array. Class methods,
-    properties, names with an underscore and those in ``but`` stay unchanged.
+    properties, names with an underscore and those in ``but`` stay unchanged, with ``only`` all but
+    those.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         for name, member in list(vars(cls).items()):
             public = name == "__init__" or not (name.startswith("_") or name in but)
-            if isinstance(member, types.FunctionType) and public:
-                setattr(cls, name, _checked(member, "" if name == "__init__" else name))
+            if isinstance(member, types.FunctionType) and public and (only is None or name in only):
+                setattr(cls, name, checked(member, "" if name == "__init__" else name))
         return cls
 
     return decorate
 
 
-def _checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
-    """Check the arguments of ``verb``, or of the instance's class if that is empty."""
+def checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
+    """Return a function that checks all arguments but the first, and names ``verb`` if one is
+    wrong; empty: the class of the first."""
     order = [one.name for one in inspect.signature(function).parameters.values()][1:]
     if not order:
         return function

@@ -184,7 +184,7 @@ class Stored:
             self._attend(opened, 0)  # plans
             synchronize(state.device)
             started = time.perf_counter()
-            for layer in range(len(state.specs)):
+            for layer in range(len(state.geometry.specs)):
                 out_THV = self._attend(opened, layer)
             synchronize(state.device)
             return out_THV, time.perf_counter() - started

@@ -131,7 +131,7 @@ class Subject:
     @property
     def kept_states(self) -> int:
         """State slots in use."""
-        return self.state.recurrent_part("kept_states").table.pool.num_used
+        return self.state.parts.recurrent_part("kept_states").table.pool.num_used
 
     def prompt(self, tokens: int, seed: int) -> list[int]:
         """Draw random token ids."""

@@ -18,6 +18,7 @@ from quire.blend.chunks import ChunkKeys, ChunkLayout
 from quire.blend.retriever import ChunkRetriever
 from quire.contracts.layers import FullAttention, LatentAttention, WindowedAttention
 from quire.contracts.store import Blob, ObjectKey, ObjectPart, StoreTier, TierStat
+from quire.kv.contract import ContractState
 from quire.kv.state import State
 from quire.store.memory import MemoryTier, cut
 from quire.store.stack import Store
@@ -62,16 +63,17 @@ class Bed:
 
     def forward(self, seq: int, ids: Sequence[int], start: int) -> None:
         """Run tokens, which write rows that tell of them."""
+        state = ContractState(self.state)
         self.state.begin_forward([seq], [len(ids)])
         for layer, spec in enumerate(self.specs):
             column = rows(layer, ids, start)[:, None]
             if isinstance(spec, LatentAttention):
                 halves = [-column.expand(-1, spec.value_dim), column.expand(-1, spec.row_dim - spec.value_dim)]
-                self.state.append_mla_kv(layer, torch.cat(halves, 1))
+                state.append_mla_kv(layer, torch.cat(halves, 1))
             else:
                 shape = (len(ids), spec.num_kv_heads)
                 k = column[..., None].expand(*shape, spec.head_dim)
-                self.state.append_kv(layer, k.contiguous(), -k[..., :1].expand(*shape, spec.value_dim).contiguous())
+                state.append_kv(layer, k.contiguous(), -k[..., :1].expand(*shape, spec.value_dim).contiguous())
         self.state.end_forward()
 
     def sequence(self) -> int:

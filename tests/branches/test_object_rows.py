@@ -126,7 +126,7 @@ class Kept:
         return {layer: export.rows(layer, 0, export.length) for layer in self.rows}
 
     def pool(self) -> list[Tensor]:
-        return [tensor.clone() for one in self.state.classes for tensor in one.storage._tensors]
+        return [tensor.clone() for one in self.state.parts.paged.classes for tensor in one.storage._tensors]
 
 
 def same(found: dict[int, dict[str, Tensor]], wanted: dict[int, dict[str, Tensor]], length: int) -> bool:

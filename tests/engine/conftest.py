@@ -241,14 +241,14 @@ def check(llm: LLM) -> None:
     engine.runner.state.check()
     if engine.cache is not None:
         engine.cache.check()
-        held = set(engine.runner.state.table.ids)
+        held = set(engine.runner.state.sequences.ids)
         assert set(engine.cache._entries) <= held
     owned = {session.seq for session in engine.branches.sessions.values() if session.seq is not None}
     branches = (one.branch for one in (*engine.scheduler.running, *engine.scheduler.waiting))
     running = {branch.seq for branch in branches if branch.seq is not None}
     cached = set() if engine.cache is None else {s for s, entry in engine.cache._entries.items() if not entry.live}
     owned |= engine.stored.forks
-    assert set(engine.runner.state.table.ids) == owned | running | cached, "every sequence has an owner"
+    assert set(engine.runner.state.sequences.ids) == owned | running | cached, "every sequence has an owner"
 
 
 def assert_empty(llm: LLM) -> None:

@@ -569,7 +569,7 @@ def test_what_is_refused_leaves_no_trace(small: LLM, make_llm: MakeLLM, llama: C
     forget_tokens(unknown.rows[0])
     foreign = make_llm(llama).session(PROMPT).as_cache()
     sessions = len(engine_of(small).branches.sessions)
-    before = (free_pages(small), len(small.executor.pool.caches), list(engine_of(small).runner.state.table.ids))
+    before = (free_pages(small), len(small.executor.pool.caches), list(engine_of(small).runner.state.sequences.ids))
     for error, match, options in (
         (InvalidArgument, "KV cache or a handle", {"cache": 3}),
         (InvalidArgument, "another model's pages", {"cache": foreign}),
@@ -591,7 +591,11 @@ def test_what_is_refused_leaves_no_trace(small: LLM, make_llm: MakeLLM, llama: C
     ):
         with pytest.raises(error, match=match):
             session.as_cache(**given)
-    assert (free_pages(small), len(small.executor.pool.caches), list(engine_of(small).runner.state.table.ids)) == before
+    assert (
+        free_pages(small),
+        len(small.executor.pool.caches),
+        list(engine_of(small).runner.state.sequences.ids),
+    ) == before
     assert len(engine_of(small).branches.sessions) == sessions
     assert session.as_cache(capacity=40).num_entries == 40
     assert session.as_cache(dynamic=True).num_entries == 40

@@ -174,7 +174,7 @@ def test_few_slots(make_llm: MakeLLM, hybrid: Checkpoint, slots: int) -> None:
     budget = slots * each if pure else max(2 * slots * each, slots * each + 4000 * probe.bytes_per_token)
     llm = make_llm(hybrid, kv_cache_memory=budget, max_num_seqs=3, checkpoint_interval=INTERVAL)
     if pure:
-        assert states(llm).recurrent.table.pool.num_pages == slots
+        assert states(llm).parts.recurrent.table.pool.num_pages == slots
     rng = random.Random(slots)
     documents = [random_tokens(90, seed=seed) for seed in range(2)]
     for turn in range(8):
@@ -192,7 +192,7 @@ def test_checkpoints_go_before_cached_sequences(make_llm: MakeLLM, hybrid: Check
     llm = make_llm(hybrid, kv_cache_memory="4MiB", checkpoint_interval=INTERVAL)
     first = random_tokens(100)
     llm.generate(first, greedy(2))
-    pool = states(llm).recurrent.table.pool
+    pool = states(llm).parts.recurrent.table.pool
     others = pool.take(pool.num_free - 1)
     # Two prompts at once need more than the slot that is left.
     prompts = [random_tokens(20, seed=seed) for seed in (1, 2)]
@@ -398,7 +398,7 @@ def test_a_written_session_stays_usable_when_slots_fill(make_llm: MakeLLM, hybri
     wanted = session.fork().generate(greedy(5)).outputs[0].token_ids
     session.logits()
     loaded = llm.session_from_bytes(session.to_bytes())
-    pool = states(llm).recurrent.table.pool
+    pool = states(llm).parts.recurrent.table.pool
     for seed in range(pool.num_pages):
         llm.generate(random_tokens(60, seed=seed), greedy(2))
     assert not pool.num_free

@@ -63,7 +63,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def sizes(checkpoint: Checkpoint, make_llm: MakeLLM) -> dict[str, int]:
     """Bytes of a token's K and V, and of a recurrent state."""
     llm = make_llm(checkpoint, kv_cache_memory="4MiB")
-    part = engine_of(llm).runner.state.recurrent
+    part = engine_of(llm).runner.state.parts.recurrent
     return {
         "bytes_per_token": llm.bytes_per_token,
         "state_bytes": 0 if part is None else bytes_per_state(part.specs),

@@ -77,12 +77,12 @@ def test_a_window_of_its_own(small: LLM) -> None:
 def refused(llm: LLM, kind: type[QuireError], message: str, *arguments: Any, **options: Any) -> None:
     """Nothing runs and nothing is queued."""
     recorder, engine = record(llm), engine_of(llm)
-    sequences = set(engine.runner.state.table.ids)
+    sequences = set(engine.runner.state.sequences.ids)
     with pytest.raises(kind, match=message):
         llm.generate(*arguments, **options)
     assert not recorder.steps
     assert not engine.requests.by_id
-    assert set(engine.runner.state.table.ids) == sequences
+    assert set(engine.runner.state.sequences.ids) == sequences
     assert not any(state.busy for state in engine.branches.sessions.values())
 
 

@@ -32,6 +32,7 @@ from quire.contracts.executor_calls import PrefillInput
 from quire.engine.session import Session
 from quire.engine.session_stream import SessionStream
 from quire.errors import QuireError
+from quire.kv.contract import ContractState
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, make_family, random_tokens
 
@@ -138,7 +139,7 @@ def load(bed: Bed) -> None:
 
 def look_and_write(bed: Bed) -> None:
     with bed.session.fork() as child:
-        layer = child._engine.runner.state.layer_ids[0]
+        layer = child._engine.runner.state.geometry.layer_ids[0]
         rows = child.kv(layer)
         start = int(rows.pop("positions", torch.zeros(1))[0])
         child.set_kv(layer, start=start, **rows)
@@ -426,10 +427,10 @@ def by_hand(state: Any) -> None:
     state.begin_forward([-1], [40])
     state.abort_forward()
     state.begin_forward([-1], [40])
-    state.end_forward(skipped=set(state.layer_ids))
+    state.end_forward(skipped=set(state.geometry.layer_ids))
     state.fork_sequence(-1, -2, 40)
     state.begin_forward([-2, -1], [3, 1])
-    state.end_forward(skipped=set(state.layer_ids))
+    state.end_forward(skipped=set(state.geometry.layer_ids))
     state.popn(-2, 0)
     state.remove_sequence(-1)
     state.remove_sequence(-2)
@@ -438,18 +439,19 @@ def by_hand(state: Any) -> None:
 def test_verbs_of_a_state_by_hand(make_llm: MakeLLM, checkpoints: dict[str, Checkpoint]) -> None:
     """Each of them is done or is not."""
     state = engine_of(make_llm(checkpoints["gemma3"])).runner.state
-    counts = lines_of(lambda: by_hand(state))
+    face = ContractState(state)  # type: ignore[arg-type]
+    counts = lines_of(lambda: by_hand(face))
     raised = 0
     for line in list(counts)[::3]:
         with signal_at(line, counts[line]):
             try:
-                by_hand(state)
+                by_hand(face)
             except KeyboardInterrupt:
                 raised += 1
         state.check()
-        if state.table.forward is not None:
+        if state.sequences.forward is not None:
             state.abort_forward()
-        for seq in state.table.ids:
+        for seq in state.sequences.ids:
             state.remove_sequence(seq)
         assert state.empty(), line
     assert raised > 30
@@ -528,14 +530,14 @@ def test_what_nobody_holds_any_more_is_ended_by_the_next_step(
     other.close()
     cache = bed.llm.executor.create_kv_cache()
     pool = bed.llm.executor.pool
-    used = len(engine.runner.state.table)
+    used = len(engine.runner.state.sequences)
     with engine.lock:
         if interrupted:
             cache._finalizer.detach()
         del cache
-        assert len(engine.runner.state.table) == used
+        assert len(engine.runner.state.sequences) == used
         assert pool.sweep()
-    assert len(engine.runner.state.table) == used - 1
+    assert len(engine.runner.state.sequences) == used - 1
     assert_whole(bed, "orphans")
 
 

@@ -43,11 +43,11 @@ def kinds_of_pages(llm: LLM) -> list[list[str]]:
             else:
                 found[-1].append(next((one for one in ("pinned", "held") if one in kinds), "evictable"))
 
-    for index, pool in enumerate(state.table.pools):
-        named = {seq: {*state.table.get(seq).tables[index].pages.tolist()} - {-1} for seq in state.table.ids}
+    for index, pool in enumerate(state.sequences.pools):
+        named = {seq: {*state.sequences.get(seq).tables[index].pages.tolist()} - {-1} for seq in state.sequences.ids}
         sort(pool.num_pages, set().union(*named.values()), named)
-    if state.recurrent is not None:
-        table = state.recurrent.table
+    if state.parts.recurrent is not None:
+        table = state.parts.recurrent.table
         slots: dict[SeqId, set[int]] = {}
         for seq, states in table._sequences.items():
             kept = states.kept.values() if seq in engine.branches.written() else ()
@@ -174,7 +174,7 @@ def checked(llm: LLM, seed: int, steps: int) -> None:
         pass
     after = engine.page_use()
     assert (after.held, after.pinned) == (before.held, before.pinned), "what is needed stays"
-    recurrent = engine.runner.state.recurrent
+    recurrent = engine.runner.state.parts.recurrent
     ringed = 0 if recurrent is None else recurrent.table.num_available - recurrent.table.pool.num_free
     assert after.evictable == ringed, (
         "what was called evictable could be given up, but for rings, which give way by themselves"

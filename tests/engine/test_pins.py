@@ -31,11 +31,11 @@ def pages_of(llm: LLM, sessions: Iterable[Session]) -> list[int]:
         found = [session._state.seq] if request is None else [request.branch.seq, request.branch.way_back]
         seqs += [seq for seq in found if seq is not None]
     counts = []
-    for index in range(len(state.table.pools)):
-        pages = {int(page) for seq in seqs for page in state.table.get(seq).tables[index].pages if page >= 0}
+    for index in range(len(state.sequences.pools)):
+        pages = {int(page) for seq in seqs for page in state.sequences.get(seq).tables[index].pages if page >= 0}
         counts.append(len(pages))
-    if state.recurrent is not None:
-        table = state.recurrent.table
+    if state.parts.recurrent is not None:
+        table = state.parts.recurrent.table
         counts.append(len({table._sequences[seq].present for seq in seqs} - {-1}))
     return counts
 

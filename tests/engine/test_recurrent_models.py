@@ -136,7 +136,7 @@ def test_what_is_not_there_is_refused_and_said(make_llm: MakeLLM, hybrid: Checkp
 
 def test_a_budget_too_small_for_states(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
     llm = make_llm(hybrid, kv_cache_memory="4MiB")
-    part = engine_of(llm).runner.state.recurrent
+    part = engine_of(llm).runner.state.parts.recurrent
     assert part is not None
     with pytest.raises(ResourceExhausted, match="4 are needed at least"):
         make_llm(hybrid, kv_cache_memory=3 * bytes_per_state(part.specs))

@@ -117,10 +117,10 @@ def test_written_state_survives(make_llm: MakeLLM, llama: Checkpoint) -> None:
 def refused(llm: LLM, data: bytes, error: type[QuireError], match: str) -> None:
     """Loading raises, and afterwards the pool is as it was."""
     state = engine_of(llm).runner.state
-    before = (list(state.table.ids), state.num_available_pages(), len(engine_of(llm).branches.sessions))
+    before = (list(state.sequences.ids), state.num_available_pages(), len(engine_of(llm).branches.sessions))
     with pytest.raises(error, match=match):
         llm.session_from_bytes(data)
-    assert (list(state.table.ids), state.num_available_pages(), len(engine_of(llm).branches.sessions)) == before
+    assert (list(state.sequences.ids), state.num_available_pages(), len(engine_of(llm).branches.sessions)) == before
     check(llm)
 
 

@@ -38,14 +38,14 @@ def named_by(llm: LLM) -> list[dict[SeqId, dict[int, set[int]]]]:
     """For each pool and sequence, the positions at which it names each page."""
     state = engine_of(llm).runner.state
     found: list[dict[SeqId, dict[int, set[int]]]] = []
-    for index in range(len(state.table.pools)):
+    for index in range(len(state.sequences.pools)):
         found.append({})
-        for seq in state.table.ids:
-            pages = state.table.get(seq).tables[index].pages.tolist()
+        for seq in state.sequences.ids:
+            pages = state.sequences.get(seq).tables[index].pages.tolist()
             found[-1][seq] = {page: {place * state.page_size} for place, page in enumerate(pages) if page >= 0}
-    if state.recurrent is not None:
+    if state.parts.recurrent is not None:
         found.append({})
-        for seq, states in state.recurrent.table._sequences.items():
+        for seq, states in state.parts.recurrent.table._sequences.items():
             slots: dict[int, set[int]] = {}
             for position, slot in (
                 (states.length, states.present),
@@ -67,7 +67,7 @@ def check_pools(llm: LLM, state: ReadState) -> None:
     counts = {name: sum(view.counts[name] for view in views) for name in OWNER_NAMES}
     assert counts == {name: getattr(use, name) for name in OWNER_NAMES}
     assert llm.views.overview(state).use == {"total": use.total, **counts}
-    pools = [*kv.table.pools, *([] if kv.recurrent is None else [kv.recurrent.table.pool])]
+    pools = [*kv.sequences.pools, *([] if kv.parts.recurrent is None else [kv.parts.recurrent.table.pool])]
     named = named_by(llm)
     assert len(views) == len(pools) == len(named)
     ids = {view.id: branch.seq for branch, view in state.branches.shown(EVERYBODY)}
@@ -106,7 +106,7 @@ def check_some_pages(llm: LLM, state: ReadState, view: PoolView, names: dict[Seq
 def check_branches(llm: LLM, state: ReadState, sessions: list[Any]) -> None:
     kv = engine_of(llm).runner.state
     shown = state.branches.shown(EVERYBODY)
-    assert sorted(branch.seq for branch, _ in shown if branch.seq is not None) == sorted(kv.table.ids)
+    assert sorted(branch.seq for branch, _ in shown if branch.seq is not None) == sorted(kv.sequences.ids)
     assert len({view.id for _, view in shown}) == len(shown)
     for branch, view in shown:
         assert view.id == branch.id
@@ -118,7 +118,7 @@ def check_branches(llm: LLM, state: ReadState, sessions: list[Any]) -> None:
         assert (view.pages, view.shared_pages) == (holding.held, holding.shared)
         assert list(view.reachable) == kv.reachable(branch.seq)
         assert view.computed == kv.sequence_length(branch.seq)
-        if kv.recurrent is not None and view.computed:
+        if kv.parts.recurrent is not None and view.computed:
             assert [0, *view.checkpoints] == kv.kept_positions(branch.seq)
         for held in view.held:
             layer = state.reading.facts[held.pool].layers[0]

@@ -52,7 +52,7 @@ def ahead(llm: LLM) -> LLM:
     """Let an LLM on the CPU run ahead, which it does on GPUs only."""
     engine = engine_of(llm)
     engine.stepper.runs_ahead = engine.sampling.later = True
-    engine.runner.state.table.slack = 1  # type: ignore[attr-defined]
+    engine.runner.state.sequences.slack = 1  # type: ignore[attr-defined]
     engine.sampling.seen = SeenTokens(llm.model.vocab_size, llm.model.device)
     return llm
 
@@ -186,7 +186,7 @@ def test_a_stop_is_seen_a_step_late(make_llm: MakeLLM, llama: Checkpoint) -> Non
         output = session.generate(greedy(9, stop_token_ids=[stop])).outputs[0]
         assert (output.token_ids, output.stop_reason) == (tokens[: cut + 1], stop)
         state = engine_of(llm).runner.state
-        found.append((session.tokens, [state.sequence_length(seq) for seq in state.table.ids]))
+        found.append((session.tokens, [state.sequence_length(seq) for seq in state.sequences.ids]))
         assert session.generate(greedy(5)).outputs[0].token_ids == llama.greedy(session.tokens[:-5], 5)
         check(llm)
         session.close()

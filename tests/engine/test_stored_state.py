@@ -121,7 +121,7 @@ def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def few_states(make_llm: MakeLLM, hybrid: Checkpoint, states: int, tokens: int, **more: Any) -> LLM:
     """An LLM with about so many slots for states, and room for about so many tokens."""
     one = make_llm(hybrid, **ROOM)
-    part = engine_of(one).runner.state.recurrent
+    part = engine_of(one).runner.state.parts.recurrent
     assert part is not None
     # Half of the budget is for states.
     memory = 2 * max(states * bytes_per_state(part.specs), tokens * one.bytes_per_token)
@@ -519,7 +519,7 @@ def test_states_for_which_there_is_no_room_stay_behind(make_llm: MakeLLM, hybrid
     tokens = random_tokens(24)
     session = llm.session(tokens[:4])
     state = engine_of(llm).runner.state
-    assert state.recurrent is not None
+    assert state.parts.recurrent is not None
     for end in (4, 8, 12, 16):
         session.append(tokens[len(session) : end])
         session.logits()
@@ -528,14 +528,14 @@ def test_states_for_which_there_is_no_room_stay_behind(make_llm: MakeLLM, hybrid
     session.append(tokens[16:])
     session.logits()
     squeeze(llm)
-    table = state.recurrent.table
+    table = state.parts.recurrent.table
     blockers = []
     # All but four slots are another owner's.
     while table.num_available > 4:
         blockers.append(engine_of(llm).runner.new_seq())
         state.add_sequence(blockers[-1])
-        for layer in state.recurrent.layer_ids[:1]:
-            one = state.recurrent.specs[0].states[0]
+        for layer in state.parts.recurrent.layer_ids[:1]:
+            one = state.parts.recurrent.specs[0].states[0]
             state.debug_set(layer, 0, blockers[-1], torch.zeros(one.shape, dtype=getattr(torch, one.dtype)))  # type: ignore[attr-defined]
     found = session.generate(greedy(1)).outputs[0].token_ids
     assert hybrid.continues(tokens, found)

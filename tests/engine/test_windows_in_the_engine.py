@@ -106,7 +106,7 @@ def test_forks_are_kept_at_turns_and_not_at_every_token(make_llm: MakeLLM, check
     session = llm.session(random_tokens(40))
     for token in random_tokens(50, seed=1):
         session.append([token])
-    assert len(state.table) <= 3
+    assert len(state.sequences) <= 3
     recorder = record(llm)
     assert session.rewind(to=38) == 0, "the fork at the prompt's end"
     assert session.generate(greedy(3)).outputs[0].token_ids == checkpoints["mistral"].greedy(session.tokens[:38], 3)

@@ -209,7 +209,7 @@ def snapshot(executor: Executor, *caches: KVCache) -> object:
     metrics = executor.metrics()
     return (
         state.num_available_pages(),
-        sorted(state.table.ids),
+        sorted(state.sequences.ids),
         metrics.to_dict(),
         len(executor.pool.caches),
         [

@@ -193,7 +193,9 @@ def test_levels_give_the_same_greedy_tokens(tiny: Tiny) -> None:
         made = FACTORY.create_executor(
             config_of(tiny, optimization_config=OptimizationConfig(optimization_level=level))
         )
-        assert made.pool.state.backend.name == ("reference", fastest_attention(made.pool.facts.device))[level]
+        assert (
+            made.pool.state.parts.paged.backend.name == ("reference", fastest_attention(made.pool.facts.device))[level]
+        )
         flash = AttentionMechanism.FLASH in made.capabilities().attention_mechanisms
         assert flash == (level > 0)
         llm = LlmExecutor(made)
@@ -231,9 +233,9 @@ def test_flags_of_fusion(llama: Tiny) -> None:
             config_of(llama, attention_config=attention, optimization_config=OptimizationConfig(**fields))
         )
 
-    assert made().pool.state.backend.name == fastest_attention(torch.device("cpu"))
-    assert made(enable_kernel_fusion=False).pool.state.backend.name == "reference"
-    assert made(flash=False).pool.state.backend.name == "reference"
+    assert made().pool.state.parts.paged.backend.name == fastest_attention(torch.device("cpu"))
+    assert made(enable_kernel_fusion=False).pool.state.parts.paged.backend.name == "reference"
+    assert made(flash=False).pool.state.parts.paged.backend.name == "reference"
 
 
 def test_no_fused_attention_is_claimed_where_none_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,7 +188,7 @@ def test_copies_of_a_long_cache_take_no_page(llama: Tiny) -> None:
     many.broadcast_and_copy_from(cache)
     cache.select_and_copy_from(many, 3)
     assert ex.pool.used_pages == used
-    assert state.table.num_splits == 0
+    assert state.sequences.num_splits == 0
     assert many.lengths == (length,) * 8
     assert copies[0].length == length
 

@@ -361,7 +361,7 @@ def test_windows_and_recurrent_layers_refuse_by_name(llama: Tiny, hybrid: Hybrid
                 ex.pool.runner.execute(
                     Step(edits=(Add(901),), chunks=(Chunk(901, [1, 2]),)), Extras(positions=np.array([4, 5]))
                 )
-            assert 901 not in ex.pool.state.table
+            assert 901 not in ex.pool.state.sequences
     assert "position_ids" not in dict(make_executor(llama).capabilities().refusals)
 
 

@@ -43,7 +43,7 @@ def facts(executor: Executor, *caches: KVCache) -> object:
     ]
     metrics = executor.metrics().to_dict()
     del metrics["memory_efficiency"]
-    return found, sorted(executor.pool.state.table.ids), metrics, len(executor.pool.caches)
+    return found, sorted(executor.pool.state.sequences.ids), metrics, len(executor.pool.caches)
 
 
 def error_of(call: Callable[[], Any]) -> QuireError | None:
@@ -129,7 +129,7 @@ def test_the_count_of_states_is_exactly_what_calls_take(hybrid: Hybrid) -> None:
     for interval in (0, 4, 8):
         for chunk in (0, 1, 3, 7):
             executor = make_executor(hybrid, interval=interval, prefill_chunk_size=chunk)
-            table = executor.pool.state.recurrent.table  # type: ignore[union-attr]
+            table = executor.pool.state.parts.recurrent.table  # type: ignore[union-attr]
             left = executor.prefill(prompt(ids[:6], logits="none")).kv_cache
             right = executor.prefill(prompt(ids[:3], logits="none")).kv_cache
             available = least = table.num_available
@@ -164,7 +164,7 @@ def test_chains_and_marks_give_way_when_slots_are_short(hybrid: Hybrid) -> None:
     ids = hybrid.tokens
     handle = executor.prefill(prompt(ids[:8], logits="none")).kv_cache
     verified = executor.forward_verify([token(handle, one) for one in ids[8:13]])
-    pool = executor.pool.state.recurrent.table.pool  # type: ignore[union-attr]
+    pool = executor.pool.state.parts.recurrent.table.pool  # type: ignore[union-attr]
     assert handle.cache.rows[0].chain is not None
     held = pool.num_used
     others = [executor.prefill(prompt(ids[:4], logits="none")).kv_cache for _ in range(13)]

@@ -210,11 +210,11 @@ def test_copies_selections_and_batches_share_states(hybrid: Hybrid) -> None:
     face, ids = LlmExecutor(executor), hybrid.tokens
     one = face.create_kv_cache(capacity=64)
     face.prefill(inputs(ids[:15]), one)
-    used = executor.pool.state.recurrent.table.pool.num_used
+    used = executor.pool.state.parts.recurrent.table.pool.num_used
     three = face.create_kv_cache(batch_size=3, capacity=64)
     three.broadcast_and_copy_from(one)
     deep = three.deep_copy()
-    assert executor.pool.state.recurrent.table.pool.num_used == used
+    assert executor.pool.state.parts.recurrent.table.pool.num_used == used
     found = face.step(inputs([ids[15]], [ids[4]], [ids[15]], at=(15, 4, 15)), three)
     hybrid.close(found[0], 15)
     hybrid.close(found[1], 4)

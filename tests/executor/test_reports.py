@@ -240,7 +240,7 @@ def test_states_that_would_be_given_back_are_room(hybrid: Hybrid) -> None:
     owner = LooseSequences([caches[0].cache.rows[0].seq])
     executor.pool.runner.room.join(owner)  # type: ignore[arg-type]
     assert executor.optimal_batch_size() == before + 1
-    table = executor.pool.state.recurrent.table
+    table = executor.pool.state.parts.recurrent.table
     gone = [caches[0].cache.rows[0].seq]
     expected = table.num_available_without(gone)
     caches[0].cache.commit_chains()
@@ -313,7 +313,7 @@ def test_an_llm_makes_a_new_executor_for_one_that_ended(llama: Tiny) -> None:
         third = llm.executor
         assert third is not second
         assert not held.is_valid, "its pages went back"
-        assert third.pool.state.table.ids == []
+        assert third.pool.state.sequences.ids == []
         assert second.status().state is ExecutorState.SHUTDOWN
         assert_close(third.prefill(prompt([4])).logits[0], llama.logits([4]))
         assert llm.status()["executor"].is_ready

@@ -63,7 +63,7 @@ def test_an_engine_gets_the_states_that_caches_hold_to_save_work(hybrid: Hybrid)
     handles = []
     for k in range(5):
         handle = executor.prefill(prompt(ids[k : k + 6], logits="none")).kv_cache
-        roomy = executor.pool.state.recurrent.table.pool.num_free // 2  # type: ignore[union-attr]
+        roomy = executor.pool.state.parts.recurrent.table.pool.num_free // 2  # type: ignore[union-attr]
         if roomy >= 2:
             executor.forward_verify([token(handle, one) for one in range(3, 3 + roomy)])
         handles.append(handle)
@@ -322,7 +322,7 @@ def test_slots_that_go_with_a_sequence_are_counted_exactly(hybrid: Hybrid) -> No
                 others = [handle.clone_handle()] if shared else []
                 pool, seq = executor.pool, handle.cache.rows[0].seq
                 expected, before = pool.state.states_freed(seq), pool.available_states
-                slots = pool.state.recurrent.table.held_slots(seq)[0]  # type: ignore[union-attr]
+                slots = pool.state.parts.recurrent.table.held_slots(seq)[0]  # type: ignore[union-attr]
                 assert NULL < expected <= slots
                 executor.release_cache(handle.cache_id)
                 assert pool.available_states - before == expected
@@ -337,7 +337,7 @@ def test_clearing_an_empty_cache_drops_the_tree_beside_it(hybrid: Hybrid) -> Non
     assert nodes[0].kv_cache.is_valid
     cache.clear()
     assert not nodes[0].kv_cache.is_valid
-    assert list(executor.pool.state.table.ids) == [cache.rows[0].seq]
+    assert list(executor.pool.state.sequences.ids) == [cache.rows[0].seq]
     check(executor)
 
 

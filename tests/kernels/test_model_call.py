@@ -253,7 +253,7 @@ class Twins:
             state.end_forward()
         assert torch.equal(*outs)
         for layer in range(3):
-            rows = [state.layer(layer) for state in self.states]
+            rows = [state.parts.layer(layer) for state in self.states]
             assert torch.equal(rows[0].k_SHD, rows[1].k_SHD)
             assert torch.equal(rows[0].v_SHD, rows[1].v_SHD)
 
@@ -310,7 +310,7 @@ def test_what_is_no_plain_decode_is_planned_anew(monkeypatch: pytest.MonkeyPatch
     twins.forward([0], [1])
     assert twins.kept == 0
     state = State(SPECS, capacity=64, dtype=torch.float64, backend=NativeAttention())
-    assert state.layer_parts is not None
+    assert state.parts.paged.layer_parts is not None
     state.add_sequence(0)
     state.begin_forward([0], [1])
     assert state.open_pass().stack_parts(twins.layers, torch.float64) is None

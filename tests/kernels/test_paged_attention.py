@@ -424,7 +424,7 @@ def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_library_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     def backend_of(name: str) -> str:
         llm = LLM("tiny-python", dtype="float32", attention_backend=name, kv_cache_memory="4MiB")
-        return str(llm.engine.runner.state.backend.name)
+        return str(llm.engine.runner.state.parts.paged.backend.name)
 
     assert backend_of("auto") == "native"
     monkeypatch.setattr("quire.build.native_problem", lambda: "not built")

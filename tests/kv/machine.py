@@ -21,7 +21,7 @@ from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import FullAttention, RopeSpec, WindowedAttention
 from quire.errors import QuireError
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.state import State
+from quire.kv.contract import ContractState
 from quire.ops.attention import ReferenceAttention
 
 from .oracle import Oracle
@@ -83,7 +83,7 @@ class Machine(RuleBasedStateMachine):
     specs: list[Spec]
     dtype: torch.dtype
     pair: Pair
-    state: State
+    state: ContractState
     oracle: Oracle
 
     # -- calls -------------------------------------------------------------------------------------

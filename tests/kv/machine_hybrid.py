@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quire.contracts.layers import StateTensor
 from quire.errors import InvalidArgument, QuireError, Unsupported
-from quire.kv import state as kv_state
+from quire.kv.contract import ContractState
 from quire.kv.exchange import checksum
 
 from .machine import BACKENDS, DTYPES, GEOMETRIES, IDS, PAGES
@@ -36,7 +36,7 @@ from .pair_hybrid import CHANNELS, HEADS, KEYS, MIXERS, RAW, TAPS, VALUES, Hybri
 
 class HybridSteps(ExchangeSteps):
     pair: HybridPair
-    state: kv_state.State
+    state: ContractState
     oracle: HybridOracle
 
     @initialize(

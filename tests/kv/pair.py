@@ -16,8 +16,8 @@ from quire.contracts.layers import FullAttention, RopeMode, RopeSpec, WindowedAt
 from quire.errors import QuireError
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv.forward_need import SlotCopy
-from quire.kv.state import State
 
+from .faces import contract
 from .oracle import Oracle, rotation_bound
 from .oracle_refusals import ORDER
 from .oracle_values import Spec
@@ -103,7 +103,7 @@ class Pair:
     ) -> None:
         self.specs = list(specs or [attention(), attention()])
         self.dtype = dtype
-        self.state = State(
+        self.state = contract(
             self.specs,
             capacity=capacity,
             window_capacity=window_capacity,
@@ -115,7 +115,7 @@ class Pair:
         self.generator = torch.Generator().manual_seed(seed)
         self.copies: list[SlotCopy] = []
         """Copies of slots that the state has made so far, in all classes."""
-        for one in self.state.classes:
+        for one in self.state.state.parts.paged.classes:
             self._record(one.storage)
 
     def _record(self, storage: Any) -> None:
@@ -231,9 +231,9 @@ class Pair:
             if spec.rope is None or spec.rope_mode != "normal":
                 continue
             # No verb looks into a sequence that is being imported.
-            found = self.state.layer(layer)
-            slots = self.state.table.slots(found.class_index, seq_id, [range(start, stop)])
-            k, v = self.state.classes[found.class_index].storage.read(found.index, slots)
+            found = self.state.state.parts.layer(layer)
+            slots = self.state.state.sequences.slots(found.class_index, seq_id, [range(start, stop)])
+            k, v = self.state.state.parts.paged.classes[found.class_index].storage.read(found.index, slots)
             exact = [key for key, _ in self.oracle.sequences[seq_id].rows[layer][start:stop]]
             for row, expected in zip(k, exact, strict=True):
                 if expected.isfinite().all():
@@ -259,7 +259,7 @@ class Pair:
         """Lengths, pages, nodes, windows."""
         state, oracle = self.state, self.oracle
         state.check()
-        assert sorted(state.table.ids) == sorted(oracle.sequences)
+        assert sorted(state.state.sequences.ids) == sorted(oracle.sequences)
         assert self.free >= 0
         assert state.empty() == (not oracle.sequences)
         assert state.total_sequence_length() == oracle.total_length()

@@ -9,9 +9,10 @@ import torch
 
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.kernels.recurrence import ChunkedRecurrence
-from quire.kv.state import State
+from quire.kv.contract import ContractState
 from quire.ops.recurrence import ReferenceRecurrence
 
+from .faces import contract
 from .machine import BACKENDS
 from .oracle_recurrent import HybridOracle
 from .pair import Pair
@@ -40,7 +41,7 @@ MIXERS: dict[str, list[Recurrent]] = {
 class HybridPair(Pair):
     """As ``Pair``; attention layers first."""
 
-    state: State
+    state: ContractState
     oracle: HybridOracle
 
     def __init__(
@@ -62,7 +63,7 @@ class HybridPair(Pair):
         sizes["window_capacity"] = window_capacity
         super().__init__(specs, **sizes)
         self.recurrent = list(recurrent)
-        self.state = State(
+        self.state = contract(
             [*specs, *recurrent],
             num_states=num_states,
             ring=ring,
@@ -85,7 +86,7 @@ class HybridPair(Pair):
 
     def compare_books(self) -> None:
         super().compare_books()
-        table = self.state.recurrent.table
+        table = self.state.state.parts.recurrent.table
         assert table.num_available == self.oracle.free_states + len(self.oracle._yielding())
         for seq_id, part in self.oracle.parts.items():
             assert table.kept(seq_id) == sorted(part.kept)

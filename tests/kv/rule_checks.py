@@ -239,7 +239,7 @@ def moved(story: Story, tokens: list[int]) -> None:
     assert [{name: (one.shape, one.dtype) for name, one in planned[layer].items()} for layer in sorted(planned)] == [
         {name: (tuple(one.shape), one.dtype) for name, one in group.items()} for group in exported
     ]
-    assert 7 not in other.state.table
+    assert 7 not in other.state.state.sequences
     other.state.prepare_import(7, metadata)
     for layer in reversed(range(len(story.kinds))):
         other.state.import_page_group(7, layer, story.state.export_page_group(0, layer))

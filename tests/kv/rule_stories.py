@@ -27,10 +27,12 @@ from quire.contracts.layers import (
     StateTensor,
     WindowedAttention,
 )
+from quire.kv.contract import ContractState
 from quire.kv.rule_table import Combination
-from quire.kv.state import State
 from quire.ops.attention import ReferenceAttention, merge
 from quire.ops.recurrence import ReferenceRecurrence
+
+from .faces import contract
 
 HQ, H, D, R, WINDOW, ENCODED, VOCAB = 4, 2, 4, 7, 5, 6, 40
 F64 = torch.float64
@@ -142,7 +144,7 @@ class CountingRecurrence(ReferenceRecurrence):
         return super().linear_attention(*args, **more)
 
 
-def refused_call(state: State, verb: str) -> Callable[[], object]:
+def refused_call(state: ContractState, verb: str) -> Callable[[], object]:
     """A call of a verb that a state does not have, with arguments of the right types."""
     rows = torch.zeros(3, 2, 8, dtype=state.dtype)
     given: dict[str, tuple[Any, ...]] = {
@@ -175,11 +177,11 @@ class Story:
         specs = [SPECS[kind] for kind in self.kinds]
         if combination.own_rotation:
             specs = [FullAttention(**SIZES, caller_rotates=True)]
-        self.state: State
+        self.state: ContractState
         if "recurrent" in self.kinds:
-            self.state = State(specs, num_states=60, ring=2, recurrence=self.recurrence, **fields)
+            self.state = contract(specs, num_states=60, ring=2, recurrence=self.recurrence, **fields)
         else:
-            self.state = State(specs, **fields)
+            self.state = contract(specs, **fields)
 
     @property
     def calls(self) -> int:

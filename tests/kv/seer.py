@@ -12,7 +12,8 @@ from torch import Tensor
 
 from quire.contracts.layers import FullAttention, WindowedAttention
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.state import State
+
+from .faces import contract
 
 
 class Seer:
@@ -26,7 +27,7 @@ class Seer:
             spec = FullAttention(num_heads=1, num_kv_heads=1, head_dim=2, value_dim=columns)
         else:
             spec = WindowedAttention(num_heads=1, num_kv_heads=1, head_dim=2, value_dim=columns, window=layer_window)
-        self.state = State([spec], capacity=capacity, page_size=page_size, backend=SdpaAttention())
+        self.state = contract([spec], capacity=capacity, page_size=page_size, backend=SdpaAttention())
         self.columns = columns
 
     def add(self, *lengths: int) -> None:

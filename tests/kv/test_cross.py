@@ -31,12 +31,13 @@ from quire.errors import (
 from quire.kernels.paged_attention import NativeAttention
 from quire.kernels.sdpa import SdpaAttention, SdpaPlan
 from quire.kv import sequencefile
-from quire.kv.attention_pass import AttentionPass
-from quire.kv.state import State
+from quire.kv.contract import ContractState
+from quire.kv.state_pass import StatePass
 from quire.kv.statefile import read_state, to_bytes
 from quire.ops.attention import ReferenceAttention
 from quire.ops.recurrence import ReferenceRecurrence
 
+from .faces import contract
 from .oracle_values import Exact, scores_of, softmax_state, state_bounds
 from .pair import attention, num_columns, same_bits, windowed
 from .snapshots import snapshot
@@ -104,11 +105,11 @@ class Story:
             "backend": backend or SdpaAttention(),
             "first_layer": first_layer,
         }
-        self.state: State
+        self.state: ContractState
         if MIXER in specs:
-            self.state = State(specs, num_states=256, recurrence=ReferenceRecurrence(), **fields)
+            self.state = contract(specs, num_states=256, recurrence=ReferenceRecurrence(), **fields)
         else:
-            self.state = State(specs, **fields)
+            self.state = contract(specs, **fields)
         self.generator = torch.Generator().manual_seed(seed)
         self.held: dict[int, Held] = {}
         self.nodes: dict[int, int] = {}
@@ -139,8 +140,8 @@ class Story:
         given, mine = self.rows(layer, count), self.held[seq_id]
         shared = sum(one is mine for one in self.held.values()) > 1
         after = Held({**mine.rows, layer: given})
-        assert self.state.encoders is not None
-        pool = self.state.encoders.table.pool
+        assert self.state.state.parts.encoders is not None
+        pool = self.state.state.parts.encoders.table.pool
         used = self.pages - (0 if shared and mine.rows else mine.pages(self.state.page_size))
         if used + after.pages(self.state.page_size) > pool.num_pages:
             message = refused(self.state, ResourceExhausted, lambda: self.state.set_cross_kv(layer, seq_id, *given))
@@ -213,8 +214,8 @@ class Story:
     def check(self) -> None:
         """The books, every row, and what is counted."""
         self.state.check()
-        assert self.state.encoders is not None
-        assert self.state.encoders.table.pool.num_used == self.pages
+        assert self.state.state.parts.encoders is not None
+        assert self.state.state.parts.encoders.table.pool.num_used == self.pages
         for seq_id, one in self.held.items():
             for layer in self.layers:
                 if layer in one.rows:
@@ -234,7 +235,7 @@ def exact(spec: CrossAttention, q_HD: Tensor, rows: Rows, dtype: torch.dtype) ->
     return Exact(out, lse, *state_bounds(q, k, v, lse, scale, False, dtype))
 
 
-def refused(state: State, kind: type[QuireError], act: Callable[[], object]) -> str:
+def refused(state: ContractState, kind: type[QuireError], act: Callable[[], object]) -> str:
     """The call raises this very class and leaves no trace; returns what it says."""
     before = snapshot(state)
     with pytest.raises(kind) as raised:
@@ -316,7 +317,7 @@ def test_scale_of_the_call_and_out() -> None:
 
 def test_merge_with_self_attention_is_attention_over_both() -> None:
     """A decoder whose tokens see the encoder and each other in one softmax."""
-    state = State(
+    state = contract(
         [attention(rotary_dim=0), CrossAttention(num_heads=4, num_kv_heads=2, head_dim=8, value_dim=8)],
         capacity=64,
         cross_capacity=64,
@@ -389,12 +390,12 @@ def test_the_pass_of_a_model_and_its_weights() -> None:
 
 
 def test_pass_of_a_state_without_cross_layers() -> None:
-    state = State([attention()], capacity=8, backend=SdpaAttention())
+    state = contract([attention()], capacity=8, backend=SdpaAttention())
     state.add_sequence(0)
     state.begin_forward([0], [1])
     with pytest.raises(Unsupported, match="attend_cross: layer 0 is of kind 'full'"):
         state.open_pass().attend_cross(0, torch.zeros(1, 4, 8))
-    assert isinstance(state.open_pass(), AttentionPass)
+    assert isinstance(state.open_pass(), StatePass)
     message = refused(state, Unsupported, lambda: state.set_cross_kv(0, 0, torch.zeros(1, 2, 8), torch.zeros(1, 2, 8)))
     assert "no cross layers" in message
 
@@ -424,8 +425,8 @@ def test_forks_share_and_the_last_one_frees() -> None:
     story.check()
     for seq_id in (1, 3):
         story.remove(seq_id)
-    assert state.encoders is not None
-    assert state.encoders.table.pool.num_used == 3
+    assert state.state.parts.encoders is not None
+    assert state.state.parts.encoders.table.pool.num_used == 3
     story.remove(2)
     assert state.empty()
     story.check()
@@ -489,8 +490,8 @@ def test_neither_pop_nor_commit_nor_abort_touches_it() -> None:
     story.forward([0], [1])
     state.clear()
     assert state.empty()
-    assert state.encoders is not None
-    assert state.encoders.table.pool.num_used == 0
+    assert state.state.parts.encoders is not None
+    assert state.state.parts.encoders.table.pool.num_used == 0
 
 
 def test_set_between_two_layers_of_a_forward() -> None:
@@ -515,7 +516,7 @@ def test_set_between_two_layers_of_a_forward() -> None:
 def test_pages_are_counted() -> None:
     story = Story("beside", page_size=4, cross_capacity=9)
     state = story.state
-    plain = State([LAYOUTS["beside"][0], LAYOUTS["beside"][2]], capacity=4096, page_size=4, backend=SdpaAttention())
+    plain = contract([LAYOUTS["beside"][0], LAYOUTS["beside"][2]], capacity=4096, page_size=4, backend=SdpaAttention())
     assert state.num_pages == plain.num_pages + 3
     assert state.num_available_pages() == plain.num_available_pages() == 1024
     assert state.num_bytes == plain.num_bytes + 12 * 4 * (2 * 11 + 1 * 8)
@@ -545,13 +546,13 @@ def test_rows_behind_the_last_one_are_zero() -> None:
         for layer, sizes in zip(order, ((5, 9), (7, 2)), strict=True):
             for seq_id, size in zip((1, 2), sizes, strict=True):
                 story.set(layer, seq_id, size)
-        assert story.state.encoders is not None
+        assert story.state.state.parts.encoders is not None
         for seq_id in (1, 2):
             for layer in story.layers:
                 last = -(-len(story.held[seq_id].rows[layer].k) // 4) * 4
-                slots = story.state.encoders.table.slots(seq_id, range(last))
-                assert story.state.encoders.stored(layer).k[slots].isfinite().all()
-                assert story.state.encoders.stored(layer).v[slots].isfinite().all()
+                slots = story.state.state.parts.encoders.table.slots(seq_id, range(last))
+                assert story.state.state.parts.encoders.stored(layer).k[slots].isfinite().all()
+                assert story.state.state.parts.encoders.stored(layer).v[slots].isfinite().all()
         story.forward([1, 2], [3, 2])
         story.forward([2, 1], [1, 1])
         story.check()
@@ -659,8 +660,8 @@ def overwrite(story: Story, rng: random.Random) -> None:
     start = rng.randint(0, len(old.k) - 1)
     given = story.rows(layer, rng.randint(1, len(old.k) - start))
     shared = sum(one is mine for one in story.held.values()) > 1
-    assert state.encoders is not None
-    if shared and mine.pages(state.page_size) > state.encoders.table.pool.num_free:
+    assert state.state.parts.encoders is not None
+    if shared and mine.pages(state.page_size) > state.state.parts.encoders.table.pool.num_free:
         refused(state, ResourceExhausted, lambda: state.debug_set_kv(seq_id, start, *given, layer=layer))
         return
     state.debug_set_kv(seq_id, start, *given, layer=layer)
@@ -777,7 +778,7 @@ def test_imports_that_do_not_fit() -> None:
     ):
         given = {**metadata, "cross": wrong}
         refused(state, InvalidArgument, partial(state.prepare_import, 0, given))
-    plain = State([LAYOUTS["beside"][0]], capacity=64, backend=SdpaAttention())
+    plain = contract([LAYOUTS["beside"][0]], capacity=64, backend=SdpaAttention())
     plain.add_sequence(0)
     given = {**plain.get_checkpoint_metadata(0), "cross": []}
     assert "no cross layers" in refused(plain, InvalidArgument, lambda: plain.prepare_import(1, given))
@@ -811,7 +812,7 @@ def test_export_into_given_tensors() -> None:
 
 def test_the_layout_covers_the_geometry() -> None:
     def layout(*specs: LayerSpec, dtype: torch.dtype = torch.float32, page_size: int = 4) -> str:
-        return State(
+        return contract(
             specs, capacity=8, cross_capacity=8, dtype=dtype, page_size=page_size, backend=SdpaAttention()
         ).get_layout_hash()
 
@@ -823,8 +824,8 @@ def test_the_layout_covers_the_geometry() -> None:
         layout(attention(), WIDE, WIDE),
         layout(attention(), WIDE, dtype=torch.bfloat16),
         layout(attention(), CrossAttention(num_heads=4, num_kv_heads=2, head_dim=6, value_dim=6)),
-        State([attention()], capacity=8, backend=SdpaAttention()).get_layout_hash(),
-        State(
+        contract([attention()], capacity=8, backend=SdpaAttention()).get_layout_hash(),
+        contract(
             [attention(), FullAttention(num_heads=4, num_kv_heads=2, head_dim=6, value_dim=5)],
             capacity=8,
             backend=SdpaAttention(),
@@ -876,9 +877,9 @@ def test_construction() -> None:
     ]
     for specs, more, word in cases:
         with pytest.raises(InvalidArgument, match=word):
-            State(specs, **fields, **more)
+            contract(specs, **fields, **more)
     with pytest.raises(InvalidArgument, match="cross_capacity is missing"):
-        State([MIXER, WIDE], num_states=4, recurrence=ReferenceRecurrence(), **fields)
+        contract([MIXER, WIDE], num_states=4, recurrence=ReferenceRecurrence(), **fields)
 
 
 BAD_CALLS: dict[str, tuple[type[QuireError], str, Callable[[Story], object]]] = {
@@ -999,7 +1000,7 @@ def test_states_of_cross_layers_only() -> None:
         lambda: state.debug_set_kv(0, 0, *story.rows(0, 2)),
     ):
         assert "layer=" in refused(state, Unsupported, act)
-    mixed = State(
+    mixed = contract(
         [LatentAttention(num_heads=2, row_dim=6, value_dim=4), WIDE],
         capacity=8,
         cross_capacity=8,
@@ -1037,8 +1038,8 @@ def test_the_count_finds_damage() -> None:
         (lambda table: table.fork(0, 55), "does not exist"),
     ):
         story = told("beside")
-        assert story.state.encoders is not None
-        damage(story.state.encoders.table)
+        assert story.state.state.parts.encoders is not None
+        damage(story.state.state.parts.encoders.table)
         with pytest.raises(QuireError, match=word):
             story.state.check()
 
@@ -1047,7 +1048,7 @@ def test_inspection_shows_the_rows_of_encoders() -> None:
     from quire.inspection import _sequence
 
     layer = CrossAttention(num_heads=2, num_kv_heads=1, head_dim=8, value_dim=8)
-    state = State([layer, layer], capacity=8, cross_capacity=32, backend=SdpaAttention())
+    state = contract([layer, layer], capacity=8, cross_capacity=32, backend=SdpaAttention())
     state.add_sequence(0)
     state.set_cross_kv(1, 0, torch.zeros(7, 1, 8), torch.zeros(7, 1, 8))
     shown = _sequence([], state.get_checkpoint_metadata(0))

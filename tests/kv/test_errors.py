@@ -13,9 +13,10 @@ from quire.contracts.kv_state import AttentionKVCache, RNNState
 from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, Recurrent, RopeSpec, StateTensor
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.kernels.sdpa import SdpaAttention
+from quire.kv.contract import ContractState
 from quire.kv.rules import PAGED_REFUSALS, PAGED_VERBS
-from quire.kv.state import State
 
+from .faces import contract
 from .oracle_exchange import Export
 from .pair import Pair, attention, num_columns, refused, same_bits, split_columns, zeros
 from .rule_stories import refused_call
@@ -240,13 +241,13 @@ def test_pass_takes_q_k_v_or_one_tensor() -> None:
     assert opened.positions_T.tolist() == [0, 1, 2]
     qkv = pair.random(0, 3)
     fused = pair.layer(0, qkv)
-    slots = pair.state.table.slots(0, 0, [range(3)])
-    stored = pair.state.classes[0].storage.read(0, slots)
+    slots = pair.state.state.sequences.slots(0, 0, [range(3)])
+    stored = pair.state.state.parts.paged.classes[0].storage.read(0, slots)
     assert torch.equal(opened.attend_qkv(0, qkv), fused)
     apart = opened.attend(0, *split_columns(pair.specs[0], qkv))
     assert apart.is_contiguous()
     assert torch.equal(apart, fused)
-    again = pair.state.classes[0].storage.read(0, slots)
+    again = pair.state.state.parts.paged.classes[0].storage.read(0, slots)
     assert same_bits(stored.k, again.k)
 
 
@@ -292,14 +293,14 @@ def test_every_verb_of_the_contract_is_there() -> None:
         if not name.startswith("_") and base.__module__.startswith("quire.")
     }
     assert len(names) > 40
-    assert {name for name in names if not callable(getattr(State, name, None))} == set()
+    assert {name for name in names if not callable(getattr(ContractState, name, None))} == set()
     assert set(PAGED_VERBS) <= names
     assert not set(PAGED_VERBS) & set(PAGED_REFUSALS)
 
 
 def test_what_a_state_cannot_be_made_of() -> None:
-    def make(*specs: object, **more: object) -> State:
-        return State(list(specs), **{"capacity": 8, "backend": SdpaAttention(), **more})  # type: ignore[arg-type]
+    def make(*specs: object, **more: object) -> ContractState:
+        return contract(list(specs), **{"capacity": 8, "backend": SdpaAttention(), **more})  # type: ignore[arg-type]
 
     rope = RopeSpec(theta=1e4, rotary_dim=8)
     fine = attention()
@@ -338,10 +339,10 @@ def test_what_a_state_cannot_be_made_of() -> None:
 
 
 def test_layer_ids_are_global() -> None:
-    state = State([attention()] * 2, capacity=16, backend=SdpaAttention(), first_layer=5)
+    state = contract([attention()] * 2, capacity=16, backend=SdpaAttention(), first_layer=5)
     state.add_sequence(0)
     state.begin_forward([0], [2])
-    qkv = torch.randn(2, num_columns(state.specs[0]))
+    qkv = torch.randn(2, num_columns(state.state.parts.paged.specs[0]))
     with pytest.raises(InvalidArgument, match=r"layer 0; this state has layers 5\.\.6"):
         state.attention_with_fused_qkv(0, qkv)
     state.attention_with_fused_qkv(6, qkv)

@@ -32,14 +32,14 @@ def test_fork_example_of_the_specification() -> None:
     pair.fork(a, b, 10)
     assert pair.free == 5
     assert pair.copies == []
-    pages_of_a = pair.state.table.get(a).tables[0].pages.tolist()
+    pages_of_a = pair.state.state.sequences.get(a).tables[0].pages.tolist()
     pair.append(b)
     assert pair.free == 4
     assert [copy.count for copy in pair.copies] == [2]
     pair.append(a)
     assert pair.free == 4
     assert len(pair.copies) == 1
-    assert pair.state.table.get(a).tables[0].pages.tolist() == pages_of_a
+    assert pair.state.state.sequences.get(a).tables[0].pages.tolist() == pages_of_a
     pair.fork(a, c, 8)
     assert pair.free == 4
     pair.append(c)

@@ -17,10 +17,11 @@ from torch import Tensor
 from quire.contracts.layers import FullAttention, RopeSpec
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted
 from quire.kernels.sdpa import SdpaAttention
+from quire.kv.contract import ContractState
 from quire.kv.exchange import FORMAT_VERSION
-from quire.kv.state import State
 from quire.ops.attention import ReferenceAttention
 
+from .faces import contract
 from .oracle_exchange import Export
 from .pair import Pair, attention, refused, same_bits
 
@@ -146,8 +147,8 @@ def test_metadata_says_what_there_is() -> None:
 
 
 def test_layout_hash_covers_what_must_agree_and_nothing_else() -> None:
-    def state(*specs: FullAttention, **more: Any) -> State:
-        return State(specs, **{"capacity": 8, "backend": SdpaAttention(), **more})
+    def state(*specs: FullAttention, **more: Any) -> ContractState:
+        return contract(specs, **{"capacity": 8, "backend": SdpaAttention(), **more})
 
     spec = attention(value_dim=6)
     assert isinstance(spec.rope, RopeSpec)

@@ -136,16 +136,16 @@ def test_pages_of_an_import_by_class() -> None:
     needed = [3, 2, 2]
     for short in range(3):
         pair = Pair(SPECS, page_size=4, capacity=40)
-        for pool, count in zip(pair.state.table.pools, needed, strict=True):
-            taken = pool.num_free - count + (pool is pair.state.table.pools[short])
+        for pool, count in zip(pair.state.state.sequences.pools, needed, strict=True):
+            taken = pool.num_free - count + (pool is pair.state.state.sequences.pools[short])
             pool.take(taken)
-        before = [pool.num_free for pool in pair.state.table.pools]
+        before = [pool.num_free for pool in pair.state.state.sequences.pools]
         with pytest.raises(ResourceExhausted, match=f"needs {needed[short]} pages.*, {needed[short] - 1} free"):
             pair.state.prepare_import(0, metadata)
-        assert [pool.num_free for pool in pair.state.table.pools] == before
+        assert [pool.num_free for pool in pair.state.state.sequences.pools] == before
     pair = Pair(SPECS, page_size=4, capacity=12, window_capacity=8)
     load(pair, 0, metadata, groups)
-    assert [pool.num_free for pool in pair.state.table.pools] == [0, 0, 0]
+    assert [pool.num_free for pool in pair.state.state.sequences.pools] == [0, 0, 0]
     pair.finish()
 
 

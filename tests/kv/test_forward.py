@@ -16,8 +16,9 @@ from torch import Tensor
 
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.state import State
+from quire.kv.contract import ContractState
 
+from .faces import contract
 from .oracle import attention_bound
 from .pair import Pair, attention, num_columns, refused, same_bits, split_columns
 
@@ -73,12 +74,15 @@ def compositions(total: int) -> list[list[int]]:
     return result
 
 
-def row_bounds(state: State, seq_id: int, layer: int, qkv: Tensor) -> Tensor:
+def row_bounds(state: ContractState, seq_id: int, layer: int, qkv: Tensor) -> Tensor:
     """How far each row of a sequence's attention may be from the exact result, ``[T, 1, 1]``."""
     k, v = state.debug_get_kv(seq_id, layer=layer)
     keys = list(zip(k, v, strict=True))
-    q_THD, _, _ = split_columns(state.specs[layer], qkv)
-    bounds = [attention_bound(q, keys[: row + 1], state.specs[layer].scale, state.dtype) for row, q in enumerate(q_THD)]
+    q_THD, _, _ = split_columns(state.state.parts.paged.specs[layer], qkv)
+    bounds = [
+        attention_bound(q, keys[: row + 1], state.state.parts.paged.specs[layer].scale, state.dtype)
+        for row, q in enumerate(q_THD)
+    ]
     return torch.tensor(bounds).view(-1, 1, 1)
 
 
@@ -87,7 +91,7 @@ def test_every_chunking_gives_the_same_rows(dtype: torch.dtype) -> None:
     chunkings = compositions(12)
     assert len(chunkings) == 2**11
     spec = attention()
-    state = State([spec], capacity=15 * (len(chunkings) + 1), page_size=5, dtype=dtype, backend=SdpaAttention())
+    state = contract([spec], capacity=15 * (len(chunkings) + 1), page_size=5, dtype=dtype, backend=SdpaAttention())
     qkv = torch.randn(12, num_columns(spec), generator=torch.Generator().manual_seed(3)).to(dtype)
     state.add_sequence(-1)
     state.begin_forward([-1], [12])
@@ -118,7 +122,7 @@ def test_every_chunking_gives_the_same_rows(dtype: torch.dtype) -> None:
 def test_chunks_of_a_sequence_alone() -> None:
     """Without neighbours other paths of a backend run than in a batch."""
     spec = attention()
-    state = State([spec], capacity=400, page_size=4, backend=SdpaAttention())
+    state = contract([spec], capacity=400, page_size=4, backend=SdpaAttention())
     qkv = torch.randn(80, num_columns(spec), generator=torch.Generator().manual_seed(4))
     reference: Tensor | None = None
     for chunks in ([80], [1] * 80, [40, 40], [17, 17, 17, 17, 12], [3, 60, 17], [64, 16], [79, 1]):
@@ -177,7 +181,7 @@ def test_scale_of_the_call_or_of_the_spec() -> None:
         (replace(plain, sm_scale=4 * plain.scale), None, 0.25),
         (replace(plain, sm_scale=9.0), plain.scale, 1.0),
     ):
-        state = State([spec], capacity=64, backend=SdpaAttention())
+        state = contract([spec], capacity=64, backend=SdpaAttention())
         state.add_sequence(0)
         for count in (9, 1, 20):
             state.begin_forward([0], [count])
@@ -256,13 +260,17 @@ def test_skipped_rows_are_zero_in_recycled_pages() -> None:
     pair.finish()
 
 
-def books(state: State) -> list[Any]:
+def books(state: ContractState) -> list[Any]:
     """Who holds which page."""
     tables = [
-        (seq_id, state.sequence_length(seq_id), [table.pages.tolist() for table in state.table.get(seq_id).tables])
-        for seq_id in state.table.ids
+        (
+            seq_id,
+            state.sequence_length(seq_id),
+            [table.pages.tolist() for table in state.state.sequences.get(seq_id).tables],
+        )
+        for seq_id in state.state.sequences.ids
     ]
-    return [tables, [pool.references.tolist() for pool in state.table.pools], state.num_splits]
+    return [tables, [pool.references.tolist() for pool in state.state.sequences.pools], state.num_splits]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2, 3])
@@ -345,4 +353,4 @@ def test_lists_of_numpy_and_tuples() -> None:
     pair.oracle.popn(3, 1)
     pair.compare()
     assert type(pair.state.sequence_length(3)) is int
-    assert type(pair.state.table.ids[0]) is int
+    assert type(pair.state.state.sequences.ids[0]) is int

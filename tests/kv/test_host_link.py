@@ -14,8 +14,8 @@ from torch import Tensor
 from quire.contracts.kv_state import Export
 from quire.contracts.layers import FullAttention
 from quire.kv import statefile, storage
+from quire.kv.contract import ContractState
 from quire.kv.rule_table import Combination
-from quire.kv.state import State
 from quire.ops.host_link import HostLink, host_link
 
 from .pair import same_bits
@@ -70,10 +70,10 @@ class SlowStreams:
         return len(self.work) - self.done
 
 
-def slow(state: State, staging_bytes: int = 1 << 20) -> SlowStreams:
+def slow(state: ContractState, staging_bytes: int = 1 << 20) -> SlowStreams:
     """Give a state such a device."""
     streams = SlowStreams()
-    state.link = HostLink(CPU, streams, SlowStreams(), staging_bytes=staging_bytes)  # type: ignore[arg-type]
+    state.state.parts.link = HostLink(CPU, streams, SlowStreams(), staging_bytes=staging_bytes)  # type: ignore[arg-type]
     return streams
 
 

@@ -39,11 +39,12 @@ from quire.errors import (
     ResourceExhausted,
     Unsupported,
 )
+from quire.kv.contract import ContractState
 from quire.kv.rules import LAYER_VERBS, PAGED_REFUSALS, PAGED_VERBS, RECURRENT_VERBS, layer_refusal, verbs_of
-from quire.kv.state import State
 from quire.ops.attention import ReferenceAttention
 from quire.ops.recurrence import ReferenceRecurrence
 
+from .faces import contract
 from .snapshots import snapshot as everywhere
 
 HEADS, KV_HEADS, DIM, CHANNELS, TAPS, WINDOW, VOCAB = 4, 2, 4, 6, 4, 5, 50
@@ -134,15 +135,15 @@ def expected(layer: int, spec: LayerSpec, tokens: list[int]) -> list[Tensor]:
     return [torch.stack(rows)]
 
 
-def make(kind: str, **given: Any) -> State:
+def make(kind: str, **given: Any) -> ContractState:
     fields: dict[str, Any] = {"num_states": 64, "ring": 2, "page_size": 4, "recurrence": ReferenceRecurrence()} | given
     specs = KINDS[kind]
     if kind == "recurrent":
-        return State([spec for spec in specs if isinstance(spec, Recurrent)], **fields)
-    return State(specs, **{"capacity": 256, "dtype": F64, "backend": ReferenceAttention()} | fields)
+        return contract([spec for spec in specs if isinstance(spec, Recurrent)], **fields)
+    return contract(specs, **{"capacity": 256, "dtype": F64, "backend": ReferenceAttention()} | fields)
 
 
-def run(state: State, kind: str, batch: dict[int, list[int]], trees: Any = None) -> list[list[Tensor]]:
+def run(state: ContractState, kind: str, batch: dict[int, list[int]], trees: Any = None) -> list[list[Tensor]]:
     """One forward; per layer what each of its operations returned."""
     state.begin_forward(list(batch), [len(tokens) for tokens in batch.values()], trees)
     tokens = [token for entry in batch.values() for token in entry]
@@ -151,7 +152,7 @@ def run(state: State, kind: str, batch: dict[int, list[int]], trees: Any = None)
     return found
 
 
-def outputs(state: State, kind: str, tokens: list[int]) -> list[list[Tensor]]:
+def outputs(state: ContractState, kind: str, tokens: list[int]) -> list[list[Tensor]]:
     opened = state.open_pass()
     found = []
     for layer, spec in enumerate(KINDS[kind]):
@@ -423,15 +424,15 @@ def test_verify_then_go_back(kind: str, accepted: int) -> None:
 # ---- Refusals ------------------------------------------------------------------------------------
 
 
-def snapshot(state: State) -> Any:
-    states = state.recurrent.table
+def snapshot(state: ContractState) -> Any:
+    states = state.state.parts.recurrent.table
     return [
         (seq, state.sequence_length(seq), state.pending_nodes(seq), states.kept(seq), states.ring_positions(seq))
-        for seq in sorted(state.table.ids)
-    ] + [[pool.num_used for pool in [*state.table.pools, states.pool]]]
+        for seq in sorted(state.state.sequences.ids)
+    ] + [[pool.num_used for pool in [*state.state.sequences.pools, states.pool]]]
 
 
-REFUSED: dict[str, tuple[type[QuireError], Callable[[State], object]]] = {
+REFUSED: dict[str, tuple[type[QuireError], Callable[[ContractState], object]]] = {
     "pop beyond the beginning": (InvalidArgument, lambda s: s.popn(0, 13)),
     "pop of a negative count": (InvalidArgument, lambda s: s.popn(0, -1)),
     "pop of an unknown sequence": (NotFound, lambda s: s.popn(9, 1)),
@@ -544,7 +545,7 @@ def test_get_set_and_publish() -> None:
             )
         )
     ]
-    state = State(specs, num_states=32, recurrence=ReferenceRecurrence())
+    state = contract(specs, num_states=32, recurrence=ReferenceRecurrence())
     for seq in (0, 1, 2):
         state.add_sequence(seq)
 
@@ -578,7 +579,7 @@ def test_get_set_and_publish() -> None:
 
 def test_linear_attention_examples() -> None:
     spec = Recurrent(states=(StateTensor(shape=(1, 1, 1), dtype="float32"),))
-    state = State([spec, spec], num_states=8, recurrence=ReferenceRecurrence())
+    state = contract([spec, spec], num_states=8, recurrence=ReferenceRecurrence())
     state.add_sequence(0)
     state.begin_forward([0], [3])
 
@@ -614,14 +615,14 @@ def test_checkpoints_and_ring_of_the_specification() -> None:
         run(state, "recurrent", {0: tokens[start : start + count]})
         start += count
     assert state.checkpoints(0) == [16, 32]
-    assert state.recurrent.table.ring_positions(0) == [32, 37, 38, 39]
+    assert state.state.parts.recurrent.table.ring_positions(0) == [32, 37, 38, 39]
     state.fork_sequence(0, 1)
     assert state.fork_sequence(0, 2, 20) == 4
     assert state.sequence_length(2) == 16
     assert state.popn(0, 2) == 0
     assert state.popn(0, 10) == 12
     assert state.sequence_length(0) == 16
-    assert state.recurrent.table.ring_positions(1) == [32, 37, 38, 39]
+    assert state.state.parts.recurrent.table.ring_positions(1) == [32, 37, 38, 39]
     state.check()
 
 
@@ -655,7 +656,7 @@ def test_export_and_import_into_another_page_size(kind: str, length: int) -> Non
     other.check()
     assert other.checkpoints(7) == state.checkpoints(0)
     for position in [*reversed(state.checkpoints(0)), length]:
-        if any(position in part for part in other.table.reachable(other.table.get(7))):
+        if any(position in part for part in other.state.sequences.reachable(other.state.sequences.get(7))):
             other.fork_sequence(7, 8, position)
             check_row(run(other, kind, {8: [9]}), 0, kind, [*tokens[:position], 9])
             other.remove_sequence(8)

@@ -13,15 +13,17 @@ import torch
 
 from quire.contracts.layers import FullAttention, Recurrent, StateTensor
 from quire.errors import InvalidArgument, NotFound
-from quire.kv.state import State
+from quire.kv.contract import ContractState
+
+from .faces import contract
 
 LAYER = FullAttention(num_heads=1, num_kv_heads=1, head_dim=2, value_dim=2)
 MEMORY = Recurrent(states=(StateTensor(shape=(1, 2, 2), dtype="float32"),))
 
 
 @pytest.fixture
-def state() -> State:
-    made = State([LAYER, MEMORY], num_states=16, capacity=64, page_size=4)
+def state() -> ContractState:
+    made = contract([LAYER, MEMORY], num_states=16, capacity=64, page_size=4)
     made.add_sequence(3)
     made.begin_forward([3], [6])
     made.end_forward(skipped=[0])
@@ -33,11 +35,11 @@ def state() -> State:
     [torch.tensor, np.int32, lambda n: torch.tensor([n], dtype=torch.uint8)],
     ids=["tensor", "numpy", "one of 1-D"],
 )
-def test_any_integer_is_an_id_a_length_and_a_position(state: State, kind: Callable[[int], Any]) -> None:
+def test_any_integer_is_an_id_a_length_and_a_position(state: ContractState, kind: Callable[[int], Any]) -> None:
     assert state.sequence_length(kind(3)) == 6
     assert state.fork_sequence(kind(3), kind(4), kind(-1) if kind(1).dtype != torch.uint8 else -1) == 0
-    assert state.table.ids == [3, 4]
-    assert all(type(seq) is int for seq in state.table.ids)
+    assert state.state.sequences.ids == [3, 4]
+    assert all(type(seq) is int for seq in state.state.sequences.ids)
     state.checkpoint(kind(4))
     assert state.popn(kind(4), kind(0)) == 0
     state.drop_checkpoint(kind(4), kind(6))
@@ -49,7 +51,7 @@ def test_any_integer_is_an_id_a_length_and_a_position(state: State, kind: Callab
     state.check()
 
 
-def test_lists_of_integers_may_be_tensors(state: State) -> None:
+def test_lists_of_integers_may_be_tensors(state: ContractState) -> None:
     state.add_sequence(0)
     ids, counts = torch.tensor([0, 3]), np.array([2, 1])
     assert state.missing_pages(ids, counts) == 0
@@ -65,8 +67,8 @@ def test_lists_of_integers_may_be_tensors(state: State) -> None:
     [True, 1.0, "3", None, [3], torch.tensor(3.0), torch.tensor(True), torch.tensor([3, 4]), np.bool_(True)],
     ids=repr,
 )
-def test_what_is_no_integer_is_refused_by_name(state: State, given: Any) -> None:
-    before = state.table.ids, state.num_available_pages()
+def test_what_is_no_integer_is_refused_by_name(state: ContractState, given: Any) -> None:
+    before = state.state.sequences.ids, state.num_available_pages()
     for verb, name, arguments in (
         ("add_sequence", "seq_id", (given,)),
         ("sequence_length", "seq_id", (given,)),
@@ -81,4 +83,4 @@ def test_what_is_no_integer_is_refused_by_name(state: State, given: Any) -> None
     ):
         with pytest.raises(InvalidArgument, match=rf"^{verb}: {name} must be .*integer.*; got "):
             getattr(state, verb)(*arguments)
-    assert (state.table.ids, state.num_available_pages()) == before
+    assert (state.state.sequences.ids, state.num_available_pages()) == before

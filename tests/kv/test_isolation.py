@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.state import State
+from quire.kv.contract import ContractState
 
+from .faces import contract
 from .oracle_values import Spec
 from .pair import attention, num_columns, same_bits, windowed
 
@@ -25,10 +26,10 @@ class Twins:
         spec = spec or attention(rotary_dim=0)
         self.spec, self.bad = spec, bad
         self.excluded: int | None = 0
-        self.states = [State([spec], capacity=160, page_size=page_size, backend=SdpaAttention()) for _ in range(2)]
+        self.states = [contract([spec], capacity=160, page_size=page_size, backend=SdpaAttention()) for _ in range(2)]
         self.generator = torch.Generator().manual_seed(1)
 
-    def each(self, act: Callable[[State], object]) -> None:
+    def each(self, act: Callable[[ContractState], object]) -> None:
         for state in self.states:
             act(state)
 
@@ -219,11 +220,11 @@ class TestIsolation:
             state.finish_import(1)
         for state in twins.states:
             # Rows behind the length are zeroed when a forward begins.
-            pages, length = state.table.get(1).tables[0].pages, state.sequence_length(1)
+            pages, length = state.state.sequences.get(1).tables[0].pages, state.sequence_length(1)
             places = [(pages[at // page_size], at % page_size) for at in range(length)]
             rows = [page * page_size + offset for page, offset in places if page >= 0]
             assert len(rows) > state.cached_length(1)
-            stored = state.classes[0].storage.read(0, np.array(rows))
+            stored = state.state.parts.paged.classes[0].storage.read(0, np.array(rows))
             assert stored.k.isfinite().all()
             assert stored.v.isfinite().all()
         twins.forward([1], [1])
@@ -273,7 +274,7 @@ def test_the_past_is_read_before_new_rows_are_written(bad: float, count: int) ->
     read as the past.
     """
     spec = attention(rotary_dim=0)
-    state = State([spec], capacity=64, page_size=4, backend=SdpaAttention())
+    state = contract([spec], capacity=64, page_size=4, backend=SdpaAttention())
     generator = torch.Generator().manual_seed(2)
     state.add_sequence(0)
     state.begin_forward([0], [6])

@@ -22,11 +22,12 @@ from quire.contracts.model import LatentExpansion
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv import sequencefile
+from quire.kv.contract import ContractState
 from quire.kv.rules import LAYER_VERBS, PAGED_REFUSALS, PAGED_VERBS, layer_refusal, verbs_of
-from quire.kv.state import State
 from quire.kv.statefile import read_state, to_bytes
 from quire.ops.attention import ReferenceAttention
 
+from .faces import contract
 from .oracle_latent import NaiveLatent, NaiveSequence, turned
 from .pair import attention, num_columns, same_bits, snapshot, windowed
 
@@ -69,7 +70,7 @@ class Story:
         self.expansion = LatentExpansion(
             self.draw(self.spec.num_heads, nope, rank), self.draw(self.spec.num_heads, rank, values)
         )
-        self.state = State(
+        self.state = contract(
             [self.others[0], self.spec, self.others[2]],
             capacity=capacity,
             page_size=page_size,
@@ -634,7 +635,7 @@ def test_state_file_round_trip() -> None:
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def refused(state: State, kind: type[QuireError], act: Callable[[], object], *words: str) -> None:
+def refused(state: ContractState, kind: type[QuireError], act: Callable[[], object], *words: str) -> None:
     """The call raises this very class, says these words, and leaves no trace."""
     before = snapshot(state)
     with pytest.raises(kind) as raised:
@@ -747,19 +748,19 @@ def test_every_cell_of_the_table() -> None:
     assert "debug_get_kv_mla" in verbs_of(["latent"])["debug_get_kv"]
     assert set(verbs_of(["latent"])) == {*PAGED_VERBS, *PAGED_REFUSALS}
     # States of one kind only, without a layer named.
-    pure = State([latent()], capacity=8, backend=SdpaAttention())
+    pure = contract([latent()], capacity=8, backend=SdpaAttention())
     pure.add_sequence(0)
     refused(pure, Unsupported, lambda: pure.debug_get_kv(0), "debug_get_kv_mla")
     refused(pure, InvalidArgument, lambda: pure.debug_set_kv(0, 0, torch.zeros(1, 0, 1, 8), torch.zeros(1, 0, 1, 8)))
-    plain = State([attention()], capacity=8, backend=SdpaAttention())
+    plain = contract([attention()], capacity=8, backend=SdpaAttention())
     plain.add_sequence(0)
     refused(plain, Unsupported, lambda: plain.debug_get_kv_mla(0), "debug_get_kv")
-    mixed = State([latent(), latent(rank=8)], capacity=8, backend=SdpaAttention())
+    mixed = contract([latent(), latent(rank=8)], capacity=8, backend=SdpaAttention())
     mixed.add_sequence(0)
     refused(mixed, InvalidArgument, lambda: mixed.debug_get_kv_mla(0), "layer=")
 
 
-def _calls(state: State, layer: int, kind: str) -> dict[str, Callable[[], object]]:
+def _calls(state: ContractState, layer: int, kind: str) -> dict[str, Callable[[], object]]:
     """A well-formed call of each verb, as far as the kind of layer has it."""
     q, k = torch.zeros(1, 4, 8), torch.zeros(1, 2, 8)
     rows, is_latent = torch.zeros(1, 10), kind == "latent"
@@ -786,21 +787,21 @@ def test_what_a_latent_layer_cannot_be() -> None:
         LatentAttention(num_heads=2, row_dim=8, value_dim=5, rope=RopeSpec(theta=1e4, rotary_dim=3)),
     ):
         with pytest.raises(InvalidArgument, match="layer 0"):
-            State([spec], capacity=8, backend=SdpaAttention())
+            contract([spec], capacity=8, backend=SdpaAttention())
 
 
 # -- which layers there are ------------------------------------------------------------------------
 
 
 def test_layer_ids_that_are_no_range() -> None:
-    def make(ids: Sequence[int] | None, page_size: int = 4) -> State:
-        return State(
+    def make(ids: Sequence[int] | None, page_size: int = 4) -> ContractState:
+        return contract(
             [latent(), attention(), windowed(5)], capacity=32, page_size=page_size, backend=SdpaAttention(),
             first_layer=1, layer_ids=ids,
         )  # fmt: skip
 
     state = make([2, 5, 9])
-    assert state.layer_ids == (2, 5, 9)
+    assert state.geometry.layer_ids == (2, 5, 9)
     state.add_sequence(0)
     state.begin_forward([0], [3])
     for bad in (0, 1, 3, 10):
@@ -842,11 +843,11 @@ def test_layer_ids_that_are_no_range() -> None:
 
 
 def test_a_state_without_attention_layers() -> None:
-    def make() -> State:
-        return State([Recurrent(states=(StateTensor(shape=(2,), dtype="float32"),))], num_states=8, page_size=4)
+    def make() -> ContractState:
+        return contract([Recurrent(states=(StateTensor(shape=(2,), dtype="float32"),))], num_states=8, page_size=4)
 
     with pytest.raises(InvalidArgument, match="at least one layer"):
-        State([], capacity=8, backend=SdpaAttention())
+        contract([], capacity=8, backend=SdpaAttention())
     state = make()
     assert state.empty()
     assert (state.capacity, state.num_available_pages(), state.num_pages, state.num_used_pages) == (None, 8, 8, 0)

@@ -16,8 +16,8 @@ from torch import Tensor
 from quire.contracts.layers import FullAttention, RopeSpec, WindowedAttention
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.state import State
 
+from .faces import contract
 from .oracle_pages import page_count
 from .oracle_values import Spec
 from .pair import Pair, attention, num_columns, refused, split_columns, windowed
@@ -30,7 +30,7 @@ PAGE_SIZES = (1, 2, 4, 5, 16)
 
 def held(pair: Pair, seq_id: int, index: int) -> list[int]:
     """Which pages of a class are held: 1, or 0 for a null page."""
-    pages = pair.state.table.get(seq_id).tables[index].pages
+    pages = pair.state.state.sequences.get(seq_id).tables[index].pages
     expected = [page is not None for page in pair.oracle.sequences[seq_id].tables[index]]
     assert [page >= 0 for page in pages.tolist()] == expected
     return [int(one) for one in expected]
@@ -68,7 +68,7 @@ def test_every_chunking_gives_the_same_rows(window: int) -> None:
     whole.begin([0], [9])
     qkv = whole.random(0, 9)
     exact = whole.oracle.attention_with_fused_qkv(0, *split_columns(spec, qkv))
-    state = State([spec], capacity=10 * len(chunkings), page_size=2, backend=SdpaAttention())
+    state = contract([spec], capacity=10 * len(chunkings), page_size=2, backend=SdpaAttention())
     for seq_id, chunks in enumerate(chunkings):
         state.add_sequence(seq_id)
         done = 0
@@ -142,8 +142,8 @@ def test_with_a_window_of_the_sequence_both_apply(page_size: int) -> None:
 def test_pages_are_freed_in_their_class_only() -> None:
     specs: list[Spec] = [windowed(3), attention(), windowed(7), windowed(3)]
     pair = Pair(specs, page_size=2, capacity=40)
-    assert [one.window for one in pair.state.classes] == [3, None, 7]
-    assert [one.layers for one in pair.state.classes] == [(0, 3), (1,), (2,)]
+    assert [one.window for one in pair.state.state.parts.paged.classes] == [3, None, 7]
+    assert [one.layers for one in pair.state.state.parts.paged.classes] == [(0, 3), (1,), (2,)]
     pair.add(0)
     pair.append(0, 10)
     assert pair.state.sequence_pages(0) == (15, 0)
@@ -152,7 +152,7 @@ def test_pages_are_freed_in_their_class_only() -> None:
     assert held(pair, 0, 0) == [0, 0, 0, 0, 1, 1]
     assert held(pair, 0, 1) == [1] * 6
     assert held(pair, 0, 2) == [0, 0, 1, 1, 1, 1]
-    assert [pool.num_free for pool in pair.state.table.pools] == [18, 14, 16]
+    assert [pool.num_free for pool in pair.state.state.sequences.pools] == [18, 14, 16]
     assert pair.free == 14
     assert pair.state.cached_length(0) == 11
     assert pair.state.reachable(0) == [range(1), range(10, 12)]
@@ -202,13 +202,13 @@ def test_available_pages_are_those_of_the_classes_that_keep_everything() -> None
         pair.append(0, 5)
         assert pair.free == expected - 2
     assert (
-        State(
+        contract(
             [windowed(3)], capacity=999, window_capacity=7, page_size=2, backend=SdpaAttention()
         ).num_available_pages()
         == 4
     )
     with pytest.raises(InvalidArgument, match="window_capacity 0"):
-        State([windowed(3)], capacity=9, window_capacity=0, backend=SdpaAttention())
+        contract([windowed(3)], capacity=9, window_capacity=0, backend=SdpaAttention())
 
 
 def test_missing_pages_are_counted_over_all_classes() -> None:
@@ -255,12 +255,12 @@ def test_set_splits_the_class_of_its_layer_only() -> None:
     pair.add(0)
     pair.append(0, 6)
     pair.fork(0, 1)
-    free = [pool.num_free for pool in pair.state.table.pools]
+    free = [pool.num_free for pool in pair.state.state.sequences.pools]
     rows = torch.ones(1, 2, 8)
     pair.state.debug_set_kv(1, 5, rows, rows, layer=1)
     pair.oracle.debug_set_kv(1, 5, rows, rows, 1)
     pair.compare()
-    assert [pool.num_free for pool in pair.state.table.pools] == [free[0], free[1] - 1]
+    assert [pool.num_free for pool in pair.state.state.sequences.pools] == [free[0], free[1] - 1]
     pair.finish()
 
 
@@ -269,12 +269,12 @@ def test_abort_gives_back_the_pages_of_every_class() -> None:
     pair.add(0, 1)
     pair.forward([0, 1], [11, 3])
     pair.fork(0, 2)
-    free = [pool.num_free for pool in pair.state.table.pools]
+    free = [pool.num_free for pool in pair.state.state.sequences.pools]
     pair.begin([0, 2, 1], [5, 1, 2])
     pair.layer(1, pair.random(1, 8))
     pair.abort()
     # What had left every window stays gone: sequences 0 and 2 shared it.
-    assert [pool.num_free for pool in pair.state.table.pools] == [free[0], free[1] + 4, free[2] + 1]
+    assert [pool.num_free for pool in pair.state.state.sequences.pools] == [free[0], free[1] + 4, free[2] + 1]
     pair.forward([0, 2, 1], [5, 1, 2])
     pair.finish()
 
@@ -297,7 +297,7 @@ def test_layers_differ_in_everything() -> None:
         windowed(2, mode="inline", sinks=(0.1, 0.2, 0.3, 0.4)),
     ]
     pair = Pair(specs, page_size=3, capacity=120)
-    assert [one.layers for one in pair.state.classes] == [(0, 3), (1, 2), (4,)]
+    assert [one.layers for one in pair.state.state.parts.paged.classes] == [(0, 3), (1, 2), (4,)]
     pair.add(0, 1)
     pair.window(1, 6, 1)
     for counts in ([8, 2], [1, 9], [1, 1], [4, 5]):
@@ -308,7 +308,7 @@ def test_layers_differ_in_everything() -> None:
 
 def test_layers_with_windows_that_cannot_be() -> None:
     def make(spec: Any) -> None:
-        State([spec], capacity=8, backend=SdpaAttention())
+        contract([spec], capacity=8, backend=SdpaAttention())
 
     fine = windowed(3)
     for wrong, words in (
@@ -327,7 +327,7 @@ def test_layers_with_windows_that_cannot_be() -> None:
 
 def test_the_layout_says_windows() -> None:
     def layout(*specs: Spec) -> str:
-        return State(specs, capacity=8, backend=SdpaAttention()).get_layout_hash()
+        return contract(specs, capacity=8, backend=SdpaAttention()).get_layout_hash()
 
     hashes = [layout(windowed(3)), layout(windowed(4)), layout(attention()), layout(windowed(3), attention())]
     assert len(set(hashes)) == 4
@@ -338,7 +338,7 @@ def test_rows_behind_a_null_page_are_never_read() -> None:
     """NaN that has left the window of a layer, in a page that somebody else gets,
     reaches nobody."""
     spec = windowed(3, rotary_dim=0)
-    state = State([spec], capacity=16, page_size=2, backend=SdpaAttention())
+    state = contract([spec], capacity=16, page_size=2, backend=SdpaAttention())
     generator = torch.Generator().manual_seed(1)
     state.add_sequence(0)
     state.add_sequence(1)
@@ -382,7 +382,7 @@ def test_back_to_where_only_a_narrower_window_of_the_sequence_has_all_it_needs(h
 def test_slack_lets_one_more_forward_be_taken_back(page_size: int) -> None:
     """Behind each token one can go back two; without slack, one. What is seen is the same."""
     spec = WindowedAttention(num_heads=2, num_kv_heads=1, head_dim=8, value_dim=8, window=5)
-    states = [State([spec], capacity=64, page_size=page_size, slack=slack) for slack in (0, 1)]
+    states = [contract([spec], capacity=64, page_size=page_size, slack=slack) for slack in (0, 1)]
     generator, reached = torch.Generator().manual_seed(1), []
     for state in states:
         state.add_sequence(0)
@@ -400,10 +400,10 @@ def test_slack_lets_one_more_forward_be_taken_back(page_size: int) -> None:
     assert any(back > 2 for back, _ in reached)
     for state in states:
         # What a pool of these windows holds is enough, whatever the slack.
-        assert state.table.pages_at_most(24, None, 1)[0] >= len(state.table.get(0).tables[0].held)
+        assert state.state.sequences.pages_at_most(24, None, 1)[0] >= len(state.state.sequences.get(0).tables[0].held)
     state = states[1]
     state.popn(0, 2)
     state.begin_forward([0], [1])
     state.abort_forward()
     with pytest.raises(InvalidArgument, match="slack"):
-        State([spec], capacity=64, slack=-1)
+        contract([spec], capacity=64, slack=-1)

@@ -25,9 +25,9 @@ from quire.kernels import row_blocks
 from quire.kernels.paged_attention import NativeAttention
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv import latent as latent_forms
-from quire.kv.state import State
 from quire.ops.attention import ReferenceAttention
 
+from .faces import contract
 from .oracle_forward import States
 from .oracle_values import Spec, rotated
 from .pair import Pair, attention, refused, same_bits, windowed
@@ -228,7 +228,7 @@ def test_layers_that_share_a_source() -> None:
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_latent_rows(backend: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latent_forms, "_worth_expanding", lambda *_: form == "expanded")
+    monkeypatch.setattr(latent_forms, "worth_expanding", lambda *_: form == "expanded")
     for page_size, counts, rows in (
         (4, (30, 1, 25), (0, 7, 8, 29, 30, 32, 50)),
         (1, (40,), tuple(range(0, 40, 2))),
@@ -276,7 +276,7 @@ def test_expansion_pays_where_many_rows_run() -> None:
         story.state.begin_forward([0], [60])
         opened = story.state.open_pass()
         opened.narrow(np.arange(rows))
-        assert latent_forms._worth_expanding(opened.batch, story.expansion) == expected
+        assert latent_forms.worth_expanding(opened.batch, story.expansion) == expected
 
 
 def test_an_abort_leaves_no_trace() -> None:
@@ -402,8 +402,8 @@ def test_what_no_rows_can_be_left_out_of() -> None:
     recurrent = Recurrent(states=(StateTensor(shape=(2,), dtype="float32"),))
     cross = CrossAttention(num_heads=1, num_kv_heads=1, head_dim=4, value_dim=4)
     for state, word in (
-        (State([attention(), recurrent], capacity=32, num_states=8), "recurrent"),
-        (State([attention(), cross], capacity=32, cross_capacity=8), "cross"),
+        (contract([attention(), recurrent], capacity=32, num_states=8), "recurrent"),
+        (contract([attention(), cross], capacity=32, cross_capacity=8), "cross"),
     ):
         state.add_sequence(0)
         state.begin_forward([0], [3])

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import QuireError, ResourceExhausted
-from quire.kv.forward_need import SlotRange, pages_for, slots_of
+from quire.kv.forward_need import SlotRange, pages_for, slot_index, slots_of
 from quire.kv.pages import NULL_PAGE, PagePool, PageTable
 from quire.kv.sequence_table import SequenceTable
-from quire.kv.sequences import slot_index
 from quire.kv.storage import PagedStorage, lazy_zeros
 from quire.kv.trees import Tree
 from quire.kv.windows import NO_HOLE, Window
@@ -181,7 +180,7 @@ def _forget(table: SequenceTable) -> None:
 @pytest.mark.parametrize("breakage", [_shorten, _steal, _twice, _leak, _give_back_too_early, _forget])
 def test_check_finds_broken_books(breakage: Callable[[SequenceTable], None]) -> None:
     pair = forked()
-    breakage(pair.state.table)
+    breakage(pair.state.state.sequences)
     with pytest.raises(QuireError):
         pair.state.check()
 
@@ -273,7 +272,7 @@ def _no_tree(table: SequenceTable) -> None:
 def test_check_finds_broken_windows_and_trees(breakage: Callable[[SequenceTable], None]) -> None:
     pair = slid_with_a_tree()
     pair.state.check()
-    breakage(pair.state.table)
+    breakage(pair.state.state.sequences)
     with pytest.raises(QuireError):
         pair.state.check()
 
@@ -282,7 +281,7 @@ def test_check_finds_a_shared_page_that_is_written() -> None:
     pair = forked()
     pair.begin([0, 1], [1, 1])
     pair.state.check()
-    table = pair.state.table
+    table = pair.state.state.sequences
     one, other = (table.get(seq_id).tables[0] for seq_id in (0, 1))
     page = int(one.pages[-1])
     table.pools[0].release(other.pages[-1:].copy())
@@ -297,7 +296,7 @@ def test_check_finds_an_import_that_shares() -> None:
     metadata = pair.state.get_checkpoint_metadata(2)
     pair.state.prepare_import(7, metadata)
     pair.state.check()
-    table = pair.state.table
+    table = pair.state.state.sequences
     mine = table.get(7).tables[0]
     table.pools[0].release(mine.pages.copy())
     page = table.get(0).tables[0].pages[:1].copy()

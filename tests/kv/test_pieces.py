@@ -28,9 +28,10 @@ from quire.errors import (
 )
 from quire.kernels.sdpa import SdpaAttention
 from quire.kv import storage
+from quire.kv.contract import ContractState
 from quire.kv.rule_table import COMBINATIONS, Combination
-from quire.kv.state import State
 
+from .faces import contract
 from .pair import attention, num_columns, same_bits, windowed
 from .pieces import Pieces
 from .rule_stories import Story, encoded
@@ -41,7 +42,7 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35]
 each_combination = pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda one: one.name)
 
 
-def refused(state: State, kind: type[QuireError], call: Callable[[], object], *words: str) -> None:
+def refused(state: ContractState, kind: type[QuireError], call: Callable[[], object], *words: str) -> None:
     """This class, these words, no trace."""
     before = snapshot(state)
     with pytest.raises(kind) as raised:
@@ -70,7 +71,9 @@ def pieces(parts: list[range], rng: random.Random) -> list[range]:
     return found
 
 
-def bring(state: State, seq_id: int, layer: int, export: Export, parts: list[range], rng: random.Random) -> None:
+def bring(
+    state: ContractState, seq_id: int, layer: int, export: Export, parts: list[range], rng: random.Random
+) -> None:
     """All that one layer lacks."""
     if layer in state.recurrent_ids:
         state.import_page_group(seq_id, layer, export.states(layer, export.length))
@@ -156,7 +159,7 @@ def test_each_piece_is_checked_right_before_it_is_written() -> None:
     story.begun()
     state, export = other.state, story.state.open_export(0)
     state.prepare_import(1, state.import_metadata(10))
-    storage, checked = state.classes[0].storage, list[tuple[int, int]]()
+    storage, checked = state.state.parts.paged.classes[0].storage, list[tuple[int, int]]()
 
     def check(number: int) -> None:
         checked.append((number, int(storage.layers[0].k.flatten(1).any(1).sum())))
@@ -391,7 +394,7 @@ def test_what_cannot_be_shared() -> None:
 def test_room_is_looked_for_before_anything_is_taken() -> None:
     """Of every pool; pages that are shared are not needed."""
     specs = [attention(), windowed(3)]
-    state = State(specs, capacity=24, window_capacity=12, page_size=4, backend=SdpaAttention())
+    state = contract(specs, capacity=24, window_capacity=12, page_size=4, backend=SdpaAttention())
     state.add_sequence(0)
     append(state, specs, 0, 8)
     append(state, specs, 0, 2)
@@ -409,7 +412,7 @@ def test_room_is_looked_for_before_anything_is_taken() -> None:
     assert state.sequence_pages(1) == (5, 0)
 
 
-def append(state: State, specs: list[Any], seq_id: int, count: int, value: float | None = None) -> None:
+def append(state: ContractState, specs: list[Any], seq_id: int, count: int, value: float | None = None) -> None:
     state.begin_forward([seq_id], [count])
     for layer, spec in enumerate(specs):
         given = (
@@ -424,7 +427,7 @@ def append(state: State, specs: list[Any], seq_id: int, count: int, value: float
 def test_metadata_name_exactly_what_goes_on(window: int, page_size: int) -> None:
     """One row fewer and the sequence could not go on; with these it can, from its length on."""
     specs: list[FullAttention | WindowedAttention] = [attention(), windowed(window)]
-    state = State(specs, capacity=64, page_size=page_size, backend=SdpaAttention())
+    state = contract(specs, capacity=64, page_size=page_size, backend=SdpaAttention())
     for length in range(9):
         metadata = state.import_metadata(length)
         full, low = metadata["held"][0]["ranges"], max(0, length + 1 - window)
@@ -452,7 +455,7 @@ def test_metadata_name_exactly_what_goes_on(window: int, page_size: int) -> None
 def test_windows_keep_pages_that_are_still_written(how: str) -> None:
     """A page that has left its window would be another sequence's by the time the row comes."""
     specs = [windowed(3)] if how == "window" else [attention()]
-    state = State(specs, capacity=64, page_size=2, backend=SdpaAttention())
+    state = contract(specs, capacity=64, page_size=2, backend=SdpaAttention())
     state.add_sequence(0)
     if how == "session":
         state.enable_sliding_window_for_seq(0, 4, 1)
@@ -482,7 +485,7 @@ def test_old_values_of_pages_are_not_read(bad: float) -> None:
     outs = []
     for value in (0.0, bad):
         torch.manual_seed(0)
-        state = State(specs, capacity=32, page_size=4, backend=SdpaAttention())
+        state = contract(specs, capacity=32, page_size=4, backend=SdpaAttention())
         state.add_sequence(7)
         append(state, specs, 7, 10)
         export = state.open_export(7)
@@ -508,7 +511,7 @@ def test_old_values_of_pages_are_not_read(bad: float) -> None:
 
 def test_an_export_names_the_pages_of_its_time() -> None:
     """A page that splits is still where it was, as long as a sequence holds it."""
-    state, specs = State([attention()], capacity=32, page_size=4, backend=SdpaAttention()), [attention()]
+    state, specs = contract([attention()], capacity=32, page_size=4, backend=SdpaAttention()), [attention()]
     state.add_sequence(0)
     append(state, specs, 0, 6)
     state.fork_sequence(0, 1)
@@ -583,7 +586,7 @@ def test_an_export_is_read_while_others_write(
 
     def read() -> list[dict[str, Tensor]]:
         found = []
-        for layer in state.layer_ids:
+        for layer in state.geometry.layer_ids:
             found += [export.rows(layer, part.start, part.stop) for part in export.held(layer)]
         return [*found, *(export.states(layer, len(TOKENS)) for layer in state.recurrent_ids)]
 
@@ -622,7 +625,7 @@ def test_rows_come_while_others_change(
     for number in range(4):
         state.prepare_import(9, metadata, parent=1, shared=4 * (number % 3))
         state.publish_import(9)
-        expected = {layer: list(parts) for layer, parts in state.imports[9].rows.items()}
+        expected = {layer: list(parts) for layer, parts in state.state.parts.imports[9].rows.items()}
 
         def load() -> None:
             for layer in reversed(state.pending_layers(9)):
@@ -653,10 +656,10 @@ def test_pages_stay_while_a_row_is_written(
     monkeypatch: pytest.MonkeyPatch, threads: Callable[[Callable[[], None]], threading.Thread]
 ) -> None:
     """Removing the sequence waits for the row under way; the next one finds no import."""
-    state = State([attention()], capacity=32, page_size=4, backend=SdpaAttention())
+    state = contract([attention()], capacity=32, page_size=4, backend=SdpaAttention())
     rows = {"k": torch.ones(2, 2, 8), "v": torch.ones(2, 2, 8)}
     writing, go_on, removed = threading.Event(), threading.Event(), threading.Event()
-    storage, order = state.classes[0].storage, list[str]()
+    storage, order = state.state.parts.paged.classes[0].storage, list[str]()
     write = type(storage).write_run
 
     def slowly(*args: Any) -> None:
@@ -688,16 +691,16 @@ def test_pages_stay_while_a_row_is_written(
 
 def test_an_import_that_has_begun_anew_takes_no_rows_of_the_old_one() -> None:
     """Between looking it up and taking its lock."""
-    state = State([attention()], capacity=32, page_size=4, backend=SdpaAttention())
+    state = contract([attention()], capacity=32, page_size=4, backend=SdpaAttention())
     rows = {"k": torch.ones(2, 2, 8), "v": torch.ones(2, 2, 8)}
     state.prepare_import(1, state.import_metadata(8))
 
     class Meanwhile:
         def __enter__(self) -> None:
-            state.imports.pop(1)
+            state.state.parts.imports.pop(1)
 
         def __exit__(self, *error: object) -> None: ...
 
-    state.imports[1].lock = Meanwhile()  # type: ignore[assignment]
+    state.state.parts.imports[1].lock = Meanwhile()  # type: ignore[assignment]
     with pytest.raises(FailedPrecondition, match="not being imported"):
         state.import_rows(1, 0, 0, rows)

@@ -16,7 +16,9 @@ from quire.contracts.layers import WindowedAttention as Windowed
 from quire.contracts.pool_verbs import SequenceUse, SequenceWindow, Shortage, StateRole
 from quire.errors import NotFound, ResourceExhausted, Unsupported
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.state import State
+from quire.kv.contract import ContractState
+
+from .faces import contract
 
 PAGE = 4
 FULL = FullAttention(num_heads=2, num_kv_heads=1, head_dim=4, value_dim=8)
@@ -33,22 +35,22 @@ KINDS: dict[str, list[LayerSpec]] = {
 }
 
 
-def make(kind: str, *, tokens: int = 96, **given: Any) -> State:
+def make(kind: str, *, tokens: int = 96, **given: Any) -> ContractState:
     specs = KINDS[kind]
     sizes: dict[str, Any] = {"page_size": PAGE}
     if any(not isinstance(spec, Recurrent) for spec in specs):
         sizes["capacity"] = tokens
     if MIXER in specs:
         sizes |= {"num_states": 24, "ring": 1}
-    return State(specs, **sizes | given)
+    return contract(specs, **sizes | given)
 
 
-def run(state: State, seqs: Sequence[int], counts: Sequence[int]) -> None:
+def run(state: ContractState, seqs: Sequence[int], counts: Sequence[int]) -> None:
     state.begin_forward(seqs, counts)
     state.end_forward(skipped=state.geometry.layer_ids)
 
 
-def branched(kind: str, seed: int, **given: Any) -> State:
+def branched(kind: str, seed: int, **given: Any) -> ContractState:
     """A state after some forks, forwards and checkpoints, and a window of a sequence now
     and then."""
     state, rng = make(kind, **given), random.Random(seed)
@@ -235,7 +237,7 @@ def test_sizes() -> None:
 
 
 def test_bytes_in_use() -> None:
-    state = State([CROSS, FULL, MIXER], capacity=16, cross_capacity=8, num_states=4, page_size=PAGE, ring=0)
+    state = contract([CROSS, FULL, MIXER], capacity=16, cross_capacity=8, num_states=4, page_size=PAGE, ring=0)
     assert state.num_used_bytes == 0
     state.add_sequence(0)
     run(state, [0], [13])
@@ -269,7 +271,7 @@ def test_what_a_sequence_takes() -> None:
     assert (make_and_run("sliding", 21).page_table(0) < 0).any()
 
 
-def make_and_run(kind: str, tokens: int) -> State:
+def make_and_run(kind: str, tokens: int) -> ContractState:
     state = make(kind)
     state.add_sequence(0)
     run(state, [0], [tokens])
@@ -310,9 +312,9 @@ def test_layers_without_fused_attention() -> None:
     """
     assert make("both").unfused_layers() == [0, 1, 2]
     state = make("both", backend=SdpaAttention())
-    fuses = state.backend.fuses
+    fuses = state.state.parts.paged.backend.fuses
     assert state.unfused_layers() == [
-        layer for layer, spec in enumerate(state.specs) if not fuses(spec, torch.device("cpu"))
+        layer for layer, spec in enumerate(state.state.parts.paged.specs) if not fuses(spec, torch.device("cpu"))
     ]
     assert make("recurrent").unfused_layers() == []
 
@@ -320,9 +322,9 @@ def test_layers_without_fused_attention() -> None:
 # -- what sequences name ---------------------------------------------------------------------------
 
 
-def with_encoder(seed: int) -> State:
+def with_encoder(seed: int) -> ContractState:
     """A state with rows of encoders, some of them shared by forks."""
-    state, rng = State([FULL, CROSS], page_size=PAGE, capacity=96, cross_capacity=40), random.Random(seed)
+    state, rng = contract([FULL, CROSS], page_size=PAGE, capacity=96, cross_capacity=40), random.Random(seed)
     for seq in (0, 1):
         state.add_sequence(seq)
         rows = torch.zeros(rng.randint(1, 9), 1, 4)
@@ -369,7 +371,7 @@ def test_held_pages(kind: str) -> None:
                 present = one.state_positions[one.state_roles == StateRole.PRESENT]
                 assert present.tolist() == ([one.length] if one.length else [])
                 checkpoints = one.state_positions[one.state_roles == StateRole.CHECKPOINT].tolist()
-                assert checkpoints == state.recurrent.table.kept(seq)  # type: ignore[union-attr]
+                assert checkpoints == state.state.parts.recurrent.table.kept(seq)  # type: ignore[union-attr]
             else:
                 assert one.state_positions.size == one.state_roles.size == 0
 
@@ -392,6 +394,6 @@ def test_states_of_uncommitted_nodes() -> None:
     (found,) = state.held_pages([0])
     nodes = found.state_roles == StateRole.NODE
     assert found.state_positions[nodes].tolist() == [5, 5, 5]
-    assert found.tables[-1][nodes].tolist() == state.recurrent.table._sequences[0].nodes  # type: ignore[union-attr]
+    assert found.tables[-1][nodes].tolist() == state.state.parts.recurrent.table._sequences[0].nodes  # type: ignore[union-attr]
     state.commit_accepted_token_tree_nodes([0], [1])
     assert StateRole.NODE not in state.held_pages([0])[0].state_roles.tolist()

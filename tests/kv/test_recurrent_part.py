@@ -47,7 +47,8 @@ def part(
 def begin(
     state: RecurrentPart, ids: list[int], counts: list[int], trees: list[list[int] | None] | None = None
 ) -> RecurrentPass:
-    return state.begin(state.table.plan(ids, counts, [None] * len(ids) if trees is None else trees))
+    state.open(state.table.plan(ids, counts, [None] * len(ids) if trees is None else trees))
+    return state.new_pass()
 
 
 def end(state: RecurrentPart) -> None:
@@ -775,9 +776,10 @@ class Machine(RuleBasedStateMachine):
         room = self.slots - len(self.used()) + len(self.yielding())
         assert self.state.table.shortage(need) == max(0, wanted - room)
         if not self.take(wanted):
-            self.refused(ResourceExhausted, lambda: self.state.begin(need))
+            self.refused(ResourceExhausted, lambda: self.state.open(need))
             return
-        opened = self.state.begin(need)
+        self.state.open(need)
+        opened = self.state.new_pass()
         self.state.table.check()
         assert self.state.table.shortage(need) == max(0, wanted - room)
         self.check_values()

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from quire.contracts.layers import Recurrent, StateTensor
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.kv.state import State
 from quire.ops import attention as attention_module
 from quire.ops.attention import ReferenceAttention
 
+from .faces import contract
 from .pair import attention, refused, windowed
 from .test_latent import Story, latent
 from .test_narrowing import BACKENDS, SPECS, Narrowed, of_rows, rows_of
@@ -194,7 +194,7 @@ def test_refusals() -> None:
     refused(pair, Unsupported, lambda: pair.state.open_pass().rehearse(one, one, 0), "rehearse", "all rows")
     pair.abort()
     recurrent = Recurrent(states=(StateTensor(shape=(2,), dtype="float32"),))
-    state = State([attention(), recurrent], capacity=32, num_states=8)
+    state = contract([attention(), recurrent], capacity=32, num_states=8)
     state.add_sequence(0)
     state.begin_forward([0], [3])
     with pytest.raises(Unsupported, match="recurrent"):

@@ -28,9 +28,10 @@ from transformers.models.phi3 import modeling_phi3
 from quire.contracts.layers import FullAttention, RopeMode, RopeSpec
 from quire.errors import InvalidArgument, Unsupported
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.state import State
+from quire.kv.contract import ContractState
 from quire.ops.rope import RotaryTable, inverse_frequencies, rotate
 
+from .faces import contract
 from .oracle import attention_bound, rotation_bound, unit
 from .pair import Pair, num_columns, same_bits, split_columns
 
@@ -588,7 +589,7 @@ def test_stored_keys_by_mode(rope: RopeSpec, dtype: torch.dtype) -> None:
     assert same_bits(pair.state.debug_get_kv(1, 0, 7)[0], stored[:, :7])
 
 
-def run(state: State, seq_id: int, qkv: Tensor) -> Tensor:
+def run(state: ContractState, seq_id: int, qkv: Tensor) -> Tensor:
     """One forward of one layer."""
     state.begin_forward([seq_id], [len(qkv)])
     out = state.attention_with_fused_qkv(0, qkv)
@@ -619,7 +620,7 @@ def test_scaled_layers_in_every_chunking(rope: RopeSpec, mode: RopeMode) -> None
         query = rotated(q[at], at, rope)
         scores = torch.stack([(query * key).sum(-1) for key, _ in keys[: at + 1]]) * spec.scale
         exact.append((scores.softmax(0).unsqueeze(-1) * torch.stack([value for _, value in keys[: at + 1]])).sum(0))
-    state = State([spec], capacity=1000, page_size=2, backend=SdpaAttention())
+    state = contract([spec], capacity=1000, page_size=2, backend=SdpaAttention())
     stored = []
     for seq_id, lengths in enumerate(chunkings(total)):
         state.add_sequence(seq_id)

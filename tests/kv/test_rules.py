@@ -16,6 +16,7 @@ import torch
 
 from quire.contracts.kv_state import AttentionKVCache, RNNState
 from quire.contracts.layers import FullAttention
+from quire.kv.contract import ContractState
 from quire.kv.rule_table import (
     COMBINATIONS,
     LAYER_DETAILS,
@@ -26,8 +27,8 @@ from quire.kv.rule_table import (
     state_cell,
 )
 from quire.kv.rules import LAYER_KINDS, LAYER_VERBS
-from quire.kv.state import State
 
+from .faces import contract
 from .rule_checks import EXACT, refused
 from .rule_stories import HQ, SIZES, SPECS, D, H, R, Story, encoded, refused_call
 
@@ -44,7 +45,7 @@ def tried(check: Callable[[Story, list[int]], None], name: str) -> None:
     check(story, story.begun())
 
 
-def calls(state: State, layer: int) -> dict[str, Callable[[], object]]:
+def calls(state: ContractState, layer: int) -> dict[str, Callable[[], object]]:
     """A call of each verb about a layer that is in order but for the kind of the layer, with one
     new token.
     """
@@ -107,7 +108,7 @@ def test_layer_cells(verb: str, kind: str) -> None:
 def test_layer_details() -> None:
     shared, linear = LAYER_DETAILS.values()
     story = Story(NAMED["full"])
-    story.state = State(
+    story.state = contract(
         [FullAttention(**SIZES, sinks=(0.0,) * HQ)], capacity=40, dtype=torch.float64, backend=story.attention
     )
     story.add(0)
@@ -116,7 +117,9 @@ def test_layer_details() -> None:
     story = Story(NAMED["recurrent"])
     other = SPECS["recurrent"].states[::-1]  # type: ignore[union-attr]
     spec = type(SPECS["recurrent"])(states=other)  # type: ignore[call-arg]
-    story.state = State([spec], num_states=4, recurrence=story.recurrence, backend=story.attention, dtype=torch.float64)
+    story.state = contract(
+        [spec], num_states=4, recurrence=story.recurrence, backend=story.attention, dtype=torch.float64
+    )
     story.add(0)
     story.begin(0, [7])
     refused(story, calls(story.state, 0)["linear_attention"], linear)

@@ -52,12 +52,12 @@ def test_snapshots_see_every_change_and_no_reading() -> None:
         step()
         assert snapshot(state) != before, step
         before = snapshot(state)
-        for seq_id in state.table.ids:
+        for seq_id in state.state.sequences.ids:
             state.reachable(seq_id)
             state.cached_length(seq_id)
-            if not state.imports:
+            if not state.state.parts.imports:
                 state.debug_get_kv(seq_id)
-        if state.table.forward is not None:
+        if state.state.sequences.forward is not None:
             state.cross_attention(0, q)
             state.self_attention(1, q, k, v)
             state.get_query_positions(relative=True)

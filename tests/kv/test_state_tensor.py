@@ -12,7 +12,10 @@ import torch
 
 from quire.contracts.layers import FullAttention, Recurrent, StateTensor
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from quire.kv.contract import ContractState
 from quire.kv.state import State
+
+from .faces import contract
 
 EYE = torch.eye(3, 4)
 
@@ -24,7 +27,7 @@ def tensor(initial: Any, shape: tuple[int, ...] = (2, 3, 4), dtype: str = "float
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int64", "uint8"])
 @pytest.mark.parametrize("initial", [EYE, EYE[None].expand(2, 3, 4), EYE.bfloat16(), EYE.int(), EYE.numpy()])
 def test_a_sequence_begins_with_the_tensor(initial: Any, dtype: str) -> None:
-    state = State([Recurrent(states=(tensor(initial, dtype=dtype), tensor(1)))], num_states=8)
+    state = contract([Recurrent(states=(tensor(initial, dtype=dtype), tensor(1)))], num_states=8)
     expected = EYE.expand(2, 3, 4).to(getattr(torch, dtype))
     for seq in (0, 1):
         state.add_sequence(seq)
@@ -50,7 +53,7 @@ def test_equal_values_are_equal_specs() -> None:
     assert tensor(torch.full((4,), 0.5)) == tensor(0.5), "the same value everywhere is that number"
     assert tensor(torch.tensor(7), dtype="int64").initial == 7
     hashes = {
-        State([Recurrent(states=(tensor(initial),))], num_states=1).get_layout_hash()
+        contract([Recurrent(states=(tensor(initial),))], num_states=1).get_layout_hash()
         for initial in (0.0, EYE, EYE * 2, EYE.T.contiguous().T)
     }
     assert len(hashes) == 3, "exporter and importer must agree on the values"
@@ -96,12 +99,12 @@ def test_infinity_is_a_value() -> None:
 # -- going back exactly, and how many slots that takes ---------------------------------------------
 
 
-def hybrid(**given: Any) -> State:
+def hybrid(**given: Any) -> ContractState:
     layer = FullAttention(num_heads=1, num_kv_heads=1, head_dim=2, value_dim=2)
-    return State([layer, Recurrent(states=(tensor(0.0),))], capacity=256, page_size=4, **given)
+    return contract([layer, Recurrent(states=(tensor(0.0),))], capacity=256, page_size=4, **given)
 
 
-def run(state: State, seqs: list[int], count: int) -> None:
+def run(state: ContractState, seqs: list[int], count: int) -> None:
     state.begin_forward(seqs, [count] * len(seqs))
     state.set(1, 0, torch.zeros(count * len(seqs), 2, 3, 4), per_token=True)
     state.end_forward(skipped=[0])
@@ -113,13 +116,13 @@ def test_exact_is_exact_or_refused() -> None:
     run(state, [0], 5)
     state.checkpoint(0)
     run(state, [0], 5)
-    before = state.kept_positions(0), state.num_available_pages(), state.table.ids
+    before = state.kept_positions(0), state.num_available_pages(), state.state.sequences.ids
     for call in (lambda: state.popn(0, 3, exact=True), lambda: state.fork_sequence(0, 1, 7, exact=True)):
         with pytest.raises(
             FailedPrecondition, match=r"position 7 .* by running 2 tokens again .* go to 5 .* \[0, 5, 10\]"
         ):
             call()
-        assert (state.kept_positions(0), state.num_available_pages(), state.table.ids) == before
+        assert (state.kept_positions(0), state.num_available_pages(), state.state.sequences.ids) == before
         assert state.sequence_length(0) == 10
     # What is wrong with the arguments comes first.
     with pytest.raises(InvalidArgument, match="exists already"):
@@ -159,7 +162,7 @@ def test_as_many_slots_as_said_and_no_fewer(interval: int, ring: int, nodes: int
         state.begin_forward(seqs, [1] * len(seqs))
         state.abort_forward()
         state.check()
-        table = state.recurrent.table
+        table = state.state.parts.recurrent.table
         return all(len(table.ring_positions(seq)) == ring for seq in seqs) and all(
             table.kept(seq) == list(range(interval, longest, interval)) if interval else not table.kept(seq)
             for seq in seqs

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from quire.contracts.layers import FullAttention, RopeMode, RopeSpec
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.state import State
 
+from .faces import contract
 from .oracle_values import scores_of, softmax_state, state_bounds, turned
 from .pair import Pair, attention, num_columns, split_columns
 
@@ -31,7 +31,7 @@ def test_against_a_cache_that_rotates_its_keys_anew(mode: RopeMode, eviction: Ev
     """
     rope = RopeSpec(theta=100.0, rotary_dim=6)
     spec = FullAttention(num_heads=4, num_kv_heads=2, head_dim=8, value_dim=5, rope=rope, rope_mode=mode)
-    state = State([spec], capacity=200, page_size=4, backend=SdpaAttention())
+    state = contract([spec], capacity=200, page_size=4, backend=SdpaAttention())
     state.add_sequence(0)
     state.enable_sliding_window_for_seq(0, 7, 3, eviction=eviction)
     generator = torch.Generator().manual_seed(8)
@@ -94,7 +94,7 @@ def test_modes_are_equal() -> None:
 def test_positions_that_are_far_out(length: int, mode: RopeMode) -> None:
     """A sequence that has slid for a long time: imported, for nobody wants to run it."""
     spec = attention(mode=mode, rotary_dim=6)
-    source = State([spec], capacity=64, page_size=1, backend=SdpaAttention())
+    source = contract([spec], capacity=64, page_size=1, backend=SdpaAttention())
     generator = torch.Generator().manual_seed(length)
     source.add_sequence(0)
     source.enable_sliding_window_for_seq(0, 6, 2)
@@ -106,7 +106,7 @@ def test_positions_that_are_far_out(length: int, mode: RopeMode) -> None:
     assert metadata["held"] == [{"layers": [0], "ranges": [[0, 2], [4, 8]]}]
     metadata["length"], metadata["evicted"] = length, length - 6
     metadata["held"][0]["ranges"] = [[0, 2], [length - 4, length]]
-    state = State([spec], capacity=64, page_size=4, backend=SdpaAttention())
+    state = contract([spec], capacity=64, page_size=4, backend=SdpaAttention())
     state.prepare_import(0, metadata)
     state.import_page_group(0, 0, group)
     state.finish_import(0)

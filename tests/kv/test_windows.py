@@ -12,8 +12,8 @@ import torch
 
 from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kernels.sdpa import SdpaAttention
-from quire.kv.state import State
 
+from .faces import contract
 from .pair import Pair, attention, refused, split_columns
 from .seer import Seer
 from .test_forward import compositions
@@ -152,7 +152,7 @@ def test_every_chunking_gives_the_same_rows(window: int, sink: int, dtype: torch
     """With ``token``, whatever the chunks were."""
     chunkings = compositions(11)
     spec = attention()
-    state = State([spec], capacity=12 * (len(chunkings) + 1), page_size=2, dtype=dtype, backend=SdpaAttention())
+    state = contract([spec], capacity=12 * (len(chunkings) + 1), page_size=2, dtype=dtype, backend=SdpaAttention())
     pair = Pair([spec], dtype=dtype)
     pair.add(0)
     pair.window(0, window, sink)
@@ -176,7 +176,7 @@ def test_every_chunking_gives_the_same_rows(window: int, sink: int, dtype: torch
             done[seq_id] += count
     state.check()
     assert done == [11] * len(chunkings)
-    assert {state.cached_length(seq_id) for seq_id in state.table.ids} == {min(11, window)}
+    assert {state.cached_length(seq_id) for seq_id in state.state.sequences.ids} == {min(11, window)}
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)

@@ -154,7 +154,7 @@ def test_a_sink_is_refused_before_anything_runs(which: str, tmp_path: Path) -> N
         state.enable_sliding_window_for_seq(1000, 8, 2)
     with pytest.raises(InvalidArgument, match="0 <= sink < window"):
         state.enable_sliding_window_for_seq(1000, 8, 8)
-    assert state.table.get(1000).window is None
+    assert state.sequences.get(1000).window is None
     state.remove_sequence(1000)
 
     # Without a sink, true positions are all that is needed.

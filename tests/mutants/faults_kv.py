@@ -98,14 +98,14 @@ WINDOWS = (
     ),
     Mutant(
         name="sink-query-at-its-true-position",
-        file="kv/attention_pass.py",
+        file="kv/state_pass.py",
         old="return self._turn(q_THD, layer.turning, relative=True)",
         new="return self._turn(q_THD, layer.turning, relative=False)",
         tests=("kv/test_window_values.py::test_against_a_cache_that_rotates_its_keys_anew",),
     ),
     Mutant(
         name="new-rows-seen-twice",
-        file="kv/attention_pass.py",
+        file="kv/state_pass.py",
         old='return merge(own, self.cross(source_layer_id, q_THD, "past", scoring, coarse=True)).out',
         new='return merge(own, self.cross(source_layer_id, q_THD, "fused", scoring, coarse=True)).out',
         tests=("kv/test_states.py::test_shared_kv",),
@@ -113,8 +113,8 @@ WINDOWS = (
     Mutant(
         name="evicted-rows-exported",
         file="kv/exchange.py",
-        old="slots = self.table.slots(layer.class_index, seq_id, self.table.held(seq_id, layer.class_index))",
-        new="slots = self.table.slots(layer.class_index, seq_id, [range(self.sequence_length(seq_id))])",
+        old="slots = state.sequences.slots(layer.class_index, seq_id, state.sequences.held(seq_id, layer.class_index))",
+        new="slots = state.sequences.slots(layer.class_index, seq_id, [range(state.sequences.get(seq_id).length)])",
         tests=("kv/test_exchange_windows.py::test_round_trip",),
     ),
     Mutant(
@@ -209,7 +209,7 @@ TREES = (
     ),
     Mutant(
         name="commit-by-batch-order",
-        file="kv/sequences.py",
+        file="kv/sequence_table.py",
         old="sequences = [self.get(seq_id) for seq_id in seq_ids]\n        self.require_closed(verb)",
         new="sequences = [self.get(seq_id) for seq_id in sorted(seq_ids, key=self.ids.index)]\n        self.require_closed(verb)",
         tests=("kv/test_trees.py::test_commit_goes_by_ids",),
@@ -254,28 +254,28 @@ TREES = (
 STATES = (
     Mutant(
         name="pop-leaves-the-recurrent-state",
-        file="kv/state.py",
-        old="            self.recurrent.table.pop(seq_id, stop)\n",
-        new="            pass\n",
+        file="kv/recurrent.py",
+        old="        self.table.pop(seq_id, length)\n",
+        new="        pass\n",
         tests=("kv/test_hybrid.py::test_fork_and_pop_to_every_position",),
     ),
     Mutant(
         name="fork-takes-the-present-recurrent-state",
-        file="kv/state.py",
-        old="self.recurrent.table.fork(parent_id, child_id, stop)",
-        new="self.recurrent.table.fork(parent_id, child_id, self.recurrent.table.position(parent_id))",
+        file="kv/recurrent.py",
+        old="self.table.fork(parent_id, child_id, length)",
+        new="self.table.fork(parent_id, child_id, self.table.position(parent_id))",
         tests=("kv/test_hybrid.py::test_fork_and_pop_to_every_position",),
     ),
     Mutant(
         name="commit-keeps-the-parent's-recurrent-state",
-        file="kv/state.py",
-        old="self.recurrent.table.commit(seq_id, path)",
-        new="self.recurrent.table.commit(seq_id, path[:-1])",
+        file="kv/recurrent.py",
+        old="self.table.commit(seq_id, path)",
+        new="self.table.commit(seq_id, path[:-1])",
         tests=("kv/test_hybrid.py::test_verify_then_go_back",),
     ),
     Mutant(
         name="latent-past-not-merged",
-        file="kv/latent.py",
+        file="kv/state_pass.py",
         old="    if not batch.stored.any():\n",
         new="    if True:\n",
         tests=("kv/test_latent.py::test_every_chunking_of_twelve_tokens",),
@@ -296,7 +296,7 @@ STATES = (
     ),
     Mutant(
         name="node-continues-the-present-state",
-        file="kv/recurrent_states.py",
+        file="kv/recurrent_table.py",
         old="sources.append(states.present if parent < 0 else states.nodes[parent])",
         new="sources.append(states.present)",
         tests=("kv/test_hybrid_machine.py::test_short",),
@@ -318,8 +318,8 @@ STATES = (
     Mutant(
         name="replay-one-too-few",
         file="kv/state.py",
-        old="            self.recurrent.table.pop(seq_id, stop)\n        return target - stop",
-        new="            self.recurrent.table.pop(seq_id, stop)\n        return max(0, target - stop - 1)",
+        old="            part.pop(seq_id, stop)\n        return target - stop",
+        new="            part.pop(seq_id, stop)\n        return max(0, target - stop - 1)",
         tests=("kv/test_hybrid.py::test_fork_and_pop_to_every_position", "kv/test_hybrid_machine.py::test_short"),
     ),
     Mutant(
@@ -331,7 +331,7 @@ STATES = (
     ),
     Mutant(
         name="youngest-of-the-ring-gives-way",
-        file="kv/recurrent_states.py",
+        file="kv/recurrent_table.py",
         old="        for slot, holders in self._ringed.items():\n            if len(found) >= most:",
         new="        for slot, holders in reversed(self._ringed.items()):\n            if len(found) >= most:",
         tests=("kv/test_hybrid_machine.py::test_short",),
@@ -386,7 +386,7 @@ STATES = (
 PIECES = (
     Mutant(
         name="layers-that-have-not-come-are-read",
-        file="kv/attention_pass.py",
+        file="kv/state_pass.py",
         old="        if self.awaited:\n            self.require_come(layer_id)\n",
         new="",
         tests=("kv/test_pieces.py::test_a_forward_waits_for_layers_or_refuses_them",),
@@ -408,8 +408,8 @@ PIECES = (
     Mutant(
         name="pages-go-while-a-row-is-written",
         file="kv/import_verbs.py",
-        old="            with started.lock:\n                if self.link",
-        new="            if True:\n                if self.link",
+        old="        with started.lock:\n            if state.link",
+        new="        if True:\n            if state.link",
         tests=("kv/test_pieces.py::test_pages_stay_while_a_row_is_written",),
     ),
     Mutant(
@@ -422,22 +422,22 @@ PIECES = (
     Mutant(
         name="rows-that-have-come-are-written-again",
         file="kv/import_verbs.py",
-        old="            if not _holds(found.missing.get(group, []), part):",
-        new="            if group not in found.missing:",
+        old="        if not _holds(found.missing.get(group, []), part):",
+        new="        if group not in found.missing:",
         tests=("kv/test_pieces.py::test_what_an_import_under_way_refuses",),
     ),
     Mutant(
         name="pieces-of-an-import-all-go-to-the-first",
         file="kv/import_verbs.py",
-        old="            start, stop = stop, stop + count\n",
-        new="            start, stop = 0, count\n",
+        old="        start, stop = stop, stop + count\n",
+        new="        start, stop = 0, count\n",
         tests=("kv/test_pieces.py::test_pieces_make_what_an_import_makes",),
     ),
     Mutant(
         name="pieces-of-an-import-pass-over-gaps",
         file="kv/import_verbs.py",
-        old="            if start < stop and bisect_left(breaks, start) == bisect_left(breaks, stop - 1):",
-        new="            if start < stop:",
+        old="        if start < stop and bisect_left(breaks, start) == bisect_left(breaks, stop - 1):",
+        new="        if start < stop:",
         tests=("kv/test_pieces.py::test_rows_go_where_their_pages_are",),
     ),
     Mutant(
@@ -450,8 +450,8 @@ PIECES = (
     Mutant(
         name="checksums-of-whole-layers-go-unchecked-in-pieces",
         file="kv/import_verbs.py",
-        old="            if any(layer == group for layer, _ in found.checksums):",
-        new="            if False:",
+        old="        if any(layer == group for layer, _ in found.checksums):",
+        new="        if False:",
         tests=("kv/test_pieces.py::test_what_cannot_be_shared",),
     ),
 )

@@ -271,23 +271,23 @@ ROWS = (
     ),
     Mutant(
         name="queries-of-a-sink-in-one-piece",
-        file="kv/attention_pass.py",
+        file="kv/state_pass.py",
         old=" or prepared.plan.sinks is not None:",
         new=":",
         tests=("kv/test_window_values.py::test_against_a_cache_that_rotates_its_keys_anew",),
     ),
     Mutant(
         name="fused-heads-placed-without-the-rows-left-out",
-        file="kv/attention_pass.py",
+        file="kv/state_pass.py",
         old="        self.begin_write(layer_id)\n        rotation",
         new="        rotation",
         tests=("kv/test_narrowing.py::test_a_layer_that_lacks_rows_is_refused",),
     ),
     Mutant(
         name="raw-keys-stored-turned",
-        file="kv/attention_pass.py",
-        old='qkv_TC.dtype != state.dtype or spec.rope_mode == "inline" or',
-        new="qkv_TC.dtype != state.dtype or",
+        file="kv/state_pass.py",
+        old='qkv_TC.dtype != self._paged.dtype or spec.rope_mode == "inline" or',
+        new="qkv_TC.dtype != self._paged.dtype or",
         tests=("kv/test_window_values.py",),
     ),
 )

@@ -17,21 +17,21 @@ MUTANTS = (
     ),
     Mutant(
         name="rotations-of-all-rows-for-some",
-        file="kv/attention_pass.py",
+        file="kv/state_pass.py",
         old="        self._prepared.clear()\n        self._rotations.clear()\n",
         new="        self._prepared.clear()\n",
         tests=(ANY_ROWS,),
     ),
     Mutant(
         name="rows-that-run-in-the-first-slots",
-        file="kv/attention_pass.py",
+        file="kv/state_pass.py",
         old="[slots_T.index_select(0, rows_S) for slots_T in self.slots]",
         new="[slots_T[: len(rows)] for slots_T in self.slots]",
         tests=(ANY_ROWS,),
     ),
     Mutant(
         name="layer-runs-without-the-rows-left-out",
-        file="kv/attention_pass.py",
+        file="kv/state_pass.py",
         old="        if layer_id not in self.written:\n            self.chosen.require_given(layer_id)\n",
         new="",
         tests=("kv/test_narrowing.py::test_a_layer_that_lacks_rows_is_refused",),
@@ -52,7 +52,7 @@ MUTANTS = (
     ),
     Mutant(
         name="expanded-rows-of-all-taken-for-those-that-run",
-        file="kv/latent.py",
+        file="kv/state_pass.py",
         old="new = None if narrowed else (k_THD, v_THD)",
         new="new = (k_THD, v_THD)",
         tests=("kv/test_narrowing.py::test_latent_rows",),

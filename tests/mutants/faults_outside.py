@@ -29,15 +29,15 @@ MUTANTS = (
     Mutant(
         name="pages-of-an-import-not-blanked",
         file="kv/import_verbs.py",
-        old="one.storage.blank(_rows_between(self, seq_id, index, length))",
+        old="one.storage.blank(_rows_between(state, seq_id, index, length))",
         new="pass",
         tests=("kv/test_isolation.py::TestIsolation::test_pages_of_an_import_that_are_written_in_part",),
     ),
     Mutant(
         name="imports-outlive-their-sequence",
         file="kv/state.py",
-        old="        self._end_import(seq_id)\n        self.table.remove(seq_id)\n",
-        new="        self.table.remove(seq_id)\n",
+        old="        import_verbs.end_import(self.parts, seq_id)\n        for part in self.parts:\n            part.remove(seq_id)\n",
+        new="        for part in self.parts:\n            part.remove(seq_id)\n",
         tests=("kv/test_exchange.py::test_giving_up_gives_back_the_pages",),
     ),
     Mutant(

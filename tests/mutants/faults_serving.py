@@ -101,9 +101,9 @@ INTERRUPTS = (
     ),
     Mutant(
         name="verbs-of-a-state-in-pieces",
-        file="kv/state.py",
-        old="@uninterrupted_verbs(*CHANGES)\n",
-        new="",
+        file="kv/contract.py",
+        old="    return uninterrupted(verb(function))\n",
+        new="    return verb(function)\n",
         tests=("engine/test_interrupts.py::test_verbs_of_a_state_by_hand",),
     ),
     Mutant(

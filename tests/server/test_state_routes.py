@@ -89,7 +89,7 @@ def test_documents(served: Served) -> None:
         pool = got(client, "/pages?pool=0")
         arrays = {field: unpacked(pool[field], kind) for field, kind in KINDS.items()}
         assert {array.size for array in arrays.values()} == {pool["num_pages"]}
-        references = llm.engine.runner.state.table.pools[0].references
+        references = llm.engine.runner.state.sequences.pools[0].references
         assert arrays["references"].tolist() == references.tolist()
         assert pool["counts"] == {one: getattr(use, one) for one in OWNER_NAMES}
         assert np.bincount(arrays["owner"], minlength=4).tolist() == list(pool["counts"].values())

@@ -1,4 +1,5 @@
-"""The attention verbs of a KV state. ``kv_state.AttentionKVCache`` is these and ``KVState``.
+"""The attention verbs of a KV state. ``kv_state.AttentionKVCache`` is these, ``StoredRows`` and
+``KVState``.
 
 Letters and common rules (results, ``out=``, padding, errors) are in ``kv_state``. Further:
 
@@ -35,8 +36,74 @@ AttentionScope: TypeAlias = Literal["past", "all"]
 """What ``cross_attention`` reads: rows from before this forward, or also rows appended in it."""
 
 
+class StoredRows(Protocol):
+    """Access to the stored rows of attention layers."""
+
+    def set_cross_kv(self, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
+        """(ours) Write encoder rows of a ``cross`` layer: k ``[S, Hkv, Dk]``, v ``[S, Hkv, Dv]``, S
+        >= 1.
+
+        Once per sequence and layer, inside or outside a forward; ``abort_forward`` leaves the rows.
+        S may differ between layers. Forks share the rows and count as written. The rows are never
+        popped, count in no length, and go with their last holder. A layer that is set after a fork
+        is set on that side only; that side then copies the rows of its other layers once.
+        ``FailedPrecondition``: written already; a sequence that is being imported.
+        ``ResourceExhausted``: pages for encoder rows. O(S).
+        """
+
+    def debug_get_kv(
+        self,
+        seq_id: SeqId,
+        start: int | None = 0,
+        end: int | None = None,
+        *,
+        layer: int | None = None,
+        relative: bool = False,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return stored rows start..end-1 (mode ``normal``: rotated).
+
+        K ``[L, n, Hkv, Dk]``, V ``[L, n, Hkv, Dv]``; with ``layer`` without L. ``start=None``: from
+        the first row; ``end=None``: to the last. Addresses are positions; uncommitted nodes follow
+        the committed tokens in order of appending. ``relative=True`` counts cached tokens (sink,
+        then window), as TVM does. An empty range is legal. Inside a forward the rows are those from
+        before it. For a cross ``layer`` the addresses are encoder rows 0..S-1, and ``relative``
+        makes no difference.
+
+        ``InvalidArgument``: not 0 <= start <= end <= length + nodes; layers of different geometry
+        without ``layer``. ``FailedPrecondition``: evicted positions in the range (says which are
+        held); a cross layer that is not set. ``Unsupported``: no layer with K and V of tokens.
+        O(rows).
+        """
+
+    def debug_get_kv_mla(
+        self,
+        seq_id: SeqId,
+        start: int | None = 0,
+        end: int | None = None,
+        *,
+        layer: int | None = None,
+        relative: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return latent rows as ``debug_get_kv``: ``[L, n, row]``; with ``layer`` without L."""
+
+    def debug_set_kv(
+        self, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
+    ) -> None:
+        """Overwrite rows start..start+n-1, laid out as ``debug_get_kv`` gives them.
+
+        Latent layers: k ``[.., n, row]``, v None. Cross layers: only with ``layer``, on encoder
+        rows that are set. Shared pages are split first, so no other sequence changes.
+        ``debug_get_kv`` then returns these rows, and all else is as before.
+
+        ``InvalidArgument``: beyond the length, shape, dtype. ``FailedPrecondition``: evicted,
+        forward open. ``ResourceExhausted``: pages for the split. O(rows).
+        """
+
+
 class AttentionVerbs(Protocol):
-    """Attention over stored and new tokens, and access to the stored rows."""
+    """Attention over stored and new tokens."""
 
     def attention_with_fused_qkv(
         self,
@@ -132,65 +199,3 @@ class AttentionVerbs(Protocol):
 
     def merge(self, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
         """Join as ``merge_attn_output_inplace``, into fresh tensors."""
-
-    def set_cross_kv(self, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
-        """(ours) Write encoder rows of a ``cross`` layer: k ``[S, Hkv, Dk]``, v ``[S, Hkv, Dv]``, S
-        >= 1.
-
-        Once per sequence and layer, inside or outside a forward; ``abort_forward`` leaves the rows.
-        S may differ between layers. Forks share the rows and count as written. The rows are never
-        popped, count in no length, and go with their last holder. A layer that is set after a fork
-        is set on that side only; that side then copies the rows of its other layers once.
-        ``FailedPrecondition``: written already; a sequence that is being imported.
-        ``ResourceExhausted``: pages for encoder rows. O(S).
-        """
-
-    def debug_get_kv(
-        self,
-        seq_id: SeqId,
-        start: int | None = 0,
-        end: int | None = None,
-        *,
-        layer: int | None = None,
-        relative: bool = False,
-        out: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return stored rows start..end-1 (mode ``normal``: rotated).
-
-        K ``[L, n, Hkv, Dk]``, V ``[L, n, Hkv, Dv]``; with ``layer`` without L. ``start=None``: from
-        the first row; ``end=None``: to the last. Addresses are positions; uncommitted nodes follow
-        the committed tokens in order of appending. ``relative=True`` counts cached tokens (sink,
-        then window), as TVM does. An empty range is legal. Inside a forward the rows are those from
-        before it. For a cross ``layer`` the addresses are encoder rows 0..S-1, and ``relative``
-        makes no difference.
-
-        ``InvalidArgument``: not 0 <= start <= end <= length + nodes; layers of different geometry
-        without ``layer``. ``FailedPrecondition``: evicted positions in the range (says which are
-        held); a cross layer that is not set. ``Unsupported``: no layer with K and V of tokens.
-        O(rows).
-        """
-
-    def debug_get_kv_mla(
-        self,
-        seq_id: SeqId,
-        start: int | None = 0,
-        end: int | None = None,
-        *,
-        layer: int | None = None,
-        relative: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return latent rows as ``debug_get_kv``: ``[L, n, row]``; with ``layer`` without L."""
-
-    def debug_set_kv(
-        self, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
-    ) -> None:
-        """Overwrite rows start..start+n-1, laid out as ``debug_get_kv`` gives them.
-
-        Latent layers: k ``[.., n, row]``, v None. Cross layers: only with ``layer``, on encoder
-        rows that are set. Shared pages are split first, so no other sequence changes.
-        ``debug_get_kv`` then returns these rows, and all else is as before.
-
-        ``InvalidArgument``: beyond the length, shape, dtype. ``FailedPrecondition``: evicted,
-        forward open. ``ResourceExhausted``: pages for the split. O(rows).
-        """

@@ -2,9 +2,9 @@
 
 ``KVState`` holds the verbs of every kind of state. ``AttentionKVCache`` adds attention over K and V
 or latent rows (verbs in ``attention_state``), ``RNNState`` recurrent state (``recurrent_state``).
-``ModelState`` is both and reports its room (``pool_verbs``); runners, engines and executors hold
-it. Names are those of TVM's ``KVState``, ``AttentionKVCache`` and ``RNNState`` in snake_case;
-*(ours)* marks verbs that TVM lacks.
+``ModelState`` is what runners, engines and executors hold: it reports its room (``pool_verbs``),
+and its layers are run through ``model.OpenPass``. Names are those of TVM's ``KVState``,
+``AttentionKVCache`` and ``RNNState`` in snake_case; *(ours)* marks verbs that TVM lacks.
 
 Letters: L layers; B entries of the batch; n_i new tokens of entry i; T the sum of n_i; N >= T rows
 of a padded tensor; Hq, Hkv query and KV heads; Dk, Dv head sizes of K and V; P page size; W, s
@@ -54,9 +54,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from quire.contracts.attention_state import AttentionVerbs
+from quire.contracts.attention_state import AttentionVerbs, StoredRows
 from quire.contracts.pool_verbs import Eviction, PoolVerbs, TokenTreeParents
-from quire.contracts.recurrent_state import RecurrentVerbs
+from quire.contracts.recurrent_state import RecurrentVerbs, StoredStates
 from quire.types import SeqId
 
 if TYPE_CHECKING:
@@ -441,16 +441,17 @@ class KVState(Protocol):
         O(1)."""
 
 
-class AttentionKVCache(KVState, AttentionVerbs, Protocol):
+class AttentionKVCache(KVState, AttentionVerbs, StoredRows, Protocol):
     """The state of ``full``, ``window``, ``latent`` and ``cross`` layers, in pages."""
 
 
-class RNNState(KVState, RecurrentVerbs, Protocol):
+class RNNState(KVState, RecurrentVerbs, StoredStates, Protocol):
     """The state of ``recurrent`` layers: immutable published states, shared by forks."""
 
 
-class ModelState(AttentionKVCache, RNNState, PoolVerbs, Protocol):
-    """The state of a model with layers of any kinds; verbs of absent kinds are ``Unsupported``."""
+class ModelState(KVState, StoredRows, StoredStates, PoolVerbs, Protocol):
+    """The state of a model with layers of any kinds; verbs of absent kinds are ``Unsupported``. The
+    verbs about one layer are those of the open pass."""
 
     def open_pass(self) -> OpenPass:
         """Return the open forward; ``FailedPrecondition`` if there is none."""

@@ -1,4 +1,5 @@
-"""The recurrent verbs of a KV state. ``kv_state.RNNState`` is these and ``KVState``.
+"""The recurrent verbs of a KV state. ``kv_state.RNNState`` is these, ``StoredStates``
+and ``KVState``.
 
 A recurrent layer has any number of state tensors with fixed shapes, dtypes and initial values. One
 published state of a sequence is a page: immutable, shared by forks. Some are *kept* for rewinds:
@@ -20,8 +21,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class StoredStates(Protocol):
+    """Access to the stored states of recurrent layers."""
+
+    def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, *, position: int | None = None) -> Tensor:
+        """Return a copy ``[*shape]`` of the published state, or of the one kept at ``position``.
+        Legal at any time. ``FailedPrecondition``: no state is kept there. Cost: one state."""
+
+    def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
+        """(ours) Replace the present state of this sequence only; forks and kept states do not
+        change. ``data`` is ``[*shape]``. ``FailedPrecondition``: open forward.
+        ``ResourceExhausted``: a page for the new state. Cost: one state."""
+
+
 class RecurrentVerbs(Protocol):
-    """Recurrent state: read and written in a forward, and inspected where it is kept."""
+    """Recurrent state: read and written in a forward."""
 
     def get(self, layer_id: int, state_id: int, *, per_token: bool = False, out: Tensor | None = None) -> Tensor:
         """Return the state *before* this forward, ``[B, *shape]``, even after a ``set`` in it.
@@ -63,12 +77,3 @@ class RecurrentVerbs(Protocol):
         ``S = S + k u^T``; ``out = sm_scale * S^T q``. Trees, ring and checkpoints work.
         Chunk-parallel kernels equal it up to rounding.
         """
-
-    def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, *, position: int | None = None) -> Tensor:
-        """Return a copy ``[*shape]`` of the published state, or of the one kept at ``position``.
-        Legal at any time. ``FailedPrecondition``: no state is kept there. Cost: one state."""
-
-    def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
-        """(ours) Replace the present state of this sequence only; forks and kept states do not
-        change. ``data`` is ``[*shape]``. ``FailedPrecondition``: open forward.
-        ``ResourceExhausted``: a page for the new state. Cost: one state."""

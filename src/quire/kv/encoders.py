@@ -24,7 +24,9 @@ from quire.errors import FailedPrecondition, QuireError, ResourceExhausted
 from quire.kv import plans
 from quire.kv.forward_need import SlotCopy, pages_for, slots_of
 from quire.kv.pages import PageIds, PagePool
+from quire.kv.part import Part
 from quire.kv.plans import Batch, Prepared
+from quire.kv.sequence_table import SequenceTable
 from quire.kv.storage import LayerRows, PagedStorage
 from quire.ops.attention import attention_weights
 from quire.types import SeqId
@@ -153,7 +155,7 @@ class EncodingTable:
         self.pool.check(expected)
 
 
-class EncoderPart:
+class EncoderPart(Part):
     """The cross layers of a KV state: ``specs`` by layer id, ascending. ``capacity``: rows of
     encoders over all sequences, of each layer, in whole pages."""
 
@@ -173,6 +175,18 @@ class EncoderPart:
         slots = self.table.pool.num_pages * page_size
         self.storage = PagedStorage(list(self.specs.values()), slots, dtype, device)
         self._places = {layer: place for place, layer in enumerate(self.specs)}
+
+    def clear(self) -> None:
+        self.table.clear()
+
+    def remove(self, seq_id: SeqId) -> None:
+        self.table.remove(seq_id)
+
+    def fork(self, parent_id: SeqId, child_id: SeqId, length: int) -> None:
+        self.table.fork(parent_id, child_id)
+
+    def check(self, sequences: SequenceTable) -> None:
+        self.table.check(sequences.ids)
 
     def stored(self, layer_id: int) -> LayerRows:
         """Return the pool of a layer."""

@@ -22,150 +22,152 @@ from quire.contracts.kv_state import TensorPlan
 from quire.contracts.layers import CrossAttention, LatentAttention
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.kv.exports import SequenceExport, group_tensors
-from quire.kv.forward_need import Sequence
 from quire.kv.metadata_checks import hash_of, ranges_of
-from quire.kv.parts import StateParts
+from quire.kv.parts import Parts
 from quire.kv.recurrent import RecurrentPart, dtype_of
+from quire.kv.sequences import Sequence
 from quire.kv.state_schema import FORMAT_VERSION
 from quire.kv.statefile import bytes_of
 from quire.kv.storage import StoredSpec, check_tensor
-from quire.signatures import checks_arguments
 from quire.types import SeqId
 
 
-@checks_arguments()
-class StateExchange(StateParts):
-    """Export of sequences. ``contracts.kv_state`` documents the verbs."""
+def get_layout_hash(state: Parts) -> str:
+    return hash_of(get_layout(state))
 
-    def get_layout_hash(self) -> str:
-        return hash_of(self.get_layout())
 
-    def get_layout(self) -> dict[str, Any]:
-        ids = list(self.stored_specs)
-        found: dict[str, Any] = {"first_layer": self.first_layer}
-        if ids != list(range(self.first_layer, self.first_layer + len(ids))):
-            found["layer_ids"] = ids
-        if self.recurrent is not None:
-            found["recurrent"] = [
-                {
-                    "layer": layer,
-                    "states": [
-                        {"shape": list(one.shape), "dtype": one.dtype, "initial": one.initial_as_json()}
-                        for one in spec.states
-                    ],
-                }
-                for layer, spec in zip(self.recurrent.layer_ids, self.recurrent.specs, strict=True)
-            ]
-        found["layers"] = [layer_metadata(spec, self.dtype) for spec in self.stored_specs.values()]
-        return found
-
-    def get_checkpoint_metadata(self, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
-        sequence = self._require_whole(seq_id, "get_checkpoint_metadata")
-        window = sequence.window
-        found = self._metadata(
-            sequence.length,
-            [self.table.held(seq_id, index) for index in range(len(self.classes))],
-            self.checkpoints(seq_id),
-            {}
-            if self.encoders is None
-            else {one: self.encoders.table.rows(seq_id, one) for one in self.encoders.specs},
-        )
-        if window is not None:
-            found |= {"window": window.size, "sink": window.sink, "eviction": window.eviction}
-            found["evicted"] = sequence.evicted
-        for entry in found["groups"] if checksums else ():
-            for name, tensor in self.export_page_group(seq_id, entry["group"]).items():
-                entry["tensors"][name]["checksum"] = checksum(tensor)
-        return found
-
-    def _require_whole(self, seq_id: SeqId, verb: str) -> Sequence:
-        """Return the sequence; ``FailedPrecondition`` with uncommitted nodes, or importing."""
-        sequence = self.table.get(seq_id)
-        self.table.require_ready(seq_id, sequence, verb)
-        self.table.require_committed(seq_id, sequence, verb)
-        return sequence
-
-    def _metadata(
-        self, length: int, held: list[list[range]], kept: list[int], encoders: Mapping[int, int]
-    ) -> dict[str, Any]:
-        """Describe a sequence without a window and without checksums. ``held``: by layer class;
-        ``encoders``: rows of each cross layer, 0 if it is not set."""
-        layout = self.get_layout()
-        found: dict[str, Any] = {
-            "format_version": FORMAT_VERSION,
-            "layout_hash": hash_of(layout),
-            **layout,
-            "length": length,
-            "held": [
-                {
-                    "layers": [self.layer_ids[layer] for layer in one.layers],
-                    "ranges": [[part.start, part.stop] for part in parts],
-                }
-                for one, parts in zip(self.classes, held, strict=True)
-            ],
-            "window": None,
-            "sink": 0,
-            "eviction": "token",
-            "evicted": 0,
-            "kept_recurrent_positions": kept,
-        }
-        if self.encoders is not None:
-            found["cross"] = [{"layer": layer, "rows": rows or None} for layer, rows in encoders.items()]
-        found["groups"] = [
+def get_layout(state: Parts) -> dict[str, Any]:
+    ids = list(state.stored_specs)
+    found: dict[str, Any] = {"first_layer": state.first_layer}
+    if ids != list(range(state.first_layer, state.first_layer + len(ids))):
+        found["layer_ids"] = ids
+    if state.recurrent is not None:
+        found["recurrent"] = [
             {
-                "group": group,
-                "tensors": {
-                    name: {
-                        "shape": list(one.shape),
-                        "bytes": math.prod(one.shape) * one.dtype.itemsize,
-                        "checksum": "",
-                    }
-                    for name, one in plan.items()
-                },
+                "layer": layer,
+                "states": [
+                    {"shape": list(one.shape), "dtype": one.dtype, "initial": one.initial_as_json()}
+                    for one in spec.states
+                ],
             }
-            for group, plan in groups_of(self, counts_of(rows_by_layer(found)), kept).items()
+            for layer, spec in zip(state.recurrent.layer_ids, state.recurrent.specs, strict=True)
         ]
-        return found
+    found["layers"] = [layer_metadata(spec, state.paged.dtype) for spec in state.stored_specs.values()]
+    return found
 
-    def open_export(self, seq_id: SeqId) -> SequenceExport:
-        self._require_whole(seq_id, "open_export")
-        return SequenceExport.of(self, seq_id)
 
-    def export_page_group(self, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the held rows of one layer, by position, or the states of a recurrent layer. Rows
-        are ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, row]``, as stored.
-        ``FailedPrecondition`` for a cross layer that is not set."""
-        part = self.recurrent
-        recurrent = part is not None and group in part.layer_ids
-        if not recurrent:
-            self.spec(group)
-        self.table.get(seq_id)
-        rows = rows_of(self, seq_id)
-        if out is not None and (recurrent or group in rows):
-            plan = groups_of(self, rows, self.checkpoints(seq_id))[group]
-            if set(out) != set(plan):
-                raise InvalidArgument(f"export_page_group: out has tensors {sorted(out)}; {sorted(plan)} are needed")
-            for name, one in plan.items():
-                check_tensor(f"export_page_group: out[{name!r}]", out[name], one.dtype, one.shape, self.device)
-        self._require_whole(seq_id, "export_page_group")
-        if part is not None and recurrent:
-            tensors = part.export(seq_id, group)
-        elif self.encoders is not None and group in self.encoders.specs:
-            if group not in rows:
-                raise FailedPrecondition(
-                    f"export_page_group: layer {group} has no encoder rows of sequence {seq_id}; set_cross_kv was not called, so there "
-                    "is no such group"
-                )
-            tensors = group_tensors(self.encoders.specs[group], self.encoders.read(seq_id, group, range(rows[group])))
-        else:
-            layer = self.layer(group)
-            slots = self.table.slots(layer.class_index, seq_id, self.table.held(seq_id, layer.class_index))
-            tensors = group_tensors(layer.spec, self.classes[layer.class_index].storage.read(layer.index, slots))
-        if out is None:
-            return tensors
-        for name, tensor in tensors.items():
-            out[name].copy_(tensor)
-        return out
+def get_checkpoint_metadata(state: Parts, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
+    sequence = require_whole(state, seq_id, "get_checkpoint_metadata")
+    window = sequence.window
+    found = metadata(
+        state,
+        sequence.length,
+        [state.sequences.held(seq_id, index) for index in range(len(state.paged.classes))],
+        state.checkpoints(seq_id),
+        {} if state.encoders is None else {one: state.encoders.table.rows(seq_id, one) for one in state.encoders.specs},
+    )
+    if window is not None:
+        found |= {"window": window.size, "sink": window.sink, "eviction": window.eviction}
+        found["evicted"] = sequence.evicted
+    for entry in found["groups"] if checksums else ():
+        for name, tensor in export_page_group(state, seq_id, entry["group"]).items():
+            entry["tensors"][name]["checksum"] = checksum(tensor)
+    return found
+
+
+def require_whole(state: Parts, seq_id: SeqId, verb: str) -> Sequence:
+    """Return the sequence; ``FailedPrecondition`` with uncommitted nodes, or importing."""
+    sequence = state.sequences.get(seq_id)
+    state.sequences.require_ready(seq_id, sequence, verb)
+    state.sequences.require_committed(seq_id, sequence, verb)
+    return sequence
+
+
+def metadata(
+    state: Parts, length: int, held: list[list[range]], kept: list[int], encoders: Mapping[int, int]
+) -> dict[str, Any]:
+    """Describe a sequence without a window and without checksums. ``held``: by layer class;
+    ``encoders``: rows of each cross layer, 0 if it is not set."""
+    layout = get_layout(state)
+    found: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "layout_hash": hash_of(layout),
+        **layout,
+        "length": length,
+        "held": [
+            {
+                "layers": [state.paged.layer_ids[layer] for layer in one.layers],
+                "ranges": [[part.start, part.stop] for part in parts],
+            }
+            for one, parts in zip(state.paged.classes, held, strict=True)
+        ],
+        "window": None,
+        "sink": 0,
+        "eviction": "token",
+        "evicted": 0,
+        "kept_recurrent_positions": kept,
+    }
+    if state.encoders is not None:
+        found["cross"] = [{"layer": layer, "rows": rows or None} for layer, rows in encoders.items()]
+    found["groups"] = [
+        {
+            "group": group,
+            "tensors": {
+                name: {
+                    "shape": list(one.shape),
+                    "bytes": math.prod(one.shape) * one.dtype.itemsize,
+                    "checksum": "",
+                }
+                for name, one in plan.items()
+            },
+        }
+        for group, plan in groups_of(state, counts_of(rows_by_layer(found)), kept).items()
+    ]
+    return found
+
+
+def open_export(state: Parts, seq_id: SeqId) -> SequenceExport:
+    require_whole(state, seq_id, "open_export")
+    return SequenceExport.of(state, seq_id)
+
+
+def export_page_group(
+    state: Parts, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Return the held rows of one layer, by position, or the states of a recurrent layer. Rows
+    are ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, row]``, as stored.
+    ``FailedPrecondition`` for a cross layer that is not set."""
+    part = state.recurrent
+    recurrent = part is not None and group in part.layer_ids
+    if not recurrent:
+        state.spec(group)
+    state.sequences.get(seq_id)
+    rows = rows_of(state, seq_id)
+    if out is not None and (recurrent or group in rows):
+        plan = groups_of(state, rows, state.checkpoints(seq_id))[group]
+        if set(out) != set(plan):
+            raise InvalidArgument(f"export_page_group: out has tensors {sorted(out)}; {sorted(plan)} are needed")
+        for name, one in plan.items():
+            check_tensor(f"export_page_group: out[{name!r}]", out[name], one.dtype, one.shape, state.device)
+    require_whole(state, seq_id, "export_page_group")
+    if part is not None and recurrent:
+        tensors = part.export(seq_id, group)
+    elif state.encoders is not None and group in state.encoders.specs:
+        if group not in rows:
+            raise FailedPrecondition(
+                f"export_page_group: layer {group} has no encoder rows of sequence {seq_id}; set_cross_kv was not called, so there "
+                "is no such group"
+            )
+        tensors = group_tensors(state.encoders.specs[group], state.encoders.read(seq_id, group, range(rows[group])))
+    else:
+        layer = state.layer(group)
+        slots = state.sequences.slots(layer.class_index, seq_id, state.sequences.held(seq_id, layer.class_index))
+        tensors = group_tensors(layer.spec, state.paged.classes[layer.class_index].storage.read(layer.index, slots))
+    if out is None:
+        return tensors
+    for name, tensor in tensors.items():
+        out[name].copy_(tensor)
+    return out
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -205,13 +207,13 @@ def recurrent_plan(part: RecurrentPart, layer_id: int, kept: Iterable[int]) -> d
     return {name: TensorPlan(one.shape, dtype_of(one)) for name, one in found.items()}
 
 
-def groups_of(state: StateParts, rows: Mapping[int, int], kept: Iterable[int]) -> dict[int, dict[str, TensorPlan]]:
+def groups_of(state: Parts, rows: Mapping[int, int], kept: Iterable[int]) -> dict[int, dict[str, TensorPlan]]:
     """Return the tensors of every group, by layer: ``rows`` of each attention layer named there,
     the present state and the ``kept`` ones of each recurrent layer."""
     found: dict[int, dict[str, TensorPlan]] = {}
     for layer, spec in state.stored_specs.items():
         if layer in rows:
-            found[layer] = group_plan(spec, rows[layer], state.dtype)
+            found[layer] = group_plan(spec, rows[layer], state.paged.dtype)
     if state.recurrent is not None:
         kept = list(kept)
         for layer in state.recurrent.layer_ids:
@@ -224,12 +226,12 @@ def checksum(tensor: Tensor) -> str:
     return str(xxhash.xxh3_64_hexdigest(bytes_of(tensor)))
 
 
-def rows_of(state: StateParts, seq_id: SeqId) -> dict[int, int]:
+def rows_of(state: Parts, seq_id: SeqId) -> dict[int, int]:
     """Return the number of rows by layer with pages; cross layers that are not set are left out."""
     found: dict[int, int] = {}
-    for index, one in enumerate(state.classes):
-        held_rows = sum(map(len, state.table.held(seq_id, index)))
-        found |= dict.fromkeys((state.layer_ids[layer] for layer in one.layers), held_rows)
+    for index, one in enumerate(state.paged.classes):
+        held_rows = sum(map(len, state.sequences.held(seq_id, index)))
+        found |= dict.fromkeys((state.paged.layer_ids[layer] for layer in one.layers), held_rows)
     if state.encoders is not None and (encoding := state.encoders.table.get(seq_id)) is not None:
         found |= encoding.rows
     return found

@@ -14,7 +14,7 @@ from quire.contracts.layers import LatentAttention
 from quire.errors import InvalidArgument, Unsupported
 from quire.kv.forward_need import slots_of
 from quire.kv.pages import PageIds
-from quire.kv.parts import StateParts
+from quire.kv.parts import Parts
 from quire.kv.storage import LayerRows, StoredSpec
 from quire.kv.windows import describe_ranges
 from quire.signatures import checks_arguments
@@ -26,7 +26,7 @@ from quire.types import SeqId
 class SequenceExport:
     """``contracts.kv_state.Export``: copies of page tables, and the tensors that they are of."""
 
-    state: StateParts
+    state: Parts
     """Only its layers and storages are read here, never its books."""
     length: int
     pages: list[PageIds]
@@ -37,16 +37,16 @@ class SequenceExport:
     """Of the present recurrent state and of checkpoints, by position."""
 
     @classmethod
-    def of(cls, state: StateParts, seq_id: SeqId) -> SequenceExport:
+    def of(cls, state: Parts, seq_id: SeqId) -> SequenceExport:
         """Describe what a sequence holds now."""
-        sequence, slots = state.table.get(seq_id), dict[int, int]()
+        sequence, slots = state.sequences.get(seq_id), dict[int, int]()
         if state.recurrent is not None:
             slots = state.recurrent.table.firm_slots(seq_id)
         return cls(
             state,
             sequence.length,
             [table.pages.copy() for table in sequence.tables],
-            [state.table.held(seq_id, index) for index in range(len(state.classes))],
+            [state.sequences.held(seq_id, index) for index in range(len(state.paged.classes))],
             slots,
         )
 
@@ -64,15 +64,15 @@ class SequenceExport:
             raise InvalidArgument(
                 f"rows: positions {start}..{stop - 1} of layer {layer}; one or more of a range of {describe_ranges(kept)} are needed"
             )
-        slots = slots_of(self.pages[found.class_index], start, stop, self.state.page_size)
-        return group_tensors(found.spec, self.state.classes[found.class_index].storage.read(found.index, slots))
+        slots = slots_of(self.pages[found.class_index], start, stop, self.state.paged.page_size)
+        return group_tensors(found.spec, self.state.paged.classes[found.class_index].storage.read(found.index, slots))
 
     def held_rows(self, layer: int) -> dict[str, Tensor]:
         found = self.state.rows_layer(layer, "held_rows")
-        pages, size = self.pages[found.class_index], self.state.page_size
+        pages, size = self.pages[found.class_index], self.state.paged.page_size
         parts = [slots_of(pages, part.start, part.stop, size) for part in self.ranges[found.class_index]]
         slots = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
-        return group_tensors(found.spec, self.state.classes[found.class_index].storage.read(found.index, slots))
+        return group_tensors(found.spec, self.state.paged.classes[found.class_index].storage.read(found.index, slots))
 
     def states(self, layer: int, position: int) -> dict[str, Tensor]:
         if layer in self.state.stored_specs:

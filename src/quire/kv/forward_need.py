@@ -1,6 +1,6 @@
 """What a forward needs: pages to take, shared tails to copy, pages that leave windows. No torch.
 
-``SequenceBooks.plan_forward`` computes it before anything changes, so refusals leave no trace.
+``SequenceTable.plan_forward`` computes it before anything changes, so refusals leave no trace.
 
 Letters: P page size; n new tokens of an entry.
 """
@@ -8,16 +8,17 @@ Letters: P page size; n new tokens of an entry.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kv.pages import PageIds, PagePool, PageTable
+from quire.kv.pages import PageIds, PagePool
+from quire.kv.sequences import Sequence
 from quire.kv.trees import Tree
-from quire.kv.windows import Hole, Window, floors, leaving, sink_pages
+from quire.kv.windows import Window, floors, leaving, sink_pages
 from quire.types import SeqId
 
 
@@ -36,43 +37,6 @@ class SlotRange:
 
     start: int
     count: int
-
-
-@dataclass(slots=True)
-class Sequence:
-    """One sequence: its committed length and one page table per layer class."""
-
-    length: int
-    tables: list[PageTable]
-    holes: list[Hole]
-    """Per class: what is held no longer."""
-    tree: Tree | None = None
-    """Uncommitted nodes; None: there are none."""
-    window: Window | None = None
-    slid: bool = False
-    """Whether a forward was published after the window was set: from then on ``evicted`` counts."""
-    cut: bool = False
-    """Whether the window has taken pages that the layers' own windows would have left."""
-    reserved: int | None = None
-    """Tokens that an import will publish, whose pages it holds; None: an ordinary sequence."""
-    loading: bool = False
-    """Whether the tokens of an import count already, though it has not ended."""
-    stale_tail: bool = False
-    """Whether old values may follow the last row in its page (pop, fork, split, import)."""
-
-    @property
-    def nodes(self) -> int:
-        return 0 if self.tree is None else self.tree.size
-
-    @property
-    def stored(self) -> int:
-        """Addresses in use: committed tokens and uncommitted nodes."""
-        return self.length + self.nodes
-
-    @property
-    def evicted(self) -> int:
-        """Committed tokens between the sink and the window."""
-        return max(0, self.length - self.window.size) if self.window and self.slid else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,3 +174,9 @@ def slots_of(pages: PageIds, start: int, stop: int, page_size: int) -> NDArray[n
     """Return the slots of addresses ``start..stop - 1`` in a page table. Cost O(rows)."""
     addresses = np.arange(start, stop, dtype=np.int64)
     return pages[addresses // page_size].astype(np.int64) * page_size + addresses % page_size
+
+
+def slot_index(ranges: Iterable[SlotRange]) -> NDArray[np.int64]:
+    """Return all slots of all ranges."""
+    parts = [np.arange(part.start, part.start + part.count, dtype=np.int64) for part in ranges]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)

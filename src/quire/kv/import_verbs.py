@@ -19,294 +19,315 @@ from torch import Tensor
 from quire.contracts.kv_state import RowPieces, TensorPlan
 from quire.contracts.layers import LatentAttention
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
-from quire.kv.exchange import StateExchange, checksum, counts_of, group_plan, groups_of, recurrent_plan, rows_by_layer
+from quire.kv.exchange import (
+    checksum,
+    counts_of,
+    get_layout,
+    group_plan,
+    groups_of,
+    metadata,
+    recurrent_plan,
+    require_whole,
+    rows_by_layer,
+)
 from quire.kv.forward_need import SlotRange, pages_for
 from quire.kv.imports import Import
 from quire.kv.metadata_checks import holes_of, promised_checksums, ranges_of, validate, window_of
-from quire.kv.parts import StateParts
+from quire.kv.parts import Parts
 from quire.kv.sequences import check_id, check_integer
 from quire.kv.stored_rows import require_held
 from quire.kv.windows import describe_ranges
-from quire.signatures import checks_arguments
 from quire.types import SeqId
 
 
-@checks_arguments()
-class StateImports(StateExchange):
-    """Import of sequences. ``contracts.kv_state`` documents the verbs."""
+def plan_import(state: Parts, metadata: Mapping[str, Any]) -> dict[int, dict[str, TensorPlan]]:
+    validate(state, get_layout(state), metadata)
+    return groups_of(state, counts_of(rows_by_layer(metadata)), metadata["kept_recurrent_positions"])
 
-    def plan_import(self, metadata: Mapping[str, Any]) -> dict[int, dict[str, TensorPlan]]:
-        validate(self, self.get_layout(), metadata)
-        return groups_of(self, counts_of(rows_by_layer(metadata)), metadata["kept_recurrent_positions"])
 
-    def import_metadata(self, length: int, *, kept: Sequence[int] = ()) -> dict[str, Any]:
-        length = check_integer(length, "import_metadata: length", 0)
-        lows = [0 if one.window is None else max(0, length + 1 - one.window) for one in self.classes]
-        held = [[range(low, length)] if low < length else [] for low in lows]
-        found = self._metadata(
-            length, held, list(kept), {} if self.encoders is None else dict.fromkeys(self.encoders.specs, 0)
+def import_metadata(state: Parts, length: int, *, kept: Sequence[int] = ()) -> dict[str, Any]:
+    length = check_integer(length, "import_metadata: length", 0)
+    lows = [0 if one.window is None else max(0, length + 1 - one.window) for one in state.paged.classes]
+    held = [[range(low, length)] if low < length else [] for low in lows]
+    found = metadata(
+        state, length, held, list(kept), {} if state.encoders is None else dict.fromkeys(state.encoders.specs, 0)
+    )
+    validate(state, get_layout(state), found)
+    return found
+
+
+def import_need(state: Parts, metadata: Mapping[str, Any], *, shared: int = 0) -> list[int]:
+    validate(state, get_layout(state), metadata)
+    _check_shared(state, metadata, shared, "import_need")
+    window, kept = window_of(metadata), metadata["kept_recurrent_positions"]
+    sink = window.sink if window else 0
+    pages = state.sequences.import_pages(metadata["length"], holes_of(metadata), sink, shared)
+    return [*(found.size for found in pages), *([] if state.recurrent is None else [1 + len(kept)])]
+
+
+def prepare_import(
+    state: Parts, seq_id: SeqId, metadata: Mapping[str, Any], *, parent: SeqId | None = None, shared: int = 0
+) -> None:
+    check_id(seq_id)
+    if seq_id in state.sequences:
+        raise InvalidArgument(f"prepare_import: sequence {seq_id} exists already; a new id is needed")
+    validate(state, get_layout(state), metadata)
+    whole, kept = counts_of(rows_by_layer(metadata)), list(metadata["kept_recurrent_positions"])
+    checksums = promised_checksums(groups_of(state, whole, kept), metadata.get("groups"))
+    keeping = _check_shared(state, metadata, shared, "prepare_import")
+    if summed := [layer for layer, _ in checksums if shared and layer in keeping]:
+        raise InvalidArgument(
+            f"prepare_import: the metadata has checksums of all rows of layers {sorted(set(summed))}, of which {shared} are "
+            "shared; give it without"
         )
-        validate(self, self.get_layout(), found)
-        return found
+    rows = rows_by_layer(metadata, dict.fromkeys(keeping, shared))
+    missing = {layer: list(parts) for layer, parts in rows.items() if parts}
+    started = Import(rows, checksums, missing | {layer: [] for layer in state.recurrent_ids})
+    length, window, holes = int(metadata["length"]), window_of(metadata), holes_of(metadata)
+    encoders = (
+        {} if state.encoders is None else {layer: whole[layer] for layer in state.encoders.specs if layer in whole}
+    )
+    if parent is not None or shared:
+        _check_parent(state, parent, shared)
+    state.sequences.require_closed("prepare_import")
+    if state.encoders is not None:
+        state.encoders.table.require_room(seq_id, max(encoders.values(), default=0), "prepare_import")
+    if state.recurrent is not None and (needed := 1 + len(kept)) > (free := state.recurrent.table.num_available):
+        raise ResourceExhausted(f"prepare_import: needs {needed} states, {free} free")
+    slid = bool(metadata["evicted"])
+    state.sequences.reserve_import(seq_id, length, holes, window, slid=slid, parent_id=parent, shared=shared)
+    if state.recurrent is not None:
+        state.recurrent.table.import_states(seq_id, length, kept)
+    if state.encoders is not None and encoders:
+        state.encoders.table.own(seq_id, max(encoders.values()))
+        for layer, count in encoders.items():
+            state.encoders.table.note(seq_id, layer, count)
+    for index, one in enumerate(state.paged.classes):
+        # The rest of a page held in part is never written, and a kernel reads whole pages.
+        one.storage.blank(_rows_between(state, seq_id, index, length))
+    started.pages += [table.pages.copy() for table in state.sequences.get(seq_id).tables]
+    if state.link is not None:
+        started.ready = state.link.computed()
+    state.imports[seq_id] = started
 
-    def import_need(self, metadata: Mapping[str, Any], *, shared: int = 0) -> list[int]:
-        validate(self, self.get_layout(), metadata)
-        self._check_shared(metadata, shared, "import_need")
-        window, kept = window_of(metadata), metadata["kept_recurrent_positions"]
-        sink = window.sink if window else 0
-        pages = self.table.import_pages(metadata["length"], holes_of(metadata), sink, shared)
-        return [*(found.size for found in pages), *([] if self.recurrent is None else [1 + len(kept)])]
 
-    def prepare_import(
-        self, seq_id: SeqId, metadata: Mapping[str, Any], *, parent: SeqId | None = None, shared: int = 0
-    ) -> None:
-        check_id(seq_id)
-        if seq_id in self.table:
-            raise InvalidArgument(f"prepare_import: sequence {seq_id} exists already; a new id is needed")
-        validate(self, self.get_layout(), metadata)
-        whole, kept = counts_of(rows_by_layer(metadata)), list(metadata["kept_recurrent_positions"])
-        checksums = promised_checksums(groups_of(self, whole, kept), metadata.get("groups"))
-        keeping = self._check_shared(metadata, shared, "prepare_import")
-        if summed := [layer for layer, _ in checksums if shared and layer in keeping]:
-            raise InvalidArgument(
-                f"prepare_import: the metadata has checksums of all rows of layers {sorted(set(summed))}, of which {shared} are "
-                "shared; give it without"
-            )
-        rows = rows_by_layer(metadata, dict.fromkeys(keeping, shared))
-        missing = {layer: list(parts) for layer, parts in rows.items() if parts}
-        started = Import(rows, checksums, missing | {layer: [] for layer in self.recurrent_ids})
-        length, window, holes = int(metadata["length"]), window_of(metadata), holes_of(metadata)
-        encoders = (
-            {} if self.encoders is None else {layer: whole[layer] for layer in self.encoders.specs if layer in whole}
-        )
-        if parent is not None or shared:
-            self._check_parent(parent, shared)
-        self.table.require_closed("prepare_import")
-        if self.encoders is not None:
-            self.encoders.table.require_room(seq_id, max(encoders.values(), default=0), "prepare_import")
-        if self.recurrent is not None and (needed := 1 + len(kept)) > (free := self.recurrent.table.num_available):
-            raise ResourceExhausted(f"prepare_import: needs {needed} states, {free} free")
-        slid = bool(metadata["evicted"])
-        self.table.reserve_import(seq_id, length, holes, window, slid=slid, parent_id=parent, shared=shared)
-        if self.recurrent is not None:
-            self.recurrent.table.import_states(seq_id, length, kept)
-        if self.encoders is not None and encoders:
-            self.encoders.table.own(seq_id, max(encoders.values()))
-            for layer, count in encoders.items():
-                self.encoders.table.note(seq_id, layer, count)
-        for index, one in enumerate(self.classes):
-            # The rest of a page held in part is never written, and a kernel reads whole pages.
-            one.storage.blank(_rows_between(self, seq_id, index, length))
-        started.pages += [table.pages.copy() for table in self.table.get(seq_id).tables]
-        if self.link is not None:
-            started.ready = self.link.computed()
-        self.imports[seq_id] = started
-
-    def _check_shared(self, metadata: Mapping[str, Any], shared: int, verb: str) -> list[int]:
-        """Return the layers that keep all tokens; ``InvalidArgument`` unless such metadata, which
-        were validated, let their first ``shared`` tokens be another sequence's."""
-        length, size = metadata["length"], self.page_size
-        if not 0 <= shared <= length or shared % size:
-            raise InvalidArgument(f"{verb}: {shared} shared tokens; a multiple of {size} in 0..{length} is needed")
-        keeping: list[int] = []
-        for one, item in zip(self.classes, metadata["held"], strict=True):
-            if one.window is None:
-                keeping += item["layers"]
-                ranges = ranges_of(item)
-                if shared and not _holds(ranges, range(shared)):
-                    raise InvalidArgument(
-                        f"{verb}: {shared} shared tokens, and the metadata hold positions {describe_ranges(ranges)} of layers {item['layers']}"
-                    )
-        return keeping
-
-    def _check_parent(self, parent: SeqId | None, shared: int) -> None:
-        """Raise each refusal of sharing the first ``shared`` tokens of a sequence."""
-        verb = "prepare_import"
-        if parent is None:
-            raise InvalidArgument(f"{verb}: {shared} shared tokens and no parent; give the sequence that has them")
-        if shared > (length := self.table.get(parent).length):
-            raise InvalidArgument(f"{verb}: {shared} shared tokens of sequence {parent}, whose length is {length}")
-        self._require_whole(parent, verb)
-        for index, one in enumerate(self.classes):
-            if one.window is None:
-                require_held(self, parent, index, [range(shared)], verb)
-
-    def import_page_group(self, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
-        part, verb = self.recurrent, "import_page_group"
-        started = self.imports.get(seq_id)
-        if part is not None and group in part.layer_ids:
-            self.table.get(seq_id)
-            plan = recurrent_plan(part, group, part.table.kept(seq_id))
-        else:
-            spec = self.spec(group)
-            self.table.get(seq_id)
-            if started and group not in started.rows:
+def _check_shared(state: Parts, metadata: Mapping[str, Any], shared: int, verb: str) -> list[int]:
+    """Return the layers that keep all tokens; ``InvalidArgument`` unless such metadata, which
+    were validated, let their first ``shared`` tokens be another sequence's."""
+    length, size = metadata["length"], state.paged.page_size
+    if not 0 <= shared <= length or shared % size:
+        raise InvalidArgument(f"{verb}: {shared} shared tokens; a multiple of {size} in 0..{length} is needed")
+    keeping: list[int] = []
+    for one, item in zip(state.paged.classes, metadata["held"], strict=True):
+        if one.window is None:
+            keeping += item["layers"]
+            ranges = ranges_of(item)
+            if shared and not _holds(ranges, range(shared)):
                 raise InvalidArgument(
-                    f"import_page_group: tensors {sorted(tensors)} of layer {group} found, none expected: the metadata says that its "
-                    "encoder rows are not set"
+                    f"{verb}: {shared} shared tokens, and the metadata hold positions {describe_ranges(ranges)} of layers {item['layers']}"
                 )
-            # Only an import says how many rows there must be; else the given number is taken.
-            given = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0)
-            plan = group_plan(spec, sum(map(len, started.rows[group])) if started else given, self.dtype)
-        _check_tensors(verb, group, tensors, plan)
-        with self._writing(started, seq_id, verb) as found:
-            expected = found.rows.get(group)  # None: a recurrent layer; []: all is shared.
-            if found.missing.get(group, []) != (expected or []) or (group not in found.missing and expected != []):
-                raise FailedPrecondition(f"import_page_group: layer {group} was imported already, at least in part")
-            for name, tensor in tensors.items():
-                promised = found.checksums.get((group, name), "")
-                if promised and (given_sum := checksum(tensor)) != promised:
-                    raise DataLoss(
-                        f"import_page_group: {name} of layer {group} has checksum {given_sum}, expected {promised}"
-                    )
-            if part is not None and expected is None:
-                names = list(tensors)
-                self._load(
-                    found,
-                    group,
-                    lambda *copies: part.import_group(seq_id, group, dict(zip(names, copies, strict=True))),
-                    *tensors.values(),
-                )
-            elif self.encoders is not None and group in self.encoders.specs:
-                self.encoders.fill(seq_id, group, tensors["k"], tensors["v"])
-            else:
-                self._write(found, group, expected or [], _Whole(tensors))
-            found.missing.pop(group, None)
+    return keeping
 
-    def import_rows(self, seq_id: SeqId, group: int, start: int, rows: Mapping[str, Tensor] | RowPieces) -> None:
-        verb = "import_rows"
-        start = check_integer(start, f"{verb}: start", 0)
-        spec = self.rows_layer(group, verb).spec
-        pieces = _Whole(rows) if isinstance(rows, Mapping) else rows
-        count = sum(pieces.counts)
-        _check_tensors(verb, group, pieces.plan, group_plan(spec, count, self.dtype))
-        part = range(start, start + count)
-        started = self.imports.get(seq_id)
-        expected = started.rows[group] if started else [part]
-        if not part or not _holds(expected, part):
+
+def _check_parent(state: Parts, parent: SeqId | None, shared: int) -> None:
+    """Raise each refusal of sharing the first ``shared`` tokens of a sequence."""
+    verb = "prepare_import"
+    if parent is None:
+        raise InvalidArgument(f"{verb}: {shared} shared tokens and no parent; give the sequence that has them")
+    if shared > (length := state.sequences.get(parent).length):
+        raise InvalidArgument(f"{verb}: {shared} shared tokens of sequence {parent}, whose length is {length}")
+    require_whole(state, parent, verb)
+    for index, one in enumerate(state.paged.classes):
+        if one.window is None:
+            require_held(state, parent, index, [range(shared)], verb)
+
+
+def import_page_group(state: Parts, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
+    part, verb = state.recurrent, "import_page_group"
+    started = state.imports.get(seq_id)
+    if part is not None and group in part.layer_ids:
+        state.sequences.get(seq_id)
+        plan = recurrent_plan(part, group, part.table.kept(seq_id))
+    else:
+        spec = state.spec(group)
+        state.sequences.get(seq_id)
+        if started and group not in started.rows:
             raise InvalidArgument(
-                f"{verb}: rows {describe_ranges([part])} of layer {group}; one or more of a range of {describe_ranges(expected)} "
-                "are expected"
+                f"import_page_group: tensors {sorted(tensors)} of layer {group} found, none expected: the metadata says that its "
+                "encoder rows are not set"
             )
-        self.table.get(seq_id)
-        with self._writing(started, seq_id, verb) as found:
-            if any(layer == group for layer, _ in found.checksums):
-                raise FailedPrecondition(
-                    f"{verb}: the metadata has checksums of all rows of layer {group}; give them at once, by import_page_group"
+        # Only an import says how many rows there must be; else the given number is taken.
+        given = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0)
+        plan = group_plan(spec, sum(map(len, started.rows[group])) if started else given, state.paged.dtype)
+    _check_tensors(verb, group, tensors, plan)
+    with _writing(state, started, seq_id, verb) as found:
+        expected = found.rows.get(group)  # None: a recurrent layer; []: all is shared.
+        if found.missing.get(group, []) != (expected or []) or (group not in found.missing and expected != []):
+            raise FailedPrecondition(f"import_page_group: layer {group} was imported already, at least in part")
+        for name, tensor in tensors.items():
+            promised = found.checksums.get((group, name), "")
+            if promised and (given_sum := checksum(tensor)) != promised:
+                raise DataLoss(
+                    f"import_page_group: {name} of layer {group} has checksum {given_sum}, expected {promised}"
                 )
-            if not _holds(found.missing.get(group, []), part):
-                raise FailedPrecondition(
-                    f"{verb}: rows {describe_ranges([part])} of layer {group} were imported already, at least in part; missing: "
-                    f"{describe_ranges(found.missing.get(group, []))}"
-                )
-            self._write(found, group, [part], pieces)
-            found.has_come(group, part)
+        if part is not None and expected is None:
+            names = list(tensors)
+            _load(
+                state,
+                found,
+                group,
+                lambda *copies: part.import_group(seq_id, group, dict(zip(names, copies, strict=True))),
+                *tensors.values(),
+            )
+        elif state.encoders is not None and group in state.encoders.specs:
+            state.encoders.fill(seq_id, group, tensors["k"], tensors["v"])
+        else:
+            _write(state, found, group, expected or [], _Whole(tensors))
+        found.missing.pop(group, None)
 
-    @contextmanager
-    def _writing(self, started: Import | None, seq_id: SeqId, verb: str) -> Iterator[Import]:
-        """Lock the import that is under way, so that its pages stay while it is written.
-        ``FailedPrecondition`` if none is, or if it may not be written while a forward is open."""
-        if not self.table.get(seq_id).loading:
-            self.table.require_closed(verb)
-        if started is None:
+
+def import_rows(state: Parts, seq_id: SeqId, group: int, start: int, rows: Mapping[str, Tensor] | RowPieces) -> None:
+    verb = "import_rows"
+    start = check_integer(start, f"{verb}: start", 0)
+    spec = state.rows_layer(group, verb).spec
+    pieces = _Whole(rows) if isinstance(rows, Mapping) else rows
+    count = sum(pieces.counts)
+    _check_tensors(verb, group, pieces.plan, group_plan(spec, count, state.paged.dtype))
+    part = range(start, start + count)
+    started = state.imports.get(seq_id)
+    expected = started.rows[group] if started else [part]
+    if not part or not _holds(expected, part):
+        raise InvalidArgument(
+            f"{verb}: rows {describe_ranges([part])} of layer {group}; one or more of a range of {describe_ranges(expected)} "
+            "are expected"
+        )
+    state.sequences.get(seq_id)
+    with _writing(state, started, seq_id, verb) as found:
+        if any(layer == group for layer, _ in found.checksums):
+            raise FailedPrecondition(
+                f"{verb}: the metadata has checksums of all rows of layer {group}; give them at once, by import_page_group"
+            )
+        if not _holds(found.missing.get(group, []), part):
+            raise FailedPrecondition(
+                f"{verb}: rows {describe_ranges([part])} of layer {group} were imported already, at least in part; missing: "
+                f"{describe_ranges(found.missing.get(group, []))}"
+            )
+        _write(state, found, group, [part], pieces)
+        found.has_come(group, part)
+
+
+@contextmanager
+def _writing(state: Parts, started: Import | None, seq_id: SeqId, verb: str) -> Iterator[Import]:
+    """Lock the import that is under way, so that its pages stay while it is written.
+    ``FailedPrecondition`` if none is, or if it may not be written while a forward is open."""
+    if not state.sequences.get(seq_id).loading:
+        state.sequences.require_closed(verb)
+    if started is None:
+        raise _not_importing(seq_id, verb)
+    with started.lock:
+        if state.imports.get(seq_id) is not started:  # It was removed meanwhile.
             raise _not_importing(seq_id, verb)
+        yield started
+
+
+def _write(state: Parts, started: Import, group: int, parts: list[range], pieces: RowPieces) -> None:
+    """Write ``pieces`` to the positions of ``parts``."""
+    layer = state.layer(group)
+    storage = state.paged.classes[layer.class_index].storage
+    slots = started.slots(layer.class_index, parts, state.paged.page_size)
+    latent, target = isinstance(layer.spec, LatentAttention), storage.layers[layer.index]
+    if pieces.write({"latent": target.k} if latent else {"k": target.k, "v": target.v}, slots):
+        return
+    breaks = np.flatnonzero(np.diff(slots) != 1).tolist()
+    """The rows behind which the next slot is not the next one."""
+    stop = 0
+    for number, count in enumerate(pieces.counts):
+        piece = pieces.piece(number)
+        rows = (piece["latent"].unsqueeze(1),) if latent else (piece["k"], piece["v"])
+        start, stop = stop, stop + count
+        if start < stop and bisect_left(breaks, start) == bisect_left(breaks, stop - 1):
+            write = partial(storage.write_run, layer.index, int(slots[start]))
+        else:
+            write = partial(storage.write_at, layer.index, slots[start:stop])
+        _load(state, started, group, write, *rows)
+
+
+def _load(state: Parts, started: Import, group: int, write: Callable[..., None], *tensors: Tensor) -> None:
+    """Let ``write`` have tensors of a layer on the device: at once, or for host memory beside
+    what the device computes, from which forwards and the import's end wait for it."""
+    if state.link is None or not all(tensor.is_cpu for tensor in tensors):
+        write(*(tensor.to(state.device) for tensor in tensors))
+        return
+    if started.ready is not None:
+        state.link.side_waits(started.ready)
+    state.link.load(tensors, write)
+    started.arrived[group] = state.link.loaded()
+
+
+def pending_layers(state: Parts, seq_id: SeqId) -> list[int]:
+    state.sequences.get(seq_id)
+    return sorted(started.missing) if (started := state.imports.get(seq_id)) else []
+
+
+def publish_import(state: Parts, seq_id: SeqId) -> None:
+    sequence = state.sequences.get(seq_id)
+    state.sequences.require_closed("publish_import")
+    if seq_id not in state.imports:
+        raise _not_importing(seq_id, "publish_import")
+    if sequence.loading:
+        raise FailedPrecondition(f"publish_import: the tokens of sequence {seq_id} count already")
+    state.sequences.publish_import(seq_id)
+
+
+def finish_import(state: Parts, seq_id: SeqId) -> None:
+    state.sequences.get(seq_id)
+    state.sequences.require_closed("finish_import")
+    if seq_id not in state.imports:
+        raise _not_importing(seq_id, "finish_import")
+    if missing := pending_layers(state, seq_id):
+        raise FailedPrecondition(f"finish_import: layers {missing} of sequence {seq_id} are missing")
+    end_import(state, seq_id)
+    state.sequences.finish_import(seq_id)
+    if state.recurrent is not None:
+        state.recurrent.table.finish_import(seq_id)
+
+
+def check_imports(state: Parts) -> None:
+    """Check that rows which have not come go to pages that nothing else holds."""
+    importing = {
+        seq for seq in state.sequences.ids if (one := state.sequences.get(seq)).loading or one.reserved is not None
+    }
+    if importing != set(state.imports):
+        raise QuireError(f"sequences {sorted(importing)} are importing, and imports of {sorted(state.imports)} noted")
+    for seq_id, started in state.imports.items():
+        with started.lock:  # Another thread may be writing rows.
+            missing = dict(started.missing)
+        for layer in missing.keys() & set(state.paged.layer_ids):
+            index = state.layer(layer).class_index
+            own, pool = started.pages[index], state.sequences.pools[index]
+            table = state.sequences.get(seq_id).tables[index].pages[: own.size]
+            for part in missing[layer]:
+                pages = slice(part.start // state.paged.page_size, pages_for(part.stop, state.paged.page_size))
+                if (own[pages] != table[pages]).any() or (pool.references[own[pages]] != 1).any():
+                    raise QuireError(
+                        f"rows {describe_ranges([part])} of sequence {seq_id}, which is being imported, go to pages of others"
+                    )
+
+
+def end_import(state: Parts, seq_id: SeqId) -> None:
+    """Forget an import, once what is being written is done: its pages may go, or be read."""
+    if (started := state.imports.pop(seq_id, None)) is not None:
         with started.lock:
-            if self.imports.get(seq_id) is not started:  # It was removed meanwhile.
-                raise _not_importing(seq_id, verb)
-            yield started
-
-    def _write(self, started: Import, group: int, parts: list[range], pieces: RowPieces) -> None:
-        """Write ``pieces`` to the positions of ``parts``."""
-        layer = self.layer(group)
-        storage = self.classes[layer.class_index].storage
-        slots = started.slots(layer.class_index, parts, self.page_size)
-        latent, target = isinstance(layer.spec, LatentAttention), storage.layers[layer.index]
-        if pieces.write({"latent": target.k} if latent else {"k": target.k, "v": target.v}, slots):
-            return
-        breaks = np.flatnonzero(np.diff(slots) != 1).tolist()
-        """The rows behind which the next slot is not the next one."""
-        stop = 0
-        for number, count in enumerate(pieces.counts):
-            piece = pieces.piece(number)
-            rows = (piece["latent"].unsqueeze(1),) if latent else (piece["k"], piece["v"])
-            start, stop = stop, stop + count
-            if start < stop and bisect_left(breaks, start) == bisect_left(breaks, stop - 1):
-                write = partial(storage.write_run, layer.index, int(slots[start]))
-            else:
-                write = partial(storage.write_at, layer.index, slots[start:stop])
-            self._load(started, group, write, *rows)
-
-    def _load(self, started: Import, group: int, write: Callable[..., None], *tensors: Tensor) -> None:
-        """Let ``write`` have tensors of a layer on the device: at once, or for host memory beside
-        what the device computes, from which forwards and the import's end wait for it."""
-        if self.link is None or not all(tensor.is_cpu for tensor in tensors):
-            write(*(tensor.to(self.device) for tensor in tensors))
-            return
-        if started.ready is not None:
-            self.link.side_waits(started.ready)
-        self.link.load(tensors, write)
-        started.arrived[group] = self.link.loaded()
-
-    def pending_layers(self, seq_id: SeqId) -> list[int]:
-        self.table.get(seq_id)
-        return sorted(started.missing) if (started := self.imports.get(seq_id)) else []
-
-    def publish_import(self, seq_id: SeqId) -> None:
-        sequence = self.table.get(seq_id)
-        self.table.require_closed("publish_import")
-        if seq_id not in self.imports:
-            raise _not_importing(seq_id, "publish_import")
-        if sequence.loading:
-            raise FailedPrecondition(f"publish_import: the tokens of sequence {seq_id} count already")
-        self.table.publish_import(seq_id)
-
-    def finish_import(self, seq_id: SeqId) -> None:
-        self.table.get(seq_id)
-        self.table.require_closed("finish_import")
-        if seq_id not in self.imports:
-            raise _not_importing(seq_id, "finish_import")
-        if missing := self.pending_layers(seq_id):
-            raise FailedPrecondition(f"finish_import: layers {missing} of sequence {seq_id} are missing")
-        self._end_import(seq_id)
-        self.table.finish_import(seq_id)
-        if self.recurrent is not None:
-            self.recurrent.table.finish_import(seq_id)
-
-    def check_imports(self) -> None:
-        """Check that rows which have not come go to pages that nothing else holds."""
-        importing = {seq for seq in self.table.ids if (one := self.table.get(seq)).loading or one.reserved is not None}
-        if importing != set(self.imports):
-            raise QuireError(
-                f"sequences {sorted(importing)} are importing, and imports of {sorted(self.imports)} noted"
-            )
-        for seq_id, started in self.imports.items():
-            with started.lock:  # Another thread may be writing rows.
-                missing = dict(started.missing)
-            for layer in missing.keys() & set(self.layer_ids):
-                index = self.layer(layer).class_index
-                own, pool = started.pages[index], self.table.pools[index]
-                table = self.table.get(seq_id).tables[index].pages[: own.size]
-                for part in missing[layer]:
-                    pages = slice(part.start // self.page_size, pages_for(part.stop, self.page_size))
-                    if (own[pages] != table[pages]).any() or (pool.references[own[pages]] != 1).any():
-                        raise QuireError(
-                            f"rows {describe_ranges([part])} of sequence {seq_id}, which is being imported, go to pages of others"
-                        )
-
-    def _end_import(self, seq_id: SeqId) -> None:
-        """Forget an import, once what is being written is done: its pages may go, or be read."""
-        if (started := self.imports.pop(seq_id, None)) is not None:
-            with started.lock:
-                if self.link is not None:
-                    self.link.compute_waits(self.link.loaded())
+            if state.link is not None:
+                state.link.compute_waits(state.link.loaded())
 
 
-def _rows_between(state: StateParts, seq_id: SeqId, index: int, length: int) -> list[SlotRange]:
+def _rows_between(state: Parts, seq_id: SeqId, index: int, length: int) -> list[SlotRange]:
     """Return the pages, in one class, in which an import leaves rows below the length unwritten."""
-    size, pages = state.page_size, state.table.get(seq_id).tables[index].pages
+    size, pages = state.paged.page_size, state.sequences.get(seq_id).tables[index].pages
     lacking = np.zeros(pages.size * size, dtype=np.bool_)
     lacking[:length] = True
-    for part in state.table.held(seq_id, index):
+    for part in state.sequences.held(seq_id, index):
         lacking[part.start : part.stop] = False
     partly = np.flatnonzero(lacking.reshape(-1, size).any(1) & (pages >= 0))
     return [SlotRange(int(pages[page]) * size, size) for page in partly]

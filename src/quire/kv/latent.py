@@ -20,75 +20,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.contracts.attention import AttentionState
 from quire.contracts.layers import LatentAttention
 from quire.contracts.model import LatentExpansion
-from quire.errors import InvalidArgument, Unsupported
-from quire.kv.attention_pass import AttentionPass
-from quire.kv.parts import StateParts
-from quire.kv.plans import Batch, Prepared
-from quire.ops.attention import merge
+from quire.errors import InvalidArgument
+from quire.kv.plans import Batch
 
 
-def attend(
-    pass_: AttentionPass, state: StateParts, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion
-) -> Tensor:
-    """Attend as ``contracts.model.Pass.attend_latent`` says. ``Unsupported`` for a layer that is
-    not latent, ``InvalidArgument`` for wrong shapes; nothing is stored then."""
-    layer = state.layer(layer_id)
-    spec = layer.spec
-    if not isinstance(spec, LatentAttention):
-        raise Unsupported(f"attend_latent: layer {layer_id} is of kind {spec.kind!r}; call attend")
-    _check_shapes(pass_.batch.num_tokens, layer_id, spec, q_THD, rows_TR, expansion)
-    rows_T1R = pass_.turn_last(rows_TR.unsqueeze(1), spec.rope).to(state.dtype)
-    pass_.write(layer_id, layer, rows_T1R)
-    turned_THD = pass_.turn_last(q_THD, spec.rope)
-    batch = pass_.batch
-
-    def absorbed(keys: Prepared) -> tuple[Tensor, Tensor | None]:
-        """Return the queries of these keys, and those of their sink part if they have one."""
-        q = _absorb(turned_THD, expansion, state.dtype)
-        if keys.plan.sinks is None:
-            return q, None
-        return q, _absorb(pass_.turn_last(q_THD, spec.rope, relative=True), expansion, state.dtype)
-
-    if pass_.capturing:
-        # From absorbed scores over all rows.
-        keys = pass_.prepared("fused", layer.class_index)
-        q, q_sink = absorbed(keys)
-        pass_.weigh(layer_id, keys.plan, q, layer.k_SHD, layer.scoring, q_sink)
-    narrowed = pass_.chosen.rows is not None
-    if (batch.counts == 1).all() or (narrowed and not _worth_expanding(batch, expansion)):
-        everything = pass_.prepared("fused", layer.class_index)
-        q, q_sink = absorbed(everything)
-        out_THR = state.backend.run(
-            everything.made, q, (rows_T1R, rows_T1R[..., : spec.value_dim]), layer.k_SHD, layer.v_SHD, layer.scoring,
-            q_sink_THD=q_sink,
-        )  # fmt: skip
-        return _expand_values(out_THR.to(q_THD.dtype), expansion)
-    past, own = pass_.parts(layer.class_index)
-    q = turned_THD.to(state.dtype)
-    q_sink = None
-    if own.plan.sinks is not None:
-        q_sink = pass_.turn_last(q_THD, spec.rope, relative=True).to(state.dtype)
-    # From the stored rows, so that results do not depend on where a chunk began.
-    if narrowed:
-        rows_T1R = layer.k_SHD.index_select(0, pass_.slots[layer.class_index])
-    k_THD, v_THD = _expand(rows_T1R.squeeze(1).to(q_THD.dtype), expansion, state.dtype)
-    new = None if narrowed else (k_THD, v_THD)
-    if not batch.stored.any():
-        found = state.backend.run(own.made, q, new, k_THD, v_THD, layer.scoring, q_sink_THD=q_sink)
-        return found.to(q_THD.dtype)
-    mine = state.backend.run_state(own.made, q, new, k_THD, v_THD, layer.scoring, q_sink_THD=q_sink, coarse=True)
-    q, q_sink = absorbed(past)
-    before = state.backend.run_state(
-        past.made, q, None, layer.k_SHD, layer.v_SHD, layer.scoring, q_sink_THD=q_sink, coarse=True
-    )
-    expanded = AttentionState(_expand_values(before.out.to(q_THD.dtype), expansion), before.lse)
-    return merge(AttentionState(mine.out.to(q_THD.dtype), mine.lse), expanded).out
-
-
-def _worth_expanding(batch: Batch, expansion: LatentExpansion) -> bool:
+def worth_expanding(batch: Batch, expansion: LatentExpansion) -> bool:
     """Return whether fewer products are needed if rows of all tokens that the forward appends are
     expanded for the few that run. These see half of them on average."""
     _, nope, rank = expansion.key_HDR.shape
@@ -97,7 +35,7 @@ def _worth_expanding(batch: Batch, expansion: LatentExpansion) -> bool:
     return saved > int(batch.added.sum()) * rank * columns
 
 
-def _check_shapes(
+def check_shapes(
     tokens: int, layer_id: int, spec: LatentAttention, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion
 ) -> None:
     rotary = spec.row_dim - spec.value_dim
@@ -118,7 +56,7 @@ def _check_shapes(
         )
 
 
-def _expand(rows_TR: Tensor, expansion: LatentExpansion, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def expand(rows_TR: Tensor, expansion: LatentExpansion, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return K ``[T, Hq, Dn + Dr]`` and V ``[T, Hq, Dv]`` of turned rows."""
     heads, nope, rank = expansion.key_HDR.shape
     c_TR, k_pe_TR = rows_TR[:, :rank], rows_TR[:, rank:]
@@ -128,12 +66,12 @@ def _expand(rows_TR: Tensor, expansion: LatentExpansion, dtype: torch.dtype) -> 
     return k_THD.to(dtype), v_THD.to(dtype).contiguous()
 
 
-def _expand_values(out_THR: Tensor, expansion: LatentExpansion) -> Tensor:
+def expand_values(out_THR: Tensor, expansion: LatentExpansion) -> Tensor:
     """Return ``[T, Hq, Dv]``, contiguous, of attention over rows."""
     return torch.bmm(out_THR.transpose(0, 1), expansion.value_HRV).transpose(0, 1).contiguous()
 
 
-def _absorb(q_THD: Tensor, expansion: LatentExpansion, dtype: torch.dtype) -> Tensor:
+def absorb(q_THD: Tensor, expansion: LatentExpansion, dtype: torch.dtype) -> Tensor:
     """Return ``[T, Hq, R + Dr]`` of turned queries."""
     nope = expansion.key_HDR.shape[1]
     q_THR = torch.bmm(q_THD[..., :nope].transpose(0, 1), expansion.key_HDR).transpose(0, 1)

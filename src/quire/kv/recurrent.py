@@ -12,7 +12,8 @@ size of a state; Hq query heads; C channels; W taps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypedDict, Unpack
 
 import numpy as np
@@ -21,9 +22,13 @@ from torch import Tensor
 
 from quire.contracts.layers import InitialValues, Recurrent, StateTensor
 from quire.contracts.recurrence import PooledRecurrence, Recurred, RecurrenceBackend, RecurrencePlan, StatePlaces
-from quire.errors import FailedPrecondition, InvalidArgument
+from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
+from quire.kv.forward_need import ForwardNeed
+from quire.kv.part import Part
 from quire.kv.recurrent_states import NULL, OpenRecurrent, RecurrentNeed, Slots
 from quire.kv.recurrent_table import RecurrentTable
+from quire.kv.sequence_table import SequenceTable
+from quire.kv.sequences import Sequence as Tokens
 from quire.kv.storage import allocate, check_tensor, copy_rows
 from quire.ops.uploads import uploaded
 from quire.types import SeqId
@@ -121,11 +126,11 @@ class RecurrentStorage:
             tensor_LS.index_copy_(1, target_N, tensor_LS.index_select(1, index_N))
 
 
-class RecurrentPart:
+class RecurrentPart(Part):
     """Recurrent layers of a KV state: bookkeeping (``table``), slots (``storage``), open forward.
 
     ``specs``: the layers, with the global ids ``layer_ids``. ``num_slots``: states that fit in all,
-    of present ones, checkpoints and rings. ``ring``, ``interval``: see ``RecurrentBooks``. The
+    of present ones, checkpoints and rings. ``ring``, ``interval``: see ``RecurrentTable``. The
     caller checks ids, lengths, tree parents and the bracket; layers and tensors are checked here.
     """
 
@@ -179,15 +184,30 @@ class RecurrentPart:
 
     # -- the bracket -------------------------------------------------------------------------------
 
-    def begin(self, need: RecurrentNeed, made: Callable[[OpenRecurrent], RecurrentPass] | None = None) -> RecurrentPass:
-        """Take the slots and open the forward, with the pass that ``made`` returns (None: a new
-        one). ``ResourceExhausted`` before anything changes."""
-        opened = self.table.open(need)
-        try:
-            self.current_pass = RecurrentPass(self, opened) if made is None else made(opened)
-        except BaseException:
-            self.table.abort()
-            raise
+    def reserve(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> RecurrentNeed:
+        states = self.need_of(need, checkpoints)
+        if short := self.table.shortage(states):
+            raise ResourceExhausted(
+                f"begin_forward: {short} states more than there are free of {self.table.pool.num_pages} are needed; remove sequences, "
+                "drop checkpoints or give fewer sequences"
+            )
+        return states
+
+    def need_of(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]] = ()) -> RecurrentNeed:
+        """Return what these layers need for a forward."""
+        trees = [
+            None if tree is None else tree.parents[-count:] for tree, count in zip(need.trees, need.counts, strict=True)
+        ]
+        return self.table.plan(need.seq_ids, need.counts, trees, checkpoints)
+
+    def open(self, reserved: RecurrentNeed) -> None:
+        """Take the slots. ``ResourceExhausted`` before anything changes."""
+        self.table.open(reserved)
+
+    def new_pass(self, memory: RecurrentMemory | None = None) -> RecurrentPass:
+        """Return the pass of the open forward. ``memory``: see ``RecurrentPass``."""
+        assert self.table.forward is not None
+        self.current_pass = RecurrentPass(self, self.table.forward, memory)
         return self.current_pass
 
     def complete(self) -> None:
@@ -201,8 +221,7 @@ class RecurrentPart:
         self.current_pass = None
 
     def abort(self) -> None:
-        """Restore all states as before ``begin``, less what rings have given up for it."""
-        self._open_pass()
+        """Restore all states as before ``open``, less what rings have given up for it."""
         self.table.abort()
         self.current_pass = None
 
@@ -211,9 +230,37 @@ class RecurrentPart:
             raise FailedPrecondition("no forward is open; call begin_forward first")
         return self.current_pass
 
+    # -- sequences ---------------------------------------------------------------------------------
+
     def clear(self) -> None:
         self.table.clear()
         self.current_pass = None
+
+    def add(self, seq_id: SeqId) -> None:
+        self.table.add(seq_id)
+
+    def remove(self, seq_id: SeqId) -> None:
+        self.table.remove(seq_id)
+
+    def fork(self, parent_id: SeqId, child_id: SeqId, length: int) -> None:
+        self.table.fork(parent_id, child_id, length)
+
+    def pop(self, seq_id: SeqId, length: int) -> None:
+        self.table.pop(seq_id, length)
+
+    def commit(self, seq_ids: Sequence[SeqId], kept: Sequence[tuple[Tokens, list[int]]]) -> None:
+        for seq_id, (_, path) in zip(seq_ids, kept, strict=True):
+            self.table.commit(seq_id, path)
+
+    def check(self, sequences: SequenceTable) -> None:
+        self.table.check()
+        for seq_id in sequences.ids:
+            sequence, stands = sequences.get(seq_id), self.table.position(seq_id)
+            length = sequence.length if sequence.reserved is None else sequence.reserved
+            if stands != length:
+                raise FailedPrecondition(
+                    f"invariant: the recurrent state of sequence {seq_id} stands at {stands}, its length is {length}"
+                )
 
     # -- looking in from outside -------------------------------------------------------------------
 
@@ -283,29 +330,43 @@ class RecurrentPart:
                 self.storage.write_one(layer, index, slot, tensors[next(names)])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentMemory:
+    """The states that a forward reads and writes, on the device."""
+
+    plan: RecurrencePlan
+    sources: Tensor
+    """``[G]``: the places of the given states."""
+    targets_M: Tensor
+    """The slots of the wanted states."""
+    known: dict[tuple[int, int], Literal["wanted", "end", "token"]] = field(default_factory=dict)
+    """By layer and state: of which rows the new states are known (wanted, ends, all tokens)."""
+
+
 class RecurrentPass:
     """The open forward of a ``RecurrentPart``: T rows, none padded, in the order of ``plan``."""
 
-    def __init__(self, part: RecurrentPart, opened: OpenRecurrent) -> None:
+    def __init__(self, part: RecurrentPart, opened: OpenRecurrent, memory: RecurrentMemory | None = None) -> None:
+        """Open the pass. ``memory``: what it reads and writes; None: its own."""
         need = opened.need
         self._part = part
         self._opened = opened
-        self.plan = RecurrencePlan(
-            starts=need.starts, parents=need.parents, given=need.given, wanted=need.wanted, chains=need.chains
-        )
-        self._sources = part.storage.index(need.sources)
-        self._present = part.storage.index(need.present)
-        self._targets_M = self._tensor(opened.targets)
-        self._set: dict[tuple[int, int], Literal["wanted", "end", "token"]] = {}
-        """By layer and state: of which rows the new states are known (wanted, ends, all tokens)."""
-        ring = part.table.ring
-        self._recent = [
-            row
-            for end, count, tree in zip(need.starts[1:].tolist(), need.counts, need.trees, strict=True)
-            if not tree
-            for row in range(max(end - count, end - 1 - ring), end - 1)
-        ]
+        self._keeps_place = memory is not None
+        self._recent: list[int] = []
         """Rows whose states the ring could take besides: the last of each chain before its end."""
+        if memory is None:
+            plan = RecurrencePlan(
+                starts=need.starts, parents=need.parents, given=need.given, wanted=need.wanted, chains=need.chains
+            )
+            memory = RecurrentMemory(plan, part.storage.index(need.sources), self._tensor(opened.targets))
+            self._recent = [
+                row
+                for end, count, tree in zip(need.starts[1:].tolist(), need.counts, need.trees, strict=True)
+                if not tree
+                for row in range(max(end - count, end - 1 - part.table.ring), end - 1)
+            ]
+        self.plan, self._sources, self._targets_M = memory.plan, memory.sources, memory.targets_M
+        self._set = memory.known
         self._recent_rows: dict[tuple[int, int], Tensor] = {}
         """Their states, by layer and state."""
 
@@ -396,10 +457,11 @@ class RecurrentPass:
     def get(self, layer_id: int, state_id: int, per_token: bool = False) -> Tensor:
         """Return the state before this forward, ``[B, *shape]``, fresh; ``per_token``:
         ``[T, *shape]``, of each row's predecessor if that is older than the forward, else 0."""
+        self._require_own_memory("get", layer_id, state_id)
         layer, tensor = self.tensor(layer_id, state_id)
         storage = self._part.storage
         if not per_token:
-            return storage.read(layer, state_id, self._present)
+            return storage.read(layer, state_id, self._opened.need.present)
         found_G = storage.read(layer, state_id, self._sources)
         first = np.flatnonzero(self.plan.given >= 0)
         rows_T = torch.zeros((self.plan.num_rows, *tensor.shape), dtype=found_G.dtype, device=found_G.device)
@@ -410,6 +472,7 @@ class RecurrentPass:
         """Set the new state: ``[B, *shape]`` after the last token of each entry, or with
         ``per_token`` ``[T, *shape]`` after every token. ``InvalidArgument``: shape or dtype, or a
         token tree in the batch without ``per_token``."""
+        self._require_own_memory("set", layer_id, state_id)
         layer, tensor = self._part.tensor(layer_id, state_id)
         need = self._opened.need
         self._part.check_data("set", tensor, data, (self.plan.num_rows if per_token else len(need.counts),))
@@ -426,6 +489,13 @@ class RecurrentPass:
         else:
             storage.write(layer, state_id, self._targets_M[self._tensor(need.offsets[1:] - 1)], data)
             self._set[layer, state_id] = "end"
+
+    def _require_own_memory(self, verb: str, layer_id: int, state_id: int) -> None:
+        """Raise ``Unsupported`` in a forward whose memory keeps its place: it may be captured."""
+        if self._keeps_place:
+            raise Unsupported(
+                f"{verb}: state {state_id} of layer {layer_id}: this forward has memory that keeps its place"
+            )
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -5,10 +5,10 @@ Refusals, ``capabilities()`` and the rule table (``rule_table``) use them, so no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import NoReturn
 
-from quire.contracts.attention_state import AttentionVerbs
+from quire.contracts.attention_state import AttentionVerbs, StoredRows
 from quire.contracts.kv_state import KVState
 from quire.contracts.layers import Recurrent, window_refusal
 from quire.errors import Unsupported
@@ -35,7 +35,7 @@ PAGED_REFUSALS: dict[str, str] = {
 
 PAGED_VERBS = tuple(
     verb
-    for protocol in (KVState, AttentionVerbs)
+    for protocol in (KVState, AttentionVerbs, StoredRows)
     for verb in vars(protocol)
     if not verb.startswith("_") and verb not in PAGED_REFUSALS
 )
@@ -120,24 +120,3 @@ def verbs_of(kinds: Iterable[str]) -> dict[str, str]:
 def refuse(verb: str) -> NoReturn:
     """Raise ``Unsupported`` with the reason of the table."""
     raise Unsupported(f"{verb}: {PAGED_REFUSALS[verb]}")
-
-
-def refused(verb: str) -> Callable[..., Any]:
-    """Return a method that raises ``Unsupported`` with the table's reason, whatever it is given."""
-
-    def method(*args: Any, **kwargs: Any) -> NoReturn:
-        del args, kwargs
-        refuse(verb)
-
-    method.__name__ = verb
-    method.__doc__ = f"``Unsupported``: {PAGED_REFUSALS[verb]}."
-    return method
-
-
-class RefusedVerbs:
-    """The verbs that no state of this release has."""
-
-    disagg_prepare_recv = refused("disagg_prepare_recv")
-    disagg_mark_send = refused("disagg_mark_send")
-    disagg_wait = refused("disagg_wait")
-    disagg_cancel = refused("disagg_cancel")

@@ -1,75 +1,64 @@
-"""``State``: the KV state of a model with layers of any kinds (``contracts.kv_state``).
+"""``State``: the KV state of a model with layers of any kinds (``contracts.kv_state.ModelState``).
 
-It consists of sequences and parts (``parts``). **All parts or none**: a verb asks each part whether
-it can, then each changes. Verbs are in ``attention_verbs``, ``recurrent_verbs``, ``stored_rows``,
-``exchange`` and ``import_verbs`` (files, transfers) and ``state_room``; those of the parts are
-here.
-
-Letters: T new tokens.
+It consists of sequences and parts. **All parts or none**: a verb checks all that can be wrong, then
+each part changes. This file is the table of contents. Longer bodies are functions, by subject:
+``exchange`` (export), ``import_verbs``, ``stored_rows``, ``state_room`` (sizes, holdings, room).
+Verbs about one layer of an open forward belong to ``state_pass``. Callers outside of Quire hold a
+``contract.ContractState``, which checks arguments and delays signals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.contracts.layers import sink_refusal, window_refusal
-from quire.contracts.pool_verbs import Eviction, SequencePages, TokenTreeParents
-from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
-from quire.interrupts import uninterrupted_verbs
-from quire.kv.attention_verbs import StateAttention
+from quire.contracts.attention import AttentionBackend
+from quire.contracts.kv_state import RowPieces, TensorPlan
+from quire.contracts.layers import CrossAttention, LayerSpec, Recurrent, sink_refusal, window_refusal
+from quire.contracts.pool_verbs import (
+    Eviction,
+    Holding,
+    PoolFacts,
+    SequencePages,
+    SequenceUse,
+    Shortage,
+    StateGeometry,
+    TokenTreeParents,
+)
+from quire.contracts.recurrence import RecurrenceBackend
+from quire.contracts.rows import RowKernels
+from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.kv import exchange, import_verbs, state_room, stored_rows
+from quire.kv.encoders import EncoderPart
+from quire.kv.exports import SequenceExport
 from quire.kv.forward_need import ForwardNeed
-from quire.kv.import_verbs import StateImports
-from quire.kv.recurrent_states import RecurrentNeed
-from quire.kv.recurrent_verbs import StateRecurrence
-from quire.kv.rules import RECURRENT_REFUSAL, RefusedVerbs
+from quire.kv.layer_classes import ids_of, supported
+from quire.kv.paged import PagedPart
+from quire.kv.part import Part
+from quire.kv.parts import Parts
+from quire.kv.recurrent import RecurrentPart
+from quire.kv.rules import RECURRENT_REFUSAL
 from quire.kv.sequences import check_integer
 from quire.kv.state_pass import StatePass
-from quire.kv.state_room import StateRoom
-from quire.kv.static_pass import StaticForward
-from quire.kv.stored_rows import StateRows
+from quire.kv.static_pass import StaticForward, static_refusal
 from quire.kv.windows import Window
+from quire.ops.attention import ReferenceAttention
+from quire.ops.recurrence import ReferenceRecurrence
+from quire.ops.rows import REFERENCE_ROWS
+from quire.ops.uploads import SharedMemory
 from quire.signatures import checks_arguments
 from quire.types import SeqId
 
-CHANGES = (
-    "clear",
-    "add_sequence",
-    "remove_sequence",
-    "fork_sequence",
-    "popn",
-    "enable_sliding_window_for_seq",
-    "commit_accepted_token_tree_nodes",
-    "checkpoint",
-    "drop_checkpoint",
-    "begin_forward",
-    "begin_static",
-    "end_forward",
-    "abort_forward",
-    "set_cross_kv",
-    "debug_set_kv",
-    "debug_set",
-    "set",
-    "prepare_import",
-    "import_page_group",
-    "import_rows",
-    "publish_import",
-    "finish_import",
-)
-"""Verbs that change a state. An interrupt takes effect before or after one."""
 
-NO_ENCODING = np.empty(0, dtype=np.int32)
-NO_POSITIONS = np.empty(0, dtype=np.int64)
-NO_ROLES = np.empty(0, dtype=np.uint8)
-
-
-@checks_arguments()
-@uninterrupted_verbs(*CHANGES)
-class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom, RefusedVerbs):
-    """The KV state of a model of any layers. The contract's docstrings are not repeated here.
+@checks_arguments(only=("__init__",))
+class State:
+    """The KV state of a model of any layers. Docstrings of ``contracts`` are not repeated here.
 
     ``specs``: the layers, of which ``first_layer`` is the global id of the first (a pipeline stage
     owns a range); ``layer_ids``: those of all, ascending, if not a range. One thread at a time.
@@ -96,6 +85,80 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
 
     Raises ``Unsupported`` for a layer that the backend lacks, ``ResourceExhausted`` without memory.
     """
+
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        *,
+        capacity: int | None = None,
+        window_capacity: int | None = None,
+        cross_capacity: int | None = None,
+        num_states: int | None = None,
+        ring: int = 4,
+        checkpoint_interval: int = 0,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        backend: AttentionBackend | None = None,
+        recurrence: RecurrenceBackend | None = None,
+        rows: RowKernels | None = None,
+        padding: bool = False,
+        slack: int = 0,
+        first_layer: int = 0,
+        layer_ids: Sequence[int] | None = None,
+    ) -> None:
+        """See above."""
+        ids = ids_of(len(specs), first_layer, layer_ids)
+        recurrent = {layer: spec for layer, spec in zip(ids, specs, strict=True) if isinstance(spec, Recurrent)}
+        attention = {layer: spec for layer, spec in zip(ids, specs, strict=True) if layer not in recurrent}
+        if not specs:
+            raise InvalidArgument("a KV state needs at least one layer")
+        check_integer(page_size, "page_size", 1)
+        missing = "capacity is missing; give the tokens that attention layers have room for" if attention else ""
+        surplus = "" if attention else "there is no attention layer that would keep any"
+        _check_room("capacity", capacity, "tokens", missing, surplus)
+        _check_room("window_capacity", window_capacity, "tokens", "", surplus)
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            raise InvalidArgument(f"KV dtype {dtype}; float32, float16, bfloat16 or float64 are stored")
+        _check_slots(list(recurrent), num_states, ring, checkpoint_interval, page_size)
+        backend, device = ReferenceAttention() if backend is None else backend, torch.device(device)
+        stored = {layer: supported(layer, spec, backend, device) for layer, spec in attention.items()}
+        encoders = {layer: spec for layer, spec in stored.items() if isinstance(spec, CrossAttention)}
+        missing = f"layers {list(encoders)} are cross layers and cross_capacity is missing; give the encoder rows of all sequences"
+        surplus = "" if encoders else "there is no cross layer"
+        _check_room("cross_capacity", cross_capacity, "encoder rows", missing if encoders else "", surplus)
+        check_integer(slack, "slack", 0)
+        paged = PagedPart(
+            {layer: spec for layer, spec in stored.items() if not isinstance(spec, CrossAttention)},
+            capacity=capacity or 1,
+            window_capacity=window_capacity,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+            backend=backend,
+            rows=REFERENCE_ROWS if rows is None else rows,
+            padding=padding,
+            slack=slack,
+        )
+        crossed = slots = None
+        if cross_capacity is not None:
+            crossed = EncoderPart(encoders, capacity=cross_capacity, page_size=page_size, dtype=dtype, device=device)
+        if num_states is not None:
+            slots = RecurrentPart(
+                list(recurrent.values()),
+                list(recurrent),
+                num_slots=num_states,
+                ring=ring,
+                interval=checkpoint_interval,
+                device=device,
+                backend=ReferenceRecurrence() if recurrence is None else recurrence,
+                padding=padding,
+            )
+        self.parts = Parts(specs, stored, first_layer, paged, crossed, slots)
+        self.sequences = paged.sequences
+        self.dtype, self.device, self.page_size = dtype, device, page_size
+        self.current_pass: StatePass | None = None
+        """The open forward."""
 
     @staticmethod
     def num_states_for(
@@ -125,68 +188,56 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
     # -- sequences ---------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        for seq_id in list(self.imports):
-            self._end_import(seq_id)
-        self.table.clear()
-        if self.encoders is not None:
-            self.encoders.table.clear()
-        if self.recurrent is not None:
-            self.recurrent.clear()
-        self.close_pass()
+        for seq_id in list(self.parts.imports):
+            import_verbs.end_import(self.parts, seq_id)
+        for part in self.parts:
+            part.clear()
+        self._close_pass()
 
     def add_sequence(self, seq_id: SeqId) -> None:
-        self.table.add(seq_id)
-        if self.recurrent is not None:
-            self.recurrent.table.add(seq_id)
+        self.sequences.check_new(seq_id, "add_sequence")
+        for part in self.parts:
+            part.add(seq_id)
 
     def remove_sequence(self, seq_id: SeqId) -> None:
-        self.table.get(seq_id)
-        self.table.require_closed("remove_sequence")
-        self._end_import(seq_id)
-        self.table.remove(seq_id)
-        if self.encoders is not None:
-            self.encoders.table.remove(seq_id)
-        if self.recurrent is not None:
-            self.recurrent.table.remove(seq_id)
+        self.sequences.get(seq_id)
+        self.sequences.require_closed("remove_sequence")
+        import_verbs.end_import(self.parts, seq_id)
+        for part in self.parts:
+            part.remove(seq_id)
 
     def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1, *, exact: bool = False) -> int:
         target = stop = check_integer(fork_pos, "fork_sequence: position", -1)
-        if parent_id in self.table and fork_pos <= (length := self.table.get(parent_id).length):
+        if parent_id in self.sequences and fork_pos <= (length := self.sequences.get(parent_id).length):
             target = length if fork_pos == -1 else target
             stop = self._stop(parent_id, target)
-        if target != stop:
-            # Checks all that can be wrong, unknown parents and positions beyond the end included.
-            self.table.check_fork(parent_id, child_id, stop)
-            self._require_no_rerun(parent_id, target, stop, exact, "fork_sequence")
-        self.table.fork(parent_id, child_id, stop)
-        if self.encoders is not None:
-            self.encoders.table.fork(parent_id, child_id)
-        if self.recurrent is not None:
-            self.recurrent.table.fork(parent_id, child_id, stop)
+        self.sequences.check_fork(parent_id, child_id, stop)
+        self._require_no_rerun(parent_id, target, stop, exact, "fork_sequence")
+        for part in self.parts:
+            part.fork(parent_id, child_id, stop)
         return target - stop
 
     def popn(self, seq_id: SeqId, n: int, *, exact: bool = False) -> int:
         n = check_integer(n, "popn: token count", 0)
         stop = target = 0
-        if seq_id in self.table and n <= (length := self.table.get(seq_id).length):
+        if seq_id in self.sequences and n <= (length := self.sequences.get(seq_id).length):
             target = length - n
             stop = self._stop(seq_id, target)
             n = length - stop
-        if target != stop:
-            self.table.check_pop(seq_id, n)
-            self._require_no_rerun(seq_id, target, stop, exact, "popn")
-        self.table.pop(seq_id, n)
-        if self.recurrent is not None:
-            self.recurrent.table.pop(seq_id, stop)
+        self.sequences.check_pop(seq_id, n)
+        self._require_no_rerun(seq_id, target, stop, exact, "popn")
+        for part in self.parts:
+            part.pop(seq_id, stop)
         return target - stop
 
     def _stop(self, seq_id: SeqId, position: int) -> int:
         """Return where recurrent layers can stand, at ``position`` or before it."""
-        return position if self.recurrent is None else self.recurrent.table.nearest(seq_id, position)
+        recurrent = self.parts.recurrent
+        return position if recurrent is None else recurrent.table.nearest(seq_id, position)
 
     def _require_no_rerun(self, seq_id: SeqId, target: int, stop: int, exact: bool, verb: str) -> None:
-        """Raise ``FailedPrecondition`` if ``exact``: ``stop``, not ``target``, has a state."""
-        if exact:
+        """Raise ``FailedPrecondition`` if ``exact``, and ``stop``, not ``target``, has a state."""
+        if exact and target != stop:
             raise FailedPrecondition(
                 f"{verb}: position {target} of sequence {seq_id} is reachable only by running {target - stop} tokens again from a "
                 f"recurrent state that is kept; go to {stop} and run them, or leave exact=False; states are kept at "
@@ -195,64 +246,22 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
 
     def rewind_cost(self, seq_id: SeqId, pos: int) -> int:
         pos = check_integer(pos, "rewind_cost: position", 0)
-        sequence = self.table.get(seq_id)
+        sequence = self.sequences.get(seq_id)
         if pos > sequence.length:
             raise InvalidArgument(
                 f"rewind_cost: position {pos} of sequence {seq_id} is outside of 0..{sequence.length}"
             )
-        self.table.require_ready(seq_id, sequence, "rewind_cost")
-        self.table.require_committed(seq_id, sequence, "rewind_cost")
+        self.sequences.require_ready(seq_id, sequence, "rewind_cost")
+        self.sequences.require_committed(seq_id, sequence, "rewind_cost")
         stop = self._stop(seq_id, pos)
-        self.table.require_reachable(seq_id, sequence, stop, "rewind_cost")
+        self.sequences.require_reachable(seq_id, sequence, stop, "rewind_cost")
         return pos - stop
 
     def reachable(self, seq_id: SeqId) -> list[range]:
-        sequence = self.table.get(seq_id)
-        attention = self.table.reachable(sequence)
-        if self.recurrent is None or sequence.reserved is not None:
-            return attention  # One that is being imported stands nowhere yet.
-        kept = self.kept_positions(seq_id)
-        found: list[range] = []
-        for position, following in zip(kept, [*kept[1:], sequence.length + 1], strict=True):
-            if any(position in part for part in attention):
-                if found and found[-1].stop == position:
-                    found[-1] = range(found[-1].start, following)
-                else:
-                    found.append(range(position, following))
-        return found
+        return state_room.reachable(self.parts, seq_id)
 
     def nearest_reachable(self, seq_id: SeqId, position: int) -> int:
-        attention = self.table.reachable(self.table.get(seq_id))
-        if self.recurrent is None:
-            return max((min(position, part.stop - 1) for part in attention if part.start <= position), default=0)
-        kept = (one for one in self.kept_positions(seq_id) if one <= position)
-        return max((one for one in kept if any(one in part for part in attention)), default=0)
-
-    def held(self, seq_id: SeqId, layer_id: int) -> list[range]:
-        return self.table.held(seq_id, self.layer(layer_id).class_index)
-
-    def held_pages(self, seq_ids: Sequence[SeqId]) -> list[SequencePages]:
-        return [self._pages_of(seq_id) for seq_id in seq_ids]
-
-    def _pages_of(self, seq_id: SeqId) -> SequencePages:
-        sequence = self.table.get(seq_id)
-        tables = [table.pages.copy() for table in sequence.tables]
-        if self.encoders is not None:
-            encoding = self.encoders.table.get(seq_id)
-            tables.append(NO_ENCODING if encoding is None else encoding.pages.copy())
-        positions, roles = NO_POSITIONS, NO_ROLES
-        if self.recurrent is not None:
-            slots, positions, roles = self.recurrent.table.named_slots(seq_id)
-            tables.append(slots)
-        return SequencePages(
-            length=sequence.length if sequence.reserved is None else sequence.reserved,
-            window=sequence.window,
-            tables=tuple(tables),
-            state_positions=positions,
-            state_roles=roles,
-            held=tuple(tuple(self.table.held(seq_id, index)) for index in range(len(self.classes))),
-            reachable=tuple(self.reachable(seq_id)),
-        )
+        return state_room.nearest_reachable(self.parts, seq_id, position)
 
     def enable_sliding_window_for_seq(
         self, seq_id: SeqId, window: int | None, sink: int = 0, *, eviction: Eviction = "token"
@@ -265,39 +274,26 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
             kept = check_integer(sink, "enable_sliding_window_for_seq: sink", 0)
             if kept >= size:
                 raise InvalidArgument(f"window {size} with sink {kept}; 0 <= sink < window is needed")
-            if kept and (reason := sink_refusal(self.specs)):
+            if kept and (reason := sink_refusal(self.parts.paged.specs)):
                 raise Unsupported(f"window {size} with sink {kept}: {reason}")
             wanted = Window(size, kept, eviction)
         elif sink != 0:
             raise InvalidArgument(f"sink {sink} without a window; give a window, or sink=0")
-        if not self.specs:
-            self.table.get(seq_id)
-            raise Unsupported(f"enable_sliding_window_for_seq: {window_refusal(self.all_specs)}")
-        self.table.set_window(seq_id, wanted)
+        if not self.parts.paged.specs:
+            self.sequences.get(seq_id)
+            raise Unsupported(f"enable_sliding_window_for_seq: {window_refusal(self.parts.all_specs)}")
+        self.sequences.set_window(seq_id, wanted)
 
     def commit_accepted_token_tree_nodes(self, seq_ids: Sequence[SeqId], leaf_indices: Sequence[int]) -> None:
-        kept = self.table.check_commit(seq_ids, leaf_indices)
-        for one, copies in zip(self.classes, self.table.commit(kept), strict=True):
-            one.storage.copy(copies)
-        if self.recurrent is not None:
-            for seq_id, (_, path) in zip(seq_ids, kept, strict=True):
-                self.recurrent.table.commit(seq_id, path)
+        kept = self.sequences.check_commit(seq_ids, leaf_indices)
+        for part in self.parts:
+            part.commit(seq_ids, kept)
 
     def check(self) -> None:
-        self.table.check()
-        self.check_imports()
-        if self.encoders is not None:
-            self.encoders.table.check(self.table.ids)
-        if self.recurrent is None:
-            return
-        self.recurrent.table.check()
-        for seq_id in self.table.ids:
-            sequence, stands = self.table.get(seq_id), self.recurrent.table.position(seq_id)
-            length = sequence.length if sequence.reserved is None else sequence.reserved
-            if stands != length:
-                raise FailedPrecondition(
-                    f"invariant: the recurrent state of sequence {seq_id} stands at {stands}, its length is {length}"
-                )
+        self.sequences.check()
+        import_verbs.check_imports(self.parts)
+        for part in self.parts:
+            part.check(self.sequences)
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -309,8 +305,17 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
         *,
         checkpoints: Sequence[Sequence[int]] = (),
     ) -> None:
-        need = self.table.plan_forward(seq_ids, append_lengths, token_tree_parents)
+        need = self.sequences.plan_forward(seq_ids, append_lengths, token_tree_parents)
         self._begin(need, checkpoints, None)
+
+    def static_refusal(self, count: int) -> str:
+        """Return why forwards of ``count`` tokens for each sequence cannot have memory that keeps
+        its place; "" if they can."""
+        return static_refusal(self.parts, count)
+
+    def static_forward(self, entries: int, count: int, longest: int, shared: SharedMemory) -> StaticForward:
+        """Return memory that keeps its place, for ``begin_static``; see ``StaticForward``."""
+        return StaticForward(self.parts, entries, count, longest, shared)
 
     def begin_static(
         self,
@@ -322,7 +327,7 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
     ) -> bool:
         """``begin_forward`` over memory that keeps its place. False, and nothing has changed, if
         that is not for this forward."""
-        need = self.table.plan_forward(seq_ids, append_lengths, None)
+        need = self.sequences.plan_forward(seq_ids, append_lengths, None)
         if not static.admits(need):
             return False
         self._begin(need, checkpoints, static)
@@ -330,73 +335,418 @@ class State(StateAttention, StateRecurrence, StateRows, StateImports, StateRoom,
 
     def _begin(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]], static: StaticForward | None) -> None:
         check_checkpoints(need, checkpoints)
-        if self.recurrent is None and any(checkpoints):
+        if self.parts.recurrent is None and any(checkpoints):
             raise Unsupported(f"begin_forward with checkpoints: {RECURRENT_REFUSAL}, whose states they keep")
-        self.table.require_closed("begin_forward")
-        states = None if self.recurrent is None else self._reserve_recurrent(need, checkpoints)
-        opened = self.table.open_forward(need)
+        self.sequences.require_closed("begin_forward")
+        # Of two shortages that of states is told.
+        reserved = [part.reserve(need, checkpoints) for part in reversed(self.parts)]
+        opened: list[Part] = []
         try:
-            for one, copies, blanks in zip(self.classes, opened.copies, opened.blanks, strict=True):
-                one.storage.copy(copies)
-                one.storage.blank(blanks)
-            begun = None
-            if self.recurrent is not None and states is not None:
-                begun = self.recurrent.begin(states, None if static is None else static.open_recurrent)
-            self.current_pass = StatePass(self, need, begun) if static is None else static.open(need)
+            for part in self.parts:
+                part.open(reserved.pop())
+                opened.append(part)
+            self.current_pass = self._new_pass(need) if static is None else static.open(need)
         except BaseException:
-            if self.recurrent is not None and self.recurrent.table.forward is not None:
-                self.recurrent.abort()
-            self.table.abort()
+            for part in opened:
+                part.abort()
             raise
 
-    def _reserve_recurrent(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> RecurrentNeed:
-        """Return what recurrent layers need for a forward; ``ResourceExhausted`` if slots lack."""
-        states = self._recurrent_need(need, checkpoints)
-        table = self.recurrent_part("begin_forward").table
-        if short := table.shortage(states):
-            raise ResourceExhausted(
-                f"begin_forward: {short} states more than there are free of {table.pool.num_pages} are needed; remove sequences, "
-                "drop checkpoints or give fewer sequences"
-            )
-        return states
+    def _new_pass(self, need: ForwardNeed) -> StatePass:
+        recurrent = self.parts.recurrent
+        return StatePass(self.parts, need, None if recurrent is None else recurrent.new_pass())
+
+    def open_pass(self) -> StatePass:
+        """Return the open forward; ``FailedPrecondition`` if there is none."""
+        if self.current_pass is None:
+            raise FailedPrecondition("no forward is open; call begin_forward first")
+        return self.current_pass
+
+    @property
+    def open_tokens(self) -> int:
+        """T of the open forward; 0 if there is none."""
+        return 0 if self.current_pass is None else self.current_pass.batch.num_tokens
 
     def end_forward(self, *, skipped: Collection[int] = ()) -> None:
-        skipped = {*skipped}.difference(self.recurrent_ids)
-        opened = self._require_written(skipped)
-        if self.recurrent is not None:
-            self.recurrent.complete()
-        for layer_id in skipped.intersection(self.layer_ids) - opened.written if skipped else ():
-            layer = self.layer(layer_id)
-            for stored in (layer.k_SHD, layer.v_SHD):
-                stored.index_fill_(0, opened.slots[layer.class_index], 0.0)
-        self.table.publish()
-        if self.recurrent is not None:
-            self.recurrent.publish()
-        self.close_pass()
+        left_out = {*skipped}.difference(self.recurrent_ids)
+        opened = self._require_written(left_out)
+        for part in self.parts:
+            part.complete()
+        if left_out:
+            opened.blank(left_out.intersection(self.parts.paged.layer_ids) - opened.written)
+        for part in self.parts:
+            part.publish()
+        self._close_pass()
 
     def _require_written(self, skipped: set[int]) -> StatePass:
         """Return the open forward, in which each layer was written or is in ``skipped``."""
         for layer_id in skipped:
-            self.spec(layer_id)
+            self.parts.spec(layer_id)
         opened = self.open_pass()
         if opened.awaited:
             for layer_id in self.recurrent_ids:  # One that no layer has set is copied.
                 opened.require_come(layer_id)
-        if missing := sorted(self._layers.keys() - opened.written - skipped):
+        if missing := sorted(self.parts.paged.layers.keys() - opened.written - skipped):
             raise FailedPrecondition(
                 f"end_forward: layers {missing} were not written; run them, or name them in skipped=, or call abort_forward"
             )
         return opened
 
     def abort_forward(self) -> None:
-        self.table.abort()
-        if self.recurrent is not None:
-            self.recurrent.abort()
-        self.close_pass()
+        for part in self.parts:
+            part.abort()
+        self._close_pass()
+
+    def _close_pass(self) -> None:
+        """Let the pass of a finished forward refuse from now on: its slots may be taken."""
+        if self.current_pass is not None:
+            self.current_pass.is_open = False
+            self.current_pass = None
 
     def get_query_positions(self, *, relative: bool = False) -> Tensor:
         opened = self.open_pass()
         return opened.relative_T.to(torch.int32) if relative else opened.positions_T
+
+    # -- kept recurrent states ---------------------------------------------------------------------
+
+    def checkpoint(self, seq_id: SeqId) -> None:
+        part = self.parts.recurrent_part("checkpoint")
+        self.sequences.require_settled(seq_id, "checkpoint")
+        part.table.keep(seq_id)
+
+    def checkpoints(self, seq_id: SeqId) -> list[int]:
+        return self.parts.checkpoints(seq_id)
+
+    def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:
+        table = self.parts.recurrent_part("drop_checkpoint").table
+        position = check_integer(position, "drop_checkpoint: position", 0)
+        if seq_id in self.sequences and position not in table.kept(seq_id):
+            raise InvalidArgument(
+                f"drop_checkpoint: no checkpoint of sequence {seq_id} at {position}; there are {table.kept(seq_id)}"
+            )
+        self.sequences.require_settled(seq_id, "drop_checkpoint")
+        table.drop(seq_id, position)
+
+    def kept_positions(self, seq_id: SeqId) -> list[int]:
+        return self.parts.kept_positions(seq_id)
+
+    def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
+        recurrent = self.parts.recurrent
+        return {} if recurrent is None else recurrent.table.loose_checkpoints()
+
+    # -- stored rows and states --------------------------------------------------------------------
+
+    def set_cross_kv(self, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
+        stored_rows.set_cross_kv(self.parts, layer_id, seq_id, k, v)
+
+    def debug_get_kv(
+        self,
+        seq_id: SeqId,
+        start: int | None = 0,
+        end: int | None = None,
+        *,
+        layer: int | None = None,
+        relative: bool = False,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return stored_rows.debug_get_kv(self.parts, seq_id, start, end, layer=layer, relative=relative, out=out)
+
+    def debug_get_kv_mla(
+        self,
+        seq_id: SeqId,
+        start: int | None = 0,
+        end: int | None = None,
+        *,
+        layer: int | None = None,
+        relative: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return stored_rows.debug_get_kv_mla(self.parts, seq_id, start, end, layer=layer, relative=relative, out=out)
+
+    def debug_set_kv(
+        self, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
+    ) -> None:
+        stored_rows.debug_set_kv(self.parts, seq_id, start, k, v, layer=layer)
+
+    def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, *, position: int | None = None) -> Tensor:
+        return stored_rows.debug_get(self.parts, layer_id, state_id, seq_id, position=position)
+
+    def debug_set(self, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
+        stored_rows.debug_set(self.parts, layer_id, state_id, seq_id, data)
+
+    # -- export and import -------------------------------------------------------------------------
+
+    def get_layout(self) -> dict[str, Any]:
+        return exchange.get_layout(self.parts)
+
+    def get_layout_hash(self) -> str:
+        return exchange.get_layout_hash(self.parts)
+
+    def get_checkpoint_metadata(self, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
+        return exchange.get_checkpoint_metadata(self.parts, seq_id, checksums=checksums)
+
+    def export_page_group(self, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        return exchange.export_page_group(self.parts, seq_id, group, out)
+
+    def open_export(self, seq_id: SeqId) -> SequenceExport:
+        return exchange.open_export(self.parts, seq_id)
+
+    def plan_import(self, metadata: Mapping[str, Any]) -> dict[int, dict[str, TensorPlan]]:
+        return import_verbs.plan_import(self.parts, metadata)
+
+    def import_metadata(self, length: int, *, kept: Sequence[int] = ()) -> dict[str, Any]:
+        return import_verbs.import_metadata(self.parts, length, kept=kept)
+
+    def import_need(self, metadata: Mapping[str, Any], *, shared: int = 0) -> list[int]:
+        return import_verbs.import_need(self.parts, metadata, shared=shared)
+
+    def prepare_import(
+        self, seq_id: SeqId, metadata: Mapping[str, Any], *, parent: SeqId | None = None, shared: int = 0
+    ) -> None:
+        import_verbs.prepare_import(self.parts, seq_id, metadata, parent=parent, shared=shared)
+
+    def import_page_group(self, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
+        import_verbs.import_page_group(self.parts, seq_id, group, tensors)
+
+    def import_rows(self, seq_id: SeqId, group: int, start: int, rows: Mapping[str, Tensor] | RowPieces) -> None:
+        import_verbs.import_rows(self.parts, seq_id, group, start, rows)
+
+    def pending_layers(self, seq_id: SeqId) -> list[int]:
+        return import_verbs.pending_layers(self.parts, seq_id)
+
+    def publish_import(self, seq_id: SeqId) -> None:
+        import_verbs.publish_import(self.parts, seq_id)
+
+    def finish_import(self, seq_id: SeqId) -> None:
+        import_verbs.finish_import(self.parts, seq_id)
+
+    # -- layers ------------------------------------------------------------------------------------
+
+    @property
+    def recurrent_ids(self) -> tuple[int, ...]:
+        return self.parts.recurrent_ids
+
+    def layer_spec(self, layer_id: int) -> LayerSpec:
+        return self.parts.layer_spec(layer_id)
+
+    @cached_property
+    def geometry(self) -> StateGeometry:
+        return state_room.geometry(self.parts)
+
+    def unfused_layers(self) -> list[int]:
+        paged = self.parts.paged
+        layers = zip(paged.layer_ids, paged.specs, strict=True)
+        return [layer for layer, spec in layers if not paged.backend.fuses(spec, self.device)]
+
+    @property
+    def forgets(self) -> bool:
+        return self.parts.recurrent is not None or any(one.window is not None for one in self.parts.paged.classes)
+
+    @property
+    def endless(self) -> bool:
+        # Of rotations only differences count.
+        specs = self.parts.paged.specs
+        return all(spec.rope is not None or spec.rope_mode == "none" for spec in specs) and any(
+            spec.rope is not None for spec in specs
+        )
+
+    # -- sizes -------------------------------------------------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.parts.num_bytes)
+
+    @property
+    def num_pages(self) -> int:
+        return sum(pool.num_pages for pool in self.parts.pools)
+
+    @property
+    def num_used_pages(self) -> int:
+        return sum(pool.num_used for pool in self.parts.pools)
+
+    @property
+    def num_used_bytes(self) -> int:
+        return sum(pool.num_used * size for pool, size in zip(self.parts.pools, self.parts.page_bytes, strict=True))
+
+    @property
+    def num_splits(self) -> int:
+        encoders = self.parts.encoders
+        return self.sequences.num_splits + (0 if encoders is None else encoders.table.num_splits)
+
+    @property
+    def capacity(self) -> int | None:
+        return state_room.capacity(self.parts)
+
+    def pool_sizes(self) -> list[int]:
+        recurrent = self.parts.recurrent
+        states = [] if recurrent is None else [recurrent.table.pool.num_pages]
+        return [*(pool.num_pages for pool in self.sequences.pools), *states]
+
+    @cached_property
+    def pool_facts(self) -> tuple[PoolFacts, ...]:
+        return state_room.pool_facts(self.parts)
+
+    def page_references(self) -> list[NDArray[np.int32]]:
+        return [pool.references.copy() for pool in self.parts.pools]
+
+    # -- holdings of sequences ---------------------------------------------------------------------
+
+    def empty(self) -> bool:
+        return len(self.sequences) == 0 and self.num_used_pages == 0
+
+    @property
+    def forward_is_open(self) -> bool:
+        return self.sequences.forward is not None
+
+    def has_sequence(self, seq_id: SeqId) -> bool:
+        return seq_id in self.sequences
+
+    def sequence_ids(self) -> list[SeqId]:
+        return self.sequences.ids
+
+    def sequence_length(self, seq_id: SeqId) -> int:
+        return self.sequences.get(seq_id).length
+
+    def cached_length(self, seq_id: SeqId) -> int:
+        sequence = self.sequences.get(seq_id)
+        return sequence.length - sequence.evicted
+
+    def pending_nodes(self, seq_id: SeqId) -> int:
+        return self.sequences.get(seq_id).nodes
+
+    def total_sequence_length(self) -> int:
+        sequences = [self.sequences.get(seq_id) for seq_id in self.sequences.ids]
+        return sum(sequence.stored - sequence.evicted for sequence in sequences)
+
+    def window(self, seq_id: SeqId) -> Window | None:
+        return self.sequences.get(seq_id).window
+
+    def held(self, seq_id: SeqId, layer_id: int) -> list[range]:
+        return self.sequences.held(seq_id, self.parts.layer(layer_id).class_index)
+
+    def held_pages(self, seq_ids: Sequence[SeqId]) -> list[SequencePages]:
+        return [state_room.held_pages(self.parts, seq_id) for seq_id in seq_ids]
+
+    def page_table(self, seq_id: SeqId) -> NDArray[np.int32]:
+        return state_room.page_table(self.parts, seq_id)
+
+    def sequence_use(self, seq_id: SeqId) -> SequenceUse:
+        return state_room.sequence_use(self.parts, seq_id)
+
+    def sequence_pages(self, seq_id: SeqId) -> Holding:
+        return state_room.sequence_pages(self.parts, seq_id)
+
+    def sequence_states(self, seq_id: SeqId) -> Holding:
+        return state_room.sequence_states(self.parts, seq_id)
+
+    def num_shared_pages(self) -> int:
+        encoders = self.parts.encoders
+        shared = 0 if encoders is None else encoders.table.num_shared
+        return sum(int((pool.references > 1).sum()) for pool in self.sequences.pools) + shared
+
+    def num_needed(self, seq_ids: Collection[SeqId], *, with_kept: Collection[SeqId] = ()) -> int:
+        return state_room.num_needed(self.parts, seq_ids, with_kept=with_kept)
+
+    def pages_held(self, seq_ids: Collection[SeqId], kept: Collection[SeqId] = ()) -> list[int]:
+        recurrent = self.parts.recurrent
+        states = [] if recurrent is None else [recurrent.table.num_fixed(seq_ids, kept)]
+        return [*self.sequences.pages_held(seq_ids), *states]
+
+    # -- room --------------------------------------------------------------------------------------
+
+    def num_available_pages(self) -> int:
+        return state_room.num_available_pages(self.parts)
+
+    def missing_pages(
+        self,
+        seq_ids: Sequence[SeqId],
+        append_lengths: Sequence[int],
+        token_tree_parents: TokenTreeParents | None = None,
+    ) -> int:
+        return state_room.missing_pages(self.parts, seq_ids, append_lengths, token_tree_parents)
+
+    def page_shortage(
+        self,
+        seq_ids: Sequence[SeqId],
+        append_lengths: Sequence[int],
+        token_tree_parents: TokenTreeParents | None = None,
+    ) -> Shortage:
+        return state_room.page_shortage(self.parts, seq_ids, append_lengths, token_tree_parents)
+
+    def full_page_shortage(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> Shortage:
+        return state_room.full_page_shortage(self.parts, seq_ids, append_lengths)
+
+    def shortage_in_steps(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
+        return state_room.shortage_in_steps(self.parts, seq_ids, append_lengths, most)
+
+    def free_pages(self, without: Collection[SeqId] = ()) -> list[int]:
+        recurrent = self.parts.recurrent
+        states = [] if recurrent is None else [recurrent.table.num_available_without(without)]
+        return [*self.sequences.num_free_without(without), *states]
+
+    def shares_tail(self, seq_id: SeqId) -> bool:
+        return state_room.shares_tail(self.parts, seq_id)
+
+    def pages_freed(self, seq_id: SeqId, child_id: SeqId) -> int:
+        return state_room.pages_freed(self.parts, seq_id, child_id)
+
+    def pages_at_most(self, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
+        return state_room.pages_at_most(self.parts, length, window, step)
+
+    def largest_step(self, window: int, sink: int) -> int:
+        return state_room.largest_step(self.parts, window, sink)
+
+    def states_freed(self, seq_id: SeqId) -> int:
+        recurrent = self.parts.recurrent
+        return 0 if recurrent is None else recurrent.table.num_freed(seq_id)
+
+    @property
+    def num_available_states(self) -> int:
+        recurrent = self.parts.recurrent
+        return 0 if recurrent is None else recurrent.table.num_available
+
+    @property
+    def num_free_states(self) -> int:
+        recurrent = self.parts.recurrent
+        return 0 if recurrent is None else recurrent.table.pool.num_free
+
+    @property
+    def num_checkpoints(self) -> int:
+        recurrent = self.parts.recurrent
+        return 0 if recurrent is None else recurrent.table.num_kept
+
+    def spare_states(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> int:
+        need = self.sequences.plan_forward(seq_ids, append_lengths, verb="spare_states")
+        part = self.parts.recurrent_part("spare_states")
+        return part.table.spare(part.need_of(need))
+
+
+def _check_room(name: str, given: int | None, unit: str, missing: str, surplus: str) -> None:
+    """Raise ``InvalidArgument`` for the size of a pool. ``missing``: why it must be given, or
+    empty; ``surplus``: why it must not, or empty."""
+    if given is None:
+        if missing:
+            raise InvalidArgument(missing)
+    elif given < 1:
+        raise InvalidArgument(f"{name} {given} {unit}; at least 1 is needed")
+    elif surplus:
+        raise InvalidArgument(f"{name} {given} {unit}, and {surplus}")
+
+
+def _check_slots(layers: Sequence[int], num_states: int | None, ring: int, interval: int, page_size: int) -> None:
+    """Raise ``InvalidArgument`` unless there are slots exactly if there are recurrent layers."""
+    check_integer(ring, "ring", 0)
+    if check_integer(interval, "checkpoint_interval", 0) % page_size:
+        raise InvalidArgument(
+            f"checkpoint_interval {interval}; a multiple of the page size {page_size}, or 0 for none, is needed"
+        )
+    if num_states is not None:
+        check_integer(num_states, "num_states", 1)
+    if layers and num_states is None:
+        raise InvalidArgument(f"layers {list(layers)} are recurrent and num_states is missing; see num_states_for")
+    if not layers and (num_states is not None or interval):
+        raise InvalidArgument(
+            f"num_states {num_states} and checkpoint_interval {interval}, and there is no recurrent layer"
+        )
 
 
 def check_checkpoints(need: ForwardNeed, checkpoints: Sequence[Sequence[int]]) -> None:

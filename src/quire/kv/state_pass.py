@@ -1,58 +1,599 @@
-"""The open forward of a KV state: one pass over all of its parts, and the state that has it.
+"""The open forward of a KV state: one pass over all of its parts.
 
-Letters: T new tokens; Hq, Hkv heads; K, V sizes of keys and values; C channels; W taps.
+Letters: T new tokens; S slots of a pool; Hq, Hkv heads; Dk, Dv head sizes; P page size; K, V sizes
+of keys and values of a recurrence; C channels; W taps.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Unpack
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, TypeAlias, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.contracts.attention import ForwardPlan, Scoring
+from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
 from quire.contracts.block_calls import AttentionParts, StackParts
+from quire.contracts.layers import LatentAttention, RopeSpec
 from quire.contracts.model import LatentExpansion
-from quire.contracts.rows import HeadNormWeights
+from quire.contracts.rows import HeadNormWeights, Rotation
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.kv import latent
+from quire.kv import latent, plans
 from quire.kv.attention_parts import ForwardPart, LayerPart, LayerParts
-from quire.kv.attention_pass import AttentionPass
+from quire.kv.chosen_rows import ChosenRows, narrow_refusal
 from quire.kv.encoders import EncoderPass
 from quire.kv.forward_need import ForwardNeed
-from quire.kv.parts import StateParts
+from quire.kv.imports import Import
+from quire.kv.layer_classes import Layer, key_value_spec
+from quire.kv.pages import PageIds
+from quire.kv.parts import Parts
+from quire.kv.plans import Batch, Keys, Masks, Prepared
 from quire.kv.recurrent import Gates, RecurrentPass
 from quire.kv.rules import RECURRENT_REFUSAL, layer_refusal
-from quire.ops.attention import visible_keys, weight_sums
+from quire.kv.storage import check_tensor, geometry
+from quire.ops.attention import attention_weights, merge, visible_keys, weight_sums
+from quire.ops.rope import rotate, rotate_last
+from quire.ops.rows import normed_heads
+from quire.ops.uploads import uploaded
+from quire.types import SeqId
+
+MaskedKeys: TypeAlias = Literal["masked past", "masked own"]
+"""The latter two of ``Keys`` under the mask of the forward."""
 
 
-class StatePass(AttentionPass):
-    """The open forward over layers of every kind (``contracts.model.Pass``)."""
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A plan over the pages of this batch only; keys rotate when read (RoPE mode ``inline``)."""
 
-    def __init__(self, parts: StateParts, need: ForwardNeed, recurrent: RecurrentPass | None) -> None:
-        super().__init__(parts, need)
+    prepared: Prepared
+    slots_M: Tensor
+    """Slots of the pool that the M slots of the compact pool hold."""
+    positions_M: Tensor
+    max_position: int
+
+
+class StatePass:
+    """The open forward of a state over layers of every kind (``contracts.model.Pass``).
+
+    It rotates and stores rows, and calls the attention backend. Each set of keys (see ``plans``) is
+    planned once per layer class, when it is first asked for. Positions and slots of the new tokens
+    are made when they are first asked for: of decodes that run as one call nothing of them is made.
+    """
+
+    def __init__(self, state: Parts, need: ForwardNeed, recurrent: RecurrentPass | None) -> None:
+        self._state, self._paged, self._need = state, state.paged, need
         self._recurrent = recurrent
-        self._encoders: EncoderPass | None = None
-        if parts.encoders is not None:
-            self._encoders = EncoderPass(parts.encoders, need.seq_ids, self.batch, parts.backend)
+        self._tables = self._tables_of(need)
+        self.are_decodes = sum(need.counts) == len(need.counts) and not (any(need.trees) or any(need.windows))
+        """Whether each entry has one new token, at its length, and sees what the layers' own
+        windows leave."""
+        self._runs: dict[tuple[int, int, int], int | None] = {}
+        """By layer class, first row and count: the first slot of adjacent ones."""
+        self._prepared: dict[tuple[Keys | MaskedKeys, int], Prepared] = {}
+        self._raw: dict[tuple[Keys, int], Raw] = {}
+        self._rotations: dict[tuple[int, bool], Rotation] = {}
+        """By the identity of a ``RopeSpec`` of the state: its hash costs more than the look-up."""
+        self._mask: Masks | None = None
+        self._relative_T: Tensor | None = None
+        self.awaited: dict[SeqId, Import] = {}
+        if state.imports:
+            self.awaited = {seq: state.imports[seq] for seq in need.seq_ids if seq in state.imports}
+        """The imports of its sequences of which something may not have come."""
+        self._wait: Callable[[int], None] | None = None
+        self.is_open = True  # Whether its forward is still the open one.
+        self.written: set[int] = set()
+        self.capturing = False  # Whether attention weights are kept.
+        self._observed: frozenset[int] | None = None  # Of which layers; None: all.
+        self.weights: dict[int, list[Tensor]] = {}
+        """By layer, per entry ``[Hq, n, keys]`` float32, for layers that ran after
+        ``capture_weights``. The keys of a cross layer are the encoder's rows."""
         self._parts: dict[tuple[int, ...], ForwardPart] = {}
         """For calls over whole blocks, by the kind of layer."""
+        if not (self.are_decodes and state.paged.layer_parts is not None):
+            self.prepare()
+        self._encoders: EncoderPass | None = None
+        if state.encoders is not None:
+            self._encoders = EncoderPass(state.encoders, need.seq_ids, self.batch, state.paged.backend)
+
+    def prepare(self) -> None:
+        """Lay out, and plan for all layer classes: what a backend cannot do is refused before
+        compute."""
+        self.lay_out()
+        for index in range(len(self._paged.classes)):
+            self.prepared("fused", index)
+
+    # -- the new tokens ----------------------------------------------------------------------------
+
+    def lay_out(self) -> None:
+        """Make what follows, which else is made when it is first asked for."""
+        _ = self._whole, self._running_slots, self.chosen, self._places_T, self._max_place
+
+    @cached_property
+    def batch(self) -> Batch:
+        """Return the new tokens that run."""
+        return self._batch_of(self._need)
+
+    @cached_property
+    def chosen(self) -> ChosenRows:
+        """Return which of the new tokens run."""
+        return ChosenRows(self.batch.starts)
+
+    @cached_property
+    def slots(self) -> list[Tensor]:
+        """By layer class, of all new tokens."""
+        return self._slots_there()
+
+    @cached_property
+    def _whole(self) -> Batch:
+        """All new tokens."""
+        return self.batch
+
+    @cached_property
+    def _slots(self) -> list[NDArray[np.int64]]:
+        """On the host: looking there waits for no device."""
+        return self._new_slots()
+
+    @cached_property
+    def _running_slots(self) -> list[Tensor]:
+        """Return the slots of the tokens that run, by layer class."""
+        return self.slots
+
+    @cached_property
+    def _places_T(self) -> Tensor:
+        """Return the positions at which the new tokens are rotated."""
+        return self.batch.positions_T
+
+    @cached_property
+    def _max_place(self) -> int:
+        return self.batch.max_position
+
+    def _batch_of(self, need: ForwardNeed) -> Batch:
+        return plans.batch_of(need, self._state.device)
+
+    def _tables_of(self, need: ForwardNeed) -> list[list[PageIds]]:
+        sequences = [self._state.sequences.get(seq_id) for seq_id in need.seq_ids]
+        return [[one.tables[index].pages for one in sequences] for index in range(len(self._paged.classes))]
+
+    def _new_slots(self) -> list[NDArray[np.int64]]:
+        return [plans.new_slots(self._whole, tables, self._paged.page_size) for tables in self._tables]
+
+    def _slots_there(self) -> list[Tensor]:
+        return [uploaded(slots, self._state.device) for slots in self._slots]
+
+    # -- positions ---------------------------------------------------------------------------------
+
+    @property
+    def positions_T(self) -> Tensor:
+        """int32: true positions."""
+        return self.batch.positions_T.to(torch.int32)
+
+    @property
+    def relative_T(self) -> Tensor:
+        """int64: positions less the evicted tokens of each query."""
+        if self._relative_T is None:
+            if self.batch.evicted is None:
+                self._relative_T = self.batch.positions_T
+            else:
+                self._relative_T = uploaded(self.batch.positions - self.batch.evicted, self._state.device)
+        return self._relative_T
+
+    def _rotation(self, spec: RopeSpec, relative: bool = False) -> Rotation:
+        found = self._rotations.get((id(spec), relative))
+        if found is None:
+            positions_T = self.relative_T if relative else self._places_T
+            cos, sin = self._paged.rotary_table(spec).rows(positions_T, self._max_place)
+            found = self._rotations[id(spec), relative] = Rotation(cos, sin, spec.interleaved)
+        return found
+
+    def _turn(self, x_THD: Tensor, spec: RopeSpec, *, relative: bool = False) -> Tensor:
+        cos, sin, interleaved = self._rotation(spec, relative)
+        return rotate(x_THD, cos, sin, interleaved=interleaved)
+
+    def turn(self, layer_id: int, x_THD: Tensor) -> Tensor:
+        """See ``contracts.model.OpenPass``."""
+        layer = self._state.layer(layer_id)
+        if isinstance(layer.spec, LatentAttention):
+            return self.turn_last(x_THD, layer.spec.rope)
+        return x_THD if layer.turning is None else self._turn(x_THD, layer.turning)
+
+    def turn_last(self, x_THD: Tensor, spec: RopeSpec | None, *, relative: bool = False) -> Tensor:
+        """Rotate the last rotary columns of every head, as latent layers have them."""
+        if spec is None:
+            return x_THD
+        cos, sin, interleaved = self._rotation(spec, relative)
+        return rotate_last(x_THD, cos, sin, interleaved=interleaved)
+
+    def _sink_queries(self, prepared: Prepared, layer: Layer, q_THD: Tensor) -> Tensor | None:
+        """Rotate the verb's queries for the sink part, if there is one, at relative positions."""
+        if prepared.plan.sinks is None:
+            return None
+        rope = layer.spec.rope
+        if layer.turning is not None:
+            return self._turn(q_THD, layer.turning, relative=True).to(self._paged.dtype)
+        if rope is None or self.batch.evicted is None:
+            return q_THD.to(self._paged.dtype)
+        # The caller has rotated at the true position: turn back by the number of evicted tokens.
+        back_T = uploaded(self.batch.evicted, self._state.device)
+        cos, sin = self._paged.rotary_table(rope).turn_back(back_T, int(self.batch.evicted.max()))
+        turn = rotate_last if isinstance(layer.spec, LatentAttention) else rotate
+        return turn(q_THD, cos, sin, interleaved=rope.interleaved).to(self._paged.dtype)
+
+    # -- plans -------------------------------------------------------------------------------------
+
+    def prepared(self, keys: Keys, class_index: int) -> Prepared:
+        """Return the plan of one set of keys in one layer class."""
+        found = self._prepared.get((keys, class_index))
+        if found is None:
+            found = self._prepared[keys, class_index] = self._prepare(self._plan(keys, class_index))
+        return found
+
+    def _plan(self, keys: Keys, class_index: int) -> ForwardPlan:
+        tables = self._tables[class_index]
+        plan = plans.planned(self.batch, keys, tables, self._paged.page_size, self._paged.classes[class_index].window)
+        return plan if keys != "fused" or self._mask is None else plans.masked(plan, self._mask)
+
+    def _prepare(self, plan: ForwardPlan) -> Prepared:
+        return Prepared(plan, self._paged.backend.plan(plan, self._paged.dtype))
+
+    def masked(self, keys: Keys, class_index: int, masks: Masks | None) -> Prepared:
+        """Return the plan of these keys; masks replace the causal and tree rule."""
+        found = self.prepared(keys, class_index)
+        return found if masks is None else self._prepare(plans.masked(found.plan, masks))
+
+    def parts(self, class_index: int) -> tuple[Prepared, Prepared]:
+        """Return the plans over earlier rows and new tokens, under the forward's mask, if any."""
+        if self._mask is None:
+            return self.prepared("past", class_index), self.prepared("own", class_index)
+        past, own = self._prepared.get(("masked past", class_index)), self._prepared.get(("masked own", class_index))
+        if past is None or own is None:
+            before, new = plans.parts_of(self._mask, self.batch)
+            past = self._prepared["masked past", class_index] = self.masked("past", class_index, before)
+            own = self._prepared["masked own", class_index] = self.masked("own", class_index, new)
+        return past, own
+
+    def use_mask(self, mask: Tensor) -> None:
+        """Use one mask for all layers, laid out as for ``attention_with_fused_qkv``;
+        ``InvalidArgument`` for another."""
+        plans.check_mask(mask, self._state.device)
+        self.chosen.require_all("a mask")
+        self.are_decodes = False
+        self._mask = plans.cut_mask(mask, self.batch)
+        self._prepared = {key: value for key, value in self._prepared.items() if key[0] in ("past", "own")}
+        self._raw.clear()
+
+    def use_positions(self, positions: NDArray[np.int64]) -> None:
+        """Rotate the new tokens at these positions, ``[T]`` of 0 or more, else ``InvalidArgument``.
+        Their indices still decide what they see. For layers that ``position_refusal`` allows."""
+        self.chosen.require_all("positions")
+        if positions.shape != (self.batch.num_tokens,) or positions.min() < 0:
+            raise InvalidArgument(
+                f"{positions.size} positions, the least of which is {positions.min(initial=0)}; {self.batch.num_tokens} of 0 or more are "
+                "needed, one for each new token"
+            )
+        self.are_decodes = False
+        self._places_T = uploaded(positions, self._state.device)
+        self._max_place = int(positions.max())
+        self._rotations.clear()
+
+    def capture_weights(self, layers: frozenset[int] | None = None) -> None:
+        """Keep weights of these layers (None: all) from now on, which computes them once more."""
+        self.chosen.require_all("captured weights")
+        self.capturing, self._observed = True, layers
+
+    # -- rows that go on ---------------------------------------------------------------------------
+
+    def narrow(self, rows: NDArray[np.int64]) -> None:
+        """See ``contracts.model.OpenPass``."""
+        self.require_all_alike("narrow")
+        if not self.chosen.choose(rows):
+            return
+        self.batch = plans.narrowed(self._whole, rows)
+        rows_S = uploaded(rows, self._state.device)
+        self._running_slots = [slots_T.index_select(0, rows_S) for slots_T in self.slots]
+        self._places_T, self._relative_T = self.batch.positions_T, None
+        self._prepared.clear()
+        self._rotations.clear()
+
+    def require_all_alike(self, verb: str) -> None:
+        """Raise ``Unsupported`` if no rows of this forward can run without the others."""
+        self._require_current()
+        if reason := narrow_refusal(self._state, self.batch):
+            raise Unsupported(f"{verb}: {reason}")
+        if self._mask is not None or self.capturing or self._places_T is not self.batch.positions_T:
+            raise Unsupported(f"{verb}: the forward has a mask, positions or captured weights, which are of all rows")
+
+    def write_rows(self, layer_id: int, rows: NDArray[np.int64], k: Tensor, v: Tensor | None) -> None:
+        """See ``contracts.model.OpenPass``."""
+        layer = self._state.rows_layer(layer_id, "write_rows")
+        self.chosen.check(rows)
+        shape, state = geometry(layer.spec), self._state
+        if shape.latent != (v is None):
+            needed = "None: the row is k" if shape.latent else "a tensor"
+            raise InvalidArgument(field="v", given=type(v).__name__, allowed=needed)
+        if v is None:
+            check_tensor(f"k of layer {layer_id}", k, self._paged.dtype, (len(rows), shape.key_dim), state.device)
+            k = k.unsqueeze(1)
+        else:
+            for name, given, width in (("k", k, shape.key_dim), ("v", v, shape.value_dim)):
+                wanted = (len(rows), shape.kv_heads, width)
+                check_tensor(f"{name} of layer {layer_id}", given, self._paged.dtype, wanted, state.device)
+        self.require_open(layer_id)
+        if layer_id in self.written:
+            raise FailedPrecondition(f"write_rows: layer {layer_id} has run in this forward; give its rows before")
+        storage, slots_T = self._paged.classes[layer.class_index].storage, self.slots[layer.class_index]
+        if (first := self._run_of(layer.class_index, rows)) is not None:
+            storage.write_run(layer.index, first, k, v)
+        else:
+            storage.write(layer.index, slots_T.index_select(0, uploaded(rows, state.device)), k, v)
+        self.chosen.give(layer_id, rows)
+
+    def _run_of(self, class_index: int, rows: NDArray[np.int64]) -> int | None:
+        """Return the slot of the first of adjacent rows whose slots are adjacent too; else None."""
+        if not rows.size or rows[-1] - rows[0] != rows.size - 1:
+            return None
+        name = (class_index, int(rows[0]), rows.size)
+        if name not in self._runs:
+            slots = self._slots[class_index][rows[0] : rows[0] + rows.size]
+            self._runs[name] = int(slots[0]) if bool((np.diff(slots) == 1).all()) else None
+        return self._runs[name]
+
+    # -- what blocks call --------------------------------------------------------------------------
+
+    def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+        """See ``contracts.model.Pass``."""
+        layer = self._state.layer(layer_id, "attention_with_fused_qkv")
+        key_value_spec("attention_with_fused_qkv", layer_id, layer)
+        return self._attend(layer_id, layer, q_THD, k_THD, v_THD, layer.scoring, None)
+
+    def attend_qkv(
+        self,
+        layer_id: int,
+        qkv_TC: Tensor,
+        norms: HeadNormWeights | None = None,
+        *,
+        scale: float | None = None,
+        masks: Masks | None = None,
+    ) -> Tensor:
+        """See ``contracts.model.Pass``; ``scale`` and ``masks`` for this layer only."""
+        state = self._state
+        layer = state.layer(layer_id, "attention_with_fused_qkv")
+        spec, rope = key_value_spec("attention_with_fused_qkv", layer_id, layer), layer.turning
+        heads, columns = spec.num_heads, (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        v_THD = qkv_TC[:, columns:].view(-1, spec.num_kv_heads, spec.value_dim)
+        scoring = layer.scoring if scale is None else replace(layer.scoring, scale=scale)
+        self.require_open(layer_id)
+        prepared = self.masked("fused", layer.class_index, masks)
+        if qkv_TC.dtype != self._paged.dtype or spec.rope_mode == "inline" or prepared.plan.sinks is not None:
+            # The heads are needed as they are before they turn, or are stored so.
+            qk_THD = qkv_TC[:, :columns].view(-1, heads + spec.num_kv_heads, spec.head_dim)
+            q_THD, k_THD = normed_heads(self._paged.rows, qk_THD[:, :heads], qk_THD[:, heads:], norms)
+            return self._attend(layer_id, layer, q_THD, k_THD, v_THD, scoring, masks)
+        self.begin_write(layer_id)
+        rotation, slots_T = None if rope is None else self._rotation(rope), self._running_slots[layer.class_index]
+        turned_THD = self._paged.rows.place_qkv(qkv_TC, heads, rotation, norms, layer.k_SHD, layer.v_SHD, slots_T)
+        self.end_write(layer_id)
+        q_THD, k_THD = turned_THD.split_with_sizes([heads, spec.num_kv_heads], 1)
+        new, sinks_H = (k_THD, v_THD), layer.sinks_H
+        out_THD = self._paged.backend.run(prepared.made, q_THD, new, layer.k_SHD, layer.v_SHD, scoring, sinks_H=sinks_H)
+        if self.capturing:
+            self.weigh(layer_id, prepared.plan, q_THD, layer.k_SHD, scoring, None, sinks_H)
+        return out_THD
+
+    def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
+        """Attend over the K and V of another layer, with those of this forward: ``[T, Hq, Dv]``."""
+        layer = self._state.layer(source_layer_id, "attention_with_shared_kv")
+        key_value_spec("attention_with_shared_kv", source_layer_id, layer)
+        return self.cross(source_layer_id, q_THD, "fused", layer.scoring, coarse=True).out.to(q_THD.dtype)
+
+    def _attend(
+        self,
+        layer_id: int,
+        layer: Layer,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        scoring: Scoring,
+        masks: Masks | None,
+    ) -> Tensor:
+        rope = layer.turning
+        self.require_open(layer_id)
+        dtype, q_turned_THD = q_THD.dtype, q_THD
+        if rope is not None:
+            q_turned_THD = self._turn(q_THD, rope)
+            if layer.spec.rope_mode == "normal":
+                k_THD = self._turn(k_THD, rope)
+        if dtype != self._paged.dtype or k_THD.dtype != self._paged.dtype:
+            # Attention reads stored rows, so that results do not depend on where a chunk began.
+            q_turned_THD, k_THD, v_THD = (x_THD.to(self._paged.dtype) for x_THD in (q_turned_THD, k_THD, v_THD))
+        self.write(layer_id, layer, k_THD, v_THD)
+        prepared = self.masked("fused", layer.class_index, masks)
+        q_sink = self._sink_queries(prepared, layer, q_THD)
+        k_SHD, v_SHD, new = layer.k_SHD, layer.v_SHD, (k_THD, v_THD)
+        if layer.spec.rope_mode == "inline" and rope is not None:
+            raw = self._compact("fused", layer.class_index) if masks is None else self._compacted(prepared.plan)
+            prepared, k_SHD, v_SHD = raw.prepared, *self._read_raw(layer, raw)
+            new = (self._turn(k_THD, rope).to(self._paged.dtype), v_THD)
+        out_THD = self._paged.backend.run(
+            prepared.made, q_turned_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink, sinks_H=layer.sinks_H
+        )
+        if self.capturing:
+            self.weigh(layer_id, prepared.plan, q_turned_THD, k_SHD, scoring, q_sink, layer.sinks_H)
+        return out_THD if dtype == self._paged.dtype else out_THD.to(dtype)
+
+    def weigh(
+        self,
+        layer_id: int,
+        plan: ForwardPlan,
+        q_THD: Tensor,
+        k_SHD: Tensor,
+        scoring: Scoring,
+        q_sink_THD: Tensor | None,
+        sinks_H: Tensor | None = None,
+    ) -> None:
+        """Keep the attention weights of a layer, if they are wanted."""
+        if self._observed is None or layer_id in self._observed:
+            found = attention_weights(plan, q_THD, k_SHD, scoring, q_sink_THD=q_sink_THD, sinks_H=sinks_H)
+            self.weights[layer_id] = found
+
+    def require_open(self, layer_id: int) -> None:
+        """Raise ``FailedPrecondition`` if the forward is over, or the layer has not come."""
+        self._require_current()
+        if self.awaited:
+            self.require_come(layer_id)
+
+    def _require_current(self) -> None:
+        if not self.is_open:
+            # Its slots may belong to somebody else by now.
+            raise FailedPrecondition("this forward is over; take the pass of the open one")
+
+    def require_come(self, layer_id: int) -> None:
+        """Wait for a layer of imports; ``FailedPrecondition`` if it has not come then."""
+        for seq_id, started in self.awaited.items():
+            if layer_id in started.missing and self._wait is not None:
+                self._wait(layer_id)
+            if layer_id in started.missing:
+                raise FailedPrecondition(
+                    f"layer {layer_id} of sequence {seq_id}, which is being imported, has not come; write it, or wait for it"
+                )
+            started.let_wait(self._state.link, layer_id)
+
+    def wait_for_layers(self, wait: Callable[[int], None]) -> None:
+        """See ``contracts.model.OpenPass``."""
+        self._wait = wait
+
+    def write(self, layer_id: int, layer: Layer, k_THD: Tensor, v_THD: Tensor | None = None) -> None:
+        """Store the rows of the new tokens as they are; a latent layer has no ``v``."""
+        self.begin_write(layer_id)
+        slots_T = self._running_slots[layer.class_index]
+        self._paged.classes[layer.class_index].storage.write(layer.index, slots_T, k_THD, v_THD)
+        self.end_write(layer_id)
+
+    def blank(self, layer_ids: Iterable[int]) -> None:
+        """Store zeros as the new tokens' rows of these layers."""
+        for layer_id in layer_ids:
+            layer = self._state.layer(layer_id)
+            for stored in (layer.k_SHD, layer.v_SHD):
+                stored.index_fill_(0, self.slots[layer.class_index], 0.0)
+
+    def begin_write(self, layer_id: int) -> None:
+        """Raise ``FailedPrecondition`` if the layer lacks rows that were left out."""
+        if layer_id not in self.written:
+            self.chosen.require_given(layer_id)
+
+    def end_write(self, layer_id: int) -> None:
+        """Note that the layer's rows are stored."""
+        self.written.add(layer_id)
+
+    # -- the parts of attention --------------------------------------------------------------------
+
+    def append(self, layer_id: int, k_THD: Tensor, v_THD: Tensor) -> None:
+        """Store the rows of the new tokens, rotated as the layer's mode says."""
+        layer = self._state.layer(layer_id)
+        self.require_open(layer_id)
+        if layer.turning is not None and layer.spec.rope_mode == "normal":
+            k_THD = self._turn(k_THD, layer.turning)
+        self.write(layer_id, layer, k_THD.to(self._paged.dtype), v_THD.to(self._paged.dtype))
+
+    def append_rows(self, layer_id: int, rows_TR: Tensor) -> None:
+        """Store the latent rows of the new tokens as they are given."""
+        self.require_open(layer_id)
+        self.write(layer_id, self._state.layer(layer_id), rows_TR.to(self._paged.dtype).unsqueeze(1))
+
+    def own(
+        self,
+        layer_id: int,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THD: Tensor,
+        scoring: Scoring,
+        masks: Masks | None,
+        *,
+        coarse: bool = False,
+    ) -> AttentionState:
+        """Attend over new tokens of the same sequence; store nothing. ``coarse``: the backend's."""
+        self.chosen.require_all("attention over given new tokens")
+        layer = self._state.layer(layer_id)
+        prepared = self.masked("own", layer.class_index, masks)
+        q_sink = self._sink_queries(prepared, layer, q_THD)
+        if layer.turning is not None:
+            q_THD, k_THD = self._turn(q_THD, layer.turning), self._turn(k_THD, layer.turning)
+        q_THD, k_THD, v_THD = (x_THD.to(self._paged.dtype).contiguous() for x_THD in (q_THD, k_THD, v_THD))
+        return self._paged.backend.run_state(
+            prepared.made, q_THD, (k_THD, v_THD), k_THD, v_THD, scoring, q_sink_THD=q_sink, coarse=coarse
+        )
+
+    def cross(
+        self, layer_id: int, q_THD: Tensor, keys: Keys, scoring: Scoring, *, coarse: bool = False
+    ) -> AttentionState:
+        """Attend over stored tokens (``past`` or ``fused``). ``coarse``: see ``own``."""
+        layer = self._state.layer(layer_id)
+        self.require_open(layer_id)
+        prepared = self.prepared(keys, layer.class_index)
+        q_sink = self._sink_queries(prepared, layer, q_THD)
+        k_SHD, v_SHD = layer.k_SHD, layer.v_SHD
+        if layer.turning is not None:
+            if layer.spec.rope_mode == "inline":
+                raw = self._compact(keys, layer.class_index)
+                prepared, k_SHD, v_SHD = raw.prepared, *self._read_raw(layer, raw)
+            q_THD = self._turn(q_THD, layer.turning)
+        return self._paged.backend.run_state(
+            prepared.made,
+            q_THD.to(self._paged.dtype),
+            None,
+            k_SHD,
+            v_SHD,
+            scoring,
+            q_sink_THD=q_sink,
+            coarse=coarse,
+        )
+
+    def shared(
+        self, source_layer_id: int, q_THD: Tensor, new: tuple[Tensor, Tensor] | None, scoring: Scoring
+    ) -> Tensor:
+        """Attend over another layer's keys; ``new`` stands for what that layer would store."""
+        if new is None:
+            return self.cross(source_layer_id, q_THD, "fused", scoring, coarse=True).out
+        own = self.own(source_layer_id, q_THD, *new, scoring, None, coarse=True)
+        return merge(own, self.cross(source_layer_id, q_THD, "past", scoring, coarse=True)).out
+
+    # -- keys that are rotated when they are read --------------------------------------------------
+
+    def _compact(self, keys: Keys, class_index: int) -> Raw:
+        found = self._raw.get((keys, class_index))
+        if found is None:
+            found = self._raw[keys, class_index] = self._compacted(self.prepared(keys, class_index).plan)
+        return found
+
+    def _compacted(self, plan: ForwardPlan) -> Raw:
+        compact, slots, positions = plans.compacted(plan)
+        slots_M, positions_M = (uploaded(x, self._state.device) for x in (slots, positions))
+        return Raw(self._prepare(compact), slots_M, positions_M, int(positions.max(initial=0)))
+
+    def _read_raw(self, layer: Layer, raw: Raw) -> tuple[Tensor, Tensor]:
+        """Return K, rotated, and V of the compact pool."""
+        assert layer.turning is not None
+        k_MHD = layer.k_SHD.index_select(0, raw.slots_M)
+        cos, sin = self._paged.rotary_table(layer.turning).rows(raw.positions_M, raw.max_position)
+        turned = rotate(k_MHD, cos, sin, interleaved=layer.turning.interleaved)
+        return turned.to(self._paged.dtype), layer.v_SHD.index_select(0, raw.slots_M)
+
+    # -- layers of other kinds, and calls over whole blocks ----------------------------------------
 
     def attention_parts(
         self, layer_id: int, norms: HeadNormWeights | None, dtype: torch.dtype
     ) -> AttentionParts | None:
         """See ``contracts.model.Pass``."""
-        state = self._state
-        if self.capturing or state.layer_parts is None or dtype != state.dtype:
+        if self.capturing or self._paged.layer_parts is None or dtype != self._paged.dtype:
             return None
-        part = state.layer_parts.of(layer_id, norms)
+        part = self._paged.layer_parts.of(layer_id, norms)
         if part is None:
             return None
         self.require_open(layer_id)
-        forward = self._forward_part(state.layer_parts, part)
+        forward = self._forward_part(self._paged.layer_parts, part)
         if forward.made is None:
             return None
         self.begin_write(layer_id)
@@ -63,8 +604,8 @@ class StatePass(AttentionPass):
         self, layers: tuple[tuple[int, HeadNormWeights | None], ...], dtype: torch.dtype
     ) -> StackParts | None:
         """See ``contracts.model.OpenPass``."""
-        known = self._state.layer_parts
-        if self.awaited or self.capturing or known is None or dtype != self._state.dtype:
+        known = self._paged.layer_parts
+        if self.awaited or self.capturing or known is None or dtype != self._paged.dtype:
             return None
         self._require_current()
         stack = None if not self.are_decodes and self.chosen.rows is not None else known.stack(layers)
@@ -107,10 +648,63 @@ class StatePass(AttentionPass):
         return Rehearsal(self, rows, asking, first_layer)
 
     def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
-        """See ``contracts.model.Pass``."""
-        self._state.layer(layer_id, "append_mla_kv")
+        """See ``contracts.model.Pass`` and ``latent``. ``Unsupported`` for a layer that is not
+        latent, ``InvalidArgument`` for wrong shapes; nothing is stored then."""
+        state = self._state
+        layer = state.layer(layer_id, "append_mla_kv")
         self.require_open(layer_id)
-        return latent.attend(self, self._state, layer_id, q_THD, rows_TR, expansion)
+        spec = layer.spec
+        if not isinstance(spec, LatentAttention):
+            raise Unsupported(f"attend_latent: layer {layer_id} is of kind {spec.kind!r}; call attend")
+        latent.check_shapes(self.batch.num_tokens, layer_id, spec, q_THD, rows_TR, expansion)
+        rows_T1R = self.turn_last(rows_TR.unsqueeze(1), spec.rope).to(self._paged.dtype)
+        self.write(layer_id, layer, rows_T1R)
+        turned_THD = self.turn_last(q_THD, spec.rope)
+        batch = self.batch
+
+        def absorbed(keys: Prepared) -> tuple[Tensor, Tensor | None]:
+            """Return the queries of these keys, and those of their sink part if they have one."""
+            q = latent.absorb(turned_THD, expansion, self._paged.dtype)
+            if keys.plan.sinks is None:
+                return q, None
+            return q, latent.absorb(self.turn_last(q_THD, spec.rope, relative=True), expansion, self._paged.dtype)
+
+        if self.capturing:
+            # From absorbed scores over all rows.
+            keys = self.prepared("fused", layer.class_index)
+            q, q_sink = absorbed(keys)
+            self.weigh(layer_id, keys.plan, q, layer.k_SHD, layer.scoring, q_sink)
+        narrowed = self.chosen.rows is not None
+        if (batch.counts == 1).all() or (narrowed and not latent.worth_expanding(batch, expansion)):
+            everything = self.prepared("fused", layer.class_index)
+            q, q_sink = absorbed(everything)
+            out_THR = self._paged.backend.run(
+                everything.made, q, (rows_T1R, rows_T1R[..., : spec.value_dim]), layer.k_SHD, layer.v_SHD, layer.scoring,
+                q_sink_THD=q_sink,
+            )  # fmt: skip
+            return latent.expand_values(out_THR.to(q_THD.dtype), expansion)
+        past, own = self.parts(layer.class_index)
+        q = turned_THD.to(self._paged.dtype)
+        q_sink = None
+        if own.plan.sinks is not None:
+            q_sink = self.turn_last(q_THD, spec.rope, relative=True).to(self._paged.dtype)
+        # From the stored rows, so that results do not depend on where a chunk began.
+        if narrowed:
+            rows_T1R = layer.k_SHD.index_select(0, self.slots[layer.class_index])
+        k_THD, v_THD = latent.expand(rows_T1R.squeeze(1).to(q_THD.dtype), expansion, self._paged.dtype)
+        new = None if narrowed else (k_THD, v_THD)
+        if not batch.stored.any():
+            found = self._paged.backend.run(own.made, q, new, k_THD, v_THD, layer.scoring, q_sink_THD=q_sink)
+            return found.to(q_THD.dtype)
+        mine = self._paged.backend.run_state(
+            own.made, q, new, k_THD, v_THD, layer.scoring, q_sink_THD=q_sink, coarse=True
+        )
+        q, q_sink = absorbed(past)
+        before = self._paged.backend.run_state(
+            past.made, q, None, layer.k_SHD, layer.v_SHD, layer.scoring, q_sink_THD=q_sink, coarse=True
+        )
+        expanded = AttentionState(latent.expand_values(before.out.to(q_THD.dtype), expansion), before.lse)
+        return merge(AttentionState(mine.out.to(q_THD.dtype), mine.lse), expanded).out
 
     def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
         """See ``contracts.model.Pass``."""
@@ -160,8 +754,8 @@ class Rehearsal(StatePass):
         self, forward: StatePass, rows: NDArray[np.int64], asking: NDArray[np.int64], first_layer: int
     ) -> None:
         parts, starts = forward._state, forward.batch.starts
-        assert parts.table.forward is not None
-        need = parts.table.forward.need
+        assert parts.sequences.forward is not None
+        need = parts.sequences.forward.need
         entries = np.flatnonzero(np.diff(np.searchsorted(rows, starts)))
         some = replace(
             need,
@@ -241,27 +835,3 @@ class Rehearsal(StatePass):
             arrays = (rows, slots, visible[:, seen], new, into)
             found.append(tuple(torch.from_numpy(x).to(self._state.device) for x in arrays))
         return found
-
-
-class OpenState(StateParts):
-    """The parts of a state, and its forward while one is open."""
-
-    current_pass: StatePass | None = None
-    """The open forward."""
-
-    def open_pass(self) -> StatePass:
-        """Return the open forward; ``FailedPrecondition`` if there is none."""
-        if self.current_pass is None:
-            raise FailedPrecondition("no forward is open; call begin_forward first")
-        return self.current_pass
-
-    @property
-    def open_tokens(self) -> int:
-        """T of the open forward; 0 if there is none."""
-        return 0 if self.current_pass is None else self.current_pass.batch.num_tokens
-
-    def close_pass(self) -> None:
-        """Let the pass of a finished forward refuse from now on: its slots may be taken."""
-        if self.current_pass is not None:
-            self.current_pass.is_open = False
-            self.current_pass = None

@@ -26,10 +26,10 @@ from quire.errors import Unsupported
 from quire.kv import plans
 from quire.kv.chosen_rows import ChosenRows
 from quire.kv.forward_need import ForwardNeed, pages_for
-from quire.kv.parts import StateParts
+from quire.kv.parts import Parts
 from quire.kv.plans import Batch, Prepared
-from quire.kv.recurrent import RecurrentPart, RecurrentPass
-from quire.kv.recurrent_states import NULL, OpenRecurrent
+from quire.kv.recurrent import RecurrentMemory, RecurrentPart, RecurrentPass
+from quire.kv.recurrent_states import NULL
 from quire.kv.state_pass import StatePass
 from quire.ops.uploads import SharedMemory, StaticInputs
 
@@ -46,18 +46,20 @@ class StaticBackend(Protocol):
         """Replace the batch of such a plan. What it appends to the memory's tail is new."""
 
 
-def static_refusal(state: StateParts, count: int) -> str:
+def static_refusal(state: Parts, count: int) -> str:
     """Return why forwards of ``count`` tokens for each sequence cannot have memory that keeps its
     place; "" if they can."""
-    if not state.padding:
+    if not state.paged.padding:
         return "the state has no slot for padding"
-    if not isinstance(state.backend, StaticBackend):
-        return f"attention backend {state.backend.name!r} has no plans that stay where they are"
+    if not isinstance(state.paged.backend, StaticBackend):
+        return f"attention backend {state.paged.backend.name!r} has no plans that stay where they are"
     if state.encoders is not None:
         return "cross layers read rows of encoders"
-    if any(spec.rope_mode == "inline" for spec in state.specs if not isinstance(spec, LatentAttention)):
+    if any(spec.rope_mode == "inline" for spec in state.paged.specs if not isinstance(spec, LatentAttention)):
         return "keys that turn when they are read are gathered for each forward"
-    if count > 1 and (state.recurrent is not None or any(isinstance(one, LatentAttention) for one in state.specs)):
+    if count > 1 and (
+        state.recurrent is not None or any(isinstance(one, LatentAttention) for one in state.paged.specs)
+    ):
         return "recurrent and latent layers have other forms for several tokens"
     return ""
 
@@ -65,19 +67,19 @@ def static_refusal(state: StateParts, count: int) -> str:
 class StaticForward:
     """What forwards of one size share, and the pass over it."""
 
-    def __init__(self, state: StateParts, entries: int, count: int, longest: int, shared: SharedMemory) -> None:
+    def __init__(self, state: Parts, entries: int, count: int, longest: int, shared: SharedMemory) -> None:
         """Take memory. ``longest``: tokens of a sequence, at most. ``shared``: what forwards of
         other sizes use in turn. ``Unsupported``: see ``static_refusal``."""
         if reason := static_refusal(state, count):
             raise Unsupported(reason)
         self.state, self.entries, self.count, self.longest = state, entries, count, longest
-        shapes = {(spec.layer_window, spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in state.specs}
-        tail = len(shapes) * entries * pages_for(longest, state.page_size)
+        shapes = {(spec.layer_window, spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in state.paged.specs}
+        tail = len(shapes) * entries * pages_for(longest, state.paged.page_size)
         self.memory = StaticInputs(tail, shared)
         self.tokens = self.memory.part(self.rows, np.int64)
-        self.recurrent: StaticRecurrentPass | None = None
+        self.recurrent: StaticRecurrence | None = None
         if state.recurrent is not None:
-            self.recurrent = StaticRecurrentPass(state.recurrent, self.rows, self.memory)
+            self.recurrent = StaticRecurrence(state.recurrent, self.rows, self.memory)
         self.pass_: StaticPass | None = None
 
     @property
@@ -98,17 +100,13 @@ class StaticForward:
 
     def open(self, need: ForwardNeed) -> StaticPass:
         """Return the pass, over this forward. ``send`` brings its numbers to the device."""
+        recurrent = None if self.recurrent is None else self.recurrent.open()
         self.memory.rewind()
         if self.pass_ is None:
-            self.pass_ = StaticPass(self, need)
+            self.pass_ = StaticPass(self, need, recurrent)
         else:
-            self.pass_.reopen(need)
+            self.pass_.reopen(need, recurrent)
         return self.pass_
-
-    def open_recurrent(self, opened: OpenRecurrent) -> RecurrentPass:
-        """Return the pass of recurrent layers, over this forward."""
-        assert self.recurrent is not None
-        return self.recurrent.reopened(opened)
 
     def begin_again(self) -> None:
         """Let blocks run over the open forward, after ``send``."""
@@ -126,14 +124,14 @@ class StaticForward:
 class StaticPass(StatePass):
     """The open forward. To blocks it has T rows; plans are those of the tokens there are."""
 
-    def __init__(self, static: StaticForward, need: ForwardNeed) -> None:
+    def __init__(self, static: StaticForward, need: ForwardNeed, recurrent: RecurrentPass | None) -> None:
         self._static = static
         memory, rows = static.memory, static.rows
         self._positions = memory.part(rows, np.int64)
-        self._new = [memory.part(rows, np.int64) for _ in static.state.classes]
+        self._new = [memory.part(rows, np.int64) for _ in static.state.paged.classes]
         self._held: list[Tensor] = []
         """Tables that captured work reads."""
-        super().__init__(static.state, need, static.recurrent)
+        super().__init__(static.state, need, recurrent)
         self.prepare()
         self.are_decodes = False  # To blocks: they run over T rows.
         counts, zeros = np.full(static.entries, static.count), np.zeros(static.entries, dtype=np.int64)
@@ -158,9 +156,9 @@ class StaticPass(StatePass):
         self._real, self._slots = self.batch, self._new_slots()
         super().prepare()
 
-    def reopen(self, need: ForwardNeed) -> None:
+    def reopen(self, need: ForwardNeed, recurrent: RecurrentPass | None) -> None:
         """Take another forward. What blocks have written in the last one counts as written."""
-        self.is_open = True
+        self.is_open, self._recurrent = True, recurrent
         self._real = self._batch_of(need)
         self._tables = self._tables_of(need)
         self._slots = self._new_slots()
@@ -177,7 +175,7 @@ class StaticPass(StatePass):
 
     @property
     def _backend(self) -> StaticBackend:
-        backend = self._state.backend
+        backend = self._paged.backend
         assert isinstance(backend, StaticBackend)
         return backend
 
@@ -187,8 +185,8 @@ class StaticPass(StatePass):
         return self._real
 
     def _new_slots(self) -> list[NDArray[np.int64]]:
-        found = [plans.new_slots(self._real, tables, self._state.page_size) for tables in self._tables]
-        for part, slots, one in zip(self._new, found, self._state.classes, strict=True):
+        found = [plans.new_slots(self._real, tables, self._paged.page_size) for tables in self._tables]
+        for part, slots, one in zip(self._new, found, self._paged.classes, strict=True):
             part.fill(slots, rest=one.storage.num_slots)
         return found
 
@@ -196,60 +194,50 @@ class StaticPass(StatePass):
         return [part.tensor for part in self._new]
 
     def _plan(self, keys: plans.Keys, class_index: int) -> ForwardPlan:
-        state, tables = self._state, self._tables[class_index]
-        return plans.planned(self._real, keys, tables, state.page_size, state.classes[class_index].window)
+        paged, tables = self._paged, self._tables[class_index]
+        return plans.planned(self._real, keys, tables, paged.page_size, paged.classes[class_index].window)
 
     def _prepare(self, plan: ForwardPlan) -> Prepared:
         static = self._static
-        made = self._backend.static_plan(plan, self._state.dtype, static.memory, static.entries)
+        made = self._backend.static_plan(plan, self._paged.dtype, static.memory, static.entries)
         if made is None:
-            raise Unsupported(f"attention backend {self._state.backend.name!r} has no static plan for this batch")
+            raise Unsupported(f"attention backend {self._paged.backend.name!r} has no static plan for this batch")
         return Prepared(plan, made)
 
     def _rotation(self, spec: RopeSpec, relative: bool = False) -> Rotation:
         found = super()._rotation(spec, relative)
-        self._held.append(self._state.rotary_table(spec).held)
+        self._held.append(self._paged.rotary_table(spec).held)
         return found
 
 
-class StaticRecurrentPass(RecurrentPass):
-    """Forwards of at most ``rows`` sequences, each of one new token, whose slots are in memory that
-    keeps its place. Rows that no token has begin at the initial values, and write the slot of
-    padding."""
+class StaticRecurrence:
+    """What forwards of at most ``rows`` sequences, each of one new token, read and write of
+    recurrent states, in memory that keeps its place. Rows that no token has begin at the initial
+    values, and write the slot of padding."""
 
     def __init__(self, part: RecurrentPart, rows: int, memory: StaticInputs) -> None:
         self._part = part
+        self._read, self._written = memory.part(rows, np.int64), memory.part(rows, np.int64)
         every = np.arange(rows)
-        self.plan = RecurrencePlan(
+        plan = RecurrencePlan(
             starts=np.arange(rows + 1), parents=np.full(rows, NULL), given=every, wanted=every, chains=True
         )
-        self._read = memory.part(rows, np.int64)
-        self._written = memory.part(rows, np.int64)
-        self._sources, self._targets_M = self._read.tensor, self._written.tensor
-        self._set = {}
-        self._recent, self._recent_rows = [], {}
+        self._memory = RecurrentMemory(plan, self._read.tensor, self._written.tensor)
 
-    def reopened(self, opened: OpenRecurrent) -> StaticRecurrentPass:
-        """Take the slots of a forward; what layers have set stays as it was in the last one."""
-        self._opened = opened
-        storage = self._part.storage
+    def open(self) -> RecurrentPass:
+        """Take the slots of the open forward; what layers have set stays as it was in the last
+        one."""
+        storage, opened = self._part.storage, self._part.table.forward
+        assert opened is not None
         self._read.fill(storage.places(opened.need.sources), rest=storage.initial)
         self._written.fill(opened.targets, rest=storage.num_slots)
-        return self
+        return self._part.new_pass(self._memory)
 
     def begin_again(self) -> None:
         """Forget what layers have set."""
-        self._set.clear()
+        self._memory.known.clear()
 
     @property
     def is_whole(self) -> bool:
         """Return whether layers have set all states, so that nothing is left for ``complete``."""
-        return len(self._set) == sum(len(spec.states) for spec in self._part.specs)
-
-    def get(self, layer_id: int, state_id: int, per_token: bool = False) -> Tensor:
-        """Raise ``Unsupported``: blocks that take states by themselves are not captured."""
-        raise Unsupported(f"get: state {state_id} of layer {layer_id}: this forward has memory that keeps its place")
-
-    def set(self, layer_id: int, state_id: int, data: Tensor, per_token: bool = False) -> None:
-        """Raise ``Unsupported``, as ``get``."""
-        raise Unsupported(f"set: state {state_id} of layer {layer_id}: this forward has memory that keeps its place")
+        return len(self._memory.known) == sum(len(spec.states) for spec in self._part.specs)

@@ -21,8 +21,7 @@ from torch import Tensor
 from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, WindowedAttention
 from quire.contracts.rows import RowKernels
 from quire.errors import InvalidArgument, ResourceExhausted
-from quire.kv.forward_need import SlotCopy, SlotRange
-from quire.kv.sequences import slot_index
+from quire.kv.forward_need import SlotCopy, SlotRange, slot_index
 from quire.ops.rows import REFERENCE_ROWS
 from quire.ops.uploads import uploaded
 

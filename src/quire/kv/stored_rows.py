@@ -1,4 +1,4 @@
-"""Stored rows: those of encoders, and reading and overwriting any (the debug verbs).
+"""Stored rows and states: reading and overwriting any (the debug verbs), writing those of encoders.
 
 Letters: L layers; n rows; S rows of the encoder in one layer; Hkv heads; Dk, Dv head sizes; row
 columns of a latent row.
@@ -14,126 +14,149 @@ from torch import Tensor
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.encoders import EncoderPart
 from quire.kv.layer_classes import Layer
-from quire.kv.parts import StateParts
+from quire.kv.parts import Parts
+from quire.kv.recurrent import dtype_of
 from quire.kv.rules import layer_refusal, refuse, refuse_layer
 from quire.kv.sequences import check_integer
 from quire.kv.storage import LayerRows, geometry
 from quire.kv.tensor_checks import check_out, check_type, filled
 from quire.kv.windows import describe_ranges
-from quire.signatures import checks_arguments
 from quire.types import SeqId
 
 
-@checks_arguments()
-class StateRows(StateParts):
-    """What tokens and encoders have left in attention layers (``contracts.attention_state``)."""
-
-    def set_cross_kv(self, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
-        part, verb = self.encoders, "set_cross_kv"
-        if part is None:
-            refuse(verb)
-        if layer_id not in part.specs:
-            refuse_layer(verb, layer_id, self.spec(layer_id).kind)
-        count = _count_rows(self, part, layer_id, k, v, verb)
-        if count < 1:
-            raise InvalidArgument(f"{verb}: no rows for layer {layer_id}; at least 1 is needed")
-        self.table.require_ready(seq_id, self.table.get(seq_id), verb)
-        if rows := part.table.rows(seq_id, layer_id):
-            raise FailedPrecondition(
-                f"{verb}: layer {layer_id} of sequence {seq_id} has its {rows} encoder rows already; they are written once, and a "
-                "fork holds those of its parent"
-            )
-        part.table.require_room(seq_id, count, verb)
-        part.storage.copy(part.table.own(seq_id, count))
-        part.table.note(seq_id, layer_id, count)
-        part.fill(seq_id, layer_id, k, v)
-
-    def debug_get_kv(
-        self,
-        seq_id: SeqId,
-        start: int | None = 0,
-        end: int | None = None,
-        *,
-        layer: int | None = None,
-        relative: bool = False,
-        out: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if self.encoders is not None and layer in self.encoders.specs:
-            return read_encoder(self, self.encoders, layer, seq_id, start, end, out)
-        self._require_token_rows(seq_id, layer, "debug_get_kv")
-        found = gathered(self, seq_id, start, end, layer, relative, out, "debug_get_kv")
-        k = found[0].k if layer is not None else torch.stack([row.k for row in found])
-        v = found[0].v if layer is not None else torch.stack([row.v for row in found])
-        return (k, v) if out is None else filled(out, (k, v), self.dtype)
-
-    def debug_get_kv_mla(
-        self,
-        seq_id: SeqId,
-        start: int | None = 0,
-        end: int | None = None,
-        *,
-        layer: int | None = None,
-        relative: bool = False,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        self._require_token_rows(seq_id, layer, "debug_get_kv_mla")
-        found = gathered(self, seq_id, start, end, layer, relative, None, "debug_get_kv_mla")
-        rows = [row.k.squeeze(1) for row in found]
-        latent = rows[0] if layer is not None else torch.stack(rows)
-        if out is None:
-            return latent
-        check_out(out, tuple(latent.shape), self.dtype, latent)
-        return out.copy_(latent)
-
-    def debug_set_kv(
-        self, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
-    ) -> None:
-        if self.encoders is not None and layer in self.encoders.specs:
-            overwrite_encoder(self, self.encoders, layer, seq_id, start, k, v)
-            return
-        self._require_token_rows(seq_id, layer, "debug_set_kv")
-        recurrent = not has_rows(self, layer)
-        layers, count = ([], k.shape[0] if k.dim() else 0) if recurrent else rows_to_set(self, k, v, layer)
-        start = check_integer(start, "debug_set_kv: start", 0)
-        sequence = self.table.get(seq_id)
-        if start + count > sequence.length:
-            raise InvalidArgument(
-                f"debug_set_kv: rows {start}..{start + count} of sequence {seq_id}, whose length is {sequence.length}"
-            )
-        if recurrent:
-            refuse_layers(self, layer, "debug_set_kv")
-        self.table.require_closed("debug_set_kv")
-        self.table.require_ready(seq_id, sequence, "debug_set_kv")
-        classes = sorted({one.class_index for one in layers})
-        part = range(start, start + count)
-        for index in classes:
-            require_held(self, seq_id, index, [part] if part else [], "debug_set_kv")
-        owned = self.table.own_pages(seq_id, part.start, part.stop, classes)
-        for kept, copies in zip(self.classes, owned, strict=True):
-            kept.storage.copy(copies)
-        for row, one in enumerate(layers):
-            slots = torch.from_numpy(self.table.slots(one.class_index, seq_id, [part])).to(self.device)
-            new_k = (k if layer is not None else k[row]).to(self.device)
-            storage = self.classes[one.class_index].storage
-            if v is None:
-                storage.write(one.index, slots, new_k.unsqueeze(1))
-            else:
-                storage.write(one.index, slots, new_k, (v if layer is not None else v[row]).to(self.device))
-
-    def _require_token_rows(self, seq_id: SeqId, layer: int | None, verb: str) -> None:
-        """Raise ``Unsupported`` where a verb about rows of tokens meets cross layers only."""
-        if self.encoders is None or (layer not in self.encoders.specs if layer is not None else self.specs):
-            return
-        self.table.get(seq_id)
-        if layer is not None:
-            refuse_layer(verb, layer, "cross")
-        raise Unsupported(
-            f"{verb}: the layers of this state keep rows of encoders and none of tokens; name one with layer="
+def set_cross_kv(state: Parts, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
+    part, verb = state.encoders, "set_cross_kv"
+    if part is None:
+        refuse(verb)
+    if layer_id not in part.specs:
+        refuse_layer(verb, layer_id, state.spec(layer_id).kind)
+    count = _count_rows(state, part, layer_id, k, v, verb)
+    if count < 1:
+        raise InvalidArgument(f"{verb}: no rows for layer {layer_id}; at least 1 is needed")
+    state.sequences.require_ready(seq_id, state.sequences.get(seq_id), verb)
+    if rows := part.table.rows(seq_id, layer_id):
+        raise FailedPrecondition(
+            f"{verb}: layer {layer_id} of sequence {seq_id} has its {rows} encoder rows already; they are written once, and a "
+            "fork holds those of its parent"
         )
+    part.table.require_room(seq_id, count, verb)
+    part.storage.copy(part.table.own(seq_id, count))
+    part.table.note(seq_id, layer_id, count)
+    part.fill(seq_id, layer_id, k, v)
+
+
+def debug_get_kv(
+    state: Parts,
+    seq_id: SeqId,
+    start: int | None = 0,
+    end: int | None = None,
+    *,
+    layer: int | None = None,
+    relative: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    if state.encoders is not None and layer in state.encoders.specs:
+        return read_encoder(state, state.encoders, layer, seq_id, start, end, out)
+    _require_token_rows(state, seq_id, layer, "debug_get_kv")
+    found = gathered(state, seq_id, start, end, layer, relative, out, "debug_get_kv")
+    k = found[0].k if layer is not None else torch.stack([row.k for row in found])
+    v = found[0].v if layer is not None else torch.stack([row.v for row in found])
+    return (k, v) if out is None else filled(out, (k, v), state.paged.dtype)
+
+
+def debug_get_kv_mla(
+    state: Parts,
+    seq_id: SeqId,
+    start: int | None = 0,
+    end: int | None = None,
+    *,
+    layer: int | None = None,
+    relative: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    _require_token_rows(state, seq_id, layer, "debug_get_kv_mla")
+    found = gathered(state, seq_id, start, end, layer, relative, None, "debug_get_kv_mla")
+    rows = [row.k.squeeze(1) for row in found]
+    latent = rows[0] if layer is not None else torch.stack(rows)
+    if out is None:
+        return latent
+    check_out(out, tuple(latent.shape), state.paged.dtype, latent)
+    return out.copy_(latent)
+
+
+def debug_set_kv(
+    state: Parts, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
+) -> None:
+    if state.encoders is not None and layer in state.encoders.specs:
+        overwrite_encoder(state, state.encoders, layer, seq_id, start, k, v)
+        return
+    _require_token_rows(state, seq_id, layer, "debug_set_kv")
+    recurrent = not has_rows(state, layer)
+    layers, count = ([], k.shape[0] if k.dim() else 0) if recurrent else rows_to_set(state, k, v, layer)
+    start = check_integer(start, "debug_set_kv: start", 0)
+    sequence = state.sequences.get(seq_id)
+    if start + count > sequence.length:
+        raise InvalidArgument(
+            f"debug_set_kv: rows {start}..{start + count} of sequence {seq_id}, whose length is {sequence.length}"
+        )
+    if recurrent:
+        refuse_layers(state, layer, "debug_set_kv")
+    state.sequences.require_closed("debug_set_kv")
+    state.sequences.require_ready(seq_id, sequence, "debug_set_kv")
+    classes = sorted({one.class_index for one in layers})
+    part = range(start, start + count)
+    for index in classes:
+        require_held(state, seq_id, index, [part] if part else [], "debug_set_kv")
+    owned = state.sequences.own_pages(seq_id, part.start, part.stop, classes)
+    for kept, copies in zip(state.paged.classes, owned, strict=True):
+        kept.storage.copy(copies)
+    for row, one in enumerate(layers):
+        slots = torch.from_numpy(state.sequences.slots(one.class_index, seq_id, [part])).to(state.device)
+        new_k = (k if layer is not None else k[row]).to(state.device)
+        storage = state.paged.classes[one.class_index].storage
+        if v is None:
+            storage.write(one.index, slots, new_k.unsqueeze(1))
+        else:
+            storage.write(one.index, slots, new_k, (v if layer is not None else v[row]).to(state.device))
+
+
+def _require_token_rows(state: Parts, seq_id: SeqId, layer: int | None, verb: str) -> None:
+    """Raise ``Unsupported`` where a verb about rows of tokens meets cross layers only."""
+    if state.encoders is None or (layer not in state.encoders.specs if layer is not None else state.paged.specs):
+        return
+    state.sequences.get(seq_id)
+    if layer is not None:
+        refuse_layer(verb, layer, "cross")
+    raise Unsupported(
+        f"{verb}: the layers of this state keep rows of encoders and none of tokens; name one with layer="
+    )
+
+
+def debug_get(state: Parts, layer_id: int, state_id: int, seq_id: SeqId, *, position: int | None = None) -> Tensor:
+    if position is not None:
+        position = check_integer(position, "debug_get: position", 0)
+    state.state_tensor(layer_id, state_id, "debug_get", seq_id)
+    state.sequences.require_ready(seq_id, state.sequences.get(seq_id), "debug_get")
+    part = state.recurrent_part("debug_get")
+    if position is not None and part.table.slot_at(seq_id, position) is None:
+        raise FailedPrecondition(
+            f"debug_get: no state of sequence {seq_id} is kept at {position}; there are {state.kept_positions(seq_id)}"
+        )
+    return part.debug_get(layer_id, state_id, seq_id, position)
+
+
+def debug_set(state: Parts, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
+    one = state.state_tensor(layer_id, state_id, "debug_set", seq_id)
+    if tuple(data.shape) != one.shape or data.dtype != dtype_of(one):
+        raise InvalidArgument(
+            f"debug_set: data is {data.dtype} {tuple(data.shape)}; {dtype_of(one)} {one.shape} is needed"
+        )
+    state.sequences.require_settled(seq_id, "debug_set")
+    state.recurrent_part("debug_set").debug_set(layer_id, state_id, seq_id, data.to(state.device))
 
 
 def gathered(
-    state: StateParts,
+    state: Parts,
     seq_id: SeqId,
     start: int | None,
     end: int | None,
@@ -148,7 +171,7 @@ def gathered(
     if out is not None and len(out) != 2:
         raise InvalidArgument(f"{verb}: out has {len(out)} tensors; a pair for K and V is needed")
     layers = layers_of(state, layer_id, verb) if has_rows(state, layer_id) else []
-    sequence = state.table.get(seq_id)
+    sequence = state.sequences.get(seq_id)
     gone = sequence.evicted if relative else 0
     total = sequence.stored - gone
     end = total if end is None else end
@@ -158,7 +181,7 @@ def gathered(
         )
     if not layers:
         refuse_layers(state, layer_id, verb)
-    state.table.require_ready(seq_id, sequence, verb)
+    state.sequences.require_ready(seq_id, sequence, verb)
     parts = [range(start, end)]
     if gone and sequence.window is not None:
         # Cached tokens: the sink, then the window.
@@ -169,17 +192,17 @@ def gathered(
         require_held(state, seq_id, layer.class_index, parts, verb)
     found = []
     for layer in layers:
-        slots = state.table.slots(layer.class_index, seq_id, parts)
-        found.append(state.classes[layer.class_index].storage.read(layer.index, slots))
+        slots = state.sequences.slots(layer.class_index, seq_id, parts)
+        found.append(state.paged.classes[layer.class_index].storage.read(layer.index, slots))
     return found
 
 
-def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[list[Layer], int]:
+def rows_to_set(state: Parts, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[list[Layer], int]:
     """Return the layers for these rows and how many of each, else ``InvalidArgument``."""
     if layer_id is not None:
         latent = state.layer(layer_id).spec.kind == "latent"
     else:
-        latent = v is None and any(spec.kind == "latent" for spec in state.specs)
+        latent = v is None and any(spec.kind == "latent" for spec in state.paged.specs)
     if latent and v is not None:
         raise InvalidArgument(f"debug_set_kv: layer {layer_id} is latent and has no V; give its rows as k, without v")
     if not latent and v is None:
@@ -199,17 +222,17 @@ def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | 
         if given is None:
             continue
         wanted = (*lead, count, *inner[name])
-        if tuple(given.shape) != wanted or given.dtype != state.dtype:
+        if tuple(given.shape) != wanted or given.dtype != state.paged.dtype:
             raise InvalidArgument(
-                f"debug_set_kv: {name} is {given.dtype} {tuple(given.shape)}; {state.dtype} {wanted} with the same number of rows is needed"
+                f"debug_set_kv: {name} is {given.dtype} {tuple(given.shape)}; {state.paged.dtype} {wanted} with the same number of rows is needed"
             )
     return layers, count
 
 
-def require_held(state: StateParts, seq_id: SeqId, class_index: int, parts: list[range], verb: str) -> None:
+def require_held(state: Parts, seq_id: SeqId, class_index: int, parts: list[range], verb: str) -> None:
     """Raise ``FailedPrecondition`` if an address of ``parts`` is evicted; say which are held."""
-    length = state.table.get(seq_id).length
-    kept = state.table.held(seq_id, class_index)
+    length = state.sequences.get(seq_id).length
+    kept = state.sequences.held(seq_id, class_index)
     for part in parts:
         committed = range(part.start, min(part.stop, length))
         if committed and not any(one.start <= committed.start and committed.stop <= one.stop for one in kept):
@@ -219,23 +242,23 @@ def require_held(state: StateParts, seq_id: SeqId, class_index: int, parts: list
             )
 
 
-def has_rows(state: StateParts, layer_id: int | None) -> bool:
+def has_rows(state: Parts, layer_id: int | None) -> bool:
     """Return whether a layer, if one is named, keeps rows of tokens; a recurrent one does not."""
     return state.recurrent is None or layer_id not in state.recurrent.layer_ids
 
 
-def layers_of(state: StateParts, layer_id: int | None, verb: str) -> list[Layer]:
+def layers_of(state: Parts, layer_id: int | None, verb: str) -> list[Layer]:
     """Return one layer, or all, of the kinds that have the verb, of one geometry; empty: none."""
-    ids = state.layer_ids if layer_id is None else [layer_id]
+    ids = state.paged.layer_ids if layer_id is None else [layer_id]
     layers = [layer for layer in map(state.layer, ids) if not layer_refusal(verb, layer.spec.kind)]
     if len({geometry(layer.spec) for layer in layers}) > 1:
         raise InvalidArgument("the layers differ in geometry; name one with layer=")
     return layers
 
 
-def refuse_layers(state: StateParts, layer_id: int | None, verb: str) -> NoReturn:
+def refuse_layers(state: Parts, layer_id: int | None, verb: str) -> NoReturn:
     """Raise ``Unsupported``: this layer does not have the verb, or no layer has."""
-    ids = state.layer_ids if layer_id is None else [layer_id]
+    ids = state.paged.layer_ids if layer_id is None else [layer_id]
     if not ids:
         raise Unsupported(f"{verb}: the state has no attention layers")
     kind = state.layer(ids[0]).spec.kind if has_rows(state, layer_id) else "recurrent"
@@ -243,7 +266,7 @@ def refuse_layers(state: StateParts, layer_id: int | None, verb: str) -> NoRetur
 
 
 def read_encoder(
-    state: StateParts,
+    state: Parts,
     part: EncoderPart,
     layer_id: int,
     seq_id: SeqId,
@@ -259,11 +282,11 @@ def read_encoder(
         raise InvalidArgument(f"{verb}: out has {len(out)} tensors; a pair for K and V is needed")
     total = _require_set(state, part, layer_id, seq_id, start, end, verb)
     found = part.read(seq_id, layer_id, range(start, total if end is None else end))
-    return (found.k, found.v) if out is None else filled(out, (found.k, found.v), state.dtype)
+    return (found.k, found.v) if out is None else filled(out, (found.k, found.v), state.paged.dtype)
 
 
 def overwrite_encoder(
-    state: StateParts, part: EncoderPart, layer_id: int, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None
+    state: Parts, part: EncoderPart, layer_id: int, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None
 ) -> None:
     """Overwrite rows (``debug_set_kv``), in a split encoding, so no other sequence changes."""
     verb = "debug_set_kv"
@@ -272,7 +295,7 @@ def overwrite_encoder(
     count = _count_rows(state, part, layer_id, k, v, verb)
     start = check_integer(start, f"{verb}: start", 0)
     total = _require_set(state, part, layer_id, seq_id, start, start + count, verb)
-    state.table.require_closed(verb)
+    state.sequences.require_closed(verb)
     if not count:
         return
     part.table.require_room(seq_id, total, verb)
@@ -281,16 +304,16 @@ def overwrite_encoder(
 
 
 def _require_set(
-    state: StateParts, part: EncoderPart, layer_id: int, seq_id: SeqId, start: int, end: int | None, verb: str
+    state: Parts, part: EncoderPart, layer_id: int, seq_id: SeqId, start: int, end: int | None, verb: str
 ) -> int:
     """Return S of a layer that is set and has these rows."""
-    sequence, total = state.table.get(seq_id), part.table.rows(seq_id, layer_id)
+    sequence, total = state.sequences.get(seq_id), part.table.rows(seq_id, layer_id)
     if total and not start <= (total if end is None else end) <= total:
         raise InvalidArgument(
             f"{verb}: rows {start}..{total if end is None else end} of layer {layer_id}, whose encoder rows of sequence "
             f"{seq_id} are 0..{total}"
         )
-    state.table.require_ready(seq_id, sequence, verb)
+    state.sequences.require_ready(seq_id, sequence, verb)
     if not total:
         raise FailedPrecondition(
             f"{verb}: layer {layer_id} has no encoder rows of sequence {seq_id}; call set_cross_kv"
@@ -298,7 +321,7 @@ def _require_set(
     return total
 
 
-def _count_rows(state: StateParts, part: EncoderPart, layer_id: int, k: Tensor, v: Tensor, verb: str) -> int:
+def _count_rows(state: Parts, part: EncoderPart, layer_id: int, k: Tensor, v: Tensor, verb: str) -> int:
     """Return the number of rows of K and V. ``InvalidArgument`` unless both have the layer's
     geometry, equally many rows, and the state's type."""
     spec = part.specs[layer_id]

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from quire.contracts.attention import AttentionState
 from quire.errors import InvalidArgument
-from quire.kv.parts import StateParts
+from quire.kv.parts import Parts
 
 
-def check_type(state: StateParts, name: str, tensor: Tensor) -> None:
+def check_type(state: Parts, name: str, tensor: Tensor) -> None:
     """Raise ``InvalidArgument`` unless the tensor has the state's dtype and device."""
-    if tensor.dtype != state.dtype or tensor.device.type != state.device.type:
-        raise InvalidArgument(f"{name} is {tensor.dtype} on {tensor.device}; {state.dtype} on {state.device} is needed")
+    if tensor.dtype != state.paged.dtype or tensor.device.type != state.device.type:
+        raise InvalidArgument(
+            f"{name} is {tensor.dtype} on {tensor.device}; {state.paged.dtype} on {state.device} is needed"
+        )
 
 
 def check_states(verb: str, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> None:

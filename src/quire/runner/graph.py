@@ -24,7 +24,7 @@ from quire.contracts.kv_state import ModelState
 from quire.errors import ResourceExhausted, Unsupported
 from quire.interrupts import uninterrupted
 from quire.kv.state import State
-from quire.kv.static_pass import StaticForward, static_refusal
+from quire.kv.static_pass import StaticForward
 from quire.ops.uploads import SharedMemory
 from quire.runner.local import NO_EXTRAS, Extras, LocalRunner, StepOutput, check_chunks, check_drawn
 from quire.types import Add, Chunk, Remove, SeqId, Step
@@ -129,7 +129,7 @@ class GraphRunner:
         state = inner.state
         if not isinstance(state, State):
             raise Unsupported(f"captured steps need a state of this package, got {type(state).__name__}")
-        if reason := static_refusal(state, 1):
+        if reason := state.static_refusal(1):
             raise Unsupported(f"captured steps: {reason}")
         self.model, self.room, self.adapters = inner.model, inner.room, inner.adapters
         self.state: ModelState = state
@@ -242,9 +242,9 @@ class GraphRunner:
         return found
 
     def _made(self, size: Size) -> CapturedStep | None:
-        if static_refusal(self._state, size.tokens):
+        if self._state.static_refusal(size.tokens):
             return None
-        return CapturedStep(StaticForward(self._state, *size, self._longest, self.shared))
+        return CapturedStep(self._state.static_forward(*size, self._longest, self.shared))
 
     def _refuse(self, captured: CapturedStep, reason: str) -> None:
         """Let steps of a size take the plain path from now on."""
