@@ -49,14 +49,33 @@ class JsonAnswer(Response):
     media_type = "application/json"
 
     def render(self, content: Mapping[str, Any]) -> bytes:
-        return b"{" + b",".join([encode_json(name) + b":" + _pieced(value) for name, value in content.items()]) + b"}"
+        return encoded_in_pieces(content)
 
 
-def _pieced(value: Any) -> bytes:
-    """Return JSON, with the items of a list encoded one by one. Encoding blocks all other threads,
-    and log-probabilities can take hundreds of megabytes."""
-    if isinstance(value, list):
-        return b"[" + b",".join([encode_json(item) for item in value]) + b"]"
+async def long_answer(content: Mapping[str, Any]) -> JsonAnswer:
+    """Write an answer of any length on a worker thread."""
+    return await asyncio.to_thread(JsonAnswer, content)
+
+
+_DEPTH, _PIECE = 6, 1000
+"""Levels of objects and arrays that are encoded in pieces, and plain values of an array in one
+piece."""
+
+
+def encoded_in_pieces(value: Any, depth: int = _DEPTH) -> bytes:
+    """Return JSON, encoded in pieces. Encoding blocks all other threads, and log-probabilities can
+    take hundreds of megabytes."""
+    if depth and isinstance(value, Mapping):
+        return (
+            b"{"
+            + b",".join([encode_json(name) + b":" + encoded_in_pieces(one, depth - 1) for name, one in value.items()])
+            + b"}"
+        )
+    if depth and isinstance(value, list) and value:
+        if isinstance(value[0], Mapping | list):
+            return b"[" + b",".join([encoded_in_pieces(one, depth - 1) for one in value]) + b"]"
+        parts = [encode_json(value[at : at + _PIECE])[1:-1] for at in range(0, len(value), _PIECE)]
+        return b"[" + b",".join(parts) + b"]"
     return encode_json(value)
 
 

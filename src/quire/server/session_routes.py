@@ -26,7 +26,7 @@ from quire.server.branch_routes import commit_object, known_query
 from quire.server.cache_marks import pin_all, without_marks
 from quire.server.context import Context
 from quire.server.errors import ApiError, bad_field, naming
-from quire.server.events import STREAMED, EventStream, JsonAnswer, unless_gone
+from quire.server.events import STREAMED, EventStream, JsonAnswer, long_answer, unless_gone
 from quire.server.generation import added, chat_defaults, check_lists, encoded
 from quire.server.hint_fields import for_prefetch, read_hints
 from quire.server.logprobs import finite
@@ -202,7 +202,7 @@ async def generate_many(body: GenerateManyBody, request: Request) -> Response:
         await unless_gone(request, batch.check())
         if body.stream:
             return EventStream(batch.chunks(batch.streams), [batch])
-        return JsonAnswer(await unless_gone(request, batch.whole()))
+        return await long_answer(await unless_gone(request, batch.whole()))
     except BaseException:
         await asyncio.shield(batch.aclose())
         raise
@@ -268,7 +268,7 @@ async def describe(session_id: str, request: Request, rewind_to: RewindTo = None
         "state_kinds": dict(Counter(spec.kind for spec in context.llm.model.layer_specs)),
         "rewind_costs": costs and [{"to": to, "replayed": cost} for to, cost in zip(positions, costs, strict=True)],
     }
-    return JsonAnswer(description)
+    return await long_answer(description)
 
 
 async def _summary(context: Context, held: HeldSession) -> dict[str, Any] | None:
@@ -365,7 +365,7 @@ async def score(session_id: str, body: TextBody, request: Request) -> Response:
         with _about("tokens" if body.text is None else "text"):
             content = await unless_gone(request, added(_context(request), session, content))
             scores = [finite(one) for one in await unless_gone(request, session.score(content))]
-    return JsonAnswer({"id": session_id, "tokens": content, "logprobs": scores, "total_logprob": sum(scores)})
+    return await long_answer({"id": session_id, "tokens": content, "logprobs": scores, "total_logprob": sum(scores)})
 
 
 # -- fork, rewind, adapters ------------------------------------------------------------------------

@@ -6,7 +6,6 @@ return await shared_answer(request, "history", lambda views, state: views.histor
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,6 +20,7 @@ from quire.engine.views.viewer import Viewer
 from quire.llm import LLM
 from quire.server.context import Context
 from quire.server.errors import naming
+from quire.server.events import encoded_in_pieces
 from quire.server.sessions import Sessions
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ async def own_answer(request: Request, reader: Callable[[StateViews, ReadState],
 
     def read(views: StateViews) -> bytes:
         with views.budget.spent():
-            return encoded_document(reader(views, views.state(anew=False)).document())
+            return encoded_in_pieces(reader(views, views.state(anew=False)).document())
 
     return _counted(request, await read_views(request, read))
 
@@ -108,20 +108,15 @@ async def shared_answer(
     if known is None:
 
         def read(views: StateViews) -> bytes:
-            return views.shared(called, lambda state: encoded_document(make(views, state).document()))
+            return views.shared(called, lambda state: encoded_in_pieces(make(views, state).document()))
 
         known = await read_views(request, read)
     return _counted(request, known)
 
 
-def encoded_document(document: Mapping[str, Any]) -> bytes:
-    """Return a document as JSON in ASCII."""
-    return json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
-
-
 def json_answer(document: Mapping[str, Any] | bytes) -> Response:
     """Return an answer with a document, which no cache keeps."""
-    body = document if isinstance(document, bytes) else encoded_document(document)
+    body = document if isinstance(document, bytes) else encoded_in_pieces(document)
     return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
 

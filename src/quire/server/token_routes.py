@@ -16,7 +16,7 @@ from quire.engine.views.token_chances import MOST_ALTERNATIVES
 from quire.errors import FailedPrecondition, Unsupported
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
-from quire.server.events import JsonAnswer, unless_gone
+from quire.server.events import long_answer, unless_gone
 
 router = APIRouter(prefix="/v1/state", tags=["state"])
 
@@ -39,7 +39,7 @@ async def token(request: Request, branch: Branch, position: Position, top: Top =
     session = looked_at(request, "branch", branch)
     with naming(FIELDS, "branch"):
         view = await unless_gone(request, session.token(position, top=top))
-    return JsonAnswer({"branch": branch, **view.document()})
+    return await long_answer({"branch": branch, **view.document()})
 
 
 @router.get("/attention")
@@ -54,7 +54,7 @@ async def attention(request: Request, branch: Branch, position: Position, layer:
         )
     with naming(FIELDS, "branch"):
         view = await unless_gone(request, session.attention(position, layer, head))
-    return JsonAnswer({"branch": branch, **view.document()})
+    return await long_answer({"branch": branch, **view.document()})
 
 
 @router.get("/norms")
@@ -63,7 +63,7 @@ async def norms(request: Request, branch: Branch, layer: Layer) -> Response:
     session = looked_at(request, "branch", branch)
     with naming(FIELDS, "branch"):
         view = await unless_gone(request, session.norms(layer))
-    return JsonAnswer({"branch": branch, **view.document()})
+    return await long_answer({"branch": branch, **view.document()})
 
 
 @router.get("/compare")
@@ -72,7 +72,7 @@ async def compare(request: Request, a: Branch, b: Branch, top: Top = 10) -> Resp
     first, second = looked_at(request, "a", a), looked_at(request, "b", b)
     with naming(FIELDS, "a"):
         view = await unless_gone(request, first.compare(second, top=top))
-    return JsonAnswer({"branches": [a, b], **view.document()})
+    return await long_answer({"branches": [a, b], **view.document()})
 
 
 def looked_at(request: Request, field: str, branch: str) -> AsyncSession:
