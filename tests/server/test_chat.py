@@ -561,7 +561,7 @@ def test_ids_that_templates_of_mistral_accept(capable: Served, monkeypatch: pyte
         }
         assert len(ids) >= 3
         assert all(len(name) == 9 and name.isalnum() for name in ids)
-    format = MessageFormat(calls=parser_for({}, None, "mistral"), short_ids=True)
+    format = MessageFormat(calls=parser_for({}, None, "mistral"), ids="short")
     assert len({format.call_id() for _ in range(20)}) == 20
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -327,8 +327,12 @@ def _message_format(
         calls=calls,
         tools=tools.offered,
         one_call=tools.one_call,
-        short_ids=own is not None and own.name == "mistral",
+        ids=_IDS.get(own.name, "any") if own is not None else "any",
     )
+
+
+_IDS: Mapping[str, Literal["any", "short", "named"]] = {"mistral": "short", "kimi_k2": "named"}
+"""``MessageFormat.ids`` of formats."""
 
 
 def _stopping(params: SamplingParams, tokenizer: Tokenizer, context: Context) -> SamplingParams:
