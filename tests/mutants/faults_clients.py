@@ -146,7 +146,7 @@ MUTANTS = (
     Mutant(
         name="patterns-keep-all-control-characters",
         file="engine/schema_guard.py",
-        old=r'piece = rf"[{piece}&&[^\x00]]"',
+        old='piece = f"[{piece}{_WITHOUT_NUL}"',
         new="pass",
         tests=("engine/test_schema_guard.py::test_texts_are_valid",),
     ),
