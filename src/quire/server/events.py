@@ -82,7 +82,8 @@ def encoded_in_pieces(value: Any, depth: int = _DEPTH) -> bytes:
 class EventStream(Response):
     """A stream of events ``data: {json}``, one for each chunk, then ``data: [DONE]``.
 
-    ``named``: each event has its chunk's ``type`` as its name, and no ``[DONE]`` follows.
+    ``named``: each event has its chunk's ``type`` as its name, and no ``[DONE]`` follows. An empty
+    chunk becomes a comment, which shows that the server is there.
 
     The answer begins with the first chunk. An error before it is raised, so that it has its own
     status; a later one becomes an event with OpenAI's error object. The generator of the chunks and
@@ -128,8 +129,8 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"" if self._named else LAST_EVENT, "more_body": False})
 
     async def _send_event(self, send: Send, chunk: Chunk) -> None:
-        name = f"event: {chunk['type']}\n".encode() if self._named else b""
-        body = name + b"data: " + encode_json(chunk) + b"\n\n"
+        name = f"event: {chunk['type']}\n".encode() if self._named and chunk else b""
+        body = name + b"data: " + encode_json(chunk) + b"\n\n" if chunk else b": nothing new\n\n"
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 

@@ -201,7 +201,7 @@ async def generate_many(body: GenerateManyBody, request: Request) -> Response:
     try:
         await unless_gone(request, batch.check())
         if body.stream:
-            return EventStream(batch.chunks(batch.streams), [batch])
+            return EventStream(batch.chunks(batch.members), [batch])
         return await long_answer(await unless_gone(request, batch.whole()))
     except BaseException:
         await asyncio.shield(batch.aclose())

@@ -12,32 +12,17 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from starlette.types import Send
-
 from quire.contracts.views import FORMAT
 from quire.llm import LLM
 from quire.server.context import Context
-from quire.server.events import Chunk, EventStream
+from quire.server.events import Chunk
 
 PERIOD = 0.5
 """Seconds between two events, at least."""
 QUIET = 10.0
 """Seconds without an event after which a comment says that the server is there."""
 NOTHING: Final[Chunk] = {}
-"""What becomes a comment."""
-
-
-class StateStream(EventStream):
-    """A stream of ``StateEvents.follow``."""
-
-    def __init__(self, chunks: AsyncGenerator[Chunk, None], sources: tuple[()]) -> None:
-        super().__init__(chunks, sources, named=True)
-
-    async def _send_event(self, send: Send, chunk: Chunk) -> None:
-        if chunk:
-            await super()._send_event(send, chunk)
-        else:
-            await send({"type": "http.response.body", "body": b": nothing new\n\n", "more_body": True})
+"""A chunk that ``EventStream`` sends as a comment."""
 
 
 class StateEvents:
