@@ -188,7 +188,7 @@ class RemoteModel:
         return self.hold(str(made["id"]), held.get("adapter"))
 
     def checkout(self, name: str) -> RemoteSession:
-        """Return a session that goes on from a branch or a commit."""
+        """Return a session that continues a branch or a commit."""
         made = self.link.call("POST", "/v1/sessions/checkout", {"branch": name})
         held = self.link.call("GET", f"/v1/sessions/{made['id']}?tokens=false")
         return self.hold(str(made["id"]), held.get("adapter"))
@@ -292,7 +292,7 @@ class RemoteSession:
 
 
 def _commit_of(answer: Mapping[str, Any]) -> SimpleNamespace:
-    """Return what ``terminal_chat.commit_line`` says of a commit."""
+    """Return the fields of a commit that ``terminal_chat.commit_line`` prints."""
     return SimpleNamespace(
         id=answer["id"], time=answer["created"], num_tokens=answer["num_tokens"], message=answer["message"]
     )

@@ -306,7 +306,7 @@ def _exact_pattern(pattern: str, place: str) -> str:
 
 
 def _end_of_rewritten(pattern: str, at: int) -> int:
-    """Return where the class that begins at ``at`` ends if it lacks NUL already, -1 if not."""
+    """Return the end of the class at ``at`` if that lacks NUL already, -1 if not."""
     if not pattern.startswith(("[[", "[\\"), at):
         return -1
     found = _ESCAPE.match(pattern, at + 1)
@@ -315,7 +315,7 @@ def _end_of_rewritten(pattern: str, at: int) -> int:
 
 
 def _end_of_class(pattern: str, at: int) -> int:
-    """Return where the class that begins at ``at`` ends, -1 if it does not."""
+    """Return the end of the class that begins at ``at``, -1 if it has none."""
     at += 2 if pattern.startswith("^", at + 1) else 1
     at += pattern.startswith("]", at)  # a first one is literal
     while at < len(pattern):

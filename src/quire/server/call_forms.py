@@ -146,7 +146,7 @@ class ItemForm:
     repeats: bool
     """Whether there may be more than two calls."""
     separators: tuple[str, str]
-    """As those of ``CallForm``, in values that are JSON."""
+    """``CallForm.separators``, in values that are JSON."""
     quotes: bool
     """Whether texts are written as JSON, too."""
     python_words: bool
@@ -172,8 +172,8 @@ class ItemForm:
     def grammar(
         self, functions: Mapping[str, Mapping[str, Any]], tokens: Mapping[str, int], *, one_call: bool
     ) -> StructuredOutputs | None:
-        """Return the form of calls of ``functions``; None if a schema allows what cannot be told
-        from what it forbids once it is written without quotes. Arguments come in the order of the
+        """Return the form of calls of ``functions``; None if a schema restricts
+        texts in a way that cannot be held to without quotes. Arguments come in the order of the
         schema, and none that it does not list. ``tokens``: ids of the texts that are one token
         each."""
         write = partial(_literal, tokens=tokens)
@@ -368,22 +368,23 @@ class _Histories:
         return text
 
     def calls(self, arguments: Sequence[Mapping[str, Any]], *, results: bool = True) -> str:
-        """Return what is rendered from the first call on, of calls with such arguments.
+        """Return the rendered text from the first call on, of calls with such arguments.
         ``ValueError`` if it is not known where they begin."""
-        told = list(zip(self._ids, _NAMES, arguments, strict=False))
+        probed = list(zip(self._ids, _NAMES, arguments, strict=False))
         calls = [
             {"id": id_, "type": "function", "function": {"name": name, "arguments": dict(each)}}
-            for id_, name, each in told
+            for id_, name, each in probed
         ]
         messages: list[dict[str, Any]] = [_USER, {"role": "assistant", "content": None, "tool_calls": calls}]
         if results:
             messages += [
-                {"role": "tool", "tool_call_id": id_, "name": name, "content": "probed result"} for id_, name, _ in told
+                {"role": "tool", "tool_call_id": id_, "name": name, "content": "probed result"}
+                for id_, name, _ in probed
             ]
         text = self._rendered(messages)
         if text.startswith(self._prompt):
             return text[len(self._prompt) :]
-        # The prompt goes on in another way, as with the beginning of a thought.
+        # The history differs from the prompt, as with the beginning of a thought.
         pairs = zip(text, self._prompt, strict=False)
         common = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(text), len(self._prompt)))
         found = [text.find(marker, max(0, common - len(marker) + 1)) for marker in self._markers]
@@ -464,7 +465,7 @@ def _item_form(histories: _Histories) -> ItemForm:
 
 
 def _items_in(text: str) -> tuple[re.Match[str], tuple[str, str]]:
-    """Return what stands around the names and values of ``_ITEMS``, and the separators of JSON."""
+    """Return a match with the texts around ``_ITEMS`` as its groups, and the separators of JSON."""
     for separators in _SEPARATORS:
         written = re.escape(json.dumps(_ITEMS["probed_a"], separators=separators))
         found = re.match(
@@ -481,24 +482,24 @@ def _items_in(text: str) -> tuple[re.Match[str], tuple[str, str]]:
 
 def _with_more_calls(form: ItemForm, histories: _Histories) -> ItemForm:
     """Return a form with what stands between calls, if a turn may have several."""
-    told = list(zip(_NAMES, (_ITEMS, {}, _ITEMS), strict=True))
-    begin = len(replace(form, tail="").text(told[:1]))
+    probed = list(zip(_NAMES, (_ITEMS, {}, _ITEMS), strict=True))
+    begin = len(replace(form, tail="").text(probed[:1]))
     with_mid = form
     for count in (2, 3):
         try:
-            text = histories.calls([arguments for _, arguments in told[:count]])
+            text = histories.calls([arguments for _, arguments in probed[:count]])
             if count == 2:
                 with_mid = replace(form, mid=text[begin : text.index(_NAMES[1], begin)], repeats=False)
         except (InvalidArgument, ValueError):
             break
-        if not text.startswith(with_mid.text(told[:count])):
+        if not text.startswith(with_mid.text(probed[:count])):
             return form if count == 2 else with_mid
         form = replace(with_mid, repeats=count == 3)
     return form
 
 
 def _cut(text: str, count: int) -> tuple[Any, ...]:
-    """Return what stands before, between and behind names and arguments, and the separators of
+    """Return the texts before, between and behind names and arguments, and the separators of
     JSON. ``ValueError`` if they are not there in this order."""
     for separators in _SEPARATORS:
         at, pieces = 0, []

@@ -226,8 +226,8 @@ async def count_chat(request: Request, body: ChatRequest) -> int:
     _params(context, body, tools)
     with naming({}, "messages"):
         template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
-    told = body.model_copy(update={"messages": messages})
-    chat = Conversation.of(context, told, tokenizer, template, tools.given, tools.allowed)
+    bare = body.model_copy(update={"messages": messages})
+    chat = Conversation.of(context, bare, tokenizer, template, tools.given, tools.allowed)
 
     def count() -> int:
         with naming({}, "messages"):
@@ -321,8 +321,8 @@ def _rendered(
 def _reading(
     context: Context, tokenizer: Tokenizer, template: str, params: SamplingParams, tools: ToolChoice, prompt: str | None
 ) -> tuple[MessageFormat, SamplingParams]:
-    """Return how the answer is read, and parameters for that. They keep special tokens in the text
-    if it is read by such tokens. A form holds behind the reasoning."""
+    """Return the format of the answer, and the parameters for it. They keep special tokens in the
+    text if the format has such tokens. A form holds behind the reasoning."""
     format = _message_format(context, template, params, tools, prompt)
     if tools.forced is not None:
         params = params.replace(structured_outputs=forced_calls(context, template, tools)[0])
@@ -352,7 +352,7 @@ def _reading(
 def _message_format(
     context: Context, template: str, params: SamplingParams, tools: ToolChoice, prompt: str | None
 ) -> MessageFormat:
-    """Return how the answer is read. ``prompt``: the rendered prompt, None if it is unknown."""
+    """Return the format of the answer. ``prompt``: the rendered prompt, None if it is unknown."""
     config, named = context.llm.model.config, context.settings.tool_call_parser
     harmony = is_harmony(template, named)
     # A grammar, as of forced calls, leaves no place for channels.

@@ -50,8 +50,8 @@ class Conversation:
         tools: Tools,
         allowed: Collection[str] | None = None,
     ) -> Conversation:
-        """Return that of a body. Raise ``ApiError`` 400 for fields that a template does not
-        read."""
+        """Return the conversation of a body. Raise ``ApiError`` 400 for fields that a template does
+        not read."""
         variables: dict[str, Any] = {**tokenizer.special_tokens, **(body.chat_template_kwargs or {})}
         variables |= thinking_variables(body, template)
         if body.documents is not None:

@@ -63,8 +63,8 @@ _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class KeyPortions:
-    """What keys have of a number. Half of it is kept for them, each its part by weight; so no key,
-    and no number of other keys, can take all."""
+    """Shares of a number by API key. One half is reserved, each key's part by its weight. The other
+    half is for keys that ask first. So no keys together can take all from another one."""
 
     def __init__(self, limit: int, weights: Mapping[str, float]) -> None:
         """``weights`` of all keys, by their owners' digests."""
@@ -76,12 +76,12 @@ class KeyPortions:
         self.used: Counter[str] = Counter()
 
     def left(self, owner: str) -> int:
-        """Return how many a key may still take."""
+        """Return the number that a key may still take."""
         shared = self._shared - sum(max(0, count - self._kept.get(key, 0)) for key, count in self.used.items())
         return max(0, self._kept.get(owner, 0) - self.used[owner]) + max(0, shared)
 
     def most(self, owner: str) -> int:
-        """Return how many a key may have while no other has any."""
+        """Return the most that a key may have while no other key has any."""
         return self._kept.get(owner, 0) + self._shared
 
     def take(self, owner: str, count: int) -> None:

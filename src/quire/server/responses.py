@@ -36,7 +36,7 @@ Include = Annotated[list[Literal["reasoning.encrypted_content"]] | None, Query(d
 
 @router.post("", responses=STREAMED)
 async def create(body: ResponseRequest, request: Request) -> Response:
-    """Answer items, or go on from a stored response."""
+    """Answer items, or continue a stored response."""
     context, owner = _context(request), request.state.owner
     refuse_fields(body, REFUSED)
     refuse_fields(body, UNLISTED)

@@ -1,8 +1,8 @@
-"""Answers to generations in sessions: in one, and in several that go on together.
+"""Answers to generations in sessions: in one, and in several together.
 
 All sessions of a batch are taken and checked before the first one runs. Then each is a stream of
 its own, and the engine runs them in one batch. A session that fails ends with ``finish_reason``
-"error"; the others go on.
+"error"; the others continue.
 """
 
 from __future__ import annotations

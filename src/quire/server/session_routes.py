@@ -54,14 +54,14 @@ from quire.server.sessions import HeldSession
 router = APIRouter(route_class=BodyRoute, prefix="/v1/sessions", tags=["sessions"], dependencies=[Depends(known_query)])
 
 SHARES = (0.0, 0.25, 0.5, 0.75)
-"""Shares of a session at which the cost of a rewind is told by default, besides its last token."""
+"""Shares of a session at which the cost of a rewind is given by default, besides its last token."""
 MAX_POSITIONS = 64
 """Most positions that a request may name."""
 
 FIELDS = {name: name for name in (*CreateBody.model_fields, *GenerateBody.model_fields) if name != "prompt"}
 """Fields that errors may be about, but a prompt: its names here are text, tokens, messages."""
 
-RewindTo = Annotated[list[int] | None, Query(description="Positions of which the cost of a rewind is told.")]
+RewindTo = Annotated[list[int] | None, Query(description="Positions for which the cost of a rewind is returned.")]
 Ttl = Annotated[Seconds | None, Query(description="Seconds without use after which the session is closed.")]
 
 
@@ -222,7 +222,7 @@ def _params_of_all(context: Context, body: GenerateManyBody) -> list[SamplingPar
 
 @router.post("/checkout")
 async def checkout(body: CheckoutBody, request: Request) -> Response:
-    """Make a session that goes on from a branch or a commit."""
+    """Make a session that continues a branch or a commit."""
     context, owner = _context(request), _owner(request)
     with _about(None):
         name, labels = checked_name(body.name), checked_labels(body.labels or {})

@@ -36,7 +36,7 @@ class Shown(Protocol):
     """A view of ``contracts.views``."""
 
     def document(self) -> Mapping[str, Any]:
-        """Return what is sent."""
+        """Return the document to send."""
 
 
 _viewers: WeakKeyDictionary[Sessions, dict[str, tuple[tuple[str, ...], Viewer]]] = WeakKeyDictionary()
@@ -50,8 +50,8 @@ def context_of(request: Request) -> Context:
 
 
 def viewer_of(request: Request) -> Viewer:
-    """Return who looks: with several API keys one who sees what is its own, else one who sees
-    all."""
+    """Return the viewer of a request. With several API keys it sees only its own sessions and
+    requests; otherwise all."""
     context, owner = context_of(request), str(request.state.owner)
     ids = context.sessions.ids
     known = _viewers.setdefault(context.sessions, {})
@@ -121,7 +121,7 @@ def json_answer(document: Mapping[str, Any] | bytes) -> Response:
 
 
 def count_answer(request: Request) -> None:
-    """Count an answer as looking: the more viewers there are, the less often each sees news."""
+    """Count an answer against the budget of views: the more viewers, the rarer their news."""
     context_of(request).llm.views.budget.answered(ANSWER_SECONDS)
 
 

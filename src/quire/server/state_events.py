@@ -1,6 +1,6 @@
-"""``StateEvents``: what tells viewers that there is something new, at most twice a second.
+"""``StateEvents``: events that tell viewers of changes, at most twice a second.
 
-One task looks for all who listen, and only while somebody does. It compares counters, which takes
+One task serves all listeners, and runs only while there are any. It compares counters, which takes
 no lock; the state is read only if they changed.
 """
 
@@ -35,13 +35,13 @@ class StateEvents:
         self._news = asyncio.Event()
         """Set, and replaced, at each event and at the end."""
         self._failure: Exception | None = None
-        """Why nobody looks any more."""
+        """The error that ended the task."""
         self._listeners = 0
         self._task: asyncio.Task[None] | None = None
 
     async def follow(self) -> AsyncGenerator[Chunk, None]:
-        """Yield what there is now, then every change, until the server stops. A listener that is
-        slow misses events and gets the last one. Raises what keeps the state from being read."""
+        """Yield the present state, then every change, until the server stops. A slow listener
+        misses events and gets the last one. Errors of reading the state are raised."""
         self._listeners += 1
         if self._task is None or self._task.done():
             self._last = self._failure = None

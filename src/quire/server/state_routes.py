@@ -106,7 +106,7 @@ async def page(request: Request, pool: int, page: int) -> Response:
 
 @router.get("/tiers")
 async def tiers(request: Request) -> Response:
-    """Tell what each tier outside of the pool holds."""
+    """Describe the contents of each tier outside of the pool."""
     sees_all = viewer_of(request).sees_all
 
     def read(views: StateViews, state: ReadState) -> TiersView:

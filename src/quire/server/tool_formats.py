@@ -5,7 +5,7 @@ place between the pieces of a stream and reads every character once, however the
 fails at the first character that its format does not allow.
 
 What a call gets of its text, if its grammar fails too, is in ``server.tools``. Text that belongs to
-no call is the model's, and the search for markers goes on at the character that did not fit. Only
+no call is the model's, and the search for markers continues at the character that did not fit. Only
 the few characters of a marker are read twice, so the time is linear.
 
 The formats are those in the chat templates of the families:
@@ -30,7 +30,7 @@ cohere       ``<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "paramet
              ...]<|END_ACTION|>`` (Command R7B, Command A)
 ===========  ====================================================================================
 
-Calls without marks are those of ``server.bare_calls``.
+``server.bare_calls`` reads calls without marks.
 """
 
 from __future__ import annotations
