@@ -202,7 +202,7 @@ class Grammars:
         return found
 
     def _known(self, wanted: StructuredOutputs) -> LLMatcher | None:
-        """Return a compiled grammar, None if it is unknown. ``InvalidArgument`` if it is refused."""
+        """Return a compiled grammar or None. ``InvalidArgument`` if it was refused."""
         with self._lock:
             found, _ = self._held.get(id(wanted), (None, 0))
             if wanted in self._compiled:
