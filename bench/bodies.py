@@ -42,10 +42,10 @@ def keyed(value: str, count: int) -> str:
 
 def bodies() -> Iterator[tuple[str, str, str]]:
     """Yield a name, a path and a body."""
-    many = 95_000
-    yield "each: 95,000 objects", EACH, f'{{"ids":["x"],"each":{listed("{}", many)}}}'
+    many = 45_000
+    yield "each: 45,000 objects", EACH, f'{{"ids":["x"],"each":{listed("{}", many)}}}'
     yield (
-        "ids: 95,000 texts, and each",
+        "ids: 45,000 texts, and each",
         EACH,
         f'{{"ids":{listed(chr(34) + "x" + chr(34), many)},"each":{listed("{}", many)}}}',
     )
@@ -58,72 +58,72 @@ def bodies() -> Iterator[tuple[str, str, str]]:
         }
         given = '{"model":"tiny-python",' + start[path]
         for key in ("stop_token_ids", "stop", "stop_sequences", "metadata", "tools", "logit_bias", "include"):
-            yield f"{name}, {key}: 900,000 numbers", path, f'{given}"{key}":{listed("1", 900_000)}}}'
-        yield f"{name}, stop: 900,000 texts", path, f'{given}"stop":{listed(chr(34) + chr(34), 900_000)}}}'
+            yield f"{name}, {key}: 450,000 numbers", path, f'{given}"{key}":{listed("1", 450_000)}}}'
+        yield f"{name}, stop: 450,000 texts", path, f'{given}"stop":{listed(chr(34) + chr(34), 450_000)}}}'
         yield (
-            f"{name}, stop_token_ids: 900,000 texts",
+            f"{name}, stop_token_ids: 450,000 texts",
             path,
-            f'{given}"stop_token_ids":{listed(chr(34) * 2, 900_000)}}}',
+            f'{given}"stop_token_ids":{listed(chr(34) * 2, 450_000)}}}',
         )
-        yield f"{name}, logit_bias: 95,000 numbers", path, f'{given}"logit_bias":{keyed("1", many)}}}'
-        yield f"{name}, logit_bias: 95,000 texts", path, f'{given}"logit_bias":{keyed(chr(34) * 2, many)}}}'
-        yield f"{name}, metadata: 95,000 numbers", path, f'{given}"metadata":{keyed("1", many)}}}'
-        yield f"{name}, 95,000 unknown fields", path, given + keyed("1", many)[1:]
-        yield f"{name}, tools: 95,000 objects", path, f'{given}"tools":{listed("{}", many)}}}'
+        yield f"{name}, logit_bias: 45,000 numbers", path, f'{given}"logit_bias":{keyed("1", many)}}}'
+        yield f"{name}, logit_bias: 45,000 texts", path, f'{given}"logit_bias":{keyed(chr(34) * 2, many)}}}'
+        yield f"{name}, metadata: 45,000 numbers", path, f'{given}"metadata":{keyed("1", many)}}}'
+        yield f"{name}, 45,000 unknown fields", path, given + keyed("1", many)[1:]
+        yield f"{name}, tools: 45,000 objects", path, f'{given}"tools":{listed("{}", many)}}}'
         tool = '{"type":"function","function":{"name":"f","parameters":{"type":"object"}}}'
-        yield f"{name}, tools: 20,000", path, f'{given}"tools":{listed(tool, 20_000)}}}'
+        yield f"{name}, tools: 9,000", path, f'{given}"tools":{listed(tool, 9_000)}}}'
         yield f"{name}, unread objects", path, f'{given}"unread":{listed("[1,1,1,1,1,1,1,1]", many)}}}'
-        yield f"{name}, unread floats", path, f'{given}"unread":{listed("0.12345678901234", 900_000)}}}'
+        yield f"{name}, unread floats", path, f'{given}"unread":{listed("0.12345678901234", 450_000)}}}'
     part = '{"type":"text","text":"a"}'
     for name, path, key in (
         ("chat", CHAT, "messages"),
         ("session", SESSIONS, "messages"),
         ("tokenize", TOKENIZE, "messages"),
     ):
-        yield f"{name}: 45,000 messages", path, f'{{"max_tokens":1,"{key}":{listed(json.dumps(USER), 45_000)}}}'
+        yield f"{name}: 20,000 messages", path, f'{{"max_tokens":1,"{key}":{listed(json.dumps(USER), 20_000)}}}'
         yield f"{name}: 9,000 messages", path, f'{{"max_tokens":1,"{key}":{listed(json.dumps(USER), 9_000)}}}'
-        yield f"{name}: 900,000 numbers as messages", path, f'{{"max_tokens":1,"{key}":{listed("1", 900_000)}}}'
+        yield f"{name}: 450,000 numbers as messages", path, f'{{"max_tokens":1,"{key}":{listed("1", 450_000)}}}'
         yield (
-            f"{name}: 40,000 parts",
+            f"{name}: 20,000 parts",
             path,
-            f'{{"max_tokens":1,"{key}":[{{"role":"user","content":{listed(part, 40_000)}}}]}}',
+            f'{{"max_tokens":1,"{key}":[{{"role":"user","content":{listed(part, 20_000)}}}]}}',
         )
     yield (
-        "responses: 45,000 messages",
+        "responses: 20,000 messages",
         RESPONSES,
-        f'{{"model":"tiny-python","max_output_tokens":1,"input":{listed(json.dumps(USER), 45_000)}}}',
+        f'{{"model":"tiny-python","max_output_tokens":1,"input":{listed(json.dumps(USER), 20_000)}}}',
     )
     yield (
-        "messages: 45,000 messages",
+        "messages: 20,000 messages",
         MESSAGES,
-        f'{{"model":"tiny-python","max_tokens":1,"messages":{listed(json.dumps(USER), 45_000)}}}',
+        f'{{"model":"tiny-python","max_tokens":1,"messages":{listed(json.dumps(USER), 20_000)}}}',
     )
     for name, path, key in (
         ("completion", COMPLETION, "prompt"),
         ("session", SESSIONS, "prompt"),
         ("warm", WARM, "segments"),
     ):
-        yield f"{name}: 900,000 token ids", path, f'{{"max_tokens":1,"{key}":{listed("7", 900_000)}}}'
+        yield f"{name}: 450,000 token ids", path, f'{{"max_tokens":1,"{key}":{listed("7", 450_000)}}}'
         yield f"{name}: 100,000 token ids", path, f'{{"max_tokens":1,"{key}":{listed("7", 100_000)}}}'
-        yield f"{name}: 900,000 texts", path, f'{{"max_tokens":1,"{key}":{listed(chr(34) + "a" + chr(34), 900_000)}}}'
-        yield f"{name}: 90,000 lists of ids", path, f'{{"max_tokens":1,"{key}":{listed("[7,7,7,7,7,7,7,7]", 90_000)}}}'
+        yield f"{name}: 450,000 texts", path, f'{{"max_tokens":1,"{key}":{listed(chr(34) + "a" + chr(34), 450_000)}}}'
+        yield f"{name}: 45,000 lists of ids", path, f'{{"max_tokens":1,"{key}":{listed("[7,7,7,7,7,7,7,7]", 45_000)}}}'
         yield (
-            f"{name}: 40,000 parts",
+            f"{name}: 20,000 parts",
             path,
-            f'{{"max_tokens":1,"{key}":{listed(chr(123) + chr(34) + "text" + chr(34) + ":" + chr(34) + "a" + chr(34) + chr(125), 40_000)}}}',
+            f'{{"max_tokens":1,"{key}":{listed(chr(123) + chr(34) + "text" + chr(34) + ":" + chr(34) + "a" + chr(34) + chr(125), 20_000)}}}',
         )
     yield "completion: a text of 16 MB", COMPLETION, '{"prompt":"' + "a" * 16_000_000 + '"}'
-    yield "detokenize: 900,000 ids", "/detokenize", f'{{"tokens":{listed("7", 900_000)}}}'
-    yield "detokenize: 900,000 texts", "/detokenize", f'{{"tokens":{listed(chr(34) * 2, 900_000)}}}'
-    yield "session, 95,000 unknown fields", SESSIONS, keyed("1", many)
-    yield "session, labels: 95,000 numbers", SESSIONS, f'{{"labels":{keyed("1", many)}}}'
+    yield "detokenize: 450,000 ids", "/detokenize", f'{{"tokens":{listed("7", 450_000)}}}'
+    yield "detokenize: 450,000 texts", "/detokenize", f'{{"tokens":{listed(chr(34) * 2, 450_000)}}}'
+    yield "session, 45,000 unknown fields", SESSIONS, keyed("1", many)
+    yield "session, labels: 45,000 numbers", SESSIONS, f'{{"labels":{keyed("1", many)}}}'
     yield "session, 15 MB of texts", SESSIONS, f'{{"x":{listed(chr(34) + "a" + chr(34), 3_900_000)}}}'
-    schema = '{"type":"object","properties":' + keyed('{"type":"string"}', 30_000) + "}"
+    schema = '{"type":"object","properties":' + keyed('{"type":"string"}', 20_000) + "}"
     form = f'"response_format":{{"type":"json_schema","json_schema":{{"name":"x","schema":{schema}}}}}'
-    yield "chat: a schema of 30,000 members", CHAT, f'{{"messages":[{json.dumps(USER)}],{form}}}'
-    actions = listed('{"action_id":"a","action_type":"kv.pin","action_version":"1.0","payload":{}}', 20_000)
+    yield "chat: a schema of 20,000 members", CHAT, f'{{"messages":[{json.dumps(USER)}],{form}}}'
+    actions = listed('{"action_id":"a","action_type":"kv.pin","action_version":"1.0","payload":{}}', 8_000)
     yield (
-        "completion: 20,000 hints",
+        "completion: 8,000 hints",
         COMPLETION,
         (
             f'{{"prompt":"a","max_tokens":1,"kv_hints":{{"protocol_version":"0.1","message_id":"m","actions":{actions}}}}}'

@@ -28,9 +28,9 @@ from tests.test_bench_serve import Request, answer, chunked, stub, text_event
 from quire import LLM, AsyncLLM, SamplingParams, cli
 from quire.client import BrokenAnswer, HttpFailure
 from quire.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted
-from quire.remote_chat import Link, RemoteChat, RemoteModel, run_remote_chat
+from quire.remote_chat import Link, RemoteBackend, RemoteModel, run_remote_chat
 from quire.server.settings import ServerSettings
-from quire.terminal_chat import TerminalChat, usual_fields
+from quire.terminal_chat import LocalBackend, TerminalChat, usual_fields
 
 __all__ = ["chat_folder", "chat_llm", "plain_folder", "plain_llm"]
 
@@ -114,7 +114,7 @@ def test_every_command_does_what_it_does_without_a_server(
 
     typed(tmp_path / "here")
     with LLM(path, **OPTIONS) as local:
-        TerminalChat(local, SamplingParams(**FIELDS)).run()
+        TerminalChat(LocalBackend(local, SamplingParams(**FIELDS))).run()
     here = capsys.readouterr()
     typed(tmp_path / "there")
     assert pages_free(served.llm)  # what others have left in the cache is forgotten: /stats counts all pages
@@ -136,7 +136,7 @@ def test_every_command_does_what_it_does_without_a_server(
 def held_tokens(chat: TerminalChat, served: Served) -> list[int]:
     """The tokens of a chat's session, wherever it is."""
     session: Any = chat._session
-    if isinstance(chat, RemoteChat):
+    if isinstance(chat._backend, RemoteBackend):
         return list(served.client.get(f"/v1/sessions/{session._name}").json()["tokens"])
     return list(session.tokens)
 
@@ -150,7 +150,10 @@ def test_a_full_context_and_the_ways_on(folder: str, request: pytest.FixtureRequ
         model = RemoteModel(Link(served.url))
         fields = {**FIELDS, "max_tokens": 20}
         texts: list[str] = []
-        for chat in (TerminalChat(local, SamplingParams(**fields)), RemoteChat(model, fields)):
+        for chat in (
+            TerminalChat(LocalBackend(local, SamplingParams(**fields))),
+            TerminalChat(RemoteBackend(model, fields)),
+        ):
             chat.take("a = 1")
             chat.take("b = 2")
             before = chat._session.text
@@ -183,8 +186,8 @@ def test_a_full_context_and_the_ways_on(folder: str, request: pytest.FixtureRequ
             texts.append(chat._session.text)
         window = {"window": 32, "sink": 4}
         for chat in (
-            TerminalChat(local, SamplingParams(**fields), **window),
-            RemoteChat(model, fields, **window),
+            TerminalChat(LocalBackend(local, SamplingParams(**fields), **window)),
+            TerminalChat(RemoteBackend(model, fields, **window)),
         ):
             for number in range(4):
                 chat.take(f"c{number} = 3")
@@ -208,7 +211,7 @@ def test_turns_behind_an_edit_are_taken_back(pair: tuple[Served, Path]) -> None:
     """They begin elsewhere then."""
     _, path = pair
     with LLM(path, **OPTIONS) as local:
-        chat = TerminalChat(local, SamplingParams(**FIELDS))
+        chat = TerminalChat(LocalBackend(local, SamplingParams(**FIELDS)))
         chat.take("value_one = 1")
         chat.take("value_two = 2")
         chat.take("/fork other")
@@ -228,7 +231,7 @@ def test_an_interrupted_answer_ends_on_the_server_and_can_be_taken_back(
 ) -> None:
     served, _ = pair
     model = remote(served)
-    chat = RemoteChat(model, {**FIELDS, "max_tokens": 3000})
+    chat = TerminalChat(RemoteBackend(model, {**FIELDS, "max_tokens": 3000}))
     shown: list[str] = []
 
     class Impatient(io.StringIO):
@@ -254,7 +257,7 @@ def test_an_interrupted_answer_ends_on_the_server_and_can_be_taken_back(
 def test_a_refused_turn_leaves_nothing_behind(pair: tuple[Served, Path]) -> None:
     served, _ = pair
     model = remote(served)
-    chat = RemoteChat(model, {**FIELDS, "temperature": -1})
+    chat = TerminalChat(RemoteBackend(model, {**FIELDS, "temperature": -1}))
     with pytest.raises(HttpFailure, match="temperature") as caught:
         chat.take("def add(a, b):")
     assert (caught.value.status, caught.value.param) == (400, "temperature")
@@ -288,7 +291,7 @@ def test_any_verb_of_a_session_is_called_by_its_name(pair: tuple[Served, Path]) 
 def test_files_that_cannot_be_loaded_or_saved_are_said(pair: tuple[Served, Path], tmp_path: Path) -> None:
     served, _ = pair
     model = remote(served)
-    chat = RemoteChat(model, FIELDS)
+    chat = TerminalChat(RemoteBackend(model, FIELDS))
     chat.take("def add(a, b):")
     with pytest.raises(NotFound, match=r"missing\.quire"):
         chat.take(f"/load {tmp_path / 'missing.quire'}")
@@ -411,7 +414,7 @@ def test_history_in_both_chats(
         options: dict[str, Any] = {**OPTIONS, "store": [f"file://{tmp_path / place}"]}
         if place == "here":
             with LLM(plain_folder, **options) as local:
-                TerminalChat(local, SamplingParams(**FIELDS)).run()
+                TerminalChat(LocalBackend(local, SamplingParams(**FIELDS))).run()
         else:
             llm = AsyncLLM(plain_folder, **options)
             with serving(llm) as served:

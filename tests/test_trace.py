@@ -22,7 +22,7 @@ from quire.engine.views.timeline import Timeline
 from quire.engine.views.trace_events import TraceRecorder
 from quire.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted
 from quire.remote_trace import record_trace
-from quire.server import timeline_routes
+from quire.server import state_routes
 
 __all__ = ["llm", "served"]
 
@@ -222,13 +222,13 @@ def test_a_server_is_recorded(served: Served, tmp_path: Path, capsys: pytest.Cap
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What servers of this process are asked for, as it comes."""
     found: list[int] = []
-    document = timeline_routes.timeline_document
+    document = state_routes.timeline_document
 
     def counted(line: Timeline, since: int, owner: str | None) -> dict[str, Any]:
         found.append(since)
         return document(line, since, owner)
 
-    monkeypatch.setattr(timeline_routes, "timeline_document", counted)
+    monkeypatch.setattr(state_routes, "timeline_document", counted)
     return found
 
 

@@ -175,7 +175,7 @@ def chat(
     **options: Any,
 ) -> None:
     """Talk to a model in the terminal; /help lists the commands that fork, rewind and save."""
-    from quire.terminal_chat import TerminalChat, usual_fields
+    from quire.terminal_chat import LocalBackend, TerminalChat, usual_fields
 
     model, chosen = given_model(model, options, name)
     kept = {name: chosen.pop(name) for name in CHAT_OPTIONS if name in chosen}
@@ -190,7 +190,7 @@ def chat(
     llm = _load(DEFAULT_MODEL if model is None else model, chosen, adapter)
     templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
     usual = usual_fields(llm.config.model, templated=templated)
-    talk = TerminalChat(llm, _sampling(chosen, llm, usual), adapter, **kept)
+    talk = TerminalChat(LocalBackend(llm, _sampling(chosen, llm, usual), **kept), adapter)
     if llm.config.model == DEFAULT_MODEL:
         print(f"{DEFAULT_MODEL} completes Python; begin some, as in def fib(n):", file=sys.stderr)
     talk.run()

@@ -13,8 +13,8 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -93,6 +93,9 @@ class Metric:
 
     def _samples(self) -> tuple[Sample, ...]:
         return (Sample(name=self.name, value=self._value),)
+
+
+M = TypeVar("M", bound=Metric)
 
 
 class Counter(Metric):
@@ -228,132 +231,177 @@ class MetricGroup:
         return values
 
 
-class EngineMetrics(MetricGroup):
-    """All metrics of an engine."""
+def _declared(kind: type[M], name: str, help: str, *more: Any) -> M:
+    """Return a field of a group that is a metric of its own in each group."""
+    return cast("M", field(default_factory=lambda: kind(name, help, *more)))
 
-    def __init__(self) -> None:
-        # What vLLM has too.
-        self.num_requests_running = Gauge("quire:num_requests_running", "Requests in the running batch.")
-        self.num_requests_waiting = Gauge("quire:num_requests_waiting", "Requests waiting to be admitted.")
-        self.kv_cache_usage = Gauge(
-            "quire:kv_cache_usage_perc", "Share of the KV state's pages that are held or pinned; 1 means all."
-        )
-        self.prompt_tokens = Counter("quire:prompt_tokens_total", "Prompt tokens, computed or cached.")
-        self.prompt_tokens_cached = Counter(
-            "quire:prompt_tokens_cached_total", "Prompt tokens whose state was found in the prefix cache."
-        )
-        self.prompt_tokens_reused = LabelledCounter(
-            "quire:prompt_tokens_reused_total", "Prompt tokens with reused state, by where it was.", "tier", TIERS
-        )
-        self.reuse_misses = LabelledCounter(
-            "quire:reuse_misses_total",
-            "Prompts of which a longer match was known, by why it was not reused.",
-            "reason",
-            [str(miss) for miss in Miss if miss is not Miss.NONE],
-        )
-        self.generation_tokens = Counter("quire:generation_tokens_total", "Tokens generated.")
-        self.num_preemptions = Counter(
-            "quire:num_preemptions_total", "Requests put back into the queue because pages ran out."
-        )
-        self.request_success = LabelledCounter(
-            "quire:request_success_total", "Requests that ended, by reason.", "finished_reason", FINISH_REASONS
-        )
-        self.time_to_first_token = Histogram(
-            "quire:time_to_first_token_seconds",
-            "From the arrival of a request to its first token.",
-            FIRST_TOKEN_BUCKETS,
-        )
-        self.inter_token_latency = Histogram(
-            "quire:inter_token_latency_seconds", "Between successive tokens of a request.", INTER_TOKEN_BUCKETS
-        )
-        self.e2e_request_latency = Histogram(
-            "quire:e2e_request_latency_seconds", "From the arrival of a request to its end.", REQUEST_BUCKETS
-        )
-        self.request_queue_time = Histogram(
-            "quire:request_queue_time_seconds",
-            "From the arrival of a request to its first admission.",
-            FIRST_TOKEN_BUCKETS,
-        )
-        self.request_prefill_time = Histogram(
-            "quire:request_prefill_time_seconds",
-            "From the first admission of a request to its first token.",
-            FIRST_TOKEN_BUCKETS,
-        )
-        self.request_decode_time = Histogram(
-            "quire:request_decode_time_seconds",
-            "From the first token of a request to its last.",
-            FIRST_TOKEN_BUCKETS,
-        )
-        self.request_inference_time = Histogram(
-            "quire:request_inference_time_seconds",
-            "From the first admission of a request to its last token.",
-            FIRST_TOKEN_BUCKETS,
-        )
-        self.request_prompt_tokens = Histogram(
-            "quire:request_prompt_tokens", "Prompt tokens of a request that has ended.", TOKEN_BUCKETS
-        )
-        self.request_generation_tokens = Histogram(
-            "quire:request_generation_tokens", "Tokens generated for a request that has ended.", TOKEN_BUCKETS
-        )
-        self.steps = LabelledCounter(
-            "quire:steps_total",
-            "Forwards, by whether their work was captured before and launched as a whole.",
-            "path",
-            ("captured", "plain"),
-        )
-        self.steps_ahead = Counter(
-            "quire:steps_ahead_total", "Those of them that were queued before the tokens of the one before were known."
-        )
-        self.tokens_withdrawn = Counter(
-            "quire:tokens_withdrawn_total", "Tokens that such a forward ran of requests that had ended, taken back."
-        )
-        # The state's own verbs.
-        self.forks = Counter("quire:forks_total", "Sequences made by forking.")
-        self.rewinds = Counter("quire:rewinds_total", "Rewinds of sequences.")
-        self.tokens_replayed = Counter(
-            "quire:tokens_replayed_total", "Tokens run again to reach a rewound position or the end of a known prefix."
-        )
-        self.reruns = Counter(
-            "quire:reruns_total", "Turns run again in idle time, as the chat template writes them into later prompts."
-        )
-        self.rerun_tokens = Counter("quire:rerun_tokens_total", "Tokens computed for these.")
-        self.rerun_tokens_found = Counter(
-            "quire:rerun_tokens_found_total", "Prompt tokens found in the prefix cache thanks to these."
-        )
-        self.copy_on_write_splits = Counter(
-            "quire:copy_on_write_splits_total", "Shared pages copied because one of their owners wrote."
-        )
-        self.checkpoints_kept = Gauge("quire:checkpoints_kept", "Checkpoints of recurrent state held now.")
-        self.checkpoints_used = Counter(
-            "quire:checkpoints_used_total", "Forks, rewinds and matches served from a checkpoint of recurrent state."
-        )
-        self.pages_free = Gauge("quire:pages_free", "Pages of the KV state that are nobody's now.")
-        self.pages_evictable = Gauge(
-            "quire:pages_evictable", "Pages of finished requests and idle sessions, given up for whoever needs them."
-        )
-        self.pages_held = Gauge("quire:pages_held", "Pages of requests under way and of the executor's caches.")
-        self.pages_pinned = Gauge("quire:pages_pinned", "Pages of sessions that are pinned or were written into.")
-        self.pages_shared = Gauge("quire:pages_shared", "Pages that belong to more than one sequence now.")
-        self.adapters_loaded = Gauge("quire:adapters_loaded", "LoRA adapters loaded now.")
-        self.adapters_resident = Gauge("quire:adapters_resident", "Of these, on the device now.")
-        self.adapter_transfers = Counter(
-            "quire:adapter_transfers_total", "Times that an adapter was brought to the device."
-        )
-        self.state_bytes_saved = Counter("quire:state_bytes_saved_total", "Bytes of state files written.")
-        self.state_bytes_loaded = Counter("quire:state_bytes_loaded_total", "Bytes of state files read.")
-        self.blended_tokens = Counter("quire:blended_tokens_total", "Tokens whose stored state was blended in.")
-        self.recomputed_tokens = Counter("quire:recomputed_tokens_total", "Tokens recomputed while blending.")
-        self.blend_calibrated = Gauge("quire:blend_calibrated", "1 if the model's blending was calibrated.")
-        self.blend_divergence = Histogram(
-            "quire:blend_divergence_nats",
-            "KL divergence of the first token's distribution from a full computation's, of blended prompts that were verified.",
-            DIVERGENCE_BUCKETS,
-        )
-        self.drafted_tokens = Counter("quire:drafted_tokens_total", "Tokens proposed by speculation.")
-        self.accepted_tokens = Counter("quire:accepted_tokens_total", "Proposed tokens that were accepted.")
-        self.refusals = LabelledCounter(
-            "quire:refusals_total", "Requests to the server that were refused, by error.", "error", REFUSAL_ERRORS
-        )
+
+@dataclass(eq=False)
+class EngineMetrics(MetricGroup):
+    """All metrics of an engine, each declared with its name and help."""
+
+    # What vLLM has too.
+    num_requests_running: Gauge = _declared(Gauge, "quire:num_requests_running", "Requests in the running batch.")
+    num_requests_waiting: Gauge = _declared(Gauge, "quire:num_requests_waiting", "Requests waiting to be admitted.")
+    kv_cache_usage: Gauge = _declared(
+        Gauge, "quire:kv_cache_usage_perc", "Share of the KV state's pages that are held or pinned; 1 means all."
+    )
+    prompt_tokens: Counter = _declared(Counter, "quire:prompt_tokens_total", "Prompt tokens, computed or cached.")
+    prompt_tokens_cached: Counter = _declared(
+        Counter, "quire:prompt_tokens_cached_total", "Prompt tokens whose state was found in the prefix cache."
+    )
+    prompt_tokens_reused: LabelledCounter = _declared(
+        LabelledCounter,
+        "quire:prompt_tokens_reused_total",
+        "Prompt tokens with reused state, by where it was.",
+        "tier",
+        TIERS,
+    )
+    reuse_misses: LabelledCounter = _declared(
+        LabelledCounter,
+        "quire:reuse_misses_total",
+        "Prompts of which a longer match was known, by why it was not reused.",
+        "reason",
+        [str(miss) for miss in Miss if miss is not Miss.NONE],
+    )
+    generation_tokens: Counter = _declared(Counter, "quire:generation_tokens_total", "Tokens generated.")
+    num_preemptions: Counter = _declared(
+        Counter, "quire:num_preemptions_total", "Requests put back into the queue because pages ran out."
+    )
+    request_success: LabelledCounter = _declared(
+        LabelledCounter,
+        "quire:request_success_total",
+        "Requests that ended, by reason.",
+        "finished_reason",
+        FINISH_REASONS,
+    )
+    time_to_first_token: Histogram = _declared(
+        Histogram,
+        "quire:time_to_first_token_seconds",
+        "From the arrival of a request to its first token.",
+        FIRST_TOKEN_BUCKETS,
+    )
+    inter_token_latency: Histogram = _declared(
+        Histogram, "quire:inter_token_latency_seconds", "Between successive tokens of a request.", INTER_TOKEN_BUCKETS
+    )
+    e2e_request_latency: Histogram = _declared(
+        Histogram, "quire:e2e_request_latency_seconds", "From the arrival of a request to its end.", REQUEST_BUCKETS
+    )
+    request_queue_time: Histogram = _declared(
+        Histogram,
+        "quire:request_queue_time_seconds",
+        "From the arrival of a request to its first admission.",
+        FIRST_TOKEN_BUCKETS,
+    )
+    request_prefill_time: Histogram = _declared(
+        Histogram,
+        "quire:request_prefill_time_seconds",
+        "From the first admission of a request to its first token.",
+        FIRST_TOKEN_BUCKETS,
+    )
+    request_decode_time: Histogram = _declared(
+        Histogram,
+        "quire:request_decode_time_seconds",
+        "From the first token of a request to its last.",
+        FIRST_TOKEN_BUCKETS,
+    )
+    request_inference_time: Histogram = _declared(
+        Histogram,
+        "quire:request_inference_time_seconds",
+        "From the first admission of a request to its last token.",
+        FIRST_TOKEN_BUCKETS,
+    )
+    request_prompt_tokens: Histogram = _declared(
+        Histogram, "quire:request_prompt_tokens", "Prompt tokens of a request that has ended.", TOKEN_BUCKETS
+    )
+    request_generation_tokens: Histogram = _declared(
+        Histogram, "quire:request_generation_tokens", "Tokens generated for a request that has ended.", TOKEN_BUCKETS
+    )
+    steps: LabelledCounter = _declared(
+        LabelledCounter,
+        "quire:steps_total",
+        "Forwards, by whether their work was captured before and launched as a whole.",
+        "path",
+        ("captured", "plain"),
+    )
+    steps_ahead: Counter = _declared(
+        Counter,
+        "quire:steps_ahead_total",
+        "Those of them that were queued before the tokens of the one before were known.",
+    )
+    tokens_withdrawn: Counter = _declared(
+        Counter,
+        "quire:tokens_withdrawn_total",
+        "Tokens that such a forward ran of requests that had ended, taken back.",
+    )
+    # The state's own verbs.
+    forks: Counter = _declared(Counter, "quire:forks_total", "Sequences made by forking.")
+    rewinds: Counter = _declared(Counter, "quire:rewinds_total", "Rewinds of sequences.")
+    tokens_replayed: Counter = _declared(
+        Counter,
+        "quire:tokens_replayed_total",
+        "Tokens run again to reach a rewound position or the end of a known prefix.",
+    )
+    reruns: Counter = _declared(
+        Counter,
+        "quire:reruns_total",
+        "Turns run again in idle time, as the chat template writes them into later prompts.",
+    )
+    rerun_tokens: Counter = _declared(Counter, "quire:rerun_tokens_total", "Tokens computed for these.")
+    rerun_tokens_found: Counter = _declared(
+        Counter, "quire:rerun_tokens_found_total", "Prompt tokens found in the prefix cache thanks to these."
+    )
+    copy_on_write_splits: Counter = _declared(
+        Counter, "quire:copy_on_write_splits_total", "Shared pages copied because one of their owners wrote."
+    )
+    checkpoints_kept: Gauge = _declared(Gauge, "quire:checkpoints_kept", "Checkpoints of recurrent state held now.")
+    checkpoints_used: Counter = _declared(
+        Counter,
+        "quire:checkpoints_used_total",
+        "Forks, rewinds and matches served from a checkpoint of recurrent state.",
+    )
+    pages_free: Gauge = _declared(Gauge, "quire:pages_free", "Free pages of the KV state.")
+    pages_evictable: Gauge = _declared(
+        Gauge, "quire:pages_evictable", "Pages of finished requests and idle sessions, evicted when others need them."
+    )
+    pages_held: Gauge = _declared(
+        Gauge, "quire:pages_held", "Pages of requests under way and of the executor's caches."
+    )
+    pages_pinned: Gauge = _declared(
+        Gauge, "quire:pages_pinned", "Pages of sessions that are pinned or were written into."
+    )
+    pages_shared: Gauge = _declared(Gauge, "quire:pages_shared", "Pages that belong to more than one sequence now.")
+    adapters_loaded: Gauge = _declared(Gauge, "quire:adapters_loaded", "LoRA adapters loaded now.")
+    adapters_resident: Gauge = _declared(Gauge, "quire:adapters_resident", "Of these, on the device now.")
+    adapter_transfers: Counter = _declared(
+        Counter, "quire:adapter_transfers_total", "Times that an adapter was brought to the device."
+    )
+    state_bytes_saved: Counter = _declared(Counter, "quire:state_bytes_saved_total", "Bytes of state files written.")
+    state_bytes_loaded: Counter = _declared(Counter, "quire:state_bytes_loaded_total", "Bytes of state files read.")
+    blended_tokens: Counter = _declared(
+        Counter, "quire:blended_tokens_total", "Tokens whose stored state was blended in."
+    )
+    recomputed_tokens: Counter = _declared(
+        Counter, "quire:recomputed_tokens_total", "Tokens recomputed while blending."
+    )
+    blend_calibrated: Gauge = _declared(Gauge, "quire:blend_calibrated", "1 if the model's blending was calibrated.")
+    blend_divergence: Histogram = _declared(
+        Histogram,
+        "quire:blend_divergence_nats",
+        "KL divergence of the first token's distribution from a full computation's, of blended prompts that were verified.",
+        DIVERGENCE_BUCKETS,
+    )
+    drafted_tokens: Counter = _declared(Counter, "quire:drafted_tokens_total", "Tokens proposed by speculation.")
+    accepted_tokens: Counter = _declared(Counter, "quire:accepted_tokens_total", "Proposed tokens that were accepted.")
+    refusals: LabelledCounter = _declared(
+        LabelledCounter,
+        "quire:refusals_total",
+        "Requests to the server that were refused, by error.",
+        "error",
+        REFUSAL_ERRORS,
+    )
+
+    def __post_init__(self) -> None:
         self._share_lock()
 
     def count_drafts(self, drafted: int, accepted: int) -> None:

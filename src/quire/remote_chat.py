@@ -24,12 +24,11 @@ from urllib.parse import quote
 from quire.client import DONE, BrokenAnswer, EventParser, HttpFailure, ServerAddress, check_key, event_object, failure
 from quire.errors import InvalidArgument, NotFound, QuireError
 from quire.kv.atomic_file import check_regular
-from quire.terminal_chat import ANSWER_TOKENS, TerminalChat, TypedTurn, messages_of, usual_fields
+from quire.terminal_chat import ANSWER_TOKENS, Piece, TerminalChat, TypedTurn, messages_of, usual_fields
 
 if TYPE_CHECKING:
     from quire.engine.session import Session
-    from quire.llm import LLM
-    from quire.sampling_params import SamplingParams
+    from quire.store.commits import SessionCommit
 
 PATIENCE = 5.0
 """Seconds for which calls are repeated on a session whose stream was just broken off."""
@@ -189,7 +188,7 @@ class RemoteModel:
         return self.hold(str(made["id"]), held.get("adapter"))
 
     def checkout(self, name: str) -> RemoteSession:
-        """Return a session that goes on from a branch or a commit."""
+        """Return a session that continues a branch or a commit."""
         made = self.link.call("POST", "/v1/sessions/checkout", {"branch": name})
         held = self.link.call("GET", f"/v1/sessions/{made['id']}?tokens=false")
         return self.hold(str(made["id"]), held.get("adapter"))
@@ -293,40 +292,55 @@ class RemoteSession:
 
 
 def _commit_of(answer: Mapping[str, Any]) -> SimpleNamespace:
-    """Return what ``terminal_chat.commit_line`` says of a commit."""
+    """Return the fields of a commit that ``terminal_chat.commit_line`` prints."""
     return SimpleNamespace(
         id=answer["id"], time=answer["created"], num_tokens=answer["num_tokens"], message=answer["message"]
     )
 
 
-class RemoteChat(TerminalChat):
-    """The terminal chat with sessions of a server. It takes a ``RemoteModel`` in place of a model
-    and the fields of a request's body in place of parameters."""
+class RemoteBackend:
+    """Conversations in sessions of a server."""
 
-    def _pieces(self, session: Session, line: str | None) -> Iterator[tuple[str, int]]:
-        if line is None:
-            # To the server it is no chat, and would have 16 tokens.
-            turn: dict[str, Any] = {"max_tokens": cast(Any, self._params).get("max_tokens") or ANSWER_TOKENS}
-        else:
-            turn = {"messages": [{"role": "user", "content": line}]} if self._templated else {"prompt": line + "\n"}
-        with closing(cast(Any, cast(RemoteSession, session).stream(turn, cast(Any, self._params)))) as chunks:
-            for chunk in chunks:
-                self._branch.reuse = (chunk.get("quire") or {}).get("reuse", self._branch.reuse)
-                self._is_cut |= any(choice.get("finish_reason") == "length" for choice in chunk.get("choices") or ())
-                text = "".join(str(choice["text"]) for choice in chunk.get("choices") or ())
-                yield text, int((chunk.get("usage") or {}).get("completion_tokens", 0))
+    def __init__(
+        self, model: RemoteModel, fields: Mapping[str, Any], *, window: int | None = None, sink: int = 0
+    ) -> None:
+        """``fields``: those of a request's body that say how answers are sampled. ``window`` and
+        ``sink`` are those of ``LLM.session``."""
+        self._model, self._fields = model, fields
+        self._window, self._sink = window, sink
+        self.templated = bool(model.tokenizer.chat_templates)
+        # A chat uses only the part of ``Session`` that ``RemoteSession`` has.
+        self.load_session: Callable[[Path], Session] = cast(Any, model.load_session)
+        self.checkout: Callable[[str], Session] = cast(Any, model.checkout)
+        self.log: Callable[[str], Sequence[SessionCommit]] = cast(Any, model.log)
+        self.status = model.status
 
-    def _is_undone(self, session: Session, before: int, error: BaseException) -> bool:
-        # Only a refusal leaves no turn. After a broken connection the server may still add one.
-        return isinstance(error, HttpFailure)
-
-    def _begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
-        messages = messages_of(turns) if turns and self._templated else None
-        model = cast(RemoteModel, self._llm)
-        session = model.session(adapter, window=self._window, sink=self._sink, messages=messages)
-        if turns and not self._templated:
+    def begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
+        messages = messages_of(turns) if turns and self.templated else None
+        session = self._model.session(adapter, window=self._window, sink=self._sink, messages=messages)
+        if turns and not self.templated:
             session.append(text="".join(f"{turn.line}\n{turn.answer}" for turn in turns))
         return cast("Session", session)
+
+    def answer(self, session: Session, line: str | None) -> Iterator[Piece]:
+        if line is None:
+            # To the server it is no chat, and would have 16 tokens.
+            turn: dict[str, Any] = {"max_tokens": self._fields.get("max_tokens") or ANSWER_TOKENS}
+        else:
+            turn = {"messages": [{"role": "user", "content": line}]} if self.templated else {"prompt": line + "\n"}
+        with closing(cast(Any, cast(RemoteSession, session).stream(turn, self._fields))) as chunks:
+            for chunk in chunks:
+                choices = chunk.get("choices") or ()
+                yield Piece(
+                    "".join(str(choice["text"]) for choice in choices),
+                    int((chunk.get("usage") or {}).get("completion_tokens", 0)),
+                    any(choice.get("finish_reason") == "length" for choice in choices),
+                    (chunk.get("quire") or {}).get("reuse"),
+                )
+
+    def is_undone(self, session: Session, before: int, error: BaseException) -> bool:
+        # Only a refusal leaves no turn. After a broken connection the server may still add one.
+        return isinstance(error, HttpFailure)
 
 
 def run_remote_chat(
@@ -350,10 +364,9 @@ def run_remote_chat(
     remote = RemoteModel(link, model)
     with closing(remote):
         try:
-            # It uses only what RemoteModel and RemoteSession have, and only passes parameters on.
             usual = usual_fields(remote.name, templated=bool(remote.tokenizer.chat_templates))
-            fields = cast("SamplingParams", {**usual, **(sampling or {})})
-            chat = RemoteChat(cast("LLM", remote), fields, adapter, window=window, sink=sink)
+            backend = RemoteBackend(remote, {**usual, **(sampling or {})}, window=window, sink=sink)
+            chat = TerminalChat(backend, adapter)
         except HttpFailure as error:
             if error.status != 405 and (error.status != 404 or error.code is not None):
                 raise

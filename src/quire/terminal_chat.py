@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from quire.errors import CONTEXT_FULL, FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted
 from quire.line_input import LineInput, is_typed, paths
@@ -87,21 +87,97 @@ class ChatBranch:
     """What the last whole turn reused, as ``Reuse.as_dict`` has it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of an answer."""
+
+    text: str
+    tokens: int
+    cut: bool = False
+    """Whether the answer met a limit here, before the model ended it."""
+    reuse: Mapping[str, Any] | None = None
+    """What the turn reused, as ``Reuse.as_dict`` has it, once that is known."""
+
+
+class Backend(Protocol):
+    """Where the conversations of a chat are: in this process, or on a server."""
+
+    templated: bool
+    """Whether the model has a chat template."""
+
+    def begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
+        """Return a new session that holds these turns."""
+
+    def answer(self, session: Session, line: str | None) -> Iterator[Piece]:
+        """Add a line, if any, and yield the answer. A line that is refused leaves the session as it
+        was."""
+
+    def is_undone(self, session: Session, before: int, error: BaseException) -> bool:
+        """Return whether a turn that ended with ``error`` has left the session as it was, of
+        ``before`` tokens."""
+
+    def load_session(self, path: Path) -> Session: ...
+
+    def checkout(self, name: str) -> Session: ...
+
+    def log(self, name: str) -> Sequence[SessionCommit]: ...
+
+    def status(self) -> Mapping[str, int]: ...
+
+
+class LocalBackend:
+    """Conversations in this process."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, *, window: int | None = None, sink: int = 0) -> None:
+        """``window`` and ``sink`` are those of ``LLM.session``."""
+        self._llm, self._params = llm, params
+        self._window, self._sink = window, sink
+        self.templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
+        self.load_session, self.checkout, self.log, self.status = llm.load_session, llm.checkout, llm.log, llm.status
+
+    def begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
+        session = self._llm.session(adapter=adapter, window=self._window, sink=self._sink)
+        try:
+            if turns and self.templated:
+                output = session.chat(messages_of(turns), FIRST)
+                session.rewind(to=len(output.prompt_token_ids))
+            elif turns:
+                session.append(text="".join(f"{turn.line}\n{turn.answer}" for turn in turns))
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def answer(self, session: Session, line: str | None) -> Iterator[Piece]:
+        if line is None:
+            deltas = session.stream(self._params)
+        elif self.templated:
+            deltas = session.stream_chat([{"role": "user", "content": line}], self._params)
+        else:
+            before = len(session)
+            session.append(text=line + "\n")
+            try:
+                deltas = session.stream(self._params)
+            except QuireError:
+                session.rewind(to=before)
+                raise
+        with deltas:
+            for delta in deltas:
+                yield Piece(delta.text, len(delta.token_ids), delta.finish_reason == "length")
+        yield Piece("", 0, reuse=None if deltas.reuse is None else deltas.reuse.as_dict())
+
+    def is_undone(self, session: Session, before: int, error: BaseException) -> bool:
+        return len(session) == before
+
+
 class TerminalChat:
     """A chat that reads stdin, streams answers to stdout and says everything else on stderr."""
 
-    def __init__(
-        self, llm: LLM, params: SamplingParams, adapter: str | None = None, *, window: int | None = None, sink: int = 0
-    ) -> None:
-        """Begin a session. ``window`` and ``sink`` are those of ``LLM.session``."""
-        self._llm = llm
-        self._params = params
-        self._window, self._sink = window, sink
-        self._templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
-        self._branches: dict[str, ChatBranch] = {"main": ChatBranch(self._begin([], adapter))}
+    def __init__(self, backend: Backend, adapter: str | None = None) -> None:
+        """Begin a session."""
+        self._backend = backend
+        self._branches: dict[str, ChatBranch] = {"main": ChatBranch(backend.begin([], adapter))}
         self._name = "main"
-        self._is_cut = False
-        """Whether the last answer met a limit before the model ended it."""
         self._commands: dict[str, Callable[[str], None]] = {
             "/fork": self._fork,
             "/switch": self._switch,
@@ -130,7 +206,7 @@ class TerminalChat:
 
     def run(self) -> None:
         """Take lines until /exit or the end of the input."""
-        if not self._templated:
+        if not self._backend.templated:
             self._say("this model has no chat template: your lines are appended as they are, and it continues the text")
         self._say("/help lists the commands")
         with LineInput(self._completions) as lines:
@@ -201,66 +277,30 @@ class TerminalChat:
         """Print the answer to a line, or more of the last one, and ``keep`` it."""
         branch, before = self._branch, len(self._session)
         started = time.perf_counter()
-        answer, count, self._is_cut = "", 0, False
+        answer, count, is_cut = "", 0, False
         try:
-            with closing(cast(Any, self._pieces(branch.session, line))) as pieces:
-                for text, tokens in pieces:
-                    answer, count = answer + text, count + tokens
-                    print(text, end="", flush=True)
+            with closing(cast(Any, self._backend.answer(branch.session, line))) as pieces:
+                for piece in pieces:
+                    answer, count = answer + piece.text, count + piece.tokens
+                    is_cut |= piece.cut
+                    if piece.reuse is not None:
+                        branch.reuse = piece.reuse
+                    print(piece.text, end="", flush=True)
         except BaseException as error:
-            if not self._is_undone(branch.session, before, error):
+            if not self._backend.is_undone(branch.session, before, error):
                 keep(answer)
             elif isinstance(error, QuireError) and before and _says_full(error):
                 raise ResourceExhausted(f"{error}; {WAYS_ON}") from error
             raise
         keep(answer)
         print(flush=True)
-        cut = "; cut there, /continue goes on" * self._is_cut
+        cut = "; cut there, /continue goes on" * is_cut
         self._say(f"[{count} tokens in {time.perf_counter() - started:.2f} s{cut}]")
-
-    def _pieces(self, session: Session, line: str | None) -> Iterator[tuple[str, int]]:
-        """Add a line, if any, and yield the answer: pieces of text with their numbers of tokens. A
-        line that is refused leaves the session as it was."""
-        if line is None:
-            deltas = session.stream(self._params)
-        elif self._templated:
-            deltas = session.stream_chat([{"role": "user", "content": line}], self._params)
-        else:
-            before = len(session)
-            session.append(text=line + "\n")
-            try:
-                deltas = session.stream(self._params)
-            except QuireError:
-                session.rewind(to=before)
-                raise
-        with deltas:
-            for delta in deltas:
-                self._is_cut = delta.finish_reason == "length"
-                yield delta.text, len(delta.token_ids)
-        self._branch.reuse = None if deltas.reuse is None else deltas.reuse.as_dict()
-
-    def _is_undone(self, session: Session, before: int, error: BaseException) -> bool:
-        """Return whether a turn that ended with ``error`` has left the session as it was."""
-        return len(session) == before
-
-    def _begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
-        """Return a new session that holds these turns."""
-        session = self._llm.session(adapter=adapter, window=self._window, sink=self._sink)
-        try:
-            if turns and self._templated:
-                output = session.chat(messages_of(turns), FIRST)
-                session.rewind(to=len(output.prompt_token_ids))
-            elif turns:
-                session.append(text="".join(f"{turn.line}\n{turn.answer}" for turn in turns))
-        except BaseException:
-            session.close()
-            raise
-        return session
 
     def _rebuild(self, branch: ChatBranch, turns: Sequence[TypedTurn]) -> None:
         """Replace a conversation by these turns, computed anew."""
         old = branch.session
-        branch.session = self._begin(turns, old.adapter)
+        branch.session = self._backend.begin(turns, old.adapter)
         branch.turns = [replace(turn, start=None) for turn in turns]
         branch.loaded, branch.rebuilt = False, bool(turns)
         old.close()
@@ -332,7 +372,7 @@ class TerminalChat:
 
     def _load(self, path: str) -> None:
         file = _file("/load", path)
-        self._enter(self._llm.load_session(file), file.stem)
+        self._enter(self._backend.load_session(file), file.stem)
 
     def _enter(self, session: Session, name: str) -> None:
         """Go on in a session that was made elsewhere."""
@@ -354,11 +394,11 @@ class TerminalChat:
         self._say(f"{commit_line(commit)}: {name}")
 
     def _checkout(self, name: str) -> None:
-        self._enter(self._llm.checkout(name), name)
+        self._enter(self._backend.checkout(name), name)
 
     def _log(self, _: str) -> None:
         head = self._session.last_commit
-        for commit in [] if head is None else self._llm.log(head):
+        for commit in [] if head is None else self._backend.log(head):
             self._say(commit_line(commit))
         if head is None:
             self._say("this conversation was not committed; /commit NAME does")
@@ -383,7 +423,7 @@ class TerminalChat:
                 tiers = ", ".join(f"{count} from {tier}" for tier, count in reuse["by_tier"].items())
                 self._say(f"    last turn: {reuse['reason']}" + f" ({tiers})" * bool(tiers))
         kinds = ("free", "evictable", "held", "pinned")
-        use = self._llm.status()
+        use = self._backend.status()
         self._say("of all pages " + ", ".join(f"{use[f'num_pages_{kind}']} {kind}" for kind in kinds))
 
     def _completions(self, line: str) -> list[str]:

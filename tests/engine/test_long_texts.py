@@ -196,6 +196,29 @@ def test_a_template_that_was_ended_leaves_no_process(monkeypatch: pytest.MonkeyP
     assert render_chat(LOOPS, [USER]) == USER["content"], "another child is started"
 
 
+def test_slow_templates_hold_up_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_rendering, "SECONDS", 10.0)
+    over, ends = threading.Event(), list[type[BaseException]]()
+
+    def render_slowly() -> None:
+        with given_up_by(over.is_set):
+            try:
+                render_chat(HOSTILE[0], [USER])
+            except (Cancelled, InvalidArgument) as error:
+                ends.append(type(error))
+
+    threads = [threading.Thread(target=render_slowly) for _ in range(CHILDREN + 1)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        assert render_chat(LOOPS, [USER]) == USER["content"]
+    assert not ends, "all are still rendered"
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert ends == [Cancelled] * (CHILDREN + 1)
+
+
 def spelled(**parts: Any) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "?": 2}, merges=[], unk_token="?"))
     for name, part in parts.items():

@@ -17,6 +17,7 @@ import llguidance
 import pytest
 
 from quire import InvalidArgument, StructuredOutputs
+from quire.engine import schema_guard
 from quire.engine.grammar_text import grammar_text
 
 BYTES = llguidance.LLTokenizer("byte")
@@ -264,6 +265,71 @@ def test_texts_of_random_schemas_are_valid(seed: int) -> None:
         except InvalidArgument:
             continue  # refused
     assert finished > 100
+
+
+def guarded_twice(schema: Any) -> tuple[Any, Any]:
+    first = schema_guard.parsed(json.dumps(schema))
+    schema_guard.guard(first)
+    second = schema_guard.parsed(json.dumps(first))
+    schema_guard.guard(second)
+    return first, second
+
+
+def test_a_guarded_schema_stays_as_it_is() -> None:
+    for schema in SCHEMAS:
+        first, second = guarded_twice(schema)
+        assert first == second
+    draw, kept = random.Random(5), 0
+    for _ in range(200):
+        try:
+            first, second = guarded_twice(some_schema(draw, 2))
+        except InvalidArgument:
+            continue
+        assert first == second
+        kept += 1
+    assert kept > 50
+
+
+# -- schemas in grammars ---------------------------------------------------------------------------
+
+
+def lark(text: str) -> llguidance.LLMatcher:
+    matcher = llguidance.LLMatcher(BYTES, grammar_text(StructuredOutputs(grammar=text)))
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [
+        ("start: ", ""),
+        ('start: "" ', " // %json {\n"),
+        ('# " %json\nstart: ""', ""),
+        ("start: inner\ninner: ", ""),
+        ("start: a ", '\na: ""\nb: /%json/'),
+        ('%llguidance {"no_forcing": true}\nstart: ', ' ""'),
+    ],
+)
+def test_schemas_in_grammars_are_guarded(before: str, behind: str) -> None:
+    schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}
+    for space in ("", " ", "\n "):
+        text = f"{before}%json{space}{json.dumps(schema)}{behind}"
+        for written, held in (("0.5", True), ("0.0", False), ("0", False)):
+            matcher, data = lark(text), list(written.encode())
+            assert (matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()) == held
+        with pytest.raises(
+            InvalidArgument, match=r"^structured_outputs.grammar: %json: /const: the number 9007199254740993"
+        ):
+            lark(text.replace(json.dumps(schema), '{"const": 9007199254740993}'))
+
+
+def test_what_only_looks_like_a_schema_stays() -> None:
+    text = 'start: "%json {" /%json \\{\\/"/ "a" // %json {"const": 1e999}\n# %json {"const": 1e999}\n'
+    written = '%json {%json {/"a'
+    matcher = lark(text)
+    assert matcher.try_consume_tokens(list(written.encode())) == len(written)
+    with pytest.raises(InvalidArgument, match="const: the number 1e999"):
+        lark(text + 'a: %json {"const": 1e999}')
 
 
 # -- no more is left out than is said --------------------------------------------------------------

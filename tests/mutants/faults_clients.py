@@ -75,7 +75,7 @@ MUTANTS = (
     ),
     Mutant(
         name="an-effort-that-nobody-reads",
-        file="server/thinking_fields.py",
+        file="server/conversations.py",
         old='        elif effort != "none":\n',
         new="        elif False:\n",
         tests=("server/test_client_fields.py::test_reasoning_reaches_the_template_or_is_refused",),
@@ -146,7 +146,7 @@ MUTANTS = (
     Mutant(
         name="patterns-keep-all-control-characters",
         file="engine/schema_guard.py",
-        old=r'piece = rf"[{piece}&&[^\x00]]"',
+        old='piece = f"[{piece}{_WITHOUT_NUL}"',
         new="pass",
         tests=("engine/test_schema_guard.py::test_texts_are_valid",),
     ),

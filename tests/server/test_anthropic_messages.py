@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from quire import AsyncLLM
-from quire.server.key_portions import KeyPortions
+from quire.server.gate import KeyPortions
 from quire.server.settings import ServerSettings
 
 from .conftest import Served, serving

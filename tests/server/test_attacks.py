@@ -207,17 +207,23 @@ def test_lists_without_use_are_refused(client: httpx.Client, fields: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "found", "most"),
     [
-        b'{"prompt":[' + b"1," * bodies.MAX_VALUES + b"1]}",
-        b'{"zz":[' + b"{}," * bodies.MAX_CONTAINERS + b"{}]}",
-        b"[" + b"[]," * bodies.MAX_CONTAINERS,
-        b"{" + b",".join(b'"%d":1' % number for number in range(bodies.MAX_MEMBERS + 1)) + b"}",
+        (b'{"prompt":[' + b"1," * bodies.MAX_VALUES + b"1]}", "500003 values", bodies.MAX_VALUES),
+        (b'{"zz":[' + b"{}," * bodies.MAX_CONTAINERS + b"{}]}", "50003 arrays and objects", bodies.MAX_CONTAINERS),
+        (b"[" + b"[]," * bodies.MAX_CONTAINERS, "50001 arrays and objects", bodies.MAX_CONTAINERS),
+        (
+            b"{" + b",".join(b'"%d":1' % number for number in range(bodies.MAX_MEMBERS + 1)) + b"}",
+            "50001 members of objects",
+            bodies.MAX_MEMBERS,
+        ),
     ],
 )
-def test_bodies_of_too_many_values_are_not_read(client: httpx.Client, body: bytes) -> None:
+def test_bodies_of_too_many_values_are_not_read(client: httpx.Client, body: bytes, found: str, most: int) -> None:
     answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "invalid_json")
+    assert error["message"] == f"the body holds {found}; at most {most} are taken"
 
 
 def test_texts_may_have_commas_and_brackets() -> None:

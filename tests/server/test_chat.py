@@ -21,6 +21,7 @@ from quire.server import chat
 from quire.server.messages import MessageFormat, MessageReader, message_of
 from quire.server.reasoning import reasoning_for
 from quire.server.settings import ServerSettings
+from quire.server.tool_reader import Delta
 from quire.server.tools import parser_for
 
 from .conftest import OPTIONS, TEMPLATE, Served, pages_free, serving, shallow_copy, wait_for
@@ -561,8 +562,8 @@ def test_ids_that_templates_of_mistral_accept(capable: Served, monkeypatch: pyte
         }
         assert len(ids) >= 3
         assert all(len(name) == 9 and name.isalnum() for name in ids)
-    format = MessageFormat(calls=parser_for({}, None, "mistral"), short_ids=True)
-    assert len({format.call_id() for _ in range(20)}) == 20
+    format = MessageFormat(calls=parser_for({}, None, "mistral"), ids="short")
+    assert len({format.call_id(Delta(index=0, name="f"), ()) for _ in range(20)}) == 20
 
 
 def test_a_call_that_is_not_whole_is_no_reason_to_call(capable: Served, says: Callable[[str], None]) -> None:

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from quire import AsyncLLM
+from quire.server.conversations import thinking_variables
 from quire.server.errors import ApiError
 from quire.server.protocol import ChatRequest
-from quire.server.thinking_fields import thinking_variables
 
 from .conftest import OPTIONS, Served, serving
 from .test_chat import MESSAGES, ask

@@ -22,8 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from quire import AsyncLLM
 from quire.server.bodies import MAX_DEPTH, check_json
 from quire.server.errors import ApiError
-from quire.server.gate import Gate, GateMiddleware
-from quire.server.key_portions import KeyPortions
+from quire.server.gate import Gate, GateMiddleware, KeyPortions
 from quire.server.settings import ServerSettings
 
 from .conftest import Served, serving, wait_for

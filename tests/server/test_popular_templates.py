@@ -13,7 +13,7 @@ import pytest
 
 from popular_templates import TEMPLATES
 from quire.engine.chat_rendering import render_chat
-from quire.server.call_forms import CallForm, _derived
+from quire.server.call_forms import CallForm, ItemForm, _derived
 from quire.server.harmony import is_harmony
 from quire.server.messages import MessageFormat, MessageReader, message_of
 from quire.server.reasoning import reasoning_for
@@ -41,13 +41,18 @@ ROME: dict[str, Any] = {"city": 'Rome "é"', "days": [1, 2]}
 IDS = ("abcdefgh1", "abcdefgh2")
 ONE_CALL = ("llama-3", "gpt-oss")
 BARE = ("qwen-3-coder", "glm-4.5", "lfm-2")
-UNREAD = ("kimi-k2", "nemotron", "gemma-3")
+UNREAD = ("nemotron", "gemma-3")
 """Models whose calls are read only where they were forced, if at all."""
-UNFORCED = (*BARE, "kimi-k2", "gemma-3")
-"""Of these the form of calls is not read off."""
 
 
 def render(name: str, *messages: dict[str, Any], asks: bool = False, **more: Any) -> str:
+    if name == "kimi-k2":  # its ids have the names
+        calls = [call for one in messages for call in one.get("tool_calls", ())]
+        ids = {call["id"]: f"functions.{call['function']['name']}:{place}" for place, call in enumerate(calls)}
+        text = json.dumps(messages)
+        for id_, named in ids.items():
+            text = text.replace(id_, named)
+        messages = json.loads(text)
     return render_chat(TEMPLATES[name], messages, add_generation_prompt=asks, tools=TOOLS, **TOKENS, **more)
 
 
@@ -64,7 +69,7 @@ def results(count: int) -> list[dict[str, Any]]:
 
 
 @cache
-def form(name: str) -> CallForm | None:
+def form(name: str) -> CallForm | ItemForm | None:
     known = own(name)
     reasoning = reasoning_for(TEMPLATES[name])
     markers = () if known is None else known.markers
@@ -94,7 +99,7 @@ def test_histories_are_rendered(name: str, content: dict[str, Any], arguments: A
     assert "None" not in text
     assert text.count("sunny") == 1
     written = text[: text.index("sunny")].rpartition("What is the weather?")[2]
-    assert ("weather" in written) == (name != "kimi-k2")  # whose ids are to name it
+    assert "weather" in written
     assert ('"days": [1, 2]' in written) == (name not in BARE)
     assert 'Rome "é"' in written.replace("\\", "")
     thought = render(name, USER, {**called, "reasoning_content": "Hm."}, *results(1), asks=True)
@@ -137,12 +142,11 @@ def test_what_a_template_writes_is_read_and_written_again(name: str, count: int)
     assert render(name, USER, turn(*found), *results(count)) == text
 
 
-@pytest.mark.parametrize("name", UNFORCED)
-def test_other_forms_are_unknown(name: str) -> None:
-    assert form(name) is None
+def test_a_template_without_calls_has_no_form() -> None:
+    assert form("gemma-3") is None
 
 
-FORCED = [name for name in TEMPLATES if name not in UNFORCED]
+FORCED = [name for name in TEMPLATES if name != "gemma-3"]
 
 
 @pytest.mark.parametrize("name", FORCED)
@@ -159,7 +163,7 @@ def test_forced_calls_are_what_the_template_writes(name: str) -> None:
         calls = [("weather", ROME), ("time", {})][:count]
         text = render(name, USER, turn(*calls), *results(count))
         begin = text.index(found.head.replace("\0", IDS[0]), text.rindex("What is the weather?"))
-        end = min(at for one in ENDS if (at := text.find(one, begin)) >= 0)
+        end = min(at for one in (*ENDS, "<|observation|>") if (at := text.find(one, begin)) >= 0)
         written = text[begin:end]
         # In the grammar, alone and behind a model's own beginning of it.
         assert fits(found.grammar(functions, {}, one_call=count == 1), written)
@@ -182,13 +186,22 @@ def test_a_forced_call_that_was_cut_is_in_the_call_or_nowhere(name: str) -> None
     assert found is not None
     format = found.format(own(name))
     arguments = json.dumps(ROME, ensure_ascii=False)
-    whole = f"{found.head}weather{found.between}{arguments}{found.tail}".replace("\0", IDS[0])
+    if isinstance(found, ItemForm):
+        whole = found.text([("weather", ROME)])
+    else:
+        whole = f"{found.head}weather{found.between}{arguments}{found.tail}"
+    whole = whole.replace("\0", IDS[0]).replace("\1", "0")
     for size in range(len(whole)):
         reader = MessageReader(MessageFormat(calls=format, tools=TOOLS))
         message = message_of([*map(reader.feed, whole[:size]), reader.finish()])
         given = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
-        assert all(arguments.startswith(one) for one in given), (size, given)
-        begun = size > len(found.head.lstrip()) if format and format.only_calls else size > 20
+        # Those that were not written as JSON are text as it was written from where they were cut.
+        assert isinstance(found, ItemForm) or all(arguments.startswith(one) for one in given), (size, given)
+        begun = (
+            size > len(found.head.lstrip())
+            if format and format.only_calls
+            else size >= len("<|tool_calls_section_begin|>")
+        )
         assert not message["content"] or not begun
 
 
@@ -199,6 +212,110 @@ def test_tokens_in_a_form_are_tokens() -> None:
     assert grammar.count("<[7]>") == 2
     assert grammar.count("<[8]>") == 2
     assert "tool_call>" not in grammar
+
+
+MEMBERS: dict[str, dict[str, Any]] = {
+    "mode": {"enum": ["fast", "slow"]},
+    "note": {"type": "string"},
+    "deep": {"type": "boolean"},
+    "size": {"$ref": "#/$defs/size"},
+    "more": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+}
+SEARCH = tool(
+    "search",
+    {
+        "type": "object",
+        "properties": MEMBERS,
+        "required": ["mode"],
+        "$defs": {"size": {"type": "integer", "maximum": 9}},
+    },
+)
+
+
+@pytest.mark.parametrize("name", BARE)
+@pytest.mark.parametrize(
+    ("arguments", "held"),
+    [
+        ({"mode": "fast"}, True),
+        ({"mode": "slow", "note": "a\n\n<b>", "deep": True, "size": 3, "more": None}, True),
+        ({"mode": "slow", "deep": False, "more": "5 of them"}, True),
+        ({"mode": "slow", "size": 9}, True),
+        ({"mode": "slow", "size": 10}, False),
+        ({"mode": "odd"}, False),
+        ({"note": "x"}, False),
+        ({"mode": "fast", "other": 1}, False),
+        ({"note": "x", "mode": "fast"}, False),
+        ({"mode": "fast", "deep": "yes"}, False),
+    ],
+)
+def test_bare_arguments_follow_the_schema(name: str, arguments: dict[str, Any], held: bool) -> None:
+    found = form(name)
+    assert isinstance(found, ItemForm)
+    grammar = found.grammar(functions_of([SEARCH]), {}, one_call=True)
+    written = found.text([("search", arguments)])
+    assert fits(grammar, written) == held
+    if held:
+        assert calls_of(MessageFormat(calls=found.format(own(name)), tools=[SEARCH]), written) == [
+            ("search", arguments)
+        ]
+        assert render(name, USER, turn(("search", arguments)), *results(1)).count(written) == 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "written"),
+    [
+        ({"type": "string", "pattern": "a"}, False),
+        ({"type": "string", "maxLength": 3}, False),
+        ({"type": ["string", "integer"], "minimum": 3}, False),
+        ({"enum": [1, "a"]}, False),
+        ({"enum": ["a</parameter>", "</arg_value>"]}, False),
+        ({"$ref": "#/properties/b"}, False),
+        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}, False),
+        ({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]}, True),
+        ({}, True),
+    ],
+)
+def test_what_bare_text_cannot_hold_is_written_as_json(schema: dict[str, Any], written: bool) -> None:
+    functions = functions_of([tool("f", {"type": "object", "properties": {"a": schema, "b": {"type": "integer"}}})])
+    for name in ("qwen-3-coder", "glm-4.5"):
+        found = form(name)
+        assert found is not None
+        assert (found.grammar(functions, {}, one_call=True) is not None) == written
+    for more in ({"patternProperties": {}}, {"required": ["c"]}, {"$id": "x"}):
+        other = {"f": {**functions["f"], "properties": {}, **more}}
+        assert found.grammar(other, {}, one_call=True) is None
+
+
+def test_a_mark_behind_a_bare_value_may_be_a_token() -> None:
+    found = form("glm-4.5")
+    assert found is not None
+    tokens = {"<tool_call>": 7, "</tool_call>": 8, "</arg_value>": 9}
+    grammar = found.grammar(functions_of(TOOLS), tokens, one_call=True)
+    assert grammar is not None
+    assert "rest: /(?s:.*)/ <[9]>" in str(grammar.grammar)
+
+
+def test_ids_that_the_model_wrote() -> None:
+    format = MessageFormat(calls=own("kimi-k2"), tools=TOOLS, ids="named")
+    call = "<|tool_call_begin|>%s<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    section = "<|tool_calls_section_begin|>%s<|tool_calls_section_end|>"
+    for written, ids in (
+        (["functions.time:3", "functions.time:4"], ["functions.time:3", "functions.time:4"]),
+        (["functions.time:0", "functions.time:0"], ["functions.time:0", "functions.time:1"]),
+        (["time"], ["functions.time:0"]),
+    ):
+        text = section % "".join(call % one for one in written)
+        reader = MessageReader(format)
+        message = message_of([*map(reader.feed, text), reader.finish()])
+        assert [one["id"] for one in message["tool_calls"]] == ids
+        assert {one["function"]["name"] for one in message["tool_calls"]} == {"time"}
+    mistral = MessageFormat(calls=own("mistral-v11"), tools=TOOLS, ids="short")
+    for written_id, kept in (("abcdefghi", True), ("abc", False)):
+        reader = MessageReader(mistral)
+        message = message_of([reader.feed(f"[TOOL_CALLS]time[CALL_ID]{written_id}[ARGS]{{}}"), reader.finish()])
+        (one,) = message["tool_calls"]
+        assert (one["id"] == written_id) == kept
+        assert len(one["id"]) == 9
 
 
 def test_a_form_of_numbered_calls_has_two_at_most() -> None:

@@ -45,6 +45,34 @@ def test_the_smallest_first() -> None:
     asyncio.run(run())
 
 
+def test_a_call_that_waits_for_a_slow_template_steps_aside() -> None:
+    async def run() -> None:
+        lane, gate = Lane(1, "test"), threading.Event()
+
+        def wait() -> bool:
+            long_texts.step_aside()
+            return gate.wait(60)
+
+        first = asyncio.create_task(lane.run(1, wait))
+        await asyncio.sleep(0)
+        assert await lane.run(2, lambda: "beside") == "beside"
+        assert not first.done()
+        gate.set()
+        assert await first
+        # It had one place to give, and one call at a time has it again.
+        gate.clear()
+        second = asyncio.create_task(lane.run(1, gate.wait))
+        third = asyncio.create_task(lane.run(1, lambda: "after"))
+        await asyncio.sleep(0.05)
+        assert not third.done()
+        gate.set()
+        assert await second
+        assert await third == "after"
+        lane.close()
+
+    asyncio.run(run())
+
+
 def test_who_has_gone_is_not_worked_for() -> None:
     async def run() -> None:
         lane, began, ends = Lane(1, "test"), threading.Event(), list[str]()

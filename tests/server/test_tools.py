@@ -21,7 +21,18 @@ from quire.errors import FailedPrecondition, InvalidArgument
 from quire.server.tool_reader import MAX_DEPTH, Malformed, Reader, ToolCall
 from quire.server.tools import StreamingToolParser, ToolFormat, forced_format, parser_for, schema_for
 
-NAMES = ("hermes", "granite", "llama3_json", "mistral", "deepseek_v3", "qwen3_coder", "glm45", "lfm2", "cohere")
+NAMES = (
+    "hermes",
+    "granite",
+    "llama3_json",
+    "mistral",
+    "deepseek_v3",
+    "kimi_k2",
+    "qwen3_coder",
+    "glm45",
+    "lfm2",
+    "cohere",
+)
 BLOCK, BLOCK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 Calls = list[tuple[str, dict[str, Any]]]
@@ -125,6 +136,14 @@ def deepseek_v31(calls: Calls) -> str:
     return BLOCK + "".join(f"{CALL}{n}{SEP}{dumps(a)}{CALL_END}" for n, a in calls) + BLOCK_END
 
 
+def kimi(calls: Calls) -> str:
+    each = [
+        f"<|tool_call_begin|>functions.{n}:{i}<|tool_call_argument_begin|>{dumps(a)}<|tool_call_end|>"
+        for i, (n, a) in enumerate(calls)
+    ]
+    return f"<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
+
+
 def qwen_coder(calls: Calls) -> str:
     written = ""
     for name, values in calls:
@@ -164,6 +183,7 @@ WRITERS: dict[Callable[[Calls], str], str] = {
     mistral_ids: "mistral",
     deepseek: "deepseek_v3",
     deepseek_v31: "deepseek_v3",
+    kimi: "kimi_k2",
     qwen_coder: "qwen3_coder",
     glm: "glm45",
     lfm2: "lfm2",
@@ -693,7 +713,7 @@ LLAMA = 'Respond in the format {"name": function name, "parameters": dictionary 
         ("Lfm2ForCausalLM", "<|tool_call_start|>[", "lfm2"),
         ("Lfm2ForCausalLM", "List of tools: <|tool_list_start|>[", "lfm2"),
         ("Lfm2MoeForCausalLM", "List of tools: ", "lfm2"),
-        ("DeepseekV3ForCausalLM", "<|tool_calls_section_begin|>", None),
+        ("DeepseekV3ForCausalLM", "<|tool_calls_section_begin|>", "kimi_k2"),
         ("GptOssForCausalLM", "<|channel|>commentary <tool_call>", None),
         ("Unheard", None, None),
     ],

@@ -29,7 +29,7 @@ from quire.config import CHAT_TEMPLATES
 from quire.engine import long_texts, template_process
 from quire.engine.chat_calls import SURROGATE, read_calls, take_text_from_calls, to_json
 from quire.engine.deprecated_messages import renewed
-from quire.engine.limited_process import LimitReached
+from quire.engine.limited_process import LimitReached, TooSlow
 from quire.engine.long_texts import TextLimit
 from quire.engine.template_process import TemplateFailed, TextTooLong
 from quire.errors import InvalidArgument, QuireError, context_full
@@ -421,7 +421,7 @@ def _look() -> None:
     """Raise ``Cancelled`` if the call was given up, ``LimitReached`` if it takes too long."""
     long_texts.check()
     if time.monotonic() > _deadline.get():
-        raise LimitReached(f"takes longer than {SECONDS:g} seconds")
+        raise TooSlow(f"takes longer than {SECONDS:g} seconds")
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

@@ -46,7 +46,7 @@ class Asked:
 
     @property
     def all_messages(self) -> list[Mapping[str, Any]]:
-        """Return what the template gets: the messages of earlier turns, then the new ones."""
+        """Return the messages for the template: those of earlier turns, then the new messages."""
         return [*(turn.message for turn in self.before), *self.messages]
 
 

@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from quire.engine.closed_objects import close_objects
-from quire.engine.schema_guard import guard, parsed
+from quire.engine.schema_guard import guard, parsed, schema_at
 from quire.engine.schema_nodes import point
 from quire.errors import InvalidArgument
 from quire.sampling_params import StructuredOutputs
@@ -38,6 +38,10 @@ _COSTLY = {
     "grammar": ("&", "~", "{", "%"),
     "json": ('"multipleOf"', '"pattern', '"allOf"', '"not"', '"x-guidance"', "\\u"),
 }
+_LARK = re.compile(
+    r'"(?:\\.|[^"\\])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|%(?P<keyword>json|regex|llguidance)(?![a-z_])', re.DOTALL
+)
+"""Texts, comments and expressions of a grammar, and keywords that JSON follows."""
 _SPACE_OPTIONS = {"whitespace_pattern", "whitespace_flexible"}
 _TEMPERATURE = re.compile(r"^\s*\??\w+\s*\[[^\]]*\btemperature\s*=", re.MULTILINE)
 
@@ -152,11 +156,41 @@ def _body(wanted: StructuredOutputs) -> dict[str, object]:
             "the whole text"
         )
     try:
-        return {"lark_grammar": any_to_lark(text)}
+        lark = any_to_lark(text)
     except MemoryError:
         raise
     except Exception as error:  # the converter raises bare Exception
         raise InvalidArgument(f"structured_outputs.grammar cannot be compiled: {error}") from error
+    return {"lark_grammar": _with_guarded_schemas(lark)}
+
+
+def _with_guarded_schemas(lark: str) -> str:
+    """Return a grammar whose schemas behind ``%json`` are guarded. Their objects and white space
+    stay as they are."""
+    pieces, at = list[str](), 0
+    while found := _LARK.search(lark, at):
+        end = found.end()
+        if found["keyword"] is None:
+            pieces.append(lark[at:end])
+        else:
+            begin = end + len(lark[end:]) - len(lark[end:].lstrip())
+            try:
+                schema, end = schema_at(lark, begin)
+            except ValueError:
+                return lark  # llguidance says so
+            pieces.append(lark[at:begin])
+            if found["keyword"] == "json":
+                try:
+                    point(schema, "#")
+                    guard(schema)
+                except InvalidArgument as error:
+                    why = str(error).removeprefix("structured_outputs.json: ")
+                    raise InvalidArgument(f"structured_outputs.grammar: %json: {why}") from error
+                pieces.append(json.dumps(schema, ensure_ascii=False))
+            else:
+                pieces.append(lark[begin:end])
+        at = end
+    return "".join([*pieces, lark[at:]])
 
 
 def _sentence(error: str, *, located: bool) -> str:

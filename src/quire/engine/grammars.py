@@ -98,7 +98,7 @@ class RowGrammars:
         return found
 
     def num_allowed(self, row: int) -> int:
-        """Return how many tokens the row's mask allowed; ``UNCOUNTED`` if none was made."""
+        """Return the number of tokens in the row's mask; ``UNCOUNTED`` if none was made."""
         words = self.made.get(row)
         return UNCOUNTED if words is None else int(np.unpackbits(words.view(np.uint8)).sum())
 
@@ -193,7 +193,7 @@ class Grammars:
                 finally:
                     # An interrupt may come between any two of these; the first says enough.
                     mine.over = True
-                    mine.told.set()
+                    mine.event.set()
                     with self._lock:
                         if self._compiling.get(wanted) is mine:
                             del self._compiling[wanted]
@@ -202,7 +202,7 @@ class Grammars:
         return found
 
     def _known(self, wanted: StructuredOutputs) -> LLMatcher | None:
-        """Return what has been compiled; ``InvalidArgument`` for what has been refused."""
+        """Return a compiled grammar or None. ``InvalidArgument`` if it was refused."""
         with self._lock:
             found, _ = self._held.get(id(wanted), (None, 0))
             if wanted in self._compiled:
@@ -382,12 +382,12 @@ class Grammars:
 
 
 class _Compiling:
-    """That a thread is compiling a grammar, for others who want the same."""
+    """A grammar that a thread is compiling. Other threads wait for it."""
 
     def __init__(self) -> None:
         self.over = False
-        """Well or not. Beside ``told``, since nothing can interrupt its setting."""
-        self.told = threading.Event()
+        """Well or not. Beside ``event``, since nothing can interrupt its setting."""
+        self.event = threading.Event()
         self._thread = threading.current_thread()
 
     @property
@@ -395,9 +395,9 @@ class _Compiling:
         return self.over or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until it is over, with a look at each second: its thread may be gone."""
+        """Wait until it is over. Check once a second whether its thread is gone."""
         while not self.ended:
-            self.told.wait(1.0)
+            self.event.wait(1.0)
 
 
 _GRAMMARS: weakref.WeakSet[Grammars] = weakref.WeakSet()

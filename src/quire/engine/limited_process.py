@@ -2,9 +2,12 @@
 
 Code of strangers, such as chat templates and regular expressions of tokenizers, runs here. The
 child stays for the next request; one that reached a limit is ended, and another one takes its
-place. As in ``grammar_trial`` it is a ``subprocess`` that imports no torch, inherits no files but
-its pipes, and ends with its parent. Requests are pickled, for the arguments of calls are more than
-JSON (``chat_calls``). Answers, which a stranger had a part in, are lines of JSON.
+place. A request that takes longer than ``QUICK`` starts again where the slow ones take turns, so
+quick ones never wait for it.
+
+As in ``grammar_trial`` it is a ``subprocess`` that imports no torch, inherits no files but its
+pipes, and ends with its parent. Requests are pickled, for the arguments of calls are more than JSON
+(``chat_calls``). Answers, which a stranger had a part in, are lines of JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +36,14 @@ MEMORY = 1 << 30
 """Bytes of address space that a child may have."""
 
 CHILDREN = 2
-"""Children of a kind that work at a time; further requests wait."""
+"""Children of a kind that work on quick requests at a time; further requests wait. One more child
+works on slow ones."""
+
+QUICK = 1.0
+"""Seconds that a quick request takes, at most."""
+
+SLOW = 8
+"""Slow requests of a kind that work or wait; further ones are refused."""
 
 GRACE = 10.0
 """Seconds beyond those of a request, to start a child, after which that is ended from outside."""
@@ -41,6 +51,10 @@ GRACE = 10.0
 
 class LimitReached(Exception):
     """A request needs more time or memory than it may have; the text says which."""
+
+
+class TooSlow(LimitReached):
+    """A request needs more time."""
 
 
 class LimitedProcess:
@@ -53,23 +67,40 @@ class LimitedProcess:
         self._greeting = None if greeting is None else _line(greeting)
         self.free: list[subprocess.Popen[bytes]] = []
         """Children without a request."""
-        self._places = threading.Semaphore(CHILDREN)
+        self._places, self._slow_place = threading.Semaphore(CHILDREN), threading.Semaphore(1)
+        self._slow = threading.Semaphore(SLOW)
         weakref.finalize(self, _end_all, self.free)
         _ALL.add(self)
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Return the answer to a request. ``LimitReached``; ``Cancelled`` if the call was given up;
         ``QuireError`` without a child."""
+        if seconds > QUICK:
+            try:
+                return self._in_turn(self._places, request, QUICK)
+            except TooSlow:
+                pass
+        else:
+            return self._in_turn(self._places, request, seconds)
+        if not self._slow.acquire(blocking=False):
+            raise ResourceExhausted(f"{self._name} is busy with {SLOW} slow requests; try again later")
+        try:
+            long_texts.step_aside()
+            return self._in_turn(self._slow_place, request, seconds)
+        finally:
+            self._slow.release()
+
+    def _in_turn(self, places: threading.Semaphore, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         line = _line({**request, "seconds": seconds})
         until = time.monotonic() + seconds + GRACE
-        while not self._places.acquire(timeout=long_texts.LOOK):
+        while not places.acquire(timeout=long_texts.LOOK):
             long_texts.check()
             if time.monotonic() > until:
                 raise ResourceExhausted(f"{self._name} is busy; try again later")
         try:
             return self._asked(line, seconds)
         finally:
-            self._places.release()
+            places.release()
 
     def _asked(self, line: bytes, seconds: float) -> dict[str, Any]:
         status: int | None = None
@@ -86,12 +117,12 @@ class LimitedProcess:
                 self.free.append(child)
                 found: dict[str, Any] = json.loads(answer)
                 if "limit" in found:
-                    raise LimitReached(found["limit"])
+                    raise (TooSlow if found["slow"] else LimitReached)(found["limit"])
                 return found
             _end(child)
             status = child.returncode
             if status == -signal.SIGALRM:
-                raise LimitReached(f"takes longer than {seconds:g} seconds")
+                raise TooSlow(f"takes longer than {seconds:g} seconds")
             if status in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS):
                 raise LimitReached(f"needs more than {MEMORY >> 20} MiB of memory")
         raise QuireError(f"{self._name} cannot be used: it ended with status {status}")
@@ -115,7 +146,8 @@ class LimitedProcess:
 
     def forked(self) -> None:
         """Let go of the children in a forked process: they are the other process's, and in use."""
-        self._places = threading.Semaphore(CHILDREN)
+        self._places, self._slow_place = threading.Semaphore(CHILDREN), threading.Semaphore(1)
+        self._slow = threading.Semaphore(SLOW)
         for child in self.free:
             child.returncode = 0  # nothing that this process could wait for
         self.free.clear()
@@ -158,7 +190,7 @@ def _exchange(child: subprocess.Popen[bytes], line: bytes, until: float) -> byte
         except OSError:
             return None
         if time.monotonic() > until:  # its alarm has not ended it
-            raise LimitReached("takes too long")
+            raise TooSlow("takes too long")
     return bytes(answer)
 
 
@@ -194,9 +226,9 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         try:
             said = json.dumps(answer(request)).encode()
         except MemoryError:
-            said = json.dumps({"limit": f"needs more than {MEMORY >> 20} MiB of memory"}).encode()
+            said = json.dumps({"limit": f"needs more than {MEMORY >> 20} MiB of memory", "slow": False}).encode()
         except LimitReached as error:
-            said = json.dumps({"limit": str(error)}).encode()
+            said = json.dumps({"limit": str(error), "slow": isinstance(error, TooSlow)}).encode()
         signal.alarm(0)
         sys.stdout.buffer.write(said + b"\n")
         sys.stdout.buffer.flush()

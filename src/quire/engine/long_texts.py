@@ -42,14 +42,22 @@ os.register_at_fork(after_in_child=_forked)
 
 
 @contextmanager
-def given_up_by(is_given_up: Callable[[], bool]) -> Iterator[None]:
-    """Let ``check`` on this thread ask ``is_given_up``."""
-    before = getattr(_calls, "is_given_up", None)
-    _calls.is_given_up = is_given_up
+def given_up_by(is_given_up: Callable[[], bool], step_aside: Callable[[], None] | None = None) -> Iterator[None]:
+    """Let ``check`` on this thread ask ``is_given_up``, and ``step_aside`` call that function."""
+    before = getattr(_calls, "is_given_up", None), getattr(_calls, "step_aside", None)
+    _calls.is_given_up, _calls.step_aside = is_given_up, step_aside
     try:
         yield
     finally:
-        _calls.is_given_up = before
+        _calls.is_given_up, _calls.step_aside = before
+
+
+def step_aside() -> None:
+    """Say that this thread's call will wait for long without computing, so that other calls may
+    run beside it."""
+    function = getattr(_calls, "step_aside", None)
+    if function is not None:
+        function()
 
 
 def check() -> None:

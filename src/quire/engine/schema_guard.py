@@ -48,6 +48,7 @@ FORMATS: Mapping[str, str] = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-t
 """Formats by their patterns, where llguidance's own allow what no clock or calendar shows."""
 
 _ESCAPE = re.compile(r"\\(?:[pP](?:\{[^}]*\}|.)|x\{[^}]*\}|u\{[^}]*\}|x..|u....|.)", re.DOTALL)
+_WITHOUT_NUL = r"&&[^\x00]]"
 _NUL = re.compile(r"\\(?:x\{?0+\}?|u\{?0+\}?|0)\Z|\0")
 _POSIX = re.compile(r"\[:\^?[a-z]+:\]")
 _WIDE = re.compile(r"\\[xu0pPc]|\[:|[\0-\x1f]")
@@ -65,13 +66,23 @@ class Written(float):
         return made
 
 
+_DECODER = json.JSONDecoder(parse_float=Written)
+
+
 def parsed(text: str) -> Any:
     """Return a parsed schema that still knows the digits of its numbers."""
-    return json.loads(text, parse_float=Written)
+    return _DECODER.decode(text)
+
+
+def schema_at(text: str, place: int) -> tuple[Any, int]:
+    """Return the schema that begins at ``place`` as ``parsed`` does, and where it ends.
+    ``ValueError`` if there is no JSON."""
+    return _DECODER.raw_decode(text, place)
 
 
 def guard(schema: object) -> None:
-    """Rewrite a ``parsed`` schema in place. ``InvalidArgument`` names what cannot be held to."""
+    """Rewrite a ``parsed`` schema in place. ``InvalidArgument`` names what cannot be held to. A
+    rewritten schema stays as it is when it is guarded again."""
     multiples = {node["multipleOf"] for _, node in schemas(schema) if isinstance(node.get("multipleOf"), int | float)}
     for place, node in list(schemas(schema)):
         with localcontext(_EXACTLY):
@@ -267,6 +278,10 @@ def _exact_pattern(pattern: str, place: str) -> str:
     class with all of them llguidance adds quotes, backslashes and DEL."""
     pieces, at = list[str](), 0
     while at < len(pattern):
+        if (end := _end_of_rewritten(pattern, at)) > 0:
+            pieces.append(pattern[at:end])
+            at = end
+            continue
         end = at + 1
         if pattern[at] == "\\":
             end = found.end() if (found := _ESCAPE.match(pattern, at)) else len(pattern)
@@ -284,14 +299,23 @@ def _exact_pattern(pattern: str, place: str) -> str:
         if _NUL.match(piece):
             raise _refused(place, "its pattern asks for the character NUL, which strings here do not have")
         if piece[:2] in ("\\p", "\\P", "[^") or (piece[0] == "[" and _WIDE.search(piece)):
-            piece = rf"[{piece}&&[^\x00]]"
+            piece = f"[{piece}{_WITHOUT_NUL}"
         pieces.append(piece)
         at = end
     return "".join(pieces)
 
 
+def _end_of_rewritten(pattern: str, at: int) -> int:
+    """Return the end of the class at ``at`` if that lacks NUL already, -1 if not."""
+    if not pattern.startswith(("[[", "[\\"), at):
+        return -1
+    found = _ESCAPE.match(pattern, at + 1)
+    end = found.end() if found else _end_of_class(pattern, at + 1)
+    return end + len(_WITHOUT_NUL) if end > 0 and pattern.startswith(_WITHOUT_NUL, end) else -1
+
+
 def _end_of_class(pattern: str, at: int) -> int:
-    """Return where the class that begins at ``at`` ends, -1 if it does not."""
+    """Return the end of the class that begins at ``at``, -1 if it has none."""
     at += 2 if pattern.startswith("^", at + 1) else 1
     at += pattern.startswith("]", at)  # a first one is literal
     while at < len(pattern):

@@ -2,7 +2,7 @@
 
 A regular expression may take the square of a text's length, or more, and a normaliser may make a
 text a million times as long. Neither can be stopped on the way. So a tokenizer whose expressions
-are not among those of popular models, or which makes texts much longer, tokenises in a child whose
+popular models do not have, or which makes texts much longer, tokenises in a child whose
 memory and time have limits. Its ids are the same.
 """
 
@@ -141,7 +141,7 @@ def _is_safe(step: dict[str, Any]) -> bool:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Return how many times a step may lengthen a text."""
+    """Return the factor by which a step may lengthen a text."""
     pattern = step.get("pattern")
     if step.get("type") == "Replace" and isinstance(pattern, dict):
         return max(1.0, len(step["content"].encode()) / max(1, len(pattern.get("String", " ").encode())))

@@ -166,7 +166,7 @@ class BlockTurns:
         return f"messages.{len(self.messages) - 1}"
 
     def place(self, path: str) -> str:
-        """Return what a path in the chat is in the request."""
+        """Return the path in the request of a path in the chat."""
         head, rest = path, ""
         while head not in self.places and "." in head:
             head, _, last = head.rpartition(".")

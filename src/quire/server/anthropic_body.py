@@ -214,7 +214,7 @@ def _function(tool: CustomTool) -> dict[str, Any]:
 
 
 def _choice(given: Any) -> dict[str, Any]:
-    """Return how a chat chooses tools."""
+    """Return the fields of a chat that choose among tools."""
     if given is None:
         return {}
     found: Any = checked(given, "tool_choice", CHOICES, "one of them")

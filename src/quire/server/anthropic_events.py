@@ -99,7 +99,7 @@ class MessagesReply(ChatReply):
         }
 
     def _ended(self, choice: Mapping[str, Any]) -> dict[str, Any]:
-        """Return why the last choice ended. Calls that are not whole must not be made."""
+        """Return the stop reason of the last choice. Calls that are not whole must not be made."""
         stop = choice["stop_reason"]
         calls = [item["arguments"] for item in self._output.items if item["type"] == "function_call"]
         reason = "end_turn"
@@ -128,7 +128,7 @@ class MessagesReply(ChatReply):
 
 
 def _said(event: Chunk) -> Iterator[Chunk]:
-    """Yield what an event of items is as events of blocks."""
+    """Translate an event of items into events of blocks."""
     kind, place = event["type"], {"index": event.get("output_index")}
     if kind == "response.output_item.added":
         yield {"type": "content_block_start", **place, "content_block": _block(event["item"], signature="")}

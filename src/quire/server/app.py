@@ -24,7 +24,6 @@ from quire.server import (
     session_routes,
     state_routes,
     status,
-    timeline_routes,
     token_routes,
     tokens,
     warm_routes,
@@ -97,7 +96,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     routes = (
         *(chat, responses, anthropic_messages, completions, warm_routes),
         *(session_routes, branch_routes, tokens, adapter_routes),
-        *(state_routes, timeline_routes, token_routes),
+        *(state_routes, token_routes),
     )
     for module in routes:
         app.include_router(module.router, responses=errors.REFUSED_VALUES)

@@ -28,7 +28,7 @@ NAMES = {one.name: f"blend.{one.name}" for one in fields(BlendParams)}
 
 
 def blend_of(context: Context, body: GenerationBody) -> BlendParams | None:
-    """Return how a body's prompts are to be blended; None: not at all. Raise ``ApiError`` 400 as
+    """Return the blending of a body's prompts; None for none. Raise ``ApiError`` 400 as
     ``read_blend`` does, and in a session."""
     params = read_blend(context, body.blend)
     if params is not None and body.session_id is not None:
@@ -72,7 +72,7 @@ class EncodedPrompt:
 
     @classmethod
     def rendered(cls, texts: SpelledTokens, parts: Sequence[Segment | str]) -> EncodedPrompt:
-        """Return what a chat template has written, in parts."""
+        """Return the prompt of a text that a chat template has written, given in parts."""
         return cls._of(parts, texts.encode_part)
 
     @classmethod
@@ -84,7 +84,7 @@ class EncodedPrompt:
 
 
 def blend_body(found: Sequence[Blend]) -> dict[str, Any]:
-    """Return how prompts were blended; of several the numbers of all, and each under
+    """Return the report of blending. For several prompts it has the sums, and each prompt under
     ``prompts``."""
     bodies = [blend.as_dict() for blend in found]
     if len(bodies) == 1:

@@ -1,15 +1,16 @@
 """The bodies of requests: what a JSON text may hold, and how it becomes a checked object.
 
-Parsers and validators hold Python's lock until they are done, so each is only given what it handles
-in some 50 ms: the structure of a text is counted first, piece by piece. Lists and mappings have a
-longest length and stop at their first error, for an error takes a hundred times as long as a value.
-What grows with a large body runs on a worker thread.
+Parsers and validators hold Python's lock until they are done, so each is only given a text that it
+handles in some 30 ms: the structure of a text is counted first, piece by piece. Lists and mappings
+have a longest length and stop at their first error, for an error takes a hundred times as long as a
+value. What grows with a large body runs on a worker thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import email.message
+import gc
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
@@ -24,12 +25,12 @@ from quire.server.errors import ApiError, bad_field, validation_error
 
 MAX_DEPTH = 64
 """Most levels of arrays and objects in a JSON body."""
-MAX_CONTAINERS = 100_000
+MAX_CONTAINERS = 50_000
 """Most arrays and objects in a JSON body."""
-MAX_MEMBERS = 100_000
+MAX_MEMBERS = 50_000
 """Most members of all objects in a JSON body."""
-MAX_VALUES = 1_000_000
-"""Most values in a JSON body: enough for the tokens of the longest contexts."""
+MAX_VALUES = 500_000
+"""Most values in a JSON body. A longer prompt goes as text, or to a session in parts."""
 MAX_ITEMS = 10_000
 """Most entries of a list of anything but numbers, unless its field says otherwise."""
 MAX_FIELDS = 256
@@ -79,16 +80,18 @@ def check_json(body: bytes) -> None:
         containers += opened
         values += opened + int(np.count_nonzero(marks == ord(",")))
         members += int(np.count_nonzero(marks == ord(":")))
-        if containers > MAX_CONTAINERS or values >= MAX_VALUES or members > MAX_MEMBERS:
-            raise _not_json(
-                f"the body holds more than {MAX_VALUES} values, {MAX_CONTAINERS} arrays and objects, or {MAX_MEMBERS} members "
-                "of objects"
-            )
         depths = depth + np.cumsum(steps, dtype=np.int64)
         if depths.size:
             depth = int(depths[-1])
             if depths.max() > MAX_DEPTH:
                 raise _not_json(f"the body nests more than {MAX_DEPTH} arrays and objects in each other")
+    for count, most, what in (
+        (values + 1, MAX_VALUES, "values"),
+        (containers, MAX_CONTAINERS, "arrays and objects"),
+        (members, MAX_MEMBERS, "members of objects"),
+    ):
+        if count > most:
+            raise _not_json(f"the body holds {count} {what}; at most {most} are taken")
 
 
 def _not_json(message: str) -> ApiError:
@@ -180,7 +183,7 @@ async def aside(request: Request, function: Callable[[], T]) -> T:
 def parsed(body: bytes, kind: type[BoundedModel]) -> BoundedModel:
     """Return the object of a JSON text. Raise ``ApiError`` 400 with its first wrong field."""
     try:
-        value = from_json(body)
+        value = _from_json(body)
     except ValueError as error:
         if len(body) > LENIENT:
             raise _not_json(f"the body is not valid JSON: {error}") from None
@@ -195,6 +198,18 @@ def parsed(body: bytes, kind: type[BoundedModel]) -> BoundedModel:
     except ValidationError as error:
         problems = error.errors(include_url=False)
         raise validation_error([{**one, "loc": ("body", *one["loc"])} for one in problems]) from None
+
+
+def _from_json(body: bytes) -> Any:
+    """Parse JSON. The garbage collector waits: it would go through all objects of the process many
+    times, while the parser holds Python's lock."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return from_json(body)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _is_json(content_type: str) -> bool:

@@ -62,7 +62,8 @@ async def overview(request: Request) -> Response:
 
 @router.get("/diff")
 async def diff(request: Request, a: Side = None, b: Side = None) -> Response:
-    """Tell where two commits part and what each adds; without both the log of a branch "diff"."""
+    """Compare two commits: their common part, and the rest of each. Without both, return the log of
+    a branch called "diff"."""
     if a is None and b is None:
         return await log("diff", request)
     if a is None or b is None:

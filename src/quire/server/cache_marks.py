@@ -108,7 +108,7 @@ class MarkedHints:
 
 
 def _place(mark: CacheMark, messages: Messages, tools: Tools, render: Render, text: str) -> int | None:
-    """Return how much of the prompt's text stands before a mark; None if that cannot be seen."""
+    """Return the number of characters of the prompt before a mark; None if it cannot be found."""
     try:
         return _shown(mark, messages, tools, render, text)
     except QuireError:  # the template refuses the sign, or has no room for it
@@ -145,5 +145,5 @@ def _shown(mark: CacheMark, messages: Messages, tools: Tools, render: Render, te
 
 
 def _common(signed: str, text: str) -> int | None:
-    """Return how many first characters two different texts share; None if they do not differ."""
+    """Return the length of the common beginning of two texts; None if they are equal."""
     return next((at for at, (one, other) in enumerate(zip(signed, text, strict=False)) if one != other), None)

@@ -105,6 +105,13 @@ def _deepseek(s: _Spelling) -> str:
     return f"{s.mark('<｜tool▁calls▁begin｜>')} {s.several(call, 'SPACE')} {s.mark('<｜tool▁calls▁end｜>')}"
 
 
+def _kimi(s: _Spelling) -> str:
+    begin, separator, end = map(s.mark, ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"))
+    call = f'({begin} SPACE "functions." {s.named(f"/:[0-9]+/ SPACE {separator} SPACE")} SPACE {end})'
+    first, last = map(s.mark, ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"))
+    return f"{first} SPACE {s.several(call, 'SPACE')} SPACE {last}"
+
+
 def _qwen3_coder(s: _Spelling) -> str:
     begin, end = s.mark("<tool_call>"), s.mark("</tool_call>")
 
@@ -147,6 +154,7 @@ _CALLS: Mapping[str, Callable[[_Spelling], str]] = {
     "llama3_json": _llama,
     "mistral": _mistral,
     "deepseek_v3": _deepseek,
+    "kimi_k2": _kimi,
     "qwen3_coder": _qwen3_coder,
     "glm45": _glm45,
     "lfm2": _lfm2,

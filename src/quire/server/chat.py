@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -19,10 +19,10 @@ from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
-from quire.segments import Segment
+from quire.segments import BlendParams, Segment
 from quire.server.blend_fields import EncodedPrompt, blend_of
 from quire.server.bodies import BodyRoute, aside
-from quire.server.cache_marks import MarkedHints, Messages, pin_all, without_marks
+from quire.server.cache_marks import CacheMark, MarkedHints, Messages, pin_all, without_marks
 from quire.server.call_forms import tokens_of
 from quire.server.context import Context
 from quire.server.conversations import Conversation
@@ -39,7 +39,7 @@ from quire.server.generation import (
     sampling_params,
 )
 from quire.server.harmony import MARKERS, STOPS, in_reasoning, is_harmony
-from quire.server.hint_fields import for_prefetch, read_hints
+from quire.server.hint_fields import HintFields, for_prefetch, read_hints
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import MessageFormat, MessageReader, answer_of, message_of
 from quire.server.protocol import ChatRequest, refuse_unsupported
@@ -76,8 +76,34 @@ async def answer_chat(
 ) -> Response:
     """Answer a chat. ``made`` makes the reply, a ``ChatReply`` by default. ``more``: characters of
     messages that are not in the request's own body."""
+    asked = await _read(request, body)
+    answering = _answer_in_session if body.session_id is not None else _answer_history
+    return await answering(request, asked, made or ChatReply, more)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """A checked request."""
+
+    context: Context
+    body: ChatRequest
+    """The body, whose messages have neither marks nor segments."""
+    tokenizer: Tokenizer
+    segmented: Messages
+    """The messages with their segments."""
+    tools: ToolChoice
+    params: SamplingParams
+    fields: Mapping[str, str]
+    """The client's names of the parameters' fields."""
+    hints: HintFields
+    marks: Sequence[CacheMark]
+    blend: BlendParams | None
+    prefetching: bool
+
+
+async def _read(request: Request, body: ChatRequest) -> _Asked:
+    """Return the checked request. Raise ``ApiError``."""
     context: Context = request.app.state.context
-    made = made or ChatReply
     refuse_unsupported(body)
     _check_variables(body)
     tokenizer = _tokenizer(context)
@@ -85,73 +111,106 @@ async def answer_chat(
     body, prefetching = for_prefetch(body, hints)
     given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
     asked = body.messages
-    messages, listed, marks = await aside(request, lambda: without_marks(asked, given))
+    segmented, listed, marks = await aside(request, lambda: without_marks(asked, given))
     try:
-        bare, _ = await aside(request, lambda: without_segments(messages))
+        bare, _ = await aside(request, lambda: without_segments(segmented))
     except InvalidArgument as error:
         raise ApiError(400, str(error), param=error.field, code="invalid_argument") from None
-    body = body.model_copy(update={"messages": bare})
     tools = ToolChoice.of(body, listed)
     params, fields = _params(context, body, tools)
-    if body.session_id is not None:
-        _check_session(body)
-        with naming(fields, "session_id"):
-            template = select_template(tokenizer.chat_templates)
-            format, in_session = _reading(context, tokenizer, template, params, tools, None)
-            # The template writes the wrappers of an answer's text itself, or refuses them.
-            wrapped = format.harmony or (format.calls is not None and bool(format.calls.wrappers))
-            pin_all(hints, marks)
-            source = ClientSessionStream(
-                context,
-                request.state.owner,
-                body.session_id,
-                in_session,
-                messages=body.messages,
-                answer=(lambda text: answer_of(text, format)) if wrapped else None,
-                model=body.model,
-                hints=hints.hints,
-            )
-            reply = made(request, context, body, params, tools, format)
-            reply.rerun = lambda message, output: source.session.prefetch_next_turn
-            reply.hints = hints
-            return await answer_in_session(request, reply, source)
+    return _Asked(
+        context=context,
+        body=body.model_copy(update={"messages": bare}),
+        tokenizer=tokenizer,
+        segmented=segmented,
+        tools=tools,
+        params=params,
+        fields=fields,
+        hints=hints,
+        marks=marks,
+        blend=blend,
+        prefetching=prefetching,
+    )
+
+
+async def _answer_in_session(request: Request, asked: _Asked, made: Callable[..., ChatReply], more: int) -> Response:
+    """Answer the new messages of a conversation that a session holds."""
+    context, body, session_id = asked.context, asked.body, asked.body.session_id
+    assert session_id is not None
+    _check_session(body)
+    with naming(asked.fields, "session_id"):
+        template = select_template(asked.tokenizer.chat_templates)
+        format, params = _reading(context, asked.tokenizer, template, asked.params, asked.tools, None)
+        # The template writes the wrappers of an answer's text itself, or refuses them.
+        wrapped = format.harmony or (format.calls is not None and bool(format.calls.wrappers))
+        pin_all(asked.hints, asked.marks)
+        source = ClientSessionStream(
+            context,
+            request.state.owner,
+            session_id,
+            params,
+            messages=body.messages,
+            answer=(lambda text: answer_of(text, format)) if wrapped else None,
+            model=body.model,
+            hints=asked.hints.hints,
+        )
+        reply = made(request, context, body, asked.params, asked.tools, format)
+        reply.rerun = lambda message, output: source.session.prefetch_next_turn
+        reply.hints = asked.hints
+        return await answer_in_session(request, reply, source)
+
+
+async def _answer_history(request: Request, asked: _Asked, made: Callable[..., ChatReply], more: int) -> Response:
+    """Answer a conversation that the request brings as a whole."""
+    context, body, tools, blend = asked.context, asked.body, asked.tools, asked.blend
     adapter = context.adapter_of(body.model)
-    check_number(context, 1, params.n)
+    check_number(context, 1, asked.params.n)
     if tools.answer is not None:
         await check_form(context, request, tools.answer, "response_format")
     with naming({}, "messages"):
-        template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
-    chat = Conversation.of(context, body, tokenizer, template, tools.given, tools.allowed)
-    marked, size = MarkedHints(hints, marks), len(await request.body()) + more
-    wanted = None if blend is None else messages
+        template = select_template(asked.tokenizer.chat_templates, with_tools=tools.given is not None)
+    chat = Conversation.of(context, body, asked.tokenizer, template, tools.given, tools.allowed)
+    marked, size = MarkedHints(asked.hints, asked.marks), len(await request.body()) + more
+    wanted = None if blend is None else asked.segmented
     # The text is about as long as the body that it is made of.
     prompt, unplaced, format, params = await in_texts(
-        context, request, size, lambda: _rendered(context, body, chat, tools, params, marked, wanted)
+        context, request, size, lambda: _rendered(context, body, chat, tools, asked.params, marked, wanted)
     )
-    tokens = prompt.ids
-    await check_prompts(context, request, [(tokens, naming(fields, "messages"))], params)
+    await check_prompts(context, request, [(prompt.ids, naming(asked.fields, "messages"))], params)
     reply = made(request, context, body, params, tools, format)
-    reply.hints, reply.unplaced = hints, unplaced
+    reply.hints, reply.unplaced = asked.hints, unplaced
     salt = context.salt(request.state.owner, body.cache_salt)
-
-    def rerun(message: Mapping[str, Any], output: RequestOutput) -> Run:
-        # The last token is sampled, and not computed.
-        computed = np.array([*tokens.tolist(), *output.outputs[0].token_ids[:-1]], dtype=np.int64)
-
-        async def run(most: int) -> RequestOutput | None:
-            history = await context.texts.run(size, lambda: chat.next_turn(message))
-            if not parts_from(history, computed):
-                return None
-            ids = history.tolist()
-            return await context.llm.prefetch(ids, adapter=adapter, cache_salt=salt, only_idle=True, most=most)
-
-        return run
-
     if blend is None:  # approximate state is of no use to a rerun
-        reply.rerun = rerun
-    if prefetching:
-        return await prefetch(request, context, reply, [tokens], blend, adapter=adapter, cache_salt=salt)
+        reply.rerun = partial(_rerun, context, chat, prompt, size, adapter=adapter, cache_salt=salt)
+    if asked.prefetching:
+        return await prefetch(request, context, reply, [prompt.ids], blend, adapter=adapter, cache_salt=salt)
     return await answer(request, context, reply, [prompt.given], params, blend, adapter=adapter, cache_salt=salt)
+
+
+def _rerun(
+    context: Context,
+    chat: Conversation,
+    prompt: EncodedPrompt,
+    size: int,
+    message: Mapping[str, Any],
+    output: RequestOutput,
+    *,
+    adapter: str | None,
+    cache_salt: str | None,
+) -> Run:
+    """Return a function that runs a conversation of about ``size`` characters with its answer, as
+    later prompts begin. It returns None where they begin with the tokens of the answer."""
+    # The last token is sampled, and not computed.
+    computed = np.array([*prompt.ids.tolist(), *output.outputs[0].token_ids[:-1]], dtype=np.int64)
+
+    async def run(most: int) -> RequestOutput | None:
+        history = await context.texts.run(size, lambda: chat.next_turn(message))
+        if not parts_from(history, computed):
+            return None
+        ids = history.tolist()
+        return await context.llm.prefetch(ids, adapter=adapter, cache_salt=cache_salt, only_idle=True, most=most)
+
+    return run
 
 
 async def count_chat(request: Request, body: ChatRequest) -> int:
@@ -167,8 +226,8 @@ async def count_chat(request: Request, body: ChatRequest) -> int:
     _params(context, body, tools)
     with naming({}, "messages"):
         template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
-    told = body.model_copy(update={"messages": messages})
-    chat = Conversation.of(context, told, tokenizer, template, tools.given, tools.allowed)
+    bare = body.model_copy(update={"messages": messages})
+    chat = Conversation.of(context, bare, tokenizer, template, tools.given, tools.allowed)
 
     def count() -> int:
         with naming({}, "messages"):
@@ -262,8 +321,8 @@ def _rendered(
 def _reading(
     context: Context, tokenizer: Tokenizer, template: str, params: SamplingParams, tools: ToolChoice, prompt: str | None
 ) -> tuple[MessageFormat, SamplingParams]:
-    """Return how the answer is read, and parameters for that. They keep special tokens in the text
-    if it is read by such tokens. A form holds behind the reasoning."""
+    """Return the format of the answer, and the parameters for it. They keep special tokens in the
+    text if the format has such tokens. A form holds behind the reasoning."""
     format = _message_format(context, template, params, tools, prompt)
     if tools.forced is not None:
         params = params.replace(structured_outputs=forced_calls(context, template, tools)[0])
@@ -293,7 +352,7 @@ def _reading(
 def _message_format(
     context: Context, template: str, params: SamplingParams, tools: ToolChoice, prompt: str | None
 ) -> MessageFormat:
-    """Return how the answer is read. ``prompt``: the rendered prompt, None if it is unknown."""
+    """Return the format of the answer. ``prompt``: the rendered prompt, None if it is unknown."""
     config, named = context.llm.model.config, context.settings.tool_call_parser
     harmony = is_harmony(template, named)
     # A grammar, as of forced calls, leaves no place for channels.
@@ -327,8 +386,12 @@ def _message_format(
         calls=calls,
         tools=tools.offered,
         one_call=tools.one_call,
-        short_ids=own is not None and own.name == "mistral",
+        ids=_IDS.get(own.name, "any") if own is not None else "any",
     )
+
+
+_IDS: Mapping[str, Literal["any", "short", "named"]] = {"mistral": "short", "kimi_k2": "named"}
+"""``MessageFormat.ids`` of formats."""
 
 
 def _stopping(params: SamplingParams, tokenizer: Tokenizer, context: Context) -> SamplingParams:

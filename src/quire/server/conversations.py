@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.engine.chat_rendering import render_chat
+from quire.engine.chat_rendering import render_chat, variables_of
 from quire.engine.long_texts import TextLimit
 from quire.engine.next_turn import next_turn_ids
 from quire.engine.spelled_tokens import SpelledTokens
 from quire.engine.tokenizer import Tokenizer
 from quire.server.cache_marks import Messages, Tools
 from quire.server.context import Context
-from quire.server.protocol import ChatRequest
-from quire.server.thinking_fields import thinking_variables
+from quire.server.errors import bad_field, naming
+from quire.server.protocol import ChatRequest, Reasoning
+from quire.server.reasoning import reasoning_for
+
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables that templates switch reasoning by; the first one that a template reads counts."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +50,8 @@ class Conversation:
         tools: Tools,
         allowed: Collection[str] | None = None,
     ) -> Conversation:
-        """Return that of a body. Raise ``ApiError`` 400 for fields that a template does not
-        read."""
+        """Return the conversation of a body. Raise ``ApiError`` 400 for fields that a template does
+        not read."""
         variables: dict[str, Any] = {**tokenizer.special_tokens, **(body.chat_template_kwargs or {})}
         variables |= thinking_variables(body, template)
         if body.documents is not None:
@@ -81,3 +87,49 @@ class Conversation:
         return next_turn_ids(
             lambda messages: self.render(messages, self.tools, asks=False), [*self.messages, answer], self.texts
         )
+
+
+# -- reasoning -------------------------------------------------------------------------------------
+
+
+def thinking_variables(body: ChatRequest, template: str) -> dict[str, Any]:
+    """Return the variables that ``reasoning_effort``, ``reasoning`` and ``enable_thinking`` give a
+    template. Raise ``ApiError`` 400 for what it does not read."""
+    reasoning = body.reasoning or Reasoning()
+    effort = _one("reasoning.effort", reasoning.effort, "reasoning_effort", body.reasoning_effort)
+    switch = _one("reasoning.enabled", reasoning.enabled, "enable_thinking", body.enable_thinking)
+    if effort is None and switch is None:
+        return {}
+    with naming({}, "messages"):
+        read = variables_of(template)
+    found: dict[str, Any] = {}
+    switches = [name for name in SWITCHES if name in read]
+    if effort is not None:
+        where = "reasoning_effort" if reasoning.effort is None else "reasoning.effort"
+        if "reasoning_effort" in read:
+            found["reasoning_effort"] = effort
+        elif effort != "none":
+            use = "enable_thinking switches it" if switches else "leave it out"
+            raise _unread(where, f"this model's chat template knows no effort of reasoning; {use}")
+        elif switch is None:
+            switch = False
+        elif switch:
+            raise _unread(where, f'{where} "none" and enable_thinking true exclude each other; give one of them')
+    if switch is not None:
+        if switches:
+            found[switches[0]] = switch
+        elif switch or reasoning_for(template) is not None:
+            where = "enable_thinking" if reasoning.enabled is None else "reasoning.enabled"
+            raise _unread(where, "this model's chat template does not switch reasoning on or off; leave it out")
+    return found
+
+
+def _one(name: str, value: T | None, other: str, same: T | None) -> T | None:
+    """Return the value of two fields that mean the same."""
+    if value is not None and same is not None and value != same:
+        raise bad_field(name, f"{name} is {value!r} and {other} {same!r}, which are the same; give one of them")
+    return same if value is None else value
+
+
+def _unread(name: str, reason: str) -> Exception:
+    return bad_field(name, f"{name} is not supported: {reason}", code="unsupported_parameter")

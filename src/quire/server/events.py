@@ -49,21 +49,41 @@ class JsonAnswer(Response):
     media_type = "application/json"
 
     def render(self, content: Mapping[str, Any]) -> bytes:
-        return b"{" + b",".join([encode_json(name) + b":" + _pieced(value) for name, value in content.items()]) + b"}"
+        return encoded_in_pieces(content)
 
 
-def _pieced(value: Any) -> bytes:
-    """Return JSON, with the items of a list encoded one by one. Encoding blocks all other threads,
-    and log-probabilities can take hundreds of megabytes."""
-    if isinstance(value, list):
-        return b"[" + b",".join([encode_json(item) for item in value]) + b"]"
+async def long_answer(content: Mapping[str, Any]) -> JsonAnswer:
+    """Write an answer of any length on a worker thread."""
+    return await asyncio.to_thread(JsonAnswer, content)
+
+
+_DEPTH, _PIECE = 6, 1000
+"""Levels of objects and arrays that are encoded in pieces, and plain values of an array in one
+piece."""
+
+
+def encoded_in_pieces(value: Any, depth: int = _DEPTH) -> bytes:
+    """Return JSON, encoded in pieces. Encoding blocks all other threads, and log-probabilities can
+    take hundreds of megabytes."""
+    if depth and isinstance(value, Mapping):
+        return (
+            b"{"
+            + b",".join([encode_json(name) + b":" + encoded_in_pieces(one, depth - 1) for name, one in value.items()])
+            + b"}"
+        )
+    if depth and isinstance(value, list) and value:
+        if isinstance(value[0], Mapping | list):
+            return b"[" + b",".join([encoded_in_pieces(one, depth - 1) for one in value]) + b"]"
+        parts = [encode_json(value[at : at + _PIECE])[1:-1] for at in range(0, len(value), _PIECE)]
+        return b"[" + b",".join(parts) + b"]"
     return encode_json(value)
 
 
 class EventStream(Response):
     """A stream of events ``data: {json}``, one for each chunk, then ``data: [DONE]``.
 
-    ``named``: each event has its chunk's ``type`` as its name, and no ``[DONE]`` follows.
+    ``named``: each event has its chunk's ``type`` as its name, and no ``[DONE]`` follows. An empty
+    chunk becomes a comment, which shows that the server is there.
 
     The answer begins with the first chunk. An error before it is raised, so that it has its own
     status; a later one becomes an event with OpenAI's error object. The generator of the chunks and
@@ -109,8 +129,8 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"" if self._named else LAST_EVENT, "more_body": False})
 
     async def _send_event(self, send: Send, chunk: Chunk) -> None:
-        name = f"event: {chunk['type']}\n".encode() if self._named else b""
-        body = name + b"data: " + encode_json(chunk) + b"\n\n"
+        name = f"event: {chunk['type']}\n".encode() if self._named and chunk else b""
+        body = name + b"data: " + encode_json(chunk) + b"\n\n" if chunk else b": nothing new\n\n"
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 

@@ -152,7 +152,7 @@ class _Row:
         )
 
     def _reachable(self, classes: Sequence[_Class]) -> list[range]:
-        """Return where a rewind may go; compare ``State.reachable``."""
+        """Return the positions that a rewind can reach; compare ``State.reachable``."""
         if not self.sequence:
             return [range(1)]
         size, sink = self.sequence["window"], self.sequence["sink"]
@@ -234,7 +234,7 @@ def _classes(sequence: Mapping[str, Any]) -> list[_Class]:
 
 
 def _hole(ranges: Sequence[range], sink: int, length: int) -> Hole:
-    """Return what is not held of a sequence; the inverse of ``kv.windows.held``."""
+    """Return the missing part of a sequence; the inverse of ``kv.windows.held``."""
     if not ranges:
         return Hole(min(sink, length), length)
     if len(ranges) == 1 and ranges[0].start <= sink:

@@ -18,6 +18,7 @@ import hmac
 import math
 import re
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
@@ -29,7 +30,6 @@ from quire.callers import Caller, caller
 from quire.server import logs
 from quire.server.bodies import LARGE_BODY, check_json
 from quire.server.errors import ApiError, api_error, busy, error_response
-from quire.server.key_portions import KeyPortions
 from quire.server.settings import ServerSettings
 from quire.server.sites import Sites, header_values
 
@@ -60,6 +60,44 @@ UPLOADS = frozenset({"/v1/sessions/state"})
 """Paths with files as bodies, which are read as they come and have their own limit."""
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class KeyPortions:
+    """Shares of a number by API key. One half is reserved, each key's part by its weight. The other
+    half is for keys that ask first. So no keys together can take all from another one."""
+
+    def __init__(self, limit: int, weights: Mapping[str, float]) -> None:
+        """``weights`` of all keys, by their owners' digests."""
+        self.limit = limit
+        whole = 2 * sum(weights.values())
+        least = 1 if 2 * len(weights) <= limit else 0
+        self._kept = {owner: max(least, int(limit * weight / whole)) for owner, weight in weights.items()}
+        self._shared = max(0, limit - sum(self._kept.values()))
+        self.used: Counter[str] = Counter()
+
+    def left(self, owner: str) -> int:
+        """Return the number that a key may still take."""
+        shared = self._shared - sum(max(0, count - self._kept.get(key, 0)) for key, count in self.used.items())
+        return max(0, self._kept.get(owner, 0) - self.used[owner]) + max(0, shared)
+
+    def most(self, owner: str) -> int:
+        """Return the most that a key may have while no other key has any."""
+        return self._kept.get(owner, 0) + self._shared
+
+    def take(self, owner: str, count: int) -> None:
+        """Count that a key has so many more, or fewer."""
+        self.used[owner] += count
+        if not self.used[owner]:
+            del self.used[owner]
+
+    @contextmanager
+    def one(self, owner: str) -> Iterator[None]:
+        """Count one until the block ends."""
+        self.take(owner, 1)
+        try:
+            yield
+        finally:
+            self.take(owner, -1)
 
 
 class Gate:

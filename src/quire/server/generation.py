@@ -151,7 +151,8 @@ async def in_texts(context: Context, request: Request, size: int, function: Call
 
 
 async def encoded(context: Context, text: str, *, endless: bool = False) -> NDArray[np.int64]:
-    """Return the token ids of a prompt. Refuse one that cannot fit at once, unless ``endless``."""
+    """Return the token ids of a prompt. Refuse a prompt that cannot fit before it is tokenised,
+    unless ``endless``."""
     if not endless:
         context.llm.engine.checks.text(text)
     return await context.texts.run(len(text), lambda: encode(context.llm.tokenizer, text))
@@ -279,8 +280,8 @@ def ending(reason: FinishReason | None, stop_reason: str | int | None) -> dict[s
 
 
 def reuse_body(outputs: Iterable[RequestOutput], *, alone: bool) -> dict[str, Any]:
-    """Return what was reused of each prompt; of several the numbers of all, and each under
-    ``prompts``. Without ``alone``, other clients share the cache: what is theirs is not told."""
+    """Return the report of reuse. For several prompts it has the sums, and each prompt under
+    ``prompts``. Without ``alone`` other clients share the cache, and their part is left out."""
     found = [output.reuse if alone else of_shared(output.reuse) for output in outputs]
     bodies = [reuse.as_dict() for reuse in found]
     if len(bodies) == 1:
@@ -297,8 +298,7 @@ def reuse_body(outputs: Iterable[RequestOutput], *, alone: bool) -> dict[str, An
 
 
 def of_shared(reuse: Reuse) -> Reuse:
-    """Return what a client may know if others share its cache: neither their texts nor what is
-    under their salts."""
+    """Return a report without the texts and the salts of other clients of the cache."""
     if reuse.miss is Miss.OTHER_SALT:
         return replace(reuse, miss=Miss.NONE, missed_at=None)
     return replace(reuse, quote="")

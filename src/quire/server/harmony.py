@@ -20,6 +20,7 @@ How messages are read:
 - Other messages are content: ``commentary`` without recipient or to the user (a preamble), other
   channels or none, text without a header. The user then sees the text of a misspelt channel, while
   in the reasoning the turn would seem empty.
+- JSON on ``final`` that looks like a call is content: a header would name the tool.
 - An empty line separates messages of one kind. White space within them is kept.
 
 Rules for every text:

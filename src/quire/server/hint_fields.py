@@ -2,7 +2,7 @@
 them, and ``priority``; and their results, which every answer has under ``quire.hints``.
 
 What is malformed is refused with 400. What is well-formed and cannot be done is answered as
-"refused" with the reason, and the request goes on.
+"refused" with the reason, and the request runs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class HintFields:
         self.pins, self.demotions, self.demote = [], [], None
 
     def answers(self, outputs: Mapping[int, RequestOutput]) -> Answers:
-        """Return what was done, for each of several prompts with its number."""
+        """Return the outcomes of the hints, for each of several prompts with its number."""
         found = list(self.answered)
         for number, output in outputs.items():
             which = {"prompt": number} if number or len(outputs) > 1 else {}

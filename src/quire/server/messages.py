@@ -6,11 +6,13 @@ does both.
 
 from __future__ import annotations
 
+import itertools
+import re
 import secrets
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from quire.server.harmony import HarmonyReader
 from quire.server.reasoning import ReasoningFormat, StreamingReasoning
@@ -21,6 +23,7 @@ from quire.server.tools import StreamingToolParser, ToolFormat
 _LETTERS = string.ascii_letters + string.digits
 _MISTRAL_ID = 9
 """Letters of an id that Mistral's templates accept."""
+_SHORT_ID = re.compile(rf"[a-zA-Z0-9]{{{_MISTRAL_ID}}}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +39,20 @@ class MessageFormat:
     tools: Sequence[Mapping[str, Any]] | None = None
     one_call: bool = False
     """Whether calls after the first one are left out."""
-    short_ids: bool = False
-    """Whether the model's template takes ids of nine letters only."""
+    ids: Literal["any", "short", "named"] = "any"
+    """The ids of calls that the model's template takes: any, nine letters, or
+    ``functions.NAME:NUMBER``."""
 
-    def call_id(self) -> str:
-        """Return a new id that cannot be guessed."""
-        if self.short_ids:
+    def call_id(self, call: Delta, known: Collection[str]) -> str:
+        """Return the id of a call: the model's own if it wrote one that fits, for then the next
+        prompt has it too, or a new one that is not among ``known``."""
+        own = call.call_id
+        if own is not None and own not in known and (self.ids == "named" or _SHORT_ID.fullmatch(own)):
+            return own
+        if self.ids == "short":
             return "".join(secrets.choice(_LETTERS) for _ in range(_MISTRAL_ID))
+        if self.ids == "named":
+            return next(one for number in itertools.count() if (one := f"functions.{call.name}:{number}") not in known)
         return f"call_{secrets.token_hex(12)}"
 
 
@@ -58,6 +68,8 @@ class MessageReader:
         elif format.reasoning is not None:
             self._first = StreamingReasoning(format.reasoning, format.in_reasoning)
         self._calls = None if format.calls is None else StreamingToolParser(format.calls, format.tools)
+        self._ids: set[str] = set()
+        """The ids of calls so far."""
         self._arguments: dict[int, list[str]] = {}
         """The arguments so far, by call."""
 
@@ -96,7 +108,8 @@ class MessageReader:
             call = calls.setdefault(one.index, {"index": one.index, "function": {"arguments": ""}})
             if one.index not in self._arguments:
                 self._arguments[one.index] = []
-                call |= {"id": self._format.call_id(), "type": "function"}
+                call |= {"id": self._format.call_id(one, self._ids), "type": "function"}
+                self._ids.add(call["id"])
                 call["function"] = {"name": one.name, "arguments": ""}
             call["function"]["arguments"] += one.arguments
             self._arguments[one.index].append(one.arguments)

@@ -76,7 +76,7 @@ class Reply(ABC):
 
     @abstractmethod
     def chunk_choices(self, number: int, delta: SampleDelta) -> list[dict[str, Any]]:
-        """Return what one delta adds to a choice, one entry for each chunk."""
+        """Return the additions of one delta to a choice, one entry for each chunk."""
 
     def count(self, delta: SampleDelta) -> int:
         """Return the number of a delta's tokens that were generated for the client."""
@@ -108,8 +108,8 @@ class Reply(ABC):
         """Note that the answer is complete. Runs on the event loop."""
 
     def quire(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return what stands beside the usage and OpenAI's clients do not know: what was reused of
-        the prompts that ran, how they were blended, and what was done with hints."""
+        """Return the reports beside the usage that OpenAI does not have: reuse and blending of the
+        prompts that ran, and outcomes of hints."""
         found: dict[str, Any] = {}
         if ran := [self.outputs[number] for number in sorted(self.outputs)]:
             found["reuse"] = reuse_body(ran, alone=self._alone)
@@ -156,7 +156,7 @@ class Reply(ABC):
 
 
 def head_of(context: Context, body: GenerationBody) -> dict[str, Any]:
-    """Return what an answer in OpenAI's shape says of itself."""
+    """Return the fields of an answer in OpenAI's shape that name its model."""
     session = {} if body.session_id is None else {"session_id": body.session_id}
     return {"model": body.model or context.model_name, **session, "system_fingerprint": None}
 

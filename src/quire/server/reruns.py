@@ -30,7 +30,7 @@ logger = logging.getLogger("quire.server")
 LOOK = 0.02
 """Seconds between two looks whether the engine is idle, while turns wait."""
 MOST_WAITING = 16
-"""Turns that wait; the oldest gives way."""
+"""Most turns that wait; the oldest is dropped."""
 MOST_TRIES = 4
 """Times that one turn is begun."""
 REMEMBERED = 32

@@ -129,7 +129,7 @@ class ResponseStreamOptions(Body):
 
 
 def showing(refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> Callable[[dict[str, Any]], None]:
-    """Return what adds the values that refused fields may have to a body's description."""
+    """Return a function that adds the accepted values of refused fields to a body's schema."""
 
     def show(schema: dict[str, Any]) -> None:
         schema["properties"] |= {name: {"enum": [*values, None]} for name, (values, _) in refused.items()}
@@ -153,9 +153,9 @@ class ResponseRequest(ParamsBody):
     instructions: str | None = None
     """A system message. Later responses do not inherit it."""
     previous_response_id: str | None = None
-    """The stored response that this one goes on from."""
+    """The stored response that this one continues."""
     store: bool | None = None
-    """Whether later responses may go on from this one; true if it is missing."""
+    """Whether later responses may continue this one; true if it is missing."""
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)

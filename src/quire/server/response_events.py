@@ -43,7 +43,7 @@ class OutputItems:
         self._call: int | None = None
         """The number in the chat of the call that is open."""
         self._open = False
-        """Whether the last item goes on."""
+        """Whether the last item is still open."""
         self._events = 0
 
     def event(self, kind: str, **fields: Any) -> Chunk:
@@ -54,7 +54,7 @@ class OutputItems:
     def feed(self, delta: Mapping[str, Any]) -> Iterator[Chunk]:
         """Add a delta of the message, and yield its events."""
         calls = delta.get("tool_calls", ())
-        # What goes on in a call was written before the text of the same delta, other calls behind.
+        # Arguments of an open call come before the text of the same delta, new calls behind it.
         yield from self._calls(call for call in calls if call["index"] == self._call)
         begun = [call for call in calls if "id" in call]
         for field, kind in (("reasoning_content", "reasoning"), ("content", "message")):
@@ -91,7 +91,7 @@ class OutputItems:
 
     @property
     def reasoning(self) -> str:
-        """Return what the model thought."""
+        """Return the text of the reasoning."""
         return "".join(part["text"] for item in self.items if item["type"] == "reasoning" for part in item["content"])
 
     @property
@@ -133,7 +133,7 @@ class OutputItems:
 
 
 def _logprobs(kind: str) -> dict[str, Any]:
-    """Return what only events of texts have."""
+    """Return the fields that only events of texts have."""
     return {"logprobs": []} if kind == "message" else {}
 
 

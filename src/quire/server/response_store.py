@@ -1,4 +1,4 @@
-"""The responses that clients may go on from: each with its whole conversation, as JSON.
+"""The responses that clients may continue: each with its whole conversation, as JSON.
 
 Their state is where that of idle sessions is: finished sequences stay in the pool until others need
 the pages, and the tiers keep what is given up. So the next turn forks it, and computes what is new.

@@ -13,7 +13,7 @@ from quire.server.bodies import BodyRoute, aside
 from quire.server.chat import ChatReply, answer_chat
 from quire.server.context import Context
 from quire.server.errors import ApiError, bad_field
-from quire.server.events import STREAMED, JsonAnswer
+from quire.server.events import STREAMED, JsonAnswer, long_answer
 from quire.server.foreign_fields import UNLISTED
 from quire.server.protocol import refuse_fields
 from quire.server.response_body import REFUSED, ResponseRequest, chat_request
@@ -36,7 +36,7 @@ Include = Annotated[list[Literal["reasoning.encrypted_content"]] | None, Query(d
 
 @router.post("", responses=STREAMED)
 async def create(body: ResponseRequest, request: Request) -> Response:
-    """Answer items, or go on from a stored response."""
+    """Answer items, or continue a stored response."""
     context, owner = _context(request), request.state.owner
     refuse_fields(body, REFUSED)
     refuse_fields(body, UNLISTED)
@@ -96,7 +96,7 @@ async def retrieve(
     """Return a stored response."""
     if stream:
         raise bad_field("stream", "a stored response is not streamed again; leave stream out", code="unsupported")
-    return JsonAnswer((await _context(request).responses.get(request.state.owner, response_id)).body)
+    return await long_answer((await _context(request).responses.get(request.state.owner, response_id)).body)
 
 
 @router.delete("/{response_id}")
@@ -135,7 +135,7 @@ async def input_items(
         items = items[places[0] + 1 :]
     shown = items[:limit]
     ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
-    return JsonAnswer({"object": "list", "data": shown, **ends, "has_more": len(items) > limit})
+    return await long_answer({"object": "list", "data": shown, **ends, "has_more": len(items) > limit})
 
 
 def _context(request: Request) -> Context:

@@ -72,7 +72,7 @@ def serve(llm: AsyncLLM, settings: ServerSettings | None = None) -> None:
                 logs.event("warning", text=text)
             if not settings.api_key and (text := exposure(sockets)):
                 logs.event("warning", level=logging.WARNING, text=text)
-            # What is there now stays; a collection during a large body need not look at it.
+            # These objects stay; a collection during a large body need not visit them.
             gc.collect()
             gc.freeze()
             server = Server(app, announce=True)
@@ -92,8 +92,7 @@ def raise_descriptor_limit() -> None:
 
 
 def most_connections() -> int:
-    """Return how many connections may be open, so that there are descriptors for other things, and
-    memory."""
+    """Return the most connections that leave descriptors and memory for other things."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS

@@ -1,15 +1,15 @@
-"""Answers to generations in sessions: in one, and in several that go on together.
+"""Answers to generations in sessions: in one, and in several together.
 
 All sessions of a batch are taken and checked before the first one runs. Then each is a stream of
 its own, and the engine runs them in one batch. A session that fails ends with ``finish_reason``
-"error"; the others go on.
+"error"; the others continue.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -85,8 +85,6 @@ class SessionReply(Reply):
 class SessionBatch(SessionReply):
     """The streams of several sessions of one owner, and their common answer."""
 
-    streams: Sequence[MemberStream]
-
     def __init__(
         self, request: Request, context: Context, body: GenerateManyBody, params: Sequence[SamplingParams]
     ) -> None:
@@ -96,11 +94,12 @@ class SessionBatch(SessionReply):
             raise bad_field("ids", f"ids: {twice[:60]!r} is given twice; a session goes on in one way at a time")
         hints = read_hints(context, request.state.owner, body)
         streams = [
-            MemberStream(context, request.state.owner, name, one, model=body.model, hints=hints.hints)
+            ClientSessionStream(context, request.state.owner, name, one, model=body.model, hints=hints.hints)
             for name, one in zip(body.ids, params, strict=True)
         ]
         super().__init__(request, context, body, streams, params, model=context.model_name)
         self.hints = hints
+        self.members = [MemberStream(stream) for stream in streams]
 
     async def check(self) -> None:
         """Take all sessions and check everything before anything runs. Raise ``ApiError`` that
@@ -125,43 +124,54 @@ class SessionBatch(SessionReply):
 
     async def whole(self) -> Chunk:
         """Run all to their ends, and return one choice for each, in the order of the ids."""
-        async with aclosing(deltas(self.streams)) as found:
+        async with aclosing(deltas(self.members)) as found:
             begun = {number async for number, delta in found if delta is not FAILED}
         choices = []
-        for number, stream in enumerate(self.streams):
+        for number, (stream, member) in enumerate(zip(self.streams, self.members, strict=True)):
             delta = FAILED
             if number in begun:
                 self.begin(number, stream.output)
                 delta = whole(stream.output.outputs[0])
                 self.usage.add(self.count(delta))
-            if stream.failure:
+            if member.failure:
                 delta = replace(delta, finish_reason="error")
             choices.append(self.choice(number, delta) | {"num_tokens": len(stream.session)})
         return self.body_of(choices)
 
     def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
         """Return a choice with its session, and the error that ended it."""
-        stream = self.streams[number]
-        failure = stream.failure if delta.finish_reason == "error" else {}
-        return {**super().choice(number, delta), "session_id": stream.session_id, **failure}
+        failure = self.members[number].failure if delta.finish_reason == "error" else {}
+        return {**super().choice(number, delta), "session_id": self.streams[number].session_id, **failure}
 
     async def aclose(self) -> None:
         """Cancel unfinished streams, and return when all sessions are free."""
         await asyncio.gather(*(stream.aclose() for stream in self.streams))
 
 
-class MemberStream(ClientSessionStream):
-    """A session's stream that ends with a delta of ``finish_reason`` "error" instead of raising."""
+class MemberStream(AsyncIterator[SampleDelta]):
+    """A session's stream in a batch. It ends with a delta of ``finish_reason`` "error" instead of
+    raising."""
 
-    failure: Mapping[str, Any] = {}
-    """The error's answer, if there is an error."""
+    def __init__(self, stream: ClientSessionStream) -> None:
+        self._stream = stream
+        self.failure: Mapping[str, Any] = {}
+        """The error's answer, if there is an error."""
+
+    @property
+    def output(self) -> RequestOutput:
+        """Return the output so far."""
+        return self._stream.output
 
     async def __anext__(self) -> SampleDelta:
         try:
-            return await super().__anext__()
+            return await anext(self._stream)
         except QuireError as error:
             self.failure = api_error(error).body
             return FAILED
+
+    async def aclose(self) -> None:
+        """Cancel an unfinished request, and return when the session is free."""
+        await self._stream.aclose()
 
 
 async def prefetched(

@@ -160,10 +160,10 @@ class SamplingBody(ParamsBody):
 
 
 class ContinueBody(HintedBody, SamplingBody):
-    """How sessions go on. The model's generation_config.json gives the defaults."""
+    """How sessions are continued. The model's generation_config.json gives the defaults."""
 
     model: str | None = None
-    """The model or adapter that the session goes on under, as a check."""
+    """The model or adapter of the session, as a check."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -142,7 +142,7 @@ def left_of(record: SessionRecord, now: Moment) -> float:
 
 
 def hidden(owner: str, salt: str | None = None) -> str:
-    """Return what a record says of an owner, from which nothing finds the owner."""
+    """Return a salted digest of an owner for a record. It does not reveal the owner."""
     salt = secrets.token_hex(16) if salt is None else salt
     return f"{salt}:{hashlib.blake2b(owner.encode(), key=salt.encode(), digest_size=32).hexdigest()}"
 

@@ -26,7 +26,7 @@ from quire.server.branch_routes import commit_object, known_query
 from quire.server.cache_marks import pin_all, without_marks
 from quire.server.context import Context
 from quire.server.errors import ApiError, bad_field, naming
-from quire.server.events import STREAMED, EventStream, JsonAnswer, unless_gone
+from quire.server.events import STREAMED, EventStream, JsonAnswer, long_answer, unless_gone
 from quire.server.generation import added, chat_defaults, check_lists, encoded
 from quire.server.hint_fields import for_prefetch, read_hints
 from quire.server.logprobs import finite
@@ -54,14 +54,14 @@ from quire.server.sessions import HeldSession
 router = APIRouter(route_class=BodyRoute, prefix="/v1/sessions", tags=["sessions"], dependencies=[Depends(known_query)])
 
 SHARES = (0.0, 0.25, 0.5, 0.75)
-"""Shares of a session at which the cost of a rewind is told by default, besides its last token."""
+"""Shares of a session at which the cost of a rewind is given by default, besides its last token."""
 MAX_POSITIONS = 64
 """Most positions that a request may name."""
 
 FIELDS = {name: name for name in (*CreateBody.model_fields, *GenerateBody.model_fields) if name != "prompt"}
 """Fields that errors may be about, but a prompt: its names here are text, tokens, messages."""
 
-RewindTo = Annotated[list[int] | None, Query(description="Positions of which the cost of a rewind is told.")]
+RewindTo = Annotated[list[int] | None, Query(description="Positions for which the cost of a rewind is returned.")]
 Ttl = Annotated[Seconds | None, Query(description="Seconds without use after which the session is closed.")]
 
 
@@ -201,8 +201,8 @@ async def generate_many(body: GenerateManyBody, request: Request) -> Response:
     try:
         await unless_gone(request, batch.check())
         if body.stream:
-            return EventStream(batch.chunks(batch.streams), [batch])
-        return JsonAnswer(await unless_gone(request, batch.whole()))
+            return EventStream(batch.chunks(batch.members), [batch])
+        return await long_answer(await unless_gone(request, batch.whole()))
     except BaseException:
         await asyncio.shield(batch.aclose())
         raise
@@ -222,7 +222,7 @@ def _params_of_all(context: Context, body: GenerateManyBody) -> list[SamplingPar
 
 @router.post("/checkout")
 async def checkout(body: CheckoutBody, request: Request) -> Response:
-    """Make a session that goes on from a branch or a commit."""
+    """Make a session that continues a branch or a commit."""
     context, owner = _context(request), _owner(request)
     with _about(None):
         name, labels = checked_name(body.name), checked_labels(body.labels or {})
@@ -268,7 +268,7 @@ async def describe(session_id: str, request: Request, rewind_to: RewindTo = None
         "state_kinds": dict(Counter(spec.kind for spec in context.llm.model.layer_specs)),
         "rewind_costs": costs and [{"to": to, "replayed": cost} for to, cost in zip(positions, costs, strict=True)],
     }
-    return JsonAnswer(description)
+    return await long_answer(description)
 
 
 async def _summary(context: Context, held: HeldSession) -> dict[str, Any] | None:
@@ -365,7 +365,7 @@ async def score(session_id: str, body: TextBody, request: Request) -> Response:
         with _about("tokens" if body.text is None else "text"):
             content = await unless_gone(request, added(_context(request), session, content))
             scores = [finite(one) for one in await unless_gone(request, session.score(content))]
-    return JsonAnswer({"id": session_id, "tokens": content, "logprobs": scores, "total_logprob": sum(scores)})
+    return await long_answer({"id": session_id, "tokens": content, "logprobs": scores, "total_logprob": sum(scores)})
 
 
 # -- fork, rewind, adapters ------------------------------------------------------------------------

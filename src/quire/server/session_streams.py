@@ -158,7 +158,7 @@ class ClientSessionStream(AsyncIterator[SampleDelta]):
             pass  # the session was closed meanwhile
         finally:
             self._held = None
-            await self._context.sessions.settle(held)
+            await self._context.sessions.release_when_durable(held)
 
     async def aclose(self) -> None:
         """Cancel an unfinished request, and return when the session is free."""

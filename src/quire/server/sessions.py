@@ -213,12 +213,12 @@ class Sessions:
             yield held
             await self.keep(held)
         except BaseException:
-            await asyncio.shield(self.spawn(self.settle(held)))
+            await asyncio.shield(self.spawn(self.release_when_durable(held)))
             raise
         self.release(held)
 
-    async def settle(self, held: HeldSession) -> None:
-        """End a call that failed or was cancelled, when what it did is durable."""
+    async def release_when_durable(self, held: HeldSession) -> None:
+        """End a call that failed or was cancelled, once its changes are durable."""
         try:
             await _quietly(self.keep(held))
         finally:
@@ -269,7 +269,7 @@ class Sessions:
             await self._unpark(name, owner)
 
     async def resume(self) -> None:
-        """Go on with the sessions in the journal. What cannot go on now is parked."""
+        """Continue the sessions in the journal. Those that cannot be continued are parked."""
         if self.keeper is None:
             return
         found = await self.keeper.owners()
@@ -369,7 +369,7 @@ class Sessions:
 
 
 async def _quietly(work: Coroutine[Any, Any, None]) -> None:
-    """Await what may fail. The failure is told where the result is needed, or at the next call."""
+    """Await a result. A failure is raised where the result is needed, or at the next call."""
     try:
         await work
     except QuireError as error:

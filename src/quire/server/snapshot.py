@@ -131,7 +131,7 @@ class Snapshot:
     # -- views -------------------------------------------------------------------------------------
 
     def overview(self) -> OverviewView:
-        """Return what there is."""
+        """Return the overview."""
         pools = tuple(one.summary() for one in self.pools)
         use = {name: sum(one.counts[name] for one in pools) for name in OWNER_NAMES}
         kinds = [one.view.kind for one in self.branches]
@@ -215,7 +215,7 @@ class Snapshot:
         )
 
     def compare(self, a: str, b: str) -> ComparisonView:
-        """Return where two branches part. Without a model nothing is probable. ``NotFound``."""
+        """Return the first difference of two branches, without probabilities. ``NotFound``."""
         first, second = self.branch(a), self.branch(b)
         size = min(first.ids.size, second.ids.size)
         same = first.ids[:size] == second.ids[:size]

@@ -79,7 +79,7 @@ class FileSource:
 
 
 class StoreSource:
-    """A store, read anew every ``LOOK_SECONDS`` while somebody looks."""
+    """A store, read anew every ``LOOK_SECONDS`` while it has viewers."""
 
     def __init__(self, tier: StoreTier) -> None:
         self._tier = tier
@@ -207,7 +207,7 @@ def create_snapshot_app(
 
 
 async def _told(request: Request, error: Exception) -> Response:
-    # Who looks at a file or a store of this machine may know where it is.
+    # A viewer of a file or a store of this machine may know its path.
     told = api_error(error)
     if isinstance(error, TierError):
         told.message = str(error)
@@ -239,7 +239,7 @@ def _span(request: Request) -> tuple[int, int | None]:
 
 
 async def _events(source: SnapshotSource, is_over: Callable[[], bool]) -> AsyncIterator[bytes]:
-    """Say what changed: at first all, then whenever another reading differs."""
+    """Yield events: one at first, then one for each reading that differs."""
     loop = asyncio.get_running_loop()
     seen, said = -1, loop.time()
     while not is_over():

@@ -1,7 +1,7 @@
 """OpenTelemetry: a span for each request that has ended, and one inside of it for each phase.
 
 Names are those of the semantic conventions for generative AI, vLLM's for latencies, and ``quire.``
-for the rest. No texts are told. Spans are made on a thread of their own out of lanes of the
+for the rest. Spans hold no texts. Spans are made on a thread of their own out of lanes of the
 timeline, so neither an engine nor a request waits for them or fails with them. OpenTelemetry is
 imported only if there is somewhere to send spans to.
 """
@@ -37,9 +37,9 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 
 
 def exporter_for(endpoint: str | None) -> SpanExporter | None:
-    """Return what sends spans to an OTLP endpoint (HTTP, protobuf). None: the standard variables
-    ``OTEL_*`` say where to, or that nothing is sent, and then nothing is imported and the result is
-    None. ``Unsupported`` for an endpoint without the packages."""
+    """Return an exporter of spans to an OTLP endpoint (HTTP, protobuf). None: the standard
+    variables ``OTEL_*`` name the endpoint. If they name none, nothing is imported, and the result
+    is None. ``Unsupported`` for an endpoint without the packages."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
     if endpoint is None:
@@ -62,7 +62,7 @@ def exporter_for(endpoint: str | None) -> SpanExporter | None:
 
 
 def traces_url(endpoint: str) -> str:
-    """Return where spans go: an address without a path has OTLP's own."""
+    """Return the URL for spans: an address without a path gets OTLP's path."""
     return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + TRACES_PATH
 
 
@@ -95,7 +95,7 @@ class RequestSpans:
             self._lanes.put(lane)
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
-        """Send what has ended, for at most so long; return whether all is sent or given up."""
+        """Send finished spans, for at most ``seconds``. Return whether all are sent or given up."""
         made = threading.Event()
         self._lanes.put(made)
         if not made.wait(seconds):
@@ -158,8 +158,8 @@ class RequestSpans:
 
 
 def operation_of(lane: RequestLane) -> str:
-    """Return what a request does, as the conventions name it, or "compute_state", which they have
-    no name for."""
+    """Return the operation of a request by its name in the conventions, or "compute_state", for
+    which they have no name."""
     if lane.kind == "run":
         return "compute_state"
     return "chat" if lane.caller.path in CHATS else "text_completion"

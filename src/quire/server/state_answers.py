@@ -6,7 +6,6 @@ return await shared_answer(request, "history", lambda views, state: views.histor
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,6 +20,7 @@ from quire.engine.views.viewer import Viewer
 from quire.llm import LLM
 from quire.server.context import Context
 from quire.server.errors import naming
+from quire.server.events import encoded_in_pieces
 from quire.server.sessions import Sessions
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Shown(Protocol):
     """A view of ``contracts.views``."""
 
     def document(self) -> Mapping[str, Any]:
-        """Return what is sent."""
+        """Return the document to send."""
 
 
 _viewers: WeakKeyDictionary[Sessions, dict[str, tuple[tuple[str, ...], Viewer]]] = WeakKeyDictionary()
@@ -50,8 +50,8 @@ def context_of(request: Request) -> Context:
 
 
 def viewer_of(request: Request) -> Viewer:
-    """Return who looks: with several API keys one who sees what is its own, else one who sees
-    all."""
+    """Return the viewer of a request. With several API keys it sees only its own sessions and
+    requests; otherwise all."""
     context, owner = context_of(request), str(request.state.owner)
     ids = context.sessions.ids
     known = _viewers.setdefault(context.sessions, {})
@@ -83,7 +83,7 @@ async def own_answer(request: Request, reader: Callable[[StateViews, ReadState],
 
     def read(views: StateViews) -> bytes:
         with views.budget.spent():
-            return encoded_document(reader(views, views.state(anew=False)).document())
+            return encoded_in_pieces(reader(views, views.state(anew=False)).document())
 
     return _counted(request, await read_views(request, read))
 
@@ -108,25 +108,20 @@ async def shared_answer(
     if known is None:
 
         def read(views: StateViews) -> bytes:
-            return views.shared(called, lambda state: encoded_document(make(views, state).document()))
+            return views.shared(called, lambda state: encoded_in_pieces(make(views, state).document()))
 
         known = await read_views(request, read)
     return _counted(request, known)
 
 
-def encoded_document(document: Mapping[str, Any]) -> bytes:
-    """Return a document as JSON in ASCII."""
-    return json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
-
-
 def json_answer(document: Mapping[str, Any] | bytes) -> Response:
     """Return an answer with a document, which no cache keeps."""
-    body = document if isinstance(document, bytes) else encoded_document(document)
+    body = document if isinstance(document, bytes) else encoded_in_pieces(document)
     return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
 
 def count_answer(request: Request) -> None:
-    """Count an answer as looking: the more viewers there are, the less often each sees news."""
+    """Count an answer against the budget of views: the more viewers, the rarer their news."""
     context_of(request).llm.views.budget.answered(ANSWER_SECONDS)
 
 

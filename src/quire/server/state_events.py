@@ -1,6 +1,6 @@
-"""``StateEvents``: what tells viewers that there is something new, at most twice a second.
+"""``StateEvents``: events that tell viewers of changes, at most twice a second.
 
-One task looks for all who listen, and only while somebody does. It compares counters, which takes
+One task serves all listeners, and runs only while there are any. It compares counters, which takes
 no lock; the state is read only if they changed.
 """
 
@@ -12,32 +12,17 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from starlette.types import Send
-
 from quire.contracts.views import FORMAT
 from quire.llm import LLM
 from quire.server.context import Context
-from quire.server.events import Chunk, EventStream
+from quire.server.events import Chunk
 
 PERIOD = 0.5
 """Seconds between two events, at least."""
 QUIET = 10.0
 """Seconds without an event after which a comment says that the server is there."""
 NOTHING: Final[Chunk] = {}
-"""What becomes a comment."""
-
-
-class StateStream(EventStream):
-    """A stream of ``StateEvents.follow``."""
-
-    def __init__(self, chunks: AsyncGenerator[Chunk, None], sources: tuple[()]) -> None:
-        super().__init__(chunks, sources, named=True)
-
-    async def _send_event(self, send: Send, chunk: Chunk) -> None:
-        if chunk:
-            await super()._send_event(send, chunk)
-        else:
-            await send({"type": "http.response.body", "body": b": nothing new\n\n", "more_body": True})
+"""A chunk that ``EventStream`` sends as a comment."""
 
 
 class StateEvents:
@@ -50,13 +35,13 @@ class StateEvents:
         self._news = asyncio.Event()
         """Set, and replaced, at each event and at the end."""
         self._failure: Exception | None = None
-        """Why nobody looks any more."""
+        """The error that ended the task."""
         self._listeners = 0
         self._task: asyncio.Task[None] | None = None
 
     async def follow(self) -> AsyncGenerator[Chunk, None]:
-        """Yield what there is now, then every change, until the server stops. A listener that is
-        slow misses events and gets the last one. Raises what keeps the state from being read."""
+        """Yield the present state, then every change, until the server stops. A slow listener
+        misses events and gets the last one. Errors of reading the state are raised."""
         self._listeners += 1
         if self._task is None or self._task.done():
             self._last = self._failure = None

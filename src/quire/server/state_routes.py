@@ -5,22 +5,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from quire.contracts.views import TextView, TiersView
 from quire.engine.views.state_views import ReadState, StateViews
+from quire.engine.views.timeline import Timeline
+from quire.engine.views.timeline_reader import timeline_document
 from quire.errors import InvalidArgument, NotFound
-from quire.server.events import STREAMED
-from quire.server.state_answers import context_of, own_answer, shared_answer, viewer_of
-from quire.server.state_events import StateStream, events_of
+from quire.server.events import STREAMED, EventStream
+from quire.server.state_answers import context_of, count_answer, own_answer, shared_answer, viewer_of
+from quire.server.state_events import events_of
 
 router = APIRouter(prefix="/v1/state", tags=["state"])
 
 BranchId = Annotated[str, Query(max_length=512, description="The id of a branch, as /v1/state/history has it.")]
+LONGEST_WAIT = 1.0
+"""Seconds that an answer waits, at most, for its turn."""
 
 
 @router.get("")
@@ -101,7 +106,7 @@ async def page(request: Request, pool: int, page: int) -> Response:
 
 @router.get("/tiers")
 async def tiers(request: Request) -> Response:
-    """Tell what each tier outside of the pool holds."""
+    """Describe the contents of each tier outside of the pool."""
     sees_all = viewer_of(request).sees_all
 
     def read(views: StateViews, state: ReadState) -> TiersView:
@@ -115,4 +120,24 @@ async def tiers(request: Request) -> Response:
 @router.get("/events", responses=STREAMED)
 async def events(request: Request) -> Response:
     """Tell, as server-sent events, when there is something new to be read."""
-    return StateStream(events_of(context_of(request)).follow(), ())
+    return EventStream(events_of(context_of(request)).follow(), (), named=True)
+
+
+@router.get("/timeline")
+async def timeline(
+    request: Request,
+    since: Annotated[int, Query(ge=0, description="The number of the last step that is known; 0: of none.")] = 0,
+) -> dict[str, Any]:
+    """Tell the steps after ``since``, the requests that changed, latencies and rates."""
+    context = context_of(request)
+    count_answer(request)
+    line, owner = context.llm.engine.timeline, viewer_of(request).owner
+    # It takes no lock of the engine's, but Python runs one thread at a time.
+    if not line.budget.is_free:
+        await asyncio.sleep(min(line.budget.wait, LONGEST_WAIT))
+    return await asyncio.to_thread(_read_timeline, line, since, owner)
+
+
+def _read_timeline(line: Timeline, since: int, owner: str | None) -> dict[str, Any]:
+    with line.budget.spent():
+        return timeline_document(line, since, owner)

@@ -1,13 +1,15 @@
 """``/health``, ``/version``, ``/metrics``, ``/v1/models``, and endpoints that no model supports.
 
 Metrics are in Prometheus' text format, under exactly the names of ``quire.metrics``, and those that
-vLLM has too also under its names.
+vLLM has too also under its names: a family that means the same is told twice, as ``quire:...``, and
+as ``vllm:...`` with vLLM's label ``model_name``. What means something else has no second name.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,6 @@ from quire.metrics import MetricFamily, Sample
 from quire.server.bodies import BodyRoute, BoundedModel
 from quire.server.context import Context, public_name
 from quire.server.errors import REFUSED_VALUES, ApiError, bad_field
-from quire.server.vllm_names import vllm_families
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -205,3 +206,51 @@ def _rest(snapshot: Mapping[str, float], families: Iterable[MetricFamily]) -> li
 
 def _gauge(name: str, help: str, value: float) -> MetricFamily:
     return MetricFamily(name=name, type="gauge", help=help, samples=(Sample(name=name, value=float(value)),))
+
+
+# -- vLLM's names ----------------------------------------------------------------------------------
+
+SAME = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "num_preemptions_total",
+    "request_success_total",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+)
+"""Names that both have."""
+RENAMED: Mapping[str, str] = {
+    "prefix_cache_queries_total": "prompt_tokens_total",
+    "prefix_cache_hits_total": "prompt_tokens_cached_total",
+    "spec_decode_num_draft_tokens_total": "drafted_tokens_total",
+    "spec_decode_num_accepted_tokens_total": "accepted_tokens_total",
+}
+"""Other names of vLLM's, and what they are here: its prefix cache counts tokens too."""
+REASONS: Mapping[str, str] = {"cancelled": "abort"}
+"""Values of labels that it calls otherwise."""
+
+
+def vllm_families(families: Iterable[MetricFamily], model: str) -> list[MetricFamily]:
+    """Return the families that vLLM has too, under its names, for a model's name."""
+    known = {family.name: family for family in families}
+    pairs = [(name, name) for name in SAME] + list(RENAMED.items())
+    return [_renamed(known[f"quire:{own}"], f"vllm:{name}", model) for name, own in pairs]
+
+
+def _renamed(family: MetricFamily, name: str, model: str) -> MetricFamily:
+    return replace(family, name=name, samples=tuple(_sample(one, family.name, name, model) for one in family.samples))
+
+
+def _sample(sample: Sample, own: str, name: str, model: str) -> Sample:
+    labels = tuple((label, REASONS.get(value, value)) for label, value in sample.labels)
+    return replace(sample, name=name + sample.name.removeprefix(own), labels=(("model_name", model), *labels))

@@ -113,7 +113,7 @@ class _Layout:
         return tuple(layer for layer, kind in sorted(self.kinds.items()) if (kind in ("window", "recurrent")) == stops)
 
     def pools(self) -> list[StoredPool]:
-        """Return that of the rows and that of the stops, as far as there are such."""
+        """Return the pools of rows and of recurrent states that are not empty."""
         return [
             pool for kind, stops in (("tokens", False), ("states", True)) if (pool := self._pool(kind, stops)).pages
         ]

@@ -8,12 +8,16 @@ import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
+from quire.engine.limited_process import SLOW
 from quire.engine.long_texts import LONG, given_up_by
 
 SHORT_THREADS = 4
 """Number of threads for texts that are not long. Long ones have one thread."""
+ASIDE = 2 * SLOW
+"""Further threads of calls that wait for slow templates and tokenizers."""
 
 T = TypeVar("T")
 
@@ -22,7 +26,7 @@ class Lane:
     """Calls on some threads, the smallest first, from one event loop."""
 
     def __init__(self, threads: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._pool = ThreadPoolExecutor(threads + ASIDE, thread_name_prefix=name)
         self._free = threads
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
@@ -42,24 +46,35 @@ class Lane:
                 raise
         else:
             self._free -= 1
-        given_up = threading.Event()
+        given_up, loop = threading.Event(), asyncio.get_running_loop()
+        has_place = True
+
+        def leave() -> None:
+            nonlocal has_place
+            if has_place:
+                has_place = False
+                self._leave()
+
+        def step_aside() -> None:
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(leave)
 
         def call() -> T:
-            with given_up_by(given_up.is_set):
+            with given_up_by(given_up.is_set, step_aside):
                 return function()
 
-        work = asyncio.get_running_loop().run_in_executor(self._pool, call)
-        work.add_done_callback(self._ended)
+        def ended(work: asyncio.Future[T]) -> None:
+            if not work.cancelled():
+                work.exception()  # fetched, or asyncio would log it as never retrieved
+            leave()
+
+        work = loop.run_in_executor(self._pool, call)
+        work.add_done_callback(ended)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
             given_up.set()
             raise
-
-    def _ended(self, work: asyncio.Future[T]) -> None:
-        if not work.cancelled():
-            work.exception()  # fetched, or asyncio would log it as never retrieved
-        self._leave()
 
     def _leave(self) -> None:
         """Give a free thread to the waiting call with the smallest text."""

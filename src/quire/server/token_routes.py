@@ -1,7 +1,7 @@
-"""``/v1/state/token``, ``/attention``, ``/norms`` and ``/compare``: looks into sessions.
+"""``/v1/state/token``, ``/attention``, ``/norms`` and ``/compare``: views into sessions.
 
-What must be computed runs on a fork, which is gone afterwards. The session stays as it is, and so
-does the time until it is closed.
+Missing values are computed on a fork, which is then removed. The session does not change, and
+neither does the time until it is closed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.engine.views.token_chances import MOST_ALTERNATIVES
 from quire.errors import FailedPrecondition, Unsupported
 from quire.server.context import Context
 from quire.server.errors import bad_field, naming
-from quire.server.events import JsonAnswer, unless_gone
+from quire.server.events import long_answer, unless_gone
 
 router = APIRouter(prefix="/v1/state", tags=["state"])
 
@@ -35,16 +35,16 @@ Top = Annotated[int, Query(ge=1, le=MOST_ALTERNATIVES, description="How many alt
 
 @router.get("/token")
 async def token(request: Request, branch: Branch, position: Position, top: Top = 10) -> Response:
-    """Tell how probable the token at a position is after those before it."""
+    """Return the probability of the token at a position, and its alternatives."""
     session = looked_at(request, "branch", branch)
     with naming(FIELDS, "branch"):
         view = await unless_gone(request, session.token(position, top=top))
-    return JsonAnswer({"branch": branch, **view.document()})
+    return await long_answer({"branch": branch, **view.document()})
 
 
 @router.get("/attention")
 async def attention(request: Request, branch: Branch, position: Position, layer: Layer, head: Head = None) -> Response:
-    """Tell what the token at a position reads at a layer: the weights of its query."""
+    """Return the attention weights of the token at a position, at a layer."""
     session = looked_at(request, "branch", branch)
     specs = _context(request).llm.engine.runner.model.layer_specs
     heads = getattr(specs[layer], "num_heads", 1) if layer < len(specs) and head is None else 1
@@ -54,25 +54,25 @@ async def attention(request: Request, branch: Branch, position: Position, layer:
         )
     with naming(FIELDS, "branch"):
         view = await unless_gone(request, session.attention(position, layer, head))
-    return JsonAnswer({"branch": branch, **view.document()})
+    return await long_answer({"branch": branch, **view.document()})
 
 
 @router.get("/norms")
 async def norms(request: Request, branch: Branch, layer: Layer) -> Response:
-    """Tell the norms of what a layer remembers of a session."""
+    """Return the norms of a layer's keys and values, or states, of a session."""
     session = looked_at(request, "branch", branch)
     with naming(FIELDS, "branch"):
         view = await unless_gone(request, session.norms(layer))
-    return JsonAnswer({"branch": branch, **view.document()})
+    return await long_answer({"branch": branch, **view.document()})
 
 
 @router.get("/compare")
 async def compare(request: Request, a: Branch, b: Branch, top: Top = 10) -> Response:
-    """Tell where two sessions part, and what either side thinks there."""
+    """Return the first difference of two sessions, and the probabilities of both there."""
     first, second = looked_at(request, "a", a), looked_at(request, "b", b)
     with naming(FIELDS, "a"):
         view = await unless_gone(request, first.compare(second, top=top))
-    return JsonAnswer({"branches": [a, b], **view.document()})
+    return await long_answer({"branches": [a, b], **view.document()})
 
 
 def looked_at(request: Request, field: str, branch: str) -> AsyncSession:

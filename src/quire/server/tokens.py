@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, StrictBool, StrictInt, StrictStr
+from starlette.responses import Response
 
 from quire.engine.chat_prompts import encode_chat
 from quire.engine.long_texts import TextLimit
@@ -15,6 +16,7 @@ from quire.engine.tokenizer import Tokenizer
 from quire.server.bodies import BodyRoute, BoundedModel
 from quire.server.context import Context
 from quire.server.errors import bad_field
+from quire.server.events import JsonAnswer
 from quire.server.generation import in_texts
 
 router = APIRouter(route_class=BodyRoute, tags=["tokens"])
@@ -65,8 +67,8 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
-@router.post("/tokenize")
-async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
+@router.post("/tokenize", response_model=TokenizeResponse)
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Return the tokens of a prompt, or of messages in the model's chat template."""
     context: Context = request.app.state.context
     context.adapter_of(body.model)
@@ -88,17 +90,19 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
     checks.text(body.prompt)
     # The text of messages is about as long as the body that it is made of.
     size = len(await request.body()) if body.prompt is None else len(body.prompt)
-    found = await in_texts(context, request, size, lambda: _encode(tokenizer, body, checks.text_limit))
-    return TokenizeResponse(
-        count=len(found),
-        max_model_len=context.longest,
-        tokens=found,
-        token_strs=[tokenizer.token_text(token) for token in found] if body.return_token_strs else None,
-    )
+
+    def answer() -> Response:
+        tokens = _encode(tokenizer, body, checks.text_limit)
+        texts = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+        return JsonAnswer(
+            {"count": len(tokens), "max_model_len": context.longest, "tokens": tokens, "token_strs": texts}
+        )
+
+    return await in_texts(context, request, size, answer)
 
 
-@router.post("/detokenize")
-async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeResponse:
+@router.post("/detokenize", response_model=DetokenizeResponse)
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Return the text of tokens."""
     context: Context = request.app.state.context
     context.adapter_of(body.model)
@@ -107,7 +111,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeRes
     if len(body.tokens) > most:
         raise bad_field("tokens", f"tokens has {len(body.tokens)} ids; the model's context holds {most}")
 
-    def decode() -> str:
+    def answer() -> Response:
         for index, token in enumerate(body.tokens):
             if token >= tokenizer.vocab_size:
                 raise bad_field(
@@ -115,9 +119,9 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeRes
                     f"tokens[{index}] is {token}; ids must be in [0, {tokenizer.vocab_size})",
                     code="invalid_argument",
                 )
-        return tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        return JsonAnswer({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)})
 
-    return DetokenizeResponse(prompt=await asyncio.to_thread(decode))
+    return await asyncio.to_thread(answer)
 
 
 def _tokenizer(context: Context) -> Tokenizer:

@@ -113,7 +113,7 @@ def _those(tools: list[dict[str, Any]], allowed: Collection[str] | None) -> list
 
 def forced_calls(context: Context, template: str, tools: ToolChoice) -> tuple[StructuredOutputs, ToolFormat]:
     """Return the form of calls that are forced, and the format by which they are read: those of the
-    model's chat template, or JSON if that shows none."""
+    model's chat template, or JSON if that shows none, or cannot hold the schemas of the tools."""
     tokenizer, named = context.llm.tokenizer, context.settings.tool_call_parser
     assert tokenizer is not None  # checked before
     assert tools.given is not None
@@ -128,11 +128,13 @@ def forced_calls(context: Context, template: str, tools: ToolChoice) -> tuple[St
         None if reasoning is None else reasoning.closer,
     )
     format = None if form is None else form.format(known)
-    if form is None or format is None:
-        return StructuredOutputs(json=tools.schema), forced_format(tools.forced)
-    functions = functions_of(_those(tools.given, tools.forced_names))
-    one_call = tools.one_call or isinstance(tools.forced, Mapping)
-    return form.grammar(functions, tokens_of(tokenizer), one_call=one_call), format
+    if form is not None and format is not None:
+        functions = functions_of(_those(tools.given, tools.forced_names))
+        one_call = tools.one_call or isinstance(tools.forced, Mapping)
+        grammar = form.grammar(functions, tokens_of(tokenizer), one_call=one_call)
+        if grammar is not None:
+            return grammar, format
+    return StructuredOutputs(json=tools.schema), forced_format(tools.forced)
 
 
 def calls_or_answer_form(context: Context, tools: ToolChoice, answer: StructuredOutputs) -> StructuredOutputs:

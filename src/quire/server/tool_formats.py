@@ -5,7 +5,7 @@ place between the pieces of a stream and reads every character once, however the
 fails at the first character that its format does not allow.
 
 What a call gets of its text, if its grammar fails too, is in ``server.tools``. Text that belongs to
-no call is the model's, and the search for markers goes on at the character that did not fit. Only
+no call is the model's, and the search for markers continues at the character that did not fit. Only
 the few characters of a marker are read twice, so the time is linear.
 
 The formats are those in the chat templates of the families:
@@ -20,6 +20,8 @@ mistral      ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``,
              ``[TOOL_CALLS]name[ARGS]{...}``
 deepseek_v3  ``<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`` and the arguments in a block of
              JSON (V3, R1), or ``<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}`` (V3.1)
+kimi_k2      ``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}`` and
+             ``<|tool_call_end|>``, within a section of calls
 qwen3_coder  ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``
 glm45        ``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``
 lfm2         ``<|tool_call_start|>[name(key=value, ...), ...]<|tool_call_end|>`` as in Python
@@ -28,7 +30,7 @@ cohere       ``<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "paramet
              ...]<|END_ACTION|>`` (Command R7B, Command A)
 ===========  ====================================================================================
 
-Calls without marks are those of ``server.bare_calls``.
+``server.bare_calls`` reads calls without marks.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
+from urllib.parse import unquote
 
 from quire.server.tool_literals import closing, literal_json, python_call, python_calls, quoted, within_quotes
 from quire.server.tool_reader import Malformed, Reader, Steps, ToolCall, checked_name, checked_text
@@ -62,6 +65,7 @@ class Offered:
 
     def __init__(self, tools: Tools | None) -> None:
         """Take the tools; None if they are unknown."""
+        self._roots = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools or ()}
         self._schemas = schemas_of(tools or ())
         self.names = None if tools is None else frozenset(self._schemas)
         self._types: dict[tuple[str, str], frozenset[str]] = {}
@@ -72,11 +76,12 @@ class Offered:
         if schema is None:
             return frozenset()
         if (name, key) not in self._types:
-            self._types[name, key] = frozenset(_types(schema))
+            self._types[name, key] = types_of(schema, self._roots[name])
         return self._types[name, key]
 
 
 _KEY = re.compile(r"[^<>\r\n]*")
+_KIMI_ID = re.compile(r"(?P<prefix>functions\.)?(?P<name>.+?)(?P<number>:[0-9]+)?")
 _WHOLE_FLOAT = re.compile(r"(-?(?:0|[1-9][0-9]*))\.0+")
 
 
@@ -216,18 +221,39 @@ def json_type(text: str) -> str | None:
     return {str: "string", int: "integer", float: "number", dict: "object", list: "array"}[type(value)]
 
 
-def _types(schema: object) -> set[str]:
-    """Return the types that a schema allows; none if it does not say."""
-    if not isinstance(schema, Mapping):
-        return set()
-    named = schema.get("type")
-    types = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
-    for word in ("anyOf", "oneOf", "allOf"):
-        if isinstance(branches := schema.get(word), list):
-            types.update(*map(_types, branches))
-    if not types and isinstance(choices := schema.get("enum"), list):
-        types = {json_type(json.dumps(choice)) or "string" for choice in choices}
-    return types
+def types_of(schema: object, root: object) -> frozenset[str]:
+    """Return the types that a schema within ``root`` allows; none if it does not say."""
+    types: set[str] = set()
+    seen: set[int] = set()
+    left = [schema]
+    while left:
+        node = left.pop()
+        if not isinstance(node, Mapping) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        named = node.get("type")
+        own = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
+        for word in ("anyOf", "oneOf", "allOf"):
+            if isinstance(branches := node.get(word), list):
+                left += branches
+        if not own and isinstance(choices := node.get("enum"), list):
+            own = {json_type(json.dumps(choice)) or "string" for choice in choices}
+        if not own:
+            left.append(target_of(node, root))
+        types |= own
+    return frozenset(types)
+
+
+def target_of(schema: Mapping[str, Any], root: object) -> object:
+    """Return the schema that a reference within ``root`` names; None for other references."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found = root
+    for part in reference[2:].split("/"):
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def json_value(text: str, types: frozenset[str]) -> str:
@@ -346,32 +372,36 @@ def mistral(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
         return
     name = yield from reader.name()
     yield from reader.space()
+    call_id = None
     if (yield from reader.accept("[CALL_ID]")):
-        yield from reader.name()
+        call_id = yield from reader.name()
     yield from reader.accept("[ARGS]")
     yield from reader.space()
-    yield from _arguments(reader, name)
+    yield from _arguments(reader, name, call_id)
 
 
-def _arguments(reader: Reader, name: str) -> Steps[None]:
+def _arguments(reader: Reader, name: str, call_id: str | None = None) -> Steps[None]:
     """Read a JSON object, the arguments of a call of ``name``."""
     if (yield from reader.peek()) != "{":
         raise Malformed
-    reader.begin(name)
+    reader.begin(name, call_id)
     yield from reader.value(reader.add, lenient=True)
     reader.whole = True
 
 
-def deepseek_v3(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
-    """Read calls, each between two markers, and two around all. The last ones may be missing."""
-    call_begin, call_end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+def _section(
+    reader: Reader, marker: str, offered: Offered, *, marks: tuple[str, str, str], read: Callable[[Reader], Steps[None]]
+) -> Steps[None]:
+    """Read calls, each between the first two of ``marks``; the third one ends the last call. The
+    last marks may be missing. ``read`` reads the part between the marks of a call."""
+    call_begin, call_end, end = marks
     reader.ends = (call_end,)
     if marker != call_begin:
         yield from reader.space()
         yield from reader.expect(call_begin)
     while True:
         try:
-            yield from _deepseek_call(reader)
+            yield from read(reader)
             yield from reader.expect(call_end, or_end=True)
         except Malformed:
             # The text after a lost call is in the format again.
@@ -381,7 +411,7 @@ def deepseek_v3(reader: Reader, marker: str, offered: Offered) -> Steps[None]:
         yield from reader.space()
         if not (yield from reader.accept(call_begin)):
             break
-    yield from reader.expect("<｜tool▁calls▁end｜>", or_end=True)
+    yield from reader.expect(end, or_end=True)
     reader.commit()
 
 
@@ -402,6 +432,34 @@ def _deepseek_call(reader: Reader) -> Steps[None]:
     if fenced:
         yield from reader.expect("```")
         yield from reader.space()
+
+
+deepseek_v3 = partial(
+    _section,
+    marks=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    read=_deepseek_call,
+)
+
+
+def _kimi_call(reader: Reader) -> Steps[None]:
+    """Read an id, which has the name, and the arguments."""
+    yield from reader.space()
+    found = _KIMI_ID.fullmatch((yield from reader.name()))
+    if found is None:
+        raise Malformed
+    yield from reader.space()
+    yield from reader.expect("<|tool_call_argument_begin|>")
+    yield from reader.space()
+    whole = found["prefix"] and found["number"]
+    yield from _arguments(reader, found["name"], found.group() if whole else None)
+    yield from reader.space()
+
+
+kimi_k2 = partial(
+    _section,
+    marks=("<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    read=_kimi_call,
+)
 
 
 def qwen3_coder(reader: Reader, marker: str, offered: Offered) -> Steps[None]:

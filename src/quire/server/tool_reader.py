@@ -57,6 +57,8 @@ class Delta:
     """Number of the call, from 0; None for content and reasoning."""
     name: str | None = None
     """The call's name, in its first delta only."""
+    call_id: str | None = None
+    """The call's id beside its name, if the model wrote one before the arguments."""
     arguments: str = ""
     """A piece of the arguments as they are written; "" in the first delta of a call."""
 
@@ -108,6 +110,8 @@ class Reader:
 
     def __init__(self, emit: Callable[[str | None, str], None]) -> None:
         """Begin without text. ``emit`` gets a call's name, then with None pieces of arguments."""
+        self.call_id: str | None = None
+        """The id that the model wrote for the call that was begun last."""
         self.closed = False
         """Whether the text is complete."""
         self.text, self.at = "", 0
@@ -140,8 +144,9 @@ class Reader:
         self.text, self.at = self.held() + self.text[self.at :], 0
         self.hold()
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, call_id: str | None = None) -> None:
         """Begin a call with the held text. It stays a call whatever follows."""
+        self.call_id = call_id
         self._emit(name, "")
         self._open, self.whole = True, False
         self.hold()

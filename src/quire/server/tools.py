@@ -119,10 +119,12 @@ class StreamingToolParser(MessageParser):
             yield
 
     def _begins_with_a_mark(self) -> Steps[bool]:
+        yield from self._reader.space()
         for marker in self._format.markers:
             if (yield from self._reader.next_is(marker)):
                 self._only_calls = True
                 return True
+        self._reader.unread()
         return False
 
     def _calls(self, grammar: Grammar, marker: str = "") -> Steps[None]:
@@ -136,9 +138,11 @@ class StreamingToolParser(MessageParser):
         self._content(self._reader.held())
 
     def _of_call(self, name: str | None, arguments: str) -> None:
+        call_id = None
         if name is not None:
             self._num_calls += 1
-        self._deltas.append(Delta(index=self._num_calls - 1, name=name, arguments=arguments))
+            call_id = self._reader.call_id
+        self._deltas.append(Delta(index=self._num_calls - 1, name=name, call_id=call_id, arguments=arguments))
 
     def _content(self, text: str) -> None:
         """Add content. White space waits for the text after it."""
@@ -160,7 +164,8 @@ def _joined(deltas: Sequence[Delta]) -> list[Delta]:
         pieces = list(group)
         content = "".join(piece.content for piece in pieces)
         arguments = "".join(piece.arguments for piece in pieces)
-        joined.append(Delta(content=content, index=index, name=name, arguments=arguments))
+        first = pieces[0]
+        joined.append(Delta(content=content, index=index, name=name, call_id=first.call_id, arguments=arguments))
     return joined
 
 
@@ -175,6 +180,11 @@ _FORMATS = {
             name="deepseek_v3",
             markers=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
             grammar=tool_formats.deepseek_v3,
+        ),
+        ToolFormat(
+            name="kimi_k2",
+            markers=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+            grammar=tool_formats.kimi_k2,
         ),
         ToolFormat(name="qwen3_coder", markers=("<tool_call>", "<function="), grammar=tool_formats.qwen3_coder),
         ToolFormat(name="glm45", markers=("<tool_call>",), grammar=tool_formats.glm45),
@@ -207,7 +217,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], str | None], ...] = (
     (("<|tool_call_start|>",), "lfm2"),
     # Some templates of LFM2 have only this list of tools, and no form of calls.
     (("<|tool_list_start|>",), "lfm2"),
-    (("<|tool_calls_section_begin|>",), None),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
 )
 """Parts of templates, and the formats that they indicate; None for formats not read here."""
 _ARCHITECTURES = {
