@@ -71,6 +71,7 @@ def test_a_batch_of_all_owners_leaves_one_in_place() -> None:
     pair.finish()
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("child_first", [False, True])
 @pytest.mark.parametrize(
     ("length", "pos"),
@@ -142,6 +143,7 @@ def test_plan_after_forks_that_are_gone_is_that_of_a_sequence_never_forked() -> 
 # -- removal and pop -------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_removal_in_every_order(order: tuple[int, ...]) -> None:
     pair = Pair(capacity=64, page_size=4)

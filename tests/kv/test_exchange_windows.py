@@ -43,6 +43,7 @@ def sender(
     return pair
 
 
+@pytest.mark.turns(3)
 @pytest.mark.product(3)
 @pytest.mark.parametrize(("page_size", "other"), [(16, 5), (4, 16), (4, 4), (1, 3), (5, 2)])
 @pytest.mark.parametrize(
@@ -168,6 +169,7 @@ def test_rows_that_were_not_received_cannot_be_read() -> None:
     pair.finish()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [

@@ -350,7 +350,7 @@ class Conversations(RuleBasedStateMachine):
 
 TestConversations = Conversations.TestCase
 TestConversations.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=12, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -366,6 +366,7 @@ def test_conversations_for_long() -> None:
     )
 
 
+@pytest.mark.turns(3)
 @pytest.mark.product(4)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 40])

@@ -876,7 +876,7 @@ def test_a_state_without_attention_layers() -> None:
 # -- anything at all -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_random_stories(seed: int) -> None:
     picks = random.Random(seed)
     story = Story(
