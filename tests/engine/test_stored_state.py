@@ -475,8 +475,7 @@ def test_rewind_and_fork_of_a_session_that_was_moved(make_llm: MakeLLM, llama: C
     check_store(llm)
 
 
-@pytest.mark.turns(4)
-@pytest.mark.product(2)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("to", [49, 48, 33, 32, 20, 9, 0])
 def test_hybrids_are_cut_at_kept_states(make_llm: MakeLLM, hybrid: Checkpoint, to: int) -> None:
     """Rewind and fork of a session outside of the pool: as much comes back as a kept state allows,

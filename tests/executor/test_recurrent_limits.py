@@ -581,6 +581,7 @@ def test_warmup_with_few_slots(hybrid: Hybrid) -> None:
 # -- beside an engine ------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", RECURRENT_KINDS)
 def test_an_executor_beside_an_engine(kind: str, tmp_path: Any) -> None:
     from tests.executor.recurrent import make_hybrid

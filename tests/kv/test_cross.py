@@ -671,8 +671,7 @@ def overwrite(story: Story, rng: random.Random) -> None:
     story.held[seq_id] = Held({**mine.rows, layer: new})
 
 
-@pytest.mark.turns(4)
-@pytest.mark.product(2)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_random_run(layout: str, seed: int) -> None:

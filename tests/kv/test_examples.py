@@ -90,6 +90,7 @@ def test_fork_then_both_go_on(length: int, pos: int, child_first: bool) -> None:
     pair.finish()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_nested_forks(page_size: int) -> None:
     pair = Pair(capacity=600, page_size=page_size)
@@ -161,6 +162,7 @@ def test_removal_in_every_order(order: tuple[int, ...]) -> None:
     pair.finish()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize(("length", "count"), [(35, 17), (88, 57), (17, 16), (4, 0), (9, 9)])
 def test_pop(page_size: int, length: int, count: int) -> None:

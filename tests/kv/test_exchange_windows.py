@@ -43,8 +43,7 @@ def sender(
     return pair
 
 
-@pytest.mark.turns(3)
-@pytest.mark.product(3)
+@pytest.mark.product(8)
 @pytest.mark.parametrize(("page_size", "other"), [(16, 5), (4, 16), (4, 4), (1, 3), (5, 2)])
 @pytest.mark.parametrize(
     ("window", "sink", "eviction"), [(7, 2, "token"), (9, 0, "forward"), (6, 5, "token"), (None, 0, "token")]

@@ -377,7 +377,7 @@ def test_trees_over_several_forwards(form: Form) -> None:
     story.forward([0, 3], [5, 4], form=form)
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("eviction", ["token", "forward"])
 @pytest.mark.parametrize(("size", "sink"), [(6, 2), (9, 0), (5, 4), (20, 6)])

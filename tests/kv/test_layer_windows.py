@@ -114,6 +114,7 @@ def test_trees() -> None:
     assert seer.append([0], [1]) == [[8, 9, 12]]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_with_a_window_of_the_sequence_both_apply(page_size: int) -> None:
     seer = Seer(4, page_size=page_size)
