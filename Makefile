@@ -8,9 +8,9 @@ CLIENTS := .venv-clients
 PROGRAMS := bench/client_programs
 # Compiled when Quire is installed.
 NATIVE := $(wildcard src/quire/kernels/cpu/*)
-# One thread per test process: the models are tiny, and two processes share the cores. A file runs in one of them, so that what
-# its tests share is made once.
-WORKERS ?= 2
+# One thread per test process: the models are tiny. Three processes share two cores: one often waits for a server, a child or a
+# file. Tests of a file run in one of them, so that what they share is made once, but for those that an idle one takes over.
+WORKERS ?= 3
 export TOKENIZERS_PARALLELISM := false
 # Byte code is kept: many tests start processes, and each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -31,7 +31,7 @@ demo: $(VENV)/.stamp-run  ## Complete, fork, rewind, save and restore with the b
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.stamp-test  ## The tests that continuous integration runs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 
 test-all: $(VENV)/.stamp-test  ## All tests, also the long ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --timeout 3600 --hypothesis-profile random

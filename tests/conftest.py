@@ -7,7 +7,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Generator
+import zlib
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,17 @@ from hypothesis import settings
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The same examples in every run, 40 unless a test says otherwise, so that a change is red or green
+# The same examples in every run, 25 unless a test says otherwise, so that a change is red or green
 # for everybody. How long one takes says how busy the machine is.
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40)
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
 # Others in every run, for `make test-all`.
 settings.register_profile("random", deadline=None)
 settings.load_profile("ci")
+
+TURNS = {"hybrid": 3, "checkpoint": 3}
+"""Fixtures over kinds of models, and how many of these take turns: ``turns(n)`` for all tests that
+use them and say nothing else.
+"""
 
 # A shell that runs its jobs in the background lets them ignore SIGINT, and so would all that the
 # tests start.
@@ -34,26 +40,46 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of the cases of ``product(n)`` one of n is quick: of two parameters and more each value is
-    among them.
-
-    A value counts by its place among those of its parameter: ``callspec.indices`` numbers cases,
-    not values, since pytest 9.
+    among them. So of ``turns(n)``, where the name of the test says with which case to begin: what
+    one test leaves out is in another one.
     """
-    places: dict[tuple[str, tuple[str, ...]], dict[tuple[int, ...], int]] = {}
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not (found := item.get_closest_marker("product")):
-            continue
-        params: dict[str, object] = item.callspec.params  # type: ignore[attr-defined]
-        given = [mark.args[0] for mark in item.iter_markers("parametrize")]
+        if item.get_closest_marker("product") or (share(item) and not item.get_closest_marker("slow")):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for test, cases in tests.items():
+        begin = 0 if cases[0].get_closest_marker("product") else zlib.crc32(test.rpartition("::")[2].encode())
+        quick = [case for case, place in zip(cases, places(cases), strict=True) if (begin + place) % share(case) == 0]
+        for case in cases:
+            if case not in (quick or cases[begin % len(cases) :][:1]):
+                case.add_marker(pytest.mark.slow)
+
+
+def share(item: pytest.Item) -> int:
+    """Of how many cases one is quick; 0: all are."""
+    for name in ("product", "turns"):
+        if found := item.get_closest_marker(name):
+            return int(found.args[0])
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return max((count for name, count in TURNS.items() if name in params), default=0)
+
+
+def places(cases: list[pytest.Item]) -> Iterator[int]:
+    """For each case the places of its values among those of their parameters, added up.
+
+    ``callspec.indices`` numbers cases, not values, since pytest 9.
+    """
+    known: dict[tuple[str, ...], dict[tuple[int, ...], int]] = {}
+    for case in cases:
+        params: dict[str, object] = case.callspec.params  # type: ignore[attr-defined]
+        given = [mark.args[0] for mark in case.iter_markers("parametrize")]
         together = [tuple(name.strip() for name in names.split(",")) for names in given if isinstance(names, str)]
         together += [tuple(names) for names in given if not isinstance(names, str)]
         fixtures = [(name,) for name in params if not any(name in names for names in together)]
-        total = 0
-        for names in (*together, *fixtures):
-            known = places.setdefault((item.nodeid.partition("[")[0], names), {})
-            total += known.setdefault(tuple(id(params[name]) for name in names), len(known))
-        if total % found.args[0]:
-            item.add_marker(pytest.mark.slow)
+        yield sum(
+            (seen := known.setdefault(names, {})).setdefault(tuple(id(params[name]) for name in names), len(seen))
+            for names in (*together, *fixtures)
+        )
 
 
 @pytest.hookimpl(wrapper=True)

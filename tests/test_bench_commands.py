@@ -135,6 +135,7 @@ class TestWorkload:
 
 
 class TestPeer:
+    @pytest.mark.turns(2)
     @pytest.mark.parametrize("batch", [1, 3, 7, 50])
     def test_static_batches_give_what_was_wanted(self, peer: TransformersPeer, batch: int) -> None:
         work = ragged()

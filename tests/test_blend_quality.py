@@ -238,6 +238,7 @@ class TestQuality:
         assert default["recovered"] >= 0.95
         assert max(rows["reuse alone"]["acc1"], rows["reuse alone"]["acc2"]) < 0.6
 
+    @pytest.mark.slow
     def test_more_rows_are_better(self, model: PlainLlama, cases: list[Case]) -> None:
         rows = compare(partial(answer_plainly, model), cases, {DEFAULT: METHODS[DEFAULT]}, [0.1, 0.3, 1.0])
         kls = [row["kl"] for row in rows]
@@ -269,6 +270,7 @@ class TestCommand:
         assert all({"attention", "common", "recovered", "bytes", "token_layers"} <= set(row) for row in found["rows"])
         assert len(found["rank_correlations"]) == 5
 
+    @pytest.mark.slow
     def test_text(
         self, script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

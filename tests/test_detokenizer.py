@@ -58,6 +58,7 @@ def ids_of(tok: Tokenizer) -> st.SearchStrategy[list[int]]:
 # ---- text ----
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(data=st.data(), skip=st.booleans())
@@ -141,6 +142,7 @@ def first_match(text: str, stops: list[str], after: int = 0) -> tuple[int, int, 
     return None
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(data=st.data(), include=st.booleans(), min_tokens=st.integers(0, 4))

@@ -172,6 +172,7 @@ def test_hostile_texts_do_nothing_in_pictures(text: str) -> None:
         checked_text(shown)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_texts_do_nothing_in_figures(text: str) -> None:
     pyplot = figures()

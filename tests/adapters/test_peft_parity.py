@@ -121,6 +121,7 @@ def peft_targets(peer: Any, sites: Any) -> list[str]:
     return found
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=() if one in SPELLINGS else pytest.mark.slow) for one in NAMES]
 )
@@ -136,6 +137,7 @@ def test_every_family_is_as_peft_has_it(name: str, tmp_path: Path) -> None:
     check(bed, tmp_path / "adapter", peer, adapted)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=() if one in SPELLINGS else pytest.mark.slow) for one in NAMES]
 )
@@ -202,7 +204,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 """A name, the family, and what its LoraConfig says."""
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(6)
 @pytest.mark.parametrize("option", list(OPTIONS))
 def test_options_are_as_peft_has_them(option: str, tmp_path: Path) -> None:
     name, config = OPTIONS[option]

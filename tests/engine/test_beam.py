@@ -87,6 +87,7 @@ def assert_same(ours: Found, theirs: Found) -> None:
         assert abs(total - expected) <= TOLERANCE * max(1.0, abs(expected))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("width", [1, 2, 5])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, -0.7, 2.0])
 def test_equals_brute_force(small: LLM, llama: Checkpoint, width: int, penalty: float) -> None:

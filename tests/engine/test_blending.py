@@ -155,6 +155,7 @@ def is_recurrent(name: str) -> bool:
 BLENDABLE = [name for name in EVERY if not is_recurrent(name)]
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", BLENDABLE)
 def test_true_rows_change_nothing(
     name: str,
@@ -609,6 +610,7 @@ def held_from(session: Session) -> int:
     return max(export.held(layer)[-1].start for layer in session._engine.blending.layout.layers)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", WINDOWED)
 def test_edits_of_models_with_windows(
     name: str,
@@ -682,6 +684,7 @@ def test_what_no_window_saw_is_exact(
     check(llm)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v3"])
 @pytest.mark.parametrize("select", ["v", "v_or_question"])
 def test_edits_of_sessions_with_a_window(

@@ -253,12 +253,13 @@ SESSION_VERBS = ("append", "generate", "generate", "rewind", "as_cache", "as_cac
 CACHE_VERBS = ("decode", "decode", "truncate", "fork", "fork", "serialize", "drop")
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.parametrize("seed", range(2))
 def test_random_operations(make_llm: MakeLLM, bed: Checkpoint, seed: int) -> None:
     run(make_llm, bed, seed, None)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("bed", BEDS[:5], indirect=True)
 def test_random_operations_on_windowed_sessions(make_llm: MakeLLM, bed: Checkpoint) -> None:
     run(make_llm, bed, 2, (12, 2))
@@ -450,6 +451,7 @@ def test_empty_sessions_and_caches(small: LLM, llama: Checkpoint) -> None:
 # -- files -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(3)
 def test_files_of_both_are_read_by_both(make_llm: MakeLLM, bed: Checkpoint, tmp_path: Path) -> None:
     llm = make_llm(bed, kv_cache_memory="4MiB", page_size=4)
     other = make_llm(bed, kv_cache_memory="4MiB", page_size=8)

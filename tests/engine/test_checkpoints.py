@@ -161,7 +161,7 @@ def test_no_prefix_cache_and_no_session_keeps_nothing(make_llm: MakeLLM, hybrid:
     assert not any(seen)
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(6)
 @pytest.mark.parametrize("slots", [4, 5, 6, 9])
 def test_few_slots(make_llm: MakeLLM, hybrid: Checkpoint, slots: int) -> None:
     """Checkpoints never take what a step needs, whoever runs, and give way to newer ones."""

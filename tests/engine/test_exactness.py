@@ -19,6 +19,7 @@ def expected(checkpoint: Checkpoint, prompts: list[list[int]] = PROMPTS, count: 
     return [checkpoint.greedy(prompt, count) for prompt in prompts]
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("page_size", "budget", "caching"),
     [(1, 7, True), (5, 64, True), (16, 2048, True), (16, 7, False), (5, 2048, False), (1, 64, True)],

@@ -124,6 +124,7 @@ def is_gone(pid: int) -> bool:
 # -- what is refused -------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", DEEP)
 def test_deep_grammars_are_refused(grammars: Grammars, name: str) -> None:
     with pytest.raises(InvalidArgument, match=r"structured_outputs\.\w+ is nested too deeply.*fewer levels"):
@@ -260,6 +261,7 @@ def test_refusals_are_remembered(
 # -- what is compiled ------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", LARGE)
 def test_the_same_as_without_a_trial(grammars: Grammars, asked: list[StructuredOutputs], name: str) -> None:
     """Masks along a text, to the bit."""
@@ -323,6 +325,7 @@ thread.join()
 """
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "wanted",
     [

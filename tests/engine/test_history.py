@@ -127,6 +127,7 @@ def model(request: pytest.FixtureRequest, checkpoints: dict[str, Checkpoint]) ->
 FAMILIES: dict[str, Checkpoint] = {}
 
 
+@pytest.mark.turns(3)
 def test_a_checkout_goes_on_as_if_nothing_had_happened(stored: MakeStored, model: Checkpoint) -> None:
     llm = stored(model, **ROOM)
     session = llm.session(PROMPT, labels={"task": "42"})
@@ -151,6 +152,7 @@ def test_a_checkout_goes_on_as_if_nothing_had_happened(stored: MakeStored, model
     check(again)
 
 
+@pytest.mark.turns(3)
 def test_without_its_objects_it_is_computed_again(stored: MakeStored, model: Checkpoint, tmp_path: Path) -> None:
     llm = stored(model, **ROOM)
     session = llm.session(PROMPT)
@@ -464,6 +466,7 @@ def nbytes(runs: set[tuple[int, ...]]) -> int:
     return sum(((len(run) - 1) % CHUNK + 1) * BYTES_PER_TOKEN for run in runs)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("cut", [0, 1, 7, 8, 16, 44, 45])
 def test_differences(stored: MakeStored, llama: Checkpoint, cut: int) -> None:
     llm = stored(llama)

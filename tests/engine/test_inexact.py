@@ -210,6 +210,7 @@ def test_commits(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:
     assert torch.equal(found.logits(), session.logits())
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_at_random(make_llm: MakeLLM, llama: Checkpoint, seed: int) -> None:
     """Sessions of a few beginnings, marked at random: prompts of their tokens are always right, and

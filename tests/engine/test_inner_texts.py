@@ -15,6 +15,7 @@ import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.examples import examples
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from quire import LLM, SamplingParams, Segment
@@ -94,7 +95,7 @@ def made(draw: Callable[[Any], Any]) -> Tokenizer:
 # -- tokenizers ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(50, 150))
 @given(tokenizer=made(), texts=st.lists(TEXTS, min_size=2, max_size=4), data=st.data())
 def test_texts_add_up(tokenizer: Tokenizer, texts: list[str], data: st.DataObject) -> None:
     """Decoded at once, and token by token from any place on."""

@@ -145,6 +145,7 @@ class Nothing:
         logits.zero_()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("processor", "match"),
     [

@@ -173,6 +173,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("template", HOSTILE, ids=[template[:40].replace("/", "") for template in HOSTILE])
 def test_hostile_templates_are_refused(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     """In one sentence, with no memory of this process, and the next template is rendered."""
@@ -244,7 +245,12 @@ DOUBLED = normalizers.Sequence([normalizers.Replace("a", "aa")] * 34)
             "b" * 50 + "a",
             "retry-limit-in-match|longer than 1",
         ),
-        ({"normalizer": normalizers.Prepend("a" * 3_000_000)}, "b" * 10, "longer than 1 seconds"),
+        pytest.param(
+            {"normalizer": normalizers.Prepend("a" * 3_000_000)},
+            "b" * 10,
+            "longer than 1 seconds",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_hostile_tokenizers_are_refused(
@@ -281,6 +287,7 @@ def test_which_tokenizers_are_safe() -> None:
     assert not tokenizer_process.is_safe(spelled(normalizer=normalizers.Prepend("a" * 1000)))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("pattern", sorted(tokenizer_process.KNOWN))
 def test_known_patterns_split_alike_in_the_process(pattern: str) -> None:
     """Forced into the process, a tokenizer gives the ids that it gives here."""

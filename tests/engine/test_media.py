@@ -60,6 +60,7 @@ def image(ids: Sequence[int], rows: Tensor) -> dict[str, Any]:
 IDS = [*random_tokens(9), -1, -1, -1, *random_tokens(5, seed=1)]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("budget", [3, 64])
 def test_mixed_batches(make_llm: MakeLLM, bed: Checkpoint, budget: int) -> None:
     """Beside plain prompts, in chunks that divide an image, with other images at the same
@@ -146,6 +147,7 @@ def test_preempted_and_computed_again(make_llm: MakeLLM, llama: Checkpoint) -> N
 # -- sessions --------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("seed", range(2))
 def test_sessions_at_random(make_llm: MakeLLM, bed: Checkpoint, seed: int) -> None:
     """Append text and images, generate, fork, rewind, lose the state: each goes on as a

@@ -220,6 +220,7 @@ def test_recurrent_states_of_few_sequences(
     assert memory.held[0] >= 8 * state_bytes
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 def test_windows(family: str, device: Callable[..., MadeUpMemory], tmp_path: Path) -> None:
     checkpoint = make_checkpoint(family, tmp_path)

@@ -29,6 +29,7 @@ def texts(llm: LLM) -> list[list[int]]:
     return [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, GREEDY)]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_tokens_are_those_of_the_rounded_weights(quantization: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle multiplies plain float32 weights that have the rounded values."""

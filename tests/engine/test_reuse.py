@@ -218,6 +218,7 @@ def test_the_longest_match_is_the_one_that_was_missed() -> None:
 # -- what runs -------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_prompts(make_llm: MakeLLM, llama: Checkpoint, seed: int) -> None:
     """Against all prompts so far, compared one by one; now and then all state is given up."""

@@ -16,6 +16,7 @@ from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkp
 PROMPT = random_tokens(40)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("page_size", "max_len"), [(1, 256), (5, 64), (16, 128), (64, 100)])
 def test_into_other_pools(
     make_llm: MakeLLM, checkpoint: Checkpoint, tmp_path: Path, page_size: int, max_len: int

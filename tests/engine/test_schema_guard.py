@@ -182,6 +182,7 @@ CLOSED: list[Any] = [
 """These are refused if they are open."""
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("schema", [*SCHEMAS, *CLOSED], ids=str)
 def test_texts_are_valid(schema: Any) -> None:
     assert check(schema, 1, 40) > 4
@@ -255,6 +256,7 @@ def some_schema(draw: random.Random, depth: int) -> Any:
     return {draw.choice(["allOf", "anyOf", "oneOf"]): [part(), part()]}
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
 def test_texts_of_random_schemas_are_valid(seed: int) -> None:
     draw, finished = random.Random(seed), 0

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 from tokenizers import AddedToken, normalizers
 
 from quire import LLM, BlendParams
@@ -50,7 +51,9 @@ def controls(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     return [one for one in ids if one in known]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", list(TEMPLATES))
+@settings(max_examples=examples(25, 100))
 @given(contents=st.lists(CONTENTS.map("".join), min_size=1, max_size=3))
 def test_only_the_template_writes_control_tokens(name: str, contents: list[str]) -> None:
     """Whatever it does with the messages, and the text is what it would be."""

@@ -216,6 +216,7 @@ def test_without_a_budget_nothing_is_kept(make_llm: MakeLLM, llama: Checkpoint) 
     assert moved(llm) == (0, 0)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("tokens", [1, 30, 45, 70])
 def test_the_budget_is_kept(make_llm: MakeLLM, llama: Checkpoint, tokens: int) -> None:
     """Room for so many tokens: some objects fit, and the other tokens are computed again."""
@@ -464,7 +465,7 @@ def test_rewind_and_fork_of_a_session_that_was_moved(make_llm: MakeLLM, llama: C
     check_store(llm)
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("to", [49, 48, 33, 32, 20, 9, 0])
 def test_hybrids_are_cut_at_kept_states(make_llm: MakeLLM, hybrid: Checkpoint, to: int) -> None:
     """Rewind and fork of a session outside of the pool: as much comes back as a kept state allows,
@@ -989,6 +990,7 @@ def hybrid_conversations(make_llm: MakeLLM, hybrid: Checkpoint, seed: int, turns
     return conversations(llm, hybrid, rng, turns)
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("seed", [0, 3])
 def test_random_conversations_with_few_states(
     make_llm: MakeLLM, hybrid: Checkpoint, monkeypatch: pytest.MonkeyPatch, seed: int

@@ -179,6 +179,7 @@ def naive(model: Spelled, prompt: Sequence[int], language: Language, params: Sam
 KINDS = ("byte_level", "sentencepiece", "gemma")
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_equals_brute_force(make_llm: MakeLLM, spelled: Callable[[str], Spelled], kind: str) -> None:
     """All languages and variations of parameters in one batch."""
@@ -218,6 +219,7 @@ def test_greedy_equals_brute_force(make_llm: MakeLLM, spelled: Callable[[str], S
     check(llm)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_are_in_the_language(make_llm: MakeLLM, spelled: Callable[[str], Spelled], kind: str) -> None:
     model = spelled(kind)
@@ -277,6 +279,7 @@ def validate(value: Any) -> None:
     leaf(value["next"])
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_json_validates(make_llm: MakeLLM, spelled: Callable[[str], Spelled], kind: str) -> None:
     llm = make_llm(spelled(kind).checkpoint)
@@ -707,6 +710,7 @@ def test_what_is_accepted_is_what_masks_allow(spelled: Callable[[str], Spelled],
             matcher.accept(int(rng.choice(asked)))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "choices",
     [

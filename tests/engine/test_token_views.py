@@ -377,6 +377,7 @@ def attending(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return make_family(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.turns(3)
 def test_attention_is_what_transformers_says(make_llm: MakeLLM, attending: Checkpoint) -> None:
     """Against float64, at every position, layer and head."""
     tokens = random_tokens(20)

@@ -78,6 +78,7 @@ def continues(llm: LLM, prompt: Sequence[int], found: Sequence[int]) -> bool:
     return list(found) == best.tolist()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 512), (4, 7), (16, 16), (5, 512)])
 def test_tokens_are_those_of_streaming_attention(
     make_llm: MakeLLM, llama: Checkpoint, page_size: int, chunk: int

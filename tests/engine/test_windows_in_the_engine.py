@@ -13,6 +13,7 @@ from quire import FailedPrecondition, InvalidArgument
 from .conftest import EOS, Checkpoint, MakeLLM, assert_near, check, engine_of, greedy, random_tokens, record, token_ids
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 @pytest.mark.parametrize("seed", range(3))
 def test_tight_pools_fail_nobody(make_llm: MakeLLM, checkpoints: dict[str, Checkpoint], family: str, seed: int) -> None:

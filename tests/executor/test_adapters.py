@@ -653,7 +653,7 @@ def pair(hybrid: Hybrid) -> tuple[Adapter, Adapter]:
     return random_adapter(hybrid.model, 1), random_adapter(hybrid.model, 2)
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.parametrize("given", [{}, {"ring": 0, "prefill_chunk_size": 2}, {"interval": 4}], ids=str)
 def test_replay_runs_each_token_under_its_own(
     hybrid: Hybrid, pair: tuple[Adapter, Adapter], given: dict[str, Any]
@@ -890,7 +890,7 @@ def test_random_calls(llama: Tiny, seed: int) -> None:
     assert machine.refused == 0
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.parametrize("given", [{}, {"ring": 0, "states": 24, "prefill_chunk_size": 3}], ids=["plenty", "few"])
 def test_random_calls_on_recurrent_rows(hybrid: Hybrid, given: dict[str, Any]) -> None:
     machine = Machine(hybrid.model, 1, lambda found_V, expected_V: agree(hybrid, found_V, expected_V), **given)

@@ -63,6 +63,7 @@ def few_rows(vocab: int) -> int:
     return HEAD_ROWS * vocab * 4
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 96), (2, 40), (4, 32), (8, 16), (32, 1)])
 def test_prompts_of_one_length(wide: Tiny, rows: int, tokens: int) -> None:
     """Nothing is copied: the estimate is within 10 % of the peak, the few rows aside, and not below
@@ -76,6 +77,7 @@ def test_prompts_of_one_length(wide: Tiny, rows: int, tokens: int) -> None:
         assert_close(held[0].logits[row], wide.logits(some_ids(tokens, row)))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 8), (1, 96), (2, 40), (8, 16), (4, 128), (32, 1), (16, 128)])
 def test_prompts_of_a_small_vocabulary(tiny: Tiny, rows: int, tokens: int) -> None:
     """From a forward of 1 token to one of 2,048."""
@@ -101,6 +103,7 @@ CALLS: dict[str, Callable[[Executor], object]] = {
 }
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("call", CALLS)
 def test_other_calls_stay_below(wide: Tiny, call: str) -> None:
     ex = make_executor(wide, tokens=4096, prefill_chunk_size=20 if "pieces" in call else 2048)

@@ -78,7 +78,7 @@ CALLS: dict[str, Callable[[Executor, Handle, list[int]], Any]] = {
 }
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.sweep
 @pytest.mark.parametrize("interval", [0, 4])
 @pytest.mark.parametrize("name", CALLS)
@@ -287,7 +287,7 @@ def failing(executor: Executor, after: int) -> Callable[[], None]:
 
 
 @pytest.mark.sweep
-@pytest.mark.product(4)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("ring", [0, 1])
 @pytest.mark.parametrize("start", [6, 9])
 @pytest.mark.parametrize("name", CALLS)
@@ -549,7 +549,7 @@ def test_states_are_counted_as_memory(hybrid: Hybrid) -> None:
     assert executor.optimal_batch_size() == 10
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 7), (4, 96), (2, 100), (8, 16), (8, 1)])
 def test_the_memory_estimate_is_within_its_bound(hybrid: Hybrid, rows: int, tokens: int) -> None:
     executor = make_executor(hybrid, tokens=4096)
@@ -581,6 +581,7 @@ def test_warmup_with_few_slots(hybrid: Hybrid) -> None:
 # -- beside an engine ------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", RECURRENT_KINDS)
 def test_an_executor_beside_an_engine(kind: str, tmp_path: Any) -> None:
     from tests.executor.recurrent import make_hybrid

@@ -253,7 +253,7 @@ def test_a_cut_of_several_rows_is_refused_as_a_whole(hybrid: Hybrid) -> None:
     assert [len(cache.token_ids(row)) for row in (0, 1)] == [11, 10]  # type: ignore[arg-type]
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.sweep
 @pytest.mark.parametrize("ring", [0, 1])
 def test_speculation_from_an_earlier_start_is_exact_or_refused_in_little_room(hybrid: Hybrid, ring: int) -> None:
@@ -370,7 +370,7 @@ def test_a_clone_that_runs_tokens_again_is_a_running_call(hybrid: Hybrid) -> Non
         handle.clone_handle()
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(4)
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "interval", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3, 4, pytest.param(16, marks=pytest.mark.slow)]

@@ -45,6 +45,7 @@ def check(case: Case, backend: FlashInferAttention, patch: pytest.MonkeyPatch) -
 # -- numbers ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.product(3)
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("feature", UNCAPPED)
 def test_each_feature(feature: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,6 +197,7 @@ class Drawn:
         return self.draw(*given), torch.ones(1)
 
 
+@pytest.mark.slow
 def test_pieces_are_called_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in small, with one second for a call: the shares are bytes and operations."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))

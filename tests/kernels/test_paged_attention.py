@@ -151,6 +151,7 @@ LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 1024, 1100]
 """Around a page, a block and a split."""
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_lengths(backend: NativeAttention, dtype: torch.dtype) -> None:
     Batch(LENGTHS, [1] * len(LENGTHS), dtype=dtype).check(backend)
@@ -241,6 +242,7 @@ def assert_same(found: AttentionState, wanted: AttentionState, rows: list[int] |
     assert torch.equal(found.lse, wanted.lse[rows])
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("window", [0, 300])
 def test_rows_do_not_know_their_batch(
@@ -280,6 +282,7 @@ def shared(batch: Batch, groups: list[list[int]], splits: list[int]) -> None:
             batch.tables[entry][:pages] = batch.tables[group[0]][:pages]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("page_size", [16, 512, 48])
 def test_shared_pages_do_not_matter(
@@ -454,6 +457,7 @@ def test_greedy_tokens_are_those_of_torch(family: str, tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.turns(2)
 def test_each_feature_at_each_level(backend: NativeAttention, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, "native", lambda: backend)
     for number, (entries, softcap, learned) in enumerate(FEATURES.values()):

@@ -53,6 +53,7 @@ QUICK_FEATURES = [
 ]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("feature", "dtype"), QUICK_FEATURES)
 def test_each_feature(feature: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     entries, softcap, learned = FEATURES[feature]
@@ -94,7 +95,7 @@ LONG = [Entry(kind="chain", past=past, count=count) for past, count in ((200, 1)
 
 @pytest.mark.parametrize(("heads", "sizes"), [((1, 4), (64, 64)), ((2, 3), (80, 96)), ((1, 24), (16, 16))])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.product(2)
+@pytest.mark.product(3)
 def test_sizes_of_models(
     heads: tuple[int, int], sizes: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +105,7 @@ def test_sizes_of_models(
     check(Case(LONG, heads=heads, sizes=sizes, dtype=dtype, page_size=16), CUT, WHOLE, patch=monkeypatch)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("sizes", [(48, 32), (576, 512)])
 @pytest.mark.parametrize("entries", [[Entry(kind="chain", past=70, count=1)] * 2, [*CHUNKS[:1], *DECODES[:1]]])
 def test_values_that_are_columns_of_keys(
@@ -264,6 +266,7 @@ def test_what_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "need the package triton" in backend.refusal(spec, torch.device("cuda"))
 
 
+@pytest.mark.slow
 def test_a_model_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill in chunks and decodes beside it: greedy tokens of the bundled model, by all Triton
     kernels and by PyTorch.
@@ -284,6 +287,7 @@ def test_a_model_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- compiled ahead --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rare", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_programs_compile_for_a_gpu(rare: bool, tmp_path: Path) -> None:
     """For compute capability 9.0: prompts use its matrix units, nothing spills, shared memory

@@ -41,6 +41,7 @@ def tokens(
     return group.draw(uniforms)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("vocab_size", "block"), [(1, 2048), (97, 2048), (97, 16), (1024, 256), (5000, 2048), (4096, 2048)]
 )
@@ -88,6 +89,7 @@ def ranked(
     return [expected[row] for row in params], found, draws.complete_G.tolist()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("vocab_size", "block"), [(97, 4096), (97, 16), (4500, 1024)])
 def test_draws_in_order_of_probability(vocab_size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows with many equal logits, zeros of both signs among them, at the ends of [0, 1)."""

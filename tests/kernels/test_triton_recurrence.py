@@ -46,6 +46,7 @@ WANTED = chain_plan([150, 4, 66, 1, 9], [0, 1, 62, 63, 64, 100, 149, 150, 153, 2
 # -- linear attention ------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_ragged_batches(decay: str, delta: bool) -> None:
@@ -62,6 +63,7 @@ def test_wanted_rows_within_chunks(decay: str, delta: bool) -> None:
     assert_close(run(BACKEND, WANTED, inputs), WANTED, inputs)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("decay", ["head", "column"])
 @pytest.mark.parametrize("kind", ["zero", "strong", "huge", "forget", "mixed", "all"])
 def test_extreme_decays(kind: str, decay: str) -> None:
@@ -95,6 +97,7 @@ def test_systems_far_from_the_identity(beta: float) -> None:
     assert_close(run(BACKEND, plan, alike), plan, alike)
 
 
+@pytest.mark.turns(5)
 @pytest.mark.parametrize("tree", sorted(TREES))
 def test_trees(tree: str) -> None:
     """Row by row; what branches start from is kept, whether or not it is wanted."""
@@ -105,6 +108,7 @@ def test_trees(tree: str) -> None:
         assert_close(run(BACKEND, part, inputs), part, inputs)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("sizes", [(8, 5), (12, 70), (128, 65)])
@@ -146,6 +150,7 @@ def test_states_of_another_dtype_are_rounded_at_the_end() -> None:
 # -- convolution -----------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", sorted(CONVOLUTIONS))
 def test_convolution(name: str) -> None:
     plan = CONVOLUTIONS[name]
@@ -179,6 +184,7 @@ def placed(plan: RecurrencePlan, states: torch.Tensor) -> tuple[StatePlaces, tor
     return StatePlaces(pool, sources, targets), pool.clone(), stay
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("decay", ["head", "column"])
 def test_states_are_read_and_written_in_their_pool(name: str, decay: str) -> None:

@@ -273,6 +273,7 @@ class TestSdpa:
                 "long chunk over pages",
             }
 
+    @pytest.mark.turns(4)
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("heads", GROUPS)
     @pytest.mark.parametrize("sizes", SIZES)

@@ -248,6 +248,7 @@ def refused(state: ContractState, kind: type[QuireError], act: Callable[[], obje
 # -- what is computed ------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
@@ -267,6 +268,7 @@ def test_prompts_decodes_and_trees_in_one_batch(layout: str, dtype: torch.dtype,
     story.check()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("backend", [SdpaAttention(), NativeAttention(), ReferenceAttention()])
 @pytest.mark.parametrize("page_size", [1, 2, 5, 16])
 def test_many_rows(page_size: int, backend: Any) -> None:
@@ -670,7 +672,7 @@ def overwrite(story: Story, rng: random.Random) -> None:
     story.held[seq_id] = Held({**mine.rows, layer: new})
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_random_run(layout: str, seed: int) -> None:

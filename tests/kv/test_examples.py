@@ -71,6 +71,7 @@ def test_a_batch_of_all_owners_leaves_one_in_place() -> None:
     pair.finish()
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("child_first", [False, True])
 @pytest.mark.parametrize(
     ("length", "pos"),
@@ -89,6 +90,7 @@ def test_fork_then_both_go_on(length: int, pos: int, child_first: bool) -> None:
     pair.finish()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_nested_forks(page_size: int) -> None:
     pair = Pair(capacity=600, page_size=page_size)
@@ -142,6 +144,7 @@ def test_plan_after_forks_that_are_gone_is_that_of_a_sequence_never_forked() -> 
 # -- removal and pop -------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_removal_in_every_order(order: tuple[int, ...]) -> None:
     pair = Pair(capacity=64, page_size=4)
@@ -159,6 +162,7 @@ def test_removal_in_every_order(order: tuple[int, ...]) -> None:
     pair.finish()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize(("length", "count"), [(35, 17), (88, 57), (17, 16), (4, 0), (9, 9)])
 def test_pop(page_size: int, length: int, count: int) -> None:

@@ -43,7 +43,7 @@ def sender(
     return pair
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(8)
 @pytest.mark.parametrize(("page_size", "other"), [(16, 5), (4, 16), (4, 4), (1, 3), (5, 2)])
 @pytest.mark.parametrize(
     ("window", "sink", "eviction"), [(7, 2, "token"), (9, 0, "forward"), (6, 5, "token"), (None, 0, "token")]
@@ -168,6 +168,7 @@ def test_rows_that_were_not_received_cannot_be_read() -> None:
     pair.finish()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [

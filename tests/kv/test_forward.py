@@ -43,6 +43,7 @@ def test_prompts_in_pieces_mixed_with_decodes(page_size: int) -> None:
     pair.finish()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_heads", [8, 4, 1])
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 64), (128, 64), (7, 7), (5, 9)])

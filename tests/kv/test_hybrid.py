@@ -351,7 +351,7 @@ class Conversations(RuleBasedStateMachine):
 
 TestConversations = Conversations.TestCase
 TestConversations.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=12, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -367,7 +367,7 @@ def test_conversations_for_long() -> None:
     )
 
 
-@pytest.mark.product(4)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 40])
 def test_every_chunking_gives_the_same(kind: str, chunk: int) -> None:
@@ -399,6 +399,7 @@ def test_fork_and_pop_to_every_position(kind: str) -> None:
         state.check()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", ["full", "mixed", "recurrent"])
 @pytest.mark.parametrize("accepted", range(9))
 def test_verify_then_go_back(kind: str, accepted: int) -> None:

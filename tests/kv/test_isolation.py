@@ -86,6 +86,7 @@ class TestIsolation:
         twins.forward([3, 1], [17, 17])
         twins.forward([1, 2, 0, 3], [1, 1, 1, 1])
 
+    @pytest.mark.turns(3)
     @pytest.mark.parametrize("how", ["remove", "pop", "clear", "abort"])
     def test_recycled_pages(self, bad: float, page_size: int, how: str) -> None:
         twins = Twins(bad, page_size)
@@ -135,6 +136,7 @@ class TestIsolation:
         twins.forward([3, 1, 2, 5], [2, 1, 1, 17])
         twins.forward([5, 3, 2, 1], [1, 1, 1, 1])
 
+    @pytest.mark.turns(3)
     @pytest.mark.parametrize("target", [6, 7, 8, 9])
     @pytest.mark.parametrize("how", ["pop", "abort", "fork and pop"])
     def test_back_to_before_the_row(self, bad: float, page_size: int, target: int, how: str) -> None:

@@ -378,7 +378,7 @@ def test_trees_over_several_forwards(form: Form) -> None:
     story.forward([0, 3], [5, 4], form=form)
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("eviction", ["token", "forward"])
 @pytest.mark.parametrize(("size", "sink"), [(6, 2), (9, 0), (5, 4), (20, 6)])
@@ -877,7 +877,7 @@ def test_a_state_without_attention_layers() -> None:
 # -- anything at all -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_random_stories(seed: int) -> None:
     picks = random.Random(seed)
     story = Story(

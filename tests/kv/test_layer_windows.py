@@ -47,6 +47,7 @@ def test_three_two_one(page_size: int) -> None:
     assert views == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("window", [1, 3, 5])
 def test_chunks_of_up_to_four_windows(window: int, page_size: int) -> None:
@@ -113,6 +114,7 @@ def test_trees() -> None:
     assert seer.append([0], [1]) == [[8, 9, 12]]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_with_a_window_of_the_sequence_both_apply(page_size: int) -> None:
     seer = Seer(4, page_size=page_size)

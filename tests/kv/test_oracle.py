@@ -305,6 +305,7 @@ def test_reachable_formula_against_its_definition(rng: random.Random) -> None:
     assert [i for run in ranges(found) for i in run] == sorted(found)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("page_size", [1, 3, 4])
 @pytest.mark.parametrize("eviction", ["token", "forward"])
 def test_sliding_never_holds_more_than_the_bound(page_size: int, eviction: str) -> None:

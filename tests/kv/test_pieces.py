@@ -87,6 +87,7 @@ def bring(
             state.import_rows(seq_id, layer, part.start, several)
 
 
+@pytest.mark.turns(3)
 @each_combination
 @pytest.mark.parametrize("shared", [0, 4, 8])
 @pytest.mark.parametrize("early", [False, True])
@@ -574,6 +575,7 @@ def threads() -> Iterator[Callable[[Callable[[], None]], threading.Thread]]:
     assert not errors, errors
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("combination", ["full", "window", "latent + recurrent", "full + window + latent"])
 def test_an_export_is_read_while_others_write(
     combination: str, threads: Callable[[Callable[[], None]], threading.Thread]
@@ -612,6 +614,7 @@ def test_an_export_is_read_while_others_write(
     assert reads
 
 
+@pytest.mark.turns(3)
 @each_combination
 def test_rows_come_while_others_change(
     combination: Combination, threads: Callable[[Callable[[], None]], threading.Thread]

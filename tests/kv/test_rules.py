@@ -90,6 +90,7 @@ def layers_asked(story: Story, verb: str) -> set[int]:
     return asked
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", LAYER_KINDS)
 @pytest.mark.parametrize("verb", LAYER_ROWS)
 def test_layer_cells(verb: str, kind: str) -> None:
@@ -125,7 +126,7 @@ def test_layer_details() -> None:
     refused(story, calls(story.state, 0)["linear_attention"], linear)
 
 
-@pytest.mark.product(4)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("verb", STATE_ROWS)
 def test_state_cells(verb: str, name: str) -> None:

@@ -69,7 +69,7 @@ def in_parts(pair: Pair, ids: Sequence[int], counts: Sequence[int], parents: Any
     pair.end()
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(6)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("geometry", sorted(GEOMETRIES))
 def test_self_and_past_are_the_whole(geometry: str, page_size: int) -> None:

@@ -50,6 +50,7 @@ def four(page_size: int, specs: Any = None) -> Pair:
 # -- the examples ----------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_four_trees(page_size: int) -> None:
     pair = four(page_size)
@@ -69,6 +70,7 @@ def test_four_trees(page_size: int) -> None:
     pair.finish()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_four_chains(page_size: int) -> None:
     pair = four(page_size)
@@ -81,6 +83,7 @@ def test_four_chains(page_size: int) -> None:
     pair.finish()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_a_tree_of_five_forwards(page_size: int) -> None:
     pair = four(page_size)
@@ -168,6 +171,7 @@ def test_commit_goes_by_ids() -> None:
     pair.finish()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_every_node_of_a_tree(page_size: int) -> None:
     """Leaves and inner nodes, over a prefix that is shared; the rows of the path move and are not
@@ -198,7 +202,7 @@ def test_every_node_of_a_tree(page_size: int) -> None:
     pair.finish()
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(6)
 @pytest.mark.parametrize("geometry", sorted(GEOMETRIES))
 @pytest.mark.parametrize("window", [None, (6, 2, "token"), (5, 0, "forward"), (3, 2, "token")])
 def test_a_tree_is_all_its_paths(geometry: str, window: tuple[int, int, Any] | None) -> None:

@@ -109,7 +109,7 @@ def test_what_slides_by_forwards_keeps_one_more() -> None:
 # -- chunks, lengths, forks ------------------------------------------------------------------------
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(6)
 @pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize(("window", "sink"), WINDOWS)
 def test_windows_sinks_and_decodes(window: int, sink: int, eviction: Eviction) -> None:
@@ -145,7 +145,7 @@ def test_types_head_sizes_and_modes(dtype: torch.dtype, page_size: int) -> None:
     pair.finish()
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("window", "sink"), [(6, 2), (4, 0), (5, 4), (1, 0), (12, 3)])
 def test_every_chunking_gives_the_same_rows(window: int, sink: int, dtype: torch.dtype) -> None:
@@ -179,6 +179,7 @@ def test_every_chunking_gives_the_same_rows(window: int, sink: int, dtype: torch
     assert {state.cached_length(seq_id) for seq_id in state.state.sequences.ids} == {min(11, window)}
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize("pos", [0, 3, 10, 18, -1])
 def test_forks_of_windowed_parents(pos: int, eviction: Eviction) -> None:

@@ -427,6 +427,7 @@ def test_routers_with_duplicated_rows_choose_as_those_of_transformers(name: str,
         assert torch.equal(torch.cat([part[0] for part in parts]), weights_TK)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", ["v2-groups-sharded", "v3"])
 def test_ties_in_the_router(tmp_path: Path, name: str) -> None:
     """Router rows are the same, and their experts are not.

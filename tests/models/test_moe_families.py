@@ -133,12 +133,14 @@ test_the_model_says_what_it_is = parity.test_the_model_says_what_it_is
 # Routing.
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", ALL_CHOSEN, ids=lambda case: case.name)
 def test_half_precision(make_tiny: Callable[[Case], TinyCheckpoint], case: Case, dtype: str) -> None:
     parity.test_half_precision_is_no_worse_than_in_transformers(make_tiny(case), dtype)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", TIED)
 def test_ties_in_the_router(tmp_path: Path, name: str) -> None:
     """Router rows are the same, and their experts are not.

@@ -100,6 +100,7 @@ def test_a_kernel_keeps_what_the_weights_are() -> None:
     assert packed(half, kernels) is half
 
 
+@pytest.mark.turns(4)
 @needs_library
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_every_linear_map_has_the_form(tiny: Any, quantization: Quantization | None) -> None:

@@ -396,6 +396,7 @@ def rotary_module(family: str, values: dict[str, Any]) -> tuple[Any, Any]:
     return config, getattr(modeling, f"{family.removesuffix('Text')}RotaryEmbedding")(config)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_configurations_of_real_models(case: Case) -> None:
     spec = read(case.values, case.head_dim, layer_type=case.layer_type, **case.reading)
@@ -488,6 +489,7 @@ def parameters(draw: st.DrawFn, kind: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", [kind for kind in ROPE_SCALINGS if kind != "default"])
 @settings(max_examples=40, deadline=None)
 @drawn(data=st.data())

@@ -152,6 +152,7 @@ def refused(client: httpx.Client, path: str, body: dict[str, Any], param: str) -
     assert found[0] == found[1]
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize(("body", "param"), BOTH, ids=lambda value: str(value)[:60])
 def test_in_both(chat_served: Served, body: dict[str, Any], param: str) -> None:
     before = chat_served.llm.engine.metrics.generation_tokens.value
@@ -171,6 +172,7 @@ def test_in_chats(chat_served: Served, body: dict[str, Any], param: str) -> None
     refused(chat_served.client, "/v1/chat/completions", {"messages": MESSAGES, **body}, param)
 
 
+@pytest.mark.product(4)
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_fields_of_other_servers(chat_served: Served, name: str) -> None:
     """Refused by name, unless they ask for nothing."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from quire.server.messages import MessageFormat, MessageReader, message_of
 from quire.server.reasoning import reasoning_for
@@ -59,7 +60,7 @@ def test_they_are_calls_in_every_format(name: str, writer: str) -> None:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(6, 15), deadline=None)
 @given(calls=CALLS, places=st.lists(st.integers(0, 10_000), max_size=6), more=STRINGS)
 def test_any_calls_in_any_pieces(writer: str, calls: Calls, places: list[int], more: str) -> None:
     text = WRITERS[writer](calls)

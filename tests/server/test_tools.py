@@ -16,6 +16,7 @@ import llguidance
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.server.tool_reader import MAX_DEPTH, Malformed, Reader, ToolCall
@@ -241,7 +242,7 @@ def tools_of(calls: Calls) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("write", list(WRITERS), ids=lambda write: write.__name__)
-@settings(deadline=None)
+@settings(max_examples=examples(12, 100), deadline=None)
 @given(content=CONTENTS, calls=CALLS, places=st.lists(st.integers(0, 2000), max_size=12))
 def test_what_templates_write(write: Callable[[Calls], str], content: str, calls: Calls, places: list[int]) -> None:
     format = format_of(WRITERS[write])
@@ -329,7 +330,7 @@ def without_wrappers(format: ToolFormat, text: str) -> str:
 SOUP = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(120, 400), deadline=None)
 @given(SOUP, st.lists(st.integers(0, 1000), max_size=10))
 def test_any_text_however_it_is_cut(text: str, places: list[int]) -> None:
     for format in every_format():
@@ -392,7 +393,7 @@ JSON_SOUP = st.lists(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(100, 500), deadline=None)
 @given(st.sampled_from("{["), JSON_SOUP | JSON.map(json.dumps).map(list), st.lists(st.integers(0, 300), max_size=6))
 def test_json_is_what_python_reads(opener: str, parts: list[str], places: list[int]) -> None:
     text = "".join(parts)
@@ -663,6 +664,7 @@ INSIDE = '<tool_call>{"name": "f", "arguments": {"a": [{}, "'
 """The beginning of a call of ``hermes``; others take it for text."""
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("name", "unit", "begin"),
     [
