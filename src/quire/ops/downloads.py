@@ -1,4 +1,4 @@
-"""From a device to the host, without waiting for what the device is given afterwards."""
+"""Copies from a device to the host that do not wait for work queued later."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 class Download:
     """Tensors on their way to the host.
 
-    A plain copy to the host waits until the device has done all that it was given. This one is
-    queued behind the work that makes the tensors, and ``wait`` returns when it was made, whatever
-    has been queued since. On the CPU the tensors are there already."""
+    A plain copy to the host waits until the device has done all queued work. This copy is queued
+    behind the work that makes the tensors, and ``wait`` returns once it is done, even if more work
+    was queued since. On the CPU the tensors are returned as they are.
+    """
 
     __slots__ = ("_event", "_there")
 

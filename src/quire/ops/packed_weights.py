@@ -20,15 +20,16 @@ INT4_BITS = torch.tensor([16 * (i % 2) + 4 * (i // 2) for i in range(8)])
 """First bits of eight inputs in a word."""
 FLOAT8 = torch.float8_e4m3fn
 SMALLER_SCALES = (0.95, 0.9, 0.85, 0.8, 0.75)
-"""Factors of an INT4 scale that may be nearer to most values, if the largest is clipped."""
+"""Factors for a smaller INT4 scale: it clips the largest value and may fit most values better."""
 
 
 def pack(weight_OI: Tensor, form: WeightForm) -> PackedMatrix:
     """Return the weights in panels; outputs up to the next multiple of 32 are 0.
 
-    A scale of "int8" is the largest absolute value over 127. That of "int4" makes the largest value
-    -8, or is one of ``SMALLER_SCALES`` of it: the first of those with the least squared error.
-    "fp8" is ``rounded_rows`` of the weights."""
+    A scale of "int8" is the largest absolute value over 127. A scale of "int4" maps the largest
+    value to -8, or is that scale times one of ``SMALLER_SCALES``: the first with the least squared
+    error. "fp8" is ``rounded_rows`` of the weights.
+    """
     outputs, inputs = weight_OI.shape
     if form == "fp8":
         return PackedMatrix(form, outputs, inputs, inputs, *rounded_rows(weight_OI))
@@ -53,8 +54,8 @@ def pack(weight_OI: Tensor, form: WeightForm) -> PackedMatrix:
 
 
 def unpack(packed: PackedMatrix) -> Tensor:
-    """Return the values ``[O, I]`` in float32, which is exact for all forms but "fp8", whose values
-    are rounded once."""
+    """Return the values ``[O, I]`` in float32: exact for all forms but "fp8", whose values are
+    rounded once."""
     if packed.form == "fp8":
         assert packed.scales is not None
         return packed.values.float() * packed.scales
@@ -78,8 +79,8 @@ def unpack(packed: PackedMatrix) -> Tensor:
 
 
 def rows_of(packed: PackedMatrix, outputs_T: Tensor) -> Tensor:
-    """Return the weights ``[T, I]`` of these outputs, int64 in 0..O-1, in the dtype of the values.
-    The form is "float32" or "bfloat16"."""
+    """Return rows ``[T, I]`` of the weights by output number, int64 in 0..O-1, in the dtype of the
+    values. The form is "float32" or "bfloat16"."""
     values = packed.values
     if packed.form == "bfloat16":  # pairs of inputs are taken as one number
         values = values.view(torch.int32).squeeze(-1)
@@ -87,8 +88,7 @@ def rows_of(packed: PackedMatrix, outputs_T: Tensor) -> Tensor:
 
 
 def multiply(x_TI: Tensor, packed: PackedMatrix, bias_O: Tensor | None) -> Tensor:
-    """Return ``[T, O]`` in the dtype of x, which is rounded once. "fp8" multiplies ``rounded_rows``
-    of x."""
+    """Return ``[T, O]`` in the dtype of x, rounded once. "fp8" multiplies ``rounded_rows`` of x."""
     bias = None if bias_O is None else bias_O.float()
     if packed.form == "fp8":
         assert packed.scales is not None
@@ -99,15 +99,15 @@ def multiply(x_TI: Tensor, packed: PackedMatrix, bias_O: Tensor | None) -> Tenso
 
 
 def multiply_stack(x_PI: Tensor, stack: Sequence[PackedMatrix], ends_X: Tensor) -> Tensor:
-    """Return ``[P, O]``: ``multiply`` with each matrix of the rows before its end, from the end
-    before it on."""
+    """Return ``[P, O]``: ``multiply`` by matrix x of the rows from ``ends[x - 1]`` to
+    ``ends[x]``."""
     rows = x_PI.tensor_split(ends_X[:-1].long().cpu())
     return torch.cat([multiply(rows_TI, one, None) for rows_TI, one in zip(rows, stack, strict=True)])
 
 
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows ``[T, I]`` in float8_e4m3fn, and float32 ``[T, 1]``: what they are to be
-    multiplied by. The largest value of a row becomes the largest of that type."""
+    """Return rows ``[T, I]`` in float8_e4m3fn, and their scales, float32 ``[T, 1]``. The largest
+    absolute value of a row becomes the largest value of that type."""
     wide = x.float()
     scales = wide.abs().amax(-1, keepdim=True) / torch.finfo(FLOAT8).max
     scales.clamp_(min=torch.finfo(torch.float32).tiny)
@@ -115,7 +115,7 @@ def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scales(values_OgG: Tensor, form: WeightForm) -> Tensor:
-    """Return bfloat16 ``[O, g]``."""
+    """Return the scales of groups, bfloat16 ``[O, g]``."""
     largest = values_OgG.gather(-1, values_OgG.abs().argmax(-1, keepdim=True)).squeeze(-1)
     if form == "int8":
         return (largest.abs() / 127).bfloat16()
