@@ -34,7 +34,7 @@ INDEX_FILE = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Element types of weights, by their safetensors names."""
 _COMPARED = 4096
-"""Rows that are compared at a time."""
+"""Rows of a table compared at a time."""
 BYTES = "U8"
 """Element type of MXFP4 blocks and scales. Other quantised weights need their own kernels."""
 
@@ -77,7 +77,7 @@ class TensorHeader:
 
 
 def expand(table: NameTable, num_layers: int) -> dict[str, Place]:
-    """Return the table with one row per layer for each name that holds ``{}``."""
+    """Return the table with each name that holds ``{}`` repeated for every layer."""
     places = {}
     for name, place in table.items():
         for layer in range(num_layers) if "{}" in name else (0,):
@@ -200,8 +200,8 @@ class Checkpoint:
         return min(spellings, key=lambda places: sum(name not in self.tensors for name in _stored(places)))
 
     def check(self, places: Mapping[str, Place], ignorable: Container[str] = ()) -> None:
-        """Raise ``CheckpointError`` unless the files hold exactly these tensors, shapes and types,
-        and perhaps ``ignorable`` names, which are not read."""
+        """Raise ``CheckpointError`` unless the files hold exactly these tensors, with these shapes
+        and types. ``ignorable`` names may be present too, and are not read."""
         stored = _stored(places)
         self.refuse_names(
             [name for name in stored if name not in self.tensors],
@@ -216,8 +216,8 @@ class Checkpoint:
                 raise CheckpointError(f"{header.file}: {name} has dtype {header.dtype}; expected one of {list(dtypes)}")
 
     def refuse_names(self, missing: Collection[str], surplus: Sequence[str], expected: int) -> None:
-        """Raise ``CheckpointError`` if the files lack some of the ``expected`` tensors of the model
-        that config.json describes, or hold some that it has no place for."""
+        """Raise ``CheckpointError`` for ``missing`` tensors, out of ``expected``, or ``surplus``
+        tensors of the model that config.json describes."""
         if missing:
             raise CheckpointError(f"{self.path} lacks {len(missing)} of {expected} tensors: {_some(missing)}")
         if surplus:
@@ -226,13 +226,13 @@ class Checkpoint:
             raise CheckpointError(f"{where}: the model that config.json describes has no place for {_some(surplus)}")
 
     def misshapen(self, name: str, found: Iterable[int], expected: Iterable[int]) -> CheckpointError:
-        """Return the error of a tensor whose shape config.json contradicts."""
+        """Return the error of a tensor whose shape contradicts config.json."""
         where = self.tensors[name].file if name in self.tensors else self.path
         return CheckpointError(f"{where}: {name} has shape {list(found)}; config.json makes it {list(expected)}")
 
     def check_tied(self, head: str, embedding: str) -> None:
         """Raise ``CheckpointError`` if the head of a model that config.json ties to its embedding
-        is stored with other values. Reads both, if both are there."""
+        is stored with other values. Reads both tensors if both are present."""
         if head not in self.tensors:
             return
         if self.tensors[head].shape == self.tensors[embedding].shape:
@@ -250,8 +250,8 @@ class Checkpoint:
         )
 
     def dtype(self, names: Iterable[str]) -> torch.dtype:
-        """Return the element type of most weights among these tensors; a few norms may be kept in
-        another one. float32 if none has a float type."""
+        """Return the element type of most weights among these tensors (a few norms may have another
+        type); float32 if none has a float type."""
         elements = dict.fromkeys(DTYPES, 0)
         for name in names:
             header = self.tensors[name]
@@ -286,11 +286,11 @@ class Checkpoint:
         return sum(_nbytes(self.tensors[one]) for one in place.stored(name))
 
     def slices(self) -> dict[str, Any]:
-        """Return all tensors as what safetensors reads when it is indexed."""
+        """Return all tensors by name as lazy safetensors slices, read by indexing."""
         return {name: self._handles[header.file].get_slice(name) for name, header in self.tensors.items()}
 
     def mapped(self, name: str) -> Tensor:
-        """Return tensor ``name`` as it lies in its file."""
+        """Return tensor ``name`` in its stored form, mapped from the file."""
         header = self.tensors[name]
         try:
             tensor: Tensor = self._handles[header.file].get_tensor(name)
@@ -300,12 +300,13 @@ class Checkpoint:
 
 
 class LateParameters(Mapping[str, Tensor]):
-    """A model's parameters by name while it is loaded, of an open checkpoint.
+    """The parameters of an open checkpoint by name, while its model is loaded.
 
-    ``weights[name]`` is read when it is asked for. Maps of a model ask for ``late`` matrices, which
-    are packed straight from the file if one tensor is all of them, else from a scratch that the
-    next one takes, too. Their own memory is not touched, so that it takes no room, unless they are
-    still there when all is packed."""
+    ``weights[name]`` is read on access. Linear maps take ``late`` matrices instead, which are
+    packed straight from the file if one tensor fills them completely, else from a scratch buffer
+    that the next matrix reuses. Their own memory stays untouched, and so takes no room, unless they
+    are still in use after packing.
+    """
 
     def __init__(
         self,
@@ -341,8 +342,8 @@ class LateParameters(Mapping[str, Tensor]):
         return len(self._parameters)
 
     def late(self, name: str) -> Tensor:
-        """Return a parameter of which only shape and type may be looked at before ``settle``;
-        ``read`` has its values."""
+        """Return a parameter without values: before ``settle`` only its shape and type are valid,
+        and ``read`` returns its values."""
         parameter = self._parameters[name]
         if name in self._unread and name in self._memories:
             memory = self._memories[name]
@@ -351,7 +352,7 @@ class LateParameters(Mapping[str, Tensor]):
         return self[name]
 
     def release(self) -> None:
-        """Forget the parameters: from here on only the model has them."""
+        """Drop the references to the parameters, so that only the model holds them."""
         self._parameters.clear()
 
     def read(self, weight: Tensor) -> Tensor:
@@ -363,7 +364,7 @@ class LateParameters(Mapping[str, Tensor]):
         return values.as_strided(weight.shape, weight.stride(), values.storage_offset() + weight.storage_offset())
 
     def settle(self) -> None:
-        """Read the late parameters that are still there into their own memory."""
+        """Read the late parameters that are still in use into their own memory."""
         self._scratch, self._inside = torch.empty(0, dtype=torch.uint8), ""
         for late in self._late.values():
             if late.name in self._unread and (memory := late.memory()) is not None:
@@ -407,8 +408,8 @@ class _Late:
 
 
 def late(parameters: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return a parameter for a ``Linear`` or a table, of which nothing but shape and type is looked
-    at before the model is packed; see ``LateParameters``."""
+    """Return a parameter for a ``Linear`` or a table, without values until the model is packed; see
+    ``LateParameters.late``."""
     return parameters.late(name) if isinstance(parameters, LateParameters) else parameters[name]
 
 
@@ -418,8 +419,9 @@ def allocate(
     device: torch.device,
     kept: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> tuple[dict[str, Tensor], dict[str, weakref.ref[NDArray[np.uint8]]]]:
-    """Return uninitialised parameters of ``dtype``, or of the type in ``kept``, and on a CPU the
-    memory of each. Raise ``ResourceExhausted`` with the wanted bytes if memory does not suffice."""
+    """Return uninitialised parameters of ``dtype``, or of the type in ``kept``, and on a CPU a weak
+    reference to the memory of each. Raise ``ResourceExhausted`` with the wanted bytes if memory
+    does not suffice."""
     parameters, memories = {}, {}
     try:
         for name, shape in shapes.items():

@@ -39,18 +39,18 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 PLAIN = LayerKernels()
 BITS: Mapping[Quantization, float] = {"int8": 8.25, "int4": 4.5, "fp8": 8.0}
-"""Bits of a quantised weight with its share of a scale, at least."""
+"""Lower bound of bits of a quantised weight with its share of a scale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outline:
-    """What is known of a model before its weights are read."""
+    """Facts about a model before its weights are read."""
 
     max_position: int
     layer_specs: Sequence[LayerSpec]
     dtype: torch.dtype
     weight_bytes: int
-    """Bytes that the weights will take on the device, at least."""
+    """Lower bound of the bytes of the weights on the device."""
 
 
 def load_model(
@@ -68,9 +68,10 @@ def load_model(
     ``dtype``: see ``resolve_dtype``. ``progress`` shows a bar over bytes if stderr is a terminal.
     ``max_model_len`` is the longest sequence that will run (None: the context length). It sets the
     frequencies of a RoPE that depends on length, and changes nothing in other models. ``kernels``
-    run what layers have a place for. ``before_weights`` may refuse a model before its weights are
-    read. The layers of the fallback are not known before they have run: it sees none.
-    ``transformers``, if installed, runs architectures that are not native (``models.fallback``).
+    are given to the layers that support them. ``before_weights`` is called before the weights are
+    read, and may raise to refuse the model; the ``Outline`` of a fallback model has no layers,
+    because they are unknown until they run. ``transformers``, if installed, runs architectures that
+    are not native (``models.fallback``).
 
     Raise ``CheckpointError`` if the directory or a file is missing, damaged or contradicts
     ``config.json``, ``Unsupported`` for an architecture or option that is not computed, and
@@ -204,8 +205,8 @@ def _device(device: str | torch.device) -> torch.device:
 def _weight_bytes(
     places: Mapping[str, Place], dtype: torch.dtype, device: torch.device, form: Quantization | None
 ) -> int:
-    """Return the bytes that the parameters take while they are loaded, at least. A CPU quantises
-    matrices as they are read, and keeps the embedding; a GPU has all of them first."""
+    """Return a lower bound of the bytes of the parameters while they are loaded. A CPU quantises
+    matrices one by one and keeps the embedding; a GPU loads all of them first."""
     kept = {place.parameter: place.dtype for place in places.values() if place.dtype is not None}
     total = 0.0
     for name, shape in parameter_shapes(places).items():

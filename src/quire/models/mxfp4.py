@@ -1,6 +1,6 @@
 """Weights in MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 four-bit numbers with one scale.
 
-The scale is a power of two. gpt-oss is published in MXFP4. We run its weights in the model's dtype.
+The scale is a power of two. gpt-oss is published in MXFP4. Its weights run in the model's dtype:
 bfloat16 and float32 hold every value exactly, at 16 or 32 bits instead of 4.25.
 
 Letters: N rows in all leading dimensions, G blocks of a row.
