@@ -1,9 +1,8 @@
 """``ObjectTier``: objects in S3, Google's or Azure's object store, by ``obstore``.
 
-``PARENT/NAME`` are the objects, so that what stands under a parent is one listing. A pin is an
-empty object ``pins/NAME``. Nothing is given up here: how long objects stay is for the bucket's
-lifecycle rules to say. These cannot see pins, so a rule for a bucket with pinned objects must not
-expire these.
+``PARENT/NAME`` are the objects, so that the children of a parent are one listing. A pin is an empty
+object ``pins/NAME``. This tier evicts nothing: the bucket's lifecycle rules do. They cannot see
+pins, so a rule for a bucket with pinned objects must not expire these.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 PARALLEL = 32
-"""Requests under way at once."""
+"""Most concurrent requests."""
 RETRIES: RetryConfig = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
 
 
 class ObjectTier:
-    """Objects in a bucket. Credentials come from the environment, as ``obstore`` looks for them."""
+    """Objects in a bucket. Credentials come from the environment, as ``obstore`` reads them."""
 
     kind = "object"
     is_durable = True
@@ -82,7 +81,7 @@ class ObjectTier:
             await self._all(map(self._gone, pins))
 
     async def stat(self) -> TierStat:
-        """Return what it holds, after a listing of all of it."""
+        """Return the totals, after a listing of all objects."""
         with self._errors():
             objects = await self._list("")
             pins = [entry["path"] async for entries in self._store.list("pins/") for entry in entries]
@@ -131,7 +130,7 @@ class ObjectTier:
             return None
 
     async def _list(self, prefix: str) -> dict[ObjectKey, int]:
-        """Return the keys of all objects under a prefix, and their bytes."""
+        """Return the keys of all objects under a prefix, with their bytes."""
         found: dict[ObjectKey, int] = {}
         async for entries in self._store.list(prefix):
             for entry in entries:
@@ -174,5 +173,5 @@ def _pin_of(path: str) -> str:
 
 
 def _brief(error: Exception) -> str:
-    """Return the first line, without parameters of an address: they may be a signature."""
+    """Return an error's first line, without query parameters of URLs: they may be a signature."""
     return re.sub(r"\?\S*", "?...", (str(error) or type(error).__name__).splitlines()[0])
