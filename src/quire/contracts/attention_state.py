@@ -47,13 +47,13 @@ class AttentionVerbs(Protocol):
         mask: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Rotate, store K and V of the new tokens, attend over all they may see: ``[N, Hq, Dv]``.
+        """Rotate, store K and V of the new tokens, attend over all visible tokens: ``[N, Hq, Dv]``.
 
-        Layers ``full`` and ``window``. ``qkv``, in the model's dtype, is flat
-        ``[N, Hq*Dk + Hkv*Dk + Hkv*Dv]``, or if Dk = Dv also ``[N, Hq + 2*Hkv, D]`` (Q, K, V heads).
-        ``mask``: bool, flat, entry by entry row-major ``[n_i, length after]``, true = attend. Its
-        columns are positions, then tree nodes in order of appending. It replaces the causal and
-        tree rule (bidirectional image blocks); windows and eviction still apply.
+        Layers ``full`` and ``window``. ``qkv``, in the model's dtype, is flat ``[N, Hq*Dk + Hkv*Dk
+        + Hkv*Dv]``, or if Dk = Dv also ``[N, Hq + 2*Hkv, D]`` (Q, K, V heads). ``mask``: bool,
+        flat, entry by entry row-major ``[n_i, length after]``, true = attend. Its columns are
+        positions, then tree nodes in order of appending. It replaces the causal and tree rule
+        (bidirectional image blocks); windows and eviction still apply.
         """
 
     def append_kv(self, layer_id: int, k: Tensor, v: Tensor) -> None:
@@ -116,8 +116,8 @@ class AttentionVerbs(Protocol):
     ) -> Tensor:
         """Attend over K and V of ``source_layer_id`` with that layer's window: ``[N, Hq, Dv]``.
 
-        Stores nothing. K and V of the new tokens are the given ones (both or none), else those that
-        the source layer stored in this forward. ``FailedPrecondition``: neither given nor stored.
+        Stores nothing. K and V of the new tokens are the given ones (both or none), else the source
+        layer's from this forward. ``FailedPrecondition``: neither given nor stored.
         """
 
     def merge_attn_output_inplace(self, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,8 +139,8 @@ class AttentionVerbs(Protocol):
 
         Once per sequence and layer, inside or outside a forward; ``abort_forward`` leaves the rows.
         S may differ between layers. Forks share the rows and count as written. The rows are never
-        popped, count in no length, and go with their last holder. A layer that is set after a fork
-        is set on that side only; that side then copies the rows of its other layers once.
+        popped, count in no length, and are freed with their last holder. A layer that is set after
+        a fork is set on that side only; that side then copies the rows of its other layers once.
         ``FailedPrecondition``: written already; a sequence that is being imported.
         ``ResourceExhausted``: pages for encoder rows. O(S).
         """
@@ -185,7 +185,7 @@ class AttentionVerbs(Protocol):
     def debug_set_kv(
         self, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
     ) -> None:
-        """Overwrite rows start..start+n-1, laid out as ``debug_get_kv`` gives them.
+        """Overwrite rows start..start+n-1, in the layout of ``debug_get_kv``.
 
         Latent layers: k ``[.., n, row]``, v None. Cross layers: only with ``layer``, on encoder
         rows that are set. Shared pages are split first, so no other sequence changes.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RecurrentVerbs(Protocol):
-    """Recurrent state: read and written in a forward, and inspected where it is kept."""
+    """Recurrent state: read and written in a forward, and inspected in the pool."""
 
     def get(self, layer_id: int, state_id: int, *, per_token: bool = False, out: Tensor | None = None) -> Tensor:
         """Return the state *before* this forward, ``[B, *shape]``, even after a ``set`` in it.
