@@ -91,12 +91,12 @@ class Shield:
 
     @property
     def is_up(self) -> bool:
-        """Return whether signals are being kept for the main thread."""
+        """Return True if signals are being kept for the main thread."""
         return self._depth > self._exposed
 
     @property
     def outermost(self) -> bool:
-        """Return whether exactly one block surrounds the main thread. Blocks around user code that
+        """Return True if exactly one block surrounds the main thread. Blocks around user code that
         ``expose`` calls do not count."""
         return self._depth == self._exposed + 1
 
@@ -233,7 +233,7 @@ class Lock:
 
     @property
     def owned(self) -> bool:
-        """Return whether this thread holds the lock."""
+        """Return True if this thread holds the lock."""
         return self._lock._is_owned()  # type: ignore[no-any-return]
 
     def _forked(self) -> None:
@@ -241,7 +241,7 @@ class Lock:
 
     @property
     def is_parents(self) -> bool:
-        """Return whether it was made before ``os.fork()``, so that no thread gets it here."""
+        """Return True if it was made before ``os.fork()``, so that no thread gets it here."""
         return isinstance(self._lock, ParentsLock)
 
     def require_own(self) -> None:

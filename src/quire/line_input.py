@@ -93,12 +93,12 @@ class LineInput:
 
 
 def _goes_on(line: str) -> bool:
-    """Return whether a line ends with a backslash that is not doubled."""
+    """Return True if a line ends with a backslash that is not doubled."""
     return (len(line) - len(line.rstrip("\\"))) % 2 == 1
 
 
 def is_typed() -> bool:
-    """Return whether stdin is a terminal."""
+    """Return True if stdin is a terminal."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 

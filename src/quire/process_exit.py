@@ -56,7 +56,7 @@ def _end_all() -> None:
 
 
 def _is_inside(thread: threading.Thread) -> bool:
-    """Return whether a thread of the program is in a call of Quire."""
+    """Return True if a thread of the program is in a call of Quire."""
     if thread is threading.current_thread() or thread.name.startswith("quire-"):
         return False
     frame = sys._current_frames().get(thread.ident or 0)

@@ -118,7 +118,7 @@ def number(low: float, high: float = math.inf, *, open_low: bool = False) -> Kin
 
 
 def is_collection(value: object) -> bool:
-    """Return whether a value is a collection of items, and no text or mapping."""
+    """Return True if a value is a collection of items, and no text or mapping."""
     return isinstance(value, Collection) and not isinstance(value, str | bytes | bytearray | Mapping)
 
 

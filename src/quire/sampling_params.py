@@ -315,18 +315,18 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Return whether the choice is the first maximum of the edited logits: temperature 0 or
+        """Return True if the choice is the first maximum of the edited logits: temperature 0 or
         top-k 1. Such a request makes no random draw."""
         return self.temperature == 0 or self.top_k == 1
 
     @property
     def needs_history(self) -> bool:
-        """Return whether a penalty looks at earlier tokens."""
+        """Return True if a penalty looks at earlier tokens."""
         return self.repetition_penalty != 1.0 or self.counts_output
 
     @property
     def counts_output(self) -> bool:
-        """Return whether a penalty counts the tokens of the output."""
+        """Return True if a penalty counts the tokens of the output."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def replace(self, **changes: Any) -> Self:
