@@ -130,7 +130,7 @@ def difference(found: Any, wanted: Any, where: str = "") -> str | None:
 
 
 def is_form(found: Any) -> bool:
-    """Return whether a value is an object of ``FORM``, or its JSON."""
+    """Return True if a value is an object of ``FORM``, or its JSON."""
     try:
         value = json.loads(found) if isinstance(found, str) else found
         return set(value) == {"city", "days"} and value["city"] in ("Rome", "Paris") and value["days"] in (1, 2, 3)

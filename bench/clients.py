@@ -107,7 +107,7 @@ class Watched:
     seen: dict[tuple[str, str], list[Seen]]
 
     def at_rest(self) -> bool:
-        """Return whether nothing runs any more, after a while."""
+        """Return True if nothing runs any more, after a while."""
         deadline = time.monotonic() + REST_SECONDS
         while self.llm.engine.has_work and time.monotonic() < deadline:
             time.sleep(0.02)

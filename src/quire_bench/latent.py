@@ -131,7 +131,7 @@ class CellResult:
 
     @property
     def equal(self) -> bool:
-        """Return whether the error of every form is within the bound."""
+        """Return True if the error of every form is within the bound."""
         return all(one.error <= self.bound for one in self.forms)
 
 

@@ -145,7 +145,7 @@ class Turn:
 
     @property
     def met(self) -> bool:
-        """Return whether only the new tokens and at most one interval ran; False without an
+        """Return True if only the new tokens and at most one interval ran; False without an
         interval."""
         return self.interval > 0 and self.run_tokens <= self.new_tokens + self.interval
 

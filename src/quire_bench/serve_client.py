@@ -37,7 +37,7 @@ class _Connection:
 
     @property
     def fresh(self) -> bool:
-        """Return whether an idle connection may be used again."""
+        """Return True if an idle connection may be used again."""
         closed = self.reader.at_eof() or self.writer.is_closing()
         return not closed and time.monotonic() - self.idle_since < IDLE_SECONDS
 
