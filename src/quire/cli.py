@@ -1,7 +1,7 @@
 """The command line: ``quire`` and its commands.
 
 Options are derived from ``LLM`` and ``SamplingParams``: their keyword arguments in kebab-case. A
-mistake is one sentence on stderr and exit code 2, never a traceback. A command imports what only it
+mistake is one sentence on stderr and exit code 2, never a traceback. A command imports only its own
 needs, so that ``--help`` is quick.
 """
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 
 COLLECT_AFTER = 50_000
-"""Objects by which a process grows before Python looks for circles among them."""
+"""Number of new objects after which Python's garbage collector runs."""
 
 app = typer.Typer(
     cls=WordedGroup,
@@ -223,7 +223,7 @@ def serve(
 
 
 def _require_server(what: str) -> None:
-    """Raise ``Unsupported`` where the packages of the server are not installed."""
+    """Raise ``Unsupported`` if the packages of the server are not installed."""
     try:
         import quire.server.serving  # noqa: F401
     except ModuleNotFoundError as error:

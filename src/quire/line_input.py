@@ -19,7 +19,7 @@ Complete: TypeAlias = Callable[[str], Iterable[str]]
 
 HISTORY_LENGTH = 1000
 BLOCK = '"""'
-"""What begins and ends a text of several lines."""
+"""Begins and ends a text of several lines."""
 MORE = "... "
 """The prompt of its further lines."""
 
@@ -45,8 +45,8 @@ class LineInput:
 
     def read_text(self, prompt: str) -> str:
         """Return the next line, or a text of several lines: each but the last one ends with a
-        backslash, or they stand between two ``BLOCK``. Commands have one line. Raise what ``read``
-        does; the end of the input ends a text, too."""
+        backslash, or they are between two ``BLOCK``. A command has one line. Raise the errors of
+        ``read``; the end of the input ends a text too."""
         line = self.read(prompt)
         if line.startswith("/"):
             return line
@@ -115,7 +115,7 @@ def history_file() -> Path | None:
 
 
 def paths(beginning: str) -> list[str]:
-    """Return the paths with this beginning, folders with a slash at the end."""
+    """Return the paths with this beginning; folders end with a slash."""
     return [found + "/" if os.path.isdir(found) else found for found in glob.glob(glob.escape(beginning) + "*")]
 
 

@@ -21,7 +21,7 @@ from quire.errors import InvalidArgument
 T = TypeVar("T")
 
 Check: TypeAlias = Callable[[Any], Any]
-"""Returns the converted value, or raises ``_Mismatch`` with a description of the wrong one."""
+"""Returns the converted value, or raises ``_Mismatch`` with a description of the wrong value."""
 
 _WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "a string", types.NoneType: "None"}
 

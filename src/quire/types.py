@@ -59,7 +59,8 @@ class AdapterRuns:
         return found
 
     def agreed(self, other: AdapterRuns, length: int) -> int:
-        """Count the leading tokens, of ``length``, with equal adapters in both histories."""
+        """Return the number of leading tokens, of ``length``, with equal adapters in both
+        histories."""
         edges = sorted({start for start, _ in (*self.runs, *other.runs)})
         return next((start for start in edges if start < length and self.at(start) != other.at(start)), length)
 
@@ -98,7 +99,7 @@ class Chunk:
 
     seq: SeqId
     tokens: Sequence[int]
-    """Ids; a negative one stands for an embedding that the runner is given."""
+    """Ids; a negative id stands for an embedding that the runner is given."""
     tree: TokenTree | None = None
     adapter: int | None = None
     """Id of a loaded adapter for all of these tokens; None: the base model."""
@@ -165,7 +166,7 @@ class DropCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Forget a sequence."""
+    """Remove a sequence."""
 
     seq: SeqId
 
