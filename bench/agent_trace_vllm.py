@@ -1,5 +1,5 @@
-"""The trace of agents' sessions on vLLM, in the environment that vLLM is installed in; started by
-``bench/stores.py --vllm PYTHON``.
+"""The trace of agents' sessions on vLLM, in vLLM's own environment; started by ``bench/stores.py
+--vllm PYTHON``.
 
 ``python bench/agent_trace_vllm.py MODEL SESSIONS VOCABULARY SHORTER POOL_TOKENS`` prints one JSON
 line.
@@ -14,7 +14,7 @@ import sys
 from agent_trace import AT_ONCE, AgentTrace
 
 BLOCK = 32
-"""Tokens of a block of vLLM's."""
+"""Tokens of a block of vLLM."""
 
 
 def main() -> None:

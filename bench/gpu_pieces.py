@@ -1,5 +1,5 @@
-"""The parts ``float8``, ``experts``, ``copies`` and ``draws`` of ``bench/gpu.py``: one kernel or
-two each.
+"""The parts ``float8``, ``experts``, ``copies`` and ``draws`` of ``bench/gpu.py``: one or two
+kernels each.
 
 Letters: as in ``contracts``.
 """
@@ -22,14 +22,14 @@ from quire.ops.filters import KernelDraws, candidates
 from quire.ops.rows import REFERENCE_ROWS
 
 Timer: TypeAlias = Callable[[Callable[[], object], int], float]
-"""Returns the median seconds of a call, of so many rounds."""
+"""Returns the median seconds of a call over a number of rounds."""
 MAPS = {"qkv": (6144, 4096), "gate and up": (28_672, 4096), "down": (4096, 14_336)}
 """Outputs and inputs of Llama-3-8B's maps."""
 STACKS = {"gate and up": (128, 1536, 2048), "down": (128, 2048, 768)}
-"""Experts, outputs and inputs of Qwen3-30B-A3B's, of which a token takes 8."""
+"""Experts, outputs and inputs of Qwen3-30B-A3B, of which a token uses 8."""
 VOCABULARY = 151_936
 LAYERS, SLOTS = 32, 1 << 14
-"""Of the pools in which pages are copied: 2 GiB of K and V."""
+"""Layers and slots of the pools in which pages are copied: 2 GiB of K and V."""
 
 
 def float8_products(
@@ -95,8 +95,8 @@ def expert_products(
 
 
 def copies(device: torch.device, copy: float, peak: float, rounds: int, seconds_of: Timer) -> list[dict[str, object]]:
-    """Return rows of a table: copies of pages in pools of K and V of Llama-3-8B's layers, as forks
-    make them when they write. ``copy``: bytes a second of the device."""
+    """Return rows of a table: copies of pages in pools of K and V of Llama-3-8B's layers, as in
+    writes to forks. ``copy``: bytes a second of the device."""
     del peak
     rows: list[dict[str, object]] = []
     pools = [torch.zeros(LAYERS, SLOTS, 8, 128, dtype=torch.bfloat16, device=device) for _ in range(2)]
@@ -116,7 +116,7 @@ def copies(device: torch.device, copy: float, peak: float, rounds: int, seconds_
 
 def draws(device: torch.device, copy: float, peak: float, rounds: int, seconds_of: Timer) -> list[dict[str, object]]:
     """Return rows of a table: tokens of rows with a temperature, without and with top-k and top-p,
-    as a step draws them; ``copy``: bytes a second of the device."""
+    as drawn in a step; ``copy``: bytes a second of the device."""
     del peak
     rows: list[dict[str, object]] = []
     for filters in ({}, {"top_k": 50}, {"top_p": 0.95}):

@@ -87,7 +87,7 @@ class Cell:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that it sees."""
+        """Number of pairs of a query and a visible key."""
         return self.batch * (self.tokens * self.history + self.tokens * (self.tokens + 1) // 2)
 
     @property

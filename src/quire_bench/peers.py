@@ -22,7 +22,7 @@ from quire.errors import InvalidArgument, Unsupported
 from quire_bench.reports import random_prompts
 
 CONTINUOUS_PAGE = 256
-"""Tokens of a page of the continuous batching, by its own default."""
+"""Tokens of a page of the continuous batching, its own default."""
 CPU_BATCH_TOKENS = 512
 """Most tokens of a step of the continuous batching on a CPU. There its attention is a dense masked
 product with the states of all requests; its default of 8,192 would compute mostly waste."""
@@ -45,7 +45,7 @@ class Generation:
     tokens: tuple[tuple[int, ...], ...]
     """New tokens of each sequence."""
     prefill_seconds: float
-    """From the call to the first new token's logits, with the library's preparation."""
+    """From the call to the first new token's logits, including the library's preparation."""
     decode_seconds: tuple[float, ...]
     """From one new token's logits to the next one's; one entry less than new tokens."""
 

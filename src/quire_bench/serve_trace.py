@@ -37,7 +37,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceRow:
-    """One line of a trace. ``InvalidArgument`` for values that no trace can hold."""
+    """One line of a trace. ``InvalidArgument`` for impossible values."""
 
     timestamp: float
     """Milliseconds."""

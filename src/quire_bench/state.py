@@ -1,6 +1,6 @@
 """Costs of the state: fork, copy, rewind, save and restore; a second chat turn; start-up.
 
-If a model cannot do something here (rewind behind its windows, say), its row gives the reason.
+If a model cannot do a verb (rewind behind its windows, say), its row gives the reason.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Timer:
         self.device = device
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Time one call, with all that it started on the device."""
+        """Return the seconds of one call, including its work on the device."""
         synchronize(self.device)
         started = time.perf_counter()
         call()
@@ -103,7 +103,7 @@ class Timer:
 
 
 def possible(what: str, measure: Callable[[], Row]) -> Row:
-    """Return the row, or one with the reason why there is none."""
+    """Return the row of ``measure``, or a row with the reason why it failed."""
     try:
         return measure()
     except (FailedPrecondition, ResourceExhausted, Unsupported) as error:
@@ -304,7 +304,7 @@ def start_rows(rounds: int, model: str | None = None) -> list[Row]:
 
 
 def seconds_to_output(command: Sequence[str]) -> float:
-    """Return the time from the start of a process to the first byte that it prints."""
+    """Return the seconds from the start of a process to the first byte of its output."""
     started = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
