@@ -21,7 +21,7 @@ class Download:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Queue the copies. All tensors are on one device."""
         self._event: torch.cuda.Event | None = None
-        # PyTorch takes pinned memory for such a copy, and keeps what it reads until it was made.
+        # PyTorch uses pinned memory for such a copy, and keeps its source alive until it is done.
         self._there = [one.to("cpu", non_blocking=True) for one in tensors]
         if tensors and tensors[0].is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]

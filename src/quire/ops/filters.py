@@ -93,12 +93,12 @@ def mask_out(z_WV: Tensor, allowed_WB: Words) -> None:
     """Set the logits of tokens with bit 0 to -inf, in place. NaN stays NaN."""
     vocab_size = z_WV.shape[1]
     if z_WV.device.type == "cpu":
-        # One look-up for eight tokens and a sum without branches: 3 to 10 times as fast as a fill
-        # by mask.
+        # One table look-up for eight tokens and a sum without branches: 3 to 10 times as fast as a
+        # fill by mask.
         bias_WV = ALLOWED_BYTES.take(allowed_WB.view(np.uint8), axis=0).reshape(z_WV.shape[0], -1)[:, :vocab_size]
         z_WV.add_(torch.from_numpy(bias_WV))
         return
-    # Moves an eighth of the bytes, and the device is faster at it.
+    # Copies an eighth of the bytes, and the device expands bits faster.
     words_WB = uploaded(allowed_WB.view(np.int32), z_WV.device)
     z_WV.masked_fill_(zero_bits(words_WB, vocab_size), -torch.inf)
 
@@ -156,7 +156,7 @@ class Candidates:
         total_G1 = sums_GK[:, -1:]
         u_G1 = uploaded(np.array(uniforms, dtype=np.float64), sums_GK.device).unsqueeze(1)
         target_G1 = (u_G1 * total_G1).to(torch.int64)
-        # A row without a finite maximum, whose token nobody takes, may exceed all sums.
+        # In a row without a finite maximum the target may exceed all sums; its token is not used.
         column_G1 = torch.searchsorted(sums_GK, target_G1, right=True).clamp_(max=sums_GK.shape[1] - 1)
         tokens_G1 = column_G1 if self.ids is None else self.ids.gather(1, column_G1)
         return tokens_G1[:, 0]
@@ -297,7 +297,7 @@ def candidates(
     vocab_size = z_WV.shape[1]
     plain: list[int] = []  # neither top-k nor top-p: no order needed
     small: list[int] = []  # top-k selection finds all candidates
-    nucleus: list[int] = []  # top-p alone: nearly always inside the first few, which the exact total can tell
+    nucleus: list[int] = []  # top-p alone: nearly always within the first few, checked with the exact total
     wide: list[int] = []  # the whole row must be ordered
     for i, p in params.items():
         top_k = effective_top_k(p, vocab_size)

@@ -49,7 +49,7 @@ def not_finite(row: int) -> QuireError:
 
 def nothing_left() -> QuireError:
     """Return the error of a row in which all tokens are excluded."""
-    # A model's own logits are finite, so that what a request asks for together leaves nothing.
+    # The model's own logits are finite, so the request's own parameters exclude all tokens.
     return InvalidArgument("there is no token to draw: every token is banned or has logit -inf")
 
 

@@ -105,8 +105,8 @@ class RequestSampler:
         self.vocab_size = vocab_size
         self.counts: TokenCounts | None = None
         if params.needs_history:
-            # Presence and frequency look at the output only; the prompt matters to repetition
-            # alone.
+            # Presence and frequency penalties count only the output; only repetition counts the
+            # prompt.
             self.counts = TokenCounts(prompt if params.repetition_penalty != 1.0 else prompt[:0])
         self.output: list[int] = []
         """Tokens drawn so far; kept only for penalties and processors."""

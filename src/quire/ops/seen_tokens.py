@@ -120,7 +120,8 @@ class SeenTokens:
         size = len(self._seen_SV)
         taken = {row.slot for row in self._rows.values()}
         if len(taken) + len(new) > size:
-            # Whoever is not in this step comes back later, and is counted anew then.
+            # Drop the rows of samplers outside of this step; they are counted anew when they
+            # return.
             here = set(samplers)
             for sampler in [one for one in list(self._rows) if one not in here]:
                 del self._rows[sampler]
