@@ -147,7 +147,7 @@ def keys_of(tables: Sequence[NDArray[np.int32]], plan: ForwardPlan, first: int, 
         # mask.
         row[table.size :] = table[0]
     if index.min() < 0:
-        # So does an invisible page among visible ones.
+        # The same holds for an invisible page among visible ones.
         index = np.where(index < 0, index.max(1, keepdims=True), index)
     m = width * page_size if len(tables) > 1 else stop - first // page_size * page_size
     return Keys(len(tables), m, torch.from_numpy(index.ravel()).to(plan.device), page_size, 0), 0

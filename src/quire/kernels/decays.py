@@ -157,7 +157,7 @@ def _left(log_decay_BNHLK: Tensor) -> Tensor | None:
     device."""
     if log_decay_BNHLK.device.type != "cpu":
         return None
-    # Rows of a head side by side, as products want them.
+    # The rows of a head are contiguous, as matrix products need them.
     left = torch.exp(log_decay_BNHLK, out=torch.empty_like(log_decay_BNHLK, memory_format=torch.contiguous_format))
     for row in range(1, left.shape[3]):
         left[..., row, :].mul_(left[..., row - 1, :])
@@ -199,7 +199,7 @@ def _by_column(readers: Sequence[Tensor], k_BNhLK: Tensor, log_decay_BNHLK: Tens
         q = _padded(reader, size)
         score = q.new_zeros(*shape, q.shape[3], size, size)
         score.diagonal(dim1=-2, dim2=-1).copy_((k.unsqueeze(3) * q).sum(-1))
-        weighed_q.append(decays.unsqueeze(3) * q)  # Decays come first: the result takes their layout.
+        weighed_q.append(decays.unsqueeze(3) * q)  # the decays are the first operand: the result has their layout
         scores.append(score)
     totals = decays  # of each block
     half = 1

@@ -64,7 +64,7 @@ def find_tokens(
     BLOCKS: tl.constexpr = (VOCAB + B - 1) // B
     sum_N = tl.load(sums + g * BLOCKS + n, mask=n < BLOCKS, other=0)
     target = (tl.load(table + g * FIELDS + 3) * tl.sum(sum_N, 0).to(tl.float64)).to(tl.int64)
-    # A row without a finite maximum, whose token nobody takes, may exceed all sums.
+    # In a row without a finite maximum the target may exceed all sums; its token is not used.
     block = tl.minimum(tl.sum((tl.cumsum(sum_N, 0) <= target).to(tl.int32), 0), BLOCKS - 1)
     before = tl.sum(tl.where(n < block, sum_N, 0), 0)
     weight_B = _weights(z, maxima, table + g * FIELDS, z_stride, block, ONE, VOCAB, B)

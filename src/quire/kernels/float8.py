@@ -139,7 +139,7 @@ class Float8Stack:
         maps, outputs, inputs = weight_XOI.shape
         values_XOI = weight_XOI.new_empty(weight_XOI.shape, dtype=FLOAT8)
         self._scales_XO = weight_XOI.new_empty(maps, outputs, dtype=torch.float32)
-        # One by one: what is rounded is in float32 meanwhile.
+        # One at a time: rounding needs a float32 copy.
         for weight_OI, values_OI, scales_O in zip(weight_XOI, values_XOI, self._scales_XO, strict=True):
             rounded_OI, scales_O1 = rounded_rows(weight_OI)
             values_OI.copy_(rounded_OI)

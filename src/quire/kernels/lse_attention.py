@@ -126,7 +126,7 @@ def widened(
         seen = None if mask is None else mask[..., some]
         state = flash(q_BNHD, k, v, scale, seen, causal)
         if seen is not None and keys < m:
-            # Rows that see keys, but none of this piece.
+            # Rows that see keys of other pieces, but none of this one.
             blind = seen.isneginf().all(-1).expand(b, 1, -1).reshape(-1, 1)
             state = AttentionState(
                 state.out.masked_fill(blind.unsqueeze(-1), 0.0), state.lse.masked_fill(blind, -torch.inf)

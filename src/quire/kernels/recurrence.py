@@ -168,7 +168,7 @@ class ChunkedRecurrence:
         elif plan.chains and plan.num_rows >= LONG_CHAIN * (len(plan.starts) - 1):
             return _convolve_chains(plan, x_TC, weight_WC, bias, states_GWC, compute)
         else:
-            # Rows of the given states, then those of x.
+            # Rows of the given states come first, then rows of x.
             pool = torch.cat([states_GWC.flatten(0, 1).to(compute), x_TC.to(compute)])
             taps_WT = addresses(plan, *states_GWC.shape[:2])
             index_WT = uploaded(taps_WT, x_TC.device)
@@ -330,7 +330,7 @@ def _convolve_chains(
         window = states_GWC[entry].to(compute)
         for first in range(start, stop, size):
             rows = slice(first, min(first + size, stop))
-            # The last inputs from before, then those of these rows.
+            # The last inputs before these rows, then the inputs of these rows.
             window = torch.cat([window[len(window) - kept :], x_TC[rows].to(compute)])
             count = rows.stop - first
             if bias_C is None:

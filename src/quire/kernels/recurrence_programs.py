@@ -52,7 +52,7 @@ def walk_rows(
             state_KW = tl.load(from_KW, mask=held_KW, other=0.0).to(tl.float32)
         if LISTED:  # noqa: SIM102
             if source < -1:
-                # Other threads may have written what this one reads.
+                # Other threads of the program may have written the state that this thread reads.
                 tl.debug_barrier()
                 state_KW = tl.load(kept - (source + 2) * size + own_KW, mask=held_KW, other=0.0)
         if DECAYS == 1:

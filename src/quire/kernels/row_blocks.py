@@ -103,7 +103,7 @@ class BlockPlanner:
         shown = low < high
         moved = max(int(np.ptp(edge[shown])) for edge in (low, high)) if shown.any() else 0
         if not moved:
-            # All rows see much the same: a sink, a small tree.
+            # All rows see nearly the same keys, such as a sink or a small tree.
             return LARGEST_BLOCK
         width = int((high - low).max())
         if columns is not None:
@@ -130,7 +130,7 @@ class BlockPlanner:
         if not shown.any():
             return [] if columns is None else [Span(columns.first, columns.stop, True, columns)]
         first, last = int(low[shown].min()), int(high[shown].max())
-        # Keys that all rows see; none if one sees nothing.
+        # The keys that all rows see; none if some row sees no keys.
         inner, outer = int(low.max()), int(high.min())
         if inner == first and outer == last and columns is None:
             return [Span(first, last, False, None)]

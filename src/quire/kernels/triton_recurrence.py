@@ -123,7 +123,7 @@ class TritonRecurrence(ChunkedRecurrence):
         q, k, v, before = (_by_rows(x) for x in (q_THK, k_THK, v_THV, pool))
         query_heads, device = q.shape[1], q.device
         out_THV = v.new_empty(plan.num_rows, query_heads, values, dtype=promoted(q, k, v))
-        # What a program does not read can be anything.
+        # Arguments that the program does not read can be any tensor.
         decays, decay, delta = 0, out_THV, beta_TH is not None
         if log_decay is not None:
             decays, decay = (keys, _by_rows(log_decay)) if by_column else (1, log_decay)

@@ -60,7 +60,7 @@ def window_part(plan: ForwardPlan) -> VisibleKeys:
     """Return the visible keys of the window part, from each row's low on."""
     decodes = plan.plain and plan.num_tokens == plan.num_entries
     if decodes and (plan.positions + 1 >= plan.origins + plan.keys).all():
-        # They see all keys, and need no further work.
+        # Each row sees all keys, so no further work is needed.
         low = np.zeros(plan.num_entries, dtype=np.int64)
         return VisibleKeys(low, plan.keys, low, plan.keys, {})
     origins = np.repeat(plan.origins, plan.counts)
@@ -135,7 +135,7 @@ def trim(visible: NDArray[np.bool_], first: int) -> Columns | None:
 def chains(plan: ForwardPlan, part: VisibleKeys) -> NDArray[np.bool_]:
     """Return bool ``[B]``, True for entries whose new tokens are the last keys and see all keys up
     to themselves."""
-    # By position no row sees so many if a rule decides about the last of them.
+    # A row sees this many keys only if no rule hides the last of them.
     behind = np.repeat(plan.keys - plan.starts[1:], plan.counts) + np.arange(plan.num_tokens) + 1
     rows = (part.low == 0) & (part.high == behind)
     chain: NDArray[np.bool_] = np.logical_and.reduceat(rows, plan.starts[:-1]) & (plan.keys >= plan.counts)
