@@ -130,7 +130,7 @@ def _files_of(name: str) -> list[str]:
 
     try:
         return list(list_repo_files(name))
-    except Exception:  # the message does without them
+    except Exception:  # then the message is written without the list
         return []
 
 

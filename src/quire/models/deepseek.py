@@ -206,7 +206,7 @@ def read_deepseek_v2_config(fields: ConfigFields, max_model_len: int | None) -> 
     geometry, sizes = _read_sizes(fields, "DeepseekV2ForCausalLM", "deepseek_v2", max_model_len)
     fields.expect("rope_interleave", True)
     fields.expect("scoring_func", "softmax")
-    fields.expect("norm_topk_prob", False)  # The authors' code and transformers disagree about it.
+    fields.expect("norm_topk_prob", False)  # the authors' code and transformers disagree about its meaning
     fields.expect("topk_method", "greedy", "group_limited_greedy")
     num_experts, top_k = read_num_experts(fields, "n_routed_experts", "num_experts")
     groups = {}

@@ -224,7 +224,8 @@ class Foreign:
             foreign_errors(f"{path}: transformers cannot make the model's tensors of the stored ones"),
             without_reports(),
         ):
-            # What the checkpoint has checked is what is read: no file is looked for a second time.
+            # Reads only the files that the checkpoint has checked; transformers does not search for
+            # others.
             causal, found = self.kind.from_pretrained(
                 None,
                 config=self.config,

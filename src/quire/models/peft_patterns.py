@@ -101,7 +101,7 @@ def _item(item: Any) -> tuple[Ways, Ways]:
     if kind == "GROUPREF_EXISTS":
         return _branch([one for one in given[1:] if one is not None])
     if kind in ("ASSERT", "ASSERT_NOT"):
-        # After an assertion, matching goes back only to its first way.
+        # Matching does not backtrack into an assertion, so the assertion counts as one way.
         ways, asserted = _sequence(given[1])
         return ONE, _add(ways, asserted)
     return ONE, NONE

@@ -161,7 +161,7 @@ def _rope_spec(rope: ConfigFields, context: _Context) -> RopeSpec:
     theta = rope.number("rope_theta", context.theta_default)
     plain = RopeSpec(theta=theta, rotary_dim=_rotary_dim(rope, context, kind), interleaved=context.interleaved)
     spec = _READERS[kind](rope, plain, context)
-    # Parameters that no reader asks for belong to an unknown rule.
+    # Parameters that no reader requests belong to an unknown rule.
     surplus = [name for name in rope.unread() if rope.values[name] is not None]
     if surplus:
         raise Unsupported(f"{rope.source}: {surplus} with RoPE scaling {kind!r}; expected none of them")
@@ -188,9 +188,7 @@ def _rotary_dim(rope: ConfigFields, context: _Context, kind: str) -> int:
 
 
 def _read_default(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
-    rope.get(
-        "original_max_position_embeddings"
-    )  # Tells how the model was trained (Phi-3 for 4,096), and decides nothing.
+    rope.get("original_max_position_embeddings")  # Describes the training (4,096 for Phi-3) and has no effect.
     return plain
 
 
