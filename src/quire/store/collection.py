@@ -53,7 +53,7 @@ async def collect(
         await one.mark(now, spared_seconds)
     kept = {key for one in spaces for key in one.kept}
     gone = {key: nbytes for one in spaces for key, nbytes in one.gone.items() if key not in kept}
-    # Commits that came meanwhile.
+    # Keep the objects of commits that were written meanwhile.
     for one in spaces:
         for key in await one.late():
             gone.pop(key, None)
@@ -62,7 +62,8 @@ async def collect(
     commits = [key for one in spaces for key in one.garbage]
     pieces = [key for one in spaces for key in one.loose]
     if not dry_run:
-        # What names the others goes after them: a collection that is cut off is done again.
+        # Remove the objects before the commits and pieces that name them, so that an interrupted
+        # collection can be repeated.
         await spaces[0].history.pin(list(below), False)
         for keys in (list(removed), commits, pieces):
             for start in range(0, len(keys), AT_ONCE):
@@ -127,7 +128,7 @@ class _Marked:
 
     async def mark(self, now: float, spared: float) -> None:
         history, space = self.history, self.history.space
-        # In this order, so that a piece that is seen belongs to a commit that is seen.
+        # In this order, so that the commit of each listed piece is listed too.
         (pieces,) = await history.tier.children([space.pieces])
         (keys,) = await history.tier.children([space.commits])
         found = {key.digest.hex(): await self._commit(key) for key in keys}
@@ -154,7 +155,7 @@ class _Marked:
             named.update(map(space.piece, commit.pieces))
             try:
                 self.kept |= (await history.objects(commit)).keys()
-            except DataLoss as error:  # It cannot be checked out any more, so its state is worth nothing.
+            except DataLoss as error:  # the commit cannot be checked out any more, so its state has no value
                 self.damaged.append(f"commit {name} is lost ({error})")
         if hides:
             return

@@ -184,7 +184,7 @@ class History:
     ) -> None:
         """Write a commit and its pieces, and pin these and its objects, which must exist.
         ``StoreFull``: the tier has no room."""
-        # The commit first: what it names is spared by a collection from then on.
+        # The commit first: from then on, a collection keeps its pieces and objects.
         await self.put(self.space.commit(commit.id), commit.document())
         keys = {self.space.piece(name): items for name, items in pieces.items()}
         for key, there in (await self.there(list(keys))).items():

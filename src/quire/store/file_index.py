@@ -41,7 +41,7 @@ CREATE TRIGGER changed AFTER UPDATE OF bytes, pinned ON objects BEGIN
         pinned = pinned + NEW.bytes * NEW.pinned - OLD.bytes * OLD.pinned;
 END;
 """
-# What many rows at once are faster without.
+# Dropped while many rows are written at once, which is faster without them.
 _ORDER = {
     "INDEX by_parent": "ON objects (parent)",
     "INDEX by_digest": "ON objects (digest)",
@@ -52,7 +52,8 @@ _ORDER = {
     UPDATE objects SET children = (SELECT count(*) FROM objects WHERE parent = NEW.digest) WHERE name = NEW.name;
 END""",
 }
-# What a damaged index does not answer: another process is at work, the disk is full or read-only.
+# Errors that do not mean a damaged index: another process uses it, or the disk is full or
+# read-only.
 _OUTSIDE = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
@@ -237,7 +238,8 @@ class FileIndex:
         connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
-            # What a loss of power takes of the last changes, the files give back.
+            # After a loss of power the last changes may be missing; they are restored from the
+            # files.
             connection.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
             connection.close()

@@ -48,7 +48,7 @@ OPEN_SECONDS = 30.0
 """Seconds to wait for another process that is opening the directory."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-# What opening a file answers if there is no file of that name.
+# Errors of opening a file that does not exist.
 _NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
 
 
@@ -105,7 +105,7 @@ class FileTier:
 
     def _forked(self) -> None:
         self._lock = ParentsLock()
-        if self._opening >= 0:  # The parent's lock would last as long as this descriptor of it.
+        if self._opening >= 0:  # the parent's lock would last as long as this copy of the descriptor
             os.close(self._opening)
 
     async def close(self) -> None:
@@ -163,7 +163,7 @@ class FileTier:
             is_busy = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
             if is_busy or (isinstance(error, sqlite3.Error) and is_damage(error)) or not self._objects.is_dir():
                 raise
-            # A disk that is full or read-only can still be read.
+            # A full or read-only disk can still be read.
             self._full = _kind_of(error) is TierFull
             return self._agreed(FileIndex(None, fresh=True))
 
@@ -201,7 +201,7 @@ class FileTier:
                         if name in known and not _is_record(name):
                             there.add(name)
                         elif folder.name == _folder_of(name) and entry.is_file(follow_symlinks=False):
-                            with contextlib.suppress(InvalidArgument):  # another file, which stays
+                            with contextlib.suppress(InvalidArgument):  # a file that is not an object: it stays
                                 fresh.append((ObjectKey.parse(name), entry.stat(follow_symlinks=False).st_size))
                                 there.add(name)
                 index.fill(fresh)
@@ -353,7 +353,7 @@ class FileTier:
         with self._lock:
             names, self._used = list(self._used), {}
         if names:
-            # Lost, they make the order of uses a little older than it is.
+            # If these are lost, the recorded order of uses is slightly out of date.
             with contextlib.suppress(sqlite3.OperationalError), index.change():
                 index.use(names)
 

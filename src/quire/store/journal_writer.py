@@ -38,7 +38,7 @@ class JournalWriter:
     def write(self, change: Change) -> Future[None]:
         """Queue a change. The future is done when it is durable; its error is ``NotDurable``."""
         written: Future[None] = Future()
-        written.set_running_or_notify_cancel()  # whoever waits may go away, and the change stays
+        written.set_running_or_notify_cancel()  # so that a caller that stops waiting does not cancel the change
         with self._lock:
             if not self._closed:
                 self._orders.put((change, written))
@@ -75,7 +75,7 @@ class JournalWriter:
                     break
             waiting = [order for order in orders if order is not None]
             if not self._write(waiting) and len(waiting) > 1:
-                # Another session's change may be at fault.
+                # One session's change may be the cause of the failure, so write each by itself.
                 for order in waiting:
                     self._write([order])
             if orders[-1] is None:

@@ -78,7 +78,7 @@ class MemoryTier:
             while self._bytes > self.capacity:
                 oldest = self._oldest()
                 if oldest is None or oldest is new:
-                    new.use = 0  # a refused object is no use of what it would stand under
+                    new.use = 0  # a refused object does not count as a use of its ancestors
                     self._drop(new)
                     for one in gone:
                         self._add(one)

@@ -151,7 +151,7 @@ class RedisTier:
             url,
             socket_connect_timeout=CONNECT_SECONDS,
             socket_timeout=ANSWER_SECONDS,
-            # Once, for a connection that the server has closed since it was used.
+            # Retry once, since the server may have closed the connection since its last use.
             retry=Retry(NoBackoff(), 1, supported_errors=(Disconnected,)),
         )
         scripts = (_PUT, _USE, _REMOVE, _PIN)
@@ -165,7 +165,7 @@ class RedisTier:
             return []
         with self._errors():
             found: list[Any] = await self._client.mget([_object(name) for name in names])
-            with contextlib.suppress(OutOfMemoryError):  # a server that is full notes no uses
+            with contextlib.suppress(OutOfMemoryError):  # a full server cannot record uses
                 await self._use(args=names)
         return found
 
@@ -246,5 +246,5 @@ def _object(name: str) -> str:
 
 
 def _parsed(name: bytes) -> Iterator[ObjectKey]:
-    with contextlib.suppress(InvalidArgument, UnicodeDecodeError):  # another's
+    with contextlib.suppress(InvalidArgument, UnicodeDecodeError):  # a key of another program
         yield ObjectKey.parse(name.decode("ascii"))

@@ -43,7 +43,7 @@ class ObjectTier:
             ) from error
         self.label = url
         try:
-            # No client's options: any that is given here puts aside all of the environment.
+            # No options for the client: giving any would disable the environment variables.
             self._store = from_url(url) if url.startswith("file:") else from_url(url, retry_config=RETRIES)
         except Exception as error:
             raise InvalidArgument(f"{url}: {_brief(error)}", field="store", given=url) from error
@@ -111,7 +111,7 @@ class ObjectTier:
             return None
 
     async def _part(self, path: str, start: int, stop: int) -> ObjectPart | None:
-        # A range of nothing is an error, and tells no size.
+        # An empty range is an error and does not return the size.
         size = None if start else await self._size(path)
         if not start and (size is None or not min(stop, size)):
             return None if size is None else ObjectPart(b"", size)
@@ -134,7 +134,7 @@ class ObjectTier:
         found: dict[ObjectKey, int] = {}
         async for entries in self._store.list(prefix):
             for entry in entries:
-                with contextlib.suppress(InvalidArgument):  # a pin, or another's
+                with contextlib.suppress(InvalidArgument):  # a pin, or a file of another program
                     key = ObjectKey.parse(entry["path"].rpartition("/")[2])
                     if entry["path"] == _path(key):
                         found[key] = entry["size"]
@@ -156,7 +156,7 @@ class ObjectTier:
             yield
         except TierError:
             raise
-        except Exception as error:  # obstore's, whose classes have only Exception in common
+        except Exception as error:  # an error of obstore, whose classes have only Exception in common
             raise TierError(f"{self.label}: {_brief(error)}") from error
 
 

@@ -47,7 +47,7 @@ _STATE: Final = re.compile(r"[a-z]{1,16}-[0-9a-f]{32}-[0-9a-f]{16}\.quire")
 _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS sessions (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, fields BLOB NOT NULL, "
     "tokens BLOB NOT NULL, digest TEXT NOT NULL)",
-    # A table of its own: a call that changes nothing but the time writes no tokens.
+    # A table of its own, so that a call that changes only the time writes no tokens.
     "CREATE TABLE IF NOT EXISTS times (id TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
 )
 _OF_THE_DISK: Final = {
@@ -379,7 +379,7 @@ def _verify(db: sqlite3.Connection) -> None:
             _record(*row)
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
-    # Written at once, so that a disk that cannot be written is told at the start.
+    # Write immediately, so that a read-only or full disk is reported at the start.
     with _transaction(db):
         _make(db)
 

@@ -186,7 +186,7 @@ class Store:
         """Count a damaged or unfit object that a tier returned, and remove it there. Reasons are
         those of ``store_metrics.DAMAGE``; any other counts as ``other``."""
         self.metrics.damaged.inc(reason if reason in DAMAGE else "other")
-        if (tier_kind, reason) not in self._told:  # each further one is in the metrics
+        if (tier_kind, reason) not in self._told:  # later ones are only counted in the metrics
             self._told.add((tier_kind, reason))
             LOG.warning("%s in the %s tier is damaged or does not fit (%s): it is removed", key.name, tier_kind, reason)
         if self._memory and tier_kind == self._memory.kind:
@@ -313,7 +313,8 @@ class Store:
             flight = self._ask(lambda: self._fetch(key, before), None)
             if not flight.done():
                 self._flights[key] = flight
-        # The callback does not name the future: a circle would keep the object for a while.
+        # The callback does not refer to the future: a reference cycle would keep the object alive
+        # for a while.
         flight.add_done_callback(lambda ended: self._landed(key, ended))
         return flight
 
@@ -335,7 +336,7 @@ class Store:
         with self._room:
             before = {change for key in keys if (change := self._changes.get(key))}
             for key in keys:
-                self._flights.pop(key, None)  # began before this: not for those who ask after it
+                self._flights.pop(key, None)  # began before the removal: later callers must not share it
                 self._arriving.pop(key, None)
 
             async def run() -> bool:
@@ -434,10 +435,11 @@ class Store:
                 if (found := await self._first_part(key, tier)) is not None:
                     return found
             elif (blob := await tier.get(key)) is not None:
-                # A record may be replaced, by another process too; state under a key never is.
+                # A record may be replaced, also by another process; state under a key never
+                # changes.
                 if self._memory and tier.kind in REMOTE and key.kind is not ObjectKind.RECORD:
                     with self._room:
-                        if key in self._flights:  # else it was removed meanwhile
+                        if key in self._flights:  # otherwise it was removed meanwhile
                             self._memory.put_now(key, blob)
                 return Found(blob, tier.kind)
         self.metrics.misses.inc()
@@ -450,7 +452,7 @@ class Store:
         arriving = ArrivingBlob(first.blob, first.size)
         found = Found(arriving.blob, tier.kind, arriving)
         with self._room:
-            if key in self._flights:  # else it was removed meanwhile
+            if key in self._flights:  # otherwise it was removed meanwhile
                 self._arriving[key] = found
         self._keep(asyncio.get_running_loop().create_task(self._fetch_rest(key, tier, found, arriving)))
         return found

@@ -113,7 +113,7 @@ class TierGuard:
     async def part(self, key: ObjectKey, start: int, stop: int) -> ObjectPart | None:
         """Return a range of bytes of an object; None if it is missing or the tier fails."""
         async with self._reading:
-            # In a list, since None would be a failure.
+            # In a list, since ``None`` would mean a failure.
             answer = await self._try(self.reads, lambda: _listed(self.tier.part(key, start, stop)))
         if answer is None:
             return None

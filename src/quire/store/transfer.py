@@ -104,7 +104,7 @@ class _Sending:
                 await self._one(key, there[key])
                 self._bar.update(self._wanted[key])
 
-        # In order: what an object stands under is written before it, as far as it matters.
+        # In order, so that an object's ancestors are in the same group or an earlier one.
         keys = list(self._wanted)
         for start in range(0, len(keys), AT_ONCE):
             try:
@@ -116,7 +116,7 @@ class _Sending:
 
     async def _one(self, key: ObjectKey, is_there: bool) -> None:
         if is_there and key in self._whole:
-            # It cannot be computed again, so what is there is looked at.
+            # The object cannot be computed again, so verify the copy that exists.
             (blob,) = await self._target.tier.get([key])
             if blob is None or not _is_whole(key, blob, file=True):
                 await self._target.tier.remove([key])
