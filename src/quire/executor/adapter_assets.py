@@ -57,7 +57,7 @@ def _bytes_of(assets: ModelAssets, source: str, limit: int) -> bytes:
             return view.tobytes()
     except QuireError:
         raise
-    except (OSError, ValueError) as error:  # a file that is closed raises the latter
+    except (OSError, ValueError) as error:  # a closed file raises ValueError
         raise CheckpointError(f"{source} cannot be read: {error}") from error
 
 

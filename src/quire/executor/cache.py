@@ -116,10 +116,10 @@ class KVCache(CacheRows):
     def clear(self) -> None:
         self.truncate([0] * len(self.rows))
         for row in self.rows:
-            # An empty row is not cut, and a tree may wait beside it.
+            # An empty row is not cut by truncate, but may have a pending token tree.
             self.set_pending(row, None)
             if row.window != self.pool.facts.row_window:
-                # It came with a session, and a cleared cache is as a new one.
+                # The window came with a session's state; a cleared cache is like a new one.
                 self.pool.remove([row.seq])
                 (row.seq,), row.window = self.pool.add(1), self.pool.facts.row_window
 

@@ -393,7 +393,7 @@ class Executor:
         with self.lock:
             self.pool.close()
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- inspection --------------------------------------------------------------------------------
 
     def supports_batch_size(self, batch_size: int, sequence_length: int = 1) -> bool:
         """See ``ModelExecutor``. Counts memory of activations if measured. Waits for the running
@@ -407,7 +407,7 @@ class Executor:
 
     def optimal_batch_size(self, sequence_length: int = 1) -> int:
         """See ``ModelExecutor``. 1 if no batch size is supported now."""
-        # What fits is monotone, so the largest is found by halving.
+        # Every size below one that fits also fits, so binary search finds the largest.
         low, high = 1, self.max_batch_size
         while low < high:
             middle = (low + high + 1) // 2

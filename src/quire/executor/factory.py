@@ -113,7 +113,7 @@ class Factory:
             device=device,
             executor_type=executor_type,
             attention_backend=_backend(config),
-            # One page of a whole sequence is a sequence in one piece.
+            # A page for a whole sequence makes the sequence contiguous.
             page_size=attention.block_size if attention.enable_paged_attention else config.max_sequence_length,
         )
 

@@ -127,7 +127,7 @@ class Handle:
 
     def clone_handle(self) -> Handle:
         pool = self.cache.pool
-        # It may run tokens again, so it is a call of the executor like any other.
+        # It may replay tokens, so it counts as a running call of the executor.
         with pool.operations.running("clone_handle") as operation, pool.lock:
             self.require_committed()
             pool.require_working(operation.verb)

@@ -249,7 +249,7 @@ class LlmExecutor:
                 continue
             known = cache.token_ids(index)
             past = None if known is None else np.concatenate((known[: part.start], tokens[index]))
-            past = None if past is None else past[past >= 0]  # An image has no ids.
+            past = None if past is None else past[past >= 0]  # placeholders of images have negative ids
             history = history_for(choice, past)
             own = (
                 self._own_sampling(index, history) if sampling is None else self._make_sampling(choice, index, history)

@@ -73,7 +73,7 @@ def info(facts: ModelFacts) -> ExecutorInfo:
         device=str(facts.device),
         num_parameters=facts.num_parameters,
         fingerprint=hashlib.sha256(text.encode()).hexdigest()[:32],
-        path=str(getattr(facts.identity, "path", "")),  # a caller's own identity has none
+        path=str(getattr(facts.identity, "path", "")),  # an identity that the caller made has no path
     )
 
 

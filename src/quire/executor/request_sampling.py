@@ -93,7 +93,8 @@ class ParamsSampling:
         self._observed: list[int] = []
         self._prompt = np.asarray(prompt_ids, dtype=np.int64)
         if self.params.needs_history:
-            # The prompt matters to repetition alone; presence and frequency look at output.
+            # Only the repetition penalty counts tokens of the prompt; presence and frequency count
+            # output.
             seen = self._prompt if self.params.repetition_penalty != 1.0 else self._prompt[:0]
             self.sampler.counts = TokenCounts(seen)
 

@@ -45,10 +45,10 @@ def measure(pool: CachePool, chunk_size: int = 0) -> Activations | None:
     long, short = min(LONG_CHUNK, room), min(SHORT_CHUNK, room // 2)
     if not short:
         return None
-    _peak_of_chunk(pool, short)  # the first forward also makes what stays, such as rotary tables
+    _peak_of_chunk(pool, short)  # the first forward also allocates permanent data, such as rotary tables
     high, low = _peak_of_chunk(pool, long), _peak_of_chunk(pool, short)
     slope = max(0, -(-(high - low) // (long - short)))
-    # Logits that have places are there once, and those of a few rows twice.
+    # Logits with places exist once; the logits of a few rows exist twice.
     high = max(high, _peak_of_chunk(pool, long, placed=True))
     return Activations(bytes_per_token=slope, overhead_bytes=max(0, high - slope * long))
 
@@ -58,7 +58,7 @@ def available_pages(pool: CachePool) -> int:
     sequence. 0 if layers are recurrent and no state slot is free."""
     if pool.facts.recurrent_ids and not pool.available_states:
         return 0
-    # The class with the fewest: a forward writes all its tokens, windows or not.
+    # The class with the fewest pages limits: a forward writes all its tokens, windows or not.
     pages = pool.state.free_pages()[: len(pool.facts.page_bytes)]
     return min(pages, default=pages_for(pool.facts.max_model_len, 1))
 
@@ -119,7 +119,7 @@ def knee_of(pool: CachePool, max_batch_size: int) -> int:
     rates: dict[int, float] = {}
     most = min(max_batch_size, available_pages(pool) // pages_for(1 + REPEATS, pool.facts.page_size))
     if pool.facts.recurrent_ids:
-        # One that a row has, one that its next step writes, and those at multiples.
+        # One for the row's present state, one for its next step, and one for each kept multiple.
         kept = REPEATS // pool.facts.state_interval if pool.facts.state_interval else 0
         most = min(most, pool.available_states // (2 + kept))
     batch = 1
