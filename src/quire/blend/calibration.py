@@ -44,7 +44,7 @@ class Deviation(NamedTuple):
 def deviation(true_QM: Tensor, ours_QM: Tensor) -> Deviation:
     """Compare two sets of logits."""
     true, ours = (logits.double().log_softmax(-1) for logits in (true_QM, ours_QM))
-    # A token that neither can be gives 0 times (-inf + inf).
+    # A token with logit -inf in both adds 0 * (-inf + inf) = NaN, which nansum skips.
     kl = math.nan if (true.isnan() | ours.isnan()).any() else float((true.exp() * (true - ours)).nansum(-1).mean())
     agreement = float((true.argmax(-1) == ours.argmax(-1)).double().mean())
     return Deviation(max(0.0, kl) if kl < MOST_KL else MOST_KL, agreement)

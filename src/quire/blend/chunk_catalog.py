@@ -155,7 +155,7 @@ class ChunkCatalog:
     # ------------------------------------------------------------------ threads
 
     def _ask(self, parent: bytes, asked: _List) -> None:
-        # The answer comes on the store's loop, which has other things to do than to sort it.
+        # This runs on the store's event loop, which must not be blocked by sorting.
         answer = self.store.children([parent], timeout=LIST_SECONDS)
         answer.add_done_callback(lambda ended: self._asking.add(partial(self._answered, asked, ended)))
 
@@ -174,7 +174,7 @@ class ChunkCatalog:
             if not self.store.known(key):
                 self.store.put(key, blob, durable=True, wait=True)
                 with self._changed:
-                    self._list(key.parent).due = 0.0  # a list has it from now on
+                    self._list(key.parent).due = 0.0  # due at once: the list now has this chunk
                 self.ask(key.parent)
         finally:
             with self._changed:

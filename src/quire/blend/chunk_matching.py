@@ -137,7 +137,7 @@ class KnownChunks:
         if use_C.size > CANDIDATES:
             longest = np.argsort(from_C[use_C] - to_C[use_C], kind="stable")[:CANDIDATES]
             use_C = np.sort(use_C[longest])
-        # Where two give the same rows, the shorter object is read.
+        # If two objects give the same rows, the shorter one is read.
         order = np.lexsort((index_C[use_C], stop_C[use_C] - start_C[use_C], -to_C[use_C], from_C[use_C]))
         use_C = use_C[order]
         for last in range(ATTEMPTS - 1, -1, -1):

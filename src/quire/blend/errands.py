@@ -59,4 +59,4 @@ def _run(calls: Calls) -> None:
             call()
         except Exception:
             logger.exception("work in the background failed")
-        del call  # what it holds must not live until the next one
+        del call  # the objects that it holds must be freed before the next call

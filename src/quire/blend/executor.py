@@ -199,7 +199,8 @@ class TensorBlender:
             if given is None:
                 why = "rows were left out" if forward.left_out else f"score {self.policy.score!r} reads it"
                 raise InvalidArgument(field=f"retrieved_{name}", given=None, allowed=f"a tensor, since {why}")
-            # Keys of another dtype than the model's become float32, to be rounded once.
+            # Keys of another dtype than the model's become float32, so that they are rounded only
+            # once.
             cached[name] = _heads(given if given.dtype == fresh_k.dtype else given.float(), token_dim, widths.heads)
         if "k" in cached:
             cached["k"] = self._moved(layer_id, forward, cached["k"], original_positions)

@@ -139,7 +139,7 @@ class BlendedForward:
         probe = ProjectionPass(self._state, layer, pass_.positions_T)
         fresh = project(block, x_TE, probe)
         fresh = Projected(fresh.q_AHD, pass_.turn(layer, fresh.k_AHD), fresh.v_AHD)
-        # Of all rows, also those that do not go on: what is computed beats what was kept.
+        # All rows, also the ones that are not selected: computed K and V replace cached ones.
         self._write(layer, self.alive, fresh.k_AHD, fresh.v_AHD, pass_)
         kept = self._selection.select(layer, self._scores(layer, fresh, pass_))
         if kept.size == x_TE.shape[0]:
@@ -195,7 +195,7 @@ class BlendedForward:
             selection=self._selection,
             candidates=torch.from_numpy(self._selection.scored).to(device),
             positions=pass_.positions_T,
-            # Only what reads keys asks what queries see of them.
+            # Rotated only if the measure reads keys.
             fresh_q=pass_.turn(layer, fresh.q_AHD) if "k" in needs else fresh.q_AHD,
             fresh_k=fresh.k_AHD,
             fresh_v=fresh.v_AHD,

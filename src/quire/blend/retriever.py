@@ -217,15 +217,15 @@ class ChunkTask(RowsTask):
             if self._closed or self._error or layer in self._layers or layer in self._loading:
                 return
             fetches = self._fetches
-        with contextlib.suppress(BlendLoadError, FailedPrecondition):  # told to whoever asks
+        with contextlib.suppress(BlendLoadError, FailedPrecondition):  # raised again by the next request
             self._open(fetches)
         with self._changed:
-            # Of a chunk that was not open yet nobody knew where its layers end.
+            # The layer ranges of a chunk are known only after it is opened.
             late = not all(one.has(self._layout, layer) for one in fetches)
             if late or self._closed or self._error or layer in self._layers or layer in self._loading:
                 return
             self._loading.add(layer)
-        with contextlib.suppress(BlendLoadError, FailedPrecondition):  # told to whoever asks
+        with contextlib.suppress(BlendLoadError, FailedPrecondition):  # raised again by the next request
             self._load(layer)
 
     def _load(self, layer: int) -> tuple[list[RowsPiece], torch.cuda.Event | None]:

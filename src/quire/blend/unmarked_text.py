@@ -39,7 +39,7 @@ def gaps(begin: int, end: int, taken: Iterable[tuple[int, int]]) -> Iterator[tup
 def content_cuts(ids_n: Ids, *, to_end: bool) -> list[tuple[int, int]]:
     """Return the ranges of a text's chunks, in order. ``to_end``: the text's end is a cut; else the
     tokens after the last cut are left out. So are fewer than ``SHORTEST`` tokens."""
-    ends = TokenSums(ids_n).beginnings()  # [i] is of the tokens before i + WINDOW
+    ends = TokenSums(ids_n).beginnings()  # [i] belongs to the tokens before i + WINDOW
     found, start = list[tuple[int, int]](), 0
     while (left := ids_n.size - start) >= SHORTEST:
         hashes = ends[start + SHORTEST - WINDOW : start + LONGEST - WINDOW + 1]
@@ -69,7 +69,7 @@ class SeenText:
         """Return True if a chunk should be kept: it was kept before, or at least half of it is new.
         Then record its runs."""
         starts = np.arange(ids_n.size - GRAIN + 1)
-        # Texts of one salt say nothing about those of another.
+        # Texts of different salts are counted separately.
         salt = np.uint32(int.from_bytes(key.parent[:4], "little"))
         slots = np.unique((TokenSums(ids_n).hashes(starts, np.full_like(starts, GRAIN)) ^ salt) % SLOTS)
         new = int(np.count_nonzero(~self._runs[slots]))
