@@ -131,7 +131,7 @@ class AdapterPool:
         """Return a pool that refuses every adapter."""
         return cls({}, None, dtype=torch.float32, device=torch.device("cpu"), refusal=refusal)
 
-    # -- what is loaded ----------------------------------------------------------------------------
+    # -- loaded adapters ---------------------------------------------------------------------------
 
     def load(self, adapter: Adapter) -> int:
         """Keep an adapter and return its id.
@@ -148,7 +148,7 @@ class AdapterPool:
         if self.slowness:
             logger.warning("adapters run on PyTorch's products, which take longer: %s", self.slowness)
             self.slowness = ""
-        # An interrupt may come between any two lines, so what is undone can be undone twice.
+        # An interrupt may come between any two lines, so undoing a step twice must be harmless.
         adapter_id = self._next
         self._next += 1
         try:
@@ -234,7 +234,7 @@ class AdapterPool:
         rows = sum(rows.nbytes for term in self._terms.values() for rows in term.pieces.values())
         return rows + sum(_own_bytes(held) for held in self._loaded.values())
 
-    # -- what a forward uses -----------------------------------------------------------------------
+    # -- adapters of a forward ---------------------------------------------------------------------
 
     def fits(self, adapter_ids: Collection[int]) -> bool:
         """Return True if the sum of the ranks of all these is within ``rank_capacity``."""
@@ -275,7 +275,7 @@ class AdapterPool:
             return
         self._settle(list(used), evict=True)
         for one in used:
-            self._first[one] = self._first.pop(one)  # to the end: it is the one used last
+            self._first[one] = self._first.pop(one)  # move it to the end: it is the most recently used
         key = (tuple(adapters), tuple(counts), tuple(head_counts))
         if self._plan is None or self._plan.key != key:
             with torch.inference_mode(False), torch.no_grad():
@@ -294,7 +294,7 @@ class AdapterPool:
             term.work = None
         if self._embedding_term is not None:
             self._embedding_term.work = []
-        self._in_use = frozenset()  # last: after an interrupt the next call does the rest
+        self._in_use = frozenset()  # last: after an interrupt, the next call repeats the work
 
     # -- plans -------------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class AdapterPool:
                 raise ResourceExhausted(
                     f"adapters {list(wanted)} do not go into the device's memory: {error}"
                 ) from error
-            for one in idle:  # their tables may be what is in the way
+            for one in idle:  # frees the tables of idle adapters
                 self._give_up(one)
             self._settle(wanted, evict=True)
 

@@ -77,7 +77,7 @@ class CudaCapture:
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """See ``Capture``."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on copying meanwhile.
+        # "thread_local": other threads may copy to and from the device during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = run()
         return graph.replay, result
@@ -103,8 +103,8 @@ class CapturedStep:
         if not self.is_warm:
             self.static.begin_again()
             logits_TV = work()
-            # Logits of captured work go where those of all sizes go, or else each size holds its
-            # own: some gigabytes for a large vocabulary.
+            # All captured sizes share one buffer for logits; one for each size would need some
+            # gigabytes for a large vocabulary.
             held = self._shared.take("logits", logits_TV.numel(), logits_TV.dtype)
             self._logits_TV = held.view(logits_TV.shape)
             self.is_warm = True
@@ -190,7 +190,7 @@ class GraphRunner:
             captured.static.tokens.fill(np.concatenate([np.asarray(chunk.tokens) for chunk in step.chunks]))
             with torch.inference_mode():
                 found_TV = captured.run(lambda: self._forward(captured.static), self._capture, drawn)
-            # A copy outside of inference mode, which callers may write to.
+            # Copied outside of inference mode, since callers may write to the result.
             logits_TV = found_TV[: sum(counts)].clone()
             self.state.end_forward()
         except BaseException as error:

@@ -290,7 +290,7 @@ class LocalRunner:
         # Outside of inference mode: callers may write to the results.
         with torch.no_grad():
             if extras.places is not None:
-                # How an adapter changes the head is planned for all rows.
+                # The adapters' work on the head is planned for all rows.
                 self._head_to(x_RE, extras.places(), HEAD_ROWS if plain else max(1, starts[-1]))
                 starts = (0,) * len(starts)
             logits_RV = self.model.head(x_RE) if starts[-1] else self._no_logits
@@ -330,7 +330,7 @@ class LocalRunner:
                 logits_RV, offset = logits_RV[count:], offset + count
                 if offset == len(places[chunk]):
                     chunk, offset = chunk + 1, 0
-            del logits_RV  # Else it would be there beside the next ones.
+            del logits_RV  # otherwise it would exist beside the next logits
 
     def _placeholders(self, tokens: Ids, extras: Extras) -> Ids | None:
         """Return the rows of the batch whose ids are negative; None if there are none.
