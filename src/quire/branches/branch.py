@@ -71,7 +71,7 @@ class Branch:
     @property
     def remaining(self) -> int:
         """Tokens that are not computed yet."""
-        return self.tokens.size - self.computed  # of each sequence in each step, often
+        return self.tokens.size - self.computed  # called often: for each sequence in each step
 
     @property
     def salt(self) -> Hashable:

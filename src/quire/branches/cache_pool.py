@@ -46,7 +46,7 @@ class CachePool:
     def __init__(self, runner: Runner, facts: ModelFacts, lock: Lock) -> None:
         state = runner.state
         self.facts = facts
-        # Those that users outside of executor and branches ask for, too.
+        # Also used outside of executor and branches.
         self.identity, self.vocab_size, self.page_size = facts.identity, facts.vocab_size, facts.page_size
         self.max_model_len, self.position_refusal = facts.max_model_len, facts.position_refusal
         self.lock = lock
@@ -58,7 +58,7 @@ class CachePool:
         self.replayed_tokens = 0
         """Number of replayed tokens in completed calls."""
         self._runner: Runner | None = runner
-        # Holds the state and not this pool, whose memory is free once its last holder is gone.
+        # The closure holds the state but not this pool, so that the pool's memory can be freed.
         self.orphans = Orphans(lock, lambda: not state.forward_is_open)
         self.operations = Operations()
         """The running calls, of the executor and of handles."""
@@ -143,7 +143,7 @@ class CachePool:
         step = min(tokens, self.facts.chunk_size) if self.facts.chunk_size > 0 else tokens
         needed = self.state.pages_at_most(tokens, window, step)
         if self.facts.recurrent_ids:
-            # One that a row has and one that its next token writes.
+            # One for the row's present state and one for the state after its next token.
             needed[-1] = min(2, tokens)
         free = self.state.free_pages(self.runner.room.loose())
         return all(rows * pages <= there for pages, there in zip(needed, free, strict=True))
@@ -236,7 +236,7 @@ class CachePool:
         """Keep the fingerprints of adapters, which may be unloaded while caches name them."""
         wanted = frozenset[int]().union(*(runs.ids for runs in histories))
         if new := wanted - self._fingerprints.keys():
-            # Those that no cache names any more go: the table stays as short as what caches name.
+            # Drop the fingerprints that no cache names any more, so that the table stays short.
             rows = [row for cache in list(self.caches.values()) for row in cache.rows]
             named = wanted.union(*(row.named_adapters for row in rows))
             kept = {one: text for one, text in self._fingerprints.items() if one in named}

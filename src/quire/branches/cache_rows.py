@@ -66,7 +66,7 @@ class CacheRows:
         end = partial(pool.free, rows)
         self._finalizer = weakref.finalize(self, pool.orphans.leave, end)
         self._finalizer.atexit = False
-        pool.orphans.watch(self, end)  # noted first, for it comes last
+        pool.orphans.watch(self, end)  # registered last, so that its callback runs first
 
     @classmethod
     def create(cls, pool: CachePool, batch_size: int, capacity: int, dynamic: bool) -> Self:
@@ -243,7 +243,7 @@ def become_fork(cache: CacheRows, branch: Branch, *, private: bool) -> None:
     (seq,) = cache.pool.fork([branch.seq])
     fresh = Row(seq=seq)
     fresh.become(branch, length, seq)
-    fresh.tokens.media = NO_MEDIA  # a cache does not keep embeddings
+    fresh.tokens.media = NO_MEDIA  # a cache does not store embeddings
     fresh.mark, fresh.origin = None, replace(branch.origin, private=private)
     cache.replace_content([fresh])
     cache.capacity = max(cache.capacity, length)

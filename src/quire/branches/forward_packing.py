@@ -104,13 +104,13 @@ def pack(
             end = min(begin + room, stop)
             for first, last in blocks[row] if blocks else ():
                 if first < end < last:
-                    # Stop before it, unless it is all that this forward would hold.
+                    # Stop before the block, unless the forward would be empty without it.
                     end = first if first > begin or forwards[-1] else last
             if end == begin:
                 room = 0
                 continue
             forwards[-1].append(Piece(row, begin, end))
-            # A row has one piece of a forward: another adapter waits for the next one.
+            # A row has one piece per forward: a piece under another adapter goes into the next one.
             begin, room = end, 0 if end == stop < count else room - (end - begin)
     return forwards
 

@@ -112,7 +112,7 @@ class ObjectLayerRows:
             assert stored is not None
             if (number := call(stored, runs, target)) < len(self.rows.pieces):
                 piece = self.rows.pieces[number]
-                self.piece(number)  # It says what is damaged.
+                self.piece(number)  # raises the error about the damage
                 with self.rows.dropping(piece):
                     raise Unfit(f"object {piece.key.name} changed while it was read", code="checksum")
         return True

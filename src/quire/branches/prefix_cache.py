@@ -104,7 +104,7 @@ class RadixCache:
         """Return the sequence with the latest possible fork on the way to ``node``, and that
         position, at most ``length``."""
         if self._reach is None:
-            while not node.sequences:  # all below a matched node hold the prefix, and a leaf has a sequence
+            while not node.sequences:  # all nodes below share the prefix, and each leaf has a sequence
                 node = next(iter(node.children.values()))
             return next(iter(node.sequences)), length
         best, found = -1, 0
@@ -308,7 +308,7 @@ class RadixCache:
         if self._reach is None:
             redundant = bool(node.children or others)
         else:
-            # A live sequence goes on, and may let go of what this one keeps.
+            # A live sequence may grow and lose rows of the window that this one still has.
             redundant = any(not other.live for other in others)
         if redundant or node.end == 0:
             self._forget(entry)

@@ -111,7 +111,7 @@ class Row(Branch):
     def was_cut(self, revision: int, length: int) -> bool:
         """Return True if any token below ``length`` was cut since ``revision``."""
         later = bisect_right(self.cuts, revision, key=lambda cut: cut[0])
-        # The first later cut is the lowest of them.
+        # The lengths ascend, so the first later cut has the lowest.
         return later < len(self.cuts) and self.cuts[later][1] < length
 
     def become(self, other: Branch, length: int, seq: SeqId | None) -> None:

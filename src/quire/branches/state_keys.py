@@ -61,13 +61,13 @@ class StateKeys:
     def chunk_keys(self, salt: Hashable, adapter: str | None, lead: Sequence[int]) -> ChunkKeys:
         """Return the keys of chunks for prompts with a salt, under the adapter with fingerprint
         ``adapter``."""
-        _ = self.layout  # says which model this is
+        _ = self.layout  # computing the layout also sets the model's identity
         of_model = (self._model, self._layout_hash, str(getattr(self.runner.model, "dtype", "")))
         return ChunkKeys.of(*of_model, salt, adapter=adapter, lead=lead, private=is_private(salt))
 
     def _chain_of(self, branch: Branch, length: int) -> Chain:
         runs = fingerprint_runs(branch.runs, lambda one: self.runner.adapters.get(one).fingerprint)
-        # What a session's window has let go of makes its state another one.
+        # A session's window changes its state, so the window is part of the key.
         salt = branch.salt if branch.window is None else (branch.salt, branch.window.size, branch.window.sink)
         return self.chain(branch.tokens.ids[:length].copy(), runs, salt)
 

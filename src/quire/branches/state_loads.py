@@ -125,7 +125,7 @@ class StateLoad:
         except BaseException as error:
             logger.exception("a load failed")
             self.error = LoadFailed(f"{type(error).__name__}: {error}")
-        self._runs = None  # The objects may go.
+        self._runs = None  # frees the loaded objects
         with self._changed:
             self.seconds = time.perf_counter() - started
             self._ended = True

@@ -59,7 +59,7 @@ class StoredState(StateKeys):
 
     def __init__(self, runner: Runner, store: Store | None = None, identity: ModelIdentity | None = None) -> None:
         """Make a tier; ``identity`` None: keys are for this process only."""
-        # What outlives the process needs the digest of the weights, and nothing else does.
+        # Only keys that outlive the process need the digest of the weights.
         super().__init__(runner, identity if store is not None and store.is_durable else None)
         self.store = store
         self.costs = MoveCosts()
@@ -110,7 +110,7 @@ class StoredState(StateKeys):
                 return True
             nbytes = sum(self.layout.nbytes(one.start, one.stop) for one in wanted)
             tokens = sum(one.stop - one.start for one in wanted) or length
-            # It goes out and comes back.
+            # Twice the bytes: out to memory and back.
             if not self.is_worth(tokens, {TO_MEMORY: 2 * nbytes}):
                 self.metrics.declined.inc()
                 return False
@@ -311,7 +311,7 @@ class StoredState(StateKeys):
             begin = self._begin if branch.window is None else self._begin_whole
             loading = begin(branch, match, question.chain)
         except ResourceExhausted:
-            # Stored state takes more pages than a part of it.
+            # The import needs more pages than recomputing a part would.
             return Brought()
         except Exception as error:
             logger.warning("stored state of %d tokens is not used: %s", match.length, error)
@@ -332,7 +332,7 @@ class StoredState(StateKeys):
         shared = (
             branch.computed - branch.computed % state.page_size if layout.row_layers and branch.seq is not None else 0
         )
-        # The present state and the next forward take a slot each.
+        # The loaded state and the next forward need one slot each.
         room = max(0, state.num_available_states - 2) if layout.recurrent_layers else 0
         earlier = match.stops[:-1][-room:] if room else ()
         stops = (*earlier, *match.stops[-1:])
@@ -412,7 +412,7 @@ class StoredState(StateKeys):
         if loading is None:
             return Miss.NONE
         loading.end()
-        length, branch.seq, branch.computed = branch.computed, None, 0  # it is exact: tiers keep no other
+        length, branch.seq, branch.computed = branch.computed, None, 0  # the load was exact: tiers hold no other state
         try:
             if loading.error is None:
                 self.runner.state.finish_import(loading.seq)
