@@ -107,7 +107,7 @@ def _root(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is decided while loading.")] = False,
 ) -> None:
     del version
-    if sys.stdout is None and context.invoked_subcommand != "serve":  # the shell has closed it; a server goes on
+    if sys.stdout is None and context.invoked_subcommand != "serve":  # closed by the shell; a server needs no stdout
         raise FailedPrecondition("output cannot be written: stdout is closed")
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr
@@ -143,7 +143,7 @@ def generate(
     loaded = time.perf_counter()
     first: float | None = None
     count = 0
-    # Refuse here what would otherwise be refused after the prompt has run.
+    # Validate now; otherwise an error would be raised only after the prompt has run.
     (tokens,) = llm.prepare(text, params, adapter=adapter).ids
     with llm.session(adapter=adapter) as session:
         with closing(prompt_pieces(tokens.tolist(), llm.engine.scheduler.limits.max_num_batched_tokens)) as pieces:
@@ -386,8 +386,8 @@ def main() -> None:
         try:
             app(prog_name="quire")
         finally:
-            if sys.stdout is not None:  # None where the shell has closed it
-                sys.stdout.flush()  # here, where a failure can still be told in a sentence
+            if sys.stdout is not None:  # None if the shell has closed it
+                sys.stdout.flush()  # flushed here, where a failure can still be reported as one sentence
 
 
 if __name__ == "__main__":

@@ -92,9 +92,9 @@ _KINDS: dict[str, Any] = {
 
 def _parameter(name: str, kind: Any, text: str) -> python_inspect.Parameter:
     flag = "--" + name.replace("_", "-")
-    if kind is bool:  # Either way, so that it can be turned off where the default or a config file has it on.
+    if kind is bool:  # Both flags, so that a value that is on by default or by a config file can be turned off.
         flag += "/--no-" + name.replace("_", "-")
-    # An option without a value is not set, so that a config file and the defaults count.
+    # An option that is not given stays unset, so that the config file and the defaults apply.
     option = typer.Option(flag, help=text, show_default=False)
     return _with_parser(
         python_inspect.Parameter(
@@ -158,19 +158,20 @@ def command(
 
             added += _config_parameters(ServerSettings)
         if "engine" in groups:
-            # Both have "seed". A request's own seed leaves no use for the engine's.
+            # Both have "seed". With the request's own seed, the engine's is not needed.
             taken = {"model", *(parameter.name for parameter in (*own, *added))}
             added += [parameter for parameter in _config_parameters(EngineConfig) if parameter.name not in taken]
 
         def run(**given: Any) -> None:
-            # Inside typer, which has its own exit codes for an interrupt and a closed pipe.
+            # Called inside typer, which has its own exit codes for an interrupt and a closed pipe.
             with one_sentence([parameter.name for parameter in added]):
                 function(**given)
 
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         run.__signature__ = python_inspect.Signature([*own, *added])  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
-        # A list of commands would cut a longer help; it leaves the first paragraph whole.
+        # In a list of commands typer truncates the help, but not ``short_help``: give it the first
+        # paragraph.
         first = (python_inspect.getdoc(function) or "").partition("\n\n")[0]
         app.command(name, cls=WordedCommand, short_help=" ".join(first.split()))(run)
         return run
@@ -291,7 +292,7 @@ def one_sentence(options: Collection[str] = ()) -> Iterator[None]:
     except UnicodeError as error:
         _fail(f"text is not in the encoding of the terminal or pipe ({error}); PYTHONIOENCODING=utf-8 may help", 2)
     except BrokenPipeError:
-        _drop_output()  # the reader is gone
+        _drop_output()  # the reading process has ended
         sys.exit(141)
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__

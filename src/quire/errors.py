@@ -48,7 +48,7 @@ class QuireError(Exception):
         state = dict(self.__dict__)
         try:
             pickle.dumps(self.given)
-        except Exception:  # the value may raise anything
+        except Exception:  # pickling the value may raise any exception
             state["given"] = _shown(self.given)
         return type(self), self.args, state
 

@@ -43,7 +43,7 @@ _main = threading.main_thread().ident
 def _note_main_thread() -> None:
     global _main
     if get_ident() != _main:
-        SHIELD.forget()  # The thread that was inside of it is the parent's.
+        SHIELD.forget()  # the thread that was inside of the block belongs to the parent
     _main = threading.main_thread().ident
 
 
@@ -127,13 +127,13 @@ class Shield:
         """Handle a signal in place of its own handler: keep it, or deliver it outside blocks."""
         self._waiting.append(number)
         if not self._depth:
-            # Between the first line of a block and its end: nothing has begun, or all is done.
+            # Before the first line of a block or after its last: nothing has begun, or all is done.
             self._restore()
         if self._depth == self._exposed:
             self._deliver()
 
     def _install(self) -> None:
-        # This runs at each verb and hardly ever finds other handlers than last time.
+        # This runs at each verb; the handlers have almost never changed since the last time.
         if (found := list(map(_signal.getsignal, _SIGNALS))) != self._seen:
             self._taken = [
                 (number, handler)
@@ -141,7 +141,7 @@ class Shield:
                 if callable(handler) and handler is not self._keeper
             ]
             self._handlers.update(self._taken)
-            self._seen = found  # last: a handler that raises in between leaves nothing out
+            self._seen = found  # set last: if a signal handler raises before this line, the next call repeats the work
         for number, _ in self._taken:
             _signal.signal(number, self._keeper)
 

@@ -39,7 +39,7 @@ class LineInput:
         """
         if self._readline is not None:
             return input(prompt)
-        if is_typed():  # the terminal alone edits it, and stdout belongs to the answers
+        if is_typed():  # without readline the terminal edits the line; stdout is reserved for the answers
             print(prompt, end="", file=sys.stderr, flush=True)
         return input()
 
@@ -78,7 +78,7 @@ class LineInput:
         if (readline := self._readline) is not None:
             readline.set_completer(None)
             if (file := history_file()) is not None:
-                with suppress(OSError):  # a chat goes on without a writable home
+                with suppress(OSError):  # a chat works without a writable home directory
                     file.parent.mkdir(parents=True, exist_ok=True)
                     file.touch(mode=0o600)
                     readline.write_history_file(file)

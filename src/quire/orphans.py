@@ -48,7 +48,7 @@ class Orphans:
     def leave(self, end: End) -> None:
         """Call ``end`` now if no thread holds the lock, this one included; else ``bury`` calls
         it."""
-        if self._lock.is_parents:  # What it gives back is the parent's.
+        if self._lock.is_parents:  # the resources belong to the parent process
             return
         self._left.append(end)
         if self._lock.owned or not self._lock.acquire(blocking=False):
@@ -69,7 +69,7 @@ class Orphans:
         while self._gone:
             self._left.append(self._ends.pop(self._gone.popleft()))
         while self._left:
-            # An end returns False where nothing was left to give back.
+            # An ``End`` returns False if nothing was left to free.
             found |= self._left.popleft()() is not False
         return found
 

@@ -116,7 +116,7 @@ def pool_sizes(
     state_bytes = bytes_per_state([spec for spec in specs if isinstance(spec, Recurrent)])
     given, advice, left = budget.words, budget.advice, budget.nbytes
     if not budget.argument:
-        # More than every sequence at its full length, in whole pages, is never used.
+        # More than the full length of every sequence, in whole pages, is never used.
         most = config.max_num_seqs * pages_for(max_len, size) * size * per_token
         left = min(left, most + config.max_num_seqs * STATES_PER_SEQUENCE * state_bytes)
     states = 0

@@ -45,9 +45,10 @@ def _end_all() -> None:
                 end()
         except Exception:
             sys.excepthook(*sys.exc_info())
-        except BaseException as error:  # The others have threads too.
+        except BaseException as error:  # continue: the other owners must be ended too
             interrupt = error
-    # The error that such a call ends with ends the thread, which lets go of tensors until then.
+    # Wait for these threads: their calls raise an error, which usually ends the thread and frees
+    # its tensors.
     until = time.monotonic() + LEAVE_SECONDS
     for thread in callers:
         thread.join(max(0.0, until - time.monotonic()))
@@ -74,5 +75,5 @@ def _begin(_: object = None) -> None:
 
 _begin()
 os.register_at_fork(after_in_child=_begin)
-# After that ``multiprocessing`` drops a child's finalizers, then calls what is registered here.
+# Afterwards ``multiprocessing`` drops a child's finalizers, then calls the ones registered here.
 util.register_after_fork(_begin, _begin)

@@ -220,7 +220,7 @@ def screen(
     for owner in COLOURS:
         legend.append(f"{found['pages'][owner]:,} {owner}  ", style=COLOURS[owner])
     parts += [legend, *_numbers(found)]
-    # Beside them a header, how many more there are, and two lines that are folded.
+    # The rest of the screen: a header, the number of hidden requests, and two lines that may wrap.
     used = len(parts) + len(LATENCIES) + 4
     requests = found["requests"]
     shown = requests[: max(1, height - used)] if height else requests

@@ -61,7 +61,7 @@ def _record(link: Link, recorder: TraceRecorder, seconds: float) -> None:
             left = begun + seconds - time.monotonic()
             time.sleep(max(0.0, min(INTERVAL, left)))
             while not recorder.take(document_of(link, recorder.since)):
-                continue  # it is another process now, whose steps count from 1
+                continue  # a new process, whose steps are counted from 1
             bar.set_postfix_str(f"{recorder.num_steps} steps, {recorder.num_requests} requests", refresh=False)
             bar.update(min(seconds, time.monotonic() - begun) - bar.n)
             if left <= INTERVAL:

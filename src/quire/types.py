@@ -30,7 +30,7 @@ class AdapterRuns:
     def at(self, position: int) -> int | None:
         """Return the adapter of the token at ``position``; the last run has no end."""
         if len(self.runs) == 1:
-            return self.runs[0][1]  # Asked for each sequence in each step.
+            return self.runs[0][1]  # the fast path: called for each sequence in each step
         return next(adapter for start, adapter in reversed(self.runs) if start <= position)
 
     def end(self, position: int) -> int | None:
