@@ -23,7 +23,7 @@ def main() -> None:
     sessions, vocabulary, shorter, pool = map(int, numbers)
     agents = AgentTrace(sessions, vocabulary, shorter)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-    # By itself it leaves a core to other work, which two cores cannot spare.
+    # The default leaves one core to other work; a machine with two cores cannot spare it.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
     from vllm import LLM, SamplingParams  # in its own environment only
 

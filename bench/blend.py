@@ -283,7 +283,8 @@ def trace(path: str, rounds: int, params: BlendParams, dtype: str) -> list[dict[
 
         def served(blend: BlendParams | None) -> Callable[[], float]:
             def run() -> float:
-                # New orders each time: the memory tier has those that were asked for.
+                # A new order of the segments in each prompt; the memory tier already holds their
+                # state.
                 prompts = [[*rng.sample(segments, 8), question[i].tolist()] for i in range(8)]
                 begun = time.perf_counter()
                 llm.generate(prompts, answers, blend=blend, use_tqdm=False)

@@ -40,7 +40,7 @@ class Asker:
         self.system: str = data["system"]
         self.documents = [data["documents"][number] + "\n\n" for number in order]
         self._shared: Session | None = None
-        # All documents but the last few tokens of the last one stand in front of every question.
+        # Every question follows all documents except the last few tokens of the last one.
         encode = llm.tokenizer.encode
         self._common = sum(len(encode(one, add_special_tokens=False)) for one in self.documents) - 16
         self.questions: list[tuple[str, str]] = data["questions"][:: max(1, len(data["questions"]) // count)][:count]
@@ -85,7 +85,7 @@ class Asker:
         for question, known in self.questions:
             output, logits = self.ask(question, blend)
             if question not in truth:
-                # Whatever stands in front of the question is the same in all prompts.
+                # The tokens before the question are the same in all prompts.
                 truth[question] = self.full(output.prompt_token_ids, self._common)
             true, ids = truth[question]
             kls.append(deviation(true[None], logits[None]).kl)

@@ -197,7 +197,7 @@ def main() -> None:
     with server_process(options.model, ("--kv-cache-memory", "64MiB")) as server:
         address = urlsplit(server.url)
         host, port = str(address.hostname), int(address.port or 80)
-        post(host, port, TOKENIZE, b'{"prompt":"a"}')  # the first request of all takes longer
+        post(host, port, TOKENIZE, b'{"prompt":"a"}')  # the first request takes longest
         report["nothing"] = measure(host, port, lambda: time.sleep(0.5), options.rounds)
         for name, path, text in bodies():
             if options.only not in name:

@@ -463,8 +463,8 @@ def after(shape: Shape, *, seed: int) -> Tensor:
 def _embedding(shape: Shape, rng: torch.Generator) -> Tensor:
     """Return rows of a constant, the own code, the successor's code, noise; ``[V, E]``."""
     size = shape.code_size
-    # Signs, so that all rows have the same length: no token is likelier than another, or louder in
-    # attention.
+    # Entries are +1 or -1, so all rows have the same length: no token is likelier than another or
+    # has more weight in attention.
     table_VE = torch.randint(0, 2, (shape.vocab_size, shape.hidden_size), generator=rng).float() * 2 - 1
     table_VE[:, 0] = _constant(shape)
     code_VC = table_VE[:, 1 : 1 + size]
@@ -520,7 +520,7 @@ def _looking_back(shape: Shape, embedding_rms: float) -> dict[str, Tensor]:
     used_P = (torch.arange(len(freq_P)) < pairs).double()
     query_D = torch.cat((used_P, 0 * used_P))
     key_D = torch.cat((used_P * (LAG * freq_P).cos(), used_P * (LAG * freq_P).sin()))
-    # What the first column of the normalised input is, for every token.
+    # The first column of the normalised input, equal for all tokens.
     constant = _constant(shape) * _EMBEDDING_STD / embedding_rms
     gain = math.sqrt(_SCORE_GAP * math.sqrt(head) / gap) / constant
 
@@ -538,7 +538,7 @@ def _looking_back(shape: Shape, embedding_rms: float) -> dict[str, Tensor]:
             o_proj[1 + i, (kv_head * group + member) * head + column] = amplify
     weights = {"q_proj.weight": q_proj, "k_proj.weight": k_proj, "v_proj.weight": v_proj, "o_proj.weight": o_proj}
     if shape.qk_norms:
-        # A norm forgets the gain: each used pair leaves it with a length of sqrt(D / pairs).
+        # A norm removes the gain: each used pair has a length of sqrt(D / pairs) after it.
         length = math.sqrt(_SCORE_GAP * math.sqrt(head) / gap * pairs / head)
         weights |= {f"{name}_norm.weight": torch.full((head,), length) for name in "qk"}
     return weights

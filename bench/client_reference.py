@@ -120,7 +120,7 @@ def difference(found: Any, wanted: Any, where: str = "") -> str | None:
     elif isinstance(wanted, list) and isinstance(found, list) and len(found) == len(wanted):
         pairs = [(where, own, other) for own, other in zip(found, wanted, strict=True)]
     elif isinstance(wanted, float) and isinstance(found, float):
-        # The longest of the texts that are scored has about as many tokens.
+        # About the number of tokens of the longest scored text.
         near = math.isclose(found, wanted, rel_tol=0, abs_tol=LOGPROB_TOLERANCE * 16)
         return None if near else f"{where}: {found!r} instead of {wanted!r}".removeprefix(": ")
     else:

@@ -87,7 +87,7 @@ SETTINGS = ServerSettings(served_model_name=NAME, tool_call_parser="hermes")
 ENVIRONMENT = {
     "NO_PROXY": "*",
     "PYTHONDONTWRITEBYTECODE": "1",
-    # No program asks the network for prices, models or updates, or tells it anything.
+    # No program may request prices, models or updates from the network, or send telemetry.
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "HF_HUB_OFFLINE": "1",
     "DO_NOT_TRACK": "1",
@@ -121,7 +121,7 @@ def watched_server(model: str) -> Iterator[Watched]:
     execute = llm.engine.runner.execute
 
     def unhurried(*given: Any) -> Any:
-        # However quick a model is, an answer that is streamed comes in pieces.
+        # A streamed answer arrives in several pieces, also from a fast model.
         time.sleep(0.005)
         return execute(*given)
 

@@ -62,7 +62,7 @@ def _number(least: float, most: float) -> dict[str, Any]:
 
 
 def _integer(least: int, most: int) -> dict[str, Any]:
-    # One by one: to JSON Schema 5.0 is an integer too, which this server refuses.
+    # One by one: in JSON Schema, 5.0 is an integer too, but this server refuses it.
     return {"enum": sorted({least, (least + most) // 2, most})}
 
 
@@ -207,7 +207,8 @@ def plausible(description: dict[str, Any], model: str, sessions: Sequence[str]) 
         del found["paths"][path]
     ids = {"type": "array", "items": {"enum": list(sessions)}, "minItems": 1, "maxItems": 2, "uniqueItems": True}
     own_ids = {"model": {"enum": [model]}, "session_id": {"enum": list(sessions)}, "ids": ids}
-    # What every look into the state must say. A session may have been rewound to its beginning.
+    # Restrict the parameters of the state views to values that exist. A session may have been
+    # rewound to length 0.
     branch, first = {"enum": [f"session:{one}" for one in sessions]}, {"enum": [0]}
     looks = {"branch": branch, "a": branch, "b": branch, "layer": first, "position": first}
     schemas = found["components"]["schemas"]
@@ -218,7 +219,7 @@ def plausible(description: dict[str, Any], model: str, sessions: Sequence[str]) 
         own, refused = OTHERWISE.get(name, ({}, ()))
         known = {**PLAUSIBLE, **own_ids, **own}
         fields = {field: known[field] for field in schema["properties"] if field in known and field not in refused}
-        # A session of the bench answers no chat, nor is it asked by two at a time.
+        # Sessions of the bench answer no chats, and no two requests use one at the same time.
         fields.pop("session_id", None)
         for one, other in EXCLUSIVE:
             if one in fields:
@@ -314,7 +315,7 @@ def run_fuzz(
     complaints: list[str] = []
     for name, given, mode, phases in (
         ("as described", description, "all", "coverage,fuzzing"),
-        # All values beside all others are for the first pass.
+        # Only the first pass combines all values.
         ("plausible", plausible(description, model, sessions), "positive", "fuzzing"),
     ):
         settings = configuration(given, by_value=mode == "all")
@@ -355,10 +356,10 @@ def _pass(
             "--continue-on-failure",
         ]
         command += ["--report-har-path", str(log), "--no-color", *options]
-        # Strings that no URL can hold are thrown away; how many does not matter.
+        # Hypothesis discards strings that a URL cannot hold; their number does not matter.
         command += ["--suppress-health-check", "filter_too_much"]
-        # What hypothesis remembers of earlier runs would lie in the directory; a fresh one knows
-        # nothing.
+        # Hypothesis stores its history of earlier runs in the directory; a fresh directory has
+        # none.
         done = subprocess.run(command, cwd=directory, env={**os.environ, "PYTHONIOENCODING": "utf-8"}, check=False)
         try:
             entries = json.loads(log.read_text(encoding="utf-8"))["log"]["entries"]
@@ -384,8 +385,8 @@ async def _at_rest(url: str, api_key: str | None, sessions: Sequence[str]) -> li
         try:
             await client.fetch("GET", "/health")
             for session in sessions:
-                # A request that deletes sessions may have been given this one's id by another's
-                # answer.
+                # The session may be gone: a fuzzed request may have deleted it with an id from an
+                # earlier answer.
                 with suppress(HttpFailure):
                     await client.fetch("DELETE", f"/v1/sessions/{session}")
             while True:

@@ -85,7 +85,7 @@ def write_gguf(model: Path, kind: str, path: Path) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(size)
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    # No vocabulary: tokens are ids, and llama.cpp makes this many without texts.
+    # No vocabulary: tokens are only ids, and llama.cpp makes this many without texts.
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(config["vocab_size"])
     factors = rope_factors(config["rope_parameters"], size)

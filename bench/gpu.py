@@ -443,7 +443,7 @@ def decoded(llm: LLM, batch: int, steps: int) -> tuple[float, float]:
     requests = [one for prompt in prompts for one in engine.submit(prompt, params)]
     while not all(request.output_ids for request in requests):
         engine.step()
-    # Behind the first step of a size, which compiles, and the second, which is captured.
+    # Skip the first step of a size (it compiles) and the second (it is captured).
     for _ in range(4):
         engine.step()
     steps = min(steps, params.max_tokens - max(len(request.output_ids) for request in requests) - 24)

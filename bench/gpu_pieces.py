@@ -40,7 +40,7 @@ def float8_products(
     rows: list[dict[str, object]] = []
     with torch.inference_mode():
         for name, (outs, ins) in MAPS.items():
-            # Several weights in turn, so that no cache holds what a call reads.
+            # Alternate between several weights, so that no cache holds the operands of a call.
             weights = [torch.randn(outs, ins, dtype=torch.bfloat16, device=device) * 0.02 for _ in range(4)]
             maps = [Float8Linear().pack(weight, None, "fp8") for weight in weights]
             for count in (1, 64, 8192):
@@ -76,7 +76,7 @@ def expert_products(
             stack = Float8Linear().pack_stack(weight_XOI, "fp8")
             for count in (1, 64, 8192):
                 x_PI = torch.randn(8 * count, ins, dtype=torch.bfloat16, device=device)
-                # Several choices in turn, so that no cache holds what a call reads.
+                # Alternate between several choices, so that no cache holds the operands of a call.
                 chosen = [torch.randint(experts, (8 * count,), device=device) for _ in range(4)]
                 ends = [one.bincount(minlength=experts).cumsum(0).int() for one in chosen]
                 taken, plain = (
@@ -121,7 +121,7 @@ def draws(device: torch.device, copy: float, peak: float, rounds: int, seconds_o
     rows: list[dict[str, object]] = []
     for filters in ({}, {"top_k": 50}, {"top_p": 0.95}):
         for count in (1, 64, 256):
-            # Spread as logits are: few tokens hold most of the weight.
+            # Distributed like real logits: few tokens hold most of the probability.
             z_RV = 3 * torch.randn(count, VOCABULARY, device=device)
             params = dict.fromkeys(range(count), SamplingParams(temperature=0.8, **filters))  # type: ignore[arg-type]
             uniforms, max_R = [0.5] * count, z_RV.amax(-1)

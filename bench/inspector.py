@@ -222,7 +222,7 @@ def readers(pages: int, sessions: int, rounds: int) -> dict[str, object]:
         times: dict[str, list[float]] = {name: [] for name in (*steps, "lock held")}
         sizes: dict[str, int] = {}
         for _ in range(rounds + 1):
-            # What is made of a reading once is made anew in each round.
+            # Properties that a reading computes once must be computed anew in each round.
             state = views.state()
             times["lock held"].append(state.reading.seconds)
             for name, step in steps.items():

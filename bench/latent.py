@@ -43,7 +43,7 @@ def cells(geometry: str, arguments: argparse.Namespace) -> list[Cell]:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure, print the table and the JSON line; return the line's content."""
-    most_bytes = parse_bytes(arguments.memory)  # what is refused is refused before anything is measured
+    most_bytes = parse_bytes(arguments.memory)  # invalid sizes are refused before any measurement
     hardware = measure(device=arguments.device, seconds=1.0 if arguments.small else 8.0)
     results: list[CellResult] = [
         measure_cell(

@@ -104,7 +104,7 @@ class Preferences:
     def __call__(self, logits_RV: Tensor, samplers: Sequence[RequestSampler], *more: Any) -> SampledTokens:
         preferred = [next(self.texts[id(one)]) for one in samplers]
         logits_RV[torch.arange(len(preferred)), preferred] += 1000
-        return self._sample(logits_RV, samplers, *more[:3])  # The first maxima are others now.
+        return self._sample(logits_RV, samplers, *more[:3])  # without the given maxima: the logits have changed
 
 
 def step_seconds(
@@ -323,8 +323,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     def median_step(name: str, *, known: bool) -> Callable[[], float]:
         return lambda: statistics.median(step_seconds(llm, prompts, kinds[name], texts=texts[name] if known else None))
 
-    # The free text is the one that the model prefers anyway: the raising of logits is in both sides
-    # of each ratio with "known".
+    # The free text is the model's own greedy choice; raised logits are in both sides of each ratio
+    # with "known".
     compared = interleave(
         {name: median_step(name, known=False) for name in kinds}
         | {KNOWN + name: median_step(name, known=True) for name in kinds},

@@ -44,9 +44,9 @@ class PeerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                # Its log has all lines also if it is killed.
+                # Unbuffered: the log is complete even if the process is killed.
                 env={**environment, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # a group of its own, which gets the signals
+                start_new_session=True,  # a process group of its own, which receives the signals
             )
         self._received = b""
 
@@ -59,12 +59,12 @@ class PeerProcess:
         """Return the peer's answer.
 
         Raises:
-            PeerFailed: it refused, ended, or needed more than ``seconds``. It can be called again only
-                after a refusal.
+            PeerFailed: it refused, ended, or needed more than ``seconds``. It can be called
+                again only after a refusal.
         """
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
-        with suppress(BrokenPipeError):  # it has ended, which the next line finds
+        with suppress(BrokenPipeError):  # the process has ended; the next line reports it
             self._process.stdin.write(json.dumps({"verb": verb, **fields}).encode() + b"\n")
             self._process.stdin.flush()
         answer = json.loads(self._line(verb, time.monotonic() + seconds))

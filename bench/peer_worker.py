@@ -303,7 +303,7 @@ class LlamaPeer:
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         exact = dtype == "float32"
         self.kv = llama_cpp.GGML_TYPE_F32 if exact else llama_cpp.GGML_TYPE_F16
-        # Its flash attention rounds to half precision, whatever the type of K and V is.
+        # Its flash attention rounds K and V to half precision, whatever their dtype.
         self.flash = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED if exact else llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         self.threads, self.length = threads, length
         self.context: Any = None
@@ -422,21 +422,21 @@ def serve(peer: Peer, requests: IO[str], replies: IO[str]) -> None:
         if verb == "quit":
             return
         try:
-            # What a verb leaves behind is collected outside of the times of the next.
+            # Collect garbage of the previous verb outside of the next verb's measured time.
             gc.collect()
             answer = {"reply": getattr(peer, verb)(**given)}
-        except Exception as error:  # any: the parent says it, and goes on without this peer
+        except Exception as error:  # any exception: the parent reports it and continues without this peer
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=replies, flush=True)
 
 
 def main() -> None:
     """Serve the peer named on the command line."""
-    # Replies have a channel of their own: what libraries print goes with the errors.
+    # Replies have a channel of their own: output of libraries goes to the error stream.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     if sys.platform == "linux":
-        # The parent stops idle peers, and a stopped process would outlive a killed parent.
+        # The parent stops idle peers (SIGSTOP); a stopped process would outlive a killed parent.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     serve(PEERS[sys.argv[1]](), sys.stdin, replies)
 

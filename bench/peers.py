@@ -235,7 +235,7 @@ def vllm_environment(python: Path, processors: Sequence[int]) -> dict[str, str]:
     openmp = [str(path) for path in (python.parent.parent / "lib").glob("libiomp5.so")]
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_AOT_COMPILE": "0",  # on CPUs 0.32 cannot load what it has compiled so
+        "VLLM_USE_AOT_COMPILE": "0",  # on CPUs, vLLM 0.32 cannot load its own AOT-compiled code
         "VLLM_CPU_OMP_THREADS_BIND": listed,
         "LD_PRELOAD": ":".join([*filter(None, [os.environ.get("LD_PRELOAD")]), *openmp]),
         "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{listed}]",
@@ -257,9 +257,9 @@ def run(options: argparse.Namespace, pythons: dict[str, str], directory: Path) -
             bench = Bench(name, dtype, rounds, hardware)
             cells = fitting(SHAPES[name], dtype, options.cells, rounds, len(pythons))
             quantization = dtype if dtype.startswith("int") else None
-            # Round, so that what vLLM has compiled serves other cells and rounds too.
+            # Rounded up, so that vLLM reuses its compiled code in other cells and rounds.
             length = -(-max((cell.tokens + cell.room(rounds) for cell in cells), default=0) // 1024) * 1024
-            whole = (length + 128) * kv_bytes(SHAPES[name], dtype)  # vLLM wants room for one of that length
+            whole = (length + 128) * kv_bytes(SHAPES[name], dtype)  # vLLM requires room for one sequence of that length
             with ExitStack() as stack:
                 for peer, python in pythons.items() if cells else ():
                     log = directory / f"{peer}.log"
@@ -286,7 +286,8 @@ def fitting(shape: Shape, dtype: str, cells: Sequence[Cell], rounds: int, peers:
     """Return the cells whose weights and contexts fit into memory for all peers at once."""
     free, kept = free_bytes(torch.device("cpu")), []
     for cell in cells:
-        # Weights are at most as in float32: some peers widen them, or keep a second, packed copy.
+        # Weights need at most the size of float32: some peers widen them, or keep a second, packed
+        # copy.
         needed = peers * (4 * shape.parameters + pool_bytes(shape, dtype, cell, rounds))
         if not free or needed < free:
             kept.append(cell)

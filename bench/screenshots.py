@@ -109,7 +109,7 @@ class Album:
         svg = console.export_svg(title="quire", font_aspect_ratio=0.61)
         page = self._browser.new_page(viewport={"width": 1200, "height": 200})
         try:
-            # Fonts of this machine: those that rich names lie on another server.
+            # Use local fonts only: rich's HTML refers to fonts on another server.
             page.route("**/*", lambda route: route.abort())
             page.set_content(f"<body style='margin:0'>{svg}</body>")
             self.keep(name, page.locator("svg").first.screenshot())

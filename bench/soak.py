@@ -131,8 +131,8 @@ class Soak:
 
     async def _one(self, number: int) -> None:
         draw, tally = random.Random(f"{self._seed} {number}"), self.tally
-        # Some end before the moment comes at which they would have been cancelled; others make up
-        # for them.
+        # Some requests end before their moment of cancellation; others are cancelled instead, so
+        # that the share is right.
         behind = tally.cancelled < self._cancelled * (tally.cancelled + tally.finished)
         hangs_up = draw.random() < self._cancelled or behind
         patience = draw.uniform(0, 1.2 * tally.seconds) if hangs_up else None

@@ -116,7 +116,7 @@ def turn_costs(name: str, path: str, options: Options, sizes: Sizes, peer: str) 
     return [asdict(turn) | {"met": turn.met} for turn in turns]
 
 
-# -- lines of tables -------------------------------------------------------------------------------
+# -- table rows ------------------------------------------------------------------------------------
 
 
 def rewind_line(one: Rewinds, row: Rewound) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def prompt_of(llm: LLM, tokens: int, seed: int = 0) -> list[int]:
 def started(path: str, **options: Any) -> LLM:
     given: dict[str, Any] = {"kv_cache_memory": POOL, "host_memory": 0, **options}
     llm = LLM(path, **given)
-    # Pages of memory that were never touched would count as time of what comes first.
+    # Touch the memory's pages now; otherwise the first measurement would include their page faults.
     llm.generate(prompt_of(llm, 600, seed=99), FIRST)
     llm.reset_prefix_cache()
     return llm
@@ -246,7 +246,8 @@ def evictions(path: str, tokens: int, rounds: int) -> dict[str, Any]:
                     found.append(time.perf_counter() - begun)
                     processor.append(time.thread_time() - used)
                 if found is before:
-                    # Back into the pool, and out of memory, so that all of it has to be copied.
+                    # Load it back into the pool and clear the memory tier, so that the next
+                    # eviction copies all of it.
                     first_token(llm, prompt_of(llm, tokens, seed=turn))
                     engine.flush(600)
                     engine.stored.store.memory.clear_now()
@@ -302,7 +303,7 @@ def trace(path: str, sessions: int, shorter: int, base: Path | None, vllm: str |
         done = subprocess.run([vllm, str(script), *map(str, given)], capture_output=True, text=True, check=False)
         if done.returncode:
             return found | {"vllm_failed": done.stderr[-2000:]}
-        # vLLM logs to the same stream, also behind the answer.
+        # vLLM logs to the same stream, also after the answer.
         (answer,) = (line for line in done.stdout.splitlines() if line.startswith('{"seconds"'))
         peer = json.loads(answer)
         found |= {

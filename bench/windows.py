@@ -101,7 +101,7 @@ class Stream:
         )
         self._subject = subject
         self._young_tokens = young_tokens
-        # Memory that is taken once, whatever the length: buffers, and the pages of the young
+        # Memory that is allocated once, whatever the length: buffers, and the pages of the young
         # session.
         warm = (subject.prompt * -(-young_tokens // len(subject.prompt)))[:young_tokens]
         with self._llm.session(warm, **subject.session) as session:
@@ -299,7 +299,7 @@ def compare_texts(
     equal: dict[str, dict[str, dict[str, int]]] = {}
     for name, subject in found.items():
         made = texts[name][len(subject.prompt) :]
-        # Both shapes of a pair have the same successors.
+        # Both shapes of a pair predict the same successors.
         equal[name] = {"predicted": common(made, predicted_text(shape, subject.prompt, len(made)))}
         if name != "full" and "full" in texts:
             equal[name]["full"] = common(texts[name], texts["full"])
@@ -326,7 +326,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             values, rows = measure(processes, length, arguments.sample, arguments.slice)
             by_length.append(values)
             table += rows
-            for row in rows:  # hours may go by until the table comes
+            for row in rows:  # the table may be printed only after hours
                 print(", ".join(f"{name} {value}" for name, value in row.items()), file=sys.stderr, flush=True)
         texts = {name: process.call("tokens") for name, process in processes.items()}
     equal = compare_texts(found, texts, arguments)

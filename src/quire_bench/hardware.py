@@ -152,7 +152,7 @@ def _read_gbps(device: torch.device, size: int, budget: float) -> dict[str, floa
         for method, function in methods.items():
             taken = best_seconds(function, budget=budget / 5, synchronize=_synchronize(device))
             rates[method] = matrix.nbytes / taken / 1e9
-        del matrix, methods, function  # before the next buffer is made
+        del matrix, methods, function  # frees the buffer before the next one is allocated
     return rates
 
 
@@ -185,7 +185,7 @@ def _gemm_tflops(device: torch.device, dtype: torch.dtype, budget: float) -> dic
         )
         left -= time.perf_counter() - started
         rates[str(side)] = 2 * side**3 / taken / 1e12
-        # Twice the side is eight times the work, three times: warming up and two runs.
+        # Twice the side is eight times the work, done three times: warm-up and two runs.
         if 3 * 8 * taken * len(methods) > left:
             break
     return rates

@@ -181,7 +181,7 @@ class Stored:
         state.begin_forward(list(range(cell.batch)), [cell.tokens] * cell.batch)
         try:
             opened = state.open_pass()
-            self._attend(opened, 0)  # plans
+            self._attend(opened, 0)  # this call plans
             synchronize(state.device)
             started = time.perf_counter()
             for layer in range(len(state.specs)):

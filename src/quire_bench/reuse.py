@@ -173,7 +173,7 @@ class Chat:
         self.answer(self.history)
         before = self.subject.tokens_run
         output = self.answer(turn)
-        # Each token of the answer runs once, but for the last.
+        # Each token of the answer except the last is run once.
         decoded = len(output.outputs[0].token_ids) - 1
         self.found = output, self.subject.tokens_run - before - decoded
         return self._noted("warm", output)

@@ -135,7 +135,7 @@ class ServeClient:
         disconnect."""
         connection: _Connection | None = None
         ended = False
-        # The deadline covers each wait alone: it must not interrupt the caller between pieces.
+        # The deadline limits only the waits: it must not interrupt the caller between pieces.
         deadline = asyncio.get_running_loop().time() + self._timeout
         try:
             async with asyncio.timeout_at(deadline):

@@ -161,7 +161,7 @@ class Target:
         async with aclosing(events):
             async for event in events:
                 usage = event.get("usage") or usage
-                # The last event of a choice may carry its reason to end and no text.
+                # The last event of a choice may have only a finish reason and no text.
                 if any(choice.get("text") or not choice.get("finish_reason") for choice in event.get("choices") or ()):
                     stamps.append(time.perf_counter() - started)
         gaps = tuple(later - earlier for earlier, later in pairwise(stamps))

@@ -56,7 +56,7 @@ def server_process(
         late = threading.Timer(seconds, process.kill)
         late.start()
         try:
-            # Stdout gets only its address, once it accepts requests; then the pipe ends.
+            # Only the address goes to stdout, once the server accepts requests; then the pipe ends.
             said = ""
             found = None
             while found is None and (line := process.stdout.readline()):

@@ -117,7 +117,7 @@ def state_rows(llm: LLM, tokens: int, rounds: int) -> list[Row]:
     """Measure fork, deep copy, rewind, save and restore of a sequence of ``tokens`` tokens."""
     ids = random_prompts(1, tokens, llm.model.vocab_size)[0].tolist()
     timer, quick = Timer(llm.model.device), QUICK * rounds
-    # First, so that the pool need not hold the tokens twice.
+    # Measured first, so that the pool need not hold the tokens twice.
     name = "KVCache.deep_copy"
     copy = possible(name, lambda: deep_copy_row(llm, timer, name, ids, quick))
     opened: list[Session] = []
@@ -177,7 +177,7 @@ def fork_rows(llm: LLM, timer: Timer, session: Session, count: int) -> list[Row]
     rows.append(
         timer.row("fork_sequence", count, fork, prepare=runner.new_seq, note=lambda: "the verb of the KV state")
     )
-    # Windows keep at least the last forward within reach, which is one token or more.
+    # A window keeps at least the tokens of the last forward, which is one token or more.
     back = min(BACK, state.sequence_length(parent) - first_position(llm, session))
     forks = iter(sequences)
     rows.append(timer.row(f"popn of {back}", count, lambda seq: state.popn(seq, back), prepare=lambda: next(forks)))

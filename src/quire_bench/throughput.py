@@ -171,7 +171,7 @@ def try_batches(way: PeerWay, work: Workload, batches: Sequence[int]) -> Trial:
         members = work.middle(batch)
         some = work.only(members)
         if best is None:
-            way(some, batch)  # the first run pays for one-time work
+            way(some, batch)  # the first run includes one-time work
         try:
             outcome = way(some, batch)
         except (Unsupported, torch.OutOfMemoryError):
@@ -216,7 +216,7 @@ def choose_scale(
             notes[name] = str(error)
             del ways[name]
     kept = worth_it(rates) if rates else []
-    # Kept ways run their trials, which take about one round, and the rounds.
+    # A kept way runs its trials, which take about as long as one round, and all rounds.
     each = (rounds + 1) * (own + sum(rates[name] for name in kept))
     each += sum(rate for name, rate in rates.items() if name not in kept)
     full_tokens = requests * (SHORTEST + LONGEST) / 2
@@ -259,7 +259,7 @@ def run_throughput(
             scale = choose_scale(ours, ways, requests, rounds, seed=seed, notes=notes)
             print(f"scale {scale:g}, so that it takes minutes here; --scale sets it", flush=True)
             work = make_workload(requests, scale, loaded.vocab_size, seed=seed)
-        ours.serve(work.only(work.middle(min(8, requests))))  # for warming up, as the trials do for the peer
+        ours.serve(work.only(work.middle(min(8, requests))))  # warm-up; the peer's trials do the same for it
         trials = run_trials(ways, work, peer_batches, notes)
         for name, trial in run_trials(engines or {}, work, (SAMPLE_REQUESTS,), notes).items():
             trials[name] = replace(trial, batch=requests)
