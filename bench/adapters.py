@@ -1,11 +1,11 @@
-"""What LoRA adapters cost: a decode step of a batch over 1, 4, 16 adapters against none, and
-loading one.
+"""Cost of LoRA adapters: a decode step of a batch over 1, 4, 16 adapters against none, and loading
+one.
 
-The adapters are random, of one rank, on q_proj and v_proj (what PEFT takes for Llama unless told
-otherwise) or on all seven projections of a block; the rows of the batch take them in turn. Rounds
-are interleaved, ratios are taken within each. The text of every row of a mixed batch is compared
-with that of the same prompt alone under its adapter, and the adapters' logits with the base
-model's, from which they must differ.
+The adapters are random, of one rank, on q_proj and v_proj (PEFT's default for Llama) or on all
+seven projections of a block; the rows of the batch use them in turn. Rounds are interleaved, ratios
+are taken within each. The text of every row of a mixed batch is compared with that of the same
+prompt alone under its adapter, and the adapters' logits with the base model's, from which they must
+differ.
 
 ``python bench/adapters.py [--shape smollm2-135m] [--batch 16] [--rank 16] [--adapters 1,4,16]
 [--targets qv,all] [--peer peft] [--decode 32] [--context 64] [--rounds 5]``
@@ -49,7 +49,7 @@ PEERS = ("none", "peft")
 
 
 def sizes(shape: Shape, target: str) -> tuple[int, int]:
-    """Inputs and outputs of a projection."""
+    """Return the numbers of inputs and outputs of a projection."""
     width, inner = shape.hidden_size, shape.intermediate_size
     q, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     name = target.rpartition(".")[2].removesuffix("_proj")
@@ -58,7 +58,7 @@ def sizes(shape: Shape, target: str) -> tuple[int, int]:
 
 
 def write_adapter(directory: Path, shape: Shape, targets: Sequence[str], rank: int, seed: int) -> Path:
-    """A random PEFT directory, in bfloat16; made once."""
+    """Write a random PEFT directory in bfloat16, once; return its path."""
     path = directory / f"adapter-{'-'.join(one.rpartition('.')[2][:2] for one in targets)}-{rank}-{seed}"
     if (path / "adapter_config.json").is_file():
         return path
@@ -94,7 +94,7 @@ class Run:
 
 
 def generate(llm: LLM, prompts_BS: torch.Tensor, steps: int, adapters: Sequence[str | None]) -> Run:
-    """``steps`` greedy tokens for each prompt, row i under ``adapters[i]``."""
+    """Generate ``steps`` greedy tokens for each prompt, row i under ``adapters[i]``."""
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
     requests = [
@@ -132,7 +132,8 @@ class PeftPeer:
         self._device = device
 
     def step_seconds(self, prompts_BS: torch.Tensor, steps: int, adapters: int) -> float:
-        """Seconds of a decode step: of ``steps`` tokens less those of one, over the difference."""
+        """Return the seconds of a decode step: of ``steps`` tokens less those of one, over the
+        difference."""
         names = [str(row % adapters) if adapters else "__base__" for row in range(len(prompts_BS))]
         taken = []
         for count in (1, steps):
@@ -160,7 +161,8 @@ def decode_rows(
     rounds: int,
     peer: PeftPeer | None,
 ) -> list[dict[str, Any]]:
-    """A row for each number of adapters: step seconds over those without, of the same round."""
+    """Return a row for each number of adapters: step seconds over those without, of the same
+    round."""
     batch = len(prompts_BS)
     chosen = {count: [names[row % count] if count else None for row in range(batch)] for count in (0, *counts)}
     generate(llm, prompts_BS, steps, chosen[0])
@@ -195,7 +197,8 @@ def decode_rows(
 
 
 def load_row(llm: LLM, directory: Path, rounds: int) -> dict[str, Any]:
-    """Loading an adapter, and reading its bytes: medians, and their difference."""
+    """Return the seconds of loading an adapter, and of reading its bytes: medians, and their
+    difference."""
     loads, reads = [], []
     for number in range(rounds + 1):
         started = time.perf_counter()
@@ -217,7 +220,7 @@ def load_row(llm: LLM, directory: Path, rounds: int) -> dict[str, Any]:
 
 
 def is_live(llm: LLM, name: str, prompt: list[int]) -> float:
-    """Largest difference of logits under an adapter from the base model's."""
+    """Return the largest difference of logits under an adapter from the base model's."""
     found = []
     for adapter in (None, name):
         with llm.session(prompt, adapter=adapter) as session:

@@ -1,8 +1,8 @@
-"""A trace of agents' sessions, to be played by any runtime: each session has a system prompt of
-which half is common to all, comes back after others, and sometimes goes on from the history of
-another one, as a sub-agent does.
+"""A trace of agents' sessions, to be played by any runtime.
 
-Nothing of Quire is imported, so that a peer in an environment of its own plays the same trace.
+Each session has a system prompt of which half is common to all, returns after others, and sometimes
+continues the history of another one, as a sub-agent does. Nothing of Quire is imported, so that a
+peer in an environment of its own plays the same trace.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 SYSTEM = 512
 """Tokens of a system prompt."""
 TURN = (64, 256)
-"""Fewest and most new tokens of a turn."""
+"""Least and most new tokens of a turn."""
 ANSWER = 24
 """Tokens of an answer."""
 AT_ONCE = 4
-"""Requests at a time."""
+"""Number of concurrent requests."""
 
 Generate = Callable[[list[list[int]]], list[tuple[list[int], float]]]
 """Answers prompts of token ids: for each the ids of the answer, and seconds to the first one."""
@@ -32,14 +32,14 @@ class Turn:
 
     session: int
     parent: int
-    """The session whose history it goes on from."""
+    """The session whose history it continues."""
     text: tuple[int, ...]
-    """Ids that are new."""
+    """The new token ids."""
 
 
 @dataclass(frozen=True)
 class Played:
-    """What a runtime made of a trace."""
+    """A runtime's results of a trace."""
 
     seconds: float
     firsts: list[float]
@@ -73,10 +73,10 @@ class AgentTrace:
             Turn(one, rng.randrange(sessions) if rng.random() < 0.1 else one, text(tokens)) for one, tokens in turns
         ]
         self.tokens = system * sessions + sum(len(turn.text) for turn in self.turns)
-        """Tokens of all sessions, without answers."""
+        """Number of tokens of all sessions, without answers."""
 
     def play(self, generate: Generate) -> Played:
-        """Ask for all turns, ``AT_ONCE`` at a time, each behind the answers so far."""
+        """Request all turns, ``AT_ONCE`` at a time, each after the answers so far."""
         histories = [list(start) for start in self._starts]
         firsts: list[float] = []
         answers: list[list[int]] = []

@@ -1,5 +1,5 @@
-"""The trace of agents' sessions on vLLM, in the environment that vLLM is installed in; started by
-``bench/stores.py --vllm PYTHON``.
+"""The trace of agents' sessions on vLLM, in vLLM's own environment; started by ``bench/stores.py
+--vllm PYTHON``.
 
 ``python bench/agent_trace_vllm.py MODEL SESSIONS VOCABULARY SHORTER POOL_TOKENS`` prints one JSON
 line.
@@ -14,7 +14,7 @@ import sys
 from agent_trace import AT_ONCE, AgentTrace
 
 BLOCK = 32
-"""Tokens of a block of vLLM's."""
+"""Tokens of a block of vLLM."""
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     sessions, vocabulary, shorter, pool = map(int, numbers)
     agents = AgentTrace(sessions, vocabulary, shorter)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-    # By itself it leaves a core to other work, which two cores cannot spare.
+    # The default leaves one core to other work; a machine with two cores cannot spare it.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")
     from vllm import LLM, SamplingParams  # in its own environment only
 

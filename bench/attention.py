@@ -1,14 +1,14 @@
 """Attention over pages on a CPU: the C++ kernels against PyTorch's attention.
 
 Decodes and prompts of models' shapes: ``native`` reads K and V in place, ``torch`` is the backend
-that gathers pages for PyTorch's kernel, and ``contiguous`` is that kernel alone on K and V that lie
-in one piece, without a page table. Each measured time is that of all layers, one after the other,
-as in a decode, so that caches do not hold what is read. K and V are in memory like the pool's.
+that gathers pages for PyTorch's kernel, and ``contiguous`` is that kernel alone on contiguous K and
+V, without a page table. Each measured time is that of all layers, one after the other, as in a
+decode, so that the data are not in caches. K and V are in memory like the pool's.
 
 For decodes: bytes of K and V by time, and their share of the bandwidth of memory. That bandwidth is
-measured in the same rounds, since it drifts: by the method that ``quire_bench.hardware`` found the
-fastest without packing weights, the largest of many integers. Last, for each shape, whether the
-share is 80 %.
+measured in the same rounds, because it drifts: by the fastest method of ``quire_bench.hardware``
+without packing weights, the maximum of many integers. Last, for each shape, whether the share is 80
+%.
 
 ``python bench/attention.py [--context 4096] [--prompt 2048] [--batch 1,4,16] [--rounds 15] [--dtype
 bfloat16] [--pool 256] [--small]``
@@ -33,7 +33,7 @@ from quire_bench.hardware import measure
 from quire_bench.reports import Comparison, Spread, interleave, print_json, print_table
 
 TARGET = 0.8
-"""Share of the read bandwidth that a decode reaches."""
+"""Target share of the read bandwidth for a decode."""
 PAGE_SIZE = 16
 
 
@@ -97,7 +97,7 @@ class Work:
         return run
 
     def contiguous(self) -> Callable[[], None]:
-        """Return PyTorch's call on the same numbers in one piece."""
+        """Return PyTorch's call on the same numbers, contiguous."""
         q = self.q_THD.unflatten(0, (self.batch, self.count)).transpose(1, 2)
 
         def run() -> None:

@@ -1,10 +1,9 @@
-"""What a decode step costs around its model: steps as they are, and of a model that does nothing.
+"""Cost of a decode step around its model: whole steps, and steps of a model that does nothing.
 
-*Bare*: the model returns at once, so what is left is the scheduler, pages, the attention plan,
-sampling and text. *Cold*: the same where it reads more memory than caches hold before it returns,
-as a model reads its weights; the time for that is taken off. *Scheduler and plan*: their share of
-steps as they are, by clocks around methods (``bench/overheads.py``). Kinds of steps are timed in
-turn.
+*Bare*: the model returns at once, so the rest is the scheduler, pages, the attention plan, sampling
+and text. *Cold*: the same, but the model reads more memory than caches hold before it returns, as a
+model reads its weights; the time for that is subtracted. *Scheduler and plan*: their share of whole
+steps, by clocks around methods (``bench/overheads.py``). Kinds of steps are timed in turn.
 
 ``python bench/bare_steps.py [--shape smollm2-135m] [--batches 1,4,16] [--quantization int4]``
 """
@@ -31,14 +30,15 @@ from quire.ops.logit_edits import first_maxima
 from quire_bench.reports import interleave, print_json, print_table, random_prompts
 
 READ = 64 << 20
-"""Bytes that leave nothing else in the caches."""
+"""Bytes whose reading flushes the caches."""
 
 
 class Bare:
     """Makes a model return at once, within a ``with``."""
 
     def __init__(self, model: Any, batch: int, read: int) -> None:
-        """``read``: bytes that it reads before. ``Unsupported``: the model is no single call."""
+        """``read``: bytes to read before returning. ``Unsupported``: the model is no single
+        call."""
         if model.stack is None or batch > model.stack.call.most_tokens:
             raise Unsupported(
                 f"{batch} tokens of this model are no single call on this machine, which ``quire doctor`` explains"
@@ -48,7 +48,7 @@ class Bare:
         self._first = first_maxima(self._logits_RV)
         self._memory = torch.ones(read // 8, dtype=torch.int64)
         self.reading = 0.0
-        """Seconds that reading took."""
+        """Seconds of the reading."""
 
     def __enter__(self) -> Self:
         self._model.stack = self
@@ -58,7 +58,7 @@ class Bare:
         self._model.stack = self._stack
 
     def run_model(self, model: Any, tokens: Any, pass_: Any) -> RowLogits:
-        """In place of the model, whose attention is planned."""
+        """Replaces the model, after planning its attention."""
         if pass_.stack_parts(self._stack.layers, model.dtype) is None:
             raise QuireError(f"a step of {len(model.blocks)} blocks that are no single call")
         self._read()
@@ -72,7 +72,7 @@ class Bare:
 
 
 def bare_seconds(llm: LLM, prompts: Sequence[Any], params: SamplingParams, read: int) -> float:
-    """Median seconds of a step without its model."""
+    """Return the median seconds of a step without its model."""
     engine = llm.engine
     requests = [engine.submit(prompt, params)[0] for prompt in prompts]
     while not all(request.output.token_ids for request in requests):
@@ -87,7 +87,7 @@ def bare_seconds(llm: LLM, prompts: Sequence[Any], params: SamplingParams, read:
 
 
 def whole_seconds(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> float:
-    """Median seconds of a step."""
+    """Return the median seconds of a step."""
     return statistics.median(step_seconds(llm, prompts, params))
 
 
@@ -106,7 +106,7 @@ def measured(llm: LLM, batch: int, arguments: argparse.Namespace) -> dict[str, A
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print the table and the JSON line, return what it holds."""
+    """Measure, print the table and the JSON line; return the line's content."""
     llm = LLM(
         str(checkpoint(arguments.shape, directory=arguments.dir)),
         tokenizer=str(text_tokenizer(SHAPES[arguments.shape].vocab_size, directory=arguments.dir)),

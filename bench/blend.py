@@ -1,11 +1,12 @@
-"""What blending saves: first tokens of prompts made of cached documents, from memory and from disk,
-beside full prefills and prefix caching; what loading adds; what a prompt costs of which nothing is
-cached; batches of the same documents in ever new orders; a trace of retrieval with a pool that is
-too small; edits in the middle of a long session.
+"""Gains of blending: first tokens of prompts made of cached documents, from memory and from disk.
 
-Documents are random tokens, in a new order for each prompt, so a prefix cache finds one of them at
-most. Rounds of the compared ways alternate, and shares are of medians in one run. How near blended
-answers are is measured by ``bench/blend_quality.py``, on a model that has learned something.
+They are compared with full prefills and prefix caching. Further parts: the cost of loading; the
+cost of a prompt without cached parts; batches of the same documents in new orders; a trace of
+retrieval with a pool that is too small; edits in the middle of a long session.
+
+Documents are random tokens, in a new order for each prompt, so a prefix cache finds at most one of
+them. Rounds of the compared ways alternate, and shares are of medians in one run.
+``bench/blend_quality.py`` measures the accuracy of blended answers, on a trained model.
 
 ``python bench/blend.py [--models smollm2-135m-32k,llama-3.2-1b] [--tokens 4000,8000,16000]
 [--rounds 5] [--parts first,overlap,miss,orders,trace,edit] [--select auto]``
@@ -33,11 +34,11 @@ from quire_bench.reports import Comparison, Spread, interleave, print_json, prin
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 DOCUMENTS = 8
 QUESTION = 32
-"""Tokens."""
+"""Tokens of the question."""
 PARTS = ("first", "overlap", "miss", "orders", "trace", "edit")
 BATCHES = 4
 PER_BATCH = 3
-"""Prompts."""
+"""Prompts of a batch."""
 
 
 def documents(llm: LLM, count: int, tokens: int, seed: int = 0) -> list[Segment]:
@@ -45,7 +46,7 @@ def documents(llm: LLM, count: int, tokens: int, seed: int = 0) -> list[Segment]
 
 
 def ask(llm: LLM, parts: Sequence[Any], blend: BlendParams | None, tokens: int = 1) -> tuple[float, Any]:
-    """Seconds of one prompt, and its output."""
+    """Return the seconds of one prompt, and its output."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     begun = time.perf_counter()
     (output,) = llm.generate([list(parts)], params, blend=blend, use_tqdm=False)
@@ -53,15 +54,15 @@ def ask(llm: LLM, parts: Sequence[Any], blend: BlendParams | None, tokens: int =
 
 
 def forget(llm: LLM) -> None:
-    """Empty the prefix cache, and nothing else."""
+    """Empty the prefix cache only."""
     engine = llm.engine
     with engine.lock:
         engine.branches.clear_cache()
 
 
 def first(path: str, tokens: int, rounds: int, params: BlendParams, dtype: str) -> list[dict[str, Any]]:
-    """First token of a prompt of eight documents: in full, after the first document was cached
-    exactly, and blended, from memory and from disk."""
+    """Measure the first token of a prompt of eight documents: in full, after the first document was
+    cached exactly, and blended, from memory and from disk."""
     with tempfile.TemporaryDirectory(prefix="quire-blend-") as folder:
         common: dict[str, Any] = {"dtype": dtype, "kv_cache_memory": "3GiB", "max_model_len": 2 * tokens}
         with (
@@ -120,7 +121,7 @@ def first(path: str, tokens: int, rounds: int, params: BlendParams, dtype: str) 
 
 
 def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The mean share of each way of ``first`` over all lengths."""
+    """Return the mean share of each way of ``first`` over all lengths."""
     shares: dict[str, list[float]] = {}
     for row in rows:
         shares.setdefault(row["way"], []).append(1 / row["times faster"])
@@ -131,7 +132,7 @@ def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cool(folder: str) -> None:
-    """Let the system's cache give up what it can of the files in a folder."""
+    """Evict the files in a folder from the system's cache, as far as possible."""
     for file in Path(folder).rglob("*"):
         if file.is_file():
             with file.open("rb") as opened:
@@ -139,8 +140,7 @@ def cool(folder: str) -> None:
 
 
 def overlap(path: str, tokens: int, rounds: int, params: BlendParams, dtype: str) -> list[dict[str, Any]]:
-    """What of the loading of chunks is hidden, from memory and from a disk that the system has not
-    cached."""
+    """Measure the hidden part of loading chunks, from memory and from an uncached disk."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="quire-blend-") as folder:
         ways: dict[str, dict[str, Any]] = {
@@ -155,9 +155,9 @@ def overlap(path: str, tokens: int, rounds: int, params: BlendParams, dtype: str
 
 
 def overlapped(llm: LLM, folder: str, tokens: int, rounds: int, params: BlendParams) -> dict[str, Any]:
-    """Times of a blended prompt as it is, and of one that loads all layers it will need before its
-    first one runs, whose two parts are timed alone. ``overlap`` is the part of the shorter one that
-    is hidden; it means nothing where that is next to nothing."""
+    """Return times of a normal blended prompt, and of one that loads all layers before the first
+    one runs, with its two parts timed alone. ``overlap`` is the hidden share of the shorter part;
+    it is meaningless for a very short part."""
     segments = documents(llm, DOCUMENTS, tokens // DOCUMENTS)
     question = random_prompts(1, QUESTION, llm.model.vocab_size, seed=7)[0].tolist()
     llm.warm(segments)
@@ -196,7 +196,8 @@ def overlapped(llm: LLM, folder: str, tokens: int, rounds: int, params: BlendPar
 
 
 def miss(path: str, tokens: int, rounds: int, params: BlendParams, dtype: str) -> list[dict[str, Any]]:
-    """A prompt of which nothing is cached, with and without ``blend``, while other chunks are."""
+    """Measure a prompt without cached parts, with and without ``blend``, while other chunks are
+    cached."""
     with closing(LLM(path, dtype=dtype, kv_cache_memory="3GiB", max_model_len=2 * tokens)) as llm:
         llm.warm(documents(llm, DOCUMENTS, 256, seed=1))
         question = random_prompts(1, QUESTION, llm.model.vocab_size, seed=7)[0].tolist()
@@ -216,8 +217,8 @@ def miss(path: str, tokens: int, rounds: int, params: BlendParams, dtype: str) -
 
 
 def orders(path: str, tokens: int, params: BlendParams, dtype: str) -> list[dict[str, Any]]:
-    """Batches of prompts of the same documents, each in a new order, where memory has room for the
-    documents once. Each blended prompt is compared with a full prefill of the same one."""
+    """Measure batches of prompts of the same documents, each in a new order, with memory for the
+    documents once. Each blended prompt is compared with a full prefill of the same prompt."""
     with closing(LLM(path, dtype=dtype, kv_cache_memory="1GiB", max_model_len=2 * tokens)) as probe:
         room = int(1.25 * tokens * probe.bytes_per_token) + (8 << 20)
     common: dict[str, Any] = {"dtype": dtype, "kv_cache_memory": "3GiB", "max_model_len": 2 * tokens}
@@ -253,7 +254,7 @@ def orders(path: str, tokens: int, params: BlendParams, dtype: str) -> list[dict
 
 
 def rows_of(part: str, found: Comparison) -> list[dict[str, Any]]:
-    """Each way, with the shares of its rounds' times of the first way's."""
+    """Return a row for each way, with its rounds' times as shares of the first way's."""
     return [
         {
             "part": part,
@@ -267,7 +268,8 @@ def rows_of(part: str, found: Comparison) -> list[dict[str, Any]]:
 
 
 def trace(path: str, rounds: int, params: BlendParams, dtype: str) -> list[dict[str, Any]]:
-    """Requests of retrieval: eight of 48 documents each, in any order, and a pool that holds 20."""
+    """Measure requests of retrieval: eight of 48 documents each, in any order, with a pool for
+    20."""
     size, count = 500, 48
     with closing(LLM(path, dtype=dtype, kv_cache_memory="1GiB", host_memory="4GiB", max_model_len=8192)) as probe:
         pool = 20 * size * probe.bytes_per_token
@@ -281,7 +283,8 @@ def trace(path: str, rounds: int, params: BlendParams, dtype: str) -> list[dict[
 
         def served(blend: BlendParams | None) -> Callable[[], float]:
             def run() -> float:
-                # New orders each time: the memory tier has those that were asked for.
+                # A new order of the segments in each prompt; the memory tier already holds their
+                # state.
                 prompts = [[*rng.sample(segments, 8), question[i].tolist()] for i in range(8)]
                 begun = time.perf_counter()
                 llm.generate(prompts, answers, blend=blend, use_tqdm=False)
@@ -294,7 +297,7 @@ def trace(path: str, rounds: int, params: BlendParams, dtype: str) -> list[dict[
 
 
 def edit(path: str, tokens: int, rounds: int, params: BlendParams, dtype: str) -> list[dict[str, Any]]:
-    """An edit that takes a sixteenth of a session out at a tenth of its length."""
+    """Measure an edit that removes a sixteenth of a session, at a tenth of its length."""
     with closing(LLM(path, dtype=dtype, kv_cache_memory="6GiB", max_model_len=tokens + 64)) as llm:
         ids = random_prompts(1, tokens, llm.model.vocab_size)[0].tolist()
         base = llm.session(ids)

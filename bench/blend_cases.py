@@ -1,4 +1,4 @@
-"""Blended prompts beside full prefills of them: methods, backends, and what is compared.
+"""Blended prompts beside full prefills of them: cases, methods, backends and measures.
 
 A backend is anything that blends a case. The one here is plain torch (``plain_llama``).
 """
@@ -25,33 +25,33 @@ from quire.blend.scores import Score, StatedScore, score_of
 from quire.blend.selection import BlendedRows, BlendPolicy
 
 CONTINUED = 64
-"""Greedy tokens that are compared."""
+"""Number of compared greedy tokens."""
 ROUNDING = 1e-9
-"""Squared distances of rows, relative to their squares, that float32 makes at most."""
+"""Largest squared distance of rows, relative to their squares, that float32 rounding causes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A prompt, what a full prefill makes of it, and the cached rows of its chunks."""
+    """A prompt, its full prefill, and the cached rows of its chunks."""
 
     tokens: Tensor
     full: PlainRun
     k: Tensor
-    """``[L, n, Hkv, D]``: as chunks give it, moved to the prompt's positions."""
+    """``[L, n, Hkv, D]``: the chunks' rows, moved to the prompt's positions."""
     v: Tensor
     context: int
     """Leading rows that are exact: the lead and the first chunk."""
     starts: tuple[int, ...]
-    """Where the chunks behind the context begin, as rows of the forward."""
+    """First rows of the chunks after the context, as rows of the forward."""
     asks: int
-    """Where the question begins, as a row of the forward."""
+    """First row of the question, as a row of the forward."""
     wrong: Tensor
     """``[n]``: squared distance of cached K and V from the true ones, each over its layer's mean
     row, summed over layers."""
     continuation: Tensor
-    """``[CONTINUED]``: the greedy tokens behind the full prefill."""
+    """``[CONTINUED]``: the greedy tokens after the full prefill."""
     question: Question | None = None
-    """Where there is a right answer."""
+    """The question, if there is a known answer."""
 
     @property
     def rows(self) -> BlendedRows:
@@ -65,7 +65,7 @@ def make_case(
     lead: int = BOS,
     question: Question | None = None,
 ) -> Case:
-    """Compute what a case consists of: ``lead``, chunks that were computed alone, ``ask``."""
+    """Compute a case: ``lead``, separately computed chunks, ``ask``."""
     alone = [model.full(torch.tensor([lead, *chunk])) for chunk in chunks]
     k, v = (
         torch.cat([each[:, 1:] for each in rows], 1) for rows in zip(*((one.k, one.v) for one in alone), strict=True)
@@ -76,7 +76,7 @@ def make_case(
 
 
 def make_edit(model: PlainLlama, rng: random.Random, kind: Kind, dropped: int) -> Case:
-    """Compute a prompt out of which a chunk was taken. Cached rows are those that the others had in
+    """Compute a prompt from which a chunk was removed. Cached rows are the other chunks' rows in
     the prompt before."""
     before = make_prompt(rng, kind)
     after = prompt_of([*before.chunks[:dropped], *before.chunks[dropped + 1 :]])
@@ -100,7 +100,7 @@ def _case(
     v: Tensor,
     question: Question | None,
 ) -> Case:
-    """Return the case of chunks with cached rows ``k``, ``v`` at their places in the prompt."""
+    """Return the case of chunks with cached rows ``k``, ``v`` at their positions in the prompt."""
     tokens = torch.tensor([lead, *(token for chunk in chunks for token in chunk), *ask])
     full = model.full(tokens, len(ask))
     context = 1 + len(chunks[0])
@@ -133,8 +133,8 @@ class Method:
     """A way to choose rows."""
 
     score: str
-    """A name of ``SCORES``; "oracle": the rows that are most wrong; "first": those nearest to the
-    beginning of their chunk (EPIC, ICML 2025)."""
+    """A name of ``SCORES``; "oracle": the rows with the largest error; "first": the first rows of
+    each chunk (EPIC, ICML 2025)."""
     layers: tuple[int, ...] = (1,)
     factors: tuple[float, ...] = ()
     bottom_right: bool = False
@@ -152,7 +152,7 @@ class Method:
 
 
 NAIVE = Method("random", (0,))
-"""With a ratio of 0: cached rows as they are, only the question is computed."""
+"""With a ratio of 0: cached rows unchanged, only the question is computed."""
 DEFAULT = "v c=2"
 METHODS: dict[str, Method] = {
     "random": Method("random"),
@@ -170,15 +170,15 @@ METHODS: dict[str, Method] = {
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What a backend says to a case."""
+    """A backend's answer to a case."""
 
     logits: Tensor
-    """``[Q, M]`` of the question's rows; of the last one alone where a backend has no others."""
+    """``[Q, M]`` of the question's rows; only of the last row if a backend has no others."""
     cost: float
     run: PlainRun | None = None
-    """Rows and their K and V, where a backend shows them."""
+    """Rows and their K and V, if a backend exposes them."""
     common: int | None = None
-    """Tokens of its greedy continuation until it leaves that of the full prefill."""
+    """Number of greedy tokens that equal the full prefill's continuation."""
 
 
 Backend = Callable[[Case, Method, float], Answer]
@@ -209,7 +209,7 @@ class Outcome:
 
     hops: int
     kl: float
-    """Nats at the last token."""
+    """KL divergence in nats at the last token."""
     agrees: bool
     right: bool
     full_right: bool
@@ -219,7 +219,7 @@ class Outcome:
     attention: tuple[float, ...] = ()
     """As ``errors``, of the attention outputs of the question's rows."""
     recall: float | None = None
-    """Of the rows that are most wrong, as many as were chosen: the share that was chosen."""
+    """Share of the rows with the largest errors that were chosen, among as many as were chosen."""
     common: int | None = None
     token_layers: float = 0.0
     read_bytes: int = 0
@@ -267,7 +267,7 @@ def relative_errors(ours: Sequence[Tensor], true: Sequence[Tensor]) -> tuple[flo
 
 def rank_correlations(cases: Sequence[Case]) -> list[list[float | None]]:
     """Return Spearman's correlation of the rows' deviations in each two layers ``[L, L]``, the mean
-    over cases; None where a layer has no deviation but rounding."""
+    over cases; None for a layer without deviation but rounding."""
     found = []
     for case in cases:
         rows = slice(case.context, case.context + case.asks)

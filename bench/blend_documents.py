@@ -1,10 +1,11 @@
-"""How near blended answers of a real model are to those of full prefills: five documents of 550 to
-700 tokens in one prompt, 20 questions whose answers are known (``blend_questions.json``).
+"""Accuracy of blended answers of a real model, compared with full prefills.
 
-Each document is computed alone and kept, and each question is asked behind all five, by the chat
-template if the model has one. Compared are the distribution of the first token (KL in nats from the
-full prefill's), the greedy texts, and whether they hold the known answer. *anew* is the part of the
-documents that was computed anew, *seconds* is that of the first token.
+Five documents of 550 to 700 tokens in one prompt, 20 questions with known answers
+(``blend_questions.json``). Each document is computed separately and kept, and each question is
+asked after all five, by the chat template if the model has one. Compared are the distribution of
+the first token (KL in nats from the full prefill's), the greedy texts, and whether they contain the
+known answer. *anew* is the share of the documents that was computed anew, *seconds* the time to the
+first token.
 
 ``python bench/blend_documents.py --model DIR [--ratios 0.15,0.3,0.5] [--select v,v_or_question]
 [--lead text,start] [--questions 20] [--order 0,1,2,3,4] [--dtype float32] [--tokens 24]``
@@ -39,7 +40,7 @@ class Asker:
         self.system: str = data["system"]
         self.documents = [data["documents"][number] + "\n\n" for number in order]
         self._shared: Session | None = None
-        # All documents but the last few tokens of the last one stand in front of every question.
+        # Every question follows all documents except the last few tokens of the last one.
         encode = llm.tokenizer.encode
         self._common = sum(len(encode(one, add_special_tokens=False)) for one in self.documents) - 16
         self.questions: list[tuple[str, str]] = data["questions"][:: max(1, len(data["questions"]) // count)][:count]
@@ -68,7 +69,7 @@ class Asker:
 
     def full(self, ids: Sequence[int], common: int) -> tuple[Tensor, list[int]]:
         """Return the logits of the first token and the greedy tokens of a full prefill. The first
-        ``common`` tokens, which all prompts have, are computed once."""
+        ``common`` tokens, common to all prompts, are computed once."""
         if self._shared is None:
             self._shared = self.llm.session(ids[:common])
         first: list[Tensor] = []
@@ -84,7 +85,7 @@ class Asker:
         for question, known in self.questions:
             output, logits = self.ask(question, blend)
             if question not in truth:
-                # Whatever stands in front of the question is the same in all prompts.
+                # The tokens before the question are the same in all prompts.
                 truth[question] = self.full(output.prompt_token_ids, self._common)
             true, ids = truth[question]
             kls.append(deviation(true[None], logits[None]).kl)
@@ -111,7 +112,7 @@ class Asker:
         }
 
     def right_in_full(self, truth: dict[str, tuple[Tensor, list[int]]]) -> int:
-        """Return how many answers of full prefills hold the known one."""
+        """Return the number of full prefills whose answers contain the known one."""
         tokenizer = self.llm.tokenizer
         return sum(known.lower() in tokenizer.decode(truth[question][1]).lower() for question, known in self.questions)
 

@@ -1,11 +1,11 @@
-"""How near blended answers are to those of a full prefill, by method, share of rows and hops.
+"""Accuracy of blended answers, by method, share of rows and hops.
 
-Prompts are those of ``recipes/chunk_recall``: chunks computed alone behind BOS, and a question
+Prompts are those of ``recipes/chunk_recall``: chunks computed separately after BOS, and a question
 whose answer takes 0, 1 or 2 aliases from chunk to chunk; the model is the recipe's. The first chunk
-is exact, since nothing but BOS stands before it, and the question always runs. Costs are the work
-of linear layers over that of a full prefill of the rows behind the first chunk.
+is exact, because only BOS precedes it, and the question always runs. Costs are the work of linear
+layers over that of a full prefill of the rows after the first chunk.
 
-``--text`` asks the bundled model for the perplexity of Python sources instead.
+``--text`` measures the bundled model's perplexity of Python sources instead.
 
 ``python bench/blend_quality.py [--prompts 200] [--ratios 0.15,0.3] [--methods v,oracle] [--kind
 default] [--text]``
@@ -33,7 +33,7 @@ from quire_bench.reports import print_json, print_table
 
 MODEL = Path(__file__).resolve().parents[1] / "recipes/chunk_recall/model"
 WIDE = ("errors", "attention_errors", "token_layers")
-"""What the JSON line has besides the table."""
+"""Fields of the JSON line that are not in the table."""
 RATIOS = (0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 
 

@@ -1,7 +1,7 @@
-"""Perplexity of what follows chunks of real text, blended against full: the bundled model.
+"""Perplexity of text after chunks of real text, blended against full: the bundled model.
 
-Python sources of the standard library: four chunks of a file, each computed alone behind the end
-token, and the 64 tokens after them, which run like a question.
+Python sources of the standard library: four chunks of a file, each computed separately after the
+end token, and the 64 tokens after them, which run like a question.
 """
 
 from __future__ import annotations

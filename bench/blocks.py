@@ -1,10 +1,11 @@
-"""What blocks in one call bring: decode steps with all of them in one, and with parts, in turns.
+"""Gain of blocks in one call: decode steps with one call per block, and with separate parts, in
+turns.
 
 The model is a random checkpoint of a real shape, the prompts have 120 tokens. *faster* is the time
 without over the time with, the median of neighbouring rounds, then the least and the most.
 
-``python bench/blocks.py [--shape smollm2-135m] [--dtype bfloat16] [--quantization int4]
-[--batches 1,4,16] [--rounds 7] [--tokens 40]``
+``python bench/blocks.py [--shape smollm2-135m] [--dtype bfloat16] [--quantization int4] [--batches
+1,4,16] [--rounds 7] [--tokens 40]``
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PROMPT = [1, 5, 9] * 40
 
 
 def seconds(llm: LLM, sessions: list[Session], tokens: int) -> float:
-    """Return the time of one step of these sessions."""
+    """Return the seconds of one step of these sessions."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     started = time.perf_counter()
     llm.generate(sessions, params)
@@ -34,7 +35,7 @@ def seconds(llm: LLM, sessions: list[Session], tokens: int) -> float:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print the table and the JSON line, return what it holds."""
+    """Measure, print the table and the JSON line; return the line's content."""
     if reason := native_problem():
         raise Unsupported(f"blocks in one call: {reason}")
     options: dict[str, Any] = {"kv_cache_memory": "512MiB", "enable_prefix_caching": False}

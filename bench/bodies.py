@@ -1,6 +1,6 @@
-"""What the body of one request costs others: the longest time that ``/health`` takes meanwhile.
+"""Cost of one request's body for other requests: the longest time of ``/health`` meanwhile.
 
-A thread asks for ``/health`` again and again while bodies within all limits are sent, most of which
+A thread requests ``/health`` again and again while bodies within all limits are sent, most of which
 are wrong in many places. For each the median and the longest time of ``/health``, the status of the
 answer and its seconds. "nothing" is the time without a body, on the same machine in the same run.
 
@@ -133,7 +133,7 @@ def bodies() -> Iterator[tuple[str, str, str]]:
 
 @dataclass
 class Poller:
-    """Asks for ``/health`` until it is told to stop."""
+    """Requests ``/health`` until it is stopped."""
 
     host: str
     port: int
@@ -149,7 +149,7 @@ class Poller:
             self.seconds.append(time.perf_counter() - started)
 
     def during(self, call: Callable[[], Any]) -> Any:
-        """Return what ``call`` does, while this polls."""
+        """Return the result of ``call``, polling meanwhile."""
         self._end.clear()
         thread = threading.Thread(target=self.run)
         thread.start()
@@ -197,7 +197,7 @@ def main() -> None:
     with server_process(options.model, ("--kv-cache-memory", "64MiB")) as server:
         address = urlsplit(server.url)
         host, port = str(address.hostname), int(address.port or 80)
-        post(host, port, TOKENIZE, b'{"prompt":"a"}')  # the first request of all takes longer
+        post(host, port, TOKENIZE, b'{"prompt":"a"}')  # the first request takes longest
         report["nothing"] = measure(host, port, lambda: time.sleep(0.5), options.rounds)
         for name, path, text in bodies():
             if options.only not in name:

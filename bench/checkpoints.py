@@ -2,8 +2,8 @@
 
 Speed does not depend on the values of weights, but comparing the texts of two runtimes does: in a
 network of purely random weights the best two tokens are often closer than bfloat16 rounding, and
-the texts of two right implementations part after a few tokens. These weights give every step a wide
-margin, and a text that never settles:
+the texts of two right implementations diverge after a few tokens. These weights give every step a
+wide margin, and a text that never becomes constant:
 
 - the tokens form one random cycle; ``after`` gives the successor of each;
 - the row of a token in the (tied) embedding holds a constant, its own code, its successor's code,
@@ -11,13 +11,13 @@ margin, and a text that never settles:
 - the last block's heads attend, by rotary phases alone, to exactly ``LAG`` positions back, move the
   successor's code found there into the place of the own code, and amplify it.
 
-So the next token is the successor of the token ``LAG`` positions back, which is right only where
-keys, values and positions are. All other weights are random; what the other blocks add is small, so
-a fault in their state shows in the logits and not in the text: equal texts vouch for tokens,
-positions and the last block's state.
+So the next token is the successor of the token ``LAG`` positions back, which is right only if keys,
+values and positions are. All other weights are random, and the other blocks add little, so a fault
+in their state shows in the logits and not in the text: equal texts prove tokens, positions and the
+last block's state.
 
-Recurrent and hybrid models have purely random weights (``drawn``): what their benchmarks compare
-are runs of one runtime in float32, and logits beside texts.
+Recurrent and hybrid models have purely random weights (``drawn``): their benchmarks compare runs of
+one runtime in float32, and logits beside texts.
 
 Letters: V vocabulary, E width, H query heads, K key and value heads, D head size, C size of a code,
 P rotary pairs.
@@ -46,7 +46,8 @@ from quire.ops.rope import inverse_frequencies
 DEFAULT_DIRECTORY = Path("~/.cache/quire/bench")
 
 LAG = 17
-"""How far back the deciding head looks: more than the usual page of 16 tokens.
+"""Number of positions between a token and the one that decides its successor: more than the usual
+page of 16 tokens.
 
 Prompts should be longer.
 """
@@ -61,7 +62,7 @@ _EMBEDDING_STD = 0.05
 _AMPLIFIED = 4.0
 """Logit of the successor over the logit of the last token itself."""
 _NOISE = 0.1
-"""RMS of what all the other blocks add together, relative to the embedding."""
+"""RMS of the sum of all other blocks' outputs, relative to the embedding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,8 @@ class Shape:
 
     @property
     def code_size(self) -> int:
-        """Numbers of a token's code: what the value heads carry, at most half of the embedding."""
+        """Number of elements of a token's code: the value heads' width, at most half of the
+        embedding."""
         return min(self.kv_heads * self.head_size, (self.hidden_size - 1) // 2)
 
     @property
@@ -205,13 +207,12 @@ SHAPES: dict[str, Shape] = {
 """The three real shapes, and two for quick runs."""
 
 SHAPES["smollm2-135m-32k"] = replace(SHAPES["smollm2-135m"], max_positions=40_960)
-"""The same network allowed more positions, for measuring states of 32,768 tokens and what follows
-them.
-"""
+"""The same network with more positions, for measuring states of 32,768 tokens and longer
+sequences."""
 
 
 def checkpoint(name: str, *, directory: Path = DEFAULT_DIRECTORY, seed: int = 0) -> Path:
-    """The directory of the checkpoint of shape ``name``, made there if it is not yet.
+    """Return the directory of the checkpoint of shape ``name``; make it if it is missing.
 
     Holds ``config.json`` and ``model.safetensors`` (bfloat16) and no tokenizer: prompts are token
     ids.
@@ -228,9 +229,7 @@ def checkpoint(name: str, *, directory: Path = DEFAULT_DIRECTORY, seed: int = 0)
 
 
 def write_checkpoint(shape: Shape, path: Path, *, seed: int) -> None:
-    """Writes the checkpoint in one piece; a process that does the same at the same time does no
-    harm.
-    """
+    """Write the checkpoint atomically; concurrent processes do no harm."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         part = Path(scratch, "new")
@@ -247,9 +246,8 @@ def write_checkpoint(shape: Shape, path: Path, *, seed: int) -> None:
 def variant(
     name: str, label: str, config: Mapping[str, Any], *, directory: Path = DEFAULT_DIRECTORY, seed: int = 0
 ) -> Path:
-    """A directory with the weights of shape ``name`` under another ``config.json``, which ``label``
-    stands for.
-    """
+    """Return a directory with the weights of shape ``name`` under another ``config.json``,
+    identified by ``label``."""
     weights = checkpoint(name, directory=directory, seed=seed) / "model.safetensors"
     path = weights.parent.with_name(f"{weights.parent.name}-{label}")
     text = json.dumps(dict(config), indent=2) + "\n"
@@ -332,13 +330,13 @@ DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
 """Model types and fields of ``config.json`` of models with recurrent layers.
 
 The mixers of the second are those of Mamba-2 with 130 million parameters; the heads are not tied,
-since a random model with a tied one says each token again.
+because a random model with a tied one repeats each token.
 """
 
 
 def drawn(name: str, *, directory: Path = DEFAULT_DIRECTORY, seed: int = 0) -> Path:
-    """The directory of a checkpoint of ``DRAWN``, with the weights that ``transformers`` draws
-    (bfloat16), made if it is not there.
+    """Return the directory of a checkpoint of ``DRAWN`` with ``transformers``' random weights
+    (bfloat16); make it if it is missing.
 
     Raises:
         NotFound: no such name.
@@ -364,7 +362,8 @@ def drawn(name: str, *, directory: Path = DEFAULT_DIRECTORY, seed: int = 0) -> P
 
 
 def windowed_config(shape: Shape, window: int, max_positions: int) -> dict[str, Any]:
-    """Mistral, whose weights have Llama's names: every layer has the window."""
+    """Return Mistral's configuration, whose weights have Llama's names: every layer has the
+    window."""
     config = {key: value for key, value in shape.config().items() if key not in ("attention_bias", "mlp_bias")}
     return config | {
         "architectures": ["MistralForCausalLM"],
@@ -375,9 +374,8 @@ def windowed_config(shape: Shape, window: int, max_positions: int) -> dict[str, 
 
 
 def alternating_config(shape: Shape, window: int, max_positions: int) -> dict[str, Any]:
-    """SmolLM3, whose weights have Llama's names: full and windowed layers by turns, the last one
-    windowed, all rotate.
-    """
+    """Return SmolLM3's configuration, whose weights have Llama's names: full and windowed layers by
+    turns, the last one windowed, all rotate."""
     kinds = ("sliding_attention", "full_attention")
     return shape.config() | {
         "architectures": ["SmolLM3ForCausalLM"],
@@ -392,9 +390,8 @@ def alternating_config(shape: Shape, window: int, max_positions: int) -> dict[st
 
 
 def predicted_text(shape: Shape, prompt: list[int], steps: int, *, seed: int = 0) -> list[int]:
-    """What a right runtime makes of ``prompt`` (longer than ``LAG``), without a network: see the
-    module's docstring.
-    """
+    """Return a right runtime's continuation of ``prompt`` (longer than ``LAG``), without a network:
+    see the module's docstring."""
     successor, text = after(shape, seed=seed).tolist(), list(prompt)
     for _ in range(steps):
         text.append(successor[text[-1 - LAG]])
@@ -402,8 +399,8 @@ def predicted_text(shape: Shape, prompt: list[int], steps: int, *, seed: int = 0
 
 
 def text_tokenizer(vocab_size: int, *, directory: Path = DEFAULT_DIRECTORY) -> Path:
-    """The directory of a byte-level BPE tokenizer with at most ``vocab_size`` tokens, trained here
-    if it is not there yet.
+    """Return the directory of a byte-level BPE tokenizer with at most ``vocab_size`` tokens; train
+    it if it is missing.
 
     The text is Python's own library, so that tokens are as long, and share beginnings, as those of
     real vocabularies.
@@ -427,7 +424,7 @@ def text_tokenizer(vocab_size: int, *, directory: Path = DEFAULT_DIRECTORY) -> P
 
 
 def _library_text(size: int) -> Iterator[str]:
-    """About ``size`` bytes of source code."""
+    """Yield about ``size`` bytes of source code."""
     for path in sorted(Path(os.__file__).parent.rglob("*.py")):
         if size <= 0:
             return
@@ -438,9 +435,9 @@ def _library_text(size: int) -> Iterator[str]:
 
 
 def make_weights(shape: Shape, *, seed: int) -> dict[str, Tensor]:
-    """All tensors by their names in the checkpoint, bfloat16.
+    """Return all tensors by their names in the checkpoint, bfloat16.
 
-    See the module's docstring for what they compute.
+    See the module's docstring for their computation.
     """
     rng = torch.Generator().manual_seed(seed)
     weights = {"model.embed_tokens.weight": _embedding(shape, rng)}
@@ -456,7 +453,7 @@ def make_weights(shape: Shape, *, seed: int) -> dict[str, Tensor]:
 
 
 def after(shape: Shape, *, seed: int) -> Tensor:
-    """Successor of each token, int64 ``[V]``: one cycle through the whole vocabulary."""
+    """Return the successor of each token, int64 ``[V]``: one cycle through the whole vocabulary."""
     cycle = torch.randperm(shape.vocab_size, generator=torch.Generator().manual_seed(seed + 1))
     successor = torch.empty_like(cycle)
     successor[cycle] = cycle.roll(-1)
@@ -464,10 +461,10 @@ def after(shape: Shape, *, seed: int) -> Tensor:
 
 
 def _embedding(shape: Shape, rng: torch.Generator) -> Tensor:
-    """Rows of a constant, the own code, the successor's code, noise; ``[V, E]``."""
+    """Return rows of a constant, the own code, the successor's code, noise; ``[V, E]``."""
     size = shape.code_size
-    # Signs, so that all rows have the same length: no token is likelier than another, or louder in
-    # attention.
+    # Entries are +1 or -1, so all rows have the same length: no token is likelier than another or
+    # has more weight in attention.
     table_VE = torch.randint(0, 2, (shape.vocab_size, shape.hidden_size), generator=rng).float() * 2 - 1
     table_VE[:, 0] = _constant(shape)
     code_VC = table_VE[:, 1 : 1 + size]
@@ -476,9 +473,8 @@ def _embedding(shape: Shape, rng: torch.Generator) -> Tensor:
 
 
 def _constant(shape: Shape) -> float:
-    """Of each embedding, in units of the other entries: a quarter of the norm, so that norms hardly
-    change it.
-    """
+    """Return the constant of each embedding, in units of the other entries: a quarter of the norm,
+    so that norms hardly change it."""
     return math.sqrt(shape.hidden_size) / 4
 
 
@@ -514,9 +510,8 @@ def _random_block(shape: Shape, rng: torch.Generator, embedding_rms: float) -> d
 
 
 def _looking_back(shape: Shape, embedding_rms: float) -> dict[str, Tensor]:
-    """The last block's attention: the successor's code ``LAG`` positions back goes to the place of
-    the own code.
-    """
+    """Return the last block's attention: it copies the successor's code ``LAG`` positions back to
+    the place of the own code."""
     size, head, group = shape.code_size, shape.head_size, shape.heads // shape.kv_heads
     freq_P = inverse_frequencies(shape.rope)
     # Rotated, the query has the phase i * freq and the key (j + LAG) * freq: their product peaks at
@@ -525,7 +520,7 @@ def _looking_back(shape: Shape, embedding_rms: float) -> dict[str, Tensor]:
     used_P = (torch.arange(len(freq_P)) < pairs).double()
     query_D = torch.cat((used_P, 0 * used_P))
     key_D = torch.cat((used_P * (LAG * freq_P).cos(), used_P * (LAG * freq_P).sin()))
-    # What the first column of the normalised input is, for every token.
+    # The first column of the normalised input, equal for all tokens.
     constant = _constant(shape) * _EMBEDDING_STD / embedding_rms
     gain = math.sqrt(_SCORE_GAP * math.sqrt(head) / gap) / constant
 
@@ -543,19 +538,18 @@ def _looking_back(shape: Shape, embedding_rms: float) -> dict[str, Tensor]:
             o_proj[1 + i, (kv_head * group + member) * head + column] = amplify
     weights = {"q_proj.weight": q_proj, "k_proj.weight": k_proj, "v_proj.weight": v_proj, "o_proj.weight": o_proj}
     if shape.qk_norms:
-        # A norm forgets the gain: each used pair leaves it with a length of sqrt(D / pairs).
+        # A norm removes the gain: each used pair has a length of sqrt(D / pairs) after it.
         length = math.sqrt(_SCORE_GAP * math.sqrt(head) / gap * pairs / head)
         weights |= {f"{name}_norm.weight": torch.full((head,), length) for name in "qk"}
     return weights
 
 
 def _deciding_pairs(freq_P: Tensor, positions: int) -> tuple[int, float]:
-    """How many of the fastest pairs to use, and how far the sum of their cosines falls at least
+    """Return the number of fastest pairs to use, and the least fall of the sum of their cosines
     from distance 0 to others.
 
-    Few pairs come round again at some other distance, and slow ones tell no neighbours apart but
-    enlarge the scores, so that rounding and noise weigh more: best is the largest fall for each
-    pair.
+    Few pairs repeat at some other distance, and slow ones barely distinguish neighbours but enlarge
+    the scores, so that rounding and noise weigh more: best is the largest fall for each pair.
     """
     fall_P = torch.full_like(freq_P, math.inf)
     for distance in torch.split(torch.arange(1, positions, dtype=freq_P.dtype), 1 << 14):
@@ -566,7 +560,7 @@ def _deciding_pairs(freq_P: Tensor, positions: int) -> tuple[int, float]:
 
 
 def main() -> None:
-    """Makes checkpoints and prints where they are."""
+    """Make checkpoints and print their paths."""
     parser = argparse.ArgumentParser(description="Makes checkpoints with made-up weights for the benchmarks.")
     parser.add_argument("names", nargs="*", default=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES))
     parser.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY)

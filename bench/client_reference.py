@@ -1,4 +1,4 @@
-"""What clients must get: what the engine says in this process, one request at a time."""
+"""The expected results for clients: the engine's own, in this process, one request at a time."""
 
 from __future__ import annotations
 
@@ -32,17 +32,15 @@ CONTINUATIONS = (
     ("for i in", " range(10):"),
     ("import", " os"),
 )
-"""What lm-eval scores: contexts, which end without a space as lm-eval would move it, and what might
-follow them.
-"""
+"""The inputs that lm-eval scores: contexts, which end without a space as lm-eval would move it, and
+possible continuations."""
 LOGPROB_TOLERANCE = 1e-4
-"""Of one token's, in float32: the server may run it in another batch, with other kernels, than the
-engine here.
-"""
+"""Tolerance of one token's log-probability, in float32: the server may run it in another batch,
+with other kernels, than the engine here."""
 
 
 class Reference:
-    """What is right: the engine itself, one request at a time."""
+    """The expected results: from the engine itself, one request at a time."""
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -50,21 +48,22 @@ class Reference:
         self.llm = LLM(model, device="cpu", dtype="float32", enable_prefix_caching=False, kv_cache_memory="64MiB")
 
     def texts(self, prompt: str, **params: Any) -> list[str]:
-        """Of each sample."""
+        """Return the text of each sample."""
         output = self.llm.generate(prompt, SamplingParams(**params), use_tqdm=False)[0]
         return [sample.text for sample in output.outputs]
 
     def answer(self, messages: list[dict[str, Any]], **params: Any) -> str:
-        """Of a chat."""
+        """Return the answer to a chat."""
         return self.llm.chat(messages, SamplingParams(**params), use_tqdm=False)[0].outputs[0].text
 
     def logprobs(self, prompt: str, **params: Any) -> list[float]:
-        """Of each generated token."""
+        """Return the log-probability of each generated token."""
         sample = self.llm.generate(prompt, SamplingParams(**params, logprobs=0), use_tqdm=False)[0].outputs[0]
         return [entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs or [], strict=True)]
 
     def likelihood(self, context: str, continuation: str) -> tuple[float, bool, int]:
-        """Log-probability of ``continuation``, whether it is the greedy one, and its tokens."""
+        """Return the log-probability of ``continuation``, True if it is the greedy one, and its
+        number of tokens."""
         tokenizer = self.llm.tokenizer
         assert tokenizer is not None
         before, whole = tokenizer.encode(context), tokenizer.encode(context + continuation)
@@ -76,7 +75,7 @@ class Reference:
         return sum(scores), list(greedy) == after, len(after)
 
     def details(self, model: str) -> dict[str, Any]:
-        """What the rows tell under "details", by their names; ``model`` is the served one."""
+        """Return the expected values of "details", by name; ``model`` is the served one."""
         text = self.texts(PROMPT, **GREEDY)[0]
         stop = text[4:8]
         samples = self.texts(PROMPT, temperature=1.2, max_tokens=10, n=3, seed=11)
@@ -114,14 +113,14 @@ class Reference:
 
 
 def difference(found: Any, wanted: Any, where: str = "") -> str | None:
-    """Return how a value differs from the one that was wanted; None if it is the same, and its
-    numbers are about the same."""
+    """Return a description of the difference of a value from the wanted one; None if they are
+    equal, with numbers about equal."""
     if isinstance(wanted, dict) and isinstance(found, dict) and set(found) == set(wanted):
         pairs: list[tuple[str, Any, Any]] = [(name, found[name], wanted[name]) for name in wanted]
     elif isinstance(wanted, list) and isinstance(found, list) and len(found) == len(wanted):
         pairs = [(where, own, other) for own, other in zip(found, wanted, strict=True)]
     elif isinstance(wanted, float) and isinstance(found, float):
-        # The longest of the texts that are scored has about as many tokens.
+        # About the number of tokens of the longest scored text.
         near = math.isclose(found, wanted, rel_tol=0, abs_tol=LOGPROB_TOLERANCE * 16)
         return None if near else f"{where}: {found!r} instead of {wanted!r}".removeprefix(": ")
     else:
@@ -130,7 +129,7 @@ def difference(found: Any, wanted: Any, where: str = "") -> str | None:
 
 
 def is_form(found: Any) -> bool:
-    """Return whether a value is an object of ``FORM``, or its JSON."""
+    """Return True if a value is an object of ``FORM``, or its JSON."""
     try:
         value = json.loads(found) if isinstance(found, str) else found
         return set(value) == {"city", "days"} and value["city"] in ("Rome", "Paris") and value["days"] in (1, 2, 3)
@@ -139,8 +138,8 @@ def is_form(found: Any) -> bool:
 
 
 def complaint(ability: str, value: Any, text: str, details: Any) -> str | None:
-    """Return what is wrong with a value that a client told of an ability; None if it is right.
-    ``text`` and ``details`` are the values that are wanted."""
+    """Return the error in a client's value for an ability; None if it is right. ``text`` and
+    ``details`` are the wanted values."""
     if ability in ("text", "retry"):
         return difference(value, text)
     if ability == "stream":

@@ -1,7 +1,7 @@
-"""What stands between clients and the server that ``clients.py`` runs: it tells their requests
-apart, refuses some once, sees which are given up, and records them.
+"""A middleware between clients and the server of ``clients.py``.
 
-A client's base URL is ``/at/ROW/ABILITY``. The server gets what follows.
+It assigns requests to rows and abilities, refuses some once, records the requests, and detects
+disconnects. A client's base URL is ``/at/ROW/ABILITY``. The server gets the rest of the path.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from quire.server.errors import busy, error_response
 
 PREFIX = re.compile(r"^/at/([^/]+)/([^/]+)(/.*)$")
 MADE = re.compile(r"\b(?:resp|call|fc|msg|rs)_[0-9a-f]{16,}")
-"""Ids that the server makes, and that come back in later requests."""
+"""Ids that the server makes and that return in later requests."""
 REFUSED_ONCE = "retry"
-"""The ability whose first request gets 429, as this server says it."""
+"""The ability whose first request gets 429, in this server's form."""
 KEPT_HEADERS = ("accept", "content-type", "anthropic-version", "anthropic-beta", "openai-beta")
-"""Headers without keys, addresses and what the machine is."""
+"""Recorded headers: without keys, addresses and facts about the machine."""
 OVERFLOW = "{overflow}"
-"""What stands in a recording for a prompt that is longer than the context."""
+"""Placeholder in a recording for a prompt that is longer than the context."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Seen:
-    """One request, and how it ended."""
+    """One request, and its outcome."""
 
     method: str
     path: str
@@ -38,11 +38,11 @@ class Seen:
     answer: bytearray = field(default_factory=bytearray)
     ended: bool = False
     given_up: bool = False
-    """The client went away before the answer's end."""
+    """Whether the client disconnected before the answer's end."""
 
     @property
     def code(self) -> str | None:
-        """Return the code of an error's answer."""
+        """The code of an error's answer."""
         try:
             return str(json.loads(self.answer)["error"]["code"])
         except (ValueError, LookupError, TypeError):
@@ -50,7 +50,7 @@ class Seen:
 
     @property
     def made(self) -> list[str]:
-        """Return the ids that the answer told, each once."""
+        """The ids in the answer, each once."""
         return list(dict.fromkeys(MADE.findall(self.answer.decode())))
 
 
@@ -109,10 +109,10 @@ def recording(
     abilities: Iterator[str] | tuple[str, ...],
     overflow: str,
 ) -> dict[str, Any]:
-    """Return what a client sent as a JSON object: each request once, in the order of ``abilities``,
-    without texts that are long and ids that are new each time.
+    """Return a client's requests as a JSON object: each once, in the order of ``abilities``,
+    without long texts and new ids.
 
-    ``{made.N.K}`` in a path or body is the id number K of those that the answer to request N told.
+    ``{made.N.K}`` in a path or body is id number K in the answer to request N.
     """
     requests: list[dict[str, Any]] = []
     known: dict[str, str] = {}
@@ -140,7 +140,7 @@ def recording(
 
 
 def write_recording(found: dict[str, Any], folder: Path) -> None:
-    """Write one request a line, so that a change of one shows as one."""
+    """Write one request a line, so that a changed request is one changed line."""
     head = {key: value for key, value in found.items() if key != "requests"}
     lines = ",\n".join("  " + json.dumps(one, ensure_ascii=False) for one in found["requests"])
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,15 +1,14 @@
-"""Clients that other people wrote, against the server: each must get what the engine says in this
-process, and the table says of what.
+"""Third-party clients against the server: each must get the engine's own results.
 
 The clients are in ``client_programs``, with their versions: Python ones in ``requirements.txt``,
 npm ones in ``package.json``; ``make test-clients`` installs and runs them. Each program runs in a
 process of its own, with the clients' interpreter or Node. Those that are not installed are named.
 
 The columns: ``text`` (whole, to the letter), ``stream`` (the same in pieces), ``tools`` (a forced
-call, whole and streamed where the client does both, and a turn with its result), ``structured``
-(answers in a JSON schema), ``cancel`` (a stream that is given up ends in the server too),
-``retry`` (429 is repeated), ``overflow`` (the client tells a context that is too small from other
-errors), ``details`` (samples, seeds, stops, log-probabilities, likelihoods, kept responses, ...).
+call, whole and streamed if the client does both, and a turn with its result), ``structured``
+(answers in a JSON schema), ``cancel`` (a cancelled stream ends in the server too), ``retry`` (429
+is repeated), ``overflow`` (the client distinguishes a context that is too small from other errors),
+``details`` (samples, seeds, stops, log-probabilities, likelihoods, kept responses, ...).
 
 The server runs on the CPU in float32, like the engine that it is compared with; a model without a
 chat template gets a plain one. Texts are greedy or seeded, and must be the same to the letter.
@@ -76,19 +75,19 @@ ROWS: dict[str, str] = {
     "ai-sdk-openai-compatible": "with_ai_sdk.mjs",
     "ai-sdk-anthropic": "with_ai_sdk.mjs",
 }
-"""The rows of the table, and the program that has each."""
+"""The rows of the table, with the program of each."""
 STOPPED = ("agents-chat", "agents-responses")
-"""Rows whose client takes no answer that was cut at ``max_tokens``, so that ``STOPS`` end it."""
+"""Rows whose client rejects answers cut at ``max_tokens``, so that ``STOPS`` end them."""
 ENDLESS = 3000
-"""Tokens of an answer that a client gives up."""
+"""Tokens of an answer that a client cancels."""
 PROGRAM_SECONDS = 300.0
 REST_SECONDS = 10.0
 SETTINGS = ServerSettings(served_model_name=NAME, tool_call_parser="hermes")
-"""The model's template shows no way to write calls, so that the server must be told one."""
+"""The model's template shows no form of calls, so the server needs the name of a parser."""
 ENVIRONMENT = {
     "NO_PROXY": "*",
     "PYTHONDONTWRITEBYTECODE": "1",
-    # No program asks the network for prices, models or updates, or tells it anything.
+    # No program may request prices, models or updates from the network, or send telemetry.
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "HF_HUB_OFFLINE": "1",
     "DO_NOT_TRACK": "1",
@@ -100,14 +99,14 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
-    """A server, and what it has been asked."""
+    """A server, and its recorded requests."""
 
     url: str
     llm: AsyncLLM
     seen: dict[tuple[str, str], list[Seen]]
 
     def at_rest(self) -> bool:
-        """Return whether nothing runs any more, after a while."""
+        """Return True if nothing runs any more, after waiting a while."""
         deadline = time.monotonic() + REST_SECONDS
         while self.llm.engine.has_work and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -122,7 +121,7 @@ def watched_server(model: str) -> Iterator[Watched]:
     execute = llm.engine.runner.execute
 
     def unhurried(*given: Any) -> Any:
-        # However quick a model is, an answer that is streamed comes in pieces.
+        # A streamed answer arrives in several pieces, also from a fast model.
         time.sleep(0.005)
         return execute(*given)
 
@@ -146,8 +145,8 @@ def watched_server(model: str) -> Iterator[Watched]:
 
 
 def run_program(row: str, task: dict[str, Any], python: Path) -> tuple[str | None, dict[str, Any], str]:
-    """Run the program of a row. Return the client's version (None: it is not installed), what it
-    told of each ability, and what it wrote last."""
+    """Run the program of a row. Return the client's version (None: it is not installed), its value
+    for each ability, and its last output."""
     program = PROGRAMS / ROWS[row]
     with tempfile.TemporaryDirectory(prefix="quire-client-") as directory:
         given, results = Path(directory, "task.json"), Path(directory, "results.jsonl")
@@ -184,7 +183,7 @@ def run_program(row: str, task: dict[str, Any], python: Path) -> tuple[str | Non
 
 
 def judged(row: str, ability: str, told: dict[str, Any], watched: Watched, text: str, details: Any) -> str:
-    """Return "ok", or "failed: why": by what the client told, and by what the server saw of it."""
+    """Return "ok", or "failed: why", by the client's value and the server's records."""
     found = str(told["error"]) if "error" in told else complaint(ability, told["value"], text, details)
     seen = watched.seen.get((row, ability), [])
     if found is None and (broken := [one.status for one in seen if one.status >= 500]):
@@ -204,9 +203,9 @@ def run_clients(
     python: Path = PYTHON,
     record: Path | None = None,
 ) -> dict[str, Any]:
-    """Run the programs of ``rows``, print a table and one JSON line, return what the line holds.
+    """Run the programs of ``rows``, print a table and one JSON line; return the line's content.
 
-    ``record``: a folder for what each client sent.
+    ``record``: a folder for each client's requests.
     """
     unknown = [row for row in rows if row not in ROWS]
     if unknown or not rows:
@@ -256,7 +255,7 @@ def run_clients(
 
 
 def complaints(line: dict[str, Any]) -> list[str]:
-    """Return what failed, and what could not be run, of the values of ``run_clients``."""
+    """Return the failures, and the rows that could not be run, of the values of ``run_clients``."""
     said = []
     for row, one in line["clients"].items():
         if "why" in one:

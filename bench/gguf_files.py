@@ -1,7 +1,7 @@
 """GGUF files of checkpoints in the directory format of ``transformers``, for llama.cpp.
 
-Needs ``numpy``, ``gguf`` and for quantised files ``llama_cpp`` only, since it runs in the
-environment of llama.cpp. Covers what ``checkpoints.py`` makes: Llama and Qwen3 with tied
+Needs ``numpy``, ``gguf`` and for quantised files ``llama_cpp`` only, because it runs in the
+environment of llama.cpp. Covers the checkpoints of ``checkpoints.py``: Llama and Qwen3 with tied
 embeddings, in one file of bfloat16.
 
 Letters: H heads, D head size, E width.
@@ -24,7 +24,8 @@ Array = NDArray[np.float32]
 
 
 def gguf_file(model: Path, kind: str) -> Path:
-    """The file of the checkpoint in directory ``model``, beside that; written if it is not there.
+    """Return the file of the checkpoint in directory ``model``, beside it; write it if it is
+    missing.
 
     ``kind`` is the type of the matrices: ``BF16``, ``F32``, ``Q8_0``, ``Q4_0``. Vectors are F32.
     """
@@ -41,7 +42,7 @@ def gguf_file(model: Path, kind: str) -> Path:
 
 
 def quantize(source: Path, kind: str, path: Path) -> None:
-    """Let llama.cpp quantise the file ``source``, as its users do: of ``Q4_0`` the map to logits
+    """Let llama.cpp quantise the file ``source``, as its users do: in ``Q4_0`` the map to logits
     has 6 or 8 bits.
 
     Raises:
@@ -59,7 +60,7 @@ def write_gguf(model: Path, kind: str, path: Path) -> None:
     """Write the checkpoint in directory ``model`` to ``path``.
 
     Raises:
-        ValueError: not a model whose weights have known places in the file.
+        ValueError: a model whose weights have no known places in the file.
     """
     import gguf
 
@@ -84,7 +85,7 @@ def write_gguf(model: Path, kind: str, path: Path) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(size)
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    # No vocabulary: tokens are ids, and llama.cpp makes this many without texts.
+    # No vocabulary: tokens are only ids, and llama.cpp makes this many without texts.
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(config["vocab_size"])
     factors = rope_factors(config["rope_parameters"], size)
@@ -107,7 +108,8 @@ def write_gguf(model: Path, kind: str, path: Path) -> None:
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Array]]:
-    """Yield the names and values of a safetensors file of bfloat16, which numpy does not know."""
+    """Yield the names and values of a safetensors file of bfloat16, which numpy does not
+    support."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         start = file.tell()
@@ -133,7 +135,7 @@ def interleave_pairs(weight: Array, heads: int) -> Array:
 
 
 def rope_factors(rope: dict[str, Any], size: int) -> Array | None:
-    """Return what each pair's frequency is divided by, as Llama 3 scales it; None if unscaled.
+    """Return the divisor of each pair's frequency in Llama 3's scaling; None if unscaled.
 
     Raises:
         ValueError: another kind of scaling.

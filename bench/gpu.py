@@ -1,15 +1,15 @@
-"""Quire on one CUDA device, against what the device can do and beside transformers: ``make
+"""Quire on one CUDA device, against the device's limits and beside transformers: ``make
 gpu-bench``.
 
 The device's limits come first, measured in the same run: a copy (bytes read and written) and the
 product of two bfloat16 matrices of 8,192 x 8,192. Then, one table and one JSON line for each part:
 
 * ``attention``: decodes, prompts and latent decodes of models' shapes, by the Triton kernels, as
-  shares of these limits, by FlashInfer where it is installed, and by PyTorch's operations;
+  shares of these limits, by FlashInfer if it is installed, and by PyTorch's operations;
   ``--tune`` tries other sizes of programs;
 * ``recurrence``: the same of recurrent layers and their convolutions;
-* ``latency``: decodes of batch 1 and 64 behind 1,024 tokens, prompts of 8,192, of models' shapes;
-* ``contexts``: decodes of batch 64 behind 8,192 tokens, or of as many sequences as fit;
+* ``latency``: decodes of batch 1 and 64 after 1,024 tokens, prompts of 8,192, of models' shapes;
+* ``contexts``: decodes of batch 64 after 8,192 tokens, or of as many sequences as fit;
 * ``peers``: ``latency``, and 256 requests of 100 to 1,024 tokens in and out, each in turn with
   transformers, with half of the memory;
 * ``throughput``: these requests with all of the memory;
@@ -18,13 +18,14 @@ product of two bfloat16 matrices of 8,192 x 8,192. Then, one table and one JSON 
   and the share of it in which the device is busy;
 * ``float8``: products with 8-bit weights beside bfloat16, ``experts``: of stacks of experts;
   ``quantized``: ``latency`` with them;
-* ``copies``: copies of pages inside of the pool; ``draws``: tokens of rows with a temperature.
+* ``copies``: copies of pages inside the pool; ``draws``: tokens of rows with a temperature.
 
 Weights are random and made on the device. Nothing is downloaded. Each part, of each model, has a
-process of its own: one that fails, or leaves the device in a state in which nothing runs, does not
-keep others from their numbers. The last lines say which failed.
-``python bench/gpu.py [--parts attention,latency,copies] [--models qwen3-0.6b] [--tune]``
-``python bench/gpu.py --device cpu --models quick`` tries the parts of models without a GPU.
+process of its own: a part that fails, or leaves the device unusable, does not prevent the others.
+The last lines name the failed parts.
+
+``python bench/gpu.py [--parts attention,latency,copies] [--models qwen3-0.6b] [--tune]``; with
+``--device cpu --models quick`` it tries the parts of models without a GPU.
 """
 
 from __future__ import annotations
@@ -135,16 +136,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""``config.json`` of each shape; what it lacks is transformers' default."""
+"""``config.json`` of each shape; missing fields have transformers' defaults."""
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
 def drawn_checkpoint(name: str, directory: Path, device: torch.device) -> Path:
-    """Return the directory of a shape's checkpoint with random weights; write it if it is not
-    there. Values are drawn on the device.
-    """
+    """Return the directory of a shape's checkpoint with random weights; write it if it is missing.
+    Values are drawn on the device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = directory.expanduser() / f"gpu-{name}"
@@ -253,7 +253,7 @@ CASES = (
 
 
 def call_of(case: Attended, backend: AttentionBackend, device: torch.device) -> Callable[[], object]:
-    """Return the call of one layer. Layers take turns, so that no cache holds what a call reads."""
+    """Return the call of one layer. Layers take turns, so that no cache holds a call's data."""
     dtype, slots = torch.bfloat16, case.batch * -(-case.keys // PAGE_SIZE) * PAGE_SIZE
     number = max(1, min(8, (256 << 20) // case.bytes + 1))
     layers = []
@@ -279,7 +279,7 @@ def call_of(case: Attended, backend: AttentionBackend, device: torch.device) -> 
 
 
 failures: list[str] = []
-"""What could not be measured."""
+"""Names of the failed measurements."""
 
 
 def seconds_of(call: Callable[[], object], rounds: int) -> float:
@@ -305,7 +305,7 @@ def _seconds_of(call: Callable[[], object], rounds: int) -> float:
 
 
 class Deferred:
-    """``call_of``, which takes memory, at the first call."""
+    """``call_of``, made at the first call, because it takes memory."""
 
     def __init__(self, *given: Any) -> None:
         self._given, self._call = given, None
@@ -316,7 +316,7 @@ class Deferred:
 
 
 def attention(device: torch.device, found: Hardware, rounds: int, chosen: str, tune: bool) -> dict[str, Any]:
-    """Measure attention of one layer, of cases whose names hold ``chosen``; print a table."""
+    """Measure attention of one layer, of cases whose names contain ``chosen``; print a table."""
     rows: list[dict[str, object]] = []
     copy, peak = found["copy_gbps"] * 1e9, found["peak_tflops"]["bfloat16"] * 1e12
     if problem := flashinfer_problem(device):
@@ -339,7 +339,7 @@ def attention(device: torch.device, found: Hardware, rounds: int, chosen: str, t
 
 
 def by_flashinfer(case: Attended, device: torch.device, rounds: int) -> dict[str, object]:
-    """Return FlashInfer's time, or why it does not run the case."""
+    """Return FlashInfer's time, or the reason why it does not run the case."""
     backend = FlashInferAttention()
     spec = FullAttention(
         num_heads=case.heads, num_kv_heads=case.kv_heads, head_dim=case.key_size, value_dim=case.value_size
@@ -351,14 +351,12 @@ def by_flashinfer(case: Attended, device: torch.device, rounds: int) -> dict[str
 
 
 def _shares(case: Attended, seconds: float, copy: float, peak: float) -> dict[str, object]:
-    """Return the shares of both limits; the larger one is how near the kernel is."""
+    """Return the shares of both limits; the larger one is the kernel's efficiency."""
     return {"of copy": f"{case.bytes / seconds / copy:.0%}", "of GEMM": f"{case.operations / seconds / peak:.0%}"}
 
 
 def tuned(case: Attended, device: torch.device, rounds: int) -> dict[str, object]:
-    """Return the fastest size of programs for a case, then how many there should be, and the
-    time.
-    """
+    """Return the fastest size of programs for a case, their number, and the time."""
     usual, programs = triton_attention.settings, dict(triton_attention.PROGRAMS)
     times: dict[tuple[Settings, int], float] = {}
 
@@ -436,9 +434,8 @@ def captured(path: str, name: str, arguments: argparse.Namespace) -> dict[str, A
 
 
 def decoded(llm: LLM, batch: int, steps: int) -> tuple[float, float]:
-    """Return the microseconds of an engine's step with ``batch`` decodes, and the share in which
-    the device computes (0 on a CPU).
-    """
+    """Return the microseconds of an engine's step with ``batch`` decodes, and the device's busy
+    share (0 on a CPU)."""
     engine, device = llm.engine, llm.model.device
     length = min(512, engine.max_model_len // 4)
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=min(2 * steps + 40, engine.max_model_len // 2))
@@ -446,7 +443,7 @@ def decoded(llm: LLM, batch: int, steps: int) -> tuple[float, float]:
     requests = [one for prompt in prompts for one in engine.submit(prompt, params)]
     while not all(request.output.token_ids for request in requests):
         engine.step()
-    # Behind the first step of a size, which compiles, and the second, which is captured.
+    # Skip the first step of a size (it compiles) and the second (it is captured).
     for _ in range(4):
         engine.step()
     steps = min(steps, params.max_tokens - max(len(request.output.token_ids) for request in requests) - 24)
@@ -468,7 +465,8 @@ def decoded(llm: LLM, batch: int, steps: int) -> tuple[float, float]:
 
 
 def fitting(name: str, length: int, device: torch.device) -> int:
-    """Return how many sequences of a shape fit into the pool beside its weights, at most 64."""
+    """Return the number of sequences of a shape that fit into the pool beside its weights, at most
+    64."""
     shape = MODELS[name]
     row = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     width, inner = shape["hidden_size"], shape["intermediate_size"]
@@ -480,7 +478,7 @@ def fitting(name: str, length: int, device: torch.device) -> int:
 
 
 def measured(part: str, name: str, arguments: argparse.Namespace, found: Hardware) -> None:
-    """Measure one part, of one model if it is of models, in this process."""
+    """Measure one part, of one model if the part is of models, in this process."""
     device, facts = torch.device(arguments.device), {"benchmark": "gpu", "hardware": found}
     copy, peak = found["copy_gbps"] * 1e9, found["peak_tflops"]["bfloat16"] * 1e12
     if part == "attention":
@@ -494,7 +492,7 @@ def measured(part: str, name: str, arguments: argparse.Namespace, found: Hardwar
 
 
 def refusal(part: str, device: torch.device) -> str:
-    """Return why a part cannot be measured on a device; "" if it can."""
+    """Return the reason why a part cannot be measured on a device; "" if it can."""
     if part in ("float8", "quantized"):
         return float8_problem(device)
     if part == "experts":
@@ -505,7 +503,7 @@ def refusal(part: str, device: torch.device) -> str:
 
 
 def main() -> int:
-    """Measure and print; 1 if a part failed, 2 without a device."""
+    """Measure and print; return 1 if a part failed, 2 without a device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--models", default="qwen3-0.6b,llama-3-8b", help=f"of {', '.join(MODELS)}")
@@ -549,7 +547,8 @@ def main() -> int:
 
 
 def limits_of(arguments: argparse.Namespace) -> Hardware:
-    """Return the device's limits, measured in another process, which gives back its memory."""
+    """Return the device's limits, measured in another process, which frees its memory at its
+    end."""
     code = "import json, sys; from quire_bench.hardware import measure; "
     code += "print(json.dumps(measure(device=sys.argv[1], seconds=float(sys.argv[2]))))"
     command = [sys.executable, "-c", code, arguments.device, str(arguments.seconds)]

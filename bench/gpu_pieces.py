@@ -1,5 +1,5 @@
-"""The parts ``float8``, ``experts``, ``copies`` and ``draws`` of ``bench/gpu.py``: one kernel or
-two each.
+"""The parts ``float8``, ``experts``, ``copies`` and ``draws`` of ``bench/gpu.py``: one or two
+kernels each.
 
 Letters: as in ``contracts``.
 """
@@ -22,14 +22,14 @@ from quire.ops.filters import KernelDraws, candidates
 from quire.ops.rows import REFERENCE_ROWS
 
 Timer: TypeAlias = Callable[[Callable[[], object], int], float]
-"""Returns the median seconds of a call, of so many rounds."""
+"""Returns the median seconds of a call over a number of rounds."""
 MAPS = {"qkv": (6144, 4096), "gate and up": (28_672, 4096), "down": (4096, 14_336)}
 """Outputs and inputs of Llama-3-8B's maps."""
 STACKS = {"gate and up": (128, 1536, 2048), "down": (128, 2048, 768)}
-"""Experts, outputs and inputs of Qwen3-30B-A3B's, of which a token takes 8."""
+"""Experts, outputs and inputs of Qwen3-30B-A3B, of which a token uses 8."""
 VOCABULARY = 151_936
 LAYERS, SLOTS = 32, 1 << 14
-"""Of the pools in which pages are copied: 2 GiB of K and V."""
+"""Layers and slots of the pools in which pages are copied: 2 GiB of K and V."""
 
 
 def float8_products(
@@ -40,7 +40,7 @@ def float8_products(
     rows: list[dict[str, object]] = []
     with torch.inference_mode():
         for name, (outs, ins) in MAPS.items():
-            # Several weights in turn, so that no cache holds what a call reads.
+            # Alternate between several weights, so that no cache holds the operands of a call.
             weights = [torch.randn(outs, ins, dtype=torch.bfloat16, device=device) * 0.02 for _ in range(4)]
             maps = [Float8Linear().pack(weight, None, "fp8") for weight in weights]
             for count in (1, 64, 8192):
@@ -76,7 +76,7 @@ def expert_products(
             stack = Float8Linear().pack_stack(weight_XOI, "fp8")
             for count in (1, 64, 8192):
                 x_PI = torch.randn(8 * count, ins, dtype=torch.bfloat16, device=device)
-                # Several choices in turn, so that no cache holds what a call reads.
+                # Alternate between several choices, so that no cache holds the operands of a call.
                 chosen = [torch.randint(experts, (8 * count,), device=device) for _ in range(4)]
                 ends = [one.bincount(minlength=experts).cumsum(0).int() for one in chosen]
                 taken, plain = (
@@ -95,8 +95,8 @@ def expert_products(
 
 
 def copies(device: torch.device, copy: float, peak: float, rounds: int, seconds_of: Timer) -> list[dict[str, object]]:
-    """Return rows of a table: copies of pages in pools of K and V of Llama-3-8B's layers, as forks
-    make them when they write. ``copy``: bytes a second of the device."""
+    """Return rows of a table: copies of pages in pools of K and V of Llama-3-8B's layers, as in
+    writes to forks. ``copy``: bytes a second of the device."""
     del peak
     rows: list[dict[str, object]] = []
     pools = [torch.zeros(LAYERS, SLOTS, 8, 128, dtype=torch.bfloat16, device=device) for _ in range(2)]
@@ -116,12 +116,12 @@ def copies(device: torch.device, copy: float, peak: float, rounds: int, seconds_
 
 def draws(device: torch.device, copy: float, peak: float, rounds: int, seconds_of: Timer) -> list[dict[str, object]]:
     """Return rows of a table: tokens of rows with a temperature, without and with top-k and top-p,
-    as a step draws them; ``copy``: bytes a second of the device."""
+    as drawn in a step; ``copy``: bytes a second of the device."""
     del peak
     rows: list[dict[str, object]] = []
     for filters in ({}, {"top_k": 50}, {"top_p": 0.95}):
         for count in (1, 64, 256):
-            # Spread as logits are: few tokens hold most of the weight.
+            # Distributed like real logits: few tokens hold most of the probability.
             z_RV = 3 * torch.randn(count, VOCABULARY, device=device)
             params = dict.fromkeys(range(count), SamplingParams(temperature=0.8, **filters))  # type: ignore[arg-type]
             uniforms, max_R = [0.5] * count, z_RV.amax(-1)

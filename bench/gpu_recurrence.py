@@ -19,8 +19,8 @@ from quire.kernels.triton_recurrence import TritonRecurrence
 
 @dataclass(frozen=True)
 class Recurring:
-    """One layer over ``batch`` sequences with ``count`` new tokens, as float32 like models give
-    them; a convolution of H * V channels in bfloat16 if it has taps."""
+    """One layer over ``batch`` sequences with ``count`` new tokens, in float32 as from models; a
+    convolution of H * V channels in bfloat16 if it has taps."""
 
     name: str
     batch: int
@@ -30,7 +30,7 @@ class Recurring:
     values: int
     delta: bool = False
     shared: bool = False
-    """One q and k for all heads."""
+    """Whether all heads share one q and k."""
     taps: int = 0
 
     @property
@@ -49,14 +49,14 @@ class Recurring:
         return 2 * self.batch * self.count * self.heads * self.values * products
 
     def plan(self) -> RecurrencePlan:
-        """Return the plan of chains whose last states are wanted."""
+        """Return the plan of chains with their last states wanted."""
         starts = np.arange(self.batch + 1) * self.count
         parents, given = np.arange(starts[-1]) - 1, np.full(starts[-1], -1)
         parents[starts[:-1]], given[starts[:-1]] = -1, np.arange(self.batch)
         return RecurrencePlan(starts=starts, parents=parents, given=given, wanted=starts[1:] - 1, chains=True)
 
     def call(self, backend: RecurrenceBackend, device: torch.device) -> Callable[[], object]:
-        """Return the call of one layer, on states in a pool where the backend takes them there."""
+        """Return the call of one layer, on states in a pool if the backend supports that."""
         plan, tokens = self.plan(), self.batch * self.count
         sources, targets = torch.arange(2 * self.batch, device=device).chunk(2)
 

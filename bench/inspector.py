@@ -1,13 +1,13 @@
-"""What looking costs a running engine, and how long a look takes.
+"""Cost of the inspector for a running engine, and the time of its readers.
 
-*Decoding*: a batch of the bundled model decodes in a server at which nobody looks, to which viewers
-listen (``/v1/state/events``), and at which they look: at each event every one fetches all
-documents, as the page does. The three take turns, and ratios are within a round: of the time that
-passed, and of the time that the server's process computed. The second one counts: viewers are a
-process of their own, which takes time from the engine only where no core is to spare.
+*Decoding*: a batch of the bundled model decodes in a server without viewers, with viewers that
+listen (``/v1/state/events``), and with viewers that fetch all documents at each event, as the page
+does. The three take turns, and ratios are within a round: of elapsed time, and of the server
+process's compute time. The second one counts: viewers are a process of their own, which takes time
+from the engine only if no core is spare.
 
-*Readers*: the time of each, and for how long the engine waits, over a pool of ``--pages`` pages,
-most of them taken, by ``--sessions`` sessions that part from common beginnings.
+*Readers*: the time of each, and the time for which the engine waits, over a pool of ``--pages``
+pages, most of them taken, by ``--sessions`` sessions with common beginnings.
 
 ``python bench/inspector.py [--viewers 4] [--rounds 8] [--pages 10000] [--sessions 1000]``
 """
@@ -35,21 +35,21 @@ from quire.server.state_answers import encoded_document
 from quire_bench.reports import Spread, interleave, print_json, print_table
 
 TARGET = 0.02
-"""The most that looking may take of the time."""
+"""Largest share of the time that viewers may take."""
 DOCUMENTS = ("", "/history", "/pages?pool=0", "/pages/0/0", "/tiers")
-"""What a viewer fetches at each event, besides the steps that it does not know yet."""
+"""Documents that a viewer fetches at each event, besides the new steps."""
 NOBODY, LISTENING, LOOKING = "nobody looks", "viewers listen", "viewers look"
 TOKEN_BYTES = 8192
-"""Of the bundled model's state in float32."""
+"""Bytes of a token of the bundled model's state in float32."""
 BASES = 20
-"""Beginnings that the sessions share."""
+"""Number of beginnings that the sessions share."""
 
 
 # -- viewers, in a process of their own ------------------------------------------------------------
 
 
 class Viewers:
-    """Threads that listen to a server, and look at it while they are told to."""
+    """Threads that listen to a server, and fetch documents on command."""
 
     def __init__(self, address: str, count: int) -> None:
         self.address = address
@@ -59,7 +59,8 @@ class Viewers:
         self._lock = threading.Lock()
 
     def run(self, orders: IO[str], answers: IO[str]) -> None:
-        """Obey lines ("viewers look" and the like, "end") and answer each when it is obeyed."""
+        """Execute lines ("viewers look" and the like, "end") and answer each after its
+        execution."""
         for order in orders:
             self.fetched = self.events = 0
             over, threads = threading.Event(), list[threading.Thread]()
@@ -105,8 +106,8 @@ class Viewers:
 
 @contextmanager
 def viewers(url: str, count: int) -> Iterator[Callable[[str], dict[str, int]]]:
-    """Start the viewers' process. The callable tells them what to do; called with "" it ends that
-    and returns how many events came and how many documents were fetched."""
+    """Start the viewers' process. Yield a function that gives them an order; called with "" it ends
+    the order and returns the numbers of events and of fetched documents."""
     command = [sys.executable, str(Path(__file__)), "--serve-viewers", url.removeprefix("http://"), str(count)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -136,7 +137,7 @@ def decoding(count: int, rounds: int, batch: int, tokens: int) -> dict[str, obje
     thread.start()
     seen: dict[str, list[dict[str, int]]] = {LISTENING: [], LOOKING: []}
     work: dict[str, list[float]] = {kind: [] for kind in (NOBODY, LISTENING, LOOKING)}
-    """Seconds that the process has computed."""
+    """Seconds of compute of the process."""
     try:
         while not server.started:
             time.sleep(0.01)
@@ -221,7 +222,7 @@ def readers(pages: int, sessions: int, rounds: int) -> dict[str, object]:
         times: dict[str, list[float]] = {name: [] for name in (*steps, "lock held")}
         sizes: dict[str, int] = {}
         for _ in range(rounds + 1):
-            # What is made of a reading once is made anew in each round.
+            # Properties that a reading computes once must be computed anew in each round.
             state = views.state()
             times["lock held"].append(state.reading.seconds)
             for name, step in steps.items():

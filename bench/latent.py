@@ -1,11 +1,11 @@
 """Latent attention (MLA): rows in absorbed form against keys and values of all heads, for decodes,
 prompts and chunks.
 
-On the attention of some layers with the sizes of DeepSeek-V2-Lite and DeepSeek-V3: what the KV
-state does (*latent*) beside storing the keys and values of all heads (*expanded*) and beside
-expanding all rows for each token (*anew*); prompts and chunks beside attending to rows only
-(*absorbed*). Each form is compared with float64. A form that needs too much memory or time is left
-out and says why.
+On the attention of some layers with the sizes of DeepSeek-V2-Lite and DeepSeek-V3: the KV state's
+form (*latent*) beside storing the keys and values of all heads (*expanded*) and beside expanding
+all rows for each token (*anew*); prompts and chunks beside attending to rows only (*absorbed*).
+Each form is compared with float64. A form that needs too much memory or time is left out with the
+reason.
 
 ``python bench/latent.py [--geometries v2-lite,v3] [--batches 1,4,16] [--histories 512,2048,8192]
 [--rounds 5] [--small]``
@@ -42,8 +42,8 @@ def cells(geometry: str, arguments: argparse.Namespace) -> list[Cell]:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print the table and the JSON line, return what it holds."""
-    most_bytes = parse_bytes(arguments.memory)  # what is refused is refused before anything is measured
+    """Measure, print the table and the JSON line; return the line's content."""
+    most_bytes = parse_bytes(arguments.memory)  # invalid sizes are refused before any measurement
     hardware = measure(device=arguments.device, seconds=1.0 if arguments.small else 8.0)
     results: list[CellResult] = [
         measure_cell(

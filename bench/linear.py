@@ -1,8 +1,8 @@
-"""Linear maps: the C++ products against PyTorch's, plain and with weights that oneDNN has packed.
+"""Linear maps: the C++ products against PyTorch's, plain and with weights packed by oneDNN.
 
 A decode reads all weights once, so each candidate runs over as many different maps as do not fit
-into the caches. What a product reads and multiplies is also given as a share of the read bandwidth
-and of the GEMM peak that the same run measures.
+into the caches. The bytes and operations of a product are also given as shares of the read
+bandwidth and of the GEMM peak, measured in the same run.
 
 ``python bench/linear.py [--shapes 3072x576,8192x2048] [--rows 1,4,16,512] [--dtypes
 bfloat16,float32] [--rounds 5] [--small]``
@@ -27,7 +27,7 @@ from quire_bench.hardware import measure
 from quire_bench.reports import interleave, print_json, print_table
 
 WEIGHT_BYTES = 400 << 20
-"""Of the float32 weights of all maps of a shape, unless ``--small``."""
+"""Bytes of the float32 weights of all maps of a shape, unless ``--small``."""
 
 
 Product: TypeAlias = Callable[[Any], Tensor]
@@ -39,7 +39,7 @@ def each(product: Product, maps: Sequence[Any]) -> None:
 
 
 def candidates(weights: list[Tensor], x_TI: Tensor) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
-    """Return what runs all maps, and the bytes of weights that it reads, by name."""
+    """Return functions that run all maps, and the bytes of weights that they read, by name."""
     kernel = native_linear()
     if kernel is None:
         raise Unsupported(native_problem())
@@ -62,7 +62,7 @@ def candidates(weights: list[Tensor], x_TI: Tensor) -> tuple[dict[str, Callable[
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print the table and the JSON line, return what it holds."""
+    """Measure, print the table and the JSON line; return the line's content."""
     hardware = measure(seconds=1.0 if arguments.small else 8.0)
     lines: list[dict[str, Any]] = []
     for dtype_name in arguments.dtypes:

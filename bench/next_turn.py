@@ -1,9 +1,9 @@
-"""What it is worth to run an answer again, in idle time, as the next prompt begins.
+"""Gain of running an answer again in idle time, in the form in which the next prompt begins.
 
 A turn has a prompt, a thought and an answer; the next prompt has the answer without the thought,
-and a question. Four ways in turn, of each the seconds to the next turn's first token: the history
-is not run again; it was run again before; the question comes while it is run, after one step of
-that; and the same question in a conversation without thoughts, the least that can be reached.
+and a question. Four ways in turn, each with the seconds to the next turn's first token: the history
+is not run again; it was run again before; the question arrives while it is run, after one step of
+that; and the same question in a conversation without thoughts, the lower bound.
 
 ``python bench/next_turn.py [--model tiny-python] [--prompt 1000] [--thought 300] [--answer 600]
 [--question 30] [--rounds 5]``

@@ -1,14 +1,13 @@
-"""What a step costs beside the model: grammars, the scheduler, the attention plan, sampling, text.
+"""Cost of a step beside the model: grammars, the scheduler, the attention plan, sampling, text.
 
 Two measurements at a batch of 16. *Grammars*: the same prompts generated freely, under a JSON
 schema and under a regex, in turn; the median time of a step in which all of them run is compared
-within each round. The model has random weights, so hardly ever does its best token fit, and every
-step needs every mask: the worst case. *Known* are the same grammars with a model that writes the
-form by itself, as trained ones do: the text of the rounds before is the one that it prefers (its
-logits are raised). *Shares*: the parts of a step, of a free batch and of each kind of grammar, by
-clocks around the engine's methods; they are rounds of their own, since clocks cost time too. A
-part's time is without that of the parts inside of it. On a GPU it is the time of the host, which
-kernels may overlap.
+within each round. The model has random weights, so its best token hardly ever fits, and every step
+needs every mask: the worst case. *Known* are the same grammars with a model that writes the form by
+itself, as trained ones do: it prefers the text of the rounds before (its logits are raised).
+*Shares*: the parts of a step, of a free batch and of each kind of grammar, by clocks around the
+engine's methods; they are rounds of their own, because clocks cost time too. A part's time excludes
+the parts inside it. On a GPU it is the time of the host, which kernels may overlap.
 
 ``python bench/overheads.py [--shape smollm2-135m] [--batch 16] [--rounds 5]``
 """
@@ -48,12 +47,12 @@ from quire_bench.latency import synchronize
 from quire_bench.reports import Spread, interleave, print_json, print_table, random_prompts
 
 KNOWN = "known: "
-"""Before the name of a kind: the model writes the form by itself."""
+"""Prefix of the name of a kind whose form the model writes by itself."""
 
 TARGET = 0.05
-"""The most that a grammar may add to a step."""
+"""Largest share of a step that a grammar may add."""
 PLAN_TARGET = 0.03
-"""The most that scheduler and plan may take of it."""
+"""Largest share of a step for scheduler and plan."""
 
 ITEM = {
     "type": "object",
@@ -71,11 +70,11 @@ REGEX_ITEM = r"\d{1,4}: [a-z_]{1,12}\([a-z, ]{0,20}\) -> (int|str|None|list\[int
 SCHEDULER, PLAN, DETOKENIZER, SAMPLING = "scheduler", "attention plan", "detokenizer", "sampling"
 KV = "KV bookkeeping"
 COUNTED, TOGETHER = (SCHEDULER, KV, PLAN), "scheduler and plan"
-"""What the target for scheduler and plan counts, and the name of their sum."""
+"""The parts that the target for scheduler and plan counts, and the name of their sum."""
 
 
 def grammars(items: int) -> dict[str, dict[str, Any]]:
-    """Structured outputs whose text is not over before it has so many items."""
+    """Return structured outputs whose text has at least ``items`` items."""
     array = {"type": "array", "items": ITEM, "minItems": items, "maxItems": items}
     return {
         "JSON schema": {"json": array},
@@ -87,14 +86,12 @@ def grammars(items: int) -> dict[str, dict[str, Any]]:
 
 
 class Preferences:
-    """Raises the logits of the tokens that a text goes on with; in place of the ``sample`` that the
-    engine draws with.
-    """
+    """Raises the logits of the next tokens of a text; replaces the engine's ``sample``."""
 
     def __init__(self) -> None:
         self._sample = quire.engine.sampling_step.sample
         self.texts: dict[int, Iterator[int]] = {}
-        """By the identity of a request's sampler."""
+        """Remaining texts by the identity of a request's sampler."""
 
     def __enter__(self) -> Self:
         quire.engine.sampling_step.sample = self
@@ -106,7 +103,7 @@ class Preferences:
     def __call__(self, logits_RV: Tensor, samplers: Sequence[RequestSampler], *more: Any) -> SampledTokens:
         preferred = [next(self.texts[id(one)]) for one in samplers]
         logits_RV[torch.arange(len(preferred)), preferred] += 1000
-        return self._sample(logits_RV, samplers, *more[:3])  # The first maxima are others now.
+        return self._sample(logits_RV, samplers, *more[:3])  # without the given maxima: the logits have changed
 
 
 def step_seconds(
@@ -117,10 +114,11 @@ def step_seconds(
     texts: list[list[int]] | None = None,
     keep: bool = False,
 ) -> list[float]:
-    """Seconds of each step in which every request decoded; ``on_step`` is told each of them.
+    """Return the seconds of each step in which every request decoded; ``on_step`` is called with
+    each.
 
-    ``texts``: of each prompt, which the model is to prefer; with ``keep`` they become those that
-    are generated now.
+    ``texts``: of each prompt, to be preferred by the model; with ``keep`` they become the texts
+    that are generated now.
     """
     engine = llm.engine
     device = engine.runner.state.device
@@ -161,7 +159,8 @@ def _timed(
 
 
 def valid_texts(llm: LLM, prompts: Sequence[Any], name: str) -> dict[str, int]:
-    """Short texts of one kind, sampled to their ends: how many have the form that was asked for."""
+    """Generate short texts of one kind, sampled to their ends; return the number that have the
+    requested form."""
     params = SamplingParams(
         structured_outputs=grammars(1)[name], temperature=1.0, seed=1, max_tokens=2000, ignore_eos=True
     )
@@ -194,7 +193,7 @@ def has_form(name: str, text: str) -> bool:
 
 
 class Clocks:
-    """The own time of methods, by the name of the part they belong to, since the last ``take``."""
+    """The own time of methods, by part, since the last ``take``."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
@@ -202,7 +201,8 @@ class Clocks:
         self._undo: list[Callable[[], None]] = []
 
     def put(self, owner: Any, name: str, part: str) -> None:
-        """Around ``owner.name``: a method of an object or class, or a function of a module.
+        """Put a clock around ``owner.name``: a method of an object or class, or a function of a
+        module.
 
         ``AttributeError`` if it has none.
         """
@@ -226,7 +226,7 @@ class Clocks:
         setattr(owner, name, timed)
 
     def take(self) -> dict[str, float]:
-        """Seconds by part, which begin at 0 again."""
+        """Return the seconds by part, and reset them."""
         taken = dict(self._seconds)
         self._seconds.clear()
         return taken
@@ -242,7 +242,7 @@ class Clocks:
 
 
 def clocks_of(llm: LLM) -> Clocks:
-    """Clocks around everything of a step that has a name."""
+    """Return clocks around all named parts of a step."""
     engine = llm.engine
     state = engine.runner.state
     clocks = Clocks()
@@ -269,10 +269,10 @@ def clocks_of(llm: LLM) -> Clocks:
 
 
 def shares(llm: LLM, prompts: Sequence[Any], params: SamplingParams, rounds: int) -> dict[str, dict[str, float]]:
-    """By part the mean seconds of a step, and their share of it.
+    """Return, by part, the mean seconds of a step, and their share of it.
 
-    Of the quicker half of the steps, which others disturbed less: unlike medians of parts, these
-    add up.
+    Only the quicker half of the steps count, which were disturbed less: unlike medians of parts,
+    these add up.
     """
     steps: list[tuple[float, dict[str, float]]] = []
     with clocks_of(llm) as clocks:
@@ -299,7 +299,7 @@ def shares(llm: LLM, prompts: Sequence[Any], params: SamplingParams, rounds: int
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print tables and the JSON line, return what it holds."""
+    """Measure, print tables and the JSON line; return the line's content."""
     shape = SHAPES[arguments.shape]
     llm = LLM(
         str(checkpoint(arguments.shape, directory=arguments.dir)),
@@ -322,8 +322,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     def median_step(name: str, *, known: bool) -> Callable[[], float]:
         return lambda: statistics.median(step_seconds(llm, prompts, kinds[name], texts=texts[name] if known else None))
 
-    # The free text is the one that the model prefers anyway: the raising of logits is in both sides
-    # of each ratio with "known".
+    # The free text is the model's own greedy choice; raised logits are in both sides of each ratio
+    # with "known".
     compared = interleave(
         {name: median_step(name, known=False) for name in kinds}
         | {KNOWN + name: median_step(name, known=True) for name in kinds},

@@ -1,4 +1,5 @@
-"""The parent's side of ``peer_worker.py``: processes that are asked, and stopped meanwhile."""
+"""The parent's side of ``peer_worker.py``: processes that answer requests, and are stopped in
+between."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 3600.0
-"""How long an answer may take: the largest prompts on the slowest peer take many minutes."""
+"""Most seconds for an answer: the largest prompts on the slowest peer take many minutes."""
 
 
 class PeerFailed(Exception):
@@ -27,7 +28,7 @@ class PeerFailed(Exception):
 
 
 class PeerProcess:
-    """One runtime that answers requests, and stands still between them.
+    """One runtime that answers requests, and is stopped between them.
 
     Threads of OpenMP and of llama.cpp spin for a while after their work, and vLLM has an event
     loop. All of that would run beside the next peer, so the whole process group is stopped by a
@@ -43,27 +44,27 @@ class PeerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                # Its log has all lines also if it is killed.
+                # Unbuffered: the log is complete even if the process is killed.
                 env={**environment, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # a group of its own, which gets the signals
+                start_new_session=True,  # a process group of its own, which receives the signals
             )
         self._received = b""
 
     @property
     def pid(self) -> int:
-        """The process, which is also its group."""
+        """The id of the process, and of its group."""
         return self._process.pid
 
     def ask(self, verb: str, *, seconds: float = SECONDS, **fields: Any) -> Any:
-        """Return what the peer answers.
+        """Return the peer's answer.
 
         Raises:
-            PeerFailed: it refused, ended, or needed more than ``seconds``. Only after a refusal it
-                can be asked again.
+            PeerFailed: it refused, ended, or needed more than ``seconds``. It can be called
+                again only after a refusal.
         """
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
-        with suppress(BrokenPipeError):  # it has ended, which the next line finds
+        with suppress(BrokenPipeError):  # the process has ended; the next line reports it
             self._process.stdin.write(json.dumps({"verb": verb, **fields}).encode() + b"\n")
             self._process.stdin.flush()
         answer = json.loads(self._line(verb, time.monotonic() + seconds))
@@ -93,7 +94,7 @@ class PeerProcess:
             os.killpg(self.pid, number)
 
     def close(self) -> None:
-        """End the process: nothing of it is worth waiting for."""
+        """End the process at once, without waiting for its work."""
         self._signal(signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

@@ -1,4 +1,4 @@
-"""One runtime in a process of its own, which ``bench/peers.py`` asks by lines of JSON.
+"""One runtime in a process of its own, which ``bench/peers.py`` controls by lines of JSON.
 
 ``PYTHON bench/peer_worker.py NAME``, where ``PYTHON`` is the interpreter that has the runtime: only
 the standard library is imported before a model is loaded. A request is ``{"verb": NAME, ...}`` with
@@ -29,7 +29,7 @@ Placed = list[list[int]]
 
 
 class Peer(Protocol):
-    """A loaded model of which one thing is measured at a time."""
+    """A loaded model, for one measurement at a time."""
 
     def load(
         self,
@@ -52,15 +52,17 @@ class Peer(Protocol):
         ...
 
     def place(self, prompts: list[list[int]], room: int) -> Placed:
-        """Keep these contexts, which get at most ``room`` more tokens; return those made so far."""
+        """Keep these contexts, with room for ``room`` more tokens each; return the tokens made so
+        far."""
         ...
 
     def decode(self, steps: int) -> dict[str, Any]:
-        """Run steps over all that is placed; return ``seconds`` of each, and the new ``tokens``."""
+        """Run steps over all placed contexts; return ``seconds`` of each, and the new
+        ``tokens``."""
         ...
 
     def release(self) -> None:
-        """Let go of what is placed."""
+        """Release the placed contexts."""
         ...
 
 
@@ -130,7 +132,7 @@ class QuirePeer:
 
 
 class TransformersWorker:
-    """``transformers``: its model called directly, which costs less than its ``generate``."""
+    """``transformers``, whose model is called directly, which costs less than its ``generate``."""
 
     PIECE = 8192
     """Tokens of a forward when contexts are placed."""
@@ -188,7 +190,7 @@ class TransformersWorker:
 
 
 class VllmPeer:
-    """vLLM's engine in this process, so that each of its steps is seen."""
+    """vLLM's engine in this process, so that each of its steps can be timed."""
 
     def load(
         self,
@@ -301,7 +303,7 @@ class LlamaPeer:
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         exact = dtype == "float32"
         self.kv = llama_cpp.GGML_TYPE_F32 if exact else llama_cpp.GGML_TYPE_F16
-        # Its flash attention rounds to half precision, whatever the type of K and V is.
+        # Its flash attention rounds K and V to half precision, whatever their dtype.
         self.flash = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED if exact else llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         self.threads, self.length = threads, length
         self.context: Any = None
@@ -345,7 +347,8 @@ class LlamaPeer:
         return {"seconds": timed(step, steps), "tokens": texts}
 
     def _make_context(self, sequences: int, length: int) -> None:
-        """Make one with a stream of its own for each sequence: attention reads no others."""
+        """Make a context with a separate stream for each sequence, so that attention reads no
+        others."""
         self.release()
         options = self.c.llama_context_default_params()
         # Each sequence gets an equal part, which must be a multiple of 256.
@@ -412,28 +415,28 @@ def refuse(quantization: str | None) -> None:
 
 
 def serve(peer: Peer, requests: IO[str], replies: IO[str]) -> None:
-    """Answer requests until one says ``quit``, or there are no more."""
+    """Answer requests until ``quit`` or the end of the input."""
     for line in requests:
         given = json.loads(line)
         verb = given.pop("verb")
         if verb == "quit":
             return
         try:
-            # What a verb leaves behind is collected outside of the times of the next.
+            # Collect garbage of the previous verb outside of the next verb's measured time.
             gc.collect()
             answer = {"reply": getattr(peer, verb)(**given)}
-        except Exception as error:  # any: the parent says it, and goes on without this peer
+        except Exception as error:  # any exception: the parent reports it and continues without this peer
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=replies, flush=True)
 
 
 def main() -> None:
     """Serve the peer named on the command line."""
-    # Replies have a channel of their own: what libraries print goes with the errors.
+    # Replies have a channel of their own: output of libraries goes to the error stream.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     if sys.platform == "linux":
-        # The parent stops idle peers, and a stopped process would outlive a killed parent.
+        # The parent stops idle peers (SIGSTOP); a stopped process would outlive a killed parent.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     serve(PEERS[sys.argv[1]](), sys.stdin, replies)
 

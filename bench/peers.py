@@ -1,8 +1,8 @@
 """Prefill and decode of Quire, ``transformers``, llama.cpp and vLLM on one CPU, interleaved.
 
-All load the same random checkpoints; ``docs/benchmarks.md`` says how to install the peers and what
-their settings are. Each is a process of its own that stands still while another one is measured. A
-round asks each for the same cell: the time to the first of n new tokens, or of steps after contexts
+All load the same random checkpoints; ``docs/benchmarks.md`` describes the peers' installation and
+settings. Each is a process of its own that is stopped while another one is measured. A round
+measures the same cell on each: the time to the first of n new tokens, or of steps after contexts
 that were placed before. No peer has a prefix cache.
 
 ``python bench/peers.py --vllm PYTHON --llama PYTHON [--quick] [--dir DIR] [--plot FILE]``
@@ -31,27 +31,28 @@ from quire_bench.reports import interleave, print_json, print_table, random_prom
 
 NAMES = ("quire", "transformers", "llama.cpp", "vllm")
 DTYPES = {"bfloat16": 16.0, "float32": 32.0, "int8": 8.5, "int4": 4.5}
-"""Bits of a weight, with the scales of 32 weights each."""
+"""Bits of a weight, including the scale of every 32 weights."""
 LEAST_OF_HEAD = 8.5
-"""Bits of a weight of the map to logits, at least."""
+"""Least bits of a weight of the map to logits."""
 WORKER = Path(__file__).with_name("peer_worker.py")
 QUICK = {"shapes": "smollm2-135m", "prefill": "512", "decode": "1x128,4x128,16x128"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What is measured: a prompt (no steps), or steps of a batch after a context."""
+    """One measurement: a prompt (no steps), or steps of a batch after a context."""
 
     batch: int
     tokens: int
-    """Of each prompt."""
+    """Tokens of each prompt."""
     steps: int = 0
 
     def __str__(self) -> str:
         return f"decode {self.batch} after {self.tokens}" if self.steps else f"prefill {self.tokens}"
 
     def room(self, rounds: int) -> int:
-        """New tokens of a sequence: all rounds', and those made while others are still placed."""
+        """Return the number of new tokens of a sequence: all rounds', and those made while others
+        are still placed."""
         return self.steps * (rounds + 1) + 2 * self.batch + self.batch * self.tokens // 1024 + 1
 
     @property
@@ -61,10 +62,11 @@ class Cell:
 
 
 def possible_seconds(shape: Shape, dtype: str, cell: Cell, hardware: Hardware, rounds: int) -> float:
-    """Return the time in which the hardware could do it: to compute or to read, the longer one.
+    """Return the least seconds by the hardware's limits: of computing or of reading, the longer
+    one.
 
-    Reading is that of all weights once and of each sequence's K and V. Computing is two operations
-    for each weight and token, and attention to what is before; the head runs for last tokens only.
+    All weights are read once, and each sequence's K and V. Computing is two operations for each
+    weight and token, and attention to the tokens before; the head runs for last tokens only.
     """
     head = shape.vocab_size * shape.hidden_size
     matrices = shape.parameters - head
@@ -85,13 +87,13 @@ def kv_bytes(shape: Shape, dtype: str) -> int:
 
 
 def pool_bytes(shape: Shape, dtype: str, cell: Cell, rounds: int) -> int:
-    """Return the KV memory for a cell, in pages of at most 128 tokens, one of them to spare."""
+    """Return the KV memory for a cell, in pages of at most 128 tokens, with one spare page."""
     pages = -(-(cell.tokens + cell.room(rounds)) // 128) + 1
     return (cell.batch * pages + 1) * 128 * kv_bytes(shape, dtype)
 
 
 class Bench:
-    """The peers that have loaded one checkpoint, and what was found out about them."""
+    """The peers that have loaded one checkpoint, and their results."""
 
     def __init__(self, shape: str, dtype: str, rounds: int, hardware: Hardware) -> None:
         self.shape, self.dtype, self.rounds, self.hardware = shape, dtype, rounds, hardware
@@ -101,7 +103,7 @@ class Bench:
         self.cells: list[dict[str, Any]] = []
 
     def add(self, peer: PeerProcess, **load: Any) -> None:
-        """Let a peer load the model, or note why it does not."""
+        """Let a peer load the model, or record its refusal."""
         self.peers[peer.name] = peer
         try:
             self.about[peer.name] = peer.ask("load", **load)
@@ -109,13 +111,13 @@ class Bench:
             self.drop(error)
 
     def drop(self, error: PeerFailed) -> None:
-        """Go on without a peer."""
+        """Continue without a peer."""
         self.refused[error.peer] = error.reason
         self.peers.pop(error.peer).close()
         print(f"{self.shape}, {self.dtype}: without {error}", flush=True)
 
     def measure(self, cell: Cell) -> None:
-        """Measure a cell, again without those that fail in it."""
+        """Measure a cell, again without the peers that fail in it."""
         while self.peers:
             try:
                 self.cells.append(self._measure(cell))
@@ -188,7 +190,7 @@ class Bench:
         ]
 
     def report(self) -> dict[str, Any]:
-        """Return what the line of JSON says about this checkpoint."""
+        """Return this checkpoint's part of the JSON line."""
         return {
             "shape": self.shape,
             "dtype": self.dtype,
@@ -199,9 +201,9 @@ class Bench:
 
 
 def first_difference(shape: Shape, prompts: list[list[int]], texts: list[list[int]]) -> int | None:
-    """Return the first new token that is not the one which the checkpoint is made to say.
+    """Return the index of the first new token that differs from the predicted text.
 
-    So all texts are compared with one, which is right: see ``checkpoints.py``.
+    So all texts are compared with one right text: see ``checkpoints.py``.
     """
     found = []
     for prompt, text in zip(prompts, texts, strict=True):
@@ -224,15 +226,16 @@ def started(name: str, python: str, threads: int, log: Path) -> Iterator[PeerPro
 
 
 def vllm_environment(python: Path, processors: Sequence[int]) -> dict[str, str]:
-    """Return what vLLM sets for its own worker processes, since its engine runs in one process.
+    """Return the variables that vLLM sets for its own worker processes, because its engine runs in
+    one process.
 
-    Only so each step is seen, and the engine stands still between two of them.
+    Only so each step can be timed, and the engine stops between two of them.
     """
     listed = ",".join(map(str, processors))
     openmp = [str(path) for path in (python.parent.parent / "lib").glob("libiomp5.so")]
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_AOT_COMPILE": "0",  # on CPUs 0.32 cannot load what it has compiled so
+        "VLLM_USE_AOT_COMPILE": "0",  # on CPUs, vLLM 0.32 cannot load its own AOT-compiled code
         "VLLM_CPU_OMP_THREADS_BIND": listed,
         "LD_PRELOAD": ":".join([*filter(None, [os.environ.get("LD_PRELOAD")]), *openmp]),
         "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{listed}]",
@@ -254,9 +257,9 @@ def run(options: argparse.Namespace, pythons: dict[str, str], directory: Path) -
             bench = Bench(name, dtype, rounds, hardware)
             cells = fitting(SHAPES[name], dtype, options.cells, rounds, len(pythons))
             quantization = dtype if dtype.startswith("int") else None
-            # Round, so that what vLLM has compiled serves other cells and rounds too.
+            # Rounded up, so that vLLM reuses its compiled code in other cells and rounds.
             length = -(-max((cell.tokens + cell.room(rounds) for cell in cells), default=0) // 1024) * 1024
-            whole = (length + 128) * kv_bytes(SHAPES[name], dtype)  # vLLM wants room for one of that length
+            whole = (length + 128) * kv_bytes(SHAPES[name], dtype)  # vLLM requires room for one sequence of that length
             with ExitStack() as stack:
                 for peer, python in pythons.items() if cells else ():
                     log = directory / f"{peer}.log"
@@ -283,7 +286,8 @@ def fitting(shape: Shape, dtype: str, cells: Sequence[Cell], rounds: int, peers:
     """Return the cells whose weights and contexts fit into memory for all peers at once."""
     free, kept = free_bytes(torch.device("cpu")), []
     for cell in cells:
-        # Weights are at most as in float32: some peers widen them, or keep a second, packed copy.
+        # Weights need at most the size of float32: some peers widen them, or keep a second, packed
+        # copy.
         needed = peers * (4 * shape.parameters + pool_bytes(shape, dtype, cell, rounds))
         if not free or needed < free:
             kept.append(cell)
@@ -293,7 +297,7 @@ def fitting(shape: Shape, dtype: str, cells: Sequence[Cell], rounds: int, peers:
 
 
 def plot(reports: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw each checkpoint's cells: bars of what share of the possible speed is reached."""
+    """Draw each checkpoint's cells: bars of the reached share of the possible speed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3 * len(reports)), layout="constrained")
@@ -324,10 +328,10 @@ def parse_cells(prefill: str, decode: str, steps: int) -> list[Cell]:
 
 
 def chosen_pythons(options: argparse.Namespace) -> dict[str, str]:
-    """Return the interpreter of each peer: the asked ones, or those that are there.
+    """Return the interpreter of each peer: the requested ones, or those that are installed.
 
     Raises:
-        ValueError: an unknown peer, or one that is not there; with how to get it.
+        ValueError: an unknown peer, or one that is not installed; with advice.
     """
     found = {"quire": sys.executable}
     for name, module, given in (
@@ -346,7 +350,7 @@ def chosen_pythons(options: argparse.Namespace) -> dict[str, str]:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line; ``cells`` and ``pythons`` are what it says together."""
+    """Parse the command line; ``cells`` and ``pythons`` are derived from several options."""
 
     def listed(known: Sequence[str]) -> Callable[[str], list[str]]:
         def parse(text: str) -> list[str]:

@@ -1,10 +1,11 @@
-"""A Llama in plain torch whose prompts can be blended: short, slow, float32, nothing of the engine.
+"""A Llama in plain torch whose prompts can be blended: short, slow, float32, without the engine.
 
-What it shares with the engine is what is measured: ``Selection`` and the scores. Masks are by
-position, or aligned at the bottom right, as CacheBlend's code has it.
+It shares with the engine only the measured parts: ``Selection`` and the scores. Masks are by
+position, or aligned at the bottom right, as in CacheBlend's code.
 
 Letters: n tokens of a prompt, of which the first C are exact context; T = n - C rows of the
-forward; S rows that go on; L layers; Hq, Hkv heads; D head size; E width; M tokens of a vocabulary.
+forward; S rows that continue; L layers; Hq, Hkv heads; D head size; E width; M tokens of a
+vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from quire.ops.attention import weight_sums
 
 @dataclass(frozen=True, eq=False)
 class PlainRun:
-    """What a forward computed."""
+    """The results of a forward."""
 
     logits: Tensor
     """``[S, M]``"""
@@ -41,11 +42,11 @@ class PlainRun:
     attended: Tensor
     """``[L, Q, Hq * D]``: attention outputs of the last Q rows, those of the question."""
     read_bytes: int = 0
-    """Of cached K and V."""
+    """Bytes of cached K and V that were read."""
 
 
 PROJECTION = 0.1
-"""Share of a layer's linear work that Q, K and V are."""
+"""Share of Q, K and V in a layer's linear work."""
 
 
 class PlainLlama:
@@ -63,7 +64,8 @@ class PlainLlama:
         self._frequencies = theta ** (-torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim)
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Turn rows ``[..., tokens, heads, D]`` by the angles of ``positions`` (negative: back)."""
+        """Rotate rows ``[..., tokens, heads, D]`` by the angles of ``positions`` (negative:
+        back)."""
         angles = positions.double()[:, None, None] * self._frequencies
         cos, sin = angles.cos().float(), angles.sin().float()
         left, right = x.chunk(2, -1)
@@ -114,8 +116,8 @@ class PlainLlama:
         return PlainRun(self._logits(x), k, v, positions, float(n * self.layers), asked)
 
     def behind(self, k: Tensor, v: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Run ``tokens`` behind rows of K and V ``[L, n, Hkv, D]``. Return their logits, and K and
-        V of all."""
+        """Run ``tokens`` after rows of K and V ``[L, n, Hkv, D]``. Return their logits, and K and V
+        of all."""
         positions = torch.arange(k.shape[1], k.shape[1] + len(tokens))
         seen = positions[:, None] >= torch.arange(k.shape[1] + len(tokens))
         x = self._weights["model.embed_tokens.weight"][tokens]
@@ -128,7 +130,7 @@ class PlainLlama:
         return self._logits(x), k, v
 
     def continuation(self, run: PlainRun, count: int) -> Tensor:
-        """Return the ``count`` greedy tokens behind a prompt."""
+        """Return the ``count`` greedy tokens after a prompt."""
         found, k, v = [run.logits[-1:].argmax(-1)], run.k, run.v
         while len(found) < count:
             logits, k, v = self.behind(k, v, found[-1])
@@ -136,8 +138,8 @@ class PlainLlama:
         return torch.cat(found)
 
     def common(self, run: PlainRun, continuation: Tensor) -> int:
-        """Return how many greedy tokens behind a prompt are those of ``continuation``. One forward
-        tells: up to the first other token both have read the same."""
+        """Return the number of greedy tokens after a prompt that equal ``continuation``. One
+        forward is enough: up to the first difference both have read the same tokens."""
         logits = torch.cat((run.logits[-1:], self.behind(run.k, run.v, continuation[:-1])[0]))
         return int((logits.argmax(-1) == continuation).long().cumprod(0).sum())
 
@@ -155,8 +157,9 @@ class PlainLlama:
     ) -> PlainRun:
         """Run ``tokens`` with cached ``k`` and ``v`` ``[L, n, Hkv, D]``, at the prompt's positions.
 
-        The first ``context`` of them are exact. ``rows`` says what is known of the others; those
-        from ``question_start`` on have no cached one."""
+        The first ``context`` of them are exact. ``rows``: the facts about the others; rows from
+        ``question_start`` on have no cached one.
+        """
         n = len(tokens)
         count = n - context
         valid = torch.ones(count, dtype=torch.bool)
@@ -204,8 +207,8 @@ class PlainLlama:
         return PlainRun(self._logits(x), long_k, long_v, positions, spent, torch.stack(asked), read)
 
     def question_mass(self, tokens: Tensor, k: Tensor, v: Tensor, start: int, layer: int) -> Tensor:
-        """Run the rows from ``start`` on alone, over cached rows; return the attention that they
-        pay to each row of the prompt ``[n]``, from ``layer`` on."""
+        """Run the rows from ``start`` on alone, over cached rows; return their attention to each
+        row of the prompt ``[n]``, from ``layer`` on."""
         places = torch.arange(len(tokens))
         positions = places[start:]
         seen = positions[:, None] >= places

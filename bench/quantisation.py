@@ -1,8 +1,8 @@
-"""What weights of 8 and 4 bits cost: next-token distributions beside those of the checkpoint's
+"""Loss by weights of 8 and 4 bits: next-token distributions beside those of the checkpoint's
 weights, on source code of Python's library, in float32.
 
 *KL* is from the checkpoint's distribution to the quantised one's, in nats, the mean over tokens;
-*same first* counts tokens whose likeliest successor is the same.
+*same first* counts tokens with the same likeliest successor.
 
 ``python bench/quantisation.py [--model tiny-python] [--tokens 1200] [--kinds int8,int4]``
 """
@@ -43,7 +43,7 @@ def log_probabilities(parts: Parts, ids: list[int]) -> Tensor:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print the table and the JSON line, return what it holds."""
+    """Measure, print the table and the JSON line; return the line's content."""
     plain = loaded(arguments.model, None)
     if plain.tokenizer is None:
         raise Unsupported(f"{arguments.model} has no tokenizer; give a model that has one")

@@ -1,8 +1,7 @@
-"""What the chunk-parallel recurrences gain over going step by step, and what they cost where there
-is nothing to chunk.
+"""Gain of the chunk-parallel recurrences over going step by step, and their cost without chunks.
 
 For each kind of recurrence, with the head sizes of a model that has it, one prompt: the kernel
-against the step-by-step reference, in turn, and how far their results are apart. Then decodes, and
+against the step-by-step reference, in turn, and the difference of their results. Then decodes, and
 the tokens of a draft with all states wanted, where both do the same work. Last, for each kind,
 whether the prompt is at least ten times as fast.
 
@@ -28,12 +27,12 @@ from quire_bench.latency import synchronize
 from quire_bench.reports import Comparison, Spread, interleave, print_json, print_table
 
 TARGET = 10.0
-"""How many times as fast as the reference a prompt must be."""
+"""Least ratio of the reference's time to the kernel's for a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A recurrence as a model has it."""
+    """A recurrence with the sizes of a model."""
 
     heads: int = 16
     keys: int = 128
@@ -42,9 +41,10 @@ class Kind:
     """``none``, ``head`` or ``column``"""
     delta: bool = False
     shared: bool = False
-    """One q and k for all heads."""
+    """Whether all heads share one q and k."""
     taps: int = 0
-    """Of a convolution over ``heads * values`` channels, in place of linear attention."""
+    """Taps of a convolution over ``heads * values`` channels, in place of linear attention; 0:
+    none."""
 
 
 KINDS = {
@@ -57,13 +57,13 @@ KINDS = {
     "gated-delta-columns": Kind(decay="column", delta=True),
     "convolution": Kind(heads=64, taps=4),
 }
-"""``ssd``: Mamba-2 with 130 million parameters; the others: heads of 128 x 128, as gated DeltaNet
-has them in Qwen3-Next.
-"""
+"""``ssd``: Mamba-2 with 130 million parameters; the others: heads of 128 x 128, as in Qwen3-Next's
+gated DeltaNet."""
 
 
 def chains(count: int, length: int, *, all_wanted: bool = False) -> RecurrencePlan:
-    """``count`` chains of ``length`` tokens; the states after their ends are wanted, or all."""
+    """Return the plan of ``count`` chains of ``length`` tokens; the states after their ends are
+    wanted, or all."""
     starts = np.arange(count + 1, dtype=np.int64) * length
     rows = np.arange(count * length, dtype=np.int64)
     first = rows % length == 0
@@ -123,13 +123,13 @@ def compared(work: Work, rounds: int, device: str) -> Comparison:
 
 
 def difference(work: Work) -> float:
-    """The largest difference of an output, as a share of the largest output."""
+    """Return the largest difference of an output, as a share of the largest output."""
     found, expected = work.run(ChunkedRecurrence()).out.double(), work.run(ReferenceRecurrence()).out.double()
     return float((found - expected).abs().max() / expected.abs().max())
 
 
 def verdict(name: str, tokens: int, gain: Spread) -> str:
-    """One sentence on a kind."""
+    """Return one sentence on a kind."""
     reached = "reached" if gain.median >= TARGET else "NOT reached"
     return f"{name}: a prompt of {tokens} tokens runs {gain} times as fast as step by step; {TARGET:g} {reached}"
 

@@ -1,6 +1,5 @@
-"""What screenshots show: sessions of the bundled model that fork, go back, slide and are committed,
-and load beside them. The same sessions and texts each time: greedy, or with seeds.
-"""
+"""The scene of screenshots: sessions of the bundled model that fork, rewind, slide and are
+committed, and load beside them. The same sessions and texts each time: greedy, or with seeds."""
 
 from __future__ import annotations
 
@@ -48,27 +47,27 @@ class Scene:
         self.client = httpx.Client(base_url=f"{url}/v1", timeout=300, trust_env=False)
 
     def post(self, path: str, **body: Any) -> Any:
-        """Return what the server answers. ``RuntimeError``: it refused."""
+        """Return the server's answer. ``RuntimeError``: it refused."""
         answer = self.client.post(path, json=body)
         if answer.status_code != 200:
             raise RuntimeError(f"{path}: {answer.text}")
         return answer.json()
 
     def session(self, prompt: str, name: str, **options: Any) -> str:
-        """Make a session; its id."""
+        """Make a session; return its id."""
         return str(self.post("/sessions", prompt=prompt, name=name, **options)["id"])
 
     def fork(self, session: str, name: str, at: int | None = None) -> str:
-        """Fork a session; the child's id."""
+        """Fork a session; return the child's id."""
         return str(self.post(f"/sessions/{session}/fork", name=name, at=at)["ids"][0])
 
     def write(self, session: str, count: int, seed: int | None = None, prompt: str | None = None) -> None:
-        """Let a session go on."""
+        """Generate more tokens in a session."""
         chosen = {"temperature": 0.0} if seed is None else {"temperature": 0.9, "seed": seed}
         self.post(f"/sessions/{session}/generate", prompt=prompt, max_tokens=count, ignore_eos=True, **chosen)
 
     def build(self) -> dict[str, str]:
-        """Make all of it; the ids of the sessions by name."""
+        """Make the whole scene; return the ids of the sessions by name."""
         review = self.session(MODULE, "review", labels={"task": "42"}, pin=True)
         self.post(f"/sessions/{review}/commit", name="main", message="before the change")
         found = {"review": review}
@@ -103,7 +102,7 @@ class Scene:
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """Keep five requests under way: long prompts that share beginnings or do not, one of a
+        """Keep five requests running: long prompts, some with common beginnings, one with a
         grammar."""
         over = threading.Event()
 

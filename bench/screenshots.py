@@ -1,4 +1,4 @@
-"""Pictures of all that shows state, made anew: the inspector's page, notebooks, terminals.
+"""Screenshots of all displays of state: the inspector's page, notebooks, terminals.
 
 It runs servers of the bundled model and drives Debian's Chromium (``apt-get install chromium``;
 ``pip install '.[browser,notebook]'``). The scene is the same each time, times and rates are not.
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "images"
 LARGEST = 200_000
-"""Bytes of a picture."""
+"""Most bytes of a picture."""
 COLORS = (256, 128, 64, 32)
-"""Colours of a picture: as many as keep it small enough."""
+"""Numbers of colours of a picture; the first that keeps it small enough."""
 WIDE = {"width": 1280, "height": 800}
 COLUMNS = 110
-"""Of a terminal."""
+"""Columns of a terminal."""
 PHONE = {"width": 360, "height": 740}
 FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
 OPTIONS: dict[str, Any] = {
@@ -59,13 +59,13 @@ OTHER_FOLDER = """([old, other]) => {
     while (walker.nextNode())
         if (walker.currentNode.data.includes(old)) walker.currentNode.data = walker.currentNode.data.replaceAll(old, other);
 }"""
-"""Pictures do not show how this machine calls its folders."""
+"""Replaces this machine's folders in pictures."""
 
 Taken = Callable[["Page"], None]
 
 
 class Album:
-    """Where pictures go."""
+    """The folder of pictures, and the browser that takes them."""
 
     def __init__(self, browser: Browser, folder: Path, scratch: Path, only: list[str]) -> None:
         self._browser, self._folder, self._only = browser, folder, only
@@ -73,13 +73,13 @@ class Album:
         folder.mkdir(parents=True, exist_ok=True)
 
     def wants(self, name: str) -> bool:
-        """Whether a picture is to be made."""
+        """Return True if a picture is to be made."""
         return not self._only or any(name.startswith(one) for one in self._only)
 
     def take(
         self, name: str, url: str, act: Taken, *, size: dict[str, int] = WIDE, schemes: tuple[str, ...] = ("light",)
     ) -> None:
-        """Open a page, act on it, and keep its picture. The dark one's name ends in ``-dark``."""
+        """Open a page, act on it, and save its picture. The dark one's name ends in ``-dark``."""
         for scheme in schemes if self.wants(name) else ():
             context = self._browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce")
             try:
@@ -93,7 +93,7 @@ class Album:
                 context.close()
 
     def of_html(self, name: str, html: str, width: int = 900) -> None:
-        """Keep the picture of a document."""
+        """Save the picture of a document."""
         page = self._browser.new_page(viewport={"width": width, "height": 200})
         try:
             page.set_content(f"<body style='margin:12px;background:white'>{html}</body>")
@@ -102,14 +102,14 @@ class Album:
             page.close()
 
     def of_terminal(self, name: str, parts: list[Any]) -> None:
-        """Keep the picture of what a terminal shows."""
+        """Save the picture of a terminal's content."""
         console = Console(record=True, width=COLUMNS, file=io.StringIO(), markup=False, emoji=False)
         for part in parts:
             console.print(part)
         svg = console.export_svg(title="quire", font_aspect_ratio=0.61)
         page = self._browser.new_page(viewport={"width": 1200, "height": 200})
         try:
-            # Fonts of this machine: those that rich names lie on another server.
+            # Use local fonts only: rich's HTML refers to fonts on another server.
             page.route("**/*", lambda route: route.abort())
             page.set_content(f"<body style='margin:0'>{svg}</body>")
             self.keep(name, page.locator("svg").first.screenshot())
@@ -117,7 +117,7 @@ class Album:
             page.close()
 
     def keep(self, name: str, data: bytes) -> None:
-        """Write a picture, small enough to be looked at over a slow line."""
+        """Write a picture, small enough for a slow connection."""
         image = Image.open(io.BytesIO(data)).convert("RGB")
         for colors in COLORS:
             packed = io.BytesIO()
@@ -130,7 +130,7 @@ class Album:
 
 @contextmanager
 def served(llm: AsyncLLM, **settings: Any) -> Iterator[str]:
-    """A server over ``llm`` on a free port; its address."""
+    """Run a server over ``llm`` on a free port; yield its address."""
     app = create_app(llm, ServerSettings(allow_edits=True, **settings))
     sockets = bind("127.0.0.1", 0)
     server = Server(app)
@@ -146,7 +146,7 @@ def served(llm: AsyncLLM, **settings: Any) -> Iterator[str]:
 
 
 def run_aside(work: Any) -> None:
-    """Run a coroutine in a thread: on this one Playwright's event loop runs."""
+    """Run a coroutine in a thread, because Playwright's event loop runs on this one."""
     thread = threading.Thread(target=asyncio.run, args=(work,))
     thread.start()
     thread.join()
@@ -162,7 +162,7 @@ def row(page: Page, name: str) -> None:
 
 
 def of_history(album: Album, url: str) -> None:
-    """The tree with details, a comparison, a phone."""
+    """Take the tree with details, a comparison, a phone."""
 
     def details(page: Page) -> None:
         row(page, "put and get")
@@ -180,7 +180,7 @@ def of_history(album: Album, url: str) -> None:
 
 
 def of_pages(album: Album, url: str) -> None:
-    """A pool, and one of its pages."""
+    """Take a pool, and one of its pages."""
 
     def hover(page: Page) -> None:
         page.wait_for_selector(".view-pages canvas")
@@ -193,7 +193,7 @@ def of_pages(album: Album, url: str) -> None:
 
 
 def of_time(album: Album, url: str, scene: Scene) -> None:
-    """Lanes and plots under load, and what is known of one request."""
+    """Take lanes and plots under load, and the details of one request."""
 
     def lane(page: Page) -> None:
         page.wait_for_selector(".view-time canvas")
@@ -209,7 +209,7 @@ def of_time(album: Album, url: str, scene: Scene) -> None:
 
 
 def of_token(album: Album, url: str, session: str) -> None:
-    """One token: chances, attention, norms."""
+    """Take one token: probabilities, attention, norms."""
 
     def wait(page: Page) -> None:
         page.wait_for_selector(".view-token canvas")
@@ -225,7 +225,7 @@ def of_token(album: Album, url: str, session: str) -> None:
 
 
 def of_playground(album: Album, url: str, scene: Scene) -> None:
-    """Branches side by side."""
+    """Take branches side by side."""
     if not album.wants("playground"):
         return
     first = scene.session("def area(shape):\n", "area")
@@ -241,7 +241,7 @@ def of_playground(album: Album, url: str, scene: Scene) -> None:
 
 
 def of_recurrent(album: Album, folder: Path) -> None:
-    """Pools of a model with recurrent layers: checkpoints beside pages."""
+    """Take pools of a model with recurrent layers: checkpoints beside pages."""
     if not album.wants("pages-recurrent"):
         return
     llm = AsyncLLM(recurrent_model(folder), **{**OPTIONS, "kv_cache_memory": "24MiB"})
@@ -261,7 +261,8 @@ def of_recurrent(album: Album, folder: Path) -> None:
 
 
 def recurrent_model(folder: Path) -> Path:
-    """A model of recurrent layers and some attention: random weights, the bundled tokenizer."""
+    """Make a model of recurrent layers and some attention: random weights, the bundled
+    tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -284,7 +285,7 @@ def recurrent_model(folder: Path) -> Path:
 
 
 def of_words(album: Album) -> None:
-    """What notebooks and terminals show of sessions and pools."""
+    """Take the display of sessions and pools in notebooks and terminals."""
     if not (album.wants("notebook") or album.wants("terminal")):
         return
     with LLM("tiny-python", **OPTIONS) as llm:
@@ -306,7 +307,7 @@ def of_words(album: Album) -> None:
 
 
 def of_top(album: Album, url: str, scene: Scene) -> None:
-    """``quire top`` under load."""
+    """Take ``quire top`` under load."""
     if not album.wants("top"):
         return
     watch = Watch(Link(url))
@@ -321,7 +322,7 @@ def of_top(album: Album, url: str, scene: Scene) -> None:
 
 
 def of_still(album: Album, store: Path) -> None:
-    """A store as ``quire inspect --open`` shows it."""
+    """Take a store in ``quire inspect --open``."""
     if not (album.wants("inspect-store")):
         return
     import subprocess

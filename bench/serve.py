@@ -1,10 +1,10 @@
-"""What HTTP costs: ``quire serve`` against the engine itself, in turn, on the same cores.
+"""Cost of HTTP: ``quire serve`` against the engine itself, in turn, on the same cores.
 
 Throughput: ``--clients`` clients, each of which sends its next request when the last is answered,
 not streaming; through the server, whose process shares the machine with the load generator, and
 through ``AsyncLLM`` in this process. Time to the first token: single requests, streaming, one
 through the server and one through ``AsyncLLM`` in turn. Random tokens, greedy, no end token, no
-prefix cache; a checkpoint of SmolLM2-135M's shape, made when it is first needed.
+prefix cache; a checkpoint of SmolLM2-135M's shape, made on demand.
 
 ``python bench/serve.py [--shape smollm2-135m] [--clients 32] [--requests 96] [--rounds 3] [--model
 DIRECTORY]``
@@ -33,9 +33,9 @@ from quire_bench.serve_trace import Planned, random_requests
 
 SERVER, ENGINE = "server", "engine"
 LEAST_SHARE = 0.9
-"""Of the engine's throughput, through HTTP."""
+"""Least share of the engine's throughput through HTTP."""
 MOST_MILLISECONDS = 5.0
-"""That HTTP may add to the time to the first token, at the median."""
+"""Most milliseconds that HTTP may add to the median time to the first token."""
 
 
 class EngineTarget:
@@ -45,7 +45,7 @@ class EngineTarget:
         self._llm, self._stream = llm, stream
 
     async def ask(self, planned: Planned) -> Record:
-        """One request."""
+        """Send one request."""
         params = SamplingParams(temperature=0, max_tokens=planned.output_tokens, ignore_eos=True)
         started = time.perf_counter()
         first: float | None = None
@@ -79,7 +79,7 @@ def run_path(
     rounds: int = 3,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Measure, print tables and one JSON line, return what the line holds.
+    """Measure, print tables and one JSON line; return the line's content.
 
     ``options``: of the engine, by keyword.
     """

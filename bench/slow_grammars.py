@@ -1,11 +1,10 @@
-"""What a slow grammar costs others: a stream beside requests whose grammar reads one text in many
-ways.
+"""Cost of a slow grammar for others: a stream beside requests whose grammar is highly ambiguous.
 
 Three ways in turn: the stream alone; beside ``--slow`` such requests, whose masks are made beside
 the engine (``quire.engine.slow_masks``); and beside them with their masks made in the engine's
 steps, as if no grammar counted as slow. For each the median and the longest time between two tokens
-of the stream, its tokens per second, and how often it got the tokens that it has alone. The slow
-requests are asked for again whenever they have met the limit of their grammar.
+of the stream, its tokens per second, and the number of rounds with the same tokens as alone. The
+slow requests are sent again whenever they reach the limit of their grammar.
 
 ``python bench/slow_grammars.py [--model tiny-python] [--slow 2] [--tokens 960] [--rounds 3]
 [--warm-up 5]``
@@ -31,7 +30,7 @@ GRAMMAR = 'start: s\ns: s s | s s s | "x" | ""'
 
 @dataclass
 class Found:
-    """Of one way, over its rounds."""
+    """The results of one way, over its rounds."""
 
     gaps: list[float] = field(default_factory=list)
     """Seconds between two tokens."""
@@ -39,11 +38,11 @@ class Found:
     tokens: list[list[int]] = field(default_factory=list)
     slow_tokens: int = 0
     ended: int = 0
-    """Slow requests that met the limit."""
+    """Number of slow requests that reached the limit."""
 
 
 async def slow_requests(llm: AsyncLLM, params: SamplingParams, found: Found) -> None:
-    """One after the other, until it is cancelled."""
+    """Send slow requests one after the other, until cancelled."""
     while True:
         try:
             async with llm.stream("x = ", params) as stream:

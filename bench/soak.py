@@ -1,18 +1,17 @@
-"""A server under more load than its pool holds, with clients that hang up: nothing is lost, nothing
-is wrong, nothing stays.
+"""A server under more load than its pool holds, with clients that disconnect.
 
-Requests of mixed lengths, some of them sessions that are forked and rewound; ``--cancelled`` of
-them close their connection at a random moment. Every other one must bring the tokens that it would
-have had alone: another engine in this process, in float32 at temperature 0, one request at a time
-without a prefix cache, says what they are. The pool holds a ``--share`` of what the requests under
-way want. At the end no request runs, no page is held, no session is open, and the server's memory
-has not grown.
+No request may be lost or answered wrongly, and nothing may remain. Requests have mixed lengths;
+some of them are sessions that are forked and rewound; ``--cancelled`` of them close their
+connection at a random moment. Every other one must return the same tokens as alone: another engine
+in this process computes them, in float32 at temperature 0, one request at a time without a prefix
+cache. The pool holds a ``--share`` of the running requests' needs. At the end no request runs, no
+page is held, no session is open, and the server's memory has not grown.
 
 ``python bench/soak.py [--requests 5000] [--clients 64] [--prefix-caching] [--url
 http://localhost:8000]``
 
-A server of ``--url`` must run the same model in float32, and its size is its own. With a prefix
-cache pages stay in use by it.
+A server of ``--url`` must run the same model in float32, and has its own size. With a prefix cache
+pages stay in use by it.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from quire_bench.serve_process import ServerProcess, server_process
 from quire_bench.serve_trace import LEAST_ID
 
 PREFIXES, PREFIX_TOKENS = 4, 48
-"""Beginnings that half of the prompts share."""
+"""Number and tokens of the beginnings that half of the prompts share."""
 LONGEST_PROMPT, LONGEST_TEXT = 160, 60
 SESSION_SHARE = 0.15
 PINNED_SHARE = 0.3
-"""Of the sessions."""
+"""Share of the sessions that are pinned."""
 GROWTH = 1.05
-"""Resident memory at the end over that at half of the requests, at most, beside ``SLACK`` bytes."""
+"""Most resident memory at the end over that at half of the requests, beside ``SLACK`` bytes."""
 SLACK = 16 * 2**20
 SETTLE_SECONDS = 10.0
 
@@ -63,34 +62,34 @@ class Case:
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """What became of the requests."""
+    """The outcomes of the requests."""
 
     finished: int = 0
     cancelled: int = 0
     checked: int = 0
-    """Texts that were compared."""
+    """Number of compared texts."""
     wrong: list[str] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
     generations: list[tuple[Tokens, Tokens]] = field(default_factory=list)
     """In sessions: the tokens before, and the new ones."""
     seconds: float = 0.05
-    """A running mean of what a request takes."""
+    """Running mean of a request's seconds."""
 
 
 class Oracle:
-    """What a request brings alone."""
+    """The results of requests alone."""
 
     def __init__(self, model: str) -> None:
         self.llm = LLM(model, device="cpu", dtype="float32", enable_prefix_caching=False, kv_cache_memory="64MiB")
 
     def alone(self, prompt: Sequence[int], count: int) -> tuple[Tokens, str]:
-        """Tokens and text."""
+        """Return tokens and text."""
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         output = self.llm.generate([list(prompt)], params, use_tqdm=False)[0].outputs[0]
         return tuple(output.token_ids), output.text
 
     def cases(self, count: int, seed: int) -> list[Case]:
-        """Requests of mixed lengths, short ones more often."""
+        """Return requests of mixed lengths, short ones more often."""
         draw = random.Random(f"{seed} cases")
         ids = range(LEAST_ID, self.llm.model.vocab_size)
         prefixes = [draw.choices(ids, k=PREFIX_TOKENS) for _ in range(PREFIXES)]
@@ -114,7 +113,8 @@ class Soak:
         self._pin = asyncio.Lock()
 
     async def run(self, requests: int, clients: int, progress: Callable[[int], None]) -> None:
-        """Send all, ``clients`` at a time; ``progress`` is told after each how many are done."""
+        """Send all requests, ``clients`` at a time; ``progress`` is called after each with the
+        number done."""
         numbers = iter(range(requests))
         done = 0
 
@@ -131,8 +131,8 @@ class Soak:
 
     async def _one(self, number: int) -> None:
         draw, tally = random.Random(f"{self._seed} {number}"), self.tally
-        # Some end before the moment comes at which they would have been cancelled; others make up
-        # for them.
+        # Some requests end before their moment of cancellation; others are cancelled instead, so
+        # that the share is right.
         behind = tally.cancelled < self._cancelled * (tally.cancelled + tally.finished)
         hangs_up = draw.random() < self._cancelled or behind
         patience = draw.uniform(0, 1.2 * tally.seconds) if hangs_up else None
@@ -173,10 +173,11 @@ class Soak:
     # -- sessions ----------------------------------------------------------------------------------
 
     async def _session(self, draw: random.Random) -> None:
-        """The pool is so narrow that a session's pages are taken between any two of its calls;
-        those of a pinned one are not, so that forks share pages.
+        """Run a session, pinned or not.
 
-        One at a time is, since the longest request must fit beside it.
+        The pool is so narrow that an unpinned session's pages are taken between any two of its
+        calls; a pinned one keeps its pages, so that forks share them. Only one at a time is pinned,
+        because the longest request must fit beside it.
         """
         case = draw.choice(self._cases)
         if draw.random() < PINNED_SHARE:
@@ -209,7 +210,7 @@ class Soak:
         return await self._client.json("POST", f"/v1/sessions/{name}/{verb}", body)
 
     async def _generate(self, draw: random.Random, name: str, before: Tokens) -> Tokens:
-        """Some tokens more; all tokens."""
+        """Generate more tokens; return all tokens."""
         body = {"max_tokens": draw.randint(1, LONGEST_TEXT // 3), "temperature": 0, "ignore_eos": True}
         if draw.random() < 0.5:
             async with aclosing(
@@ -234,7 +235,7 @@ class Soak:
 
 
 def check_generations(oracle: Oracle, tally: Tally) -> None:
-    """What sessions generated, against what a request of the same tokens brings alone."""
+    """Compare the sessions' generations with those of single requests of the same tokens."""
     for before, new in tally.generations:
         tally.checked += 1
         wanted, _ = oracle.alone(before, len(new))
@@ -243,15 +244,15 @@ def check_generations(oracle: Oracle, tally: Tally) -> None:
 
 
 async def gauges(client: ServeClient) -> dict[str, float]:
-    """Samples of ``/metrics`` without labels, by name."""
+    """Return the samples of ``/metrics`` without labels, by name."""
     text = (await client.fetch("GET", "/metrics")).decode()
     return {name: float(value) for name, value in re.findall(r"^(quire:\w+) (\S+)$", text, re.MULTILINE)}
 
 
 async def settled(client: ServeClient, *, prefix_caching: bool) -> dict[str, float]:
-    """Sessions whose id was lost with the answer are deleted; then everything must come to rest.
+    """Delete sessions whose id was lost with the answer, then wait until the server is idle.
 
-    What has not, by name.
+    Return the gauges that are not 0, by name.
     """
     for session in (await client.json("GET", "/v1/sessions?limit=1000&tokens=false"))["data"]:
         await client.fetch("DELETE", f"/v1/sessions/{session['id']}")
@@ -279,7 +280,7 @@ def run_soak(
     process: ServerProcess | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Strain the server at ``url``. The counts; "complaints" names what is not as it must be."""
+    """Put load on the server at ``url``. Return the counts; "complaints" names the errors."""
     cases = oracle.cases(distinct, seed)
     memory: dict[int, int] = {}
 

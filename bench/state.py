@@ -1,4 +1,4 @@
-"""What the state costs: fork, deep copy, rewind, save and restore of a long sequence; a second chat
+"""Costs of the state: fork, deep copy, rewind, save and restore of a long sequence; a second chat
 turn; start-up.
 
 A random checkpoint of one of the shapes; the start-up is the bundled model's. ``quire bench state``

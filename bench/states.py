@@ -1,10 +1,10 @@
-"""What recurrent states cost, and what keeping them saves: of a hybrid and of a pure Mamba-2 model,
+"""Costs of recurrent states, and gains from keeping them: of a hybrid and of a pure Mamba-2 model,
 with random weights.
 
 Size, fork, copy, save and restore of states; rewinds against the interval of checkpoints; the
-memory of checkpoints against the share of prompts that the prefix cache has (of a smaller hybrid:
-they are many); second turns on a long history of the first model, which may run no more than what
-is new and one interval.
+memory of checkpoints against the share of prompts found in the prefix cache (of a smaller hybrid,
+because they are many); second turns on a long history of the first model, which may run at most the
+new tokens and one interval.
 
 ``python bench/states.py [--models bamba-150m,mamba2-120m] [--tokens 2000] [--rounds 3] [--peer
 transformers] [--small]``
@@ -48,7 +48,7 @@ Options = Mapping[str, Any]
 
 
 def costs(name: str, path: str, options: Options, sizes: Sizes, hardware: Hardware) -> dict[str, Any]:
-    """What one state of a model costs, printed, as the JSON line has it."""
+    """Measure and print the costs of one state of a model; return them for the JSON line."""
     with Subject(path, options, 0, cached=True) as subject:
         model = subject.llm.model
         rows = cost_rows(subject, sizes, hardware["copy_gbps"])
@@ -72,7 +72,8 @@ def costs(name: str, path: str, options: Options, sizes: Sizes, hardware: Hardwa
 
 
 def rewind_costs(name: str, path: str, options: Options, sizes: Sizes) -> dict[str, Any]:
-    """Rewinds at every interval, and the engine's own, printed, as the JSON line has them."""
+    """Measure and print rewinds at every interval, and the engine's own; return them for the JSON
+    line."""
     found = at_intervals(sizes, partial(rewinds, path, options, sizes))
     fresh_SV = fresh_logits(path, options, sizes)
     held = [
@@ -87,9 +88,8 @@ def rewind_costs(name: str, path: str, options: Options, sizes: Sizes) -> dict[s
 
 
 def cache_costs(name: str, path: str, options: Options, sizes: Sizes) -> list[dict[str, Any]]:
-    """The workload of the prefix cache at every interval, and the engine's own, printed, as the
-    JSON line has it.
-    """
+    """Measure and print the prefix cache's workload at every interval, and the engine's own; return
+    it for the JSON line."""
     expected = fresh_texts(path, options, sizes)
     rows = []
     for row in at_intervals(sizes, partial(cache_row, path, options, sizes)):
@@ -103,7 +103,8 @@ def cache_costs(name: str, path: str, options: Options, sizes: Sizes) -> list[di
 
 
 def turn_costs(name: str, path: str, options: Options, sizes: Sizes, peer: str) -> list[dict[str, Any]]:
-    """Second turns at the engine's own interval, printed, as the JSON line has them."""
+    """Measure and print second turns at the engine's own interval; return them for the JSON
+    line."""
     other = None
     if peer == "transformers":
         from quire_bench.peers import TransformersPeer
@@ -115,7 +116,7 @@ def turn_costs(name: str, path: str, options: Options, sizes: Sizes, peer: str) 
     return [asdict(turn) | {"met": turn.met} for turn in turns]
 
 
-# -- lines of tables -------------------------------------------------------------------------------
+# -- table rows ------------------------------------------------------------------------------------
 
 
 def rewind_line(one: Rewinds, row: Rewound) -> dict[str, Any]:
@@ -180,10 +181,10 @@ def named(interval: int, by_engine: bool) -> str:
 def run(
     models: Mapping[str, str], cached: tuple[str, str], options: Options, sizes: Sizes, peer: str
 ) -> dict[str, Any]:
-    """Measure, print tables and the JSON line, return what it holds.
+    """Measure, print tables and the JSON line; return the line's content.
 
     ``cached``: name and path of the model of the prefix cache's workload. The second turns are
-    those of the first model. ``QuireError`` where more was run again than an interval.
+    those of the first model. ``QuireError`` if more was run again than an interval.
     """
     hardware = measure(device=options["device"], seconds=4.0)
     described = [

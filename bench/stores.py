@@ -1,11 +1,13 @@
-"""What keeping state outside of the pool costs and saves: resumption after a killed process, from
-disk and from memory; decoding while state is written; loading that overlaps with computing;
-evictions to memory; a trace of agents' sessions with a pool of a tenth of what they need.
+"""Costs and gains of state outside of the pool.
 
-The first process computes a prompt and is killed; the second one, over the same directory, is asked
-for the same prompt with a few tokens more. Shares are seconds to the first token over those of the
-whole prompt without a store, each in the same run. The trace is run with tiers and without them in
-turn; all texts are compared.
+Parts: resumption after a killed process, from disk and from memory; decoding while state is
+written; loading that overlaps with computing; evictions to memory; a trace of agents' sessions with
+a pool of a tenth of their needs.
+
+The first process computes a prompt and is killed; the second one, over the same directory, gets the
+same prompt with a few tokens more. Shares are seconds to the first token over those of the whole
+prompt without a store, each in the same run. The trace is run with tiers and without them in turn;
+all texts are compared.
 
 ``python bench/stores.py [--models smollm2-135m-32k,bamba-150m-32k] [--tokens 32768] [--rounds 3]
 [--parts resume,decode,overlap,evict,trace] [--vllm PYTHON]``
@@ -38,7 +40,7 @@ from quire_bench.reports import Spread, interleave, print_json, print_table, ran
 
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 MORE = 8
-"""Tokens by which a resumed prompt is longer."""
+"""Number of additional tokens of a resumed prompt."""
 PARTS = ("resume", "decode", "overlap", "evict", "trace")
 POOL = "4GiB"
 
@@ -51,7 +53,7 @@ def prompt_of(llm: LLM, tokens: int, seed: int = 0) -> list[int]:
 def started(path: str, **options: Any) -> LLM:
     given: dict[str, Any] = {"kv_cache_memory": POOL, "host_memory": 0, **options}
     llm = LLM(path, **given)
-    # Pages of memory that were never touched would count as time of what comes first.
+    # Touch the memory's pages now; otherwise the first measurement would include their page faults.
     llm.generate(prompt_of(llm, 600, seed=99), FIRST)
     llm.reset_prefix_cache()
     return llm
@@ -64,7 +66,7 @@ def first_token(llm: LLM, prompt: Sequence[int]) -> tuple[float, Any]:
 
 
 def evict(llm: LLM) -> None:
-    """Take all that can be had again out of the pool."""
+    """Evict everything that can be loaded or computed again from the pool."""
     while llm._engine.runner.room.make():
         pass
 
@@ -73,7 +75,7 @@ def evict(llm: LLM) -> None:
 
 
 def child(path: str, tokens: int, directory: str, more: int) -> None:
-    """One process of ``resume``: print its seconds, and wait to be killed."""
+    """Run one process of ``resume``: print its seconds, and wait to be killed."""
     with_store = {"store": [f"file://{directory}"]} if directory else {}
     llm = started(path, **with_store)
     prompt = (prompt_of(llm, tokens) + prompt_of(llm, MORE, seed=1))[: tokens + more]
@@ -112,7 +114,7 @@ def folder(base: Path | None) -> Iterator[str]:
 
 
 def resume(path: str, tokens: int, rounds: int, base: Path | None) -> dict[str, Any]:
-    """First token after kill -9 from disk, and after an eviction from memory."""
+    """Measure the first token after kill -9 from disk, and after an eviction from memory."""
     whole, disk, memory, same = [], [], [], True
     for _ in range(rounds):
         with folder(base) as directory:
@@ -151,7 +153,8 @@ def resume(path: str, tokens: int, rounds: int, base: Path | None) -> dict[str, 
 
 
 def decode(path: str, rounds: int, base: Path | None) -> dict[str, Any]:
-    """Seconds of eight decodes of 600 tokens behind 256 others, while state is written or not."""
+    """Measure the seconds of eight decodes of 600 tokens after 256 others, while state is written
+    or not."""
     params = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
     with folder(base) as directory:
         llms = {"plain": started(path), "store": started(path, store=[f"file://{directory}"])}
@@ -188,8 +191,8 @@ def decode(path: str, rounds: int, base: Path | None) -> dict[str, Any]:
 
 
 def overlap(path: str, tokens: int, rounds: int, base: Path | None, fixed: int | None) -> dict[str, Any]:
-    """Seconds of loading ``tokens``, of computing others, and of both. ``fixed``: how many others;
-    None: for about as long, and 32 at least."""
+    """Measure the seconds of loading ``tokens``, of computing others, and of both. ``fixed``:
+    number of other tokens; None: about equally long, and at least 32."""
     loads, computes, both = [], [], []
     with folder(base) as directory, closing(started(path, store=[f"file://{directory}"])) as llm:
         llm._engine.stored.is_worth = lambda *_: True
@@ -225,8 +228,8 @@ def overlap(path: str, tokens: int, rounds: int, base: Path | None, fixed: int |
 
 
 def evictions(path: str, tokens: int, rounds: int) -> dict[str, Any]:
-    """Seconds for which the engine stands still while a prompt's state leaves the pool for memory:
-    copied before, as it is in a nearly full pool, and copied only then."""
+    """Measure the engine's pause while a prompt's state moves from the pool to memory: copied
+    before, as in a nearly full pool, and copied only then."""
     with closing(LLM(path, kv_cache_memory="256MiB", host_memory=0)) as probe:
         pool = tokens * probe.bytes_per_token * 9 // 8
     before, then, processor = [], [], []
@@ -243,7 +246,8 @@ def evictions(path: str, tokens: int, rounds: int) -> dict[str, Any]:
                     found.append(time.perf_counter() - begun)
                     processor.append(time.thread_time() - used)
                 if found is before:
-                    # Back into the pool, and out of memory, so that all of it has to be copied.
+                    # Load it back into the pool and clear the memory tier, so that the next
+                    # eviction copies all of it.
                     first_token(llm, prompt_of(llm, tokens, seed=turn))
                     engine.flush(600)
                     engine.stored.store.memory.clear_now()
@@ -258,8 +262,8 @@ def evictions(path: str, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def trace(path: str, sessions: int, shorter: int, base: Path | None, vllm: str | None) -> dict[str, Any]:
-    """Sessions of agents that pause, fork and come back, with and without tiers, and on vLLM.
-    ``shorter``: texts are so many times shorter."""
+    """Play sessions of agents that pause, fork and return, with and without tiers, and on vLLM.
+    ``shorter``: divisor of the lengths of texts."""
     with closing(LLM(path, kv_cache_memory="256MiB", host_memory=0)) as probe:
         vocabulary, per_token = probe.model.vocab_size, probe.bytes_per_token
     agents = AgentTrace(sessions, vocabulary, shorter)
@@ -299,7 +303,7 @@ def trace(path: str, sessions: int, shorter: int, base: Path | None, vllm: str |
         done = subprocess.run([vllm, str(script), *map(str, given)], capture_output=True, text=True, check=False)
         if done.returncode:
             return found | {"vllm_failed": done.stderr[-2000:]}
-        # vLLM logs to the same stream, also behind the answer.
+        # vLLM logs to the same stream, also after the answer.
         (answer,) = (line for line in done.stdout.splitlines() if line.startswith('{"seconds"'))
         peer = json.loads(answer)
         found |= {
@@ -311,7 +315,7 @@ def trace(path: str, sessions: int, shorter: int, base: Path | None, vllm: str |
 
 
 def equal(one: list[list[int]], other: list[list[int]]) -> float:
-    """Return the share of answers that are the same."""
+    """Return the share of equal answers."""
     return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
 
 

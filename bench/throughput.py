@@ -29,7 +29,7 @@ from quire_bench.throughput import LONGEST, PEER_BATCHES, Outcome, PeerWay, Work
 
 @contextmanager
 def vllm_way(python: str, model: Path, requests: int, pool: str) -> Iterator[PeerWay]:
-    """Start vLLM in a process that stands still while it is not asked; give its way to serve."""
+    """Start vLLM in a process that is stopped between requests; yield its way to serve."""
     with tempfile.TemporaryDirectory(prefix="quire-vllm-") as scratch:
         threads = torch.get_num_threads()
         with started("vllm", python, threads, Path(scratch) / "vllm.log") as peer:

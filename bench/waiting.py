@@ -1,9 +1,9 @@
-"""How long a decode step takes by how long OpenMP's threads spin where they wait for each other.
+"""Time of a decode step by the number of rounds that waiting OpenMP threads spin.
 
-One process for each number of rounds that a waiting thread spins for before it sleeps, all on the
-same checkpoint. They are timed in turn, first on the machine as it is, then beside other processes
-that only compute: with those the thread that a step waits for may have to wait for a processor, and
-one that spins meanwhile keeps it from having that. All texts are compared.
+One process for each number of rounds that a waiting thread spins before it sleeps, all on the same
+checkpoint. They are timed in turn, first on the idle machine, then beside other processes that only
+compute: there the thread that a step waits for may have to wait for a processor, which a spinning
+thread keeps busy. All texts are compared.
 
 ``python bench/waiting.py [--shape quick-30m] [--spins 300000,3000] [--neighbours 2] [--rounds 8]``
 """
@@ -25,7 +25,7 @@ from quire.waiting import SPINS, VARIABLES
 from quire_bench.reports import interleave, print_json, print_table
 
 GNUS_DEFAULT = 300_000
-"""Rounds that GNU's runtime spins for if nobody says anything, and Quire would not."""
+"""Default rounds of GNU's runtime, without a setting by the user or by Quire."""
 
 CHILD = """
 import json, sys, time
@@ -49,7 +49,7 @@ for line in sys.stdin:
 
 
 class Subject:
-    """A process that decodes when it is told to."""
+    """A process that decodes on command."""
 
     def __init__(self, stack: ExitStack, path: Path, arguments: argparse.Namespace, spins: str) -> None:
         inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
@@ -66,7 +66,7 @@ class Subject:
         stack.callback(self._process.kill)
 
     def decode(self) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -81,7 +81,7 @@ class Subject:
 
 @contextmanager
 def neighbours(count: int) -> Iterator[None]:
-    """That many processes that compute all the time."""
+    """Run ``count`` processes that compute all the time."""
     found = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield

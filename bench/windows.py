@@ -1,17 +1,17 @@
-"""What a long text costs with windows: pages, process memory and time per token while one session
+"""Cost of a long text with windows: pages, process memory and time per token while one session
 streams 20,000 tokens.
 
 Four models over the same weights: full attention, a window in every layer (Mistral's
 configuration), windowed and full layers by turns (SmolLM3's), and full attention in a session with
 window and sink (StreamingLLM), which also goes beyond the model's context. Each has a process of
-its own, so that its memory can be seen; they are timed in turn.
+its own, so that its memory can be measured; they are timed in turn.
 
 At each length a few hundred tokens are timed, in slices: the long session, a young one of the same
 model (as long as the long one was at the first length), the next model. Ratios are taken between
-neighbouring slices, since a machine's speed drifts in the minutes between two lengths. Texts are
-compared with what the weights must give, with the model of full attention, and for the first few
-hundred tokens with ``transformers``; what decides them lies inside of every window, so that all are
-the same.
+neighbouring slices, because a machine's speed drifts in the minutes between two lengths. Texts are
+compared with the text that the weights must give, with the model of full attention, and for the
+first few hundred tokens with ``transformers``; the deciding tokens are inside every window, so that
+all are the same.
 
 ``python bench/windows.py [--shape smollm2-135m] [--lengths 1000,2000,5000,10000,20000] [--models
 full,window]``
@@ -64,7 +64,7 @@ class Subject:
     name: str
     path: str
     window: int | None
-    """Tokens behind which something is forgotten; None: nothing is."""
+    """Number of tokens after which the model drops some; None: it drops none."""
     session: dict[str, Any]
     """Keywords of ``LLM.session``."""
     prompt: list[int]
@@ -74,7 +74,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What a subject holds."""
+    """Memory and pages of a subject."""
 
     pages: int
     resident_bytes: int
@@ -82,7 +82,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """Median seconds of a token, the first one of the call left out."""
+    """Median seconds of a token, without the first one of the call."""
 
     long: float
     young: float
@@ -101,7 +101,7 @@ class Stream:
         )
         self._subject = subject
         self._young_tokens = young_tokens
-        # Memory that is taken once, whatever the length: buffers, and the pages of the young
+        # Memory that is allocated once, whatever the length: buffers, and the pages of the young
         # session.
         warm = (subject.prompt * -(-young_tokens // len(subject.prompt)))[:young_tokens]
         with self._llm.session(warm, **subject.session) as session:
@@ -134,9 +134,8 @@ class Stream:
 
 
 def token_seconds(llm: LLM, session: Any, tokens: int) -> list[float]:
-    """Seconds of each of ``tokens`` greedy tokens but the first, which pays for the call (nothing
-    is left of a single one).
-    """
+    """Return the seconds of each of ``tokens`` greedy tokens but the first, which includes the
+    call's overhead."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     stamps = []
     for _ in session.stream(params):
@@ -147,7 +146,7 @@ def token_seconds(llm: LLM, session: Any, tokens: int) -> list[float]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process in RAM; 0 where the system does not say it as Linux does."""
+    """Return the memory of this process in RAM; 0 if the system has no Linux /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
@@ -156,7 +155,7 @@ def resident_bytes() -> int:
 
 
 def serve(connection: Connection, subject: Subject, young_tokens: int, threads: int) -> None:
-    """The process of a subject: calls on its ``Stream``, until there are no more."""
+    """Run the process of a subject: calls on its ``Stream``, until there are no more."""
     torch.set_num_threads(threads)
     stream = Stream(subject, young_tokens)
     connection.send(None)
@@ -190,15 +189,17 @@ class Process:
         self._process.join()
 
     def call(self, name: str, *arguments: object) -> Any:
-        """``Stream``'s method; ``EOFError`` if the process has died, which then has said why."""
+        """Call ``Stream``'s method; ``EOFError`` if the process has died, after printing its
+        error."""
         self._connection.send((name, *arguments))
         return self._connection.recv()
 
 
 def subjects(arguments: argparse.Namespace, lengths: Sequence[int]) -> dict[str, Subject]:
-    """All models, by name.
+    """Return all models, by name.
 
-    The full one is a longer variant of the shape, where there is one, since its text counts.
+    The full one is a longer variant of the shape, if there is one, because its text is the
+    reference.
     """
     where = {"directory": arguments.dir}
     name = arguments.shape
@@ -237,9 +238,8 @@ def subjects(arguments: argparse.Namespace, lengths: Sequence[int]) -> dict[str,
 def measure(
     processes: dict[str, Process], length: int, sample: int, slice_tokens: int
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """By model what it holds at ``length`` and what a token costs there; and the same as lines of
-    the table.
-    """
+    """Return, by model, its memory at ``length`` and the time of a token there; and the same as
+    lines of the table."""
     found: dict[str, dict[str, Any]] = {}
     for name, process in processes.items():
         usage = process.call("grow", length)
@@ -270,14 +270,14 @@ def measure(
 
 
 def common(ours: Sequence[int], theirs: Sequence[int]) -> dict[str, int]:
-    """Equal tokens before the first that differs, of how many."""
+    """Return the number of equal tokens before the first difference, and the number compared."""
     both = min(len(ours), len(theirs))
     same = next((index for index in range(both) if ours[index] != theirs[index]), both)
     return {"same": same, "of": both}
 
 
 def summary(subject: Subject, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """From the first length at which the window is full to the last one."""
+    """Return the change from the first length at which the window is full to the last one."""
     settled = next((row for row in rows if subject.window is not None and row["tokens"] >= subject.window), rows[0])
     last = rows[-1]
     return {
@@ -294,12 +294,12 @@ def summary(subject: Subject, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def compare_texts(
     found: dict[str, Subject], texts: dict[str, list[int]], arguments: argparse.Namespace
 ) -> dict[str, dict[str, dict[str, int]]]:
-    """By model the tokens in common with each thing that there is to compare with."""
+    """Return, by model, the tokens in common with each reference."""
     shape = SHAPES[arguments.shape]
     equal: dict[str, dict[str, dict[str, int]]] = {}
     for name, subject in found.items():
         made = texts[name][len(subject.prompt) :]
-        # Both shapes of a pair have the same successors.
+        # Both shapes of a pair predict the same successors.
         equal[name] = {"predicted": common(made, predicted_text(shape, subject.prompt, len(made)))}
         if name != "full" and "full" in texts:
             equal[name]["full"] = common(texts[name], texts["full"])
@@ -314,7 +314,7 @@ def compare_texts(
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print tables and the JSON line, return what it holds."""
+    """Measure, print tables and the JSON line; return the line's content."""
     lengths = sorted(arguments.lengths)
     found = subjects(arguments, lengths)
     started = {name: Process(subject, lengths[0]) for name, subject in found.items()}
@@ -326,7 +326,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             values, rows = measure(processes, length, arguments.sample, arguments.slice)
             by_length.append(values)
             table += rows
-            for row in rows:  # hours may go by until the table comes
+            for row in rows:  # the table may be printed only after hours
                 print(", ".join(f"{name} {value}" for name, value in row.items()), file=sys.stderr, flush=True)
         texts = {name: process.call("tokens") for name, process in processes.items()}
     equal = compare_texts(found, texts, arguments)
@@ -356,7 +356,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def line(one: dict[str, Any]) -> dict[str, Any]:
-    """A summary for the table."""
+    """Return a summary for the table."""
     return {
         "model": one["model"],
         "tokens": f"{one['from']} to {one['to']}",

@@ -62,5 +62,5 @@ def run(package: str, rows: Mapping[str, Callable[[Task], Abilities]]) -> None:
                 if inspect.iscoroutine(value):
                     value = asyncio.run(value)
                 tell(ability=ability, value=value)
-            except Exception as error:  # Whatever another's code raises, it is about one ability.
+            except Exception as error:  # any exception of a client library counts as a failure of one ability
                 tell(ability=ability, error=f"{type(error).__name__}: {str(error)[:300]}")

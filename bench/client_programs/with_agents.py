@@ -31,7 +31,7 @@ def agents(task: Task, kind: type[Any]) -> Abilities:
 
     def agent(url: str, tokens: int = 200, retries: int = 0, **options: Any) -> Agent[Any]:
         api = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=retries, timeout=120)
-        # The SDK takes no response that was cut at its limit.
+        # The SDK refuses a response that was cut at its limit.
         ends = {} if {"tools", "output_type"} & set(options) else {"extra_body": {"stop": task.extra["stops"]}}
         choice = "weather" if "tools" in options else None
         settings = ModelSettings(max_tokens=tokens, temperature=0, tool_choice=choice, **ends)

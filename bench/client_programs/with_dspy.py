@@ -61,7 +61,7 @@ def models(task: Task, kind: str) -> Abilities:
             return True
         return False
 
-    # It reads no stream of a response that was cut at its limit.
+    # DSPy cannot read the stream of a response that was cut at its limit.
     streams = {"stream": stream} if kind == "chat" else {}
     return {
         "text": text,

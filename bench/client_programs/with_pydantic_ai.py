@@ -24,7 +24,7 @@ def agents(task: Task, made: Callable[[str, int], Any]) -> Abilities:
     """What an agent can do over a model, which ``made`` makes of a URL and a number of retries."""
 
     def agent(url: str, tokens: int = 16, retries: int = 0, **options: Any) -> Agent[Any, Any]:
-        # Weak models' answers are cut, which is no reason to ask again.
+        # The answers of weak models are cut at the limit; that is no reason for a retry.
         return Agent(made(url, retries), model_settings={"max_tokens": tokens, "temperature": 0}, **options)
 
     async def text(url: str, retries: int = 0) -> Any:
@@ -87,7 +87,7 @@ def of_anthropic(task: Task) -> Abilities:
         api = anthropic.AsyncAnthropic(base_url=url, api_key=KEY, max_retries=retries, timeout=120)
         return AnthropicModel(task.model, provider=AnthropicProvider(anthropic_client=api))
 
-    # Native outputs are refused by the library for models that it does not know.
+    # The library refuses native outputs for models that it does not know.
     return {name: made for name, made in agents(task, made).items() if name != "structured"}
 
 

@@ -1,6 +1,6 @@
 """Quire: an LLM inference runtime in which a model's memory is a value.
 
-Names are imported when they are first used, so that ``import quire`` takes milliseconds.
+Names are imported on first use, so that ``import quire`` takes milliseconds.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command ``quire``, also if Ctrl-C comes while its modules are imported."""
+    """Run the command ``quire``, with handling of Ctrl-C while its modules are imported."""
     try:
         from quire.cli import main as run
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""Who asked for what runs in this context: an API key's owner, and the trace that the call is in.
+"""The caller on whose behalf the present context runs: owner of the API key, and trace.
 
-A server sets it where a call arrives. Whatever submits requests on behalf of the call runs in a
-copy of its context, on whichever thread.
+A server sets it when a call arrives. Code that submits requests for the call runs in a copy of its
+context, on any thread.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Caller:
     owner: str = ""
     """Digest of the API key; empty for a server without keys, and outside of servers."""
     traceparent: str = ""
-    """The W3C header of this name, as it came; empty without one."""
+    """The W3C header of this name, unchanged; empty without one."""
     tracestate: str = ""
-    """The same."""
+    """The W3C header of this name, unchanged; empty without one."""
     path: str = ""
     """The path of the call."""
     weight: float = 1.0
@@ -36,7 +36,7 @@ caller: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
 
 @contextmanager
 def on_behalf_of(who: Caller) -> Iterator[None]:
-    """Let the block run for a caller, on whichever thread."""
+    """Run the block on behalf of a caller, on any thread."""
     token = caller.set(who)
     try:
         yield

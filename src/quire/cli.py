@@ -1,7 +1,7 @@
 """The command line: ``quire`` and its commands.
 
 Options are derived from ``LLM`` and ``SamplingParams``: their keyword arguments in kebab-case. A
-mistake is one sentence on stderr and exit code 2, never a traceback. A command imports what only it
+mistake is one sentence on stderr and exit code 2, never a traceback. A command imports only its own
 needs, so that ``--help`` is quick.
 """
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 
 COLLECT_AFTER = 50_000
-"""Objects by which a process grows before Python looks for circles among them."""
+"""Number of new objects after which Python's garbage collector runs."""
 
 app = typer.Typer(
     cls=WordedGroup,
@@ -107,7 +107,7 @@ def _root(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is decided while loading.")] = False,
 ) -> None:
     del version
-    if sys.stdout is None and context.invoked_subcommand != "serve":  # the shell has closed it; a server goes on
+    if sys.stdout is None and context.invoked_subcommand != "serve":  # closed by the shell; a server needs no stdout
         raise FailedPrecondition("output cannot be written: stdout is closed")
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr
@@ -143,7 +143,7 @@ def generate(
     loaded = time.perf_counter()
     first: float | None = None
     count = 0
-    # Refuse here what would otherwise be refused after the prompt has run.
+    # Validate now; otherwise an error would be raised only after the prompt has run.
     (tokens,) = llm.prepare(text, params, adapter=adapter).ids
     with llm.session(adapter=adapter) as session:
         with closing(prompt_pieces(tokens.tolist(), llm.engine.scheduler.limits.max_num_batched_tokens)) as pieces:
@@ -223,7 +223,7 @@ def serve(
 
 
 def _require_server(what: str) -> None:
-    """Raise ``Unsupported`` where the packages of the server are not installed."""
+    """Raise ``Unsupported`` if the packages of the server are not installed."""
     try:
         import quire.server.serving  # noqa: F401
     except ModuleNotFoundError as error:
@@ -386,8 +386,8 @@ def main() -> None:
         try:
             app(prog_name="quire")
         finally:
-            if sys.stdout is not None:  # None where the shell has closed it
-                sys.stdout.flush()  # here, where a failure can still be told in a sentence
+            if sys.stdout is not None:  # None if the shell has closed it
+                sys.stdout.flush()  # flushed here, where a failure can still be reported as one sentence
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ RoundsOption = Annotated[int, typer.Option(help="Interleaved rounds; the median 
 
 @contextmanager
 def _measuring() -> Iterator[None]:
-    """Report in a sentence that ``quire_bench``, which the block imports, is not installed."""
+    """Report in one sentence that ``quire_bench``, which the block imports, is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

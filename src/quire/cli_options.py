@@ -1,4 +1,5 @@
-"""What commands share: options, from configuration dataclasses and a YAML file, and exit codes."""
+"""Shared parts of commands: options from configuration dataclasses and a YAML file, and exit
+codes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from quire.terminal_chat import ANSWER_TOKENS, DEFAULT_MODEL
 MODEL_HELP = f"A bundled model, a directory or a Hugging Face id. Default: {DEFAULT_MODEL}."
 
 SAMPLING_DEFAULTS = {"max_tokens": ANSWER_TOKENS}
-"""Defaults of a terminal, where they are not the model's."""
+"""Defaults in a terminal that differ from the model's."""
 
 
 def _sampling_options() -> Iterator[tuple[str, tuple[Any, str]]]:
@@ -48,14 +49,14 @@ CHAT_OPTIONS: dict[str, tuple[Any, str]] = {
     ),
     "sink": (int, "First tokens that a --window keeps; 4 is usual. Default: 0."),
 }
-"""Types and help texts of those arguments of ``LLM.session`` that ``quire chat`` has."""
+"""Types and help texts of the arguments of ``LLM.session`` that ``quire chat`` has."""
 
 
 # -- options out of dataclasses --------------------------------------------------------------------
 
 
 def _number(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Return the parser of an option, whose error says what was given."""
+    """Return the parser of an option; its error repeats the given text."""
 
     def parse(text: str) -> float:
         try:
@@ -67,7 +68,7 @@ def _number(kind: type[int] | type[float]) -> Callable[[str], float]:
 
 
 def _with_parser(parameter: python_inspect.Parameter) -> python_inspect.Parameter:
-    """Return a parameter of a command. An option that is a number gets a parser."""
+    """Return a parameter of a command, with a parser if it is a number."""
     for one in (int, float):
         for kind, shown in ((one, one.__name__), (list[one], f"list[{one.__name__}]")):  # type: ignore[valid-type]
             match get_args(parameter.annotation):
@@ -86,14 +87,14 @@ _KINDS: dict[str, Any] = {
     "tuple[float, ...]": list[float],
     "tuple[Path, ...]": list[Path],
 }
-"""Types of options by the annotations of fields; the others are texts."""
+"""Types of options by the annotations of fields; all others are texts."""
 
 
 def _parameter(name: str, kind: Any, text: str) -> python_inspect.Parameter:
     flag = "--" + name.replace("_", "-")
-    if kind is bool:  # Either way, so that it can be turned off where the default or a config file has it on.
+    if kind is bool:  # Both flags, so that a value that is on by default or by a config file can be turned off.
         flag += "/--no-" + name.replace("_", "-")
-    # An option without a value is not set, so that a config file and the defaults count.
+    # An option that is not given stays unset, so that the config file and the defaults apply.
     option = typer.Option(flag, help=text, show_default=False)
     return _with_parser(
         python_inspect.Parameter(
@@ -112,7 +113,7 @@ def _config_parameters(config: type[Any]) -> Iterator[python_inspect.Parameter]:
 
 
 class WordedCommand(TyperCommand):
-    """A command that knows what other programs call its options."""
+    """A command that suggests its option for another program's name of it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
@@ -124,7 +125,7 @@ class WordedCommand(TyperCommand):
 
 
 class WordedGroup(TyperGroup):
-    """The commands, which knows what other programs call them."""
+    """A group that suggests its command for another program's name of it."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in COMMANDS and args[0] not in self.commands and not ctx.resilient_parsing:
@@ -138,9 +139,9 @@ def command(
     name: str | None = None,
     more: Mapping[str, tuple[Any, str]] = MappingProxyType({}),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command that gets ``--config`` and the options of ``groups`` as keywords, and
-    those of ``more``: types and help texts. ``groups``: "chat", "sampling", "server", "engine". An
-    error becomes one sentence and an exit code."""
+    """Register a command with ``--config``, the options of ``groups`` as keywords, and those of
+    ``more`` (types and help texts). ``groups``: "chat", "sampling", "server", "engine". An error
+    becomes one sentence and an exit code."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = [
@@ -157,19 +158,20 @@ def command(
 
             added += _config_parameters(ServerSettings)
         if "engine" in groups:
-            # Both have "seed". A request's own seed leaves no use for the engine's.
+            # Both have "seed". With the request's own seed, the engine's is not needed.
             taken = {"model", *(parameter.name for parameter in (*own, *added))}
             added += [parameter for parameter in _config_parameters(EngineConfig) if parameter.name not in taken]
 
         def run(**given: Any) -> None:
-            # Inside typer, which has its own exit codes for an interrupt and a closed pipe.
+            # Called inside typer, which has its own exit codes for an interrupt and a closed pipe.
             with one_sentence([parameter.name for parameter in added]):
                 function(**given)
 
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         run.__signature__ = python_inspect.Signature([*own, *added])  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
-        # A list of commands would cut a longer help; it leaves the first paragraph whole.
+        # In a list of commands typer truncates the help, but not ``short_help``: give it the first
+        # paragraph.
         first = (python_inspect.getdoc(function) or "").partition("\n\n")[0]
         app.command(name, cls=WordedCommand, short_help=" ".join(first.split()))(run)
         return run
@@ -190,8 +192,8 @@ def chosen_options(options: dict[str, Any]) -> dict[str, Any]:
 def given_model(
     model: str | None, options: dict[str, Any], argument: str | None = None
 ) -> tuple[str | None, dict[str, Any]]:
-    """Return the model of the command line (as an option or an ``argument``) or of the config file;
-    None without; the other options."""
+    """Return the model of the command line (as an option or an ``argument``) or of the config file,
+    None without one, and the other options."""
     if model is not None and argument is not None:
         raise InvalidArgument(f"the model is given twice, as {argument!r} and as --model {model!r}; give it once")
     model, chosen = model if argument is None else argument, chosen_options(options)
@@ -200,13 +202,13 @@ def given_model(
 
 
 def chosen_model(model: str | None, options: dict[str, Any], argument: str | None = None) -> tuple[str, dict[str, Any]]:
-    """Return what ``given_model`` does, with the default model."""
+    """Return the result of ``given_model``, with the default model in place of None."""
     given, chosen = given_model(model, options, argument)
     return DEFAULT_MODEL if given is None else given, chosen
 
 
 def read_config(path: Path, known: Set[str]) -> dict[str, Any]:
-    """Return the options of a YAML file. Refuse by name those that the command does not have."""
+    """Return the options of a YAML file. Refuse unknown options by name."""
     import yaml
 
     try:
@@ -272,7 +274,7 @@ KeyOption = Annotated[
 
 @contextmanager
 def one_sentence(options: Collection[str] = ()) -> Iterator[None]:
-    """Turn an error into an exit code and a line on stderr that names one of ``options``."""
+    """Convert an error to an exit code and a line on stderr that names one of ``options``."""
     try:
         yield
     except QuireError as error:
@@ -290,7 +292,7 @@ def one_sentence(options: Collection[str] = ()) -> Iterator[None]:
     except UnicodeError as error:
         _fail(f"text is not in the encoding of the terminal or pipe ({error}); PYTHONIOENCODING=utf-8 may help", 2)
     except BrokenPipeError:
-        _drop_output()  # the reader is gone
+        _drop_output()  # the reading process has ended
         sys.exit(141)
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__

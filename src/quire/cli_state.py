@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 TEXT_TOKENS = 60
-"""Tokens whose text is shown."""
+"""Most tokens whose text is shown."""
 
 state_app = typer.Typer(
     help="Look at the branches that sessions were committed to, and copy them; no model is loaded.",
@@ -250,7 +250,7 @@ async def _closing(tier: StoreTier, function: Callable[[StoreTier], Coroutine[An
 
 
 def _tier(store: str | None, state_dir: Path | None, *, new: bool = False) -> StoreTier:
-    """Return the tier of the options. ``new``: its directory may be made."""
+    """Return the tier of the options. ``new``: its directory may be created."""
     if (store is None) == (state_dir is None):
         raise InvalidArgument("give --store URL, or --state-dir DIR, one of them", field="store")
     from quire.store.urls import existing, state_tier
@@ -305,7 +305,7 @@ def _require_table(text: bool, as_json: bool) -> None:
 
 
 def _words(commit: SessionCommit, text: bool) -> Callable[[list[int]], str]:
-    """Return how tokens of a commit are shown: their first ids, or their first text."""
+    """Return a function that shows tokens of a commit: their first ids, or their first text."""
     if not text:
         return _some
     from quire.server.known_tokenizers import tokenizer_of

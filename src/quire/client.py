@@ -18,7 +18,8 @@ DONE = "[DONE]"
 
 
 class HttpFailure(QuireError):
-    """An answer of ``status`` 400 or above; ``param`` and ``code`` are those of OpenAI's error."""
+    """An answer with a ``status`` of 400 or above; ``param`` and ``code`` are those of OpenAI's
+    error."""
 
     def __init__(self, message: str, status: int = 0, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, code=code)
@@ -26,7 +27,8 @@ class HttpFailure(QuireError):
 
 
 class BrokenAnswer(QuireError, ConnectionError):
-    """An answer cut short, or not in HTTP/1.1, JSON or event form, or an error inside a stream."""
+    """An incomplete answer, an answer not in HTTP/1.1, JSON or event form, or an error inside a
+    stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +59,7 @@ class ServerAddress:
 
     @property
     def authority(self) -> str:
-        """Return the address as the Host header has it: without the port if that is the usual
-        one."""
+        """The address in the form of the Host header: without the port if that is the usual one."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
 

@@ -1,8 +1,9 @@
 """Configuration: frozen values, checked when they are made, with a help text for each field.
 
 The CLI derives its options from these dataclasses, and a YAML file maps onto them. Options that
-this release lacks are refused here by name, before a model is touched. The builder checks what
-depends on machine or model (presence of a device, lengths). This module does not import torch.
+this release lacks are refused here by name, before a model is touched. The builder checks the
+values that depend on machine or model (presence of a device, lengths). This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ CUSTOM_FLAGS: tuple[str, ...] = ()
 """Accepted names in ``OptimizationConfig.custom_flags``; none in this release."""
 EXECUTOR_OPTIONS = ("prefill_chunk_size", "modalities", "sliding_window_sink")
 """Accepted names in ``ExecutorConfig.executor_options``: tokens of a prompt per forward (an
-integer; <= 0: all), a list of encoders ("vision", "audio"), first tokens that a window keeps."""
+integer; <= 0: all), a list of encoders ("vision", "audio"), number of first tokens that a window
+keeps."""
 EXECUTOR_TYPES = ("Sequential", "Batch", "ContinuousBatch", "Speculative", "PipelineParallel", "TensorParallel")
 MODALITIES = ("vision", "audio")
 
@@ -220,7 +222,7 @@ class EngineConfig:
 def _from_mapping(
     cls: type[Any], mapping: Mapping[str, Any], *, required: str | None = None, within: str = ""
 ) -> dict[str, Any]:
-    """Return the fields of a configuration; ``within``: the field that it is the value of."""
+    """Return the fields of a configuration; ``within``: name of the field whose value it is."""
     if not isinstance(mapping, Mapping):
         what = within or "a configuration"
         raise InvalidArgument(f"{what} must be a mapping of names to values, got {mapping!r}", field=within or None)
@@ -319,9 +321,9 @@ DEFAULT_LENGTH = 2048
 class ExecutorConfig:
     """The parts of an executor.
 
-    ``model_info`` is a model as ``EngineConfig.model`` names it, or metadata with a ``path`` and an
-    integer ``max_sequence_length``, which bounds the requested one (for a name, at loading):
-    ``executor.info()``, for another executor of the same model.
+    ``model_info`` is a model as named in ``EngineConfig.model``, or metadata with a ``path`` and an
+    integer ``max_sequence_length``, which bounds the requested one (for a name, at loading): for
+    example ``executor.info()``, for another executor of the same model.
     """
 
     model_info: object = field(metadata={"help": "The model: a name or directory, or the metadata of one."})
@@ -377,8 +379,8 @@ class ExecutorConfig:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> ExecutorConfig:
-        """Build from a mapping, such as JSON's, with kebab-case or snake_case keys, in which nested
-        configurations are mappings, too; ``dataclasses.asdict`` is the way back. Raise
+        """Build from a mapping, such as JSON's, with kebab-case or snake_case keys; nested
+        configurations are mappings too. ``dataclasses.asdict`` is the inverse. Raise
         ``InvalidArgument`` as ``EngineConfig.from_mapping``."""
         values = _from_mapping(cls, mapping, required="model_info")
         for name, nested in _NESTED.items():

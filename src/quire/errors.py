@@ -12,19 +12,19 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 CONTEXT_FULL = "context_length_exceeded"
-"""The code of a prompt that is too long for the context, as OpenAI's clients know it."""
+"""The code of a prompt that is too long for the context, as used by OpenAI's clients."""
 
 MAX_SHOWN = 500
-"""Longest part of a value that a message repeats, in characters."""
+"""Most characters of a value that a message repeats."""
 
 
 class QuireError(Exception):
     """Base class; raised itself only for a broken internal invariant or device.
 
-    ``field`` is the argument at fault as a dotted path ("structured_outputs.json",
+    ``field`` is the wrong argument as a dotted path ("structured_outputs.json",
     "messages.3.content"), or None. ``given`` is its value and ``allowed`` describes the accepted
-    ones. The message is made of these three unless a fuller one is given. ``code`` is for programs
-    where the class does not say enough, as ``CONTEXT_FULL``.
+    ones. The message is made of these three unless a fuller one is given. ``code`` is for programs,
+    if the class is not specific enough, such as ``CONTEXT_FULL``.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class QuireError(Exception):
         state = dict(self.__dict__)
         try:
             pickle.dumps(self.given)
-        except Exception:  # the value may raise anything
+        except Exception:  # pickling the value may raise any exception
             state["given"] = _shown(self.given)
         return type(self), self.args, state
 
@@ -62,10 +62,11 @@ class InvalidArgument(QuireError, ValueError):
 
 
 def context_full(longest: int, problem: str, field: str | None = None) -> InvalidArgument:
-    """Return the error about what does not fit in the context. ``longest``: tokens that it holds.
+    """Return the error about a prompt that does not fit the context of ``longest`` tokens.
 
-    It begins with OpenAI's sentence: clients look for it to shorten a conversation, or to take a
-    model with a longer context."""
+    It begins with OpenAI's sentence: clients search for it to shorten a conversation, or to choose
+    a model with a longer context.
+    """
     message = f"This model's maximum context length is {longest} tokens. {problem}"
     return InvalidArgument(message, field=field, code=CONTEXT_FULL)
 
@@ -87,11 +88,12 @@ class ResourceExhausted(QuireError, MemoryError):
 
 
 class PoolExhausted(ResourceExhausted):
-    """Others hold needed resources that cannot be taken now; the same call may succeed later."""
+    """Needed resources are held by others and cannot be taken now; the same call may succeed
+    later."""
 
 
 class StoreFull(ResourceExhausted):
-    """A durable tier has no room for what a call was to write."""
+    """A durable tier has no room for the data of a call."""
 
 
 class QuotaExceeded(ResourceExhausted):
@@ -115,8 +117,8 @@ class DataLoss(QuireError):
 
 
 class BlendLoadError(DataLoss):
-    """A layer that a blend retriever had promised cannot be loaded; ``requests`` holds the indices
-    of the requests concerned. Run the step again with their chunks invalid."""
+    """A promised layer of a blend retriever cannot be loaded; ``requests`` holds the indices of the
+    affected requests. Run the step again with their chunks invalid."""
 
     def __init__(self, message: str = "", requests: Collection[int] = ()) -> None:
         super().__init__(message)
@@ -124,12 +126,12 @@ class BlendLoadError(DataLoss):
 
 
 class StoreDamaged(DataLoss):
-    """A record or file of the store itself, not one that the caller gave, is damaged or gone."""
+    """A record or file of the store itself, not one given by the caller, is damaged or gone."""
 
 
 class TierError(QuireError, OSError):
     """A tier of a store cannot be reached or written: no route, a full or read-only disk. The store
-    goes on without it and counts that."""
+    continues without it and counts that."""
 
 
 class TierFull(TierError):
@@ -137,8 +139,8 @@ class TierFull(TierError):
 
 
 class NotDurable(QuireError):
-    """What a call did could not be written to the state directory. It took effect, and is lost if
-    the process ends."""
+    """The effect of a call could not be written to the state directory. It took effect, and is lost
+    if the process ends."""
 
 
 class CheckpointError(QuireError, ValueError):

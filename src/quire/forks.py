@@ -1,8 +1,8 @@
-"""What a child of ``os.fork()`` has of its parent's objects: nothing that works.
+"""Safe failure of a parent's objects in a child of ``os.fork()``.
 
-A child has one thread. Those of the parent's engines, stores and journals are missing, and a lock
-that one of them held stays held for ever. So a child replaces the locks of objects that were made
-before by ``ParentsLock``, which refuses. New objects in the child work.
+A child has one thread. The threads of the parent's engines, stores and journals are missing, and a
+lock that one of them held is never released. So a child replaces the locks of existing objects by
+``ParentsLock``, which refuses. New objects in the child work.
 
 SQLite's connections must not be closed in a child either: it would fold their log into a file that
 the parent writes. They stay open.
@@ -32,7 +32,7 @@ class Forked(FailedPrecondition):
 
 
 class ParentsLock:
-    """Stands in a child for a lock of the parent."""
+    """Replaces a lock of the parent in a child."""
 
     def __enter__(self) -> NoReturn:
         raise Forked(FORKED)
@@ -56,7 +56,7 @@ def in_children(forked: Callable[[], object]) -> None:
 
 
 def keep_open(held: object) -> None:
-    """Keep an object for ever, also when the interpreter ends."""
+    """Keep an object alive for ever, also when the interpreter ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 

@@ -1,7 +1,7 @@
-"""Hints: what a program knows about the future use of a prompt's state, and what was done with it.
+"""Hints: a program's knowledge about the future use of a prompt's state, and the results.
 
 No hint changes a token. A hint that cannot be followed is refused with a reason, in the result, and
-the request goes on.
+the request continues.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from quire.errors import InvalidArgument
 HintKind: TypeAlias = Literal["pin", "demote", "prefetch", "priority"]
 
 PIN_SECONDS = 300.0
-"""How long a pin lasts unless it says otherwise, as Anthropic's ``cache_control`` marks do."""
+"""Default seconds of a pin, as of Anthropic's ``cache_control`` marks."""
 
 MOST_SECONDS = 30 * 24 * 3600.0
-"""The longest time of a pin, as in vLLM's ``kv.retain``."""
+"""Most seconds of a pin, as in vLLM's ``kv.retain``."""
 
 MOST_PRIORITY = 2**31 - 2
-"""The bound of priorities on either side."""
+"""Bound of the absolute value of priorities."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -30,9 +30,10 @@ class PinAccount:
     """A user whose pinned sessions and prompts count together."""
 
     share: float
-    """Part of each pool that they may hold."""
+    """Largest part of each pool that they may hold."""
     total: float
-    """Part of each pool that all pinned state may hold, also that of other accounts or none."""
+    """Largest part of each pool that all pinned state may hold, of other accounts or none
+    included."""
 
 
 OWN_ACCOUNT = PinAccount(share=0.75, total=0.75)
@@ -41,14 +42,14 @@ OWN_ACCOUNT = PinAccount(share=0.75, total=0.75)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pin:
-    """The wish that the state of a prompt's beginning stays in the pool for a time."""
+    """A request to keep the state of a prompt's beginning in the pool for a time."""
 
     tokens: int | None = None
-    """Of the first so many tokens; None, or more than the prompt has: of all of the prompt."""
+    """Number of first tokens to keep; None, or more than the prompt has: the whole prompt."""
     ttl: float = PIN_SECONDS
-    """Seconds. A pin of the same tokens that lasts longer stays as it is."""
+    """Seconds. A longer pin of the same tokens stays unchanged."""
     name: str = ""
-    """What its result is called by."""
+    """The name of its result."""
 
     def __post_init__(self) -> None:
         if self.tokens is not None:
@@ -60,18 +61,18 @@ class Pin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheHints:
-    """What a program says about the state of one request."""
+    """A program's hints about the state of one request."""
 
     pins: Sequence[Pin] = ()
     """Beginnings of the prompt to be kept, even if the pool is short."""
     demote: int | None = None
-    """At the end of the request, give up what the pool holds beyond its first so many tokens. Lower
-    tiers may keep it; pinned beginnings and what others use stays. None: nothing is given up."""
+    """At the end of the request, give up the state in the pool beyond this number of first tokens.
+    Lower tiers may keep it; pinned and shared state stays. None: nothing is given up."""
     priority: int = 0
     """Lower values run earlier, as in vLLM; equal ones in order of arrival. The highest value is
     preempted first."""
     account: PinAccount = OWN_ACCOUNT
-    """Whose pins these are."""
+    """The account of these pins."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.pins, (list, tuple)) or not all(isinstance(pin, Pin) for pin in self.pins):
@@ -98,20 +99,20 @@ def checked_hints(hints: object) -> CacheHints:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HintResult:
-    """What was done with one hint."""
+    """The result of one hint."""
 
     hint: HintKind
     name: str = ""
     """The pin's name."""
     done: bool = True
     tokens: int | None = None
-    """Of a pin, how many tokens are kept; of a demotion, how many were given up; of a prefetch, how
-    many are in the pool now."""
+    """For a pin, the number of kept tokens; for a demotion, of tokens given up; for a prefetch, of
+    tokens in the pool now."""
     ttl: float | None = None
     """Seconds of a pin."""
     reason: str = ""
-    """Why it was refused, or done in part."""
+    """Reason why it was refused, or followed in part; empty otherwise."""
 
     def named(self, name: str) -> HintResult:
-        """Return the same of another name."""
+        """Return the same result with another name."""
         return replace(self, name=name)

@@ -22,8 +22,8 @@ from quire.tables import folding_table, print_tables
 
 
 def describe(path: str | Path) -> StateFileView:
-    """Return what a state file holds, to be drawn or read. Errors: those of ``facts_of``, and
-    ``InvalidArgument`` unless ``path`` is the name of a file."""
+    """Return the content of a state file, to be drawn or read. Errors: those of ``facts_of``, and
+    ``InvalidArgument`` unless ``path`` is a file name."""
     if not isinstance(path, (str, Path)) or not str(path):
         raise InvalidArgument(field="path", given=path, allowed="the name of a state file")
     return StateFileView(facts_of(Path(path)))
@@ -118,7 +118,7 @@ def print_description(found: Mapping[str, Any]) -> None:
 
 
 def _origin(found: Mapping[str, Any]) -> str:
-    """Describe how far the state is what the tokens give; in a KV cache row by row."""
+    """Describe how exact the state is for its tokens; in a KV cache row by row."""
     if found["kind"] == "session":
         return _origin_of(found["exact"], found["exact_tokens"], found["modified"])
     count = len(found["sequences"])
@@ -134,7 +134,7 @@ def _origin_of(exact: bool, exact_tokens: int | None, modified: bool) -> str:
 
 
 def _lines_of(sequence: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is told of a sequence besides its length."""
+    """Yield the facts about a sequence besides its length, in words."""
     for one in sequence["positions_held"]:
         ranges = [f"{start}..{stop - 1}" for start, stop in one["ranges_start_stop"] if stop > start]
         layers = "all layers" if len(one["layers"]) == sequence["num_layers"] else f"{len(one['layers'])} layers"
@@ -153,7 +153,7 @@ _TOLD = {
     "supports_speculative_decoding": " (speculative_decode and verify of executors; generate, chat and serve do not speculate)",
     "memory_requirements": " (kv_cache_memory_per_token is that of one layer)",
 }
-"""What the names of capabilities do not say."""
+"""Additions to the names of capabilities, for people."""
 
 
 def print_capabilities(found: Mapping[str, Any], own: Combination, *, as_json: bool) -> None:
@@ -196,7 +196,7 @@ def calibration_told(found: BlendCalibration | None) -> str:
 
 
 def print_calibration(found: BlendCalibration, *, kept: bool, as_json: bool) -> None:
-    """Print what ``LLM.calibrate_blending`` returned."""
+    """Print the result of ``LLM.calibrate_blending``."""
     if as_json:
         print(json.dumps(found.document() | {"kept": kept}))
         return

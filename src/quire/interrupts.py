@@ -1,12 +1,12 @@
 """Delayed signals: Ctrl-C takes effect between steps, never inside a change of the state.
 
 Python runs a signal's handler on the main thread between any two bytecodes, so its exception may
-occur at any line: for example after pages are taken and before a sequence knows them. Inside
+occur at any line: for example after pages are taken and before a sequence records them. Inside
 ``SHIELD`` a signal is kept. Its handler runs at the end of the outermost shielded block, or at a
 ``check()`` in it: between two steps, two forwards of a call, or two tensors of a file. An exception
 there acts like an error of that step, and the same ``finally`` clauses undo the step. All signals
-with Python handlers are kept, so alarms that raise are safe too. docs/internals.md says which code
-uses what.
+with Python handlers are kept, so alarms that raise are safe too. docs/internals.md lists the users
+of each tool.
 
 Other threads run no handlers, so for them this module does nothing. It cannot keep exceptions
 injected by another thread (``PyThreadState_SetAsyncExc``), a debugger's quit, or SIGKILL.
@@ -31,19 +31,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 POLL_SECONDS = 0.05
-"""Interval at which the main thread looks for signals while it waits for a lock or an event."""
+"""Seconds between checks for signals while the main thread waits for a lock or an event."""
 
 _SIGNALS = sorted(int(number) for number in _signal.valid_signals())
 
 
 _main = threading.main_thread().ident
-"""The main thread's identity: looked up here once, since each verb asks for it many times."""
+"""The main thread's identity, cached because each verb needs it many times."""
 
 
 def _note_main_thread() -> None:
     global _main
     if get_ident() != _main:
-        SHIELD.forget()  # The thread that was inside of it is the parent's.
+        SHIELD.forget()  # the thread that was inside of the block belongs to the parent
     _main = threading.main_thread().ident
 
 
@@ -60,13 +60,13 @@ class Shield:
         self._depth = 0
         """Number of shielded blocks around the main thread's code."""
         self._exposed = 0
-        """The depth at which signals are not kept: outside all blocks, or in user code."""
+        """The depth at which signals are delivered: outside all blocks, or in user code."""
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        """Handlers that ours has replaced, now or before; they get the kept signals."""
+        """Handlers that were replaced, now or before; they get the kept signals."""
         self._seen: list[object] = []
-        """The handlers of all signals as they were found last."""
+        """The handlers of all signals at the last check."""
         self._taken: list[tuple[int, Callable[[int, FrameType | None], Any]]] = []
-        """Those of them that are written in Python, by number."""
+        """The handlers among them that are written in Python, by signal number."""
         self._waiting: deque[int] = deque()
         self._keeper = self._keep  # one object, for comparison by identity
 
@@ -81,7 +81,8 @@ class Shield:
         self.leave()
 
     def leave(self, *, deliver: bool = True) -> None:
-        """End a block. ``deliver=False`` lets signals wait: a finaliser loses exceptions."""
+        """End a block. ``deliver=False`` keeps signals pending: a finaliser would lose their
+        exceptions."""
         if get_ident() == _main:
             self._depth -= 1
             if not self._depth:
@@ -91,22 +92,22 @@ class Shield:
 
     @property
     def is_up(self) -> bool:
-        """Return whether signals are being kept for the main thread."""
+        """True if signals are being kept for the main thread."""
         return self._depth > self._exposed
 
     @property
     def outermost(self) -> bool:
-        """Return whether exactly one block surrounds the main thread. Blocks around user code that
+        """Return True if exactly one block surrounds the main thread. Blocks around user code that
         ``expose`` calls do not count."""
         return self._depth == self._exposed + 1
 
     def check(self) -> None:
-        """Run the handlers of the waiting signals here."""
+        """Run the handlers of pending signals here."""
         if self._waiting and get_ident() == _main:
             self._deliver()
 
     def expose(self, function: Callable[[], R]) -> R:
-        """Call user code, in which signals are not kept."""
+        """Call user code, in which signals are delivered at once."""
         if not self._depth or get_ident() != _main:
             return function()
         before, self._exposed = self._exposed, self._depth
@@ -117,7 +118,7 @@ class Shield:
             self._exposed = before
 
     def forget(self) -> None:
-        """Leave all blocks, in a process without the thread that was inside of them."""
+        """Leave all blocks, in a child process without the thread that was inside them."""
         self._depth = self._exposed = 0
         self._waiting.clear()
         self._restore()
@@ -126,13 +127,13 @@ class Shield:
         """Handle a signal in place of its own handler: keep it, or deliver it outside blocks."""
         self._waiting.append(number)
         if not self._depth:
-            # Between the first line of a block and its end: nothing has begun, or all is done.
+            # Before the first line of a block or after its last: nothing has begun, or all is done.
             self._restore()
         if self._depth == self._exposed:
             self._deliver()
 
     def _install(self) -> None:
-        # This runs at each verb and hardly ever finds other handlers than last time.
+        # This runs at each verb; the handlers have almost never changed since the last time.
         if (found := list(map(_signal.getsignal, _SIGNALS))) != self._seen:
             self._taken = [
                 (number, handler)
@@ -140,7 +141,7 @@ class Shield:
                 if callable(handler) and handler is not self._keeper
             ]
             self._handlers.update(self._taken)
-            self._seen = found  # last: a handler that raises in between leaves nothing out
+            self._seen = found  # set last: if a signal handler raises before this line, the next call repeats the work
         for number, _ in self._taken:
             _signal.signal(number, self._keeper)
 
@@ -192,7 +193,7 @@ class Lock:
         self._lock: Any = threading.RLock()
         in_children(self._forked)
         self.interruptible = _Interruptible(self)
-        """``with lock.interruptible:`` is ``with lock:`` whose wait is a check point."""
+        """``with lock.interruptible:`` is ``with lock:``, but the wait is a check point."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1, *, checks: bool = False) -> bool:
         """Acquire as ``threading.RLock`` does; with ``checks`` a signal's error ends the wait."""
@@ -222,7 +223,7 @@ class Lock:
 
     @property
     def owned(self) -> bool:
-        """Return whether this thread holds the lock."""
+        """Return True if this thread holds the lock."""
         return self._lock._is_owned()  # type: ignore[no-any-return]
 
     def _forked(self) -> None:
@@ -230,7 +231,7 @@ class Lock:
 
     @property
     def is_parents(self) -> bool:
-        """Return whether it was made before ``os.fork()``, so that no thread gets it here."""
+        """True if it was made before ``os.fork()``, so that it cannot be acquired here."""
         return isinstance(self._lock, ParentsLock)
 
     def require_own(self) -> None:

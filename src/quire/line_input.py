@@ -19,7 +19,7 @@ Complete: TypeAlias = Callable[[str], Iterable[str]]
 
 HISTORY_LENGTH = 1000
 BLOCK = '"""'
-"""What begins and ends a text of several lines."""
+"""Begins and ends a text of several lines."""
 MORE = "... "
 """The prompt of its further lines."""
 
@@ -39,14 +39,14 @@ class LineInput:
         """
         if self._readline is not None:
             return input(prompt)
-        if is_typed():  # the terminal alone edits it, and stdout belongs to the answers
+        if is_typed():  # without readline the terminal edits the line; stdout is reserved for the answers
             print(prompt, end="", file=sys.stderr, flush=True)
         return input()
 
     def read_text(self, prompt: str) -> str:
         """Return the next line, or a text of several lines: each but the last one ends with a
-        backslash, or they stand between two ``BLOCK``. Commands have one line. Raise what ``read``
-        does; the end of the input ends a text, too."""
+        backslash, or they are between two ``BLOCK``. A command has one line. Raise the errors of
+        ``read``; the end of the input ends a text too."""
         line = self.read(prompt)
         if line.startswith("/"):
             return line
@@ -78,7 +78,7 @@ class LineInput:
         if (readline := self._readline) is not None:
             readline.set_completer(None)
             if (file := history_file()) is not None:
-                with suppress(OSError):  # a chat goes on without a writable home
+                with suppress(OSError):  # a chat works without a writable home directory
                     file.parent.mkdir(parents=True, exist_ok=True)
                     file.touch(mode=0o600)
                     readline.write_history_file(file)
@@ -93,12 +93,12 @@ class LineInput:
 
 
 def _goes_on(line: str) -> bool:
-    """Return whether a line ends with a backslash that is not doubled."""
+    """Return True if a line ends with a backslash that is not doubled."""
     return (len(line) - len(line.rstrip("\\"))) % 2 == 1
 
 
 def is_typed() -> bool:
-    """Return whether stdin is a terminal."""
+    """Return True if stdin is a terminal."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 
@@ -115,7 +115,7 @@ def history_file() -> Path | None:
 
 
 def paths(beginning: str) -> list[str]:
-    """Return the paths with this beginning, folders with a slash at the end."""
+    """Return the paths with this beginning; folders end with a slash."""
     return [found + "/" if os.path.isdir(found) else found for found in glob.glob(glob.escape(beginning) + "*")]
 
 

@@ -1,5 +1,7 @@
-"""What the greatest step and captured decodes take of a device's memory, measured by running them
-once before there is a pool: what is left is the pool's."""
+"""Measurement of a device's memory for the largest step and for captured decodes.
+
+They run once before the pool is made; the pool gets the remaining memory.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,18 @@ logger = logging.getLogger("quire")
 
 MIB = 1 << 20
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=1, seed=0)
-"""Rows that are edited, filtered and drawn take more than greedy ones."""
+"""Sampled rows, because editing, filtering and drawing take more memory than greedy rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of a device while something ran."""
+    """Bytes of a device during a call."""
 
     total: int
     peak: int
-    """The most that PyTorch's allocator held, the weights among it, with what it rounds up."""
+    """The most bytes that PyTorch's allocator held, weights and rounding included."""
     outside: int
-    """What is taken beside that afterwards: contexts, kernels, other processes."""
+    """Bytes taken outside of it afterwards: contexts, kernels, other processes."""
 
 
 class DeviceMemory(Protocol):
@@ -47,13 +49,14 @@ class DeviceMemory(Protocol):
     name: str
 
     def free(self) -> int:
-        """Return the bytes that nobody holds."""
+        """Return the number of free bytes."""
 
     def use_of(self, run: Callable[[], int]) -> MemoryUse:
-        """Run something. It returns how many bytes it held that the peak is to be without."""
+        """Call ``run`` and measure it. It returns a number of held bytes to subtract from the
+        peak."""
 
     def taken_by(self, run: Callable[[], object]) -> int:
-        """Run something; return the bytes of the device that are taken since then."""
+        """Call ``run``; return the number of bytes of the device that it has taken."""
 
 
 class CudaMemory:
@@ -68,7 +71,7 @@ class CudaMemory:
         return torch.cuda.mem_get_info(self._device)[0]
 
     def use_of(self, run: Callable[[], int]) -> MemoryUse:
-        """See ``DeviceMemory``. What was freed goes back to the device before and after."""
+        """See ``DeviceMemory``. Freed memory is returned to the device before and after."""
         device = self._device
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -87,20 +90,20 @@ class CudaMemory:
         return max(0, before - self._left())
 
     def _left(self) -> int:
-        """Return what is free when PyTorch keeps nothing for later."""
+        """Return the free bytes after PyTorch has released its cache."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return self.free()
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """Return what measures a device; None for the host, whose memory is everybody's."""
+    """Return the memory of a device; None for the host, which other programs share."""
     return CudaMemory(device) if device.type == "cuda" else None
 
 
 def greatest_lengths(max_num_seqs: int, max_num_batched_tokens: int, max_len: int) -> list[int]:
-    """Return the new tokens of each sequence in the greatest step: as many sequences and tokens as
-    a step may have."""
+    """Return the new tokens of each sequence in the largest step: as many sequences and tokens as a
+    step may have."""
     count = min(max_num_seqs, max_num_batched_tokens)
     tokens = min(max_num_batched_tokens, count * max_len)
     return [tokens // count + (index < tokens % count) for index in range(count)]
@@ -119,8 +122,9 @@ def run_greatest_step(runner: LocalRunner, lengths: list[int]) -> None:
 
 
 def captured_bytes(memory: DeviceMemory, capture: Callable[[int], bool], sizes: Sequence[int]) -> int:
-    """Return what captured decodes of these sizes, the largest first, take of a device. The second
-    one takes what each of the others does at most, for it shares the memory of the first."""
+    """Return the bytes of a device that captured decodes of these sizes take, given the largest
+    first. All but the first share its memory, and each of them takes at most as much as the second.
+    """
     if not sizes:
         return 0
     first, others = memory.taken_by(lambda: capture(sizes[0])), len(sizes) - 1
@@ -128,8 +132,8 @@ def captured_bytes(memory: DeviceMemory, capture: Callable[[int], bool], sizes: 
 
 
 def capture_usual(memory: DeviceMemory, capture: Callable[[int], bool], sizes: Sequence[int], progress: bool) -> None:
-    """Capture decodes of these sizes, the largest first, until one cannot be. ``progress`` shows a
-    bar if stderr is a terminal."""
+    """Capture decodes of these sizes, given the largest first, until one fails. ``progress`` shows
+    a bar if stderr is a terminal."""
     hidden, done = not (progress and sys.stderr.isatty()), 0
 
     def run() -> None:
@@ -145,7 +149,7 @@ def capture_usual(memory: DeviceMemory, capture: Callable[[int], bool], sizes: S
 def measured_budget(
     memory: DeviceMemory, share: float, lengths: list[int], run: Callable[[], int], captured: Callable[[], int] = int
 ) -> Budget:
-    """Return what ``share`` of a device leaves beside weights, the greatest step, which ``run``
+    """Return the budget of ``share`` of a device less weights, the largest step, which ``run``
     runs, and ``captured`` bytes. ``ResourceExhausted`` if there is no room for that step."""
     free = memory.free()
     try:

@@ -1,4 +1,4 @@
-"""Work left by garbage-collected objects: open sessions, running streams, KV caches."""
+"""Clean-up after garbage-collected objects: open sessions, running streams, KV caches."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ End = Callable[[], object]
 
 
 class Orphans:
-    """Remembers what to call once an object is gone.
+    """Functions to call after an object is gone.
 
-    The garbage collector may run in the middle of anything, also between two bytecodes of a
-    finaliser. ``watch`` makes it append to a list only, in C, so that no signal comes between the
-    object's end and the note of it. ``leave`` is for finalisers: it ends at once what it can.
+    The garbage collector may run at any time, also between two bytecodes of a finaliser. ``watch``
+    only makes it append to a list, in C, so that no signal can come between the object's end and
+    this record. ``leave`` is for finalisers: it runs the function at once if possible.
     """
 
     def __init__(self, lock: Lock, ready: Callable[[], bool] = lambda: True) -> None:
-        """Set the ``lock`` that ends need, and ``ready``: whether its holder can call them now."""
+        """Set the ``lock`` that the functions need, and ``ready``, which returns True if they can
+        be called now."""
         self._lock = lock
         self._ready = ready
         self._ends: dict[weakref.ref[object], End] = {}
@@ -34,19 +35,20 @@ class Orphans:
         self._left: deque[End] = deque()
 
     def watch(self, owner: object, end: End) -> None:
-        """Let ``bury`` call ``end`` once ``owner`` is gone.
+        """Let ``bury`` call ``end`` after ``owner`` is gone.
 
-        ``end`` must not hold the owner, and may be called twice.
+        ``end`` must not reference the owner, and may be called twice.
         """
         self._ends[weakref.ref(owner, self._gone.append)] = end
 
     def unwatch(self, owner: object) -> None:
-        """Forget what ``watch`` remembers for ``owner``, whose end has been called."""
+        """Forget the ``end`` of ``owner``, because it was called."""
         self._ends.pop(weakref.ref(owner), None)
 
     def leave(self, end: End) -> None:
-        """Call ``end`` now if no thread is at work, this one included; else ``bury`` calls it."""
-        if self._lock.is_parents:  # What it gives back is the parent's.
+        """Call ``end`` now if no thread holds the lock, this one included; else ``bury`` calls
+        it."""
+        if self._lock.is_parents:  # the resources belong to the parent process
             return
         self._left.append(end)
         if self._lock.owned or not self._lock.acquire(blocking=False):
@@ -57,7 +59,7 @@ class Orphans:
             self._lock.release(deliver=False)
 
     def bury(self) -> bool:
-        """End what objects that are gone have left; return whether there was anything.
+        """Call the functions of objects that are gone; return False if there was nothing to free.
 
         Call it under the lock.
         """
@@ -67,17 +69,18 @@ class Orphans:
         while self._gone:
             self._left.append(self._ends.pop(self._gone.popleft()))
         while self._left:
-            # An end returns False where nothing was left to give back.
+            # An ``End`` returns False if nothing was left to free.
             found |= self._left.popleft()() is not False
         return found
 
 
 def unless_exiting(method: Callable[Concatenate[T, P], None]) -> Callable[Concatenate[T, P], None]:
-    """Make a method do nothing once the interpreter shuts down, or if its object is that of a
-    parent process.
+    """Make a method do nothing after the interpreter shuts down, or in a child of the object's
+    process.
 
-    Modules are emptied then. If a program's objects go last, because for example ``dill`` holds
-    ``__main__``, a finaliser finds None in place of functions and classes. The process frees all.
+    Modules are emptied at shutdown. If a program's objects outlive them, for example because
+    ``dill`` holds ``__main__``, a finaliser finds None in place of functions and classes. The
+    process frees all.
     """
     exiting, forked = sys.is_finalizing, Forked  # in a closure, which outlives this module's names
 

@@ -67,7 +67,7 @@ TIERS = ("pool", "memory", "disk", "redis", "object")
 
 
 class Miss(enum.StrEnum):
-    """Why the state of no more tokens was reused."""
+    """Reasons why the state of no more tokens was reused."""
 
     NONE = "none"
     OTHER_TEXT = "other_text"
@@ -93,17 +93,17 @@ MISSES: Mapping[Miss, str] = {
     Miss.DAMAGED: "what a tier has of the state of the first {at} tokens is damaged",
     Miss.UNREACHABLE: "a tier that may have more did not answer",
 }
-"""A sentence for each; ``at`` is ``Reuse.missed_at``."""
+"""A sentence for each reason; ``at`` is ``Reuse.missed_at``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reuse:
-    """How much of a prompt's state was there at its first admission, and why it was not more."""
+    """The reuse of a prompt's state at its first admission, and the reason for its extent."""
 
     cached: int = 0
     """Tokens with reused state: ``RequestOutput.num_cached_tokens``."""
     by_tier: Mapping[str, int] = field(default_factory=dict)
-    """Those of each tier that had some; one of ``TIERS`` each."""
+    """Tokens by tier, one of ``TIERS`` each."""
     replayed: int = 0
     """Tokens computed again: ``RequestOutput.num_replayed_tokens``."""
     miss: Miss = Miss.NONE
@@ -115,12 +115,12 @@ class Reuse:
 
     @property
     def reason(self) -> str:
-        """Why no more was reused, in a sentence."""
+        """The reason why no more was reused, in a sentence."""
         begin = f"tokens 0..{self.cached - 1} are reused" if self.cached else "no token is reused"
         return f"{begin}; {MISSES[self.miss].format(at=self.missed_at)}{self.quote}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as HTTP replies have it."""
+        """Return it in the form of HTTP replies."""
         return {
             "cached": self.cached,
             "by_tier": dict(self.by_tier),
@@ -133,31 +133,30 @@ class Reuse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blend:
-    """How a prompt was blended: which tokens have the state that they had elsewhere."""
+    """The blending of a prompt: the numbers of tokens with reused and with computed state."""
 
     blended: int = 0
-    """Tokens with the state that they had by themselves, moved to their place: approximate."""
+    """Tokens with the state of a separate computation, moved to their position: approximate."""
     recomputed: int = 0
-    """Tokens of which there was such a state, and which were computed anew."""
+    """Tokens with such a state that were computed anew nevertheless."""
     exact: int = 0
-    """Tokens at the beginning of the prompt whose state is what a full computation gives; all, if
-    nothing was blended."""
+    """Leading tokens whose state equals a full computation's; all, if nothing was blended."""
     by_tier: Mapping[str, int] = field(default_factory=dict)
-    """Tokens with cached state by the kind of tier that it came from."""
+    """Tokens with cached state by the kind of their tier."""
     reason: str = ""
-    """Why nothing was blended."""
+    """Reason why nothing was blended."""
     warning: str = ""
-    """Why the answer deserves doubt: the model is not calibrated. Empty if it is, or if nothing was
+    """Reason to doubt the answer: the model is not calibrated. Empty if it is, or if nothing was
     blended."""
     divergence: float | None = None
     """KL divergence of the next token's distribution from that of a full computation, in nats; None
     if it was not measured (``BlendParams.verify``)."""
     unplaced: tuple[str, ...] = ()
-    """Paths of texts of messages that were marked and are no segments, since the chat template does
-    not write them as they are: "messages.0.content.1"."""
+    """Paths of marked texts of messages that are no segments, because the chat template does not
+    write them unchanged: "messages.0.content.1"."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as HTTP replies have it."""
+        """Return it in the form of HTTP replies."""
         return {
             "blended": self.blended,
             "recomputed": self.recomputed,
@@ -172,14 +171,14 @@ class Blend:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmedSegment:
-    """What is kept of a segment (``LLM.warm``)."""
+    """The stored state of a segment (``LLM.warm``)."""
 
     tokens: int
     """Its length."""
     kept: int
-    """Tokens whose state is kept; 0 if it is too short for that."""
+    """Number of tokens whose state is stored; 0 if it is too short."""
     computed: int
-    """Those of them that ran for it; the others were kept before."""
+    """Number of these that ran for it; the others were stored before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,11 +201,11 @@ class RequestOutput(Pictured):
     cache_note: str = ""
     """The reason for replayed tokens in a sentence; empty if there are none."""
     reuse: Reuse = field(default_factory=Reuse)
-    """Which tokens' state was reused, from where, and why it was not more."""
+    """The tokens whose state was reused, their tiers, and the reason for their number."""
     hints: tuple[HintResult, ...] = ()
-    """What was done with each hint of the request, once it has ended."""
+    """The result of each hint of the request, after it has ended."""
     blend: Blend | None = None
-    """How the prompt was blended; None if that was not asked for."""
+    """The blending of the prompt; None if it was not requested."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 
@@ -217,28 +216,28 @@ class RequestOutputs(list[RequestOutput], Pictured):
 
 
 EditMode = Literal["exact", "blend"]
-"""How what follows an edit comes to its state: run again, or blended."""
+"""The state of the tokens after an edit: run again, or blended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EditReport:
-    """What an edit of a session has done."""
+    """The result of an edit of a session."""
 
     removed: int
-    """Tokens that were taken out."""
+    """Number of tokens that were removed."""
     added: int
-    """Tokens in their place."""
+    """Number of tokens in their place."""
     replayed: int
-    """Other tokens that were run again, all or in part."""
+    """Number of other tokens that were run again, all or in part."""
     blended: int = 0
-    """Other tokens whose state was kept and moved: approximate. Those that read nothing of what was
-    replaced, behind all windows of a model that has nothing else, are kept too, and are exact."""
+    """Number of other tokens whose state was kept and moved: approximate. Tokens that see none of
+    the replaced ones, in a model with windows only, are kept too, and are exact."""
     released: int = 0
-    """Tokens behind the span, of those that were run again, of which a window had let go: their
-    state is in no layer that has one, so that no edit could keep it."""
+    """Number of replayed tokens after the span that a window had dropped: they have no state in the
+    layers with windows, so that no edit could keep it."""
     mode: EditMode
     exact: bool
-    """Whether all state of the session is what its tokens give."""
+    """Whether all state of the session is the one that its tokens give."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,7 +271,7 @@ class BeamSearchOutput:
     """None if token ids were given."""
     prompt_token_ids: list[int]
     sequences: list[BeamSearchSequence]
-    """At most ``beam_width``; ``finish_reason`` tells which an error or a cancel cut short."""
+    """At most ``beam_width``; ``finish_reason`` marks those cut short by an error or a cancel."""
     num_cached_tokens: int = 0
     """Prompt tokens with reused state."""
     error: str | None = None

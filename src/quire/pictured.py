@@ -1,6 +1,6 @@
-"""Values that notebooks and terminals draw: they say so, and ``quire.drawing`` does it.
+"""Values that notebooks and terminals can draw, by ``quire.drawing``.
 
-A value knows nothing of drawing, which is above it: the painter is looked up when it is wanted.
+A value does not import drawing, which is in a higher layer: the painter is imported on demand.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ PAINTERS = "quire.drawing.painters"
 
 
 class Pictured:
-    """A value with a picture: HTML in notebooks, text in terminals, and for some of them a figure
-    of matplotlib."""
+    """A value with a picture: HTML in notebooks, text in terminals, and for some values a figure of
+    matplotlib."""
 
     __slots__ = ()
 
@@ -25,7 +25,7 @@ class Pictured:
 
     def plot(self, ax: Any = None) -> Any:
         """Draw with matplotlib, on ``ax`` or on a new figure; return the axes. ``Unsupported``
-        without matplotlib, or where there is nothing to plot."""
+        without matplotlib, or if there is nothing to plot."""
         return picture_of(self).plot(ax)
 
 

@@ -1,4 +1,4 @@
-"""How much memory the pools of KV state get, and how it is shared out among kinds of layers."""
+"""Memory of the pools of KV state, and its division among kinds of layers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from quire.models.loading import Outline, resolve_dtype
 ATTENTION = (FullAttention, LatentAttention, WindowedAttention)
 """Layers that keep tokens."""
 CPU_POOL_SHARE = 0.25
-"""Part of the free memory that the pool takes on a CPU, without ``kv_cache_memory``."""
+"""Share of the free memory for the pool on a CPU, without ``kv_cache_memory``."""
 
 STATES_PER_SEQUENCE = 8
 """State slots for each of ``max_num_seqs``, if there is room: the present state, the next one, the
-ring, and those that cached sequences keep at prompt and turn ends."""
+ring, and the states of cached sequences at prompt and turn ends."""
 
 LEAST_STATES = 4
-"""One sequence, what its next step writes, and a copy of both."""
+"""Least number of state slots: one sequence, its next state, and a copy of both."""
 
 DEFAULT_INTERVAL = 512
 """Tokens between checkpoints of a model without attention, whose tokens cost nothing."""
@@ -36,7 +36,7 @@ LEAST_INTERVAL, MOST_INTERVAL = 64, 1024
 """Bounds of the default number of tokens between checkpoints."""
 
 STATE_SHARE = 0.5
-"""The most of the budget that recurrent states may take from the pages of attention layers."""
+"""Largest share of the budget that recurrent states may take from the pages of attention layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,11 @@ class Budget:
 
     nbytes: int
     words: str
-    """Says how many, and why no more, up to "hold"; refusals begin with it."""
+    """Describes the number and its limits, up to "hold"; refusals begin with it."""
     advice: str = "free some memory, give a kv_cache_memory, or take a smaller dtype or quantization for the weights"
     argument: str = ""
-    """By which the user gave them; pools take all of them then, even what can never be used."""
+    """The user's argument for the bytes; pools then take all of them, even if they can never be
+    used."""
 
 
 def given_budget(size: int | str, name: str = "kv_cache_memory") -> Budget:
@@ -58,9 +59,9 @@ def given_budget(size: int | str, name: str = "kv_cache_memory") -> Budget:
 
 
 def free_budget(device: torch.device, share: float = CPU_POOL_SHARE, weights: int = 0) -> Budget:
-    """Return a share of what is free on a device, for host memory within the control groups'
-    limits; where nothing tells that, of half of what the machine has. ``weights``: bytes that will
-    be taken before the pool is."""
+    """Return a share of a device's free memory; for the host within the control groups' limits, or
+    of half of the machine's memory if that is unknown. ``weights``: bytes that will be taken before
+    the pool."""
     found = free_memory(device)
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if found is None else found
     nbytes = max(0, int((free - weights) * share))
@@ -83,9 +84,9 @@ class PoolSizes:
     """Tokens for which the pools have room."""
 
     tokens: int
-    """Of layers that keep all tokens; of all layers where every layer has a window."""
+    """Tokens of layers that keep all tokens; of all layers if every layer has a window."""
     window_tokens: int | None
-    """Of layers with a window; None: there are none."""
+    """Tokens of layers with a window; None: there are none."""
     step_tokens: int
     """Most tokens of one sequence in a step, so that a window and its new tokens fit."""
     states: int = 0
@@ -101,10 +102,10 @@ def pool_sizes(
     *,
     slack: int = 0,
 ) -> PoolSizes:
-    """Share out the budget. ``slack``: that of the state, by which windows keep more.
+    """Divide the budget among the pools. ``slack``: of the state, by which windows keep more.
 
-    Layers with a window get what ``max_num_seqs`` windows and a step need, if that is less than
-    what other layers get. ``ResourceExhausted`` if one page and one token do not fit.
+    Layers with a window get room for ``max_num_seqs`` windows and a step, if that is less than the
+    other layers get. ``ResourceExhausted`` if one page and one token do not fit.
     """
     attention = [spec for spec in specs if isinstance(spec, ATTENTION)]
     size = config.page_size
@@ -115,7 +116,7 @@ def pool_sizes(
     state_bytes = bytes_per_state([spec for spec in specs if isinstance(spec, Recurrent)])
     given, advice, left = budget.words, budget.advice, budget.nbytes
     if not budget.argument:
-        # More than every sequence at its full length, in whole pages, is never used.
+        # More than the full length of every sequence, in whole pages, is never used.
         most = config.max_num_seqs * pages_for(max_len, size) * size * per_token
         left = min(left, most + config.max_num_seqs * STATES_PER_SEQUENCE * state_bytes)
     states = 0
@@ -157,7 +158,7 @@ def pool_sizes(
 
 
 def short_pool(sizes: PoolSizes, specs: Sequence[LayerSpec], max_len: int, nbytes: int) -> list[str]:
-    """Return that a pool of ``nbytes`` does not hold a longest sequence, if it does not."""
+    """Return a sentence if a pool of ``nbytes`` does not hold a longest sequence; else nothing."""
     if sizes.tokens >= max_len or all(getattr(spec, "layer_window", 1) is not None for spec in specs):
         return []
     return [
@@ -167,9 +168,9 @@ def short_pool(sizes: PoolSizes, specs: Sequence[LayerSpec], max_len: int, nbyte
 
 
 def check_outline(config: EngineConfig, outline: Outline, device: torch.device) -> None:
-    """Check context, pool and memory of a model whose weights are not read yet. Raise what
-    ``longest_of``, ``check_room`` and ``pool_sizes`` do. Of a GPU the pool is what can be left at
-    most: what a step takes is measured when it can run."""
+    """Check context, pool and memory of a model before its weights are read. Raise the errors of
+    ``longest_of``, ``check_room`` and ``pool_sizes``. On a GPU the largest possible pool is
+    checked: the memory of a step is measured later."""
     length, kv_dtype = longest_of(config, outline.max_position), outline.dtype
     if config.kv_dtype != "auto":
         kv_dtype = resolve_dtype(config.kv_dtype, kv_dtype, device)
@@ -193,8 +194,8 @@ def longest_of(config: EngineConfig, limit: int) -> int:
 
 def checkpoint_interval(config: EngineConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
     """Return the tokens between checkpoints of recurrent states; 0 without recurrent layers. By
-    default as many as have K and V of the size of a state. ``InvalidArgument`` if an interval is
-    given and no layer is recurrent."""
+    default the number of tokens whose K and V have the size of a state. ``InvalidArgument`` if an
+    interval is given and no layer is recurrent."""
     state_bytes = bytes_per_state([spec for spec in specs if isinstance(spec, Recurrent)])
     if config.checkpoint_interval is not None:
         if config.checkpoint_interval and not state_bytes:

@@ -1,11 +1,11 @@
-"""Ends the threads of Quire before the interpreter, which would break them off.
+"""Ends Quire's threads before the interpreter, which would break them off.
 
-A thread that the end of the interpreter finds in C++ code, as PyTorch's, aborts the process. So
-what has a daemon thread is closed as the process ends, and what it has accepted is written.
+A thread in C++ code, such as PyTorch's, at the end of the interpreter aborts the process. So
+objects with daemon threads are closed as the process ends, and their accepted work is written.
 
 This happens with the process's exit handlers. The program's other threads have ended by then, and
-handlers that the program has registered itself have run: both may use an LLM. Processes started by
-``multiprocessing`` run no exit handlers but finalizers, so this is one, which both run.
+the program's own handlers have run: both may use an LLM. Processes started by ``multiprocessing``
+run no exit handlers but finalizers, so this is a finalizer, which both run.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from collections.abc import Callable
 from multiprocessing import util
 
 LEAVE_SECONDS = 2.0
-"""Most seconds for which daemon threads of the program are waited for that are in a call."""
+"""Most seconds to wait for daemon threads of the program that are in a call."""
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _OWNERS: dict[weakref.WeakMethod[Callable[[], object]], None] = {}
 
 
 def end_with_process(end: Callable[[], object]) -> None:
-    """Call ``end``, a method, when the process ends, if its object is alive then. What was given
-    last is called first."""
+    """Call the method ``end`` when the process ends, if its object is alive then. The last
+    registered is called first."""
     _OWNERS[weakref.WeakMethod(end, lambda gone: _OWNERS.pop(gone, None))] = None
 
 
 def leave_running(end: Callable[[], object]) -> None:
-    """Take back ``end_with_process``."""
+    """Cancel ``end_with_process``."""
     _OWNERS.pop(weakref.WeakMethod(end), None)
 
 
@@ -45,9 +45,10 @@ def _end_all() -> None:
                 end()
         except Exception:
             sys.excepthook(*sys.exc_info())
-        except BaseException as error:  # The others have threads too.
+        except BaseException as error:  # continue: the other owners must be ended too
             interrupt = error
-    # The error that such a call ends with ends the thread, which lets go of tensors until then.
+    # Wait for these threads: their calls raise an error, which usually ends the thread and frees
+    # its tensors.
     until = time.monotonic() + LEAVE_SECONDS
     for thread in callers:
         thread.join(max(0.0, until - time.monotonic()))
@@ -56,7 +57,7 @@ def _end_all() -> None:
 
 
 def _is_inside(thread: threading.Thread) -> bool:
-    """Return whether a thread of the program is in a call of Quire."""
+    """Return True if a thread of the program is in a call of Quire."""
     if thread is threading.current_thread() or thread.name.startswith("quire-"):
         return False
     frame = sys._current_frames().get(thread.ident or 0)
@@ -66,12 +67,13 @@ def _is_inside(thread: threading.Thread) -> bool:
 
 
 def _begin(_: object = None) -> None:
-    """Begin in a process. In a child the threads are the parent's, and so is its finalizer."""
+    """Register in a process. In a child the threads belong to the parent, and so does its
+    finalizer."""
     _OWNERS.clear()
     util.Finalize(None, _end_all, exitpriority=0)
 
 
 _begin()
 os.register_at_fork(after_in_child=_begin)
-# After that ``multiprocessing`` drops a child's finalizers, then calls what is registered here.
+# Afterwards ``multiprocessing`` drops a child's finalizers, then calls the ones registered here.
 util.register_after_fork(_begin, _begin)

@@ -29,7 +29,7 @@ class GenerationBar:
         self._bar = tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show)
         self._said: str | None = None
         self._began: tuple[float, int] | None = None
-        """When the prompts were first looked at, and how many of their tokens were there."""
+        """Time of the first update, and the number of finished prompt tokens then."""
 
     def advance(self) -> None:
         """Show the progress since the last call."""
@@ -41,8 +41,8 @@ class GenerationBar:
         self._bar.update(sum(all(one.finished for one in samples) for samples in self._requests) - self._bar.n)
 
     def _left(self, done: int) -> str:
-        """Return how long the other tokens of the prompts will take, at the rate of those that ran
-        so far."""
+        """Return the time left for the other tokens of the prompts, at the rate so far, in
+        words."""
         if self._began is None:
             self._began = (time.monotonic(), done)
         started, before = self._began

@@ -1,4 +1,4 @@
-"""``quire top``: what a running server does, in the terminal."""
+"""``quire top``: the activity of a running server, in the terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PATIENCE = 10.0
 """Seconds to wait for an answer."""
 HISTORY = 60
-"""Rates that the line of little bars shows."""
+"""Most rates in the sparkline."""
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {"pinned": "magenta", "held": "green", "evictable": "yellow", "free": "bright_black"}
 PHASE_COLOURS = {
@@ -46,25 +46,25 @@ LATENCIES = {
 }
 LABEL = re.compile(r'^(quire:\w+)\{(\w+)="(\w+)"\}$')
 FATAL = (401, 403, 404, 405)
-"""Answers that another try will not change."""
+"""Statuses of answers that a retry will not change."""
 
 
 class Watch:
-    """What is known of a server. ``look`` asks it."""
+    """The latest facts about a server. ``look`` requests them."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self.history: deque[float] = deque(maxlen=HISTORY)
-        """Tokens generated per second, between each two looks."""
+        """Tokens generated per second, between successive requests."""
         self.problem: str | None = None
-        """Why there was no answer, in a sentence; None: there was one."""
+        """Reason why there was no answer, in a sentence; None: there was one."""
         self._model: str | None = None
         self._before: Mapping[str, Any] | None = None
         self._facts: dict[str, Any] | None = None
         self._answered = 0.0
 
     def look(self) -> dict[str, Any]:
-        """Ask, and return the facts. Raise what the server or the way to it refuses."""
+        """Request and return the facts. Raise the errors of the server or the connection."""
         before = self._before
         since = 0 if before is None else before["step"]
         if self._model is None:
@@ -82,7 +82,7 @@ class Watch:
         return self._facts
 
     def try_to_look(self) -> dict[str, Any] | None:
-        """Ask; of a server that does not answer return what was known last."""
+        """Request the facts; return the last known ones of a server that does not answer."""
         try:
             return self.look()
         except HttpFailure as error:
@@ -100,7 +100,7 @@ class Watch:
 
 
 def facts(model: str, document: Mapping[str, Any], samples: Mapping[str, float]) -> dict[str, Any]:
-    """Return what is shown, as one JSON object."""
+    """Return the shown facts as one JSON object."""
     now = document["now"]
     live = [one for one in document["requests"] if one["finished"] is None]
     labelled: dict[str, dict[str, float]] = {}
@@ -152,20 +152,20 @@ def _request(lane: Mapping[str, Any], now: float) -> dict[str, Any]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return a bar for each value, the largest as high as can be; nothing for no values."""
+    """Return a bar for each value, scaled to the largest; empty for no values."""
     most = max(values, default=0.0)
     return "".join(BARS[round(value / most * (len(BARS) - 1))] if most else BARS[0] for value in values)
 
 
 def clean(text: object, most: int = 40) -> str:
-    """Return a text without what a terminal would obey."""
+    """Return a text without control characters, at most ``most`` characters long."""
     found = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text))
     return found if len(found) <= most else found[: most - 1] + "…"
 
 
 def page_bar(pages: Mapping[str, int], width: int) -> Text:
-    """Return a bar of ``width`` characters, shared out among the owners of pages. An owner of any
-    page has one character at least."""
+    """Return a bar of ``width`` characters, divided among the owners of pages. An owner of any page
+    has at least one character."""
     from rich.text import Text
 
     total = sum(pages.values())
@@ -190,8 +190,8 @@ def screen(
     problem: str | None = None,
     silence: float = 0.0,
 ) -> Group:
-    """Return what is shown of a server in so many columns and lines. Without ``height`` (0) all
-    requests are listed."""
+    """Return the screen of a server in ``width`` columns and ``height`` lines. With ``height`` 0
+    all requests are listed."""
     from rich.console import Group
     from rich.text import Text
 
@@ -220,7 +220,7 @@ def screen(
     for owner in COLOURS:
         legend.append(f"{found['pages'][owner]:,} {owner}  ", style=COLOURS[owner])
     parts += [legend, *_numbers(found)]
-    # Beside them a header, how many more there are, and two lines that are folded.
+    # The rest of the screen: a header, the number of hidden requests, and two lines that may wrap.
     used = len(parts) + len(LATENCIES) + 4
     requests = found["requests"]
     shown = requests[: max(1, height - used)] if height else requests
@@ -309,9 +309,9 @@ def _bytes(count: float) -> str:
 def run_top(
     url: str, *, api_key: str | None = None, interval: float = 1.0, once: bool = False, as_json: bool = False
 ) -> None:
-    """Show a server until q or Ctrl-C. ``once``, ``as_json`` (one JSON object), and an output that
-    is no terminal: show it once. Raise ``QuireError`` for a server that refuses, and then also for
-    one that cannot be reached."""
+    """Show a server until q or Ctrl-C. ``once``, ``as_json`` (one JSON object), or an output that
+    is no terminal: show it once. Raise ``QuireError`` for a server that refuses, and when showing
+    once also for one that cannot be reached."""
     from rich.console import Console
 
     check_real("interval", interval, above=0, up_to=3600)
@@ -347,8 +347,8 @@ def _show(watch: Watch, console: Console, url: str, interval: float, pressed: Ca
 
 @contextmanager
 def keys() -> Iterator[Callable[[float], str]]:
-    """Yield what waits for some seconds, or for a key, and returns the keys that were pressed.
-    Without a terminal to type at it only waits."""
+    """Yield a function that waits for some seconds, or for a key, and returns the pressed keys.
+    Without a terminal for input it only waits."""
     import termios
     import tty
 

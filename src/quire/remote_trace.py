@@ -1,4 +1,4 @@
-"""``quire trace``: a recording of what a running server does."""
+"""``quire trace``: a recording of a running server's activity."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from quire.kv.atomic_file import check_regular
 from quire.remote_chat import Link
 
 INTERVAL = 0.25
-"""Seconds between two questions. A server keeps 2,048 steps."""
+"""Seconds between two requests. A server keeps 2,048 steps."""
 PATIENCE = 30.0
 """Seconds to wait for an answer."""
 LONGEST = 86_400.0
-"""Seconds of a recording, at most."""
+"""Most seconds of a recording."""
 
 
 def record_trace(url: str, path: Path, *, seconds: float, api_key: str | None = None) -> None:
-    """Record a server for some seconds and write the file; print what it holds to stderr.
+    """Record a server for some seconds and write the file; print a summary to stderr.
 
-    Ctrl-C ends it early, with what there is until then. So does a server that goes away, and then
-    its ``QuireError`` is raised. ``InvalidArgument``, ``NotFound`` and ``ResourceExhausted`` about
-    the file.
+    Ctrl-C ends it early, and the file is written. So does the loss of the server; then its
+    ``QuireError`` is raised. ``InvalidArgument``, ``NotFound`` and ``ResourceExhausted`` about the
+    file.
     """
     check_real("seconds", seconds, above=0, up_to=LONGEST)
     check_regular(path, f"trace {str(path)!r}", may_be_missing=True)
@@ -53,7 +53,7 @@ def record_trace(url: str, path: Path, *, seconds: float, api_key: str | None = 
 
 
 def _record(link: Link, recorder: TraceRecorder, seconds: float) -> None:
-    """Ask until the time is over, with a bar of seconds on a terminal."""
+    """Request until the time is over, with a bar of seconds on a terminal."""
     begun = time.monotonic()
     form = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} s{postfix}"
     with tqdm(total=seconds, desc="Recording", bar_format=form, disable=not sys.stderr.isatty()) as bar:
@@ -61,7 +61,7 @@ def _record(link: Link, recorder: TraceRecorder, seconds: float) -> None:
             left = begun + seconds - time.monotonic()
             time.sleep(max(0.0, min(INTERVAL, left)))
             while not recorder.take(document_of(link, recorder.since)):
-                continue  # it is another process now, whose steps count from 1
+                continue  # a new process, whose steps are counted from 1
             bar.set_postfix_str(f"{recorder.num_steps} steps, {recorder.num_requests} requests", refresh=False)
             bar.update(min(seconds, time.monotonic() - begun) - bar.n)
             if left <= INTERVAL:

@@ -1,4 +1,4 @@
-"""Declarations of sampling fields: what each takes, what it does, and which interfaces have it.
+"""Declarations of sampling fields: their values, effects and interfaces.
 
 ``SamplingParams`` declares each field once, with ``declared``. The checks of values, the fields of
 HTTP requests, the options of commands and a model's own defaults follow from that.
@@ -33,7 +33,7 @@ class Surface(Flag):
     SESSIONS = auto()
     GENERATION_CONFIG = auto()
     EXECUTORS = auto()
-    """``sample_tokens``, where the caller says how many tokens are drawn."""
+    """``sample_tokens``, where the caller gives the number of drawn tokens."""
     HTTP = COMPLETIONS | CHATS | SESSIONS
 
 
@@ -42,18 +42,19 @@ class Kind:
     """The values that a field takes, besides None."""
 
     check: Callable[[str, Any], Any]
-    """Return the value to keep for a field's name and value, or raise ``InvalidArgument``."""
+    """Return the checked value of a field, from its name and the given value, or raise
+    ``InvalidArgument``."""
     json: Any = None
     """The value's type in JSON."""
     option: Any = None
-    """The value's type on the command line, where it is not ``json``."""
+    """The value's type on the command line, if it is not ``json``."""
     bounds: Mapping[str, float] | None = None
     """The value's range in words of JSON schemas, for descriptions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What the interfaces need to know of one field."""
+    """The facts about one field for the interfaces."""
 
     kind: Kind
     help: str = ""
@@ -118,7 +119,7 @@ def number(low: float, high: float = math.inf, *, open_low: bool = False) -> Kin
 
 
 def is_collection(value: object) -> bool:
-    """Return whether a value is a collection of items, and no text or mapping."""
+    """Return True if a value is a collection of items, and no text or mapping."""
     return isinstance(value, Collection) and not isinstance(value, str | bytes | bytearray | Mapping)
 
 
@@ -182,7 +183,7 @@ def _bias(name: str, value: object) -> dict[int, float]:
 
 _SEEDS = (-(2**63), 2**64 - 1)
 SEED = Kind(_seed, int, bounds={"minimum": _SEEDS[0], "maximum": _SEEDS[1]})
-"""-1 is None, as clients of vLLM and llama.cpp mean it."""
+"""-1 is None, as in clients of vLLM and llama.cpp."""
 SWITCH = Kind(require_bool, bool)
 STRINGS = Kind(_strings, str | list[str], list[str])
 TOKEN_IDS = Kind(_token_ids, list[int])

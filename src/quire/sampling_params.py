@@ -43,7 +43,7 @@ MAX_GRAMMAR_CHARACTERS = 1_000_000
 
 
 FORMS = ("json", "json_object", "regex", "grammar", "choice")
-"""The fields of ``StructuredOutputs`` of which one is given."""
+"""The fields of ``StructuredOutputs`` of which exactly one is given."""
 _SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
 _MARKS = ("reasoning_end", "reasoning_begin")
 MAX_MARK = 256
@@ -54,11 +54,11 @@ MAX_MARK = 256
 class StructuredOutputs:
     """The form that a generated text must have, given by exactly one of the first five fields.
 
-    The others are vLLM's options for JSON. Unlike vLLM's they are on unless they are turned off.
+    The others are vLLM's options for JSON. Unlike vLLM's they are on by default.
 
     The text is in the grammar's language unless it was cut short: by ``max_tokens`` or the context
-    (``finish_reason`` "length"), by a stop string or by a cancel. A text that nothing can follow
-    ends with "stop". EOS and stop tokens can be drawn exactly where the text may end.
+    (``finish_reason`` "length"), by a stop string or by a cancel. A complete text that nothing can
+    follow ends with "stop". EOS and stop tokens can be drawn exactly where the text may end.
 
     The grammar is compiled when the request is submitted. It is refused if that takes too much
     time, memory or stack. It has at most ``MAX_GRAMMAR_CHARACTERS``.
@@ -67,33 +67,34 @@ class StructuredOutputs:
     """
 
     json: Mapping[str, Any] | str | type | None = None
-    """A JSON schema, or a class with ``model_json_schema`` as pydantic's models are; kept as JSON
+    """A JSON schema, or a class with ``model_json_schema``, such as pydantic's models; kept as JSON
     text. The object ``x-guidance`` in a schema holds llguidance's options, such as
-    ``{"whitespace_flexible": true}``. A schema that the grammar cannot hold to is refused by
-    name. Not every text that fits can be generated: bounds of numbers hold to 15 digits, and those
-    beyond 2**63 are moved to it."""
+    ``{"whitespace_flexible": true}``. A schema that the grammar cannot enforce is refused by name.
+    Not every valid text can be generated: bounds of numbers hold to 15 digits, and bounds beyond
+    2**63 are moved to it."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
-    """A regular expression for the whole text, as Rust's ``regex`` has them (no look-around)."""
+    """A regular expression for the whole text, in the syntax of Rust's ``regex`` (no
+    look-around)."""
     grammar: str | None = None
     """A context-free grammar: llguidance's Lark (rule ``start``) or llama.cpp's GBNF (``root``)."""
     choice: Sequence[str] | None = None
     """The possible texts; kept as a tuple without duplicates."""
     disable_any_whitespace: bool = True
     """No white space between the tokens of JSON. If false, there may be up to 8 spaces or tabs, or
-    one or two line ends and up to 40; weak models then write nothing else for long."""
+    one or two line ends and up to 40; weak models then write long runs of white space."""
     disable_additional_properties: bool = True
     """Objects of a JSON schema that name properties have no others, unless their schema has
     ``additionalProperties``. The parts of a combination (``allOf``) stay as they are."""
     whitespace_pattern: str | None = None
     """A regular expression of the white space between the tokens of JSON."""
     reasoning_end: str | int | None = None
-    """The mark behind a model's reasoning, as text or as the id of a special token. Any text comes
-    before its first occurrence, the text of the form behind it."""
+    """The mark after a model's reasoning, as text or as the id of a special token. Any text may
+    precede its first occurrence; the text of the form follows it."""
     reasoning_begin: str | int | None = None
-    """The mark before the reasoning: a text that does not begin with it has the form as a whole.
-    None: the prompt ends within the reasoning."""
+    """The mark before the reasoning. A text that does not begin with it must have the form as a
+    whole. None: the prompt ends within the reasoning."""
 
     def __post_init__(self) -> None:
         for name in ("json_object", *_SWITCHES):
@@ -131,7 +132,7 @@ class StructuredOutputs:
 
     @property
     def forms(self) -> dict[str, Any]:
-        """Return those of the given fields that say what the text must be, by name."""
+        """The given fields that define the form of the text, by name."""
         values = {name: getattr(self, name) for name in FORMS}
         return {
             name: value
@@ -186,16 +187,16 @@ _ALL = _DRAWN | Surface.GENERATION_CONFIG
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are drawn, and when it ends.
+    """The sampling and stopping parameters of one request.
 
     The order of operations: the mask of ``structured_outputs``, ``logit_bias``, penalties, the ban
     of end tokens before ``min_tokens``, ``logits_processors``, ``temperature``, ``top_k``,
     ``top_p`` (inside top-k), ``min_p``, softmax, one draw. Mask and ban hold after the processors
     too. ``logprobs`` are of the raw distribution, before all of these.
 
-    Sequences become tuples and ``logit_bias`` a private dict with int keys, so changes that the
-    caller makes later do not reach a running request. Treat the dict as read-only. Two objects with
-    equal fields are equal and hash equal.
+    Sequences become tuples and ``logit_bias`` a private dict with int keys, so later changes by the
+    caller do not affect a running request. Treat the dict as read-only. Two objects with equal
+    fields are equal and hash equal.
 
     Raises ``InvalidArgument`` (a ``ValueError``) that names the field, the value and the range.
     """
@@ -227,7 +228,7 @@ class SamplingParams:
         names={Surface.GENERATION_CONFIG: "max_new_tokens"},
         alias="max_completion_tokens",
     )
-    """None goes on up to the context length."""
+    """None: up to the context length."""
     min_tokens: int = declared(
         0, integer(0), "Tokens before which no end token or stop string ends the text.", on=_TERMINAL
     )
@@ -282,7 +283,7 @@ class SamplingParams:
     )
     """Called in order for every token of the request, with the tokens generated so far (without the
     prompt, as in vLLM) and a copy of the logits: float32 ``[V]`` on the model's device. Each
-    returns such logits, -inf for tokens that must not be drawn, and the next one gets these. A
+    returns such logits, -inf for tokens that must not be drawn, as input of the next one. A
     processor that raises, or returns anything else, NaN or +inf, ends its request with "error"."""
 
     def __post_init__(self) -> None:
@@ -315,18 +316,18 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Return whether the choice is the first maximum of the edited logits: temperature 0 or
-        top-k 1. Such a request makes no random draw."""
+        """True if the choice is the first maximum of the edited logits: temperature 0 or top-k 1.
+        Such a request makes no random draw."""
         return self.temperature == 0 or self.top_k == 1
 
     @property
     def needs_history(self) -> bool:
-        """Return whether a penalty looks at earlier tokens."""
+        """True if a penalty depends on earlier tokens."""
         return self.repetition_penalty != 1.0 or self.counts_output
 
     @property
     def counts_output(self) -> bool:
-        """Return whether a penalty counts the tokens of the output."""
+        """True if a penalty counts the tokens of the output."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def replace(self, **changes: Any) -> Self:
@@ -339,8 +340,8 @@ class SamplingParams:
 
         As in vLLM, ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty`` and
         ``max_new_tokens`` count unless they are null; absent ones keep the defaults of this class.
-        ``do_sample`` is ignored: transformers takes its absence for greedy, which model authors
-        rarely mean. Other fields are ignored too, since they are for other engines. Raise
+        ``do_sample`` is ignored: transformers treats its absence as greedy, which model authors
+        rarely intend. Other fields are ignored too, because they are for other engines. Raise
         ``InvalidArgument`` for a bad value of a field that counts.
         """
         known = declarations_on(cls, Surface.GENERATION_CONFIG)
@@ -388,7 +389,7 @@ class BeamSearchParams:
         check_fields(self)
 
     def sampling(self) -> SamplingParams:
-        """Return greedy sampling parameters that stop as these do."""
+        """Return greedy sampling parameters with the same stop conditions."""
         stopping = {one.name for one in dataclasses.fields(self)} & {
             one.name for one in dataclasses.fields(SamplingParams)
         }

@@ -1,7 +1,5 @@
-"""Segments of prompts whose state is reused wherever they stand, and how much of it is mended.
-
-No torch.
-"""
+"""Segments of prompts whose state is reused at any position, and the repair of that state. No
+torch."""
 
 from __future__ import annotations
 
@@ -13,19 +11,20 @@ from quire.config import check_int, check_real
 from quire.errors import InvalidArgument
 
 SelectName: TypeAlias = Literal["auto", "v", "v_or_question"]
-"""Methods that select the tokens which are computed anew; ``auto`` is the one that measures
-best."""
+"""Methods that select the tokens which are computed anew; ``auto`` is the best one in
+measurements."""
 
 DEFAULT_RATIO = 0.3
 
 AUTO: SelectName = "v_or_question"
-"""What ``auto`` is without a threshold: it loses least on a real model (``docs/blend.md``)."""
+"""The method of ``auto`` without a threshold: it loses least on a real model
+(``docs/blend.md``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a prompt that comes in other prompts too, in other places: a document, a tool's
-    result. It is tokenised by itself."""
+    """A piece of a prompt that occurs in other prompts too, at other positions: a document, a
+    tool's result. It is tokenised separately."""
 
     content: str | Sequence[int]
     """Text, or token ids."""
@@ -40,33 +39,34 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlendParams:
-    """How the state of segments is reused. The result is approximate, and marked so."""
+    """The rules for reusing the state of segments. The result is approximate, and marked so."""
 
     ratio: float | None = None
-    """Part of the tokens with reused state that are computed anew, 0 to 1; 1: all of them. The
-    last segment, and tokens without reused state, are computed besides. None: 0.3, or what
-    ``target`` says."""
+    """Share of the tokens with reused state that are computed anew, 0 to 1; 1: all of them. The
+    last segment, and tokens without reused state, are computed in addition. None: 0.3, or by
+    ``target``."""
     target: float | None = None
-    """Nats: the least ratio is taken whose mean KL divergence from full computations was at most
-    this when the model was calibrated (``LLM.calibrate_blending``). If none was, the prompt is
-    computed in full. None: ``ratio`` says it."""
+    """Nats: use the smallest ratio whose mean KL divergence from full computations was at most this
+    when the model was calibrated (``LLM.calibrate_blending``). If there is none, the prompt is
+    computed in full. None: use ``ratio``."""
     gate: bool = True
-    """Whether the prompt is computed in full if the model was calibrated, and too far off at this
-    ratio. ``target``, ``threshold`` and other ways to ``select`` have no gate."""
+    """Whether the prompt is computed in full if the calibrated model is too inexact at this ratio.
+    ``target``, ``threshold`` and other methods of ``select`` have no gate."""
     select: SelectName = "auto"
-    """Which tokens these are."""
+    """The method that selects these tokens."""
     threshold: float | None = None
-    """Only tokens of a higher score are computed anew, at most ``ratio`` of them; None: the ratio
-    decides alone. Only ``v`` has one, which ``auto`` is then: scores of ``v_or_question`` are
-    places in an order."""
+    """Only tokens with a higher score are computed anew, at most ``ratio`` of them; None: the ratio
+    decides alone. Only ``v`` supports it, and ``auto`` is ``v`` then: scores of ``v_or_question``
+    are ranks."""
     least: int = 256
-    """Tokens with reusable state below which a prompt is computed in full."""
+    """Least number of tokens with reusable state for blending; with fewer a prompt is computed in
+    full."""
     keep: bool = True
-    """Whether text whose state is not there is computed for later prompts, when nothing else runs:
-    segments as wholes, other text behind what is reused exactly in chunks of about 256 tokens."""
+    """Whether text without stored state is computed for later prompts while nothing else runs:
+    segments as wholes, other text after the exactly reused part in chunks of about 256 tokens."""
     verify: float = 0.0
-    """Part of the requests, 0 to 1, whose prompt is also computed in full, to report how far the
-    next token's distribution is off (``Blend.divergence``)."""
+    """Share of the requests, 0 to 1, whose prompt is also computed in full, to report the error of
+    the next token's distribution (``Blend.divergence``)."""
 
     def __post_init__(self) -> None:
         if self.ratio is not None:

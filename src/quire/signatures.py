@@ -21,7 +21,7 @@ from quire.errors import InvalidArgument
 T = TypeVar("T")
 
 Check: TypeAlias = Callable[[Any], Any]
-"""Returns the converted value, or raises ``_Mismatch`` with a description of the wrong one."""
+"""Returns the converted value, or raises ``_Mismatch`` with a description of the wrong value."""
 
 _WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "a string", types.NoneType: "None"}
 
@@ -81,7 +81,7 @@ def checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
 def _accept(checks: Mapping[str, Check], verb: str, name: str, value: Any) -> Any:
     check = checks.get(name)
     if check is None:
-        return value  # Python itself refuses an unknown name.
+        return value  # Python itself refuses an unknown name
     try:
         return check(value)
     except _Mismatch as found:
@@ -104,7 +104,7 @@ def require_text(name: str, value: object) -> bytes:
         return value.encode()
     except UnicodeEncodeError as error:
         code, where = ord(value[error.start]), f"at index {error.start}"
-        if 0xDC80 <= code <= 0xDCFF:  # what Python makes of a byte of a command line or of stdin
+        if 0xDC80 <= code <= 0xDCFF:  # a surrogate: an undecodable byte of a command line or of stdin
             problem = f"is not UTF-8: byte 0x{code - 0xDC00:02x} {where}, which stands there as U+{code:04X}"
         else:
             problem = f"must be valid Unicode, got a lone surrogate U+{code:04X} {where}"
@@ -215,7 +215,7 @@ def _any_of(checks: Sequence[Check]) -> Check:
 def _items(check: Check, value: Collection[Any]) -> list[Any] | None:
     """Return the items as ``check`` converts them; None if all are unchanged."""
     if check is INTEGER and {*map(type, value)} <= {int}:
-        return None  # Each forward has such lists, of its sequences.
+        return None  # the fast path: each forward has such lists, of its sequences
     found, same = [], True
     for index, item in enumerate(value):
         try:
@@ -258,7 +258,7 @@ def _collection_of(item: Check) -> Check:
     def check(value: Any) -> Any:
         if isinstance(value, str | bytes | bytearray) or not isinstance(value, Iterable):
             raise _Mismatch(shown(value))
-        found = _items(item, value) if isinstance(value, Collection) else None  # looking would consume others
+        found = _items(item, value) if isinstance(value, Collection) else None  # iteration would consume an iterator
         return value if found is None else found
 
     return _named(check, f"a collection, each item {item.__doc__}")

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from quire.store.survey import SurveyedCommit
 
 COLUMNS = ["commit", "tokens", "bytes", "time", "message"]
-"""What ``commit_row`` tells."""
+"""Columns of ``commit_row``."""
 SHOWN = 12
-"""Digits of an id, and tokens of a side that ``quire state diff`` shows."""
+"""Number of shown digits of an id, and of shown tokens of a side in ``quire state diff``."""
 
 
 def commit_row(commit: SessionCommit) -> tuple[object, ...]:
@@ -74,7 +74,7 @@ def _time(commit: SessionCommit) -> str:
 
 
 async def describe_store(tier: StoreTier) -> dict[str, Any]:
-    """Return what a store holds in JSON types, and close the tier. ``TierError``: it cannot be
+    """Return the content of a store in JSON types, and close the tier. ``TierError``: it cannot be
     read."""
     from quire.store.survey import survey
 
@@ -103,7 +103,7 @@ def _held(one: SurveyedCommit) -> dict[str, Any]:
 
 
 def print_store(found: Mapping[str, Any]) -> None:
-    """Print what ``describe_store`` returned as tables on stdout."""
+    """Print the result of ``describe_store`` as tables on stdout."""
     limit = "no limit" if found["capacity"] is None else f"at most {found['capacity']:,}"
     facts = [
         ("kind", found["kind"]),

@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
-"""Messages of commits and names come from others, whose terminal this is not."""
+"""Escapes of control characters: messages and names of commits may come from other people."""
 
 
 def folding_table(
     *columns: str, title: str | None = None, rows: Iterable[Iterable[object]] = (), **options: Any
 ) -> Table:
-    """Return a table of the texts of ``rows``, in which characters that control a terminal are
-    spelled out. ``options`` are those of rich's ``Table``."""
+    """Return a table of the texts of ``rows``, with control characters escaped. ``options`` are
+    those of rich's ``Table``."""
     from rich.table import Column, Table
 
     folding = [Column(name, overflow="fold") for name in columns]
@@ -32,7 +32,7 @@ def print_tables(*tables: Table) -> None:
     from rich.console import Console
 
     class PipedConsole(Console):
-        """One that lets the command say by its exit code that the reader has gone."""
+        """A console that lets the command report by its exit code that the reader is gone."""
 
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError

@@ -30,7 +30,7 @@ class AdapterRuns:
     def at(self, position: int) -> int | None:
         """Return the adapter of the token at ``position``; the last run has no end."""
         if len(self.runs) == 1:
-            return self.runs[0][1]  # Asked for each sequence in each step.
+            return self.runs[0][1]  # the fast path: called for each sequence in each step
         return next(adapter for start, adapter in reversed(self.runs) if start <= position)
 
     def end(self, position: int) -> int | None:
@@ -59,7 +59,8 @@ class AdapterRuns:
         return found
 
     def agreed(self, other: AdapterRuns, length: int) -> int:
-        """Count the leading tokens, of ``length``, with equal adapters in both histories."""
+        """Return the number of leading tokens, of ``length``, with equal adapters in both
+        histories."""
         edges = sorted({start for start, _ in (*self.runs, *other.runs)})
         return next((start for start in edges if start < length and self.at(start) != other.at(start)), length)
 
@@ -98,7 +99,7 @@ class Chunk:
 
     seq: SeqId
     tokens: Sequence[int]
-    """Ids; a negative one stands for an embedding that the runner is given."""
+    """Ids; a negative id stands for an embedding that the runner is given."""
     tree: TokenTree | None = None
     adapter: int | None = None
     """Id of a loaded adapter for all of these tokens; None: the base model."""
@@ -165,7 +166,7 @@ class DropCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Forget a sequence."""
+    """Remove a sequence."""
 
     seq: SeqId
 

@@ -26,7 +26,7 @@ Decision = Literal["quire", "user", "late", "nobody"]
 
 
 def decide() -> Decision:
-    """Limit the spinning if possible, and return who decides about it.
+    """Limit the spinning if possible, and return the origin of the decision.
 
     "user": the environment has a setting. "late": torch was loaded before and has read it.
     "nobody": a system other than Linux, with another runtime, which was not measured.

@@ -41,7 +41,8 @@ class Hardware(TypedDict):
     cache_bytes: int
     """Size of the device's largest cache; 0 if unknown."""
     exceeds_cache: bool
-    """Whether buffers have twice the cache or more; else bandwidths are partly the cache's."""
+    """Whether buffers have at least twice the size of the cache; else bandwidths are partly the
+    cache's."""
     copy_gbps: float
     """Copy, bytes read plus bytes written."""
     read_gbps: float
@@ -105,7 +106,8 @@ def default_buffer_bytes(cache: int, free: int) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Parse a size as Linux writes it (``480M``, ``2048K``, ``64``) to bytes; 0 for others."""
+    """Return the bytes of a size in Linux's notation (``480M``, ``2048K``, ``64``); 0 for
+    others."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     number, unit = (text[:-1], text[-1]) if text[-1:] in units else (text, "")
     return int(number) * units.get(unit, 1) if number.isdigit() else 0
@@ -133,10 +135,10 @@ def _copy_gbps(device: torch.device, size: int, budget: float) -> float:
 
 
 def _read_gbps(device: torch.device, size: int, budget: float) -> dict[str, float]:
-    """Measure reading in decoding's ways, products with one vector, and the largest entry of all.
+    """Measure reading as in decoding, by products with one vector, and by the largest entry of all.
 
     On CPUs torch's plain products and its sum are far from the limit: packed weights are read
-    faster, and so is the largest of integers, which needs one instruction for each vector.
+    faster, and so is the maximum of integers, which needs one instruction for each vector.
     """
     rates: dict[str, float] = {}
     for name, dtype in _DTYPES.items():
@@ -150,12 +152,12 @@ def _read_gbps(device: torch.device, size: int, budget: float) -> dict[str, floa
         for method, function in methods.items():
             taken = best_seconds(function, budget=budget / 5, synchronize=_synchronize(device))
             rates[method] = matrix.nbytes / taken / 1e9
-        del matrix, methods, function  # before the next buffer is made
+        del matrix, methods, function  # frees the buffer before the next one is allocated
     return rates
 
 
 def packed_product(weight_OI: Tensor, input_BI: Tensor) -> Callable[[], Tensor]:
-    """Return the product with weights that oneDNN has put in the order in which it reads them."""
+    """Return the product with weights in oneDNN's packed order."""
     ops: Any = torch.ops.mkldnn
     packed = ops._reorder_linear_weight(weight_OI, input_BI.shape[0])
     return partial(ops._linear_pointwise, input_BI, packed, None, "none", [], "")
@@ -166,7 +168,7 @@ def _packs(device: torch.device) -> bool:
 
 
 def _gemm_tflops(device: torch.device, dtype: torch.dtype, budget: float) -> dict[str, float]:
-    """Measure products of squares: torch's, and of packed weights, of which the faster counts."""
+    """Measure products of squares: torch's, and of packed weights; the faster one counts."""
     rates: dict[str, float] = {}
     left = budget
     for side in GEMM_SIZES:
@@ -183,7 +185,7 @@ def _gemm_tflops(device: torch.device, dtype: torch.dtype, budget: float) -> dic
         )
         left -= time.perf_counter() - started
         rates[str(side)] = 2 * side**3 / taken / 1e12
-        # Twice the side is eight times the work, three times: warming up and two runs.
+        # Twice the side is eight times the work, done three times: warm-up and two runs.
         if 3 * 8 * taken * len(methods) > left:
             break
     return rates
@@ -213,7 +215,7 @@ def _cache_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes of memory that can be taken; 0 if unknown."""
+    """Return the bytes of free memory; 0 if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

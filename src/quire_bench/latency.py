@@ -1,6 +1,6 @@
 """Prefill and decode speed of one model, interleaved with a peer, as a share of the peak.
 
-Times are medians of rounds. On a shared machine only ratios of interleaved rounds mean something.
+Times are medians of rounds. On a shared machine only ratios of interleaved rounds are meaningful.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def run_latency(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """Median seconds of Quire; the peer's time over Quire's; tokens in common."""
+    """Median seconds of Quire; the peer's time over Quire's; number of equal tokens."""
 
     seconds: float
     ratio: tuple[float, float, float] | None
@@ -186,20 +186,21 @@ def compare(
 
 
 def matrix_parameters(llm: LLM) -> int:
-    """Count the parameters that multiply every token: all but the embedding and the head."""
+    """Return the number of parameters that multiply every token: all but the embedding and the
+    head."""
     model = llm.model
     return model.num_parameters - model.vocab_size * model.hidden_size * (1 if model.tied else 2)
 
 
 def decode_bytes(llm: LLM, batch: int, length: int) -> int:
-    """Count the bytes read by a decode step: matrices and head once, each sequence's K and V."""
+    """Return the bytes read by a decode step: matrices and head once, each sequence's K and V."""
     model = llm.model
     weights = (matrix_parameters(llm) + model.vocab_size * model.hidden_size) * model.dtype.itemsize
     return int(weights + batch * length * llm.bytes_per_token)
 
 
 def prefill_flops(llm: LLM, length: int) -> float:
-    """Count a prompt's operations: matrices, attention to half of the square, one row's head."""
+    """Return a prompt's operations: matrices, attention to half of the square, one row's head."""
     model = llm.model
     attention = sum(
         2 * spec.num_heads * (spec.head_dim + spec.value_dim) * length * length / 2
@@ -210,7 +211,7 @@ def prefill_flops(llm: LLM, length: int) -> float:
 
 
 def check(*, decode: int, context: int, rounds: int, peer: str) -> None:
-    """Refuse impossible measurements."""
+    """Raise ``InvalidArgument`` or ``Unsupported`` for impossible measurements."""
     for name, value, least in (("decode", decode, 2), ("context", context, 1), ("rounds", rounds, 1)):
         if value < least:
             raise InvalidArgument(f"{name} {value}; at least {least} is needed")

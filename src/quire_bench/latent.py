@@ -30,7 +30,7 @@ MOST_OPERATIONS = 4e11
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The least that one layer of a form must read and compute."""
+    """The least reading and computing of one layer of a form."""
 
     stored_bytes: int
     """Bytes of the state, for all sequences of the cell."""
@@ -131,7 +131,7 @@ class CellResult:
 
     @property
     def equal(self) -> bool:
-        """Return whether the error of every form is within the bound."""
+        """Return True if the error of every form is within the bound."""
         return all(one.error <= self.bound for one in self.forms)
 
 
@@ -181,7 +181,7 @@ def measure_cell(
 
 
 def _skipped(work: Work, layers: int, most_bytes: int) -> str:
-    """Return why a form is not measured; empty if it is."""
+    """Return the reason why a form is not measured; empty if it is."""
     if work.stored_bytes * layers > most_bytes:
         return f"{work.stored_bytes * layers / 2**30:.1f} GiB"
     if work.operations * layers > MOST_OPERATIONS:

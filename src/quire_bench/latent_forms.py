@@ -87,7 +87,7 @@ class Cell:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that it sees."""
+        """Number of pairs of a query and a visible key."""
         return self.batch * (self.tokens * self.history + self.tokens * (self.tokens + 1) // 2)
 
     @property
@@ -181,7 +181,7 @@ class Stored:
         state.begin_forward(list(range(cell.batch)), [cell.tokens] * cell.batch)
         try:
             opened = state.open_pass()
-            self._attend(opened, 0)  # plans
+            self._attend(opened, 0)  # this call plans
             synchronize(state.device)
             started = time.perf_counter()
             for layer in range(len(state.geometry.specs)):

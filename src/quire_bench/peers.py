@@ -22,7 +22,7 @@ from quire.errors import InvalidArgument, Unsupported
 from quire_bench.reports import random_prompts
 
 CONTINUOUS_PAGE = 256
-"""Tokens of a page of the continuous batching, by its own default."""
+"""Tokens of a page of the continuous batching, its own default."""
 CPU_BATCH_TOKENS = 512
 """Most tokens of a step of the continuous batching on a CPU. There its attention is a dense masked
 product with the states of all requests; its default of 8,192 would compute mostly waste."""
@@ -45,7 +45,7 @@ class Generation:
     tokens: tuple[tuple[int, ...], ...]
     """New tokens of each sequence."""
     prefill_seconds: float
-    """From the call to the first new token's logits, with the library's preparation."""
+    """From the call to the first new token's logits, including the library's preparation."""
     decode_seconds: tuple[float, ...]
     """From one new token's logits to the next one's; one entry less than new tokens."""
 
@@ -79,7 +79,7 @@ class TransformersPeer:
         # Any: its methods are untyped, and a decorator hides the signature of `to`.
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
         self.model: Any = model.to(self.device).eval()
-        # Nothing may end a text early or change its logits.
+        # No setting may end a text early or change its logits.
         generation = self.model.generation_config
         generation.eos_token_id = generation.bos_token_id = None
         generation.pad_token_id = 0
@@ -173,11 +173,11 @@ class TransformersPeer:
         self._check_requests(prompts, lengths, concurrency)
         logger = logging.getLogger("ContinuousBatchingLogger")
         level = logger.level
-        # Its handler prints advice each time; failures are raised here.
+        # The library's handler prints advice each time; here failures are raised.
         logger.setLevel(logging.CRITICAL)
         try:
             return self._serve_continuous(prompts, lengths, concurrency)
-        except Exception as error:  # any exception of a foreign library's thread
+        except Exception as error:  # the foreign library's thread may raise any exception
             raise Unsupported(
                 f"transformers' continuous batching does not run here: {type(error).__name__}: {error}"
             ) from error
@@ -195,7 +195,7 @@ class TransformersPeer:
         config = library.ContinuousBatchingConfig(
             max_requests_per_batch=concurrency,
             page_size=CONTINUOUS_PAGE,
-            # It admits no request while less than 15 % are free.
+            # vLLM's scheduler admits no request while less than 15 % are free.
             num_blocks=1 + -(-sum(pages[:concurrency]) * 20 // 17),
             max_batch_tokens=CPU_BATCH_TOKENS if self.device.type == "cpu" else None,
             # Without a GPU, installed flash kernels cannot run.
@@ -220,7 +220,7 @@ class TransformersPeer:
                         found[result.request_id] = result.generated_tokens
                 seconds = time.perf_counter() - started
             except BaseException:
-                manager.stop(hard_stop=True)  # otherwise leaving would wait for all requests
+                manager.stop(hard_stop=True)  # otherwise leaving the block would wait for all requests
                 raise
         return Served(tokens=tuple(tuple(found[str(index)]) for index in range(len(prompts))), seconds=seconds)
 

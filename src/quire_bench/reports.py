@@ -22,7 +22,8 @@ from quire.errors import InvalidArgument
 
 
 def random_prompts(batch: int, prompt_len: int, vocab_size: int, *, seed: int = 0) -> Tensor:
-    """Draw token ids, int64 ``[B, S]``, without the three lowest, which are often special."""
+    """Return random token ids, int64 ``[B, S]``, without the three lowest, which are often
+    special."""
     for name, value, least in (("batch", batch, 1), ("prompt_len", prompt_len, 1), ("vocab_size", vocab_size, 4)):
         if value < least:
             raise InvalidArgument(f"{name} must be {least} or greater, got {value}")

@@ -32,7 +32,8 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def workload(subject: Subject, sizes: Sizes) -> list[list[int]]:
-    """Return the documents, then prompts that leave them at random positions, in random order."""
+    """Return the documents, then prompts that diverge from them at random positions, in random
+    order."""
     draw = random.Random(1)
     documents = [subject.prompt(sizes.tokens, seed=10 + index) for index in range(sizes.documents)]
     branches = [
@@ -45,7 +46,7 @@ def workload(subject: Subject, sizes: Sizes) -> list[list[int]]:
 
 
 def shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
-    """Count prompt tokens, without each last one, that an earlier prompt begins with too."""
+    """Return the number of prompt tokens, without each last one, that an earlier prompt shares."""
     return sum(
         max((common(ids[:-1], earlier) for earlier in prompts[:index]), default=0) for index, ids in enumerate(prompts)
     )
@@ -57,14 +58,14 @@ class CacheRow:
 
     interval: int
     by_engine: bool
-    """Whether the engine has chosen it."""
+    """Whether the engine chose the interval."""
     prompt_tokens: int
     shared_tokens: int
     reused_tokens: int
     replayed_tokens: int
     """Counts by the requests' reports."""
     states: int
-    """States held after the last prompt, also those at ends and forks of prompts."""
+    """Number of states held after the last prompt, including those at ends and forks of prompts."""
     bytes: int
     """Bytes of these states."""
     lost: int
@@ -139,14 +140,13 @@ class Turn:
     whole: Spread
     """A run of the whole prompt, divided by these seconds, round by round."""
     peer: Spread | None
-    """The same of transformers; None: not measured."""
+    """The same for transformers; None: not measured."""
     equal: Mapping[str, str]
-    """Equal tokens out of how many, by the compared run."""
+    """Equal tokens and their total, by the compared run."""
 
     @property
     def met(self) -> bool:
-        """Return whether only the new tokens and at most one interval ran; False without an
-        interval."""
+        """True if only the new tokens and at most one interval ran; False without an interval."""
         return self.interval > 0 and self.run_tokens <= self.new_tokens + self.interval
 
 
@@ -173,7 +173,7 @@ class Chat:
         self.answer(self.history)
         before = self.subject.tokens_run
         output = self.answer(turn)
-        # Each token of the answer runs once, but for the last.
+        # Each token of the answer except the last is run once.
         decoded = len(output.outputs[0].token_ids) - 1
         self.found = output, self.subject.tokens_run - before - decoded
         return self._noted("warm", output)
@@ -236,11 +236,12 @@ def second_turns(
     interval: int | None = None,
     peer: TransformersPeer | None = None,
 ) -> list[Turn]:
-    """Measure turns after the answer, after half of it (a shortened chat), and in the history. The
-    first of them runs in all rounds, and by ``peer`` (of the same checkpoint).
+    """Measure turns after the answer, after half of it (a shortened chat), and in the history.
+
+    The first of them runs in all rounds, and by ``peer`` (of the same checkpoint).
 
     Raises:
-        QuireError: one ran more than its new tokens and one interval.
+        QuireError: a turn ran more than its new tokens and one interval.
     """
     with Subject(model, options, interval, cached=True) as subject:
         chat = Chat(subject, sizes)

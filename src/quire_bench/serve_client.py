@@ -37,7 +37,7 @@ class _Connection:
 
     @property
     def fresh(self) -> bool:
-        """Return whether an idle connection may be used again."""
+        """True if an idle connection may be used again."""
         closed = self.reader.at_eof() or self.writer.is_closing()
         return not closed and time.monotonic() - self.idle_since < IDLE_SECONDS
 
@@ -72,7 +72,7 @@ class _Connection:
         return status, headers
 
     async def piece(self) -> bytes:
-        """Return the next bytes of the body as they come; empty at its end."""
+        """Return the next bytes of the body as they arrive; empty at its end."""
         if self._left is None:
             line = await self.reader.readuntil(b"\r\n")
             try:
@@ -131,10 +131,11 @@ class ServeClient:
     async def pieces(
         self, method: str, path: str, body: bytes = b"", *, content_type: str = "application/json"
     ) -> AsyncGenerator[bytes, None]:
-        """Yield an answer's body in pieces as they come. Close it (``aclosing``) to hang up."""
+        """Yield an answer's body in pieces as they arrive. Close it (``aclosing``) to
+        disconnect."""
         connection: _Connection | None = None
         ended = False
-        # The deadline covers each wait alone: it must not interrupt the caller between pieces.
+        # The deadline limits only the waits: it must not interrupt the caller between pieces.
         deadline = asyncio.get_running_loop().time() + self._timeout
         try:
             async with asyncio.timeout_at(deadline):

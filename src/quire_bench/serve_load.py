@@ -1,8 +1,8 @@
-"""``quire bench serve``: load on an OpenAI-compatible server, as its users see it.
+"""``quire bench serve``: load on an OpenAI-compatible server, measured by its clients.
 
 Requests arrive by plan, whether or not earlier ones are answered, unless ``concurrency`` limits the
 running ones. Times begin when a request is sent. A second server takes turns with the first, round
-by round, with the same requests. Every round draws other tokens, so no prefix cache knows them.
+by round, with the same requests. Every round draws other tokens, so no prefix cache has them.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Target:
         async with aclosing(events):
             async for event in events:
                 usage = event.get("usage") or usage
-                # The last event of a choice may carry its reason to end and no text.
+                # The last event of a choice may have only a finish reason and no text.
                 if any(choice.get("text") or not choice.get("finish_reason") for choice in event.get("choices") or ()):
                     stamps.append(time.perf_counter() - started)
         gaps = tuple(later - earlier for earlier, later in pairwise(stamps))
@@ -188,7 +188,7 @@ def _with_usage(record: Record, usage: Any) -> Record:
 async def send_load(
     plan: Sequence[Planned], ask: Callable[[Planned], Any], *, concurrency: int | None = None
 ) -> LoadResult:
-    """Send every request of a plan at its time; ``ask`` is ``Target.ask`` or the like. Run at most
+    """Send every request of a plan at its time; ``ask`` is like ``Target.ask``. Run at most
     ``concurrency`` at a time; the others wait in order of arrival."""
     gate = nullcontext() if concurrency is None else asyncio.Semaphore(concurrency)
     loop = asyncio.get_running_loop()
@@ -322,8 +322,8 @@ def run_serve(
 
 
 def compare(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
-    """Divide the second server's numbers by the first one's of the same round: rates, and medians
-    and 99th percentiles of times."""
+    """Return the second server's numbers divided by the first one's of the same round: rates, and
+    medians and 99th percentiles of times."""
 
     def numbers(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         for name in ("requests_per_second", "output_tokens_per_second", "total_tokens_per_second"):

@@ -30,7 +30,7 @@ class ServerProcess:
     """Its output on stderr; deleted with the server."""
 
     def memory(self) -> int | None:
-        """Return its resident bytes; None if /proc does not tell."""
+        """Return its resident bytes; None if /proc has none."""
         return resident_bytes(self.pid)
 
 
@@ -56,7 +56,7 @@ def server_process(
         late = threading.Timer(seconds, process.kill)
         late.start()
         try:
-            # Stdout gets only its address, once it accepts requests; then the pipe ends.
+            # Only the address goes to stdout, once the server accepts requests; then the pipe ends.
             said = ""
             found = None
             while found is None and (line := process.stdout.readline()):
@@ -86,7 +86,7 @@ def server_process(
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Return the resident bytes of a process; None if /proc does not tell."""
+    """Return the resident bytes of a process; None if /proc has none."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

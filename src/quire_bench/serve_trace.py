@@ -37,7 +37,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceRow:
-    """One line of a trace. ``InvalidArgument`` for values that no trace can hold."""
+    """One line of a trace. ``InvalidArgument`` for impossible values."""
 
     timestamp: float
     """Milliseconds."""
@@ -162,7 +162,8 @@ def synthetic_trace(
             at += draw.expovariate(1 / think_seconds) if turn and think_seconds else 0.0
             length += draw.randint(*user_tokens)
             full = length // BLOCK
-            # A full block keeps its number in later turns; another gets a new one when it grows.
+            # A full block keeps its number in later turns; a partial block gets a new one when it
+            # grows.
             fresh = range(unused, unused + full - len(blocks))
             unused += len(fresh)
             blocks += fresh

@@ -1,6 +1,6 @@
 """Costs of the state: fork, copy, rewind, save and restore; a second chat turn; start-up.
 
-If a model cannot do something here (rewind behind its windows, say), its row gives the reason.
+If a model cannot do a verb (rewind behind its windows, say), its row gives the reason.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Timer:
         self.device = device
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Time one call, with all that it started on the device."""
+        """Return the seconds of one call, including its work on the device."""
         synchronize(self.device)
         started = time.perf_counter()
         call()
@@ -103,7 +103,7 @@ class Timer:
 
 
 def possible(what: str, measure: Callable[[], Row]) -> Row:
-    """Return the row, or one with the reason why there is none."""
+    """Return the row of ``measure``, or a row with the reason why it failed."""
     try:
         return measure()
     except (FailedPrecondition, ResourceExhausted, Unsupported) as error:
@@ -117,7 +117,7 @@ def state_rows(llm: LLM, tokens: int, rounds: int) -> list[Row]:
     """Measure fork, deep copy, rewind, save and restore of a sequence of ``tokens`` tokens."""
     ids = random_prompts(1, tokens, llm.model.vocab_size)[0].tolist()
     timer, quick = Timer(llm.model.device), QUICK * rounds
-    # First, so that the pool need not hold the tokens twice.
+    # Measured first, so that the pool need not hold the tokens twice.
     name = "KVCache.deep_copy"
     copy = possible(name, lambda: deep_copy_row(llm, timer, name, ids, quick))
     opened: list[Session] = []
@@ -177,7 +177,7 @@ def fork_rows(llm: LLM, timer: Timer, session: Session, count: int) -> list[Row]
     rows.append(
         timer.row("fork_sequence", count, fork, prepare=runner.new_seq, note=lambda: "the verb of the KV state")
     )
-    # Windows keep at least the last forward within reach, which is one token or more.
+    # A window keeps at least the tokens of the last forward, which is one token or more.
     back = min(BACK, state.sequence_length(parent) - first_position(llm, session))
     forks = iter(sequences)
     rows.append(timer.row(f"popn of {back}", count, lambda seq: state.popn(seq, back), prepare=lambda: next(forks)))
@@ -304,7 +304,7 @@ def start_rows(rounds: int, model: str | None = None) -> list[Row]:
 
 
 def seconds_to_output(command: Sequence[str]) -> float:
-    """Return the time from the start of a process to the first byte that it prints."""
+    """Return the seconds from the start of a process to the first byte of its output."""
     started = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

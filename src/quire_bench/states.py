@@ -1,8 +1,8 @@
 """Costs of recurrent states: size, forks, copies, files; rewinds by checkpoint interval.
 
-Tokens are *run again* if the nearest kept state lies before them, though their state existed once;
-they are counted where steps are executed. Logits are compared with those of runs without reuse, so
-the models should run in float32.
+Tokens after the nearest kept state are *run again*, although their state existed once; they are
+counted where steps are executed. Logits are compared with those of runs without reuse, so the
+models should run in float32.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Sizes:
     """Random positions of further rewinds."""
     documents: int = 3
     branches: int = 8
-    """Prompts that leave each document at random positions."""
+    """Number of prompts that diverge from each document, at random positions."""
     tail: int = 64
-    """Tokens of such a prompt after it has left."""
+    """Tokens of such a prompt after its divergence."""
     reply: int = 4
     """Tokens of the answer to each of these prompts."""
     turn: int = 20
@@ -213,9 +213,10 @@ class Rewound:
     what: str
     position: int
     run_again: int
-    """Tokens run again, with the one before ``position``: every session runs it for logits."""
+    """Number of tokens run again, including the token before ``position``: every session runs it
+    for logits."""
     announced: int
-    """Tokens to run again, as the rewind returned them."""
+    """Number of tokens to run again, as returned by the rewind."""
     seconds: Spread
 
 
@@ -238,7 +239,7 @@ def rewinds(model: str, options: Mapping[str, Any], sizes: Sizes, interval: int 
     """Measure rewinds, each in a fork of one session: short, behind a checkpoint, random.
 
     Raises:
-        QuireError: more tokens had to be run again than lie between two checkpoints.
+        QuireError: more tokens had to be run again than are between two checkpoints.
     """
     with Subject(model, options, interval, cached=False) as subject:
         every = subject.interval
@@ -292,7 +293,7 @@ def fresh_logits(model: str, options: Mapping[str, Any], sizes: Sizes) -> Tensor
 
 
 def compared(logits: Mapping[int, Tensor], fresh_SV: Tensor) -> dict[str, Any]:
-    """Count equal best tokens, and find the largest difference over the largest logit."""
+    """Return the number of equal best tokens, and the largest difference over the largest logit."""
     pairs = [(own_V, fresh_SV[position - 1]) for position, own_V in logits.items()]
     apart = [float((own_V - fresh_V).abs().max() / fresh_V.abs().max()) for own_V, fresh_V in pairs]
     same = sum(int(own_V.argmax()) == int(fresh_V.argmax()) for own_V, fresh_V in pairs)

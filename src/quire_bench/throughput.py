@@ -34,11 +34,12 @@ SHORTEST, LONGEST = 100, 1024
 LEAST_SCALE = 0.01
 PEER_BATCHES = (8, 16, 32, 64)
 BUDGET_SECONDS = 300.0
-"""Target of the default scale for all runs together."""
+"""Target seconds of the default scale for all runs together."""
 SAMPLE_REQUESTS, SAMPLE_SCALE, SAMPLE_BATCH = 32, 0.05, 16
-"""Sizes of the measurement that chooses the scale."""
+"""Sizes of the measurement by which the scale is chosen."""
 SLOWER = 3.0
-"""A way of the peer that is this many times slower than the best in trials runs no rounds."""
+"""A way of the peer is skipped in the rounds if it is this many times slower than the best in
+trials."""
 
 QUIRE, STATIC, CONTINUOUS = "quire", "transformers, static batches", "transformers, continuous batching"
 RATIO = "time / quire"
@@ -153,7 +154,7 @@ def peer_ways(path: Path, dtype: torch.dtype, device: torch.device) -> dict[str,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One way of the peer at its best batch size, on that many requests."""
+    """One way of the peer at its best batch size, on a number of requests."""
 
     batch: int
     rate: float
@@ -164,13 +165,13 @@ class Trial:
 
 def try_batches(way: PeerWay, work: Workload, batches: Sequence[int]) -> Trial:
     """Find the best batch size, from small to large, until one is slower than the last or fails,
-    as where memory does not suffice."""
+    for example for lack of memory."""
     best: Trial | None = None
     for batch in sorted({min(batch, len(work)) for batch in batches}):
         members = work.middle(batch)
         some = work.only(members)
         if best is None:
-            way(some, batch)  # the first run pays for one-time work
+            way(some, batch)  # the first run includes one-time work
         try:
             outcome = way(some, batch)
         except (Unsupported, torch.OutOfMemoryError):
@@ -215,7 +216,7 @@ def choose_scale(
             notes[name] = str(error)
             del ways[name]
     kept = worth_it(rates) if rates else []
-    # Kept ways run their trials, which take about one round, and the rounds.
+    # A kept way runs its trials, which take about as long as one round, and all rounds.
     each = (rounds + 1) * (own + sum(rates[name] for name in kept))
     each += sum(rate for name, rate in rates.items() if name not in kept)
     full_tokens = requests * (SHORTEST + LONGEST) / 2
@@ -258,7 +259,7 @@ def run_throughput(
             scale = choose_scale(ours, ways, requests, rounds, seed=seed, notes=notes)
             print(f"scale {scale:g}, so that it takes minutes here; --scale sets it", flush=True)
             work = make_workload(requests, scale, loaded.vocab_size, seed=seed)
-        ours.serve(work.only(work.middle(min(8, requests))))  # for warming up, as the trials do for the peer
+        ours.serve(work.only(work.middle(min(8, requests))))  # warm-up; the peer's trials do the same for it
         trials = run_trials(ways, work, peer_batches, notes)
         for name, trial in run_trials(engines or {}, work, (SAMPLE_REQUESTS,), notes).items():
             trials[name] = replace(trial, batch=requests)
@@ -384,8 +385,8 @@ def rates(name: str, work: Workload, seconds: float) -> dict[str, Any]:
 
 
 def workload_flops(llm: LLM, work: Workload) -> float:
-    """Count the requests' operations: matrices, visible attention, a head per new token. Return 0
-    for models with experts, of which each token uses only some."""
+    """Return the requests' operations: matrices, visible attention, a head per new token. 0 for
+    models with experts, because each token uses only some."""
     model = llm.model
     if any("expert" in name and value for name, value in model.config.items()):
         return 0.0
@@ -401,7 +402,7 @@ def workload_flops(llm: LLM, work: Workload) -> float:
 
 
 def visible_pairs(length: int, window: int | None) -> int:
-    """Count pairs of a token and one that it sees, itself included."""
+    """Return the number of pairs of a token and one that it sees, itself included."""
     near = length if window is None else min(window, length)
     return near * (near + 1) // 2 + (length - near) * near
 
@@ -412,7 +413,7 @@ def visible_pairs(length: int, window: int | None) -> int:
 def check(
     *, requests: int, scale: float | None, rounds: int, seed: int, peer: str, peer_batches: Sequence[int]
 ) -> None:
-    """Refuse impossible measurements."""
+    """Raise ``InvalidArgument`` for impossible measurements."""
     latency.check(decode=2, context=1, rounds=rounds, peer=peer)
     if requests < 1:
         raise InvalidArgument(f"requests {requests}; at least 1 is needed")
@@ -425,7 +426,7 @@ def check(
 
 
 def check_fits(work: Workload, context: int, scale: float) -> None:
-    """Refuse requests that are longer than the model's context."""
+    """Raise ``InvalidArgument`` for requests that are longer than the model's context."""
     if work.longest > context:
         most = math.floor(100 * context / (2 * LONGEST)) / 100
         instead = f"a scale up to {most:g} is accepted" if most >= LEAST_SCALE else "it is too short for this benchmark"

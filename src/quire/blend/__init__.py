@@ -1,6 +1,6 @@
-"""Blending of cached K and V (``docs/blend.md``): its interfaces, and their implementations.
+"""Blending of cached K and V (``docs/blend.md``): its interfaces and their implementations.
 
-The names load what they need when they are used.
+Names are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What probes tell of a model's blending: which layer should check, and how far answers are off.
+"""Calibration of blending by probes: the best check layer of a model, and the error of its answers.
 
 A probe is a prompt of chunks and a question; its answers are logits of the question's rows.
 Letters: L layers; Q rows of the question; M tokens of a vocabulary.
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PROJECTION = 0.1
-"""Share of a layer's linear work that Q, K and V are, about: what a check layer spends on rows that
-it leaves out."""
+"""Approximate share of Q, K and V in a layer's linear work: the cost of the check layer for rows
+that it leaves out."""
 PROBES = 32
-"""Probes of a calibration, by default."""
+"""Default number of probes of a calibration."""
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 """Ratios that are measured at the chosen layer."""
 LAYER_RATIO = 0.15
 """The ratio at which layers are compared."""
 LAYERS_TRIED = 4
 MOST_KL = 1e6
-"""Nats. It stands for all that is more, or no number at all, which JSON does not have."""
+"""Nats. It stands for all larger values and for non-numbers, which JSON does not have."""
 
 
 class Deviation(NamedTuple):
-    """How far the answers to one probe are off."""
+    """The error of the answers to one probe."""
 
     kl: float
-    """Nats from the true answers to ours, on average over Q."""
+    """KL divergence in nats from the true answers to ours, on average over Q."""
     agreement: float
     """Share of Q with the same most likely token."""
 
@@ -44,7 +44,7 @@ class Deviation(NamedTuple):
 def deviation(true_QM: Tensor, ours_QM: Tensor) -> Deviation:
     """Compare two sets of logits."""
     true, ours = (logits.double().log_softmax(-1) for logits in (true_QM, ours_QM))
-    # A token that neither can be gives 0 times (-inf + inf).
+    # A token with logit -inf in both adds 0 * (-inf + inf) = NaN, which nansum skips.
     kl = math.nan if (true.isnan() | ours.isnan()).any() else float((true.exp() * (true - ours)).nansum(-1).mean())
     agreement = float((true.argmax(-1) == ours.argmax(-1)).double().mean())
     return Deviation(max(0.0, kl) if kl < MOST_KL else MOST_KL, agreement)
@@ -52,12 +52,12 @@ def deviation(true_QM: Tensor, ours_QM: Tensor) -> Deviation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QualityLimits:
-    """What probes must reach, so that prompts are blended."""
+    """The quality that probes must reach for prompts to be blended."""
 
     mean_kl: float = 0.05
-    """Nats from a full computation's answers to blended ones, at most, on average."""
+    """Largest mean KL divergence in nats from a full computation's answers to blended ones."""
     worst_agreement: float = 0.5
-    """Share of a probe's question with the same most likely token, at least, in each probe."""
+    """Least share of a question's rows with the same most likely token, in each probe."""
 
     def __post_init__(self) -> None:
         if not self.mean_kl >= 0:
@@ -67,7 +67,7 @@ class QualityLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlendQuality:
-    """How far the answers to all probes are off, with one check layer and ratio."""
+    """The error of the answers to all probes, with one check layer and ratio."""
 
     layer: int
     ratio: float
@@ -76,13 +76,13 @@ class BlendQuality:
     agreement: float
     """Share of questions' rows with the same most likely token, on average over probes."""
     worst_agreement: float
-    """The least of these shares."""
+    """The least of these shares over the probes."""
     cost: float
-    """Linear work of the model, of that of a full computation."""
+    """Linear work of the model, relative to a full computation."""
 
     @classmethod
     def of(cls, found: Sequence[Deviation], layers: int, layer: int, ratio: float) -> Self:
-        """Return what the probes tell of a model of L layers."""
+        """Return the quality from the probes' errors, for a model of ``layers`` layers."""
         shares = [one.agreement for one in found]
         return cls(
             layer=layer,
@@ -94,28 +94,28 @@ class BlendQuality:
         )
 
     def passes(self, limits: QualityLimits) -> bool:
-        """Return whether this is near enough."""
+        """Return True if the quality is within ``limits``."""
         return self.mean_kl <= limits.mean_kl and self.worst_agreement >= limits.worst_agreement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlendCalibration:
-    """What ``LLM.calibrate_blending`` measured of a model, without adapters."""
+    """The measurements of ``LLM.calibrate_blending`` for a model without adapters."""
 
     layer: int
-    """The check layer: that behind whose projection rows are selected, from 0 on."""
+    """The check layer, after whose projection rows are selected, from 0 on."""
     probes: int
     sampled: bool
-    """Whether the model wrote the probes itself. If it uses no earlier chunk there, as one that was
+    """Whether the model wrote the probes itself. If it uses no earlier chunk in them, as a model
     trained to answer may, they show no loss."""
     limits: QualityLimits
-    """What the measured quality must reach, so that prompts are blended."""
+    """The quality that is required for prompts to be blended."""
     qualities: tuple[BlendQuality, ...]
-    """All that was measured: several layers at one ratio, and several ratios at ``layer``."""
+    """All measurements: several layers at one ratio, and several ratios at ``layer``."""
 
     @property
     def ratios(self) -> tuple[BlendQuality, ...]:
-        """Return what was measured at ``layer``, by ascending ratio."""
+        """The measurements at ``layer``, by ascending ratio."""
         return tuple(sorted((one for one in self.qualities if one.layer == self.layer), key=lambda one: one.ratio))
 
     def at(self, ratio: float) -> BlendQuality:
@@ -127,7 +127,7 @@ class BlendCalibration:
         return next((one.ratio for one in self.ratios if one.mean_kl <= target), None)
 
     def refusal(self, ratio: float) -> str:
-        """Return why prompts are not blended at a ratio; empty: they are."""
+        """Return the reason why prompts are not blended at a ratio; empty: they are."""
         found = self.at(ratio)
         return "" if found.passes(self.limits) else f"the model's calibration refuses it: {self.told(found)}"
 
@@ -144,35 +144,35 @@ class BlendCalibration:
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Self:
-        """Return what ``document`` gave, perhaps in another process."""
+        """Return the calibration of a ``document``, perhaps from another process."""
         limits = QualityLimits(**document["limits"])
         qualities = tuple(BlendQuality(**one) for one in document["qualities"])
         return cls(**{**document, "limits": limits, "qualities": qualities})
 
 
 def linear_cost(layers: int, check_layer: int, share: float) -> float:
-    """Return the linear work of a blended forward over that of a full one, when ``share`` of its
-    rows goes on from the check layer."""
+    """Return the linear work of a blended forward over that of a full one, if ``share`` of its rows
+    continues from the check layer."""
     return (check_layer + PROJECTION * (1 - share) + (layers - check_layer) * share) / layers
 
 
 def default_layer(layers: int) -> int:
-    """Return the check layer of a model of L layers that is not calibrated."""
+    """Return the default check layer of a model of L layers."""
     return min(2, max(0, layers - 2))
 
 
 def layers_to_try(layers: int) -> range:
-    """Return the check layers worth trying, of a model of L layers. At layer 0 nothing is wrong
-    yet, and the last one saves nothing."""
+    """Return the check layers worth trying in a model of L layers. At layer 0 nothing is wrong yet,
+    and the last layer saves nothing."""
     return range(1, min(LAYERS_TRIED, layers - 2) + 1) or range(default_layer(layers), default_layer(layers) + 1)
 
 
 def choose_layer(found: Sequence[BlendQuality], reused: float) -> int:
-    """Return the layer with the highest product of the part of the KL that it removes and of the
-    work that it saves. ``reused``: the mean KL of reuse alone, in nats.
+    """Return the layer with the highest product of removed KL and saved work, each as a share.
 
-    A later layer knows better which rows are wrong, and leaves less to be saved. Ties go to the
-    earlier one."""
+    ``reused``: the mean KL of reuse alone, in nats. A later layer identifies wrong rows better, and
+    saves less. Ties go to the earlier layer.
+    """
 
     def worth(one: BlendQuality) -> float:
         removed = 1 - one.mean_kl / reused if reused > 0 else 1.0

@@ -1,4 +1,4 @@
-"""``ChunkCapture``: the rows of a chunk, taken as they are computed."""
+"""``ChunkCapture``: copies the rows of a chunk as they are computed."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class ChunkCapture:
         self._tokens = np.array(tokens, np.int64)
         self.key = keys.key(self._tokens)
         self.ids: list[int] = [*keys.lead, *self._tokens.tolist()]
-        """What is to be run."""
+        """The ids to run."""
         self._catalog, self._layout, self._keys = catalog, layout, keys
         self._rows: dict[int, dict[str, torch.Tensor]] = {}
         self._done = len(keys.lead)
 
     @property
     def is_stored(self) -> bool:
-        """Return whether the store has the chunk, so that nothing needs to run."""
+        """Return True if the store has the chunk, so that nothing needs to run."""
         return self._catalog.has(self.key)
 
     def ran(self, seq: SeqId, computed: int) -> None:
-        """Copy the rows that are new among the first ``computed`` of ``ids``. What it has is not
-        copied again, as when a sequence starts anew. ``FailedPrecondition``: a layer does not hold
-        some of them, as one with a window after a reuse of state; nothing is copied then."""
+        """Copy the new rows among the first ``computed`` of ``ids``. Rows are copied once, even if
+        a sequence restarts. ``FailedPrecondition``, with nothing copied: a layer does not hold some
+        of them, such as a windowed layer after a reuse of state."""
         lead, start, stop = len(self._keys.lead), self._done, min(computed, len(self.ids))
         if start >= stop:
             return
@@ -59,7 +59,7 @@ class ChunkCapture:
         self._done = stop
 
     def store(self) -> bool:
-        """Put the chunk into the store, unless it is there; return whether it is.
+        """Put the chunk into the store, unless it is there; return True if the store has it.
         ``FailedPrecondition``: not all rows were copied."""
         if self.is_stored:
             return True

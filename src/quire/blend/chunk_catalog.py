@@ -1,7 +1,7 @@
-"""Which chunks the tiers have: lists of keys, asked for in the background.
+"""The chunks in the tiers: lists of keys, updated in the background.
 
-A list is kept, and asked for again when it is used and older than ``FRESH_SECONDS`` (later, if
-listing takes long). What this process writes or misses is in it at once.
+A list is kept, and requested again if it is used and older than ``FRESH_SECONDS`` (later, if
+listing takes long). Chunks that this process writes or misses are updated at once.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from quire.store.memory import MemoryTier
 from quire.store.stack import Store
 
 DEFAULT_BYTES = 1 << 30
-"""Of host memory, for chunks where no store was configured."""
+"""Bytes of host memory for chunks without a configured store."""
 FRESH_SECONDS = 1.0
 RESTS = 9
-"""Parts of its time for which a tier that is slow to list is left alone: buckets cost money."""
+"""Ratio of pause to listing time for a slow tier, because listing a bucket costs money."""
 LOOK_SECONDS = 0.25
-"""How long a prompt waits for the first list."""
+"""Most seconds that a prompt waits for the first list."""
 LIST_SECONDS = 10.0
-"""How long a tier may take for a list. Nothing waits meanwhile."""
+"""Most seconds that a tier may take for a list. Nothing waits meanwhile."""
 PARENTS = 256
-"""Lists that are kept."""
+"""Most lists that are kept."""
 WAITING_BYTES = 1 << 30
 """Bytes of chunks that may wait to be handed to the store, which has a queue of its own."""
 
@@ -38,46 +38,46 @@ Listing = list[dict[ObjectKey, str]]
 
 
 def store_of_chunks(store: Store | None) -> Store:
-    """Return where chunks are kept: the configured store, or a new one in memory, which the caller
+    """Return the store for chunks: the configured one, or a new one in memory, which the caller
     closes."""
     return Store([MemoryTier(DEFAULT_BYTES)]) if store is None else store
 
 
 @dataclass(slots=True)
 class _List:
-    """What is known to be under one parent."""
+    """The known chunks under one parent."""
 
     tiers: dict[ObjectKey, str] = field(default_factory=dict)
     changes: dict[ObjectKey, str | None] = field(default_factory=dict)
-    """What was written, and what was missed (None), since the list was last asked for."""
+    """Chunks that were written, or missed (None), since the list was last requested."""
     chunks: KnownChunks | None = None
-    """Made of ``tiers``; None: not yet."""
+    """Built from ``tiers``; None: not yet."""
     asked: float | None = None
-    """When it was last asked for."""
+    """Time of the last request."""
     due: float = 0.0
-    """When it may be asked for again."""
+    """Time of the next possible request."""
     until: float = 0.0
-    """When the wait for the first answer is over."""
+    """Time at which the wait for the first answer ends."""
     pending: bool = False
     answered: bool = False
 
 
 class ChunkCatalog:
-    """The chunks of a store, for any number of key spaces. One for each engine; any thread."""
+    """The chunks of a store, for any number of key spaces. One per engine, for any thread."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._lists: OrderedDict[bytes, _List] = OrderedDict()
         self._changed = threading.Condition()
-        """Guards all that is here, and is told of answers."""
+        """Guards all fields; notified of answers."""
         self._asking, self._writing = Errands("quire-chunks"), Errands("quire-chunk-write")
         self.loading = Errands("quire-chunk-load")
-        """Where tasks load layers before they are asked for."""
+        """The thread on which tasks load layers ahead."""
         self._waiting = 0
-        """Bytes."""
+        """Bytes that wait to be handed to the store."""
 
     def ask(self, parent: bytes) -> None:
-        """Have the chunks under a parent listed, unless they were within ``FRESH_SECONDS``."""
+        """Request the chunks under a parent, unless it was done within ``FRESH_SECONDS``."""
         with self._changed:
             found, now = self._list(parent), time.monotonic()
             if found.asked is None:
@@ -88,8 +88,8 @@ class ChunkCatalog:
         self._asking.add(partial(self._ask, parent, found))
 
     def known(self, parent: bytes) -> KnownChunks:
-        """Return what is known to be under a parent, and ask again in the background. The first
-        answer is waited for, until ``LOOK_SECONDS`` after the first ``ask``."""
+        """Return the known chunks under a parent, and request them again in the background. Waits
+        for the first answer, until ``LOOK_SECONDS`` after the first ``ask``."""
         self.ask(parent)
         with self._changed:
             found = self._list(parent)
@@ -99,7 +99,7 @@ class ChunkCatalog:
             return found.chunks
 
     def has(self, key: ObjectKey) -> bool:
-        """Return whether a chunk is there, as far as is known. Memory is asked itself."""
+        """Return True if a chunk is known to exist. The memory tier is queried directly."""
         memory = self.store.memory
         if memory is not None and memory.contains_now([key])[0]:
             return True
@@ -107,8 +107,8 @@ class ChunkCatalog:
         return self.store.known(key) or (tier is not None and (memory is None or tier != memory.kind))
 
     def put(self, key: ObjectKey, blob: Blob, *, private: bool) -> bool:
-        """Keep a chunk: in memory at once, and in durable tiers, unless it is private, which a
-        thread writes. Return False if no tier takes it."""
+        """Keep a chunk: in memory at once, and, unless it is private, in durable tiers, written by
+        a thread. Return False if no tier takes it."""
         memory, size = self.store.memory, memoryview(blob).nbytes
         is_near = self.store.put(key, blob, durable=False)
         with self._changed:
@@ -124,22 +124,22 @@ class ChunkCatalog:
         return is_near or is_written
 
     def drop(self, key: ObjectKey) -> None:
-        """Forget a chunk that did not come."""
+        """Forget a chunk that could not be read."""
         self._change(key, None)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all chunks are handed to the store; return whether they are. ``Store.flush``
+        """Wait until all chunks are handed to the store; return False on a timeout. ``Store.flush``
         then waits for the tiers."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting, timeout)
 
     def close(self) -> None:
-        """End the threads. The store stays open. What it was not handed is lost."""
+        """End the threads. The store stays open. Chunks that wait for it are lost."""
         for one in (self._asking, self._writing, self.loading):
             one.close()
 
     def _list(self, parent: bytes) -> _List:
-        """Return the list of a parent. The caller has the lock."""
+        """Return the list of a parent. The caller holds the lock."""
         found = self._lists.setdefault(parent, _List())
         self._lists.move_to_end(parent)
         if len(self._lists) > PARENTS:
@@ -155,7 +155,7 @@ class ChunkCatalog:
     # ------------------------------------------------------------------ threads
 
     def _ask(self, parent: bytes, asked: _List) -> None:
-        # The answer comes on the store's loop, which has other things to do than to sort it.
+        # This runs on the store's event loop, which must not be blocked by sorting.
         answer = self.store.children([parent], timeout=LIST_SECONDS)
         answer.add_done_callback(lambda ended: self._asking.add(partial(self._answered, asked, ended)))
 
@@ -174,7 +174,7 @@ class ChunkCatalog:
             if not self.store.known(key):
                 self.store.put(key, blob, durable=True, wait=True)
                 with self._changed:
-                    self._list(key.parent).due = 0.0  # a list has it from now on
+                    self._list(key.parent).due = 0.0  # due at once: the list now has this chunk
                 self.ask(key.parent)
         finally:
             with self._changed:

@@ -1,6 +1,6 @@
-"""Which chunks stand where in a prompt. No torch.
+"""Matching known chunks with the tokens of a prompt. No torch.
 
-Letters: T tokens of a prompt; C candidates: chunks at places.
+Letters: T tokens of a prompt; C candidates: chunks at positions.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from quire.blend.token_sums import WINDOW, Ids, TokenSums
 from quire.contracts.store import ObjectKey, ObjectKind
 
 LEAST = 16
-"""Tokens of a chunk, at least, and rows of it that a place in a prompt needs to be worth it."""
+"""Least number of tokens of a chunk, and least number of rows that a placement must give."""
 MOST = 8192
-"""Tokens of a chunk, at most: longer segments are cut."""
+"""Most tokens of a chunk; longer segments are cut."""
 PAIRS = 1 << 20
-"""Pairs of a place and a chunk that begin alike, at most, of which one prompt looks at the ends.
-Later ones are left out."""
+"""Most pairs of a position and a chunk with the same beginning whose ends are compared for one
+prompt. Later pairs are left out."""
 CANDIDATES = 1 << 16
-"""Candidates between two marked segments, at most, among which is chosen: the longest ones."""
+"""Most candidates between two marked segments; the longest are kept."""
 ATTEMPTS = 8
-"""Choices, at most, after candidates turned out to be other tokens of the same hashes."""
+"""Most choices, if candidates turn out to be other tokens with the same hashes."""
 
 
 def cuts(n: int) -> list[tuple[int, int]]:
-    """Return the ranges of the chunks of a segment of ``n`` tokens, each computed by itself: as few
-    as ``MOST`` allows, as equal as can be. None below ``LEAST``."""
+    """Return the ranges of the chunks of a segment of ``n`` tokens, each computed separately: as
+    few as ``MOST`` allows, as equal as possible. None below ``LEAST``."""
     if n < LEAST:
         return []
     count = -(-n // MOST)
@@ -40,27 +40,27 @@ def cuts(n: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Rows of a prompt that a chunk gives."""
+    """Rows of a prompt that come from a chunk."""
 
     key: ObjectKey
     start: int
     """The first one."""
     stop: int
-    """Behind the last one."""
+    """One past the last row."""
     skip: int
-    """Rows of the chunk before those."""
+    """Number of rows of the chunk before these."""
 
     @property
     def origin(self) -> int:
-        """Return where in the prompt the chunk's first token stands."""
+        """The position in the prompt of the chunk's first token."""
         return self.start - self.skip
 
 
 class KnownChunks:
-    """The chunks under one parent, as they were when this was made. Any thread may use it."""
+    """A snapshot of the chunks under one parent. Any thread may use it."""
 
     def __init__(self, parent: bytes, tiers: Mapping[ObjectKey, str]) -> None:
-        """``tiers``: keys under ``parent``, and the kind of the nearest tier that has each."""
+        """``tiers``: keys under ``parent``, each with the kind of its nearest tier."""
         self.parent, self.tiers = parent, tiers
         keys = [key for key in tiers if key.kind is ObjectKind.CHUNK]
         heads_K2 = np.frombuffer(b"".join(key.digest[:8] for key in keys), "<u4").reshape(-1, 2)
@@ -75,16 +75,16 @@ class KnownChunks:
         self._begins[self._firsts >> 16] = True
 
     def without(self, gone: Collection[ObjectKey]) -> KnownChunks:
-        """Return all but some."""
+        """Return a copy without some keys."""
         return KnownChunks(self.parent, {key: tier for key, tier in self.tiers.items() if key not in gone})
 
     def match(self, ids: Ids, indices: Sequence[int], begin: int, end: int) -> list[Placement]:
-        """Return, in order, what gives rows ``begin..end - 1`` of a prompt ``ids [T]``.
+        """Return, in order, the placements for rows ``begin..end - 1`` of a prompt ``ids [T]``.
 
-        Segments, which ``indices`` begin, are looked up first, as ``cuts`` cuts them. Of what they
-        leave, chunks that stand anywhere give the set of rows that is largest. Of equal sets it is
-        that with the earlier chunk where they first differ, or the longer one if both begin there.
-        A chunk counts with those of its rows that are wanted and free, ``LEAST`` or more.
+        Segments, which begin at ``indices``, are matched first, cut by ``cuts``. In the gaps,
+        chunks at any position are chosen to cover the most rows. Of equal sets it is the one with
+        the earlier chunk at the first difference, or the longer one if both begin there. A chunk
+        counts with its wanted and free rows, ``LEAST`` or more.
         """
         if not self.tiers or end - begin < LEAST:
             return []
@@ -98,7 +98,7 @@ class KnownChunks:
         return sorted(found, key=lambda one: one.start)
 
     def _marked(self, sums: TokenSums, bounds: Sequence[int], begin: int, end: int) -> list[Placement]:
-        """Return the segments that are known."""
+        """Return the placements of known segments."""
         pieces = [
             (first + start, first + stop)
             for first, last in itertools.pairwise(bounds)
@@ -113,7 +113,7 @@ class KnownChunks:
         return [_clipped(key, start, stop, begin, end) for key, start, stop in keys if key in self.tiers]
 
     def _candidates(self, sums: TokenSums, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return chunks, as indices of ``_keys``, and where they stand, by their hashes."""
+        """Return chunks, as indices of ``_keys``, and their positions, found by hashes."""
         hashes_T = sums.beginnings()
         places = np.flatnonzero(self._begins[hashes_T >> 16])
         low = np.searchsorted(self._firsts, hashes_T[places], "left")
@@ -129,15 +129,15 @@ class KnownChunks:
     def _best(
         self, sums: TokenSums, index_C: NDArray[np.int64], start_C: NDArray[np.int64], low: int, high: int
     ) -> Iterator[Placement]:
-        """Yield the best set of candidates within rows ``low..high - 1``, those chosen confirmed by
-        their tokens."""
+        """Yield the best set of candidates within rows ``low..high - 1``, confirmed by their
+        tokens."""
         stop_C = start_C + self._counts[index_C]
         from_C, to_C = np.maximum(start_C, low), np.minimum(stop_C, high)
         (use_C,) = np.nonzero(to_C - from_C >= LEAST)
         if use_C.size > CANDIDATES:
             longest = np.argsort(from_C[use_C] - to_C[use_C], kind="stable")[:CANDIDATES]
             use_C = np.sort(use_C[longest])
-        # Where two give the same rows, the shorter object is read.
+        # If two objects give the same rows, the shorter one is read.
         order = np.lexsort((index_C[use_C], stop_C[use_C] - start_C[use_C], -to_C[use_C], from_C[use_C]))
         use_C = use_C[order]
         for last in range(ATTEMPTS - 1, -1, -1):
@@ -156,8 +156,8 @@ def _clipped(key: ObjectKey, start: int, stop: int, begin: int, end: int) -> Pla
 
 
 def _schedule(from_C: NDArray[np.int64], to_C: NDArray[np.int64]) -> list[int]:
-    """Return which of C ranges, sorted by their start, are apart and cover most together; of equal
-    sets the one whose first range that differs comes first."""
+    """Return the indices of ranges, out of C sorted by start, that are disjoint and cover the most;
+    of equal sets the one whose first different range comes first."""
     weights, follow = (to_C - from_C).tolist(), np.searchsorted(from_C, to_C).tolist()
     best = [0] * (len(weights) + 1)
     for index in range(len(weights) - 1, -1, -1):

@@ -1,10 +1,10 @@
-"""Chunks: the rows of a piece of text in all layers, computed by itself behind a lead.
+"""Chunks: the rows of a piece of text in all layers, computed separately after a lead.
 
-A chunk is found by its tokens, wherever they stand in a prompt. All chunks that one prompt can use
-stand under one parent in the store, so that the list of their keys is the index. A key's digest is
-20 bytes: 4 of a hash of the first ``WINDOW`` tokens (0 if it has fewer), 4 of a hash of all tokens,
-both of which a prompt's sums give for all places at once (``blend.token_sums``), and 12 of BLAKE2b
-over parent and tokens, which decide. The tokens themselves are compared when a chunk is loaded.
+A chunk is found by its tokens, at any position of a prompt. All chunks for one prompt have one
+parent in the store, so that the list of their keys is the index. A key's digest is 20 bytes: 4 of a
+hash of the first ``WINDOW`` tokens (0 if it has fewer), 4 of a hash of all tokens, both of which a
+prompt's sums give for all positions at once (``blend.token_sums``), and 12 of BLAKE2b over parent
+and tokens, which decide. The tokens themselves are compared when a chunk is loaded.
 
 Letters: n tokens of a chunk; Hkv heads; Dk, Dv head sizes; R, Dr columns of a latent row.
 """
@@ -31,7 +31,7 @@ from quire.store.objects import Contents, pack, read_tensors, tensor_name, unpac
 
 @dataclass(frozen=True, slots=True)
 class ChunkKeys:
-    """What all chunks that one prompt can use have in common, and their keys."""
+    """The keys of all chunks that one prompt can use, and their common properties."""
 
     model: Mapping[str, str]
     """Fields of the model's fingerprint."""
@@ -39,11 +39,11 @@ class ChunkKeys:
     adapter: str | None
     """The fingerprint of the adapter that computed them; None: the base model."""
     lead: tuple[int, ...]
-    """The ids that are computed before the tokens of each chunk, whose rows are not kept."""
+    """The ids computed before the tokens of each chunk. Their rows are not kept."""
     private: bool
-    """Whether no other process may find them: they are not written to durable tiers."""
+    """Whether other processes must not find them; then they are not written to durable tiers."""
     parent: bytes
-    """The digest that they stand under."""
+    """Their parent digest."""
 
     @classmethod
     def of(
@@ -71,7 +71,7 @@ class ChunkKeys:
         return TokenSums(ids_n).key(self.parent, 0, ids_n.size)
 
     def contents(self, ids_n: Ids) -> Contents:
-        """Return what the object of a chunk must be of."""
+        """Return the expected contents of a chunk's object."""
         adapters = [] if self.adapter is None else [[0, self.adapter]]
         return Contents(self.model, self.layout_hash, ids_n.tolist(), adapters, self.lead)
 
@@ -80,12 +80,12 @@ class ChunkLayout:
     """The tensors of a chunk of one KV state: all layers with rows, one after the other."""
 
     def __init__(self, state: ModelState) -> None:
-        """``Unsupported`` for a state of which there are no chunks (``refusal``)."""
+        """``Unsupported`` for a state without chunks (``refusal``)."""
         if reason := refusal(state):
             raise Unsupported(f"chunks: {reason}")
         self.state = state
         self.layers = state.geometry.layer_ids
-        """Ascending."""
+        """Layer ids, ascending."""
         self._specs = dict(zip(self.layers, state.geometry.specs, strict=True))
         self.row_bytes = sum(
             math.prod(one.shape) * one.dtype.itemsize for layer in self.layers for one in self.plan(layer, 1).values()
@@ -93,7 +93,7 @@ class ChunkLayout:
         """Bytes of one token."""
 
     def require(self, layer_id: int) -> None:
-        """Raise ``InvalidArgument`` for a layer that there is not."""
+        """Raise ``InvalidArgument`` for an unknown layer."""
         if layer_id not in self._specs:
             allowed = f"a layer from {self.layers[0]} to {self.layers[-1]}"
             raise InvalidArgument(field="layer_id", given=layer_id, allowed=allowed)
@@ -125,12 +125,12 @@ class ChunkLayout:
         return pack(keys.key(ids_n), keys.contents(ids_n), plan, tensors)
 
     def open(self, key: ObjectKey, contents: Contents, blob: Blob) -> StateFile:
-        """Open the object of a chunk, whose tensors are not read yet. Raise ``Unfit``."""
+        """Open the object of a chunk without reading its tensors. Raise ``Unfit``."""
         return unpack(key, contents, blob)
 
     def end(self, file: StateFile, layer: int) -> int:
-        """Return how many of the object's first bytes hold a layer and all before it; 0 if it has
-        no such layer, which ``read`` says."""
+        """Return the number of leading bytes of the object that hold a layer and all layers before
+        it; 0 if it has no such layer (then ``read`` raises)."""
         names = [name for one in self.plan(layer, 1) if (name := tensor_name(layer, one)) in file.specs]
         return file.end(*names) if names else 0
 
@@ -140,7 +140,7 @@ class ChunkLayout:
 
 
 def refusal(state: ModelState) -> str:
-    """Return why there are no chunks of a state; empty: there are."""
+    """Return the reason why a state has no chunks; empty: it has."""
     if state.recurrent_ids:
         return "the state of a recurrent layer cannot be moved to another place, and it needs every token"
     if len(state.geometry.specs) < len(state.get_layout()["layers"]):

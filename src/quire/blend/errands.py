@@ -1,4 +1,5 @@
-"""``Errands``: a daemon thread for work that nothing waits for at exit."""
+"""``Errands``: a daemon thread for background work. The exit of the process does not wait for
+it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Errands:
         self._closed = False
 
     def add(self, call: Callable[[], None]) -> None:
-        """Run a call when those before it have ended; after ``close``: do nothing."""
+        """Run a call after earlier ones; after ``close``: do nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -40,8 +41,8 @@ class Errands:
         self._calls.put(call)
 
     def close(self) -> None:
-        """Leave out what waits, and end with the present call, which is waited for for at most
-        ``CLOSE_SECONDS``."""
+        """Drop pending calls, and end after the running one, waiting at most ``CLOSE_SECONDS`` for
+        it."""
         with self._lock:
             self._closed = True
         with contextlib.suppress(Empty):
@@ -58,4 +59,4 @@ def _run(calls: Calls) -> None:
             call()
         except Exception:
             logger.exception("work in the background failed")
-        del call  # what it holds must not live until the next one
+        del call  # the objects that it holds must be freed before the next call

@@ -1,7 +1,8 @@
-"""Blending on plain tensors: ``contracts.blend.BlendExecutor`` for whoever owns a loop over layers.
+"""Blending on plain tensors: ``contracts.blend.BlendExecutor`` for callers with their own loop over
+layers.
 
-Letters: R requests; T rows of the batch; A rows that are alive; S rows that go on; H heads of K and
-V; D columns of a head.
+Letters: R requests; T rows of the batch; A rows that are alive; S rows that continue; H heads of K
+and V; D columns of a head.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from quire.ops.rope import RotaryTable
 
 @dataclass(slots=True, eq=False)
 class _Forward:
-    """What one forward remembers from layer to layer."""
+    """The state of one forward from layer to layer."""
 
     starts: Tensor
     """``query_start_loc``, as given."""
     counts: list[int]
     """Rows of each request."""
     positions: NDArray[np.int64]
-    """``[T]``, of the first layer: where each row stands."""
+    """``[T]``, of the first layer: the position of each row."""
     valid: NDArray[np.bool_]
     """``[T]``, of the first layer."""
     selection: Selection
@@ -53,12 +54,12 @@ class _Forward:
     alive: Tensor
     """``selection.alive`` on the model's device."""
     origins: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """``[T]``: from where ``moves`` move; empty before there are any."""
+    """``[T]``: original positions for ``moves``; empty before there are any."""
     moves: dict[RopeSpec, KeyMove] = field(default_factory=dict)
 
     @property
     def left_out(self) -> bool:
-        """Some rows do not run."""
+        """True if some rows do not run."""
         return len(self.alive) < len(self.positions)
 
 
@@ -100,9 +101,10 @@ class _Widths:
 
 
 class TensorBlender:
-    """Blends the layers of one model, or of one stage of its pipeline, for any number of forwards.
+    """Blends the layers of one model, or of one pipeline stage, for any number of forwards.
 
-    It computes nothing of a model and has no pages. One forward at a time."""
+    It runs no layer of a model and has no pages. One forward at a time.
+    """
 
     def __init__(
         self,
@@ -113,11 +115,12 @@ class TensorBlender:
         all_reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Take the specs of layers ``first_layer`` and later; heads are those of this rank.
-        ``all_reduce`` sums a tensor over ranks, replicated heads counted once.
 
-        ``Unsupported`` for layers whose state cannot stand elsewhere, and for a score that needs a
-        forward of its own. ``InvalidArgument`` for an unknown score and for a policy that selects
-        before ``first_layer``."""
+        ``all_reduce`` sums a tensor over ranks, replicated heads counted once. ``Unsupported`` for
+        layers whose state cannot be moved, and for a score that needs a forward of its own.
+        ``InvalidArgument`` for an unknown score and for a policy that selects before
+        ``first_layer``.
+        """
         for layer_id, spec in enumerate(layers, first_layer):
             if refusal := blend_refusal(spec):
                 raise Unsupported(f"blend: layer {layer_id} {refusal}", field="layers")
@@ -140,8 +143,8 @@ class TensorBlender:
         self._forward: _Forward | None = None
 
     def prepare(self, requests: Sequence[BlendedRows | None]) -> None:
-        """Tell what is known of each request of the next forward; None: nothing. Without it nothing
-        is known of any."""
+        """Set the known facts about each request of the next forward; None: none. Without a call
+        nothing is known of any."""
         self._told = tuple(requests)
 
     def blend(
@@ -161,7 +164,8 @@ class TensorBlender:
         """Blend one layer, as ``contracts.blend.BlendExecutor`` says.
 
         At the first layer that selects, one of K and V may be None if the score does not read it.
-        ``FailedPrecondition``: the layer is not the next one."""
+        ``FailedPrecondition``: the layer is not the next one.
+        """
         if not self._first <= layer_id < self._first + len(self._layers):
             allowed = f"in {self._first}..{self._first + len(self._layers) - 1}"
             raise InvalidArgument(field="layer_id", given=layer_id, allowed=allowed)
@@ -195,7 +199,8 @@ class TensorBlender:
             if given is None:
                 why = "rows were left out" if forward.left_out else f"score {self.policy.score!r} reads it"
                 raise InvalidArgument(field=f"retrieved_{name}", given=None, allowed=f"a tensor, since {why}")
-            # Keys of another dtype than the model's become float32, to be rounded once.
+            # Keys of another dtype than the model's become float32, so that they are rounded only
+            # once.
             cached[name] = _heads(given if given.dtype == fresh_k.dtype else given.float(), token_dim, widths.heads)
         if "k" in cached:
             cached["k"] = self._moved(layer_id, forward, cached["k"], original_positions)
@@ -246,7 +251,7 @@ class TensorBlender:
         )
 
     def _opened(self, layer_id: int, positions: Tensor, query_start_loc: Tensor, valid_mask: Tensor) -> _Forward:
-        """Return the forward that this layer begins, or goes on with; change nothing."""
+        """Return the forward that this layer begins or continues; change nothing."""
         forward = self._forward
         if layer_id == self._first:
             counts = _checked_counts(query_start_loc)
@@ -276,7 +281,8 @@ class TensorBlender:
         return forward
 
     def _moved(self, layer_id: int, forward: _Forward, k_THD: Tensor, original_positions: Tensor) -> Tensor:
-        """Return cached keys at the positions of the batch; those of rows without one are any."""
+        """Return cached keys at the positions of the batch; rows without a cached key are
+        undefined."""
         spec = self._layers[layer_id - self._first]
         assert not isinstance(spec, (CrossAttention, Recurrent))
         if spec.rope is None or spec.rope_mode == "inline":
@@ -298,7 +304,8 @@ class TensorBlender:
 
 
 def blend_refusal(spec: LayerSpec) -> str:
-    """Return why rows of such a layer cannot be used at another place; "" if they can."""
+    """Return the reason why rows of such a layer cannot be used at another position; "" if they
+    can."""
     if isinstance(spec, Recurrent):
         return "keeps a recurrent state: it cannot be moved to another place, and needs every row"
     if isinstance(spec, CrossAttention):
@@ -309,16 +316,17 @@ def blend_refusal(spec: LayerSpec) -> str:
 
 
 def _heads(rows: Tensor, token_dim: int, heads: int) -> Tensor:
-    """Return a view of any form as ``[T, H, D]``."""
+    """Return a tensor of any accepted form as a view ``[T, H, D]``."""
     rows = rows.movedim(token_dim, 0)
     return rows if rows.dim() == 3 else rows.reshape(len(rows), heads, -1)
 
 
 def _joined(cached_THD: Tensor, fresh: Tensor, alive: Tensor, token_dim: int) -> Tensor:
-    """Return cached rows with the fresh ones in their places, in form and dtype of ``fresh``.
+    """Return cached rows overwritten by the fresh ones, in form and dtype of ``fresh``.
 
-    Rows without a cached one are all alive: no undefined value is left, and none is computed
-    with."""
+    Rows without a cached one are all alive, so no undefined value remains, and none is computed
+    with.
+    """
     cached = cached_THD.to(fresh.dtype)
     cached = cached.flatten(1) if fresh.dim() == 2 else cached
     return cached.movedim(0, token_dim).index_copy(token_dim, alive, fresh)
@@ -330,7 +338,7 @@ def _check_integers(name: str, given: Tensor, count: int) -> None:
 
 
 def _checked_positions(given: Tensor, counts: list[int]) -> NDArray[np.int64]:
-    """Return a copy of the positions of all rows: the caller may write into its own."""
+    """Return a copy of the positions of all rows, because the caller may write to its own."""
     _check_integers("positions", given, sum(counts))
     positions: NDArray[np.int64] = given.to("cpu", torch.int64, copy=True).numpy()
     first = np.zeros(len(positions), dtype=np.bool_)
@@ -350,7 +358,7 @@ def _checked_mask(given: Tensor, count: int) -> NDArray[np.bool_]:
 
 
 def _checked_counts(given: Tensor) -> list[int]:
-    """Return the rows of each request."""
+    """Return the number of rows of each request."""
     if given.is_floating_point() or given.is_complex() or given.dim() != 1 or len(given) < 2 or given[0] != 0:
         raise InvalidArgument(field="query_start_loc", given=given, allowed="integers [R + 1], the first of them 0")
     starts = given.tolist()

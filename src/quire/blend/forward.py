@@ -1,12 +1,12 @@
-"""One blended forward: the loop over a model's blocks in which, from a layer on, some rows run.
+"""One blended forward: a loop over a model's blocks that runs only some rows from a layer on.
 
-Before the check layer all rows of a batch run. There the block is run as far as its projection, the
-rows that go on are chosen from its Q, K and V, and the block runs with these. Behind it the others
-have cached rows. Where a score asks what the question reads, the rows that must run do so before
-all this, alone and over the cached rows of all layers.
+Before the check layer all rows of a batch run. At the check layer the block runs up to its
+projection, the rows to continue are chosen by its Q, K and V, and the block runs with these. After
+it the other rows are cached ones. If a score needs the question's attention, the rows that must run
+do so before all this, alone and over the cached rows of all layers.
 
-Letters: T rows of the batch; S rows that go on; n rows of a chunk; A rows that are alive; Hq, Hkv
-heads; D head size; E model width.
+Letters: T rows of the batch; S rows that continue; n rows of a chunk; A rows that are alive; Hq,
+Hkv heads; D head size; E model width.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ class RowSource(Protocol):
     """Cached rows of one prompt."""
 
     def pieces(self, layer_id: int) -> Sequence[RowsPiece]:
-        """Wait for a layer's rows, and return them. ``BlendLoadError``: they do not come."""
+        """Wait for a layer's rows, and return them. ``BlendLoadError``: they could not be
+        loaded."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlendedChunk:
-    """How one chunk of a step is blended."""
+    """The blending of one chunk of a step."""
 
     source: RowSource
     start: int
     """Position in the prompt of the chunk's first token."""
     valid_n: NDArray[np.bool_]
-    """Which of the chunk's rows have a cached one."""
+    """Mask of the chunk's rows that have a cached row."""
     rows: BlendedRows
     score: str
-    """Name of what orders the candidates."""
+    """Name of the score that orders the candidates."""
 
 
 class BlendedForward:
@@ -65,8 +66,8 @@ class BlendedForward:
         counts: Sequence[int],
         chunks: Sequence[BlendedChunk | None],
     ) -> None:
-        """``counts``: rows of each chunk of the step. ``chunks``: how each is blended; None: all of
-        its rows run. ``tables``: those that the state rotates with."""
+        """``counts``: number of rows of each chunk of the step. ``chunks``: the blending of each;
+        None: all of its rows run. ``tables``: the state's rotary tables."""
         self._state, self._policy, self._tables = state, policy, tables
         self._moves: dict[Hashable, KeyMove] = {}
         self.chunks = chunks
@@ -85,9 +86,9 @@ class BlendedForward:
             for index, one in enumerate(chunks)
             if one is not None and "question" in score_of(one.score).needs and edges[index] < edges[index + 1]
         ]
-        """Chunks whose questions run before the forward."""
+        """Numbers of the chunks whose questions run before the forward."""
         self.failed: int | None = None
-        """The chunk whose cached rows did not come, after a ``BlendLoadError``."""
+        """Number of the chunk whose cached rows were missing, after a ``BlendLoadError``."""
 
     @property
     def alive(self) -> NDArray[np.int64]:
@@ -96,16 +97,17 @@ class BlendedForward:
 
     @property
     def counts(self) -> list[int]:
-        """Rows of each chunk that run now."""
+        """Number of rows of each chunk that run now."""
         return [int(count) for count in self._selection.counts]
 
     def left_out(self, chunk: int) -> NDArray[np.bool_]:
-        """Return which rows of a chunk do not run, bool ``[n]``."""
+        """Return a mask of a chunk's rows that do not run, bool ``[n]``."""
         return self._left_out()[self._starts[chunk] : self._starts[chunk + 1]]
 
     @property
     def rehearsed(self) -> NDArray[np.int64]:
-        """See ``RowChoice``: of chunks that are asked what matters, the rows that must run."""
+        """See ``RowChoice``: the rows that must run, of chunks whose score needs their
+        attention."""
         must = self._selection.must
         return must[np.isin(np.searchsorted(self._starts, must, side="right") - 1, self._asked)]
 
@@ -117,7 +119,7 @@ class BlendedForward:
         return self._rehearsal
 
     def give(self, layer: int, pass_: OpenPass) -> None:
-        """See ``RowChoice``. They stay for the forward."""
+        """See ``RowChoice``. The rows stay for the forward."""
         others_T = np.ones(int(self._starts[-1]), dtype=np.bool_)
         others_T[self._selection.must] = False
         self._fill(layer, pass_, self._asked, others_T)
@@ -137,7 +139,7 @@ class BlendedForward:
         probe = ProjectionPass(self._state, layer, pass_.positions_T)
         fresh = project(block, x_TE, probe)
         fresh = Projected(fresh.q_AHD, pass_.turn(layer, fresh.k_AHD), fresh.v_AHD)
-        # Of all rows, also those that do not go on: what is computed beats what was kept.
+        # All rows, also the ones that are not selected: computed K and V replace cached ones.
         self._write(layer, self.alive, fresh.k_AHD, fresh.v_AHD, pass_)
         kept = self._selection.select(layer, self._scores(layer, fresh, pass_))
         if kept.size == x_TE.shape[0]:
@@ -149,7 +151,7 @@ class BlendedForward:
     # -- selection ---------------------------------------------------------------------------------
 
     def _scores(self, layer: int, fresh: Projected, pass_: OpenPass) -> NDArray[np.float32]:
-        """Return the scores of all candidates, each by the measure that its request asks for."""
+        """Return the scores of all candidates, each by the score of its request."""
         selection = self._selection
         if not selection.candidates.size:
             return np.zeros(0, dtype=np.float32)
@@ -193,7 +195,7 @@ class BlendedForward:
             selection=self._selection,
             candidates=torch.from_numpy(self._selection.scored).to(device),
             positions=pass_.positions_T,
-            # Only what reads keys asks what queries see of them.
+            # Rotated only if the measure reads keys.
             fresh_q=pass_.turn(layer, fresh.q_AHD) if "k" in needs else fresh.q_AHD,
             fresh_k=fresh.k_AHD,
             fresh_v=fresh.v_AHD,
@@ -207,7 +209,7 @@ class BlendedForward:
     # -- cached rows -------------------------------------------------------------------------------
 
     def _moved(self, layer: int, piece: RowsPiece) -> Tensor:
-        """Return K of a piece, at its place in the prompt."""
+        """Return K of a piece, rotated to its position in the prompt."""
         spec = self._state.layer_spec(layer)
         assert isinstance(spec, (KeyValueAttention, LatentAttention))
         k_NHD, rope = piece.k, spec.rope
@@ -221,8 +223,8 @@ class BlendedForward:
         return self._moves[name](k_NHD)
 
     def _fill(self, layer: int, pass_: OpenPass, chunks: Iterable[int], left_T: NDArray[np.bool_]) -> None:
-        """Give a layer the cached rows of those that do not run, and others of the same pieces,
-        which those that run overwrite: whole pieces are copied as they are."""
+        """Write the cached rows of a layer for rows that do not run. Whole pieces are copied; rows
+        that run overwrite theirs."""
         for chunk in chunks:
             wanted = int(left_T[self._starts[chunk] : self._starts[chunk + 1]].sum())
             for piece, rows in self._parts(layer, chunk) if wanted else ():
@@ -241,8 +243,8 @@ class BlendedForward:
             pass_.write_rows(layer, rows, k_NHD, v_NHD)
 
     def _parts(self, layer: int, chunk: int) -> list[tuple[RowsPiece, NDArray[np.int64]]]:
-        """Return the cached rows of a layer that are a chunk's, and which rows of the batch they
-        are for."""
+        """Return the pieces of a layer's cached rows within a chunk, each with its rows of the
+        batch."""
         one, begin, end = self.chunks[chunk], int(self._starts[chunk]), int(self._starts[chunk + 1])
         if one is None:
             return []
@@ -264,7 +266,7 @@ class BlendedForward:
 
 
 class Projected(Exception):
-    """What a block gives to attention. It ends the block."""
+    """The attention inputs of a block, raised to end the block."""
 
     def __init__(self, q_AHD: Tensor, k_AHD: Tensor, v_AHD: Tensor) -> None:
         super().__init__()
@@ -272,18 +274,18 @@ class Projected(Exception):
 
 
 class ProjectionPass:
-    """A pass that runs a block as far as its attention (``contracts.model.Pass``)."""
+    """A pass that runs a block up to its attention (``contracts.model.Pass``)."""
 
     def __init__(self, state: ModelState, layer: int, positions_T: Tensor) -> None:
         self._spec = state.layer_spec(layer)
         self.positions_T = positions_T
 
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> NoReturn:
-        """Raise what was given as ``Projected``."""
+        """Raise the arguments as ``Projected``."""
         raise Projected(q_THD, k_THD, v_THD)
 
     def attention_parts(self, layer_id: int, norms: HeadNormWeights | None, dtype: torch.dtype) -> None:
-        """Return None: the block is not run whole."""
+        """Return None: the block must not run as one call."""
 
     def attend_qkv(self, layer_id: int, qkv_TC: Tensor, norms: HeadNormWeights | None = None) -> NoReturn:
         """Raise the parts of the projection as ``Projected``."""
@@ -296,7 +298,7 @@ class ProjectionPass:
         raise Projected(*normed_heads(REFERENCE_ROWS, q_AHD, k_AHD, norms), v_AHD)
 
     def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> NoReturn:
-        """Raise the query, the part of the rows that is rotated, and the latent."""
+        """Raise the query, the rotated part of the rows, and the latent."""
         spec = self._spec
         assert isinstance(spec, LatentAttention)
         latent, rotated = torch.split(rows_TR.unsqueeze(1), [spec.value_dim, spec.row_dim - spec.value_dim], dim=-1)
@@ -307,7 +309,7 @@ class ProjectionPass:
 
 
 def project(block: Block, x_AE: Tensor, pass_: Pass) -> Projected:
-    """Run a block as far as its attention."""
+    """Run a block up to its attention."""
     try:
         block(x_AE, pass_)
     except Projected as found:

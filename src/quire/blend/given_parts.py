@@ -1,4 +1,4 @@
-"""A retriever and an executor of a caller's own, in the engine's forwards.
+"""A caller's own retriever and executor in the engine's forwards.
 
 Letters: N tokens of a prompt; T rows of a batch; A rows that are alive; R chunks of a step.
 """
@@ -26,14 +26,14 @@ from quire.ops.rope import RotaryTable
 
 
 def checked_part(name: str, given: object, verb: str) -> Any:
-    """Return a part that a caller gives, or None; ``InvalidArgument`` if it lacks its verb."""
+    """Return a part given by a caller, or None; ``InvalidArgument`` if it lacks its verb."""
     if given is not None and not callable(getattr(given, verb, None)):
         raise InvalidArgument(field=name, given=given, allowed=f"None, or an object with a method {verb}")
     return given
 
 
 class RetrievedRows:
-    """The rows of one prompt that a ``BlendRetriever`` has found, in pieces."""
+    """The rows of one prompt found by a ``BlendRetriever``, in pieces."""
 
     def __init__(self, task: BlendRetrieverTask, length: int) -> None:
         """``length``: N. ``InvalidArgument``: a mask of another length."""
@@ -46,7 +46,7 @@ class RetrievedRows:
 
     def pieces(self, layer_id: int) -> list[RowsPiece]:
         """Return the rows of a layer in order of ``start``: each piece has consecutive original
-        positions. ``BlendLoadError``: the layer does not come, or is another than was promised."""
+        positions. ``BlendLoadError``: the layer is missing, or differs from the promise."""
         found, valid = self._task.result(layer_id), self.valid_mask.numpy() != 0
         if not valid.any():
             return []
@@ -76,7 +76,7 @@ class RetrievedRows:
 
 
 class ExecutedForward(BlendedForward):
-    """A blended forward whose rows a ``BlendExecutor`` chooses and joins, layer by layer."""
+    """A blended forward in which a ``BlendExecutor`` chooses and joins rows, layer by layer."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class ExecutedForward(BlendedForward):
 
     @property
     def counts(self) -> list[int]:
-        """Rows of each chunk that run now."""
+        """Number of rows of each chunk that run now."""
         counts: list[int] = np.diff(np.searchsorted(self._alive, self._starts)).tolist()
         return counts
 
@@ -110,7 +110,7 @@ class ExecutedForward(BlendedForward):
         return np.empty(0, dtype=np.int64)
 
     def enter(self, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass) -> Tensor:
-        """See ``RowChoice``. ``InvalidArgument``: an output that no forward can go on with."""
+        """See ``RowChoice``. ``InvalidArgument``: an output with which no forward can continue."""
         if not layer and callable(prepare := getattr(self._executor, "prepare", None)):
             prepare([None if one is None else one.rows for one in self.chunks])
         fresh = project(block, x_TE, ProjectionPass(self._state, layer, pass_.positions_T))
@@ -152,7 +152,7 @@ class ExecutedForward(BlendedForward):
         return x_TE
 
     def _checked(self, layer: int, output: BlendOutput, k_AHD: Tensor, v_AHD: Tensor) -> NDArray[np.int64]:
-        """Return the rows that go on."""
+        """Return the rows that continue."""
         kept: NDArray[np.int64] = torch.as_tensor(output.local_indices).cpu().numpy().astype(np.int64)
         must = np.flatnonzero(~self._valid_T)
         lasts = self._starts[1:] - 1

@@ -1,9 +1,9 @@
-"""``ChunkRetriever``: chunks of prompts, from the tiers to the device, layer by layer.
+"""``ChunkRetriever``: loads chunks of prompts from the tiers to the device, layer by layer.
 
-A task holds what it found: bytes and mappings stay readable for as long as something refers to
-them, whatever a tier gives up meanwhile. Objects are fetched by the store; a layer is verified and
-moved when it is asked for, or before that by a thread, ``ahead`` layers. Tasks own no thread, so
-one that is forgotten is gone with all that it holds.
+A task holds its objects: bytes and mappings stay readable while they are referenced, whatever a
+tier evicts meanwhile. Objects are fetched by the store; a layer is verified and moved on request,
+or ``ahead`` layers earlier by a thread. Tasks own no thread, so an abandoned task is freed with all
+its objects.
 
 Letters: R requests; n tokens of a prompt, N of all; m rows; Hkv heads; D head size.
 """
@@ -42,10 +42,10 @@ logger = logging.getLogger("quire.blend")
 
 SECONDS = 30.0
 GRACE_SECONDS = 1.0
-"""What another thread that loads a layer gets besides: the chunks are here then."""
+"""Extra seconds for another thread that is loading a layer: the chunks have arrived then."""
 AHEAD = 2
 ROUNDS = 4
-"""Matches of one prompt, at most, after chunks turned out to be gone from memory."""
+"""Most matches of one prompt, if chunks turn out to be evicted from memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +60,8 @@ class _Fetch:
     tier: str = ""
 
     def has(self, layout: ChunkLayout, layer: int | None) -> bool:
-        """Return whether its header (None), or a layer and its header, are here, or never will
-        be."""
+        """Return True if its header (None), or a layer and its header, have arrived, or never
+        will."""
         if not self.answer.done():
             return False
         found = self.answer.result()
@@ -72,7 +72,7 @@ class _Fetch:
         return arriving.there >= layout.end(self.file, layer)
 
     def lacks(self, layout: ChunkLayout, layer: int | None) -> bool:
-        """Return whether it has ended before what ``has`` asks for."""
+        """Return True if its bytes ended before the part that ``has`` checks."""
         found = self.answer.result()
         if found is None or (arriving := found.arriving) is None or arriving.is_whole:
             return False
@@ -83,12 +83,12 @@ class _Fetch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Rows of the task that a chunk gives."""
+    """Rows of the task that come from a chunk."""
 
     start: int
     """The first one, among all N."""
     skip: int
-    """Rows of the chunk before those."""
+    """Number of rows of the chunk before these."""
     count: int
     fetch: _Fetch
 
@@ -107,7 +107,7 @@ class ChunkTask(RowsTask):
         layout, lead = retriever.layout, len(retriever.keys.lead)
         super().__init__(layout, length, [(one.start, lead + one.skip, one.count) for one in parts], retriever.order)
         self.tokens_by_tier = tokens_by_tier
-        """Rows by the kind of the tier that was nearest to them."""
+        """Number of rows by the kind of their nearest tier."""
         self._catalog, self._device, self._ahead = retriever.catalog, retriever.device, retriever.ahead
         self._parts, self._lead = list(parts), lead
         self._fetches = list({one.fetch.key: one.fetch for one in parts}.values())
@@ -117,14 +117,14 @@ class ChunkTask(RowsTask):
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._opening = threading.Lock()
         self._changed = threading.Condition()
-        """Guards all below, and is told of each change."""
+        """Guards all fields below; notified of each change."""
         self._loading: set[int] = set()
         self._queued: set[int] = set()
-        """Layers that the loading thread was given."""
+        """Layers that were given to the loading thread."""
         self._layers: OrderedDict[int, tuple[list[RowsPiece], torch.cuda.Event | None]] = OrderedDict()
-        """Layers that are there; the one that was used last comes last."""
+        """Loaded layers, the most recently used last."""
         self._next = self._after(layout.layers.index(first_layer))
-        """Layers to load before they are asked for, once all chunks are here."""
+        """Layers to load ahead, once all chunks have arrived."""
         self._error: BlendLoadError | None = None
         self._closed = False
         for one in self._fetches:
@@ -159,7 +159,7 @@ class ChunkTask(RowsTask):
         return list(pieces)
 
     def close(self) -> None:
-        """Give up what it holds. Closing again does nothing. Who waits for a layer is told."""
+        """Release all objects. Closing again does nothing. Waiting callers get an error."""
         with self._changed:
             self._closed = True
             self._parts, self._fetches = [], []
@@ -175,7 +175,7 @@ class ChunkTask(RowsTask):
     # ------------------------------------------------------------------ with the condition held
 
     def _is_open(self) -> bool:
-        """Return True; raise what ended the task."""
+        """Return True; raise the error that ended the task."""
         if self._closed:
             raise FailedPrecondition("the task is closed; make another one")
         if self._error is not None:
@@ -183,7 +183,7 @@ class ChunkTask(RowsTask):
         return True
 
     def _failed(self, what: str, fetches: Sequence[_Fetch]) -> BlendLoadError:
-        """Note that chunks do not come, for all layers: rows that were promised are missing."""
+        """Record that chunks are missing, for all layers: promised rows are lost."""
         requests = {one for fetch in fetches for one in fetch.requests}
         self._error = BlendLoadError(f"{what}; chunks of requests {sorted(requests)} are not valid", requests)
         for fetch in fetches:
@@ -192,7 +192,7 @@ class ChunkTask(RowsTask):
         return BlendLoadError(str(self._error), requests)
 
     def _load_ahead(self) -> None:
-        """Have the next layers loaded that are here, so that nothing has to be waited for."""
+        """Queue the next layers that have arrived, so that callers need not wait for them."""
         if self._fetches:
             for layer in self._next:
                 if not all(one.has(self._layout, layer) for one in self._fetches):
@@ -204,32 +204,32 @@ class ChunkTask(RowsTask):
     # ------------------------------------------------------------------ any thread
 
     def arrived(self) -> None:
-        """Take notice that a chunk, or some of it, has come, or will not."""
+        """Handle the arrival, or the failure, of a chunk or a part of it."""
         with self._changed:
             self._changed.notify_all()
             if not self._closed:
                 self._load_ahead()
 
     def load_early(self, layer: int) -> None:
-        """Load a layer, unless it is there, or another thread is at it."""
+        """Load a layer, unless it is loaded or another thread is loading it."""
         with self._changed:
             self._queued.discard(layer)
             if self._closed or self._error or layer in self._layers or layer in self._loading:
                 return
             fetches = self._fetches
-        with contextlib.suppress(BlendLoadError, FailedPrecondition):  # told to whoever asks
+        with contextlib.suppress(BlendLoadError, FailedPrecondition):  # raised again by the next request
             self._open(fetches)
         with self._changed:
-            # Of a chunk that was not open yet nobody knew where its layers end.
+            # The layer ranges of a chunk are known only after it is opened.
             late = not all(one.has(self._layout, layer) for one in fetches)
             if late or self._closed or self._error or layer in self._layers or layer in self._loading:
                 return
             self._loading.add(layer)
-        with contextlib.suppress(BlendLoadError, FailedPrecondition):  # told to whoever asks
+        with contextlib.suppress(BlendLoadError, FailedPrecondition):  # raised again by the next request
             self._load(layer)
 
     def _load(self, layer: int) -> tuple[list[RowsPiece], torch.cuda.Event | None]:
-        """Load a layer that is noted as loading."""
+        """Load a layer that is marked as loading."""
         try:
             with self._changed:
                 parts, fetches = self._parts, self._fetches
@@ -301,20 +301,20 @@ class ChunkTask(RowsTask):
         return pieces, event
 
     def _moved(self, rows: Tensor) -> Tensor:
-        """Return rows on the device: on the CPU themselves, else by way of pinned memory, which
-        torch keeps until the copy has been made."""
+        """Return rows on the device: on the CPU unchanged, else through pinned memory, which torch
+        keeps until the copy is done."""
         if self._stream is None:
             return rows
         staged = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
         return staged.copy_(rows).to(self._device, non_blocking=True)
 
     def _damaged(self, fetch: _Fetch, error: Unfit) -> str:
-        """Have a chunk counted and removed that is of no use, and say so."""
+        """Have an unusable chunk counted and removed; return a message."""
         self._catalog.store.damaged(fetch.key, fetch.tier, error.code or "other")
         return str(error)
 
     def _require_all(self, lost: Mapping[str, _Fetch]) -> None:
-        """Raise ``BlendLoadError`` if chunks are lost; the keys say why."""
+        """Raise ``BlendLoadError`` if chunks are lost; the keys are the reasons."""
         if lost:
             with self._changed:
                 raise self._failed("; ".join(lost), list(lost.values()))
@@ -337,7 +337,7 @@ def _load_one(task: weakref.ref[ChunkTask], layer: int) -> None:
 
 
 class ChunkRetriever:
-    """``BlendRetriever`` over the chunks of one key space. Cheap to make; any thread."""
+    """``BlendRetriever`` over the chunks of one key space. Cheap to make; for any thread."""
 
     def __init__(
         self,
@@ -350,9 +350,8 @@ class ChunkRetriever:
         seconds: float = SECONDS,
         ahead: int = AHEAD,
     ) -> None:
-        """``device``: of the results; None: that of the state. ``seconds``: how long a task waits
-        for what has not come, from its start. ``ahead``: layers that are loaded before they are
-        asked for."""
+        """``device``: of the results; None: the state's. ``seconds``: most time that a task waits
+        for chunks, from its start. ``ahead``: number of layers that are loaded ahead."""
         self.catalog, self.layout, self.keys = catalog, layout, keys
         self.device = layout.state.device if device is None else device
         self.order, self.seconds, self.ahead = order, seconds, ahead
@@ -365,9 +364,8 @@ class ChunkRetriever:
         wanted: Sequence[range] | None = None,
         first_layer: int | None = None,
     ) -> ChunkTask:
-        """Do as ``BlendRetriever.new_request`` does. ``wanted``: the rows of each prompt that are
-        of use, one range for each; None: all. ``first_layer``: the first one that will be asked
-        for; None: the model's."""
+        """As ``BlendRetriever.new_request``. ``wanted``: one range of useful rows for each prompt;
+        None: all. ``first_layer``: the first layer that will be requested; None: the model's."""
         prompts = [_ids(index, prompt) for index, prompt in enumerate(full_prompts)]
         marks = _marks(prompts, indices)
         spans = [range(ids.size) for ids in prompts] if wanted is None else list(wanted)
@@ -393,8 +391,9 @@ class ChunkRetriever:
     def _find(
         self, ids: Ids, offsets: Sequence[int], span: range, fetches: dict[ObjectKey, _Fetch]
     ) -> list[tuple[Placement, str]]:
-        """Return the chunks of a prompt and their tiers, all of which are being fetched. What
-        memory has given up since it was listed is known at once, and something else may fit."""
+        """Return the chunks of a prompt and their tiers, all of them being fetched. Chunks that
+        memory has evicted since the listing are found out at once, and the prompt is matched again
+        without them."""
         known = self.catalog.known(self.keys.parent)
         for _ in range(ROUNDS):
             found = known.match(ids, offsets, span.start, span.stop)

@@ -1,7 +1,7 @@
-"""Keys from the positions at which they were stored to new ones: one float32 rotation.
+"""Rotation of keys from their stored positions to new ones, by one float32 rotation.
 
-The angle from position o to p is composed of the table's rows of both, so that it has the errors of
-the rows with which fresh keys are made. Moving by way of raw keys would round twice.
+The angle from position o to p is composed of the table's rows of both, so that it has the same
+errors as the rows of fresh keys. Moving through unrotated keys would round twice.
 
 Letters: T rows; H heads; D columns of a row; R rotary columns.
 """
@@ -20,8 +20,9 @@ from quire.ops.rope import RotaryTable, rotate, rotate_last
 class KeyMove:
     """The rotation of T rows of keys, for all layers of one table. Make it once a forward.
 
-    Rows that stay where they are, are copied to the bit. If all rows move by one distance, as those
-    of one chunk do, they share one row of cos and sin; that is up to three times as fast."""
+    Rows that do not move are copied to the bit. If all rows move by one distance, like the rows of
+    one chunk, they share one row of cos and sin; that is up to three times as fast.
+    """
 
     def __init__(self, table: RotaryTable, origins_T: NDArray[np.int64], targets_T: NDArray[np.int64]) -> None:
         """Take int64 positions ``[T]``, on the CPU. ``InvalidArgument`` for negative ones."""
@@ -54,8 +55,8 @@ class KeyMove:
             self._sin_T1R /= magnitude**2
 
     def __call__(self, k_THD: Tensor, *, last: bool = False) -> Tensor:
-        """Return moved rows ``[T, H, D]`` in their dtype, fresh. The first R columns turn, or the
-        last ones, as of latent rows. ``InvalidArgument`` for another number of rows."""
+        """Return moved rows ``[T, H, D]`` in their dtype, fresh. The first R columns rotate, or the
+        ``last`` ones, as in latent rows. ``InvalidArgument`` for another number of rows."""
         if k_THD.shape[0] != self._count:
             raise InvalidArgument(field="k_THD", given=k_THD, allowed=f"{self._count} rows, one for each position")
         if not self._moves:

@@ -1,4 +1,4 @@
-"""Rows of prompts that a source gives: what tasks of all sources have in common.
+"""The common part of tasks that give rows of prompts, from any source.
 
 Letters: N tokens of all prompts; m rows; Hkv heads; D head size.
 """
@@ -21,20 +21,20 @@ Order: TypeAlias = Literal["NHD", "HND"]
 
 
 class RowsPiece(NamedTuple):
-    """Rows of one layer that stand together, in a prompt and where they were computed."""
+    """Rows of one layer that are adjacent in a prompt and in their original sequence."""
 
     start: int
     """The first one, among all N."""
     k: Tensor
-    """``[m, Hkv, Dk]``, of a latent layer ``[m, 1, Dr]``. Nobody writes into it."""
+    """``[m, Hkv, Dk]``, in a latent layer ``[m, 1, Dr]``. Read only."""
     v: Tensor
-    """``[m, Hkv, Dv]``, of a latent layer ``[m, 1, R]``. Nobody writes into it."""
+    """``[m, Hkv, Dv]``, in a latent layer ``[m, 1, R]``. Read only."""
     original: int
-    """The position at which the K of the first one was rotated."""
+    """The position at which K of the first row was rotated."""
 
 
 class RowsTask(ABC):
-    """``BlendRetrieverTask`` whose rows come in pieces. Callers that can use these save a copy."""
+    """``BlendRetrieverTask`` whose rows come in pieces. Callers that use ``pieces`` save a copy."""
 
     def __init__(self, layout: ChunkLayout, length: int, spans: Sequence[tuple[int, int, int]], order: Order) -> None:
         """``spans``: first row of N, original position of that row, number of rows."""
@@ -43,7 +43,7 @@ class RowsTask(ABC):
         self._layout, self._order = layout, order
         self._length = length
         self.valid_mask = torch.zeros(length, dtype=torch.int32)
-        """int32 ``[N]`` on the CPU: 1 where there is a row."""
+        """int32 ``[N]`` on the CPU: 1 for rows that are given."""
         self.positions = torch.zeros(length, dtype=torch.int64)
         """int64 ``[N]`` on the CPU: ``original_positions`` of the results."""
         for start, original, count in spans:
@@ -56,7 +56,7 @@ class RowsTask(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what it holds. Closing again does nothing."""
+        """Release all objects. Closing again does nothing."""
 
     def result(self, layer_id: int) -> BlendRetrieverResult:
         """Return a layer, as ``BlendRetrieverTask`` says: a copy of all its pieces."""
@@ -70,7 +70,7 @@ class RowsTask(ABC):
         return BlendRetrieverResult(k, v, self.valid_mask, self.positions.to(k.device))
 
     def _joined(self, rows: Sequence[tuple[int, Tensor]]) -> Tensor:
-        """Return all N rows; those that are not valid hold anything."""
+        """Return all N rows; invalid ones are undefined."""
         first = rows[0][1]
         _, heads, size = first.shape
         if self._order == "NHD":

@@ -1,4 +1,4 @@
-"""How wrong a cached row seems at a layer that selects: one class for each measure.
+"""Scores: measures of the error of a cached row at a layer that selects. One class each.
 
 Letters: A rows that are alive, C candidates among them; Hq, Hkv query and KV heads; D head size; R
 requests.
@@ -21,15 +21,16 @@ from quire.registry import Registry
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoreInputs:
-    """One layer, as far as its projection, norms and RoPE. Heads are those of this rank."""
+    """The inputs of one layer after its projection, norms and RoPE. Heads are those of this
+    rank."""
 
     layer_id: int
     selection: Selection
-    """Before it selects at this layer."""
+    """The selection before this layer selects."""
     candidates: Tensor
     """``selection.scored`` on the model's device, int64 ``[C]``."""
     positions: Tensor
-    """``[A]``: of each row in its sequence."""
+    """``[A]``: position of each row in its sequence."""
     fresh_q: Tensor
     """``[A, Hq, D]``"""
     fresh_k: Tensor
@@ -37,16 +38,16 @@ class ScoreInputs:
     fresh_v: Tensor
     """``[A, Hkv, Dv]``"""
     cached_k: Tensor | None
-    """``[A, Hkv, D]``, moved to ``positions``; anything, even NaN, where a row is no candidate.
-    None: the score does not read it."""
+    """``[A, Hkv, D]``, rotated to ``positions``; undefined, even NaN, for rows that are no
+    candidates. None: the score does not read it."""
     cached_v: Tensor | None
     """As ``cached_k``, without a rotation."""
     scale: float
-    """Of a query's product with a key."""
+    """Scale of the products of queries and keys."""
     window: int | None = None
     """A query at p sees keys at positions > p - window; None: all before it."""
     question_mass: Tensor | None = None
-    """float32 ``[A]``: the attention that the question's rows pay to the row, summed over heads and
+    """float32 ``[A]``: the attention from the question's rows to the row, summed over heads and
     over the layers from this one on, when they ran over cached rows before this forward. None: they
     did not run."""
     all_reduce: Callable[[Tensor], Tensor] | None = None
@@ -61,7 +62,7 @@ class Score(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return what the score reads: "k" and "v" are cached tensors, and "question" stands for
+        """The inputs that the score reads: "k" and "v" are cached tensors, "question" is
         ``question_mass``."""
 
     def scores(self, inputs: ScoreInputs) -> Tensor:
@@ -69,11 +70,11 @@ class Score(Protocol):
 
 
 SCORES: Registry[Score] = Registry("score")
-"""Scores by the name that a policy gives."""
+"""Scores by their names in a policy."""
 
 
 def score_of(name: str) -> Score:
-    """Return the score of this name; ``InvalidArgument`` with those that there are."""
+    """Return the score of this name; ``InvalidArgument`` lists the known ones."""
     found = SCORES.get(name)
     if found is None:
         raise InvalidArgument(field="score", given=name, allowed=f"one of {', '.join(SCORES)}")
@@ -110,13 +111,14 @@ class ValueDeviation:
 
 
 class WrongOrRead:
-    """``v_or_question``: by turns the row that is most wrong and the row that the question reads
-    most.
+    """``v_or_question``: alternates between the row with the largest error and the row with the
+    most attention from the question.
 
-    In the order of ``v`` and in that of ``question_mass`` the n-th candidate of a request scores
-    1 / n, and of its two scores a candidate has the higher. So half of a budget goes to each, and
-    neither a question that reads through other rows nor a model whose V says little at this layer
-    spoils all of it."""
+    In the order of ``v`` and in that of ``question_mass`` the n-th candidate of a request scores 1
+    / n, and a candidate has the higher of its two scores. So each order gets half of a budget. Then
+    neither a question that attends to other rows nor a model whose V is uninformative at this layer
+    spoils all of it.
+    """
 
     needs = frozenset({"v", "question"})
 
@@ -147,8 +149,8 @@ class RandomScore:
 
 
 class StatedScore:
-    """Scores that the caller knows, one for each row of the batch: an oracle's, or 1 for rows of a
-    list. Register it under a name to use it by a policy."""
+    """Scores given by the caller, one for each row of the batch: an oracle's, or 1 for rows of a
+    list. Register it under a name to use it in a policy."""
 
     needs: frozenset[str] = frozenset()
 

@@ -1,8 +1,8 @@
-"""Which rows of a blended forward are computed anew, for each request by itself.
+"""Selection of the rows of a blended forward that are computed anew, for each request separately.
 
-Rows that *must* run: those without a cached row, the last one, the question's, those that the
+Rows that *must* run: rows without a cached row, the last one, the question's, and rows that the
 caller forces. *Candidates* are the other rows that are alive and not known to be exact. A budget of
-candidates runs too, those of the highest scores. No torch here: a runner's bookkeeping uses this.
+candidates runs too, those with the highest scores. No torch here: a runner's bookkeeping uses this.
 
 Letters: R requests; T rows of a batch, those of request 0 first; A rows that are alive; C
 candidates.
@@ -22,13 +22,13 @@ from numpy.typing import ArrayLike, NDArray
 from quire.errors import FailedPrecondition, InvalidArgument
 
 SLACK = 1e-9
-"""Taken from a budget before it is rounded up: 0.15 times 20 is 3 rows, whatever floats make of
-it."""
+"""Subtracted from a budget before it is rounded up, so that 0.15 times 20 is 3 rows in spite of
+rounding errors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlendPolicy:
-    """How rows are chosen. ``InvalidArgument`` for values outside of what each field allows."""
+    """The rules for choosing rows. ``InvalidArgument`` for values outside of each field's range."""
 
     ratio: float = 0.15
     """Share of the candidates that is computed anew, 0..1. Rows that must run are not counted."""
@@ -42,8 +42,8 @@ class BlendPolicy:
     threshold: float | None = None
     """Only candidates of higher scores are computed anew, within the budget; None: no threshold."""
     min_tokens: int = 256
-    """A request with fewer valid rows in the batch runs in full. A runtime that runs prompts in
-    pieces counts the rows of whole prompts itself, and says 0 here."""
+    """A request with fewer valid rows in the batch runs in full. A runtime that splits prompts must
+    count the rows of whole prompts itself, and pass 0 here."""
     protect_last: bool = True
     """The last row of each request always runs. False is for comparisons with LMCache 0.3 only."""
 
@@ -73,7 +73,7 @@ class BlendPolicy:
             raise InvalidArgument(field="protect_last", given=self.protect_last, allowed="True or False")
 
     def share(self, layer: int, ratio: float) -> float:
-        """Return the share of the candidates that runs behind one of ``layers``, for a request of
+        """Return the share of the candidates that runs after one of ``layers``, for a request with
         this ratio."""
         factor = self.layer_ratios[self.layers.index(layer)] if self.layer_ratios else 1.0
         return min(1.0, ratio * factor)
@@ -81,8 +81,8 @@ class BlendPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlendedRows:
-    """What a runtime knows of one request's rows in a batch. Row 0 is the request's first row in
-    the batch, not its first token."""
+    """The known facts about one request's rows in a batch. Row 0 is the request's first row in the
+    batch, not its first token."""
 
     ratio: float | None = None
     """None: the policy's."""
@@ -91,10 +91,10 @@ class BlendedRows:
     forced: NDArray[np.bool_] | None = None
     """bool ``[n]``: rows that must run."""
     exact: NDArray[np.bool_] | None = None
-    """bool ``[n]``: rows whose cached K and V are the true ones. They run only if they must."""
+    """bool ``[n]``: rows whose cached K and V are exact. They run only if they must."""
     question_start: int | None = None
-    """First row of the last segment, 0..n, of a prompt of two segments or more. Rows from there on
-    must run, and their attention is what ``v_or_question`` measures; None or n: the last row's."""
+    """First row of the last segment, 0..n, of a prompt of two or more segments. Rows from there on
+    must run, and ``v_or_question`` measures their attention; None or n: the last row's."""
 
     def __post_init__(self) -> None:
         if self.ratio is not None:
@@ -124,8 +124,8 @@ class Selection:
         valid_T: NDArray[np.bool_],
         requests: Sequence[BlendedRows | None],
     ) -> None:
-        """Begin with all rows. ``valid_T``: which rows have a cached one. ``requests``: what is
-        known of each; None: nothing. ``InvalidArgument`` for lengths that disagree."""
+        """Begin with all rows. ``valid_T``: mask of rows with a cached row. ``requests``: the facts
+        about each; None: none. ``InvalidArgument`` for lengths that disagree."""
         counts = np.asarray(row_counts, dtype=np.int64)
         if counts.ndim != 1 or not counts.size or counts.min() < 1:
             raise InvalidArgument(field="row_counts", given=list(row_counts), allowed="one count >= 1 for each request")
@@ -158,11 +158,11 @@ class Selection:
         self.candidates: NDArray[np.int64] = np.flatnonzero(~(self._must | exact_T))
         """Rows of the batch that a selecting layer scores, ascending, int64 ``[C]``."""
         self._first_counts = self._by_request(self.candidates)
-        """Candidates of each request at the first layer that selects: what budgets are shares
-        of."""
+        """Number of candidates of each request at the first layer that selects; budgets are shares
+        of it."""
 
     def _by_request(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many of these rows of the batch each request has."""
+        """Return the number of these rows of the batch in each request."""
         return np.diff(np.searchsorted(rows, self._bounds))
 
     @property
@@ -177,26 +177,27 @@ class Selection:
 
     @property
     def question_counts(self) -> list[int]:
-        """Return, for each request, how many of its last alive rows ask the question: at least
+        """For each request, the number of its last alive rows that belong to the question: at least
         1."""
         starts = [known.question_start for known in self._known]
         counts = zip(np.diff(self._bounds).tolist(), starts, strict=True)
         return [1 if start is None else max(1, count - start) for count, start in counts]
 
     def candidate_spans(self) -> Iterator[tuple[int, slice]]:
-        """Yield each request that has candidates, with the part of ``candidates`` that is its."""
+        """Yield each request that has candidates, with its slice of ``candidates``."""
         ends = np.searchsorted(self.candidates, self._bounds).tolist()
         for request, (start, stop) in enumerate(pairwise(ends)):
             if start < stop:
                 yield request, slice(start, stop)
 
     def select(self, layer: int, scores_C: ArrayLike) -> NDArray[np.int64]:
-        """Keep rows that must run and the candidates of the highest scores; return the kept rows as
-        indices of ``alive`` as it was before, int64 ``[S]``, ascending.
+        """Keep rows that must run and the candidates with the highest scores. Return the kept rows
+        as indices of the earlier ``alive``, int64 ``[S]``, ascending.
 
         ``scores_C``: one for each of ``candidates``, on the CPU; NaN and infinities count as the
         highest. Equal scores go to the lower row. ``InvalidArgument`` for another number of scores,
-        or a layer that does not select; ``FailedPrecondition`` for one that has selected."""
+        or a layer that does not select; ``FailedPrecondition`` for a layer that has selected.
+        """
         scores = np.asarray(scores_C, dtype=np.float64)
         if layer not in self.policy.layers:
             raise InvalidArgument(field="layer", given=layer, allowed=f"one of {self.policy.layers}")
@@ -217,7 +218,7 @@ class Selection:
         return kept
 
     def _budget(self, layer: int, request: int, scores: NDArray[np.float64]) -> int:
-        """Return how many of a request's candidates, which have these scores, run."""
+        """Return the number of a request's candidates with these scores that run."""
         known, first_count = self._known[request], int(self._first_counts[request])
         ratio = self.policy.ratio if known.ratio is None else known.ratio
         budget = math.ceil(self.policy.share(layer, ratio) * first_count - SLACK)

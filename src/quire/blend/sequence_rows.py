@@ -12,12 +12,12 @@ from quire.errors import FailedPrecondition, InvalidArgument
 
 
 class Move(NamedTuple):
-    """Rows of a sequence that stand somewhere else in a prompt."""
+    """Rows of a sequence at another position in a prompt."""
 
     start: int
-    """Where they stand in the prompt."""
+    """Position of the first row in the prompt."""
     source: int
-    """Where they stand in the sequence."""
+    """Position of the first row in the sequence."""
     length: int
 
 
@@ -41,7 +41,7 @@ class SequenceTask(RowsTask):
         return found
 
     def close(self) -> None:
-        """Let go of the export. Closing again does nothing."""
+        """Release the export. Closing again does nothing."""
         self._export = None
 
 
@@ -53,9 +53,9 @@ class SequenceRetriever:
         self._layout, self._export, self._order = layout, export, order
 
     def new_task(self, length: int, moves: Sequence[Move]) -> SequenceTask:
-        """Return a task over a prompt of ``length`` tokens, in which rows not moved are not valid.
-        ``InvalidArgument``: moves that overlap there, leave it, or name rows that some layer of the
-        sequence does not hold."""
+        """Return a task over a prompt of ``length`` tokens, with only the moved rows valid.
+        ``InvalidArgument``: moves that overlap, leave the prompt, or name rows that some layer of
+        the sequence does not hold."""
         end = 0
         for one in sorted(moves):
             if one.length < 1 or one.start < end or one.start + one.length > length or one.source < 0:

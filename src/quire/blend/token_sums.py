@@ -21,7 +21,7 @@ Ids = NDArray[np.int64]
 Hashes = NDArray[np.uint32]
 
 WINDOW = 32
-"""Tokens by whose hash the beginning of a chunk is found."""
+"""Number of tokens in the hash by which the beginning of a chunk is found."""
 BASE = 0xD1342543DE82EF95
 """Odd, so that its powers have inverses; 5 modulo 8, so that they repeat after 2 ** 62."""
 
@@ -62,7 +62,7 @@ class TokenSums:
 
 
 _POWERS: dict[int, NDArray[np.uint64]] = {}
-"""Powers by base, as many as were needed."""
+"""Powers by base, computed on demand."""
 
 
 def _powers(base: int, count: int) -> NDArray[np.uint64]:
@@ -76,8 +76,8 @@ def _powers(base: int, count: int) -> NDArray[np.uint64]:
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return values of which each bit depends on all of the given ones (the finaliser of
-    SplitMix64, https://prng.di.unimi.it/splitmix64.c)."""
+    """Return mixed values: each bit depends on all given bits (the finaliser of SplitMix64,
+    https://prng.di.unimi.it/splitmix64.c)."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,8 +1,8 @@
-"""Text without marks: where it is cut into chunks, and which of these are worth keeping. No torch.
+"""Chunks of text without marks: where to cut it, and which chunks to keep. No torch.
 
-A cut stands where the hash of the tokens before it is low. So a text is cut at the same places
-wherever it stands, from the first cut on. Only a chunk that spans two texts belongs to one order of
-them; a new order gives no such chunks, since both texts are in chunks already.
+A text is cut after tokens with a low hash. So it is cut at the same places wherever it occurs, from
+the first cut on. Only a chunk that spans two texts depends on their order; a new order gives no
+such chunks, because both texts are in chunks already.
 
 Letters: n tokens of a text.
 """
@@ -17,18 +17,19 @@ from quire.blend.token_sums import WINDOW, Ids, TokenSums
 from quire.contracts.store import ObjectKey
 
 SHORTEST, LONGEST = 64, 512
-"""Tokens of a chunk."""
+"""Least and most tokens of a chunk."""
 LOW = (1 << 32) // 250
-"""Hashes below it may end a chunk. Lengths average about 256."""
+"""Hashes below it may end a chunk. The mean length is about 256."""
 GRAIN = 8
-"""Tokens of the runs by which a text is recognised."""
+"""Number of tokens of the runs by which a text is recognised."""
 SLOTS = 1 << 23
-"""Of the table of such runs, one byte each. When a quarter is taken it begins anew, so that few
-runs are taken for others."""
+"""Size of the table of such runs, one byte each. It is cleared when a quarter is used, so that few
+runs collide."""
 
 
 def gaps(begin: int, end: int, taken: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges within ``begin..end - 1`` that others leave. Empty others part them."""
+    """Yield the ranges within ``begin..end - 1`` outside of ``taken``. Empty ranges in ``taken``
+    split them."""
     for low, high in [*sorted(taken), (end, end)]:
         if begin < min(low, end):
             yield begin, min(low, end)
@@ -36,9 +37,9 @@ def gaps(begin: int, end: int, taken: Iterable[tuple[int, int]]) -> Iterator[tup
 
 
 def content_cuts(ids_n: Ids, *, to_end: bool) -> list[tuple[int, int]]:
-    """Return the ranges of a text's chunks, one behind the other. ``to_end``: the text's end is a
-    cut; else what stands behind the last one is left out. So are fewer than ``SHORTEST`` tokens."""
-    ends = TokenSums(ids_n).beginnings()  # [i] is of the tokens before i + WINDOW
+    """Return the ranges of a text's chunks, in order. ``to_end``: the text's end is a cut; else the
+    tokens after the last cut are left out. So are fewer than ``SHORTEST`` tokens."""
+    ends = TokenSums(ids_n).beginnings()  # [i] belongs to the tokens before i + WINDOW
     found, start = list[tuple[int, int]](), 0
     while (left := ids_n.size - start) >= SHORTEST:
         hashes = ends[start + SHORTEST - WINDOW : start + LONGEST - WINDOW + 1]
@@ -57,7 +58,7 @@ def content_cuts(ids_n: Ids, *, to_end: bool) -> list[tuple[int, int]]:
 
 
 class SeenText:
-    """What chunks of unmarked text consist of, those that a store has given up too."""
+    """The runs of tokens in chunks of unmarked text, including chunks that a store has evicted."""
 
     def __init__(self) -> None:
         self._runs = np.zeros(SLOTS, np.bool_)
@@ -65,10 +66,10 @@ class SeenText:
         self._keys = set[ObjectKey]()
 
     def admits(self, key: ObjectKey, ids_n: Ids) -> bool:
-        """Return whether to keep a chunk: it was kept before, or at least half of it is new. Note
-        what it consists of if so."""
+        """Return True if a chunk should be kept: it was kept before, or at least half of it is new.
+        Then record its runs."""
         starts = np.arange(ids_n.size - GRAIN + 1)
-        # Texts of one salt say nothing about those of another.
+        # Texts of different salts are counted separately.
         salt = np.uint32(int.from_bytes(key.parent[:4], "little"))
         slots = np.unique((TokenSums(ids_n).hashes(starts, np.full_like(starts, GRAIN)) ^ salt) % SLOTS)
         new = int(np.count_nonzero(~self._runs[slots]))

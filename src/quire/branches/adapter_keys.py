@@ -1,8 +1,9 @@
-"""The adapters of a sequence: in keys of the prefix cache, and as sessions name them. No torch.
+"""The adapters of a sequence: in keys of the prefix cache, and by their names in sessions. No
+torch.
 
-Ids are the runner's and never given twice; fingerprints say what an adapter computes. A sequence is
-found again by fingerprints: another adapter under the same name has another one, and the same
-adapter, loaded again, the same.
+Ids are the runner's and never reused; fingerprints identify the computation of an adapter. A
+sequence is found again by fingerprints: another adapter of the same name has another fingerprint,
+and the same adapter, loaded again, has the same one.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ NO_SALT = ("", None)
 
 
 class OwnedSalt(str):
-    """The ``cache_salt`` of a server's client. All salts of one API key have one owner, who may be
-    told what it asked under another of its salts."""
+    """The ``cache_salt`` of a server's client. All salts of one API key have one owner, who may see
+    reports about prompts under any of its salts."""
 
     owner: str
-    """Of fixed length, so that no two pairs give the same salt."""
+    """The digest of the API key; its fixed length makes each pair give a different salt."""
     given: str | None
     """The client's own salt."""
 
@@ -36,45 +37,46 @@ class OwnedSalt(str):
 
 
 def written_key(key: tuple[str, str | None]) -> list[str | None]:
-    """Return the key of a session as records have it, without its owner."""
+    """Return the key of a session in the form of records, without its owner."""
     owner, salt = key
     return ["owned", salt.given] if isinstance(salt, OwnedSalt) else [owner, salt]
 
 
 def read_key(written: Sequence[str | None], owner: str) -> Hashable:
-    """Return the key of what ``written_key`` gave, for its owner."""
+    """Return the key of a ``written_key``, for its owner."""
     kind, salt = written
     return (owner, OwnedSalt(salt, owner)) if kind == "owned" else (kind, salt)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterKey:
-    """The key of sequences that adapters had a part in."""
+    """The key of sequences of which some tokens ran under adapters."""
 
     salt: Hashable
     runs: FingerprintRuns
 
     def names(self, fingerprint: str) -> bool:
-        """Return whether some token was run under this adapter."""
+        """Return True if some token was run under this adapter."""
         return any(found == fingerprint for _, found in self.runs)
 
 
 def prefix_key(salt: Hashable, runs: AdapterRuns, fingerprint_of: Callable[[int], str]) -> Hashable:
-    """Return a prefix's key: equal keys, equal K and V of equal tokens; no adapters: ``salt``."""
+    """Return a prefix's key: ``salt`` without adapters. Equal keys mean equal K and V of equal
+    tokens."""
     return AdapterKey(salt, fingerprint_runs(runs, fingerprint_of)) if runs.ids else salt
 
 
 PRIVATE = "private"
-"""The first part of the salts of branches that share with no other."""
+"""The first part of the salts of branches that share with no other branch."""
 
 
 def private_salt() -> Hashable:
-    """Return a salt that no other branch has, in this process or another."""
+    """Return a unique salt, also among other processes."""
     return (PRIVATE, secrets.token_hex(16))
 
 
 def is_private(salt: Hashable) -> bool:
-    """Return whether a salt is of one branch alone."""
+    """Return True if a salt belongs to a single branch."""
     return isinstance(salt, tuple) and salt[:1] == (PRIVATE,)
 
 
@@ -90,22 +92,22 @@ def api_key_of(salt: Hashable) -> str:
 
 
 def owner_of(key: Hashable) -> Hashable:
-    """Return whose prefixes have this key: an API key's digest, or "" without one."""
+    """Return the owner of prefixes with this key: an API key's digest, or "" without one."""
     salt = salt_of(key)
     return salt[0] if isinstance(salt, tuple) else salt
 
 
 def runs_of_session(runs: AdapterRuns, length: int, adapter: int | None) -> AdapterRuns:
-    """Return the history of a session of ``length`` tokens that goes on under ``adapter``.
+    """Return the history of a session of ``length`` tokens that continues under ``adapter``.
 
-    Its last token, which is run once more for the logits after it, belongs to ``adapter`` too; the
-    tokens before it stay as they were run.
+    Its last token runs again for the logits after it, and so belongs to ``adapter`` too; earlier
+    tokens keep their adapters.
     """
     return runs.cut(length).then(max(length - 1, 0), adapter)
 
 
 class AdapterNames(Protocol):
-    """The names that users know adapters by."""
+    """The names by which users know adapters."""
 
     def name_of(self, adapter: int) -> str | None:
         """Return its name; None if it has none any more."""
@@ -116,7 +118,7 @@ class AdapterNames(Protocol):
         ...
 
     def owner_of(self, adapter: int) -> str:
-        """Return the digest of the API key whose name for it that is, "" if it is for all."""
+        """Return the digest of the API key that named the adapter; "" if the name is for all."""
         ...
 
 
@@ -144,7 +146,8 @@ class Fingerprints:
 
 
 def users(requests: int, sessions: int) -> str:
-    """Return, in words, how many use something; empty if none does."""
+    """Return the users of a thing in words, such as "2 requests and 1 session use it"; empty
+    without any."""
     counted = [
         f"{count} {noun}{'s' if count > 1 else ''}"
         for count, noun in ((requests, "request"), (sessions, "session"))

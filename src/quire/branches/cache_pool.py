@@ -1,4 +1,4 @@
-"""``CachePool``: the sequences that belong to the KV caches of an executor, and room for more."""
+"""``CachePool``: the sequences of an executor's KV caches, and the pages for more."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NO_PAGES = "the model has recurrent layers only, whose state lies in no pages of
 
 
 class PooledCache(SpareStateOwner, Protocol):
-    """What a pool knows of a cache over it."""
+    """The interface of a cache to its pool."""
 
     rows: list[Row]
 
     def commit_chains(self) -> int:
-        """Let verified chains become ordinary tokens; return the number of their tokens."""
+        """Commit verified chains; return the number of their tokens."""
         ...
 
     def release(self) -> None:
@@ -37,16 +37,16 @@ class PooledCache(SpareStateOwner, Protocol):
 
 
 class CachePool:
-    """What KV caches need of the executor that made them.
+    """The services of an executor for its KV caches.
 
-    ``lock`` serialises everything that touches the runner; all users of the runner must share it.
-    Until ``close`` the pool gives up what others need more (``runner.room``).
+    ``lock`` serialises all use of the runner; all users of the runner must share it. Until
+    ``close`` the pool gives up sequences for others on request (``runner.room``).
     """
 
     def __init__(self, runner: Runner, facts: ModelFacts, lock: Lock) -> None:
         state = runner.state
         self.facts = facts
-        # Those that users outside of executor and branches ask for, too.
+        # Also used outside of executor and branches.
         self.identity, self.vocab_size, self.page_size = facts.identity, facts.vocab_size, facts.page_size
         self.max_model_len, self.position_refusal = facts.max_model_len, facts.position_refusal
         self.lock = lock
@@ -56,14 +56,14 @@ class CachePool:
         self._fingerprints: dict[int, str] = {}
         """Fingerprints of the adapters that caches may name."""
         self.replayed_tokens = 0
-        """Tokens that completed calls have run again to go back to a position."""
+        """Number of replayed tokens in completed calls."""
         self._runner: Runner | None = runner
-        # Holds the state and not this pool, whose memory is free once its last holder is gone.
+        # The closure holds the state but not this pool, so that the pool's memory can be freed.
         self.orphans = Orphans(lock, lambda: not state.forward_is_open)
         self.operations = Operations()
         """The running calls, of the executor and of handles."""
         self.broken = ""
-        """Why nothing can run any more; empty while it can."""
+        """Reason why nothing can run any more; empty while calls can run."""
         runner.room.join(self)
 
     @property
@@ -88,7 +88,7 @@ class CachePool:
         return self.runner.state
 
     def edit(self, *edits: Edit) -> None:
-        """Apply edits through the runner, so that every rank hears of them."""
+        """Apply edits through the runner, so that every rank applies them."""
         if edits:
             self.runner.execute(Step(edits=edits))
 
@@ -101,8 +101,8 @@ class CachePool:
         return seqs
 
     def fork(self, parents: Sequence[SeqId], positions: Sequence[int] | None = None) -> list[SeqId]:
-        """Fork the first ``positions[i]`` tokens of each (None: all). Copies no page.
-        ``FailedPrecondition``, and no fork, as ``require_reachable``."""
+        """Fork the first ``positions[i]`` tokens of each (None: all). Copies no page. Raises the
+        errors of ``require_reachable`` before any fork."""
         if positions is not None:
             self.require_reachable(parents, positions)
         seqs = [self.runner.new_seq() for _ in parents]
@@ -111,9 +111,11 @@ class CachePool:
         return seqs
 
     def require_reachable(self, seqs: Sequence[SeqId], positions: Sequence[int]) -> None:
-        """Raise ``FailedPrecondition`` unless each sequence can go back with nothing to run again.
+        """Raise ``FailedPrecondition`` unless each sequence can be cut to its position without a
+        replay.
 
-        It cannot where a window let go of what a continuation needs, or no recurrent state is kept.
+        A replay is needed if a window has dropped tokens that a continuation needs, or no recurrent
+        state is kept there.
         """
         for seq, position in zip(seqs, positions, strict=True):
             if again := self.state.rewind_cost(seq, position):
@@ -126,12 +128,13 @@ class CachePool:
         self.edit(*(Remove(seq) for seq in seqs))
 
     def reclaim(self) -> bool:
-        """Give up one thing of any owner; return whether there was any. Call it under the lock."""
+        """Give up one thing of any owner; return False if there is none. Call it under the lock."""
         return self.runner.room.make(self)
 
     def has_room(self, rows: int, tokens: int) -> bool:
-        """Return whether so many new rows of ``tokens`` fit what is free or could be given up.
-        Gives up nothing. States that only save work count as taken. Call it under the lock."""
+        """Return True if ``rows`` new rows of ``tokens`` fit the pages and states that are free or
+        could be given up. Gives up nothing. States that only save work count as taken. Call it
+        under the lock."""
         if rows < 1 or not 1 <= tokens <= self.max_model_len:
             return False
         self.sweep()
@@ -140,7 +143,7 @@ class CachePool:
         step = min(tokens, self.facts.chunk_size) if self.facts.chunk_size > 0 else tokens
         needed = self.state.pages_at_most(tokens, window, step)
         if self.facts.recurrent_ids:
-            # One that a row has and one that its next token writes.
+            # One for the row's present state and one for the state after its next token.
             needed[-1] = min(2, tokens)
         free = self.state.free_pages(self.runner.room.loose())
         return all(rows * pages <= there for pages, there in zip(needed, free, strict=True))
@@ -155,14 +158,15 @@ class CachePool:
         return short and spare_states.give_up(spare_states.by_last_access(self.caches.values()), 1) > 0
 
     def loose(self) -> Collection[SeqId]:
-        """See ``Giver``. What orphans hold is given back before others count."""
+        """See ``Giver``. Empty: sequences of orphans are freed before they could count."""
         return ()
 
     def missing_pages(
         self, seqs: Sequence[SeqId], counts: Sequence[int], trees: Sequence[tuple[int, ...] | None] | None = None
     ) -> int:
-        """Make room for ``counts[i]`` more tokens of each; return how many pages are missing still.
-        Gives up nothing for more pages than there are. Recurrent states are not counted."""
+        """Make room for ``counts[i]`` more tokens of each sequence; return the number of pages
+        still missing. Gives up nothing for more pages than the pool has. Recurrent states are not
+        counted."""
         parents = trees if trees is not None and any(tree is not None for tree in trees) else None
         while (short := self.state.page_shortage(seqs, counts, parents)).missing:
             if short.never or not self.reclaim():
@@ -170,7 +174,7 @@ class CachePool:
         return 0
 
     def missing_full_pages(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> int:
-        """Do as ``missing_pages`` for layers that keep all tokens, copies of shared tails aside."""
+        """As ``missing_pages``, for layers that keep all tokens, without copies of shared tails."""
         while (short := self.state.full_page_shortage(seqs, counts)).missing:
             if short.never or not self.reclaim():
                 return short.missing
@@ -178,12 +182,13 @@ class CachePool:
 
     @property
     def available_states(self) -> int:
-        """Slots for recurrent states that a forward can take now; 0 without recurrent layers."""
+        """Number of slots for recurrent states that a forward can take now; 0 without recurrent
+        layers."""
         return self.state.num_available_states
 
     def missing_states(self, needed: int) -> int:
-        """Make room for ``needed`` recurrent states; return how many slots are missing still. Gives
-        up nothing for more slots than there are."""
+        """Make room for ``needed`` recurrent states; return the number of slots still missing.
+        Gives up nothing for more slots than the pool has."""
         never = not self.facts.recurrent_ids or needed > self.state.pool_sizes()[-1]
         caches = spare_states.by_last_access(self.caches.values())
         while (missing := needed - self.available_states) > 0:
@@ -192,7 +197,8 @@ class CachePool:
         return 0
 
     def require_free(self, pages: int, states: int, what: str) -> None:
-        """Raise ``ResourceExhausted`` unless so many pages and recurrent states can be had."""
+        """Raise ``ResourceExhausted`` unless these pages and recurrent states are free or can be
+        made free."""
         if self.facts.recurrent_ids and self.missing_states(states):
             raise ResourceExhausted(
                 f"{what} needs {states} recurrent states and {self.available_states} are free; release or clear caches"
@@ -218,7 +224,7 @@ class CachePool:
         return 0 if runner is None else runner.state.num_used_bytes
 
     def note_use(self) -> None:
-        """Keep ``peak_bytes`` up to date."""
+        """Update ``peak_bytes``."""
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     @property
@@ -230,7 +236,7 @@ class CachePool:
         """Keep the fingerprints of adapters, which may be unloaded while caches name them."""
         wanted = frozenset[int]().union(*(runs.ids for runs in histories))
         if new := wanted - self._fingerprints.keys():
-            # Those that no cache names any more go: the table stays as short as what caches name.
+            # Drop the fingerprints that no cache names any more, so that the table stays short.
             rows = [row for cache in list(self.caches.values()) for row in cache.rows]
             named = wanted.union(*(row.named_adapters for row in rows))
             kept = {one: text for one, text in self._fingerprints.items() if one in named}
@@ -241,17 +247,18 @@ class CachePool:
         return self._fingerprints[adapter]
 
     def free(self, rows: list[Row]) -> bool:
-        """Give back what rows hold; return whether any of their sequences was left."""
+        """Remove the sequences of rows; return False if none of them existed any more."""
         left = [] if self._runner is None else [seq for row in rows for seq in row.seqs if self.state.has_sequence(seq)]
         self.remove(left)
         return bool(left)
 
     def sweep(self) -> bool:
-        """Give back what caches that are gone held; return whether there was any. Take the lock."""
+        """Remove the sequences of caches that were garbage collected; return False if there were
+        none. Call it under the lock."""
         return self.orphans.bury()
 
     def close(self) -> None:
-        """Release all caches and let the runner go."""
+        """Release all caches and the runner."""
         if self._runner is None:
             return
         for cache in list(self.caches.values()):

@@ -1,6 +1,6 @@
-"""``CacheRows``: the rows of a KV cache, and how calls change them.
+"""``CacheRows``: the rows of a KV cache, and the changes that calls make to them.
 
-Transactions, rewinds and files work on these. ``KVCache`` adds the verbs of its contract on top.
+Transactions, rewinds and files work on these. ``KVCache`` adds the verbs of its contract.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ C = TypeVar("C", bound="CacheRows")
 
 
 def locked(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
-    """Let a method run alone, and only on a cache that was not released."""
+    """Decorator: run a method under the pool's lock, and only on a cache that is not released."""
 
     @wraps(method)
     def wrapper(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -44,7 +44,7 @@ def locked(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P]
 
 @checks_arguments()
 class CacheRows:
-    """The rows of a cache over a pool, which frees them once the cache is gone."""
+    """The rows of a cache over a pool, which frees their sequences after the cache is gone."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class CacheRows:
         end = partial(pool.free, rows)
         self._finalizer = weakref.finalize(self, pool.orphans.leave, end)
         self._finalizer.atexit = False
-        pool.orphans.watch(self, end)  # noted first, for it comes last
+        pool.orphans.watch(self, end)  # registered last, so that its callback runs first
 
     @classmethod
     def create(cls, pool: CachePool, batch_size: int, capacity: int, dynamic: bool) -> Self:
@@ -96,8 +96,8 @@ class CacheRows:
     def truncate(self, lengths: Sequence[int]) -> None:
         """Keep the first ``lengths[i]`` tokens of row i, at most as many as it has. Runs nothing.
 
-        ``FailedPrecondition``, with all rows as they were, where a window has let go of what a
-        continuation needs, or where tokens must be run again (``rewinding.truncate`` runs them).
+        ``FailedPrecondition``, with all rows unchanged, if a window has dropped tokens that a
+        continuation needs, or tokens must be replayed (``rewinding.truncate`` replays them).
         """
         self.commit_chains()
         surplus = [present - length for present, length in zip(self.lengths, lengths, strict=True)]
@@ -109,8 +109,8 @@ class CacheRows:
                 self.set_pending(row, None)
 
     def record(self, row: Row, start: int, ids: Ids, runs: AdapterRuns, positions: Ids | None = None) -> None:
-        """Note that the row holds ``ids`` from ``start`` on, and nothing behind them. They stand at
-        ``positions`` (None: their indices); all tokens of the row ran as ``runs`` say."""
+        """Record that the row consists of its first ``start`` tokens, then ``ids``. They are at
+        ``positions`` (None: their indices); ``runs``: the adapters of all tokens of the row."""
         row.tokens.replace_from(start, ids)
         row.computed, row.runs = row.tokens.size, runs
         row.runs = row.runs_before(row.computed)
@@ -120,13 +120,13 @@ class CacheRows:
         self.touch()
 
     def set_pending(self, row: Row, pending: Pending | None) -> None:
-        """Let a tree wait beside a row, in place of one that waited before."""
+        """Keep a verified tree beside a row, in place of an earlier one."""
         if row.pending is not None:
             self.pool.remove([row.pending.seq])
         row.pending = pending
 
     def keep_path(self, row: Row, node: int) -> None:
-        """Let the row end with its tree's path to ``node``; the tree is gone."""
+        """Keep the path of the row's tree to ``node``, and drop the tree."""
         pending = row.pending
         if pending is None:
             raise QuireError("there is no tree to keep a path of")
@@ -141,14 +141,16 @@ class CacheRows:
 
     @locked
     def copy_of(self, lengths: Sequence[int]) -> Self:
-        """Return a cache of the first ``lengths[i]`` tokens of row i. Fails as ``truncate``."""
+        """Return a cache of the first ``lengths[i]`` tokens of row i. Raises the errors of
+        ``truncate``."""
         self.commit_chains()
         seqs = self.pool.fork([row.seq for row in self.rows], lengths)
         rows = [row.like(seq, length) for seq, row, length in zip(seqs, self.rows, lengths, strict=True)]
         return type(self)(self.pool, rows, capacity=self.capacity, dynamic=self.dynamic)
 
     def replace_content(self, fresh: Sequence[Row]) -> None:
-        """Swap in new sequences; free the old ones, whose handles with tokens become stale."""
+        """Replace the rows by new sequences; remove the old ones. Their handles with tokens become
+        stale."""
         self.pool.remove([seq for row in self.rows for seq in row.seqs])
         for row, new in zip(self.rows, fresh, strict=True):
             row.pending = row.chain = None
@@ -157,22 +159,22 @@ class CacheRows:
         self.touch()
 
     def take_over(self, other: CacheRows) -> None:
-        """Swap in the rows of another cache with as many, and release that."""
+        """Take the rows of another cache with equally many, and release that cache."""
         self.replace_content(other.rows)
         other.rows.clear()
         other.release()
 
     def mark_cut(self, row: Row, length: int) -> None:
-        """Let handles of this row that are longer than ``length`` be stale from now on."""
+        """Make handles of this row that are longer than ``length`` stale."""
         self.revision += 1
         row.cut(self.revision, length)
 
     def touch(self) -> None:
-        """Note the time of a use."""
+        """Record the time of a use."""
         self.last_access = time.monotonic()
 
     def release(self) -> None:
-        """Give the pages back now; a second call has no effect. Forks keep theirs."""
+        """Free the pages now; a second call has no effect. Forks keep theirs."""
         with self.pool.lock:
             if self.released:
                 return
@@ -182,8 +184,8 @@ class CacheRows:
             self.pool.free(self.rows)
 
     def commit_chains(self) -> int:
-        """Let verified chains become ordinary tokens; return how many these are. Of their recurrent
-        states only the last ones are kept."""
+        """Commit verified chains as ordinary tokens; return their number. Of their recurrent states
+        only the last ones are kept."""
         tokens = 0
         for row in self.rows:
             if row.chain is not None:
@@ -193,7 +195,7 @@ class CacheRows:
         return tokens
 
     def cut_chain(self, row: Row, length: int) -> None:
-        """Cut a row to ``length`` tokens, at or behind the beginning of its verified chain."""
+        """Cut a row to ``length`` tokens, at or after the beginning of its verified chain."""
         chain = row.chain
         if chain is None:
             raise QuireError("there is no chain to cut")
@@ -204,14 +206,15 @@ class CacheRows:
         self.touch()
 
     def mark(self, row: Row) -> None:
-        """Keep a row's present recurrent state, in place of its mark, if there is room."""
+        """Keep a row's present recurrent state as its mark, in place of an earlier one, if slots
+        are free."""
         row.mark = spare_states.mark(self.pool.runner, row.seq, row.mark)
 
     def give_up_states(self) -> int:
-        """Let go of recurrent states that only save work; return their number.
+        """Drop recurrent states that only save work; return their number.
 
-        These are in verified chains, at marks, and wherever known tokens can run again to lead
-        there.
+        These are the states in verified chains, at marks, and at all positions that a replay of
+        known tokens can reach.
         """
         found = self.commit_chains()
         state = self.pool.state
@@ -228,8 +231,8 @@ class CacheRows:
 
 
 def become_fork(cache: CacheRows, branch: Branch, *, private: bool) -> None:
-    """Let the only row of a cache be a copy-on-write fork of a branch that is computed completely.
-    ``private``: no prompt may begin with what the row holds. Call it under the lock."""
+    """Make the only row of a cache a copy-on-write fork of a completely computed branch.
+    ``private``: no prompt may share the row's tokens. Call it under the lock."""
     length, row = len(branch.tokens), cache.rows[0]
     if branch.seq is None:
         if branch.window is not None:
@@ -240,7 +243,7 @@ def become_fork(cache: CacheRows, branch: Branch, *, private: bool) -> None:
     (seq,) = cache.pool.fork([branch.seq])
     fresh = Row(seq=seq)
     fresh.become(branch, length, seq)
-    fresh.tokens.media = NO_MEDIA  # a cache does not keep embeddings
+    fresh.tokens.media = NO_MEDIA  # a cache does not store embeddings
     fresh.mark, fresh.origin = None, replace(branch.origin, private=private)
     cache.replace_content([fresh])
     cache.capacity = max(cache.capacity, length)

@@ -1,4 +1,5 @@
-"""How the rows of a call become forwards of bounded size, and their outputs one result per row.
+"""Packing the rows of a call into forwards of bounded size, and their outputs into one result per
+row.
 
 Letters: n tokens of a row; K keys of a row, earlier ones included; R rows of logits; E model width;
 Hq query heads; V vocabulary.
@@ -28,7 +29,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowAdapters:
-    """The adapter of each token of each row of a call, and which of them one forward can use."""
+    """The adapter of each token of each row of a call, and which adapters fit one forward."""
 
     runs: Sequence[AdapterRuns]
     """The adapters of each row, by position."""
@@ -43,14 +44,14 @@ class RowAdapters:
         return frozenset() if adapter is None else frozenset((adapter,))
 
     def end(self, row: int, column: int, count: int) -> int:
-        """Return where the tokens with the same adapter as this one end, at most ``count``."""
+        """Return the end of the run of tokens with the same adapter, at most ``count``."""
         end = self.runs[row].end(self.starts[row] + column)
         return count if end is None else min(count, end - self.starts[row])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedOutputs:
-    """What is wanted of every row besides logits."""
+    """The outputs wanted of every row besides logits."""
 
     hidden_states: bool = False
     attention_weights: bool = False
@@ -61,7 +62,7 @@ LOGITS_ONLY = WantedOutputs()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowOutput:
-    """What came out for one row."""
+    """The output for one row."""
 
     logits_RV: Tensor
     """float32"""
@@ -103,13 +104,13 @@ def pack(
             end = min(begin + room, stop)
             for first, last in blocks[row] if blocks else ():
                 if first < end < last:
-                    # Stop before it, unless it is all that this forward would hold.
+                    # Stop before the block, unless the forward would be empty without it.
                     end = first if first > begin or forwards[-1] else last
             if end == begin:
                 room = 0
                 continue
             forwards[-1].append(Piece(row, begin, end))
-            # A row has one piece of a forward: another adapter waits for the next one.
+            # A row has one piece per forward: a piece under another adapter goes into the next one.
             begin, room = end, 0 if end == stop < count else room - (end - begin)
     return forwards
 
@@ -120,7 +121,8 @@ def rows_wanted(kind: LogitsWanted, count: int) -> int:
 
 
 def places_of(pieces: Sequence[Piece], chunks: Sequence[Chunk], rows: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-    """Return where the logits of the pieces of a forward go: parts of the places of rows."""
+    """Return the destinations of the logits of a forward's pieces: parts of the rows'
+    destinations."""
     found = []
     for piece, chunk in zip(pieces, chunks, strict=True):
         place = rows()[piece.row]
@@ -136,8 +138,8 @@ def extras_of(
     asked: WantedOutputs,
     places: Callable[[], Sequence[Tensor]] | None = None,
 ) -> Extras:
-    """Return what the runner gets for one forward besides its chunks. ``lengths``: tokens of each
-    piece's row before it. ``places``: see ``Extras``."""
+    """Return the runner's extras for one forward. ``lengths``: number of tokens before each piece
+    in its row. ``places``: see ``Extras``."""
     filled = [(piece, found) for piece in pieces if (found := media[piece.row]) is not None]
     embeddings = [found.slice(piece.begin, piece.end) for piece, found in filled]
     if not embeddings and asked == LOGITS_ONLY:
@@ -156,7 +158,7 @@ def extras_of(
 
 
 def _within(piece: Piece, media: Sequence[RowMedia | None]) -> list[tuple[int, int]]:
-    """Return the images of a piece, by its columns. ``pack`` divides none."""
+    """Return the images of a piece as spans of its columns. ``pack`` divides none."""
     found = media[piece.row]
     if found is None:
         return []
@@ -165,7 +167,7 @@ def _within(piece: Piece, media: Sequence[RowMedia | None]) -> list[tuple[int, i
 
 @dataclass(slots=True, eq=False)
 class Gathered:
-    """The result of one row, in the making."""
+    """The result of one row while its forwards run."""
 
     logits: Tensor
     """The logits of the last forward."""
@@ -173,7 +175,7 @@ class Gathered:
     weights: list[tuple[Tensor, ...]] = field(default_factory=list)
 
     def add(self, output: StepOutput, number: int) -> None:
-        """Add what chunk ``number`` of a step gave for a piece of the row."""
+        """Add the output of chunk ``number`` of a step, for one piece of the row."""
         if len(rows_RV := output.rows(number)):
             self.logits = rows_RV
         if output.hidden_states:
@@ -200,8 +202,8 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Stack tensors of one shape to ``[B, ...]``: a view if they are neighbours in memory. So are
-    the rows of one forward. Others are copied."""
+    """Stack tensors of one shape to ``[B, ...]``: a view if they are neighbours in memory, as the
+    rows of one forward are, else a copy."""
     first = rows[0]
     size = first.numel() * first.element_size()
     together = all(

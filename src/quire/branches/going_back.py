@@ -1,8 +1,8 @@
-"""Going back: what of a branch must run again to stand at an earlier position, and whether it can.
+"""Returning to an earlier position of a branch: the tokens to replay, and whether that is possible.
 
-A window has let go of tokens, and a recurrent layer keeps a state at some positions only. So a
-branch goes back to the nearest position that is held, and its tokens from there on run again. No
-torch at run time.
+A window may have dropped tokens, and a recurrent layer keeps a state at some positions only. So a
+branch returns to the nearest position that is held, and replays its tokens from there on. No torch
+at run time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def nearest(state: ModelState, branch: Branch, length: int, loaded: Collection[int], what: str) -> int:
     """Return the latest position, at most ``length``, at which a branch can be forked or cut.
 
-    ``FailedPrecondition`` if its tokens between there and ``length`` cannot run again. ``loaded``
-    are the adapters that can run, ``what`` names the branch in errors.
+    ``FailedPrecondition`` if the tokens from there to ``length`` cannot be replayed. ``loaded``:
+    the adapters that can run; ``what``: name of the branch in errors.
     """
     if branch.seq is None:
         return 0
@@ -35,8 +35,8 @@ def nearest(state: ModelState, branch: Branch, length: int, loaded: Collection[i
 def require_again(
     state: ModelState, branch: Branch, start: int, length: int, loaded: Collection[int], what: str, since: int = -1
 ) -> None:
-    """Raise ``FailedPrecondition`` unless tokens ``start..length - 1`` can run again. ``since``:
-    from which token on all must be able to; -1: from ``start``."""
+    """Raise ``FailedPrecondition`` unless tokens ``start..length - 1`` can be replayed. ``since``:
+    the first token that must be replayable; -1: ``start``."""
     if reason := why_fixed(branch, start if since < 0 else since, length, loaded):
         raise FailedPrecondition(
             f"{what}position {length} is reachable only by running tokens {start}..{length - 1} again, and {reason}; state is "
@@ -45,7 +45,8 @@ def require_again(
 
 
 def why_fixed(branch: Branch, start: int, stop: int, loaded: Collection[int]) -> str:
-    """Return why tokens ``start..stop - 1`` of a branch cannot run again; empty if they can."""
+    """Return the reason why tokens ``start..stop - 1`` of a branch cannot be replayed; empty if
+    they can."""
     if branch.modified:
         return "its state was written into and cannot be computed again"
     ids = branch.tokens.ids[start:stop]
@@ -59,7 +60,7 @@ def why_fixed(branch: Branch, start: int, stop: int, loaded: Collection[int]) ->
 
 
 def _kept(state: ModelState, branch: Branch) -> str:
-    """Return, in words, the positions to which a branch can go back with nothing to run again."""
+    """Return, in words, the positions that a branch can return to without a replay."""
     seq = branch.seq
     assert seq is not None
     if state.recurrent_ids:

@@ -16,16 +16,16 @@ Ids: TypeAlias = NDArray[np.int64]
 
 UNKNOWN: Final = -1
 LAST_PLACEHOLDER: Final = -4
-"""Ids below this one are made from the data at placeholders."""
+"""Ids below this one are computed from the data at placeholders."""
 
 _MAX_ID: Final = int(np.iinfo(np.int32).max)
 
 
 class TokenHistory:
-    """An int64 array that grows by doubling. A fork shares it until one of both writes.
+    """An int64 array that grows by doubling. A fork shares it until either of them writes.
 
     An id below 0 stands for an embedding, which is in ``media`` if it is still known; ``UNKNOWN``
-    for a token whose id is not known, as after loading a file that does not tell.
+    for a token whose id is not known, as after loading a file without ids.
     """
 
     __slots__ = ("_buffer", "_shared", "media", "size")
@@ -46,7 +46,7 @@ class TokenHistory:
 
     @property
     def is_known(self) -> bool:
-        """Return whether the ids of all tokens are known."""
+        """Return True if the ids of all tokens are known."""
         return not (self.ids == UNKNOWN).any()
 
     def append(self, token: int) -> None:
@@ -59,7 +59,7 @@ class TokenHistory:
         self.replace_from(self.size, np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64))
 
     def replace_from(self, start: int, ids: Ids) -> None:
-        """Let ``ids`` follow the first ``start`` tokens, and nothing follow them."""
+        """Replace everything after the first ``start`` tokens by ``ids``."""
         size = start + ids.size
         if ids.size:
             if self._shared or size > self._buffer.size:
@@ -72,14 +72,15 @@ class TokenHistory:
         self.size = size
 
     def fork(self, size: int | None = None) -> TokenHistory:
-        """Return a history of the first ``size`` tokens (None: all) that copies nothing now."""
+        """Return a history of the first ``size`` tokens (None: all), without a copy until a
+        write."""
         twin = TokenHistory((), self.media)
         twin._buffer, twin.size = self._buffer, self.size if size is None else size
         twin._shared = self._shared = True
         return twin
 
     def _own(self, kept: int, size: int) -> None:
-        """Move the first ``kept`` tokens to a buffer for at least ``size`` that no fork shares."""
+        """Move the first ``kept`` tokens to a private buffer for at least ``size``."""
         capacity = self._buffer.size
         own = np.empty(capacity if size <= capacity else max(size, 2 * capacity, 16), dtype=np.int64)
         own[:kept] = self._buffer[:kept]
@@ -97,9 +98,9 @@ def common_prefix(a_T: NDArray[Any], b_T: NDArray[Any]) -> int:
 def checked_ids(tokens: Sequence[int] | NDArray[Any]) -> Ids:
     """Return ids ``[T]`` as int64: an int64 array as it is, other arrays and lists converted.
 
-    ``InvalidArgument`` unless they are one row of integers in 0..2^31 - 1, or, of an array, below
-    -4: those are made from the data of an image or an embedding (``quire.branches.media``). A
-    placeholder does not tell such data apart, so it must never match.
+    ``InvalidArgument`` unless they are one row of integers in 0..2^31 - 1, or, in an array, below
+    -4: those ids are computed from the data of an image or an embedding (``quire.branches.media``).
+    A plain placeholder (-1 to -4) does not identify its data, so it must never match.
     """
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":

@@ -1,10 +1,10 @@
 """``Media``: the embeddings of images and sounds in a history of tokens. No torch at run time.
 
-The id of a placeholder in a history is made from the data that stands there
+The id of a placeholder in a history is computed from its data
 (``quire.branches.row_media.recorded_ids``), as in rows of KV caches: below -4, 62 bits of a
-SHA-256. So all that compare histories (the prefix cache, sessions, requests of one batch) take
-equal data, and nothing else, for equal. The data are kept beside it, by these ids, for as long as
-the tokens may be run again.
+SHA-256. So the users that compare histories (the prefix cache, sessions, requests of one batch) see
+equal ids for equal data only. The data are kept beside the history, by these ids, as long as the
+tokens may be replayed.
 
 Letters: E model width.
 """
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNKNOWN_PLACEHOLDER: Final = -1
-"""What stands for an embedding that is gone."""
+"""Id of an embedding that is gone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Media:
-    """Embeddings by the ids that stand for them in a history."""
+    """Embeddings by their ids in a history."""
 
     rows: Mapping[int, Tensor] = field(default_factory=dict)
-    """``[E]`` each, on the device and in the dtype in which they were given."""
+    """``[E]`` each, on the device and in the dtype of the caller's tensor."""
     placeholders: Mapping[int, int] = field(default_factory=dict)
-    """The ids that the user wrote in their places, -1 to -4."""
+    """The user's ids of these placeholders, -1 to -4."""
 
     def __or__(self, other: Media) -> Media:
         """Return the embeddings of both."""
@@ -47,13 +47,13 @@ class Media:
         return [self.rows[token] for token in ids if token < 0] if self.rows else []
 
     def as_given(self, ids: NDArray[np.int64]) -> list[int]:
-        """Return the ids as their user wrote them; -1 where an embedding is gone."""
+        """Return the ids in the user's form; -1 for an embedding that is gone."""
         if not ids.size or ids.min() >= 0:
             return ids.tolist()  # type: ignore[no-any-return]
         return [token if token >= 0 else self.placeholders.get(token, UNKNOWN_PLACEHOLDER) for token in ids.tolist()]
 
     def require(self, ids: NDArray[np.int64]) -> None:
-        """Raise ``FailedPrecondition`` if an embedding that must be run is gone."""
+        """Raise ``FailedPrecondition`` if an embedding of these ids is gone."""
         if ids.size and ids.min() < 0 and any(token not in self.rows for token in ids[ids < 0].tolist()):
             raise FailedPrecondition(
                 "an embedding that must be run is gone: neither state files nor KV caches have them; append a token behind it, or "

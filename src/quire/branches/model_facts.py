@@ -1,4 +1,4 @@
-"""``ModelFacts``: what stays true of a model, its KV state and its limits, also after shutdown."""
+"""``ModelFacts``: constants of a model, its KV state and its limits, valid also after shutdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.runner.local import Runner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What KV caches and reports need to know of a runner and of an executor's configuration."""
+    """Facts about a runner and an executor's configuration, for KV caches and reports."""
 
     identity: ModelIdentity
     architecture: str
@@ -28,13 +28,13 @@ class ModelFacts:
     hidden_size: int
     num_blocks: int
     layer_kinds: tuple[str, ...]
-    """The kinds of layers that the model has, each once, sorted."""
+    """The kinds of layers of the model, each once, sorted."""
     num_parameters: int
     parameter_bytes: int
     weight_dtype: torch.dtype
     device: torch.device
     specs: tuple[KeyValueAttention | LatentAttention, ...]
-    """The layers with attention."""
+    """Specifications of the layers with attention."""
     layer_ids: tuple[int, ...]
     """Global ids of the layers with attention, ascending."""
     recurrent_ids: tuple[int, ...]
@@ -46,25 +46,25 @@ class ModelFacts:
     state_bytes: int
     """Bytes of the states of all recurrent layers at one position."""
     state_interval: int
-    """Tokens between the recurrent states that are kept without being asked for; 0: none is."""
+    """Tokens between recurrent states that are kept automatically; 0: none is."""
     storage_bytes: int
     """Bytes of the K/V pool and of the slots for recurrent states."""
     keeps_last_state: bool
-    """Whether a forward can always be undone by taking its tokens back."""
+    """Whether a forward can always be undone by popping its tokens."""
     fused: bool
-    """Whether some layer attends in kernels that never form the weights."""
+    """Whether some layer uses kernels that never form the attention weights."""
     max_model_len: int
-    """Tokens of a row at most."""
+    """Most tokens of a row."""
     chunk_size: int
-    """Tokens of a forward at most where tokens are run again; <= 0: any number."""
+    """Most tokens of a forward that replays tokens; <= 0: any number."""
     row_window: Window | None
-    """What each new row keeps of its tokens; None: all of them."""
+    """The window of tokens that each new row keeps; None: all tokens."""
     is_windowed: bool
-    """Whether some layer lets go of tokens."""
+    """Whether some layer drops tokens."""
     position_refusal: str
-    """Why tokens can stand at no positions but their indices; empty: they can."""
+    """Reason why tokens can be at no positions but their indices; empty: they can."""
     adapter_refusal: str
-    """Why the model can run no adapter; empty: it can."""
+    """Reason why the model can run no adapter; empty: it can."""
 
     @classmethod
     def of(
@@ -114,16 +114,16 @@ class ModelFacts:
         return self.specs[self.layer_ids.index(layer)] if layer in self.layer_ids else None
 
     def logits(self, *shape: int) -> torch.Tensor:
-        """Return a place for logits: zeros, float32 ``[*shape, V]``."""
+        """Return zeros for logits, float32 ``[*shape, V]``."""
         return torch.zeros(*shape, self.vocab_size, device=self.device)
 
 
 def checked_window(
     window: int | None, sink: int, specs: Sequence[LayerSpec], longest: int | None = None
 ) -> Window | None:
-    """Return a window of the last ``window - sink`` and the first ``sink`` tokens; None: of all.
-    ``InvalidArgument`` beyond ``longest`` tokens or for no such window; ``Unsupported`` for one
-    that a layer cannot have."""
+    """Return a window of the first ``sink`` and the last ``window - sink`` tokens; None: no window.
+    ``InvalidArgument`` beyond ``longest`` tokens or for an impossible window; ``Unsupported`` if a
+    layer cannot have it."""
     check_int("window", 0 if window is None else window, None)
     check_int("sink", sink, None)
     if window is None:

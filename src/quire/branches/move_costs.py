@@ -1,4 +1,4 @@
-"""``MoveCosts``: what computing tokens and moving their state cost on this machine, as measured."""
+"""``MoveCosts``: measured costs of computing tokens and of moving their state on this machine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from quire.metrics import Counter, Gauge, LabelledGauge, MetricGroup
 from quire.outputs import TIERS
 
 TO_MEMORY = "out"
-"""The road from the pool; other roads have the names of the tiers that they come from."""
+"""Name of the transfer path from the pool; the other paths are named after their source tiers."""
 ROADS = (TO_MEMORY, *TIERS[1:])
 GUESS = 2**30
-"""Bytes per second of a road that was not taken yet: enough to be worth a trial."""
+"""Assumed bytes per second of a path without measurements: enough to be worth a trial."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class MoveMetrics(MetricGroup):
 
 
 class MoveCosts:
-    """Rates of prompts and of the roads between the pool and the tiers."""
+    """Rates of prompts and of the transfers between the pool and the tiers."""
 
     def __init__(self) -> None:
         self.prompts = Rate(most=64)
@@ -68,8 +68,8 @@ class MoveCosts:
         self._tokens, self._seconds = 0, 0.0
 
     def ran(self, num_tokens: int, num_chunks: int, seconds: float, *, waited: bool) -> None:
-        """Count a step. ``waited``: its results were waited for. The device may still be busy with
-        a step that was not waited for: its time is part of the next one's."""
+        """Count a step. ``waited``: its results were waited for. Otherwise the device may still be
+        busy with it, and its time becomes part of the next step's."""
         self._tokens += num_tokens
         self._seconds += seconds
         if waited:
@@ -86,12 +86,12 @@ class MoveCosts:
             self.metrics.rates.set(road, self.roads[road].per_second or 0.0)
 
     def seconds(self, road: str, nbytes: int) -> float:
-        """Return how long a transfer takes, by a guess if there was none yet."""
+        """Return the estimated seconds of a transfer; a guess without measurements."""
         return nbytes / (self.roads[road].per_second or GUESS)
 
     def is_worth(self, tokens: float, bytes_by_road: dict[str, int]) -> bool:
-        """Return whether these transfers beat computing ``tokens``. A refusal forgets the oldest
-        measurement of each road, so that a slow spell ends."""
+        """Return True if these transfers beat computing ``tokens``. A refusal drops the oldest
+        measurement of each path, so that a temporary slowdown is forgotten."""
         computing = self.prompts.per_second
         if computing is None:
             return True

@@ -1,4 +1,7 @@
-"""``ObjectLayout``: which tensors of a KV state make an object of rows, and which one of a stop.
+"""``ObjectLayout``: the tensors of a KV state in stored objects.
+
+An object is a run, the rows of consecutive tokens, or a stop, the further state that a continuation
+at one position needs (rows of windows, recurrent states).
 
 Letters: n tokens of a run; p the position of a stop.
 """
@@ -19,7 +22,7 @@ from quire.types import SeqId
 
 
 class ObjectLayout:
-    """The parts of one KV state."""
+    """The layers and tensors of one KV state, by kind of object."""
 
     def __init__(self, state: ModelState) -> None:
         self._state = state
@@ -33,7 +36,7 @@ class ObjectLayout:
         self.window_layers = tuple(layer for layer, window in windows.items() if window is not None)
         self.recurrent_layers = state.recurrent_ids
         self.has_stops = bool(self.window_layers or self.recurrent_layers)
-        """Whether a continuation needs more than rows."""
+        """Whether a continuation needs more than rows, that is a stop."""
         self.layers = tuple(sorted({*windows, *self.recurrent_layers}))
         self._one = state.plan_import(state.import_metadata(1))
         """Tensors of one token."""
@@ -45,10 +48,10 @@ class ObjectLayout:
         """Bytes of one token in all layers that keep all tokens."""
         self._window_bytes = {layer: row_bytes[layer] for layer in self.window_layers}
         self._seen = {layer: window - 1 for layer, window in windows.items() if window is not None}
-        """Tokens before a position that a window sees from there on."""
+        """Number of tokens before a position that a windowed layer sees from there on."""
         kinds = [state.layer_spec(layer) for layer in self.layers]
         self.refusal = ""
-        """Why the state is no function of tokens; empty: it is one."""
+        """Reason why the state is no function of tokens; empty: it is one."""
         if any(isinstance(spec, CrossAttention) for spec in kinds) or len(kinds) < len(state.get_layout()["layers"]):
             self.refusal = "cross layers keep what an encoder read, which tokens do not tell"
 
@@ -65,18 +68,19 @@ class ObjectLayout:
         return self.row_layers if kind is ObjectKind.ROWS else (*self.window_layers, *self.recurrent_layers)
 
     def window_start(self, layer: int, p: int) -> int:
-        """Return the first token that a stop at ``p`` has of a layer with a window."""
+        """Return the first token of a windowed layer in a stop at ``p``."""
         return max(0, p - self._seen[layer])
 
     def stops(self, seq: SeqId, *, again: bool = False) -> list[int]:
-        """Return the positions of a sequence of which a stop can be made, ascending. ``again``:
-        also before its last token, where no state is recurrent."""
+        """Return the positions of a sequence at which a stop can be made, ascending. ``again``:
+        also before its last token, if no layer is recurrent."""
         state, length = self._state, self._state.sequence_length(seq)
         wanted = {*state.checkpoints(seq), length} if self.recurrent_layers else {length - again, length}
         return sorted(p for p in wanted if p and state.nearest_reachable(seq, p) == p)
 
     def pieces(self, seq: SeqId, chain: Chain, *, again: bool, whole: bool) -> list[StoredPiece]:
-        """Return the objects of a sequence; ``whole``: it is one. ``again``: as for ``stops``."""
+        """Return the objects of a sequence; ``whole``: a single one. ``again``: as for
+        ``stops``."""
         length = len(chain.ids)
         if whole:
             return [StoredPiece(chain.stop(length), length, length)]
@@ -89,7 +93,7 @@ class ObjectLayout:
         return found
 
     def nbytes(self, start: int, stop: int) -> int:
-        """Return the bytes of a run, or of a stop at ``start == stop``."""
+        """Return the bytes of a run, or of a stop if ``start == stop``."""
         if start < stop:
             return (stop - start) * self.row_bytes
         windows = sum(
@@ -98,13 +102,15 @@ class ObjectLayout:
         return self._state.geometry.state_bytes + windows
 
     def rows(self, export: Export, start: int, stop: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the rows of tokens ``start..stop - 1``, as they are read."""
+        """Yield names and tensors of the rows of tokens ``start..stop - 1``, reading each on
+        demand."""
         for layer in self.row_layers:
             for name, tensor in export.rows(layer, start, stop).items():
                 yield tensor_name(layer, name), tensor
 
     def whole(self, export: Export, plan: Mapping[int, Mapping[str, TensorPlan]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors of a sequence, as they are read. ``plan``: of ``plan_import``."""
+        """Yield names and tensors of a whole sequence, reading each on demand. ``plan``: of
+        ``plan_import``."""
         for layer, group in plan.items():
             rows = {} if layer in self.recurrent_layers else export.held_rows(layer)
             for name in group:
@@ -113,7 +119,7 @@ class ObjectLayout:
                 yield tensor_name(layer, name), tensor
 
     def stop(self, export: Export, p: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a stop at ``p``, as they are read."""
+        """Yield names and tensors of a stop at ``p``, reading each on demand."""
         for layer in self.window_layers:
             for name, tensor in export.rows(layer, self.window_start(layer, p), p).items():
                 yield tensor_name(layer, name), tensor

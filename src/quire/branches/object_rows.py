@@ -1,8 +1,8 @@
 """``ObjectRows``: rows of stored objects on their way into the pool, layer by layer.
 
 With the C++ library the rows of a layer are verified and copied in one call. Without it, on a
-device, and for objects that the call does not know, each object is read by ``store.objects``, which
-also says what is wrong with one.
+device, and for objects that the call does not support, ``store.objects`` reads each object and
+reports errors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Plan: TypeAlias = Callable[[int], Mapping[str, TensorPlan]]
 
 
 class ObjectRows:
-    """The rows of ``tokens`` in objects that follow each other, each of which has some of them."""
+    """The rows of ``tokens`` in consecutive objects, each with a part of them."""
 
     def __init__(
         self,
@@ -37,17 +37,19 @@ class ObjectRows:
         tokens: range,
         dropping: Callable[[StoredPiece], AbstractContextManager[None]],
     ) -> None:
-        """``files``: the open objects. ``dropping``: what is entered to read one."""
+        """``files``: the open objects. ``dropping``: context manager around reading an object,
+        which drops a damaged one."""
         self.pieces, self.files, self.dropping = pieces, files, dropping
         self.start = max(pieces[0].start, tokens.start)
-        """The first token that comes."""
+        """The first token whose rows are read."""
         self.parts = [
             range(max(one.start, tokens.start) - one.start, min(one.stop, tokens.stop) - one.start) for one in pieces
         ]
-        """Which rows of each object come."""
+        """The range of rows of each object that is read."""
         self.addresses = np.array([file.address for file in files], dtype=np.int64)
         self.tables: list[tuple[StateFile, int]] = []
-        """An object of each table of tensors, and its tokens. Runs of equal length have one."""
+        """The distinct layouts: an object and its number of tokens. Runs of equal length share a
+        layout."""
         table: list[int] = []
         for piece, file in zip(pieces, files, strict=True):
             count = piece.stop - piece.start
@@ -55,7 +57,7 @@ class ObjectRows:
                 self.tables.append((file, count))
             table.append(len(self.tables) - 1)
         self.table_of = np.array(table)
-        """Which of these each object has."""
+        """Index into ``tables`` of each object."""
         self._runs: tuple[NDArray[np.int64], RowRuns] | None = None
 
     def of(self, layer: int, plan: Plan) -> ObjectLayerRows:
@@ -63,7 +65,7 @@ class ObjectRows:
         return ObjectLayerRows(self, layer, plan)
 
     def runs(self, slots_N: NDArray[np.int64]) -> RowRuns:
-        """Return how all rows go to slots. Layers with the same array of slots share the answer."""
+        """Return the mapping of all rows to slots. Layers with the same array of slots share it."""
         if self._runs is None or self._runs[0] is not slots_N:
             counts, skipped = np.array([(len(part), part.start) for part in self.parts]).T
             self._runs = slots_N, RowRuns.of(counts, skipped, slots_N)
@@ -110,14 +112,14 @@ class ObjectLayerRows:
             assert stored is not None
             if (number := call(stored, runs, target)) < len(self.rows.pieces):
                 piece = self.rows.pieces[number]
-                self.piece(number)  # It says what is damaged.
+                self.piece(number)  # raises the error about the damage
                 with self.rows.dropping(piece):
                     raise Unfit(f"object {piece.key.name} changed while it was read", code="checksum")
         return True
 
     def _stored(self, name: str) -> CheckedPieces | None:
-        """Return the bytes of one tensor of all objects; None where one has not what is planned, or
-        less bytes than the call knows."""
+        """Return the bytes of one tensor of all objects; None if an object deviates from the plan
+        or has fewer bytes than the C++ call supports."""
         full, spans = tensor_name(self.layer, name), list[tuple[int, int]]()
         for file, tokens in self.rows.tables:
             spec, wanted = file.specs.get(full), self.of_tokens(tokens)[name]

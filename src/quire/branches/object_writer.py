@@ -1,4 +1,4 @@
-"""``ObjectWriter``: the thread that writes state to durable tiers, from forks that stay so long."""
+"""``ObjectWriter``: the thread that writes state to tiers, from forks that are kept until then."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from quire.types import SeqId
 logger = logging.getLogger("quire.engine")
 
 LAST_SECONDS = 10.0
-"""Most seconds that the end of the process waits for what is to be written."""
+"""Most seconds that the end of the process waits for pending writes."""
 
 
 @dataclass(slots=True, eq=False)
 class WriteJob:
-    """Objects of one fork, each made when its turn comes."""
+    """Objects of one fork, each serialised when its turn comes."""
 
     seq: SeqId
     objects: Sequence[tuple[ObjectKey, Callable[[], Blob]]]
     durable: bool = True
-    """Whether they go to durable tiers, or else to memory."""
+    """Whether they are written to durable tiers; else to memory."""
     source: SeqId | None = None
-    """A sequence that is copied before it has to go; None: the copy is wanted anyway."""
+    """The sequence of a copy ahead of its eviction; None: the copy does not depend on it."""
     tokens: int = 0
     started: bool = False
     cancelled: bool = False
     nbytes: int = 0
-    """Bytes that were made, in ``seconds``."""
+    """Number of bytes that were serialised, in ``seconds``."""
     seconds: float = 0.0
 
 
@@ -52,14 +52,15 @@ class ObjectWriter:
         end_with_process(self._end_with_process)
 
     def add(self, job: WriteJob) -> None:
-        """Write the objects of a fork, which stays until ``collect`` returns it."""
+        """Write the objects of a fork. The caller keeps the fork until ``collect`` returns the
+        job."""
         with self._changed:
             self._jobs.append(job)
             self._changed.notify_all()
 
     def collect(self, cancel: Callable[[WriteJob], bool] = lambda _: False) -> list[WriteJob]:
-        """Return the jobs whose forks are not needed any more, each once. ``cancel``: end these
-        first, and wait for the object of one that is being made."""
+        """Return the jobs whose forks are not needed any more, each once. ``cancel``: cancel these
+        jobs first, and wait for an object that is being written."""
         with self._changed:
             waiting = [job for job in self._jobs if not job.started and cancel(job)]
             for job in waiting:
@@ -72,12 +73,12 @@ class ObjectWriter:
             return done
 
     def wait(self, timeout: float) -> bool:
-        """Wait until everything has been handed to the store; return whether it has."""
+        """Wait until all jobs are handed to the store; return False on a timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs, timeout)
 
     def close(self) -> None:
-        """Cancel what waits, and end the thread."""
+        """Cancel the pending jobs, and end the thread."""
         with self._changed:
             self._closed = True
             for job in self._jobs:

@@ -1,8 +1,8 @@
-"""The prefix cache: which sequence of the KV state already holds the beginning of a prompt.
+"""The prefix cache: finds a sequence of the KV state that holds the beginning of a prompt.
 
 It keeps a radix tree over token ids for each key (salt and adapters). It knows no pages and no
-tensors: a finished sequence stays in the KV state, a match is a copy-on-write fork of one, an
-eviction removes one. So it serves every kind of state. (SGLang's RadixAttention,
+tensors: a finished sequence stays in the KV state, a match is a copy-on-write fork of a sequence,
+an eviction removes a sequence. So it serves every kind of state. (SGLang's RadixAttention,
 https://arxiv.org/abs/2312.07104, has such a tree over pages; this one is over sequences.)
 
 A sequence is *live* while a request or a session owns it, and *cached* afterwards. Both can be
@@ -28,12 +28,13 @@ from quire.errors import FailedPrecondition, InvalidArgument, NotFound
 from quire.types import SeqId
 
 Reach: TypeAlias = Callable[[SeqId, int], int]
-"""From a sequence and a position to the last position, at most that one, where it can be forked."""
+"""From a sequence and a position to the last position, at most the given one, where it can be
+forked."""
 Lost: TypeAlias = Callable[[Ids, Hashable], None]
-"""Takes tokens and their key, after which no sequence holds all of these tokens any more."""
+"""Called with the tokens of a prefix that no sequence holds completely any more, and their key."""
 
 LOOKED_AT = 8
-"""Least recently used sequences among which an eviction looks for one that saves little."""
+"""Number of least recently used sequences from which an eviction picks one that saves little."""
 LITTLE = 32
 """Tokens; a sequence that saves fewer saves little."""
 
@@ -41,22 +42,21 @@ LITTLE = 32
 class RadixCache:
     """Longest-prefix matching over the sequences of a KV state, with least-recently-used eviction.
 
-    ``key`` is any hashable that separates what may not be shared: adapter fingerprint and salt. The
-    state of matched tokens must depend on these tokens and the key alone.
+    ``key`` is any hashable that separates prefixes that must not be shared: adapter fingerprint and
+    salt. The state of matched tokens must depend on these tokens and the key alone.
 
     Recency is an order of uses (insert, match, finish), not a clock, so equal runs evict equally.
-    The caller applies decisions in the order in which it got them: the fork of a match goes before
-    the removal of what a later ``evict`` returns. Not thread-safe: it belongs to the engine's
-    thread.
+    The caller applies decisions in their order: the fork of a match precedes the removal of the
+    result of a later ``evict``. Not thread-safe: it belongs to the engine's thread.
 
-    ``reach`` is for states that forget. Then a sequence on the path of another is not redundant,
-    for the other may have let go of what it holds: to keep a position, keep a fork there. Without
-    ``reach`` every position of every sequence can be forked.
+    ``reach`` is for states that drop positions. Then a sequence on the path of another is not
+    redundant, because the other may have dropped a position that it holds: to keep a position, keep
+    a fork there. Without ``reach`` every position of every sequence can be forked.
 
-    ``lost`` is told what is forgotten, unless by ``clear``.
+    ``lost`` is called for each prefix that is forgotten, except by ``clear``.
 
-    A match or an insertion compares T tokens once, vectorised, with Python work for each node on
-    the path only (and with ``reach`` for each sequence that holds the matched prefix).
+    A match or an insertion compares T tokens once, vectorised, with Python work only for each node
+    on the path (and with ``reach`` for each sequence that holds the matched prefix).
     """
 
     def __init__(self, reach: Reach | None = None, lost: Lost | None = None) -> None:
@@ -78,7 +78,7 @@ class RadixCache:
 
     @property
     def num_cached(self) -> int:
-        """Return how many sequences ``evict`` could return."""
+        """Number of sequences that ``evict`` could return."""
         return len(self._cached)
 
     def key_of(self, seq: SeqId) -> Hashable:
@@ -86,7 +86,7 @@ class RadixCache:
         return self._entry(seq).key
 
     def length(self, seq: SeqId) -> int:
-        """Return how many tokens ``seq`` holds. ``NotFound`` if it is not in the cache."""
+        """Return the number of tokens of ``seq``. ``NotFound`` if it is not in the cache."""
         return self._entry(seq).node.end
 
     def match(self, tokens: Sequence[int] | NDArray[Any], key: Hashable) -> tuple[SeqId, int] | None:
@@ -101,9 +101,10 @@ class RadixCache:
         return found
 
     def _best(self, node: PrefixNode, length: int, without: SeqId | None = None) -> tuple[SeqId, int]:
-        """Return the sequence with the latest fork in ``length`` tokens to ``node``, and where."""
+        """Return the sequence with the latest possible fork on the way to ``node``, and that
+        position, at most ``length``."""
         if self._reach is None:
-            while not node.sequences:  # all below a matched node hold the prefix, and a leaf has a sequence
+            while not node.sequences:  # all nodes below share the prefix, and each leaf has a sequence
                 node = next(iter(node.children.values()))
             return next(iter(node.sequences)), length
         best, found = -1, 0
@@ -122,14 +123,14 @@ class RadixCache:
         return best, found
 
     def held(self, tokens: Sequence[int] | NDArray[Any], key: Hashable) -> int:
-        """Return how long a prefix of ``tokens [T]`` sequences of this key have computed. Perhaps
-        none of them can be forked there. Counts as no use."""
+        """Return the length of the longest prefix of ``tokens [T]`` that sequences of this key
+        hold. Perhaps none of them can be forked there. Counts as no use."""
         root = self._roots.get(key)
         return 0 if root is None else root.walk(checked_ids(tokens))[1]
 
     def ahead(self, tokens_T: Ids, key: Hashable, count: int) -> tuple[int, Ids]:
-        """Return what ``held`` does, and the next at most ``count`` tokens of one of the sequences
-        that hold so much: none if all of them end there. Counts as no use."""
+        """Return the result of ``held``, and at most ``count`` next tokens of a sequence that holds
+        that prefix: none if all end there. Counts as no use."""
         root = self._roots.get(key)
         if root is None:
             return 0, tokens_T[:0]
@@ -144,15 +145,15 @@ class RadixCache:
         return {seq: age for age, seq in enumerate(self._cached)}
 
     def peek(self, tokens: Sequence[int] | NDArray[Any], key: Hashable) -> int:
-        """Return the length that ``match`` would find. Counts as no use."""
+        """Return the length of the prefix that ``match`` would find. Counts as no use."""
         found = self.find(tokens, key)
         return 0 if found is None else found[1]
 
     def find(
         self, tokens: Sequence[int] | NDArray[Any], key: Hashable, *, without: SeqId | None = None
     ) -> tuple[SeqId, int] | None:
-        """Return what ``match`` would find. Counts as no use. ``without``: a
-        sequence to pass over, which makes a difference for states that forget only."""
+        """Return the result of ``match``, counting no use. ``without``: a sequence to ignore, which
+        matters only with ``reach``."""
         tokens_T, root = checked_ids(tokens), self._roots.get(key)
         node, length = (None, 0) if root is None else root.walk(tokens_T)
         if node is None or length == 0:
@@ -161,8 +162,8 @@ class RadixCache:
         return (seq, length) if length else None
 
     def cached_on(self, tokens: Sequence[int] | NDArray[Any], key: Hashable, beyond: int) -> list[tuple[SeqId, int]]:
-        """Return the cached sequences that hold more than ``beyond`` of ``tokens [T]`` and nothing
-        else, with their lengths."""
+        """Return the cached sequences whose tokens are a prefix of ``tokens [T]`` longer than
+        ``beyond``, with their lengths."""
         root = self._roots.get(key)
         node, length = (None, 0) if root is None else root.walk(checked_ids(tokens))
         found = []
@@ -175,12 +176,12 @@ class RadixCache:
     def insert(
         self, seq: SeqId, tokens: Sequence[int] | NDArray[Any], key: Hashable, *, live: bool = False
     ) -> list[SeqId]:
-        """Note that ``seq`` holds the state of exactly ``tokens [T]``; ``live``: it has an owner.
+        """Record that ``seq`` holds the state of exactly ``tokens [T]``; ``live``: it has an owner.
 
-        A known sequence is extended: ``tokens`` must begin with those it had (they may be equal, to
-        change ``live``). What is new of them is copied. Return the sequences that are forgotten
-        now, for the caller to remove from the KV state: the cached ones that became redundant, and
-        ``seq`` itself if it is not live and others hold all of its tokens, or it has none.
+        A known sequence is extended: ``tokens`` must begin with its tokens (they may be equal, to
+        change ``live``). New tokens are copied. Return the sequences that are forgotten now, for
+        the caller to remove from the KV state: the cached ones that became redundant, and ``seq``
+        itself if it is not live and others hold all of its tokens, or it has none.
         ``InvalidArgument``: malformed tokens. ``AlreadyExists``: a known sequence of another key or
         with other tokens.
         """
@@ -226,20 +227,22 @@ class RadixCache:
         self._move(entry, entry.node.ending_at(length))
 
     def remove(self, seq: SeqId) -> None:
-        """Forget ``seq``, which left the KV state. ``NotFound`` if it is not in the cache."""
+        """Forget ``seq``, which was removed from the KV state. ``NotFound`` if it is not in the
+        cache."""
         self._lose(self._entry(seq))
 
     def evict(self) -> SeqId | None:
-        """Forget and return the ``oldest`` cached sequence, to be removed; None: none."""
+        """Forget and return the ``oldest`` cached sequence, to be removed; None: there is none."""
         if (seq := self.oldest()) is not None:
             self._lose(self._entries[seq])
             self.num_evictions += 1
         return seq
 
     def oldest(self) -> SeqId | None:
-        """Return the least recently used cached sequence; None: none.
+        """Return the least recently used cached sequence; None: there is none.
 
-        With ``reach``, prefer one of the oldest few near the end of which another can be forked.
+        With ``reach``, prefer one of the oldest few whose loss costs little, because another can be
+        forked near its end.
         """
         if not self._cached:
             return None
@@ -256,7 +259,7 @@ class RadixCache:
         return np.concatenate(edges) if edges else np.empty(0, dtype=np.int64)
 
     def edges_of(self, seq: SeqId) -> list[Ids]:
-        """Return the tokens of a sequence in pieces, none of which is ever changed."""
+        """Return the tokens of a sequence in pieces, which are never changed."""
         edges, node = [], self._entry(seq).node
         while node.parent is not None:
             edges.append(node.edge)
@@ -264,12 +267,14 @@ class RadixCache:
         return edges[::-1]
 
     def _loss(self, entry: HeldPrefix) -> int:
-        """Return how many tokens a request for all of them would compute again without it."""
+        """Return the number of tokens that a request for all of them would compute again without
+        it."""
         node = entry.node
         return node.end - self._best(node, node.end, without=entry.seq)[1]
 
     def forget_keys(self, gone: Callable[[Hashable], bool]) -> list[SeqId]:
-        """Forget the cached sequences of keys that are ``gone``; return them, to be removed."""
+        """Forget the cached sequences of keys for which ``gone`` returns True; return them, to be
+        removed."""
         found = [entry for entry in self._cached.values() if gone(entry.key)]
         for entry in found:
             self._lose(entry)
@@ -291,7 +296,7 @@ class RadixCache:
         return entry
 
     def _covered(self, node: PrefixNode, live: bool) -> list[HeldPrefix]:
-        """Return the sequences that one ending at ``node`` makes redundant, if they are cached."""
+        """Return the cached sequences that a sequence ending at ``node`` makes redundant."""
         if self._reach is None:
             return list(node.above())
         return [] if live else list(node.sequences.values())
@@ -303,7 +308,7 @@ class RadixCache:
         if self._reach is None:
             redundant = bool(node.children or others)
         else:
-            # A live sequence goes on, and may let go of what this one keeps.
+            # A live sequence may grow and lose rows of the window that this one still has.
             redundant = any(not other.live for other in others)
         if redundant or node.end == 0:
             self._forget(entry)
@@ -323,7 +328,8 @@ class RadixCache:
         self._prune(old, entry.key)
 
     def _lose(self, entry: HeldPrefix) -> None:
-        """Forget ``entry``, of which no other sequence may hold all tokens."""
+        """Forget ``entry``, and report its tokens to ``lost`` unless another sequence holds them
+        all."""
         node = entry.node
         if self._lost is not None and node.end and not node.children and len(node.sequences) == 1:
             self._lost(entry.tokens, entry.key)
@@ -336,7 +342,8 @@ class RadixCache:
         self._prune(entry.node, entry.key)
 
     def _prune(self, node: PrefixNode, key: Hashable) -> None:
-        """Restore the tree after a sequence left ``node``: a leaf has sequences, or goes."""
+        """Restore the invariant after a sequence left ``node``: remove nodes without sequences
+        below them."""
         if node.parent is not None and not node.sequences and not node.children:
             parent = node.parent
             del parent.children[int(node.edge[0])]

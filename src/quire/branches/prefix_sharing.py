@@ -1,7 +1,7 @@
-"""Equal beginnings of prompts share pages: a fresh cache begins as a fork of a live one.
+"""Sharing of prompt prefixes: a fresh cache begins as a fork of a live one.
 
-Only live caches count, so nothing is kept for its own sake. A match may be partial. What stands at
-a placeholder is recorded by its data, and never equals the id of a token.
+Only live caches count, so nothing is kept for sharing alone. A match may be partial. A placeholder
+is recorded by its data, and never equals the id of a token.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ def shared_rows(
     adapter: int | None,
     positions: Sequence[Ids | None],
 ) -> tuple[list[Row], tuple[int, ...]]:
-    """Return rows for prompts of ``tokens``, and how many of its first tokens each holds.
+    """Return a row for each prompt of ``tokens``, and the number of its first tokens that the row
+    holds.
 
-    These are at most ``limits[i]``, run under ``adapter`` and at ``positions[i]`` (None: at their
-    indices). Call it under the lock.
+    The number is at most ``limits[i]``. The shared tokens ran under ``adapter`` at ``positions[i]``
+    (None: at their indices). Call it under the lock.
     """
     rows: list[Row] = []
     lengths: list[int] = []
@@ -42,8 +43,8 @@ def shared_rows(
 
 
 def _longest(pool: CachePool, ids: Ids, adapter: int | None, places: Ids) -> tuple[Row | None, int]:
-    """Return the row of a live cache that can be forked latest, and the length of the fork. Its
-    tokens up to there are those of ``ids``, ran under ``adapter`` and stand at ``places``."""
+    """Return the row of a live cache with the longest possible fork, and the fork's length. Its
+    tokens equal ``ids`` up to there, ran under ``adapter`` and are at ``places``."""
     best: tuple[Row | None, int] = (None, 0)
     wanted = BASE.then(0, adapter)
     for cache in list(pool.caches.values()):

@@ -12,10 +12,11 @@ from quire.types import SeqId
 
 
 class PrefixNode:
-    """A node: ``edge`` holds the tokens after the parent's, ``end`` counts those from the root on.
+    """A node: ``edge`` holds the tokens after the parent's, ``end`` counts the tokens from the root
+    on.
 
-    Each node owns its edge, for a view of a short prefix would keep a long array alive. So the tree
-    stores each distinct token of its sequences once, in 8 bytes.
+    Each node owns its edge, because a view of a short prefix would keep a long array alive. So the
+    tree stores each distinct token of its sequences once, in 8 bytes.
     """
 
     __slots__ = ("children", "edge", "end", "parent", "sequences")
@@ -31,12 +32,12 @@ class PrefixNode:
 
     @property
     def start(self) -> int:
-        """Return how many tokens come before the edge, from the root on."""
+        """Number of tokens from the root to the beginning of the edge."""
         return self.end - self.edge.size
 
     def walk(self, tokens_T: Ids) -> tuple[PrefixNode, int]:
-        """Descend from this root as far as ``tokens_T`` leads; return the last node and the length.
-        The length may lie inside of the node's edge."""
+        """Descend from this root as far as ``tokens_T`` match; return the last node and the matched
+        length. The length may be inside the node's edge."""
         node, length = self, 0
         while length < tokens_T.size:
             child = node.children.get(int(tokens_T[length]))
@@ -49,14 +50,16 @@ class PrefixNode:
         return node, length
 
     def holder(self, length: int) -> PrefixNode:
-        """Return the node on the way here whose edge holds the token before position ``length``."""
+        """Return the ancestor (or this node) whose edge holds the token before position
+        ``length``."""
         node = self
         while node.parent is not None and length <= node.start:
             node = node.parent
         return node
 
     def ending_at(self, length: int) -> PrefixNode:
-        """Return the node on the way here that ends at ``length``, split off if there is none."""
+        """Return the ancestor that ends at ``length``; an edge is split to make it if there is
+        none."""
         lower = self.holder(length)
         if lower.end == length:
             return lower
@@ -71,7 +74,7 @@ class PrefixNode:
         return upper
 
     def above(self) -> Iterator[HeldPrefix]:
-        """Yield the sequences that end here or on the way here."""
+        """Yield the sequences that end here or at an ancestor."""
         node: PrefixNode | None = self
         while node is not None:
             yield from node.sequences.values()
@@ -86,7 +89,7 @@ class PrefixNode:
             stack.extend(node.children.values())
 
     def check(self, *, forgetful: bool) -> None:
-        """Raise ``QuireError`` if an invariant is broken; ``forgetful``: states forget."""
+        """Raise ``QuireError`` if an invariant is broken; ``forgetful``: states drop positions."""
         for first, child in self.children.items():
             expect(child.parent is self, "children point to their parent")
             expect(child.edge.size > 0 and int(child.edge[0]) == first, "children are found by their first token")
@@ -121,8 +124,8 @@ class HeldPrefix:
         return np.concatenate(edges[::-1])
 
     def require_extended(self, key: Hashable, node: PrefixNode | None, matched: int, length: int) -> None:
-        """Raise ``AlreadyExists`` unless ``matched`` tokens on the way to ``node`` begin with those
-        held here. ``length``: how many tokens are given in all."""
+        """Raise ``AlreadyExists`` unless ``matched`` tokens on the way to ``node`` begin with the
+        tokens held here. ``length``: number of all given tokens."""
         if self.key != key:
             raise AlreadyExists(f"sequence {self.seq} is in the prefix cache under key {self.key!r}, not {key!r}")
         held = self.node.end

@@ -1,7 +1,7 @@
-"""Going back where layers are recurrent: tokens to run again, and the states that a call needs.
+"""Replay for recurrent layers: the tokens to run again, and the states that a call needs.
 
-A recurrent state is kept at some positions only. A call that begins at another one begins on a fork
-at the nearest kept position before it, and runs the row's recorded tokens from there on first.
+A recurrent state is kept at some positions only. A call that begins elsewhere forks the row at the
+nearest kept position before, and first replays the row's recorded tokens from there on.
 
 Letters: n tokens of a row.
 """
@@ -22,10 +22,10 @@ NOTHING: Ids = np.empty(0, dtype=np.int64)
 
 
 def owed_tokens(pool: CachePool, row: Row, start: int, label: str = "") -> Ids:
-    """Return the tokens before ``start`` that must be run on a fork of a row without an open chain.
+    """Return the tokens before ``start`` to replay on a fork of a row without an open chain.
 
-    The fork stands at ``start`` less their number. There are none if nothing is recurrent or the
-    state at ``start`` is kept. ``FailedPrecondition``: they cannot run again (``going_back``).
+    The fork ends at ``start`` minus their number. They are empty if no layer is recurrent or the
+    state at ``start`` is kept. ``FailedPrecondition``: they cannot be replayed (``going_back``).
     """
     if not pool.facts.recurrent_ids or start >= pool.state.sequence_length(row.seq):
         return NOTHING
@@ -36,12 +36,12 @@ def owed_tokens(pool: CachePool, row: Row, start: int, label: str = "") -> Ids:
 def states_needed(
     starts: Sequence[int], forwards: Iterable[Sequence[Piece]], trees: Iterable[Sequence[Piece]] = (), *, interval: int
 ) -> int:
-    """Return the most slots for recurrent states that a call takes beyond those at its beginning.
+    """Return the largest number of state slots that a call takes beyond those at its beginning.
 
     Row i begins at ``starts[i]``; ``forwards`` are of chains, ``trees`` come after them. A forward
-    takes a slot for each row, for each multiple of ``interval`` inside of what the row runs, and
-    for each node of a tree. The state that a row has come from is free after the forward, unless it
-    was there before the call or stands at a multiple.
+    takes a slot for each row, for each multiple of ``interval`` strictly inside the row's new
+    tokens, and for each node of a tree. The state before a row's new tokens is free after the
+    forward, unless it existed before the call or is at a multiple.
     """
     lengths = list(starts)
     own = [False] * len(lengths)

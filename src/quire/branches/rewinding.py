@@ -1,4 +1,4 @@
-"""Cutting and copying caches at any position, with the tokens that must be run again for it."""
+"""Cutting and copying caches at any position, with the replay that it needs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ C = TypeVar("C", bound=CacheRows)
 def truncate(cache: CacheRows, lengths: Sequence[int], operation: Operation) -> None:
     """Keep the first ``lengths[i]`` tokens of row i. Call it under the lock.
 
-    What must be run again is run before it returns, so a row's state is always complete. All rows,
-    or none and the error. A cut inside of a verified chain runs nothing.
+    Tokens to replay are run before it returns, so a row's state is always complete. On an error no
+    row is changed. A cut inside a verified chain runs nothing.
     """
     if tuple(lengths) == cache.lengths:
         return
@@ -59,8 +59,8 @@ def copy_of(cache: C, lengths: Sequence[int], operation: Operation) -> C:
 
 
 def run_owed(cache: CacheRows, owed: Sequence[Ids], runs: Sequence[AdapterRuns], operation: Operation) -> None:
-    """Let the rows go on with ``owed[i]``, each token under the adapter that ``runs[i]`` says. All
-    rows, or none and the error."""
+    """Extend row i by ``owed[i]``, each token under its adapter in ``runs[i]``. On an error no row
+    is changed."""
     pool, origins, counts = cache.pool, cache.lengths, [ids.size for ids in owed]
     parts = extensions(cache, origins, counts)
     for part, history in zip(parts, runs, strict=True):

@@ -1,4 +1,5 @@
-"""``Extension``: a row of a call, where it runs and what it has run, part of a transaction.
+"""``Extension``: a row of a call, its target sequence and its written tokens, part of a
+transaction.
 
 Letters: n tokens of a row.
 """
@@ -36,19 +37,19 @@ class Extension:
     parents: tuple[int, ...] | None = None
     """The parents of its tokens, which run as one tree in one forward; None: a chain."""
     runs: AdapterRuns = BASE
-    """The adapter of each token, of those before ``start`` too, where they must be run again."""
+    """The adapter of each token, also of replayed tokens before ``start``."""
     positions: Ids | None = None
-    """Positions of its tokens, ``[count]``; None: their indices, or as their tree says."""
+    """Positions of its tokens, ``[count]``; None: their indices, or as their tree implies."""
     seq: SeqId = field(init=False)
-    """The sequence it runs on: the row's or a fork of it."""
+    """The sequence that it runs on: the row's or a fork of it."""
     old_seq: SeqId | None = field(init=False)
-    """The sequence that is kept to come back to; None: there is none beside ``seq``."""
+    """The row's former sequence, kept for an undo; None: ``seq`` is the row's."""
     written: list[Ids] = field(default_factory=list)
-    """The ids that ran, as they will be recorded."""
+    """The ids that ran, in recorded form."""
     owed: Ids = field(default_factory=lambda: NOTHING)
-    """The tokens before ``start`` that ``seq`` must be given first."""
+    """The tokens before ``start`` that ``seq`` must replay first."""
     holds_start: bool = False
-    """Whether the recurrent state at ``start`` is kept on ``seq`` for the time of the call."""
+    """Whether the recurrent state at ``start`` is kept on ``seq`` during the call."""
 
     def __post_init__(self) -> None:
         self.seq, self.old_seq = self.row.seq, None
@@ -63,12 +64,13 @@ class Extension:
 
     @property
     def begin(self) -> int:
-        """Return the position at which ``seq`` begins to run, with the tokens that are owed."""
+        """The position at which ``seq`` begins to run, replayed tokens included."""
         return self.start - self.owed.size
 
     @property
     def depth(self) -> int:
-        """Return how many positions the tokens need. A tree needs those of its longest path."""
+        """The number of positions that the tokens need: for a tree the length of its longest
+        path."""
         if self.parents is None:
             return self.count
         return max(len(path_to(self.parents, node)) for node in range(len(self.parents)))
@@ -102,8 +104,8 @@ def extensions(
     adapter: int | None = None,
     positions: Sequence[Ids | None] | None = None,
 ) -> list[Extension]:
-    """Return all rows of a cache, extended under ``adapter`` by chains of tokens. ``positions``: of
-    the tokens; None: behind those before them."""
+    """Return the extensions of all rows of a cache under ``adapter``, as chains of tokens.
+    ``positions``: of the tokens; None: directly after the tokens before."""
     given = [None] * cache.batch_size if positions is None else positions
     return [
         Extension(
@@ -127,10 +129,10 @@ def _positions(row: Row, start: int, count: int, given: Ids | None) -> Ids | Non
 
 
 def placed(row: Row, start: int, given: Sequence[Ids | None], parents: Sequence[int]) -> Ids | None:
-    """Return where the nodes of a tree stand; None: each as the tree says.
+    """Return the positions of the nodes of a tree; None: as the tree implies.
 
-    A node stands where the caller says (``given``, one position for each node), or one behind its
-    parent, of which -1 is the token before ``start``.
+    A node is at its position in ``given`` (one for each node), or one after its parent; parent -1
+    is the token before ``start``.
     """
     found: list[int] = []
     usual: list[int] = []
@@ -157,7 +159,8 @@ def packed(
 
 
 def kept_edits(part: Extension, count: int) -> list[Edit]:
-    """Return the edits that keep ``count`` tokens of what ran, or the path to a tree's node."""
+    """Return the edits that keep the first ``count`` tokens that ran, or a tree's path to node
+    ``count``."""
     if part.parents is not None:
         return [Commit((part.seq,), (count,))] if part.num_written else []
     surplus = part.num_written - count
@@ -165,8 +168,8 @@ def kept_edits(part: Extension, count: int) -> list[Edit]:
 
 
 def require_vocabulary(ids: Ids, vocab_size: int, what: str, *, placeholders: bool = False) -> None:
-    """Raise ``InvalidArgument`` if an id lies outside of 0..V-1. ``placeholders``: negative ones
-    were checked already."""
+    """Raise ``InvalidArgument`` if an id is outside of 0..V-1. ``placeholders``: negative ids are
+    allowed, and were checked already."""
     bad = ids[(ids >= vocab_size) | ((ids < 0) & (not placeholders))]
     if bad.size:
         raise InvalidArgument(f"{what}: token id {int(bad[0])} is outside of 0..{vocab_size - 1}", field=what)

@@ -1,7 +1,8 @@
-"""Image and audio embeddings of a call: which row gets which, and how placeholders are remembered.
+"""Image and audio embeddings of a call: their distribution to rows, and recorded ids of
+placeholders.
 
-The encoder is the caller's. Any decoder takes embeddings of its own width, so a *modality* is what
-an executor is told to take; it refuses others.
+The caller has the encoder. Any decoder takes embeddings of its own width, so a *modality* only
+names a kind of input that an executor was configured to take; it refuses others.
 
 Letters: B batch rows; n tokens, m placeholders of a row; M rows of embeddings; E model width.
 """
@@ -35,14 +36,14 @@ NO_PER_LAYER = "the model adds nothing to its layers' inputs; give embeddings on
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowMedia:
-    """What stands at the negative ids of one row."""
+    """The embeddings at the negative ids of one row."""
 
     embeddings_mE: Tensor
     """In the order of the ids."""
     places: Ids
     """Columns of the negative ids, ascending."""
     blocks: tuple[tuple[int, int], ...] = ()
-    """First and one past the last column of each image whose tokens all see each other."""
+    """First column and one past the last of each image whose tokens all see each other."""
 
     def slice(self, begin: int, end: int) -> Tensor:
         """Return the embeddings of columns ``begin..end - 1``."""
@@ -59,14 +60,14 @@ def check_modalities(modalities: Collection[str]) -> frozenset[str]:
 
 
 def refusal(kind: str) -> str:
-    """Return why an executor without the modality ``kind`` refuses it."""
+    """Return the reason why an executor without the modality ``kind`` refuses it."""
     return f"this executor was made without the modality {kind!r}; give text only"
 
 
 def media_of_rows(
     inputs: ExecutorInputs, tokens: Sequence[Ids], modalities: Collection[str], hidden_size: int
 ) -> list[RowMedia | None]:
-    """Return the embeddings of each row of ids, None for one without placeholders, all checked.
+    """Return the embeddings of each row of ids, None for a row without placeholders, all checked.
 
     ``Unsupported``: a modality that is not taken, per-layer embeddings. ``InvalidArgument``:
     another width, or an end marker without its embedding. Counts were checked when ``inputs`` were
@@ -98,13 +99,13 @@ def media_of_rows(
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return all rows of all parts, in a dtype that holds each."""
+    """Return all rows of all parts, in a dtype that holds all values."""
     dtype = reduce(torch.promote_types, [part.dtype for part in parts])
     return torch.cat([part.to(dtype) for part in parts])
 
 
 def _checked(kind: str, data: VisionData | AudioData, hidden_size: int) -> tuple[Tensor, Tensor | None]:
-    """Return the used rows, wherever they are, and the embedding of the end marker."""
+    """Return the used rows, on their device, and the embedding of the end marker."""
     if data.per_layer_embeddings is not None:
         raise Unsupported(f"{kind} per_layer_embeddings: {NO_PER_LAYER}")
     rows = data.embeddings
@@ -119,8 +120,8 @@ def _checked(kind: str, data: VisionData | AudioData, hidden_size: int) -> tuple
 def _divide(
     all_ME: Tensor, sources: dict[int, tuple[int, bool]], tokens: Sequence[Ids], sees_images: bool
 ) -> list[RowMedia | None]:
-    """Give each row its embeddings. ``sources``: where the embeddings of a negative id begin, and
-    whether each further such id takes the next."""
+    """Give each row its embeddings. ``sources``: by negative id the index of its first embedding,
+    and True if each further such id takes the next one."""
     taken = dict.fromkeys(sources, 0)
     found: list[RowMedia | None] = []
     for ids in tokens:
@@ -149,10 +150,11 @@ def image_blocks(ids: Ids) -> tuple[tuple[int, int], ...]:
 
 
 def recorded_ids(ids: Ids, media: RowMedia | None) -> Ids:
-    """Return the ids as a cache keeps them: at a placeholder, below -4 and made from its data.
+    """Return the ids in recorded form: the id of a placeholder is below -4 and computed from its
+    data.
 
     So equal records mean equal state, and a placeholder matches only the same data under the same
-    rule. A token of an image that it sees as a whole gets a number made from the whole image.
+    rule. If the tokens of an image see all of it, each id is computed from the whole image.
     """
     if media is None:
         return ids

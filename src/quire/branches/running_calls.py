@@ -1,4 +1,4 @@
-"""The running calls of an executor: their names, how they are cancelled, and their time."""
+"""The running calls of an executor: names, cancellation and time."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from quire.interrupts import check
 
 
 class Operation:
-    """One running call. Its flag dies with it, so a cancel never reaches the next call."""
+    """One running call. Its flag belongs to it alone, so a cancel never reaches the next call."""
 
     def __init__(self, verb: str) -> None:
         self.verb = verb
         self.num_sequences = 0
-        """Sequences of its present forward; 0 before the first."""
+        """Number of sequences of its present forward; 0 before the first."""
         self._cancelled = False
 
     def cancel(self) -> None:
         self._cancelled = True
 
     def check(self) -> None:
-        """Raise ``Cancelled`` if it was cancelled. Signals take effect here. Asked before each
+        """Raise ``Cancelled`` if it was cancelled. Signals take effect here. Called before each
         forward and before each sampled token."""
         check()
         if self._cancelled:
@@ -36,8 +36,8 @@ class Operation:
 
 
 class Operations:
-    """The calls inside of an executor, those that wait for its lock included. It has a lock of its
-    own that is held for an instant only, so that ``cancel`` never waits for a running call."""
+    """The calls inside an executor, including those that wait for its lock. Its own lock is held
+    only briefly, so ``cancel`` never waits for a running call."""
 
     def __init__(self) -> None:
         self._lock: Any = threading.Lock()
@@ -59,7 +59,7 @@ class Operations:
                 self._running.discard(operation)
 
     def cancel(self) -> None:
-        """Flag every call that is inside at this moment."""
+        """Cancel every call that is inside at this moment."""
         with self._lock:
             for operation in self._running:
                 operation.cancel()
@@ -70,7 +70,7 @@ class Operations:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are run now."""
+        """Number of sequences that are running now."""
         with self._lock:
             return sum(operation.num_sequences for operation in self._running)
 

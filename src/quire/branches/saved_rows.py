@@ -1,8 +1,8 @@
 """Rows of state files, checked: the one reader of both kinds, ``session`` and ``kv_cache``.
 
 A session is one sequence whose last tokens may not be computed yet. A KV cache has a sequence of
-computed tokens for each row. What a reader asks beyond that (a window, room, known tokens) it
-checks itself.
+computed tokens for each row. Further conditions (a window, room, known tokens) are checked by the
+callers.
 """
 
 from __future__ import annotations
@@ -28,54 +28,54 @@ from quire.types import BASE, AdapterRuns
 
 KV_CACHE = "kv_cache"
 KV_CACHE_WITH_POSITIONS = "kv_cache_with_positions"
-"""Another kind: a reader that does not know of positions would go on at wrong ones."""
+"""A separate kind, because a reader that ignores positions would continue at wrong ones."""
 NO_POSITIONS = "has tokens at positions that are not their indices, and those of a session stand at their indices"
 SESSION = "session"
 
 
 def other_eviction(window: Window) -> str:
-    """Return, in words, why no session can have a row's window."""
+    """Return, in words, the reason why no session can have a row's window."""
     return f"lets go of tokens by {window.eviction!r}; a session does by 'token'"
 
 
 def row_prefix(row: int) -> str:
-    """Return how the names of a row's tensors begin; those of a session have no prefix."""
+    """Return the prefix of the names of a row's tensors; tensors of a session have none."""
     return f"row.{row}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRow:
-    """What a file holds of one row, checked."""
+    """One row of a file, checked."""
 
     sequence: dict[str, Any] | None
-    """Its metadata; None: nothing of it was computed."""
+    """Its metadata; None: no token of it was computed."""
     prefix: str
-    """Of the names of its tensors."""
+    """Prefix of the names of its tensors."""
     ids: Ids | None
-    """All token ids; None where the writer did not know them."""
+    """All token ids; None if the writer did not know them."""
     positions: Ids | None
-    """Where they stand; None: at their indices."""
+    """Positions of the tokens; None: their indices."""
     window: Window | None
     runs: AdapterRuns
     origin: Origin
 
     @property
     def length(self) -> int:
-        """Tokens whose state the file has."""
+        """Number of tokens with state in the file."""
         return 0 if self.sequence is None else int(self.sequence["length"])
 
     @property
     def total(self) -> int:
-        """All tokens: those with state, and those behind them, which a session computes later."""
+        """Number of all tokens, including those after the state, which a session computes later."""
         return self.length if self.ids is None else self.ids.size
 
     @property
     def owed(self) -> Ids:
-        """Tokens without state in the file."""
+        """Token ids without state in the file."""
         return np.empty(0, dtype=np.int64) if self.ids is None else self.ids[self.length :]
 
     def fill(self, branch: Branch, count: int) -> None:
-        """Let a branch have the first ``count`` tokens, of which nothing is computed yet."""
+        """Set the branch's history to the first ``count`` tokens; ``computed`` stays 0."""
         branch.tokens = TokenHistory(np.full(count, UNKNOWN) if self.ids is None else self.ids[:count])
         branch.runs, branch.window, branch.origin = self.runs, self.window, self.origin.cut(self.length)
 
@@ -126,7 +126,7 @@ def read_rows(
 
 
 def window_of(metadata: Mapping[str, Any]) -> Window | None:
-    """Return the window of a session's file; ``DataLoss`` for what is none."""
+    """Return the window of a session's file; ``DataLoss`` for a malformed one."""
     match metadata.get("window"):
         case None:
             return None
@@ -137,7 +137,7 @@ def window_of(metadata: Mapping[str, Any]) -> Window | None:
 
 
 def _as_cache(session: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a session's metadata as those of a KV cache of one row. A row without a sequence is
+    """Return a session's metadata in the form of a KV cache of one row. A row without a sequence is
     None, and ``tokens`` may be longer than ``lengths``: the rest has no state in the file."""
     sequence, tokens, window = session["sequence"], session["tokens"], window_of(session)
     length = 0 if sequence is None else sequence["length"]
@@ -160,7 +160,8 @@ def _as_cache(session: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_names(file: StateFile, prefixes: Sequence[str], checked: Mapping[int, Mapping[str, Any] | None]) -> None:
-    """Refuse tensors that no row has. Those of rows that were not ``checked`` are not looked at."""
+    """Raise ``InvalidArgument`` for tensors that no row has. Tensors of rows outside of ``checked``
+    are ignored."""
     expected = {name for row, one in checked.items() if one for name in sequencefile.tensor_names(one, prefixes[row])}
     others = tuple(prefix for row, prefix in enumerate(prefixes) if row not in checked)
     if surplus := sorted(name for name in file.names if name not in expected and not name.startswith(others)):
@@ -209,7 +210,8 @@ def _inexact_from(found: Mapping[str, Any], row: int, length: int) -> int | None
 
 
 def _ids(listed: list[int] | None, length: int, vocab_size: int, *, owed: bool) -> Ids | None:
-    """Return a row's ids, None where they are not known. ``owed``: of more than ``length``, too."""
+    """Return a row's ids; None if they are not known. ``owed``: more than ``length`` are
+    allowed."""
     if listed is None:
         return None
     if len(listed) != length and not (owed and len(listed) > length):
@@ -252,11 +254,11 @@ def _listed(found: Mapping[str, Any], name: str, count: int) -> list[Any]:
 
 
 def _of_row(found: Mapping[str, Any], name: str, row: int, otherwise: Any) -> Any:
-    """Return a row's entry in a list by rows; ``otherwise`` where it is empty or missing."""
+    """Return a row's entry in a list by rows; ``otherwise`` if the list is empty or missing."""
     return _listed(found, name, found["batch_size"])[row] if found.get(name) else otherwise
 
 
 def load_row(state: ModelState, seq: int, file: StateFile, row: SavedRow) -> None:
-    """Make ``seq`` of a row with state. ``ResourceExhausted`` without room."""
+    """Import a row with state as sequence ``seq``. ``ResourceExhausted`` without room."""
     assert row.sequence is not None
     sequencefile.load(state, seq, file, row.sequence, row.prefix)

@@ -1,9 +1,9 @@
 """KV caches as bytes: writes and reads state files of kind ``kv_cache``, and reads ``session``.
 
-A file has one sequence for each row under the prefix ``row.<b>.``, and what the rows are: model,
-adapters, dtype, capacity, lengths, token ids. Where tokens stand at other positions than their
-indices, the file is of another kind and lists the positions: a reader that knows nothing of them
-would go on at wrong ones.
+A file has one sequence for each row under the prefix ``row.<b>.``, and describes the rows: model,
+adapters, dtype, capacity, lengths, token ids. If tokens are at other positions than their indices,
+the file is of another kind and lists the positions: a reader that does not know them would continue
+at wrong ones.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def dump(cache: CacheRows) -> bytes:
 
 
 def load(cache: CacheRows, data: bytes | bytearray | memoryview, *, convert_dtype: bool, operation: Operation) -> None:
-    """Load a file into a cache, as ``KVCacheInterface.load``; run tokens that have no state in it.
+    """Load a file into a cache, as ``KVCacheInterface.load``; run tokens without state in the file.
 
     Call it under the lock.
     """
@@ -90,7 +90,8 @@ def load(cache: CacheRows, data: bytes | bytearray | memoryview, *, convert_dtyp
 
 
 def _run_owed(cache: CacheRows, fresh: list[Row], saved: Sequence[SavedRow], operation: Operation) -> None:
-    """Give the cache these rows, with what is owed to them; if that fails, it stays as it was."""
+    """Replace the cache's rows by ``fresh``, after running their missing tokens; on an error the
+    cache is unchanged."""
     loaded = CacheRows(cache.pool, fresh, capacity=cache.pool.max_model_len, dynamic=False)
     try:
         run_owed(loaded, [row.owed for row in saved], [row.runs for row in saved], operation)
@@ -127,7 +128,8 @@ def _check(cache: CacheRows, file: StateFile, convert_dtype: bool) -> list[Saved
 
 
 def _import_rows(cache: CacheRows, file: StateFile, saved: Sequence[SavedRow]) -> list[Row]:
-    """Return a file's rows as new sequences, without what they are owed; all rows, or none."""
+    """Return a file's rows as new sequences, without the tokens to replay; on an error none is
+    left."""
     pool = cache.pool
     pages = sum(pages_for(row.length, pool.page_size) for row in saved)
     states = sum(1 + len(row.sequence["kept_recurrent_positions"]) for row in saved if row.sequence is not None)

@@ -1,4 +1,4 @@
-"""Recurrent states that are kept only to save work, and go when slots are short."""
+"""Recurrent states that are kept only to save work, and are dropped when slots are short."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ class SpareStateOwner(Protocol):
     last_access: float | None
 
     def give_up_states(self) -> int:
-        """Let go of recurrent states that only save work; return their number."""
+        """Drop recurrent states that only save work; return their number."""
         ...
 
 
 def is_roomy(state: ModelState, slots: int) -> bool:
-    """Return whether ``slots`` states more may only save work: half of the free slots may."""
+    """Return True if ``slots`` more states may be kept to save work: they may take half of the free
+    slots."""
     return bool(state.recurrent_ids) and 2 * slots <= state.num_free_states
 
 
 def are_short(state: ModelState) -> bool:
-    """Return whether a call lacks slots for states rather than pages. So it is if at most half of
-    the slots can be had, or more than half of each layer class's pages."""
+    """Return True if a call lacks slots for states rather than pages: at most half of the slots are
+    free, or more than half of the pages of each layer class."""
     if not state.recurrent_ids:
         return False
     *free, (slots, size) = zip(state.free_pages(), state.pool_sizes(), strict=True)
@@ -36,7 +37,7 @@ def are_short(state: ModelState) -> bool:
 
 def mark(runner: Runner, seq: SeqId, old: int | None, *, always: bool = False) -> int | None:
     """Keep the present recurrent state of a sequence, if there is room or ``always``, in place of
-    the one at ``old``. Return the position of the state that is kept now; None: none is."""
+    the state at ``old``. Return the position of the state that is kept now; None: none is."""
     state = runner.state
     if not state.recurrent_ids:
         return None
@@ -52,13 +53,13 @@ def mark(runner: Runner, seq: SeqId, old: int | None, *, always: bool = False) -
 
 
 def by_last_access(savers: Iterable[SpareStateOwner]) -> Iterator[SpareStateOwner]:
-    """Return the savers, the one that was not used for longest first."""
+    """Return the savers, the least recently used first."""
     return iter(sorted(savers, key=lambda saver: saver.last_access or 0.0))
 
 
 def give_up(savers: Iterator[SpareStateOwner], wanted: int) -> int:
-    """Let the next savers let go of their states until ``wanted`` are gone; return their number.
-    Fewer slots may become free: other sequences may hold some of the states, too."""
+    """Let the next savers drop their states until ``wanted`` are gone; return their number. Fewer
+    slots may become free, because other sequences may hold some of the states too."""
     found = 0
     while found < wanted and (saver := next(savers, None)) is not None:
         found += saver.give_up_states()

@@ -1,4 +1,7 @@
-"""``StateKeys``: the keys of one engine's state in stores, by what it depends on."""
+"""``StateKeys``: the keys of one engine's state in stores.
+
+Keys and contents name everything that the state depends on: model, layout, tokens, adapters, salt.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ from quire.store.keys import Chain, StoredPiece, root_key
 from quire.store.objects import Contents
 
 ROOTS = 1024
-"""Salts whose roots are kept."""
+"""Most salts whose roots are kept."""
 
 
 class StateKeys:
-    """The keys of histories and of chunks, and what their objects must be of."""
+    """The keys of histories and of chunks, and the expected contents of their objects."""
 
     def __init__(self, runner: Runner, identity: ModelIdentity | None) -> None:
-        """``identity`` None: what is kept serves this process only. Its digest of the weights reads
-        all of them."""
+        """``identity`` None: keys are for this process only. The identity's digest of the weights
+        reads all of them."""
         self.runner = runner
         self._identity = identity
         self._layout: ObjectLayout | None = None
@@ -36,8 +39,8 @@ class StateKeys:
 
     @property
     def layout(self) -> ObjectLayout:
-        """Return the layout of this state's objects. The first call makes it, and reads the fields
-        of the model that keys depend on."""
+        """The layout of this state's objects. The first access makes it, and reads the fields of
+        the model that keys depend on."""
         if self._layout is None:
             own = {"architecture": "", "config": "", "weights": secrets.token_hex(16)}
             self._model = own if self._identity is None else self._identity.fields()
@@ -56,18 +59,19 @@ class StateKeys:
         return Chain.of(self._roots[name], ids_T, runs, layout.chunk)
 
     def chunk_keys(self, salt: Hashable, adapter: str | None, lead: Sequence[int]) -> ChunkKeys:
-        """Return the keys of chunks for prompts with a salt, under the adapter of a fingerprint."""
-        _ = self.layout  # says which model this is
+        """Return the keys of chunks for prompts with a salt, under the adapter with fingerprint
+        ``adapter``."""
+        _ = self.layout  # computing the layout also sets the model's identity
         of_model = (self._model, self._layout_hash, str(getattr(self.runner.model, "dtype", "")))
         return ChunkKeys.of(*of_model, salt, adapter=adapter, lead=lead, private=is_private(salt))
 
     def _chain_of(self, branch: Branch, length: int) -> Chain:
         runs = fingerprint_runs(branch.runs, lambda one: self.runner.adapters.get(one).fingerprint)
-        # What a session's window has let go of makes its state another one.
+        # A session's window changes its state, so the window is part of the key.
         salt = branch.salt if branch.window is None else (branch.salt, branch.window.size, branch.window.sink)
         return self.chain(branch.tokens.ids[:length].copy(), runs, salt)
 
     def _contents(self, chain: Chain, piece: StoredPiece) -> Contents:
-        """Return what an object must be of."""
+        """Return the expected contents of an object."""
         tokens, adapters = chain.between(piece.stop - piece.key.count, piece.stop)
         return Contents(self._model, self._layout_hash, tokens, adapters)

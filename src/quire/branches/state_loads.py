@@ -1,8 +1,8 @@
-"""``StateLoad``: state on its way from a store into a sequence, layer by layer, on a thread.
+"""``StateLoad``: loading state from a store into a sequence, layer by layer, on a thread.
 
-The sequence counts from the start, so that a forward may run behind it: before each block it waits
-for that layer. So reading the next layers overlaps with computing. Whatever does not
-come, or does not fit, ends the load; the tokens are computed then.
+The sequence counts as computed from the start, so that a forward may run after it: before each
+block it waits for that layer. So reading the next layers overlaps with computing. A missing or
+unfit object ends the load; the tokens are then computed.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from quire.types import SeqId
 logger = logging.getLogger("quire.engine")
 
 GET_SECONDS = 30.0
-"""How long an object may take to come."""
+"""Most seconds to wait for an object."""
 LOOK_SECONDS = 0.02
-"""How often a load that waits for an object looks whether it is to end."""
+"""Seconds between checks for the end of a load while it waits for an object."""
 
 
 class LoadFailed(QuireError):
-    """State did not come back from a store. The tokens are computed again."""
+    """State could not be loaded from a store. The tokens are computed again."""
 
 
 class StateLoad:
-    """One sequence that is filled. ``StateLoader`` runs it."""
+    """The load of one sequence. ``StateLoader`` runs it."""
 
     def __init__(
         self,
@@ -61,49 +61,49 @@ class StateLoad:
         stops: Sequence[StoredPiece],
         contents: Callable[[StoredPiece], Contents],
     ) -> None:
-        """Describe the load of ``rows`` behind the first ``shared`` of ``length`` tokens, and of
+        """Describe the load of ``rows`` after the first ``shared`` of ``length`` tokens, and of
         ``stops``, the last of which is at ``length``. ``seq`` is being imported, and published."""
         self.seq = seq
         self.shared = shared
         self.count = length - shared
-        """Tokens that come."""
+        """Number of tokens to load."""
         self.nbytes: dict[str, int] = {}
-        """Bytes by tier, once it has ended."""
+        """Loaded bytes by tier, once the load has ended."""
         self.seconds = 0.0
         self.error: QuireError | None = None
         self.miss = Miss.DAMAGED
-        """Why it failed, if it did."""
+        """The reason of a failure, valid if it failed."""
         self._state, self._layout, self._store = state, layout, store
         self._rows, self._stops, self._contents = rows, stops, contents
         self._length = length
         self._runs: ObjectRows | None = None
-        """What is written of ``rows``, while they are open; None: nothing."""
+        """The rows being written, while their files are open; None: none."""
         self._arrived: set[int] = set()
-        """Layers that are there."""
+        """Ids of the layers that are complete."""
         self._changed = threading.Condition()
         self.is_near = False
-        """Whether all objects are here, so that no other machine is waited for any more."""
+        """Whether all objects are local, so that no other machine is waited for any more."""
         self._started = self._stopped = self._ended = False
 
     @property
     def ended(self) -> bool:
-        """Return whether the load is over: all is there, or it has failed."""
+        """Return True if the load is over, with success or failure."""
         return self._ended
 
     def wait(self, layer: int) -> None:
-        """Wait until a layer is there. Raise ``LoadFailed``."""
+        """Wait until a layer is complete. Raise ``LoadFailed``."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or layer in self._arrived)
             if self.error is not None:
                 raise LoadFailed(str(self.error))
 
     def wait_until_near(self, seconds: float) -> None:
-        """Wait until all objects are here, or the load is over, at most so long."""
+        """Wait until all objects are local or the load is over, at most ``seconds``."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_near or self._ended, seconds)
 
     def end(self) -> None:
-        """End the load, at once unless all layers are there, and wait until nothing is written into
+        """End the load, at once unless all layers are complete, and wait until nothing writes into
         the sequence any more."""
         with self._changed:
             self._stopped = True
@@ -125,7 +125,7 @@ class StateLoad:
         except BaseException as error:
             logger.exception("a load failed")
             self.error = LoadFailed(f"{type(error).__name__}: {error}")
-        self._runs = None  # The objects may go.
+        self._runs = None  # frees the loaded objects
         with self._changed:
             self.seconds = time.perf_counter() - started
             self._ended = True
@@ -161,7 +161,8 @@ class StateLoad:
                 self._changed.notify_all()
 
     def _fetched(self, answer: Future[Found | None]) -> Found | None:
-        """Wait for an object, unless the load is ended; None if it does not come in time."""
+        """Wait for an object; None if it does not arrive in time. Raises ``LoadFailed`` if the load
+        is ended."""
         for _ in range(int(GET_SECONDS / LOOK_SECONDS)):
             self._check()
             if wait([answer], LOOK_SECONDS).done:
@@ -189,7 +190,7 @@ class StateLoad:
 
     @contextmanager
     def _dropping(self, piece: StoredPiece) -> Iterator[None]:
-        """Drop an object that does not fit."""
+        """Drop an object from its tier if it turns out to be unfit."""
         try:
             yield
         except Unfit as error:
@@ -225,7 +226,7 @@ class StateLoad:
 
 
 class WholeLoad(StateLoad):
-    """The load of one object that holds all of a sequence with a window."""
+    """The load of a sequence with a window, from its single object."""
 
     def __init__(self, *given: Any, plans: Mapping[int, Mapping[str, TensorPlan]], **named: Any) -> None:
         super().__init__(*given, shared=0, rows=(), **named)
@@ -247,11 +248,11 @@ class StateLoader:
         end_with_process(self.close)
 
     def add(self, loading: StateLoad) -> None:
-        """Run a load when those before it have ended."""
+        """Queue a load."""
         self._waiting.put(loading)
 
     def close(self) -> None:
-        """End when those that wait have been run."""
+        """End the thread after all queued loads."""
         self._waiting.put(None)
         self._thread.join()
 

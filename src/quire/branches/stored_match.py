@@ -1,4 +1,5 @@
-"""What tiers have of a history: objects under its keys become a match. No torch."""
+"""Matching a history with the contents of tiers: from objects under its keys to a match. No
+torch."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ if TYPE_CHECKING:
     from quire.branches.object_layout import ObjectLayout
 
 Listing: TypeAlias = Sequence[Mapping[ObjectKey, str]]
-"""The objects under each boundary of a chain, and the nearest tier of each."""
+"""The objects under each boundary of a chain, each with its nearest tier."""
 
 
 @dataclass(slots=True)
 class Question:
-    """The question what tiers have of a history."""
+    """A query for the objects of a history in the tiers."""
 
     chain: Chain
     answer: Future[list[dict[ObjectKey, str]]]
     held: int | None = None
-    """Tokens that tiers had when this was first asked for; None: it was not."""
+    """Number of tokens in the tiers, computed once by ``Tier.held``; None: not yet."""
 
     @property
     def is_answered(self) -> bool:
@@ -34,18 +35,18 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What tiers have of a history."""
+    """The stored objects from which a sequence of ``length`` tokens can be loaded."""
 
     length: int
-    """Tokens at which a sequence can go on."""
+    """Number of tokens after which the sequence can continue."""
     rows: tuple[StoredPiece, ...]
     """Runs, adjacent from 0 on."""
     stops: tuple[StoredPiece, ...]
-    """Stops before ``length``, and last the one there; none where the model needs none."""
+    """Stops before ``length``, and last the one at ``length``; empty if the model needs none."""
     tiers: Mapping[ObjectKey, str]
 
     def tokens(self, computed: int) -> dict[str, int]:
-        """Return the tokens behind the first ``computed``, by tier."""
+        """Return the number of tokens after the first ``computed``, by tier."""
         if not self.rows:
             return {self.tiers[self.stops[-1].key]: self.length - computed}
         found: dict[str, int] = {}
@@ -55,7 +56,7 @@ class Match:
         return found
 
     def nbytes(self, layout: ObjectLayout, computed: int) -> dict[str, int]:
-        """Return the bytes of what lies behind the first ``computed`` tokens, by tier."""
+        """Return the bytes of the objects after the first ``computed`` tokens, by tier."""
         found: dict[str, int] = {}
         for piece in (*(one for one in self.rows if one.stop > computed), *self.stops[-1:]):
             found[self.tiers[piece.key]] = found.get(self.tiers[piece.key], 0) + layout.nbytes(piece.start, piece.stop)
@@ -65,10 +66,10 @@ class Match:
 def find_match(
     question: Question, layout: ObjectLayout, memory: MemoryTier | None, limit: int, *, whole: bool = False
 ) -> Match | None:
-    """Return the longest stored beginning of at most ``limit`` tokens; None: there is none.
+    """Return the longest stored prefix of at most ``limit`` tokens; None: there is none.
 
-    ``memory``: looked into again, for what was given up since the question was asked. ``whole``: of
-    a sequence with a window, which is one object.
+    ``memory``: searched again, for objects that were saved since the query. ``whole``: for a
+    sequence with a window, which is one object.
     """
     chain = question.chain
     listing = [dict(one) for one in question.answer.result()]
@@ -89,7 +90,7 @@ def find_match(
 
 
 def _rows(chain: Chain, listing: Listing) -> list[StoredPiece]:
-    """Return the longest row of adjacent runs from 0 on."""
+    """Return the longest series of adjacent runs from 0 on."""
     found: list[StoredPiece] = []
     for index, under in enumerate(listing):
         start = index * chain.chunk

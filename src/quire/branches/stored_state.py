@@ -1,8 +1,9 @@
-"""``StoredState``: the tier over a store. State is found there by tokens (``docs/store.md``).
+"""``StoredState``: the tier over a store, which finds state by tokens (``docs/store.md``).
 
-A branch's objects are the rows of its runs of tokens and the stops on the way. ``save`` copies out
-what the pool is about to lose, ``keep`` lets a thread write what durable tiers lack, ``ask`` and
-``bring`` find how much of a history is somewhere and load it. The caller has the engine's lock.
+A branch's objects are the rows of its runs of tokens and the stops on the way. ``save`` copies
+state out before the pool evicts it, ``keep`` writes on a thread the objects that durable tiers
+lack, ``ask`` and ``bring`` find and load the stored part of a history. The caller holds the
+engine's lock.
 
 Letters: T tokens of a history.
 """
@@ -46,19 +47,19 @@ logger = logging.getLogger("quire.engine")
 
 Plans: TypeAlias = Mapping[int, Mapping[str, TensorPlan]]
 LOOK_SECONDS = 0.25
-"""How long a prompt waits for the tiers to say what they have."""
+"""Most seconds that a prompt waits for the tiers to list their objects."""
 WHOLE_SECONDS = 2.0
-"""How long the object of a session with a window may take to come. Nothing runs meanwhile."""
+"""Most seconds to wait for the object of a session with a window. Nothing runs meanwhile."""
 LEAST = 32
-"""Tokens that tiers must have beyond the pool to be worth a load."""
+"""Least number of tokens that tiers must have beyond the pool for a load."""
 
 
 class StoredState(StateKeys):
     """See the module. ``store`` None: nothing is kept outside of the pool."""
 
     def __init__(self, runner: Runner, store: Store | None = None, identity: ModelIdentity | None = None) -> None:
-        """Make a tier; ``identity`` None: what is kept serves this process only."""
-        # What outlives the process needs the digest of the weights, and nothing else does.
+        """Make a tier; ``identity`` None: keys are for this process only."""
+        # Only keys that outlive the process need the digest of the weights.
         super().__init__(runner, identity if store is not None and store.is_durable else None)
         self.store = store
         self.costs = MoveCosts()
@@ -67,15 +68,15 @@ class StoredState(StateKeys):
         self.is_worth: Callable[[float, dict[str, int]], bool] = self.costs.is_worth
         self._writer: ObjectWriter | None = None
         self.forks: set[SeqId] = set()
-        """Sequences that stay until their state is written."""
+        """Forks that are kept until their state is written."""
         self.ahead: dict[SeqId, int] = {}
         self._loader: StateLoader | None = None
         self._loads: dict[SeqId, StateLoad] = {}
         self.open: Collection[SeqId] = self._loads.keys()
 
     def _is_kept(self, branch: Branch) -> bool:
-        """Return whether a branch's state may be found by its tokens. Of one that is exact in part
-        nothing is: what came before was kept when it was all there was."""
+        """Return True if a branch's state may be found by its tokens. A branch that is exact in
+        part is not stored; its exact part was stored before it became inexact."""
         return self.store is not None and branch.origin.exact and not branch.modified and not self.layout.refusal
 
     # -- writing -----------------------------------------------------------------------------------
@@ -109,7 +110,7 @@ class StoredState(StateKeys):
                 return True
             nbytes = sum(self.layout.nbytes(one.start, one.stop) for one in wanted)
             tokens = sum(one.stop - one.start for one in wanted) or length
-            # It goes out and comes back.
+            # Twice the bytes: out to memory and back.
             if not self.is_worth(tokens, {TO_MEMORY: 2 * nbytes}):
                 self.metrics.declined.inc()
                 return False
@@ -129,7 +130,7 @@ class StoredState(StateKeys):
     def _write(
         self, seq: SeqId, chain: Chain, wanted: Sequence[StoredPiece], *, whole: bool = False, **job: Any
     ) -> None:
-        """Let a thread write objects of a sequence, from a fork. ``job``: of ``WriteJob``."""
+        """Write objects of a sequence on a thread, from a fork. ``job``: fields of ``WriteJob``."""
         assert self.store is not None
         fork = self._fork(seq)
         try:
@@ -144,7 +145,8 @@ class StoredState(StateKeys):
     def _missing(
         self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False, durable: bool = False
     ) -> list[StoredPiece]:
-        """Return the objects of a sequence that no tier is known to have, or no ``durable`` one."""
+        """Return the objects of a sequence that no tier is known to have; ``durable``: no durable
+        tier."""
         found, store = self.layout.pieces(seq, chain, again=again, whole=whole), self.store
         assert store is not None
         found = [one for one in found if not store.known(one.key)]
@@ -156,8 +158,8 @@ class StoredState(StateKeys):
     def _makers(
         self, seq: SeqId, chain: Chain, pieces: Sequence[StoredPiece], *, whole: bool
     ) -> dict[ObjectKey, Callable[[], bytes]]:
-        """Return what makes the bytes of each object of a sequence, in any thread, as long as the
-        sequence stays as it is. ``whole``: it has a window, and one object of all that it holds."""
+        """Return functions that serialise each object of a sequence to bytes, safe on any thread
+        while the sequence does not change. ``whole``: it has a window, and a single object."""
         export = self.runner.state.open_export(seq)
         if not whole:
             return {one.key: partial(self._pack, chain, one, export) for one in pieces}
@@ -165,7 +167,7 @@ class StoredState(StateKeys):
         return {one.key: partial(self._pack_whole, chain, one, export, *described) for one in pieces}
 
     def _described(self, seq: SeqId) -> tuple[dict[str, Any], Plans]:
-        """Return what an import needs to know of a sequence with a window, and its tensors."""
+        """Return the import metadata of a sequence with a window, and the plan of its tensors."""
         state = self.runner.state
         sequence = state.get_checkpoint_metadata(seq, checksums=False)
         del sequence["groups"]
@@ -188,7 +190,7 @@ class StoredState(StateKeys):
         sequence: Mapping[str, Any],
         plan: Plans,
     ) -> bytes:
-        """Return the bytes of all that a sequence with a window holds. Any thread may call."""
+        """Return the bytes of the object of a sequence with a window. Any thread may call."""
         return pack(piece.key, self._contents(chain, piece), plan, self.layout.whole(export, plan), sequence=sequence)
 
     def keep(self, branch: Branch, *, again: bool = False) -> None:
@@ -215,9 +217,9 @@ class StoredState(StateKeys):
             logger.exception("the state of %d tokens is not written", branch.computed)
 
     def described(self, branch: Branch) -> tuple[StateNames, Mapping[ObjectKey, Callable[[], bytes]], SeqId | None]:
-        """Return the names of the objects of what a branch has computed, what makes each in any
-        thread, and the fork that they are made from, which the caller removes. The branch's tokens
-        give its state, and ``store`` is durable."""
+        """Plan the objects that store a branch. Return their names, a function per object that
+        serialises it (safe on any thread), and the forked sequence that they read (None without
+        objects). The caller removes the fork. The state must be exact and ``store`` durable."""
         seq, layout, chain = branch.seq, self.layout, self._chain_of(branch, branch.computed)
         names = StateNames(root=chain.boundaries[0].hex(), chunk=chain.chunk, length=branch.computed)
         if seq is None or branch.computed < self.least:
@@ -233,13 +235,14 @@ class StoredState(StateKeys):
         return replace(names, row_bytes=layout.row_bytes, stops=stops), makers, fork
 
     def _fork(self, seq: SeqId) -> SeqId:
-        """Return a fork of a sequence, which nothing gives up."""
+        """Return a fork of a sequence, which is never given up."""
         fork = self.runner.new_seq()
         self.runner.execute(Step(edits=(Fork(seq, fork, -1),)))
         return fork
 
     def _bury(self, cancel: Callable[[WriteJob], bool] = lambda _: False) -> bool:
-        """Remove the forks of what was written, and of jobs to ``cancel``."""
+        """Remove the forks of finished jobs, and of jobs to ``cancel``. Return False if there were
+        none."""
         done = [] if self._writer is None else self._writer.collect(cancel)
         for job in done:
             self.runner.execute(Step(edits=(Remove(job.seq),)))
@@ -258,7 +261,7 @@ class StoredState(StateKeys):
         return self._bury() or self._bury(cancel=self._holds_pages)
 
     def _holds_pages(self, job: WriteJob) -> bool:
-        """Return whether a job's fork may hold what its source does not hold."""
+        """Return True if a job's fork may hold pages or states that its source does not hold."""
         state, seq = self.runner.state, job.source
         return seq not in self.ahead or bool(state.recurrent_ids) or state.sequence_length(seq) != self.ahead[seq]
 
@@ -308,7 +311,7 @@ class StoredState(StateKeys):
             begin = self._begin if branch.window is None else self._begin_whole
             loading = begin(branch, match, question.chain)
         except ResourceExhausted:
-            # Stored state takes more pages than a part of it.
+            # The import needs more pages than recomputing a part would.
             return Brought()
         except Exception as error:
             logger.warning("stored state of %d tokens is not used: %s", match.length, error)
@@ -323,12 +326,13 @@ class StoredState(StateKeys):
         return Brought(match.tokens(loading.shared))
 
     def _begin(self, branch: Branch, match: Match, chain: Chain) -> StateLoad:
-        """Make a sequence that waits for its rows. It shares the pages of what is computed."""
+        """Make a sequence that waits for its rows. It shares the complete pages that are
+        computed."""
         state, layout = self.runner.state, self.layout
         shared = (
             branch.computed - branch.computed % state.page_size if layout.row_layers and branch.seq is not None else 0
         )
-        # The present state and the next forward take a slot each.
+        # The loaded state and the next forward need one slot each.
         room = max(0, state.num_available_states - 2) if layout.recurrent_layers else 0
         earlier = match.stops[:-1][-room:] if room else ()
         stops = (*earlier, *match.stops[-1:])
@@ -358,7 +362,7 @@ class StoredState(StateKeys):
             raise
 
     def _begin_whole(self, branch: Branch, match: Match, chain: Chain) -> StateLoad:
-        """Do the same for a sequence with a window, which its object describes."""
+        """As ``_begin``, for a sequence with a window, which its object describes."""
         state, piece, store = self.runner.state, match.stops[-1], self.store
         assert store is not None
         try:
@@ -392,7 +396,7 @@ class StoredState(StateKeys):
         return loading is not None and loading.is_near and not loading.ended
 
     def wait_for_news(self, seconds: float) -> None:
-        """Wait until some load is near or over, at most so long. Needs no lock."""
+        """Wait until the first load is local or over, at most ``seconds``. Needs no lock."""
         if (loading := next(iter(list(self._loads.values())), None)) is not None:
             loading.wait_until_near(seconds)
 
@@ -408,7 +412,7 @@ class StoredState(StateKeys):
         if loading is None:
             return Miss.NONE
         loading.end()
-        length, branch.seq, branch.computed = branch.computed, None, 0  # it is exact: tiers keep no other
+        length, branch.seq, branch.computed = branch.computed, None, 0  # the load was exact: tiers hold no other state
         try:
             if loading.error is None:
                 self.runner.state.finish_import(loading.seq)
@@ -444,17 +448,17 @@ class StoredState(StateKeys):
         return self.metrics.snapshot() | ({} if self.store is None else self.store.snapshot())
 
     def forget(self) -> None:
-        """Forget what memory keeps. Durable tiers keep theirs."""
+        """Clear the memory tier. Durable tiers keep their objects."""
         if self.store is not None and self.store.memory is not None:
             self._bury(cancel=lambda job: not job.durable)
             self.store.memory.clear_now()
 
     def collect(self) -> list[MetricFamily]:
-        """Return its metrics and the store's, as families."""
+        """Return the metrics of the tier and of its store, as families."""
         return self.metrics.collect() + ([] if self.store is None else self.store.collect())
 
     def flush(self, timeout: float) -> bool:
-        """Wait until what was to be kept is durable; return whether it is. Call it without the
+        """Wait until all pending writes are durable; return False on a timeout. Call it without the
         lock."""
         until = time.monotonic() + timeout
         if self.store is None:
@@ -464,7 +468,7 @@ class StoredState(StateKeys):
         )
 
     def close(self) -> None:
-        """End the threads. The caller has the lock. What has not been written is lost."""
+        """End the threads; pending writes are lost. The caller holds the lock."""
         for seq in list(self._loads):
             self.drop(seq)
         if self._loader is not None:

@@ -1,7 +1,7 @@
-"""``Tier``: where the state of branches may be outside of the pool. No torch.
+"""``Tier``: storage of branches' state outside of the pool. No torch.
 
-State is found by tokens, so nothing belongs to a branch there: what is gone is run again. The
-caller has the runner's lock. ``quire.branches.stored_state`` is the tier over a store.
+State is found by tokens, so no branch owns it there; missing state is computed again. The caller
+holds the runner's lock. ``quire.branches.stored_state`` is the tier over a store.
 """
 
 from __future__ import annotations
@@ -19,90 +19,92 @@ from quire.types import SeqId
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What a tier brings."""
+    """The result of ``Tier.bring``."""
 
     by_tier: Mapping[str, int] = field(default_factory=dict)
-    """Tokens by the kind of tier that they come from."""
+    """Number of tokens by the kind of their tier."""
     miss: Miss = Miss.NONE
-    """Why it brings none of the ``length`` tokens that are kept."""
+    """The reason why none of the ``length`` stored tokens is loaded."""
     length: int = 0
 
 
 class Tier(Protocol):
-    """Keeps copies of states, and brings them back."""
+    """Keeps copies of states, and loads them again."""
 
     open: Collection[SeqId]
-    """The sequences whose state comes, or has come, and was not settled."""
+    """The sequences with a load that is running, or has ended without ``settle``."""
     ahead: dict[SeqId, int]
-    """The sequences that were saved ahead, and their tokens then. Others note them here."""
+    """The sequences that were saved ahead of an eviction, with their lengths then. Callers write
+    it."""
     forks: set[SeqId]
-    """The copies that stay until they are written, or until ``relieve`` gives them back."""
+    """The forks that are kept until they are written, or until ``relieve`` gives them up."""
 
     def save(self, branch: Branch) -> bool:
         """Copy out the state that a branch is about to lose, if that is worth it and fits. Return
-        whether it can be had again."""
+        True if it can be loaded again."""
         ...
 
     def save_prefix(
         self, seq: SeqId, ids_T: Ids, runs: FingerprintRuns, salt: Hashable, *, ahead: bool = False
     ) -> bool:
-        """Do what ``save`` does for a sequence of the prefix cache. ``ahead``: begin to do so in
-        the background, for one that may go soon."""
+        """As ``save``, for a sequence of the prefix cache. ``ahead``: copy in the background,
+        because it may be evicted soon."""
         ...
 
     def keep(self, branch: Branch, *, again: bool = False) -> None:
         """Write a branch's state to durable tiers, if there are any, in the background. ``again``:
-        the same tokens may be asked for, so that the last one runs again."""
+        prompts may consist of the same tokens, so that the last one runs again."""
         ...
 
     def ask(self, branch: Branch) -> Any:
-        """Ask what is kept of a branch's tokens; return the question, or None if there is none."""
+        """Query the tiers for a branch's tokens; return the query, or None if nothing can be
+        stored."""
         ...
 
     def bring(self, branch: Branch, question: Any, limit: int) -> Brought:
-        """Begin to bring back at most ``limit`` tokens, if more are kept than are computed and that
-        beats running them. Then ``seq`` is another one, of ``computed`` tokens, behind whose last
-        one a forward may run if it waits for each layer."""
+        """Begin to load at most ``limit`` tokens, if the tiers have more than are computed and
+        loading beats computing. Then the branch has another ``seq``, of ``computed`` tokens; a
+        forward may run after it if it waits for each layer."""
         ...
 
     def held(self, question: Any, limit: int) -> int:
-        """Return how many of at most ``limit`` tokens are kept, as far as a question is answered.
-        It is found once for each question."""
+        """Return the number of stored tokens, at most ``limit``; 0 until the query is answered. It
+        is computed once for each query."""
         ...
 
     def is_near(self, seq: SeqId | None) -> bool:
-        """Return whether some of a sequence's state is coming and waits for no other machine, so
-        that a forward may follow it."""
+        """Return True if a load of the sequence is running and all its objects are local, so that a
+        forward may follow it."""
         ...
 
     def is_coming(self, seq: SeqId | None) -> bool:
-        """Return whether some of a sequence's state has still to come."""
+        """Return True if a load of the sequence is still running."""
         ...
 
     def wait(self, seqs: Collection[SeqId], layer: int) -> None:
-        """Wait until a layer of these sequences has come. ``LoadFailed`` if it did not."""
+        """Wait until a layer of these sequences is complete. ``LoadFailed`` if the load failed."""
         ...
 
     def settle(self, branch: Branch) -> Miss:
-        """End what came for a branch. Return why it did not come whole, if so: its sequence is then
-        gone, and nothing of it is computed."""
+        """End the load of a branch. On a failure return its reason; then the branch has no
+        sequence, and ``computed`` is 0."""
         ...
 
     def drop(self, seq: SeqId) -> None:
-        """Let nothing more come for a sequence that is about to be removed."""
+        """End the load of a sequence that is about to be removed."""
         ...
 
     def reach(self, branch: Branch, length: int) -> int:
-        """Return how many of a branch's first ``length`` tokens could be brought back."""
+        """Return the number of a branch's first ``length`` tokens that could be loaded."""
         ...
 
     def relieve(self) -> bool:
-        """Give back pages that wait to be written; return whether there were any."""
+        """Give up forks that wait to be written; return False if there were none."""
         ...
 
     def ran(self, num_tokens: int, num_chunks: int, seconds: float, *, waited: bool) -> None:
-        """Note what a step took, by which ``save`` and ``bring`` decide. ``waited``: its results
-        were waited for, so that a device is not still busy with it."""
+        """Record the time of a step, by which ``save`` and ``bring`` decide. ``waited``: its
+        results were waited for, so that the device is not still busy with it."""
         ...
 
     def snapshot(self) -> dict[str, float]:

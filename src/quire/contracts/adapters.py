@@ -84,7 +84,7 @@ class AddProducts(Protocol):
     """The term of one linear map in one forward."""
 
     def __call__(self, y_TO: Tensor, x_TI: Tensor) -> None:
-        """Add ``x A^T B^T`` to the rows of y that are under adapters; leave other rows as they are.
+        """Add ``x A^T B^T`` to the rows of y that are under adapters; leave other rows unchanged.
         Sums are in float32 and rounded once."""
 
 
@@ -94,10 +94,11 @@ class LowRankKernel(Protocol):
     name: str
 
     def refusal(self, dtype: torch.dtype, device: torch.device) -> str:
-        """Return why the kernel cannot run on such tensors; "" if it can."""
+        """Return the reason why the kernel cannot run on such tensors; "" if it can."""
 
     def plan(self, members: Sequence[RankedRows]) -> Any:
-        """Return what all maps of a forward share. ``members`` names the rows and rank rows."""
+        """Return a plan that all maps of a forward share. ``members``: the rows and rank rows of
+        the adapters."""
 
     def bind(self, plan: Any, pieces: Sequence[RankPiece]) -> AddProducts:
         """Return one map's term, valid until the pieces move; A, B in the model's dtype."""

@@ -1,6 +1,6 @@
 """Attention over pages: planned once for a forward, run for every layer.
 
-A KV state hands a ``ForwardPlan`` to an ``AttentionBackend``. The backend prepares index tensors,
+A KV state gives a ``ForwardPlan`` to an ``AttentionBackend``. The backend prepares index tensors,
 masks and workspaces from it. ``run`` is then called with the tensors of each layer. A KV state
 knows no kernel, and a kernel knows no sequence.
 
@@ -50,8 +50,8 @@ class ForwardPlan:
     """A ragged batch over one layer class: entry i has ``counts[i]`` queries, ``keys[i]`` keys.
 
     The queries are the entry's new tokens, or some of them (``OpenPass.narrow``): then their
-    positions have gaps, and the keys are those of all its tokens, also behind the last query. A
-    query at position q sees the keys at positions 0..q, or those that the entry's rule allows.
+    positions have gaps, and the keys are those of all its tokens, also after the last query. A
+    query at position q sees the keys at positions 0..q, or the keys that the entry's rule allows.
     Windows then hide some of them:
 
     * ``lows``: row t does not see positions below ``lows[t]``, except those of its sink.
@@ -62,9 +62,9 @@ class ForwardPlan:
     So the *window part* is attended with ``q_THD``, the *sink part* with ``q_sink_THD``; both
     merge.
 
-    Rows that no query of the entry sees may hold anything, even NaN, if they lie behind the sink,
-    where evicted rows share the sink's last page. Elsewhere an unseen row of a visible page is
-    finite, or its sequence holds NaN itself.
+    Rows that no query of the entry sees are undefined, even NaN, if they are after the sink, where
+    evicted rows share the sink's last page. Elsewhere an unseen row of a visible page is finite, or
+    its sequence holds NaN itself.
     """
 
     page_size: int
@@ -82,7 +82,7 @@ class ForwardPlan:
     rules: tuple[KeyRule | None, ...]
     """One for each entry; None: positions decide."""
     lows: NDArray[np.int64] | None = None
-    """``[T]``; None: nothing is hidden."""
+    """``[T]``; None: no key is hidden."""
     sinks: NDArray[np.int64] | None = None
     """``[T, 2]``; None: no row has a sink part."""
     device: torch.device
@@ -97,7 +97,7 @@ class ForwardPlan:
 
     @property
     def plain(self) -> bool:
-        """Return whether the order of positions alone decides what each query sees."""
+        """Return True if the order of positions alone decides what each query sees."""
         return self.lows is None and self.sinks is None and not any(self.rules)
 
 
@@ -116,11 +116,12 @@ class AttentionBackend(Protocol):
     name: str
 
     def refusal(self, spec: LayerSpec, device: torch.device) -> str:
-        """Return why this backend cannot run such a layer on that device; "" if it can."""
+        """Return the reason why this backend cannot run such a layer on that device; "" if it
+        can."""
         ...
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
-        """Return whether kernels run such a layer without forming the weights of all keys."""
+        """Return True if kernels run such a layer without forming the weights of all keys."""
         ...
 
     def plan(self, plan: ForwardPlan, dtype: torch.dtype) -> Any:
@@ -139,16 +140,16 @@ class AttentionBackend(Protocol):
         q_sink_THD: Tensor | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Return attention of the new tokens over all keys that the plan lets them see.
+        """Return attention of the new tokens over all keys that are visible by the plan.
 
         The result is ``[T, Hq, Dv]``, fresh, contiguous, in the dtype of q; 0 for a row that sees
         no key. ``q [T, Hq, Dk]`` is rotated. ``q_sink`` is the same query at relative positions,
         given if and only if the plan has sinks. ``k_SHD [S, Hkv, Dk]`` and ``v_SHD [S, Hkv, Dv]``
         are the pool, which already holds the new rows. ``new`` is K and V of the queries' own
         tokens, ``[T, Hkv, Dk]`` and ``[T, Hkv, Dv]``, so that a prompt need not be gathered: the
-        last ``counts[i]`` addresses of each entry whose positions end there without a gap. None
-        if the keys are not those of the new tokens.
-        ``sinks_H`` (float32 ``[Hq]``) are learned logits that join the softmax without a value.
+        last ``counts[i]`` addresses of each entry whose positions end there without a gap. None if
+        the keys are not those of the new tokens. ``sinks_H`` (float32 ``[Hq]``) are learned logits
+        that join the softmax without a value.
         """
         ...
 

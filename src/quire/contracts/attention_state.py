@@ -114,13 +114,13 @@ class AttentionVerbs(Protocol):
         mask: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Rotate, store K and V of the new tokens, attend over all they may see: ``[N, Hq, Dv]``.
+        """Rotate, store K and V of the new tokens, attend over all visible tokens: ``[N, Hq, Dv]``.
 
-        Layers ``full`` and ``window``. ``qkv``, in the model's dtype, is flat
-        ``[N, Hq*Dk + Hkv*Dk + Hkv*Dv]``, or if Dk = Dv also ``[N, Hq + 2*Hkv, D]`` (Q, K, V heads).
-        ``mask``: bool, flat, entry by entry row-major ``[n_i, length after]``, true = attend. Its
-        columns are positions, then tree nodes in order of appending. It replaces the causal and
-        tree rule (bidirectional image blocks); windows and eviction still apply.
+        Layers ``full`` and ``window``. ``qkv``, in the model's dtype, is flat ``[N, Hq*Dk + Hkv*Dk
+        + Hkv*Dv]``, or if Dk = Dv also ``[N, Hq + 2*Hkv, D]`` (Q, K, V heads). ``mask``: bool,
+        flat, entry by entry row-major ``[n_i, length after]``, true = attend. Its columns are
+        positions, then tree nodes in order of appending. It replaces the causal and tree rule
+        (bidirectional image blocks); windows and eviction still apply.
         """
 
     def append_kv(self, layer_id: int, k: Tensor, v: Tensor) -> None:
@@ -183,8 +183,8 @@ class AttentionVerbs(Protocol):
     ) -> Tensor:
         """Attend over K and V of ``source_layer_id`` with that layer's window: ``[N, Hq, Dv]``.
 
-        Stores nothing. K and V of the new tokens are the given ones (both or none), else those that
-        the source layer stored in this forward. ``FailedPrecondition``: neither given nor stored.
+        Stores nothing. K and V of the new tokens are the given ones (both or none), else the source
+        layer's from this forward. ``FailedPrecondition``: neither given nor stored.
         """
 
     def merge_attn_output_inplace(self, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:

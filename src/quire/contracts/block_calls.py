@@ -1,4 +1,4 @@
-"""Whole decoder blocks as one call, and what a model is given to run on its machine.
+"""Whole decoder blocks as one call, and the kernels that a model is given for its machine.
 
 Letters: as in ``contracts.rows``; C columns of all heads; V vocabulary; N positions.
 """
@@ -21,12 +21,12 @@ from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowK
 
 
 class AttentionParts(NamedTuple):
-    """What a call over a block needs for its attention: two structures of the kernel's."""
+    """The attention of a call over a block: two structures of the kernel."""
 
     layer: int
-    """Address of what one layer of a KV state is made of."""
+    """Address of the structure of one layer of a KV state."""
     forward: int
-    """Address of what the layers of its class have in common in one forward."""
+    """Address of the structure that the layers of a class share in one forward."""
 
 
 class StackParts(NamedTuple):
@@ -37,16 +37,16 @@ class StackParts(NamedTuple):
 
 
 class DecodeForwards(Protocol):
-    """The structure of forwards of decodes, which keeps its place: one new token of each of a few
+    """The structure of decode forwards, at a fixed address: one new token of each of a few
     sequences, which sees all tokens up to itself, or those in the layers' window."""
 
     place: int
-    """Its address, as long as this object lives."""
+    """Its address, valid while this object lives."""
 
     def plan(self, lengths: Sequence[int], tables: Sequence[NDArray[np.int32]], turns_N2R: Tensor | None) -> bool:
-        """Let it be of this forward. ``lengths``: tokens of each sequence before; ``tables``: its
-        pages, that of the new token last; ``turns_N2R``: float32 cos and sin by position, also of
-        the new tokens; None: nothing turns. False: it is not for so many sequences or keys."""
+        """Refill it for this forward. ``lengths``: tokens of each sequence before; ``tables``: its
+        pages, the new token's last; ``turns_N2R``: float32 cos and sin by position, also of the new
+        tokens; None: nothing is rotated. Return False for too many sequences or keys."""
 
 
 @runtime_checkable
@@ -62,14 +62,14 @@ class PartsBackend(Protocol):
         sinks_H: Tensor | None,
         norms: HeadNormWeights | None,
     ) -> Any:
-        """Return a layer's structure, whose address is ``place``; None if it cannot be called so.
-        It holds what it points to."""
+        """Return a layer's structure, whose address is ``place``; None if the layer cannot be
+        called in this way. It keeps its memory alive."""
 
     def forward_part(
         self, prepared: Any, num_heads: int, k_SHD: Tensor, v_SHD: Tensor, rotation: Rotation | None, slots_T: Tensor
     ) -> Any:
-        """Return the structure of a forward for layers of such shapes, likewise. ``prepared``: what
-        ``AttentionBackend.plan`` has made."""
+        """Return the structure of a forward for layers of such shapes, likewise. ``prepared``: from
+        ``AttentionBackend.plan``."""
 
     def decode_forwards(
         self, num_heads: int, k_SHD: Tensor, v_SHD: Tensor, window: int | None, page_size: int, rope: RopeSpec | None
@@ -86,10 +86,10 @@ class NormWeight(NamedTuple):
 
 
 class ModelEnds(NamedTuple):
-    """What makes a model of blocks."""
+    """The parts of a model besides its blocks."""
 
     table_VE: Tensor | None
-    """Rows of tokens; None: those of the head's weights."""
+    """Rows by token id; None: the head's weights."""
     norm: NormWeight
     head: LinearMap
 
@@ -100,14 +100,14 @@ class RowLogits(NamedTuple):
     logits_TV: Tensor
     """float32, fresh"""
     first: list[int]
-    """Place of each row's first maximum; -1 if it is not finite (``ops.logit_edits.FAILED``)."""
+    """Position of each row's first maximum; -1 if it is not finite (``ops.logit_edits.FAILED``)."""
 
 
 class BlockTail(Protocol):
     """The end of a decoder block, from the heads of attention on, as one call."""
 
     def takes(self, x_TE: Tensor) -> bool:
-        """Return whether the call is for such rows. Others are for the parts one by one."""
+        """Return True if the call supports such rows. For others run the parts one by one."""
 
     def __call__(self, heads_TC: Tensor, x_TE: Tensor) -> Tensor:
         """Return a fresh ``h + down(gated(gate_up(norm(h))))`` with ``h = x + out(heads)``. Each
@@ -118,7 +118,7 @@ class WholeBlock(Protocol):
     """A decoder block as one call."""
 
     def takes(self, x_TE: Tensor) -> bool:
-        """Return whether the call is for such rows. Others are for the parts one by one."""
+        """Return True if the call supports such rows. For others run the parts one by one."""
 
     def __call__(self, x_TE: Tensor, attention: AttentionParts) -> Tensor:
         """Return a fresh result of the block's end over the heads ``attention(qkv(norm(x)))``, and
@@ -130,23 +130,25 @@ class BlockStack(Protocol):
     """Whole blocks that run one after the other as one call."""
 
     dtype: torch.dtype
-    """Of the rows."""
+    """Dtype of the rows."""
     most_tokens: int
-    """Of a call of ``model``; 0: there is no such call."""
+    """Most tokens of a call of ``model``; 0: there is no such call."""
 
     def takes(self, x_TE: Tensor) -> bool:
-        """Return whether the call is for such rows."""
+        """Return True if the call supports such rows."""
 
     def __call__(self, x_TE: Tensor, attention: StackParts) -> Tensor:
-        """Return a fresh result of the last block; ``attention`` is of all, in their order."""
+        """Return a fresh result of the last block; ``attention`` is for all blocks, in their
+        order."""
 
     def model(self, tokens: NDArray[np.int64], attention: StackParts) -> RowLogits:
-        """Return what the blocks and their ``ModelEnds`` make of tokens. Each number is the same to
-        the bit as from the parts one by one. ``IndexError``: a token that there is not."""
+        """Return the logits of a whole model of the blocks and their ``ModelEnds``. Each number is
+        the same to the bit as from the parts one by one. ``IndexError``: a token outside of the
+        vocabulary."""
 
 
 class BlockKernel(Protocol):
-    """Joins the parts of a block. None: it does not know such parts."""
+    """Joins the parts of a block. Methods return None for unsupported parts."""
 
     def tail(
         self, out: LinearMap, norm: NormWeight, gate_up: LinearMap, down: LinearMap, activation: ActivationName
@@ -157,27 +159,28 @@ class BlockKernel(Protocol):
         """Return a block with this end as one call."""
 
     def stack(self, blocks: Sequence[WholeBlock], ends: ModelEnds | None) -> BlockStack | None:
-        """Return blocks that follow each other as one call, if possible a model with ``ends``."""
+        """Return consecutive blocks as one call, if possible including a model's ``ends``."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """What the layers of a model are given for the machine that they run on."""
+    """The kernels that the layers of a model use on their machine."""
 
     rows: RowKernels | None = None
     """None: PyTorch's operations."""
     linear: LinearKernel | None = None
     """None: PyTorch's products, with oneDNN's packed weights where these are faster."""
     quantization: Quantization | None = None
-    """Form of the weights of linear maps, of which ``linear`` has the products; None: a form that
-    loses nothing. With "int4" the head has 8 bits, with "fp8" it stays as it is."""
+    """Form of the weights of linear maps, for which ``linear`` has the products; None: a lossless
+    form. With "int4" the head has 8 bits, with "fp8" it stays unquantised."""
 
     blocks: BlockKernel | None = None
     """None: the parts of a block run one by one."""
     read: Callable[[Tensor], Tensor] | None = None
-    """Returns the values of a weight, which may still be in a file. None: it has them itself."""
+    """Returns the values of a weight, which may still be in a file. None: the weight has them
+    itself."""
 
     def of_head(self) -> LayerKernels:
-        """Return the same for the map to logits, whose error nothing behind it evens out."""
+        """Return the kernels for the map to logits, whose error no later layer evens out."""
         found: Quantization | None = "int8" if self.quantization in ("int8", "int4") else None
         return replace(self, quantization=found)

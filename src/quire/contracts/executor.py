@@ -15,7 +15,7 @@ Rules for every verb:
   matters.
 * **Check, then change.** Wrong or unsupported calls are refused before compute and change nothing:
   no length, page, adapter, generator or counter. After an error during compute, lengths are as
-  before; pages that the call took go back; a cache that it made is freed. A call for several
+  before; pages that the call took are freed; a cache that it made is freed. A call for several
   sequences succeeds for all or changes none.
 * **Tokens and tensors.** Ids are int32 or int64 in [0, V). Logits are float32, on the executor's
   device. Inputs are never mutated; results belong to the caller.
@@ -109,7 +109,7 @@ class ExecutorBase(Protocol):
         ``assets`` is the path of a directory that PEFT saved, or of the weights in it, with the
         configuration beside them. Or it is one whole adapter by path, open file, bytes or stream: a
         zip archive of such a directory, or a safetensors file with the text of
-        ``adapter_config.json`` as ``adapter_config`` in its metadata. That is read into memory, at
+        ``adapter_config.json`` as ``adapter_config`` in its metadata. It is read into memory, at
         most 2 GiB; nothing is written or executed.
 
         The executor chooses ids >= 0, unique for its life, never reused; two loads of one file give
@@ -119,12 +119,12 @@ class ExecutorBase(Protocol):
         ``CheckpointError``: rank, shapes, target modules, base model, unknown tensors, damaged
         bytes, another form, or too long; all checked before anything changes. ``InvalidArgument``:
         a file or stream without bytes. ``NotFound``: no such directory. ``Unsupported``: a model
-        that cannot run adapters, an adapter that needs what is not computed. ``ResourceExhausted``:
-        a rank beyond what one forward can hold, or the memory for loaded adapters is full.
+        that cannot run adapters, an adapter with an unsupported computation. ``ResourceExhausted``:
+        a rank beyond the limit of one forward, or the memory for loaded adapters is full.
         """
 
     def unload_lora(self, lora_id: int) -> None:
-        """Forget an adapter, after the calls that use it.
+        """Unload an adapter, after the calls that use it.
 
         Caches made under it stay usable; only running their tokens again is refused
         (``truncate_kv``). ``NotFound``: unknown or unloaded already. ``FailedPrecondition``: a
@@ -135,9 +135,9 @@ class ExecutorBase(Protocol):
         """Cancel the operations that are in progress on this executor at this moment.
 
         Callable from any thread, idempotent, best effort; never waits. The flag belongs to a
-        running operation and dies with it. With none in progress nothing happens, not to the next
-        call either. The flag is checked before each prefill chunk and each sampled token; the
-        cancelled call raises ``Cancelled``.
+        running operation alone. With none in progress nothing happens, not to the next call either.
+        The flag is checked before each prefill chunk and each sampled token; the cancelled call
+        raises ``Cancelled``.
         """
 
 
@@ -252,9 +252,9 @@ class ModelExecutor(ExecutorBase, Protocol):
         """
 
     def commit_path(self, handle: CacheHandle) -> CacheHandle:
-        """(ours) Keep the path of a verified tree that ends in ``handle``; forget other nodes.
+        """(ours) Keep the path of a verified tree that ends in ``handle``; drop other nodes.
 
-        Equal to having decoded the path: it replaces the cache's tokens behind the tree's start.
+        Equal to having decoded the path: it replaces the cache's tokens after the tree's start.
         Returns the handle of the new content. ``InvalidArgument``: the handle ends in no tree or is
         stale.
         """
@@ -263,15 +263,15 @@ class ModelExecutor(ExecutorBase, Protocol):
         """Keep exactly the first ``new_len`` tokens; return the shortened handle.
 
         Counts from the *cache's* length; any valid handle will do; equal is a no-op. Pages wholly
-        beyond go back; shared ones are not touched. Recurrent layers go back to the nearest kept
-        state and run the tokens after it again, at once; ``ExecutorMetrics.replayed_tokens`` counts
+        beyond are freed; shared ones are not touched. Recurrent layers return to the nearest kept
+        state and replay the tokens after it, at once; ``ExecutorMetrics.replayed_tokens`` counts
         them. Within the tokens of the last ``forward_verify`` every state is kept while there is
-        room. Older handles of length <= new_len stay good; longer ones are stale.
+        room. Older handles of length <= new_len stay valid; longer ones are stale.
 
         ``InvalidArgument``: new_len negative or beyond the cache's length, foreign handle.
         ``NotFound``: released. ``FailedPrecondition``, as for every rewind: the replay lacks a
         checkpoint or token record, or its adapter was unloaded; or a window has evicted tokens that
-        a continuation there would need. ``ResourceExhausted``: room to run tokens again.
+        a continuation there would need. ``ResourceExhausted``: room for the replay.
         """
 
     def speculative_decode(
@@ -314,7 +314,7 @@ class ModelExecutor(ExecutorBase, Protocol):
         """Free a sequence; shared pages survive. Never raises; unknown ids do nothing."""
 
     def capabilities(self) -> ExecutorCapabilities:
-        """Return what this model can do on this device, and the rule table of refusals. In any
+        """Return this model's abilities on this device, and the rule table of refusals. In any
         state. The first call on an open executor with room for two tokens measures activation
         memory."""
 
@@ -334,9 +334,10 @@ class ModelExecutor(ExecutorBase, Protocol):
         """Cancel or finish running calls and free everything. Idempotent and terminal."""
 
     def supports_batch_size(self, batch_size: int, sequence_length: int = 1) -> bool:
-        """Return whether so many new sequences of so many tokens can run now. Gives nothing up.
-        True if ``batch_size`` is 1..``max_batch_size``, if pages and states suffice that are free
-        or would be given up, and if a decode's measured activations fit the free memory."""
+        """Return True if ``batch_size`` new sequences of ``sequence_length`` tokens can run now.
+        Gives nothing up. True if ``batch_size`` is 1..``max_batch_size``, if pages and states
+        suffice that are free or would be given up, and if a decode's measured activations fit the
+        free memory."""
 
     def optimal_batch_size(self, sequence_length: int = 1) -> int:
         """Return the best batch now: the largest supported, or ``warmup``'s throughput knee."""
@@ -361,17 +362,17 @@ class ExecutorFactory(Protocol[ConfigT]):
 
 
 class ExecutorRegistry(Protocol):
-    """Executors by name. The registry holds them and does not own them: it shuts none down."""
+    """Executors by name. The registry references them and does not own them: it shuts none down."""
 
     def register(self, name: str, executor: ModelExecutor) -> ModelExecutor:
-        """Keep and return ``executor``. ``AlreadyExists``: a taken name. ``InvalidArgument``: an
+        """Store and return ``executor``. ``AlreadyExists``: a taken name. ``InvalidArgument``: an
         empty one."""
 
     def get(self, name: str) -> ModelExecutor | None:
         """Return the executor, or None for an unknown name."""
 
     def remove(self, name: str) -> ModelExecutor | None:
-        """Forget and return the executor, not shut down, or None for an unknown name."""
+        """Remove and return the executor, not shut down, or None for an unknown name."""
 
     def list_names(self) -> list[str]:
         """Return all registered names, sorted, in a fresh list."""

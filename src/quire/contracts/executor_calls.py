@@ -29,15 +29,15 @@ CacheLike: TypeAlias = CacheHandle | KVCacheInterface
 @checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _ModelInput:
-    """Tokens of rows, and what is wanted besides logits."""
+    """Tokens of rows, and the wanted outputs besides logits."""
 
     input_ids: Tensor
     """int32 or int64 ``[B, S]``; ``[B]`` is one token per row."""
     position_ids: Tensor | None = None
     """int32 or int64, shaped as ``input_ids``: positions for rotation; token order decides
-    visibility. None: each token is one behind its predecessor, the first of a sequence at 0. The
-    row keeps given positions. Positions that differ from the running count are ``Unsupported``,
-    never ignored, with a window, a recurrent layer or a model that uses the index."""
+    visibility. None: each token is one after its predecessor, the first of a sequence at 0. The row
+    keeps given positions. Positions that differ from the running count are ``Unsupported``, never
+    ignored, with a window, a recurrent layer or a model that uses the index."""
     output_hidden_states: bool = False
     output_attentions: bool = False
     adapter: int | None = None
@@ -77,7 +77,7 @@ class PrefillInput(_ModelInput):
 
     attention_mask: Tensor | None = None
     """bool or integer, shaped as ``input_ids``: 1 is a real token, 0 padding left or right of the
-    one run of real tokens. Padding never enters the cache; its logits mean nothing. None: all are
+    one run of real tokens. Padding never enters the cache; its logits are undefined. None: all are
     real."""
     kv_cache: CacheLike | None = None
     """The sequences to continue; None: a fresh cache."""
@@ -150,7 +150,7 @@ def _check_mask(mask: Tensor) -> None:
 
 
 def _check_positions(positions: Tensor, mask: Tensor | None) -> None:
-    """Require integers, >= 0 at real tokens; padding may carry anything."""
+    """Raise unless positions are integers, >= 0 at real tokens; padding may have any values."""
     check_token_ids("position_ids", positions)
     real = positions if mask is None else positions[mask.to(positions.device) != 0]
     if (real < 0).any():
@@ -245,7 +245,7 @@ class DecodeOutput:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SpeculativeOutput:
-    """The accepted prefix of a draft, and what comes after it."""
+    """The accepted prefix of a draft, and the distribution after it."""
 
     accepted_tokens: tuple[int, ...]
     """A prefix of the draft, or of one path of a draft tree. The caller samples the bonus token."""

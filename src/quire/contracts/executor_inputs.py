@@ -5,7 +5,7 @@ Letters: B batch rows, S tokens of the longest row, M rows of media embeddings, 
 Token ids are int32 or int64. Negative ids are placeholders, legal only with their data. Each
 ``VISION_PLACEHOLDER`` is one row of the vision embeddings and each ``AUDIO_PLACEHOLDER`` one of the
 audio embeddings, in order through the batch. Each ``END_OF_IMAGE`` and ``END_OF_AUDIO`` is one more
-token, with the same embedding everywhere. The executor checks ids >= 0, for it knows the
+token, with the same embedding everywhere. The executor checks ids >= 0, because it knows the
 vocabulary. A constructed value is consistent; each verb refuses unfit ones (no tokens, two tokens).
 
 Embeddings replace the rows of the model's own table, at the model's width: encoder and projection
@@ -43,7 +43,7 @@ def check_token_ids(name: str, ids: Tensor) -> None:
 @checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextData:
-    """Token ids of a batch, padded on the right up to S where ``row_lengths`` are given."""
+    """Token ids of a batch, padded on the right up to S if ``row_lengths`` are given."""
 
     token_ids: Tensor
     """int32 or int64 ``[B, S]``."""
@@ -88,8 +88,8 @@ class _MediaData:
     per_layer_embeddings: Tensor | None = None
     """Floating ``[L, M, per_layer_dim]``."""
     end_embedding: Tensor | None = None
-    """(ours) Floating ``[E]``: that of ``END_OF_IMAGE`` or ``END_OF_AUDIO``; required where such a
-    token occurs."""
+    """(ours) Floating ``[E]``: the embedding of ``END_OF_IMAGE`` or ``END_OF_AUDIO``; required if
+    such a token occurs."""
 
     def __post_init__(self) -> None:
         for name, rank in (("embeddings", 2), ("per_layer_embeddings", 3), ("end_embedding", 1)):
@@ -119,7 +119,7 @@ class VisionData(_MediaData):
 
     kind = "vision"
     bidirectional: bool = False
-    """(ours) Whether the tokens of an image see all of that image, not only what precedes them. An
+    """(ours) Whether the tokens of an image see all of that image, not only the tokens before. An
     image is a run of placeholders in one row; any other token ends it."""
 
 
@@ -147,8 +147,8 @@ class AudioData(_MediaData):
 @checks_arguments()
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExecutorInputs:
-    """Text, vision and audio of one call, each optional, and the position in the cache where it
-    begins. Absent fields are None; their ``get_...`` accessors raise ``NotFound``."""
+    """Text, vision and audio of one call, each optional, and its start position in the cache.
+    Absent fields are None; their ``get_...`` accessors raise ``NotFound``."""
 
     text: TextData | None = None
     vision: VisionData | None = None
@@ -187,8 +187,9 @@ class ExecutorInputs:
             raise InvalidArgument(f"token ids {sorted(unknown)} are negative and no placeholders; -1..-4 are")
 
     def start_positions(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Return where each row begins in a cache with these row lengths. ``InvalidArgument``
-        unless there is one position, or one per row, each in 0..length of its row."""
+        """Return the start position of each row in a cache with these row lengths.
+        ``InvalidArgument`` unless there is one position, or one per row, each in 0..length of its
+        row."""
         given = self.next_position
         if given is None:
             return tuple(lengths)
@@ -255,11 +256,11 @@ class ModelAssets:
     path: str | PathLike[str] | None = None
     """A file or a directory."""
     file: BinaryIO | None = None
-    """An open seekable file, used from its beginning to its end wherever it stands."""
+    """An open seekable file, read from its beginning to its end, whatever its present position."""
     data: bytes | bytearray | memoryview | mmap | None = None
     """Bytes in memory, or memory-mapped."""
     stream: BinaryIO | None = None
-    """A stream, read once from its present place to its end."""
+    """A stream, read once from its present position to its end."""
 
     def __post_init__(self) -> None:
         given = [name for name in SOURCES if getattr(self, name) is not None]
@@ -276,5 +277,5 @@ class ModelAssets:
 
     @property
     def source(self) -> AssetSource:
-        """Return the name of the field that was given."""
+        """The name of the field that was given."""
         return next(name for name in SOURCES if getattr(self, name) is not None)

@@ -1,4 +1,4 @@
-"""What an executor reports: model, capabilities, status, metrics. Values without torch.
+"""Reports of an executor: model, capabilities, status, metrics. Values without torch.
 
 Every number comes from the loaded model, the device or the implementation, or is measured; none is
 a constant. Memory is in bytes, latency in milliseconds, throughput in tokens per second.
@@ -77,14 +77,14 @@ class ExecutorInfo:
     max_sequence_length: int
     """Largest number of tokens of a row."""
     dtype: str
-    """Dtype of the weights, as ``float32``."""
+    """Dtype of the weights, such as ``float32``."""
     device: str
-    """As ``cuda:0``."""
+    """Such as ``cuda:0``."""
     num_parameters: int
     fingerprint: str
     """Digest of architecture, configuration and weights, stored in caches and state files."""
     path: str = ""
-    """The checkpoint's directory, so that ``ExecutorConfig(model_info=...)`` finds it; "": none."""
+    """The checkpoint's directory, for ``ExecutorConfig(model_info=...)``; "": none."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, 1, "vocab_size", "hidden_size", "num_layers", "max_sequence_length")
@@ -108,7 +108,7 @@ class MemoryRequirements:
     It holds for B prompts of S tokens in one forward with all logits. It exceeds the peak by at
     most 10 %, apart from the logits of 64 tokens and the unused slots of one page of K and V per
     row. It falls below the peak by at most 10 %, or 1 % if the vocabulary is large. Both bounds are
-    25 % with recurrent layers, since their kernels work on pieces of a fixed length and on the
+    25 % with recurrent layers, because their kernels work on pieces of a fixed length and on the
     states of all rows. Prompts of different lengths or with fewer logits, and decodes of rows of S
     >= 2 tokens need no more.
 
@@ -157,7 +157,7 @@ class MemoryRequirements:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorCapabilities:
-    """Abilities of this model on this device, with what is implemented."""
+    """Abilities of this model on this device, as far as implemented."""
 
     max_batch_size: int
     max_sequence_length: int
@@ -225,14 +225,14 @@ class ExecutorStatus:
     last_operation: float | None = None
     """``time.monotonic()`` of the last completed operation; None before the first."""
     fallbacks: tuple[str, ...] = ()
-    """(ours) Features asked for "if supported" that this device lacks, and their replacements."""
+    """(ours) Features requested "if supported" that this device lacks, with their replacements."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, 0)
 
     @property
     def is_ready(self) -> bool:
-        """Return whether a call would be accepted: the state is Ready or Busy."""
+        """Return True if a call would be accepted: the state is Ready or Busy."""
         return self.state in (ExecutorState.READY, ExecutorState.BUSY)
 
     def to_dict(self) -> dict[str, object]:
@@ -250,8 +250,8 @@ class ExecutorMetrics(OperationSummary):
     memory_efficiency: float = 0.0
     """Used over allocated, in [0, 1]."""
     replayed_tokens: int = 0
-    """(ours) Tokens that completed calls ran again: those after the nearest kept recurrent state on
-    a rewind, and accepted drafts without room for a state behind each."""
+    """(ours) Number of replayed tokens in completed calls: tokens after the nearest kept recurrent
+    state on a rewind, and accepted drafts without room for a state after each."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, 0)

@@ -89,7 +89,7 @@ class KVCacheInterface(Protocol):
         """Return an independent copy: contents, capacity, kind, lengths, positions, adapters."""
 
     def contains(self, name: str) -> bool:
-        """Return whether a state tensor has that name: ``kv_cache_k_0``, ``kv_cache_v_0``, ..."""
+        """Return True if a state tensor has that name: ``kv_cache_k_0``, ``kv_cache_v_0``, ..."""
 
     def clear(self) -> None:
         """Zero the contents and lengths and free the pages; keep capacity, kind and batch size."""
@@ -107,7 +107,7 @@ class BlockTable:
     block_size: int
     """Token slots of a block."""
     blocks: tuple[int, ...] = ()
-    """Page ids by logical index; the null page where a window has passed."""
+    """Page ids by logical index; the null page for evicted pages."""
     sequence_length: int = 0
     """Tokens in use."""
 
@@ -140,7 +140,7 @@ class BlockTable:
 
     @property
     def has_free_space(self) -> bool:
-        """Return whether one more token fits into the held blocks."""
+        """Return True if one more token fits into the held blocks."""
         return self.free_tokens > 0
 
     def extend(self, num_tokens: int) -> BlockTable:
@@ -196,7 +196,7 @@ class CacheHandle(Protocol):
 
     @property
     def num_tokens(self) -> int | tuple[int, ...]:
-        """Return the same as ``sequence_length``, which is authoritative."""
+        """The same as ``sequence_length``, which is authoritative."""
 
     @property
     def revision(self) -> int:
@@ -229,7 +229,7 @@ class CacheHandle(Protocol):
 
     @property
     def is_valid(self) -> bool:
-        """Return whether the next call may use the handle: it is neither stale nor released. Never
+        """Return True if the next call may use the handle: it is neither stale nor released. Never
         raises."""
 
     def key_cache(self, layer: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The KV state: what the tokens so far have left behind, for every sequence and every layer.
+"""The KV state: the stored state of all tokens so far, for every sequence and every layer.
 
 ``KVState`` holds the verbs of every kind of state. ``AttentionKVCache`` adds attention over K and V
 or latent rows (verbs in ``attention_state``), ``RNNState`` recurrent state (``recurrent_state``).
@@ -29,7 +29,7 @@ Rules for every verb:
   forward. A failed compute (device out of memory) leaves the forward open for ``abort_forward``.
 * **Cost.** Bookkeeping is on the host, O(1) per sequence or O(pages touched), never proportional to
   bytes. Past forks, pops, removals and trees make no verb more expensive.
-* **Threads.** A state is used by one thread at a time. Other threads may besides read an
+* **Threads.** A state is used by one thread at a time. In addition other threads may read an
   ``Export``, and write an import that is published.
 
 Errors common to all verbs; if several apply, the first in this order is raised:
@@ -76,31 +76,31 @@ class TensorPlan(NamedTuple):
 
 
 class RowPieces(Protocol):
-    """Rows of one layer in host memory, in pieces that follow each other, as somebody kept them."""
+    """Rows of one layer in host memory, in consecutive pieces, such as those of stored objects."""
 
     @property
     def plan(self) -> Mapping[str, TensorPlan]:
-        """All rows together."""
+        """The plan of all rows together."""
 
     @property
     def counts(self) -> Sequence[int]:
-        """Rows of each piece."""
+        """Number of rows of each piece."""
 
     def piece(self, number: int) -> Mapping[str, Tensor]:
-        """Return the rows of a piece. Raise if they are not what was kept."""
+        """Return the rows of a piece. Raise if they are damaged."""
 
     def write(self, targets: Mapping[str, Tensor], slots_N: NDArray[np.int64]) -> bool:
-        """Write all rows to slots of ``targets [S, ...]``, each piece only when it was found to be
-        what was kept. Raise as ``piece`` does; or return False, and nothing was written: the caller
-        asks for the pieces. Slots and types of the rows fit."""
+        """Write all rows to slots of ``targets [S, ...]``, each piece only after verification.
+        Raise as ``piece`` does. Or write nothing and return False; the caller then calls ``piece``.
+        Slots and types of the rows fit."""
 
 
 class Export(Protocol):
-    """What a sequence held when it was opened, independent of pages.
+    """A snapshot of a sequence's state, independent of pages.
 
     Any thread may read it, at any time and while forwards run, as long as the sequence is not
-    removed, run, popped or overwritten. A fork that nothing else uses is such a sequence: who
-    writes into shared pages or states copies them. Reading looks at no books.
+    removed, run, popped or overwritten. An otherwise unused fork is such a sequence, because
+    writers to shared pages or states copy them first. Reading uses no bookkeeping.
     """
 
     @property
@@ -116,8 +116,8 @@ class Export(Protocol):
         """Return the positions for ``rows`` of a layer, ascending. Errors: as ``rows``."""
 
     def rows(self, layer: int, start: int, stop: int) -> dict[str, Tensor]:
-        """Return the rows of tokens ``start..stop - 1``, at least one, named and laid out as those
-        of ``export_page_group``; fresh. ``InvalidArgument``: not all are held. ``Unsupported``: a
+        """Return the rows of tokens ``start..stop - 1``, at least one, in the names and layout of
+        ``export_page_group``; fresh. ``InvalidArgument``: not all are held. ``Unsupported``: a
         cross or recurrent layer. Cost: the bytes."""
 
     def held_rows(self, layer: int) -> dict[str, Tensor]:
@@ -143,11 +143,11 @@ class KVState(Protocol):
         ``InvalidArgument`` if the id exists. O(1)."""
 
     def remove_sequence(self, seq_id: SeqId) -> None:
-        """Forget a sequence; free each page with its last reference. Legal with uncommitted nodes;
+        """Remove a sequence; free each page with its last reference. Legal with uncommitted nodes;
         ends an import. Forks keep their pages. O(pages)."""
 
     def fork_sequence(self, parent_id: SeqId, child_id: SeqId, fork_pos: int = -1, *, exact: bool = False) -> int:
-        """Make ``child_id`` a copy of the parent as it was after its first ``fork_pos`` tokens.
+        """Make ``child_id`` a copy of the parent's first ``fork_pos`` tokens.
 
         -1 is the present end, 0 an empty child. Legal at every reachable position of every
         sequence, windowed ones included, nested to any depth. All pages are shared, even the partly
@@ -157,8 +157,8 @@ class KVState(Protocol):
         kept recurrent states up to the position, but no uncommitted nodes.
 
         Returns the number of tokens that the caller must run on the child to reach ``fork_pos``: 0
-        for attention; with recurrent layers the child stands at the nearest kept state (as
-        ``popn``). (ours) ``exact=True`` goes to exactly that position with result 0, or is refused.
+        for attention; with recurrent layers the child is at the nearest kept state (as ``popn``).
+        (ours) ``exact=True`` forks at exactly that position with result 0, or is refused.
 
         ``FailedPrecondition``: also, with ``exact``, no state kept there. O(pages) integers, no
         bytes.
@@ -168,17 +168,18 @@ class KVState(Protocol):
         """Take back the last ``n`` tokens, 0 <= n <= length; let t = length - n.
 
         Attention: the length becomes t, empty pages are freed, the result is 0; other owners see
-        nothing. With recurrent layers the whole sequence goes to c, the nearest kept state at or
+        nothing. With recurrent layers the whole sequence is cut to c, the nearest kept state at or
         before t. The result is then t - c: the caller must run tokens c..t-1 again. Kept states
         after c are dropped here, not on forks. Any continuation equals that of a fresh run. (ours)
-        ``exact=True`` goes to exactly that position with result 0, or is refused.
+        ``exact=True`` cuts to exactly t with result 0, or is refused.
 
-        ``FailedPrecondition`` names the reachable positions; with ``exact`` also where no state is
+        ``FailedPrecondition`` names the reachable positions; with ``exact`` also if no state is
         kept at t (names the kept ones). O(pages freed).
         """
 
     def rewind_cost(self, seq_id: SeqId, pos: int) -> int:
-        """(ours) Return or refuse as ``popn(seq_id, length - pos)`` does; change nothing."""
+        """(ours) Return the result of ``popn(seq_id, length - pos)``, or raise its errors; change
+        nothing."""
 
     def reachable(self, seq_id: SeqId) -> list[range]:
         """(ours) Return, as ascending ranges, the positions for ``popn`` and ``fork_sequence``.
@@ -214,11 +215,12 @@ class KVState(Protocol):
     # -- queries: legal at any time, change nothing, O(1) or O(sequences) --------------------------
 
     def empty(self) -> bool:
-        """Return whether there is no sequence and every page is free."""
+        """Return True if there is no sequence and every page is free."""
 
     def num_available_pages(self) -> int:
-        """Return how many more pages of P tokens, over all layers, can be taken. It may be 0 while
-        tail pages have room: ask ``missing_pages``. ``ceil(capacity / P)`` after ``clear()``."""
+        """Return the number of pages of P tokens, over all layers, that can still be taken. It may
+        be 0 while tail pages have room: use ``missing_pages``. ``ceil(capacity / P)`` after
+        ``clear()``."""
 
     def missing_pages(
         self,
@@ -226,8 +228,8 @@ class KVState(Protocol):
         append_lengths: Sequence[int],
         token_tree_parents: TokenTreeParents | None = None,
     ) -> int:
-        """(ours) Return how many pages this ``begin_forward`` would lack; 0 exactly if there is
-        room. Counts copies on write, less the pages that the same call would free."""
+        """(ours) Return the number of pages that this ``begin_forward`` would lack; 0 exactly if
+        there is room. Counts copies on write, less the pages that the same call would free."""
 
     def sequence_length(self, seq_id: SeqId) -> int:
         """Return the committed tokens of the sequence, evicted ones included."""
@@ -260,15 +262,15 @@ class KVState(Protocol):
         Rows of all tensors of this forward are the tokens of entry 0, then entry 1, and so on.
         Prompts, pieces of prompts, decodes, drafts and trees mix in any order.
         ``token_tree_parents`` None means all chains. Entries with parents add uncommitted nodes.
-        The parent of a node is -1 (a root behind the last committed token) or an index below its
+        The parent of a node is -1 (a root after the last committed token) or an index below its
         own, over all uncommitted nodes of the sequence in order of appending. A node's position is
         base + depth. It sees committed tokens, ancestors and itself, within windows.
 
-        In order: releases what no query from the committed length on can see, copies shared tail
+        In order: frees pages that no query from the committed length on can see, copies shared tail
         pages that will be written, takes pages, plans every layer class once. The call may use
-        pages that it releases. Lengths read as before until ``end_forward``. A sliding sequence
-        never holds more than ``ceil(s / P) + ceil((W - s + n) / P) + 1`` pages (n new tokens or
-        pending nodes).
+        pages that it frees. Lengths read as before until ``end_forward``. A sliding sequence never
+        holds more than ``ceil(s / P) + ceil((W - s + n) / P) + 1`` pages (n new tokens or pending
+        nodes).
 
         (ours) ``checkpoints``: for each entry, ascending counts of new tokens, 1..n_i, after which
         the recurrent state is kept, besides multiples of the interval. Each takes a slot.
@@ -282,7 +284,8 @@ class KVState(Protocol):
         """Publish: lengths grow, tree nodes become pending, recurrent states advance.
 
         Every layer that stores tokens must have been written. ``skipped`` names layers left out on
-        purpose (early exit); their rows read as zeros. A recurrent layer without ``set`` stays.
+        purpose (early exit); their rows read as zeros. A recurrent layer without ``set`` keeps its
+        state.
 
         ``FailedPrecondition``: no open forward; missing layers (named; the forward stays open).
         O(B).
@@ -290,7 +293,7 @@ class KVState(Protocol):
 
     def abort_forward(self) -> None:
         """(ours) Undo the forward: lengths, trees, recurrent states and pages as before
-        ``begin_forward``. Evicted tokens stay gone; encoder rows that were set meanwhile stay.
+        ``begin_forward``. Evicted tokens stay evicted; encoder rows that were set meanwhile stay.
         ``FailedPrecondition``: no open forward. O(B + pages)."""
 
     def get_query_positions(self, *, relative: bool = False) -> Tensor:
@@ -302,13 +305,13 @@ class KVState(Protocol):
         """
 
     def commit_accepted_token_tree_nodes(self, seq_ids: Sequence[SeqId], leaf_indices: Sequence[int]) -> None:
-        """Keep, for each sequence, the path from a root to the given node; forget its other nodes.
+        """Keep, for each sequence, the path from a root to the given node; drop its other nodes.
 
         Any node will do, a leaf or not; -1 rejects everything. ``seq_ids`` is any subset of the
         pending sequences, in any order, at any time outside a forward. The path moves to the front.
-        K is not rotated again, since positions were depths. Recurrent layers take the node's state.
-        Afterwards length = base + path length, no nodes are pending, and freed pages are back, as
-        if the path had been ordinary tokens.
+        K is not rotated again, because positions were depths. Recurrent layers take the node's
+        state. Afterwards length = base + path length, no nodes are pending, and freed pages are
+        back, as if the path had been ordinary tokens.
 
         ``FailedPrecondition``: also no uncommitted nodes (even for -1). Copies at most path length
         slots per layer; a path of the first nodes copies nothing.
@@ -329,8 +332,8 @@ class KVState(Protocol):
         states. [] without recurrent layers."""
 
     def drop_checkpoint(self, seq_id: SeqId, position: int) -> None:
-        """(ours) Give up the checkpoint at ``position``; forks keep theirs. ``InvalidArgument``:
-        none is kept there. ``Unsupported``, ``FailedPrecondition``: as ``checkpoint``. O(1)."""
+        """(ours) Drop the checkpoint at ``position``; forks keep theirs. ``InvalidArgument``: none
+        is kept there. ``Unsupported``, ``FailedPrecondition``: as ``checkpoint``. O(1)."""
 
     # -- export and import -------------------------------------------------------------------------
 
@@ -344,11 +347,11 @@ class KVState(Protocol):
         """
 
     def get_layout_hash(self) -> str:
-        """Return a digest of what both sides must agree on: kinds, geometry, dtype, RoPE, windows.
-        Page size, capacity, device and ranks are not part of it."""
+        """Return a digest of the facts on which both sides must agree: kinds, geometry, dtype,
+        RoPE, windows. Page size, capacity, device and ranks are not part of it."""
 
     def get_layout(self) -> dict[str, Any]:
-        """(ours) Return what the layout hash covers, as JSON: ``layers`` with pages, layer ids."""
+        """(ours) Return the hashed layout as JSON: ``layers`` with pages, layer ids."""
 
     def export_page_group(self, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the tensors of one layer (``group`` is its id) by position, free of pages.
@@ -361,32 +364,34 @@ class KVState(Protocol):
         """
 
     def open_export(self, seq_id: SeqId) -> Export:
-        """(ours) Return what the sequence holds now, to be read in pieces by any thread.
+        """(ours) Return a snapshot of the sequence, to be read in pieces by any thread.
         ``FailedPrecondition``: uncommitted nodes, importing. Legal in an open forward. O(pages)."""
 
     def plan_import(self, metadata: Mapping[str, object]) -> dict[int, dict[str, TensorPlan]]:
-        """(ours) Return the tensors that an import takes, by layer and name, without reading
-        checksums. Changes nothing, and refuses metadata as ``prepare_import`` does."""
+        """(ours) Return the tensors of an import, by layer and name, without reading checksums.
+        Changes nothing. Raises the errors of ``prepare_import`` for bad metadata."""
 
     def import_metadata(self, length: int, *, kept: Sequence[int] = ()) -> dict[str, Any]:
-        """(ours) Describe a sequence of ``length`` tokens that exists nowhere yet, for an import.
+        """(ours) Return import metadata for a sequence of ``length`` tokens that does not exist
+        yet.
 
         It has no window of its own, no checksums, and cross layers that are not set. Layers that
-        keep all tokens hold 0..length - 1. Those with a window W hold what a query at ``length`` or
-        later sees, the last W - 1 tokens. Recurrent layers have the state at ``length`` and
+        keep all tokens hold 0..length - 1. Layers with a window W hold the last W - 1 tokens, which
+        a query at ``length`` or later may see. Recurrent layers have the state at ``length`` and
         checkpoints at ``kept``. ``InvalidArgument`` unless ``kept`` ascends in 1..length; without
         recurrent layers it is empty.
         """
 
     def import_need(self, metadata: Mapping[str, object], *, shared: int = 0) -> list[int]:
-        """(ours) Return what ``prepare_import`` takes of each pool, in the order of ``free_pages``.
-        Changes nothing, and refuses metadata as ``prepare_import`` does."""
+        """(ours) Return the number of pages that ``prepare_import`` takes of each pool, in the
+        order of ``free_pages``. Changes nothing. Raises the errors of ``prepare_import`` for bad
+        metadata."""
 
     def prepare_import(
         self, seq_id: SeqId, metadata: Mapping[str, object], *, parent: SeqId | None = None, shared: int = 0
     ) -> None:
         """Make the new sequence ``seq_id``, *importing*, with its pages; touch no other. Until
-        ``finish_import`` it serves nothing else; ``remove_sequence`` gives up.
+        ``finish_import`` it has no other use; ``remove_sequence`` gives up.
 
         (ours) In layers that keep all tokens, the first ``shared`` tokens are those of ``parent``,
         whose pages are shared as a fork's are, and only later rows are expected. The caller knows
@@ -401,7 +406,7 @@ class KVState(Protocol):
         """
 
     def import_page_group(self, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write one layer of an import, as ``export_page_group`` gave it; any order, once each.
+        """Write one layer of an import, in the form of ``export_page_group``; any order, once each.
 
         These are all of its rows less those that are shared. ``InvalidArgument``: group, names,
         shapes or dtypes (expected and found). ``FailedPrecondition``: not prepared, or imported
@@ -409,36 +414,36 @@ class KVState(Protocol):
         """
 
     def import_rows(self, seq_id: SeqId, group: int, start: int, rows: Mapping[str, Tensor] | RowPieces) -> None:
-        """(ours) Write rows of tokens of one layer of an import, from position ``start`` on; in any
-        order, each row once. ``rows``: their tensors, or pieces of them, each of which is asked for
-        right before it is written. If one raises, it is not written, and all have still to come.
+        """(ours) Write rows of tokens of one layer of an import, from position ``start`` on.
 
-        These are one row or more, all of them expected, without a gap. ``InvalidArgument``: else;
-        names, shapes or dtypes. ``Unsupported``: a cross or recurrent layer, which comes whole.
-        ``FailedPrecondition``: not prepared; a row that has come; a layer with a checksum, which
-        only all of its rows have. Cost: the bytes.
+        In any order, each row once. ``rows``: their tensors, or pieces of them, each read right
+        before it is written. If one raises, it is not written, and all are still expected. These
+        are one row or more, all of them expected, without a gap. ``InvalidArgument``: else; names,
+        shapes or dtypes. ``Unsupported``: a cross or recurrent layer, which is imported whole.
+        ``FailedPrecondition``: not prepared; a row that is written already; a layer with a
+        checksum, which covers all of its rows. Cost: the bytes.
         """
 
     def pending_layers(self, seq_id: SeqId) -> list[int]:
-        """(ours) Return the layers of which an import has not brought all, ascending. A layer of
-        which nothing is expected is none of them; [] for a sequence that is not importing."""
+        """(ours) Return the layers that an import has not completed, ascending. A layer without
+        expected rows is complete; [] for a sequence that is not importing."""
 
     def publish_import(self, seq_id: SeqId) -> None:
-        """(ours) Let the tokens of an import count before all layers have come.
+        """(ours) Let the tokens of an import count before all layers are written.
 
         From then on the sequence takes part in forwards, and ``import_rows`` and
         ``import_page_group`` are legal while one is open, from another thread too. A forward that
-        reaches a layer before all of it has come raises ``FailedPrecondition``; it can wait instead
+        reaches an incomplete layer raises ``FailedPrecondition``; it can wait instead
         (``OpenPass.wait_for_layers``). So does ``end_forward`` for a recurrent layer. Other verbs
         refuse the sequence as importing until ``finish_import``, ``remove_sequence`` and commits
-        excepted. Windows let go of nothing until then. ``FailedPrecondition``: not prepared, or
+        excepted. Windows evict nothing until then. ``FailedPrecondition``: not prepared, or
         published already. O(1).
         """
 
     def finish_import(self, seq_id: SeqId) -> None:
-        """Publish an import, if it is not, and end it. Stored values equal those of the exported
-        sequence to the bit. ``FailedPrecondition``: not prepared, or a layer is missing (names it).
-        O(1)."""
+        """Publish an import, if it is not yet, and end it. Stored values equal those of the
+        exported sequence to the bit. ``FailedPrecondition``: not prepared, or a layer is missing
+        (names it). O(1)."""
 
 
 class AttentionKVCache(KVState, AttentionVerbs, StoredRows, Protocol):

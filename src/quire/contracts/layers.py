@@ -26,11 +26,11 @@ RopeScaling: TypeAlias = Literal["default", "linear", "dynamic", "yarn", "longro
 class RopeSpec:
     """Rotary position embedding of one layer (RoFormer, arXiv:2104.09864), as numbers.
 
-    ``rotary_dim`` columns of each head turn; the others pass through. ``scaling`` names the rule
-    that changes the frequencies ``theta ** (-2j / rotary_dim)``
+    ``rotary_dim`` columns of each head rotate; the others stay. ``scaling`` names the rule that
+    changes the frequencies ``theta ** (-2j / rotary_dim)``
     (``quire.ops.rope.inverse_frequencies``). Each later field belongs to the rules that it names
-    and is neutral elsewhere. What depends on the context (``length``, ``factors``) is fixed with
-    the spec: stored keys cannot follow frequencies that change later.
+    and is neutral elsewhere. Fields that depend on the context (``length``, ``factors``) are fixed
+    with the spec: stored keys cannot follow frequencies that change later.
     """
 
     theta: float
@@ -43,7 +43,7 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     """llama3: ``factor`` divides pairs with fewer turns in ``original_max_position`` tokens."""
     high_freq_factor: float = 4.0
-    """llama3: pairs with more turns stay as they are."""
+    """llama3: pairs with more turns keep their frequency."""
     original_max_position: int = 0
     """dynamic, yarn, llama3: the length in tokens from which the rule starts."""
     beta_fast: float = 32.0
@@ -57,7 +57,7 @@ class RopeSpec:
     factors: tuple[float, ...] = ()
     """longrope: divisor of each pair's frequency, ``rotary_dim / 2`` numbers, short or long."""
     turning_dim: int = 0
-    """proportional: number of columns that turn; other pairs have frequency 0."""
+    """proportional: number of columns that rotate; other pairs have frequency 0."""
     attention_factor: float = 1.0
     """Multiplies cos and sin, so its square multiplies the rotated columns' part of a score."""
 
@@ -97,12 +97,13 @@ class KeyValueAttention:
     sm_scale: float | None = None
     """Scale of the scores; None is Dk ** -0.5."""
     softcap: float | None = None
-    """Scores become ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv:2408.00118) or stay."""
+    """Scores become ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv:2408.00118); None:
+    unchanged."""
     sinks: tuple[float, ...] = ()
     """One learned logit per query head that joins the softmax without a value (gpt-oss)."""
     caller_rotates: bool = False
-    """The model rotates q and k by its own rule, so that no query can be moved to another position,
-    as the sink of a window requires. Storage and exchange are the same as without."""
+    """The model rotates q and k by its own rule. So no query can be rotated to another position,
+    which the sink of a window would require. Storage and exchange are the same as without."""
 
     @property
     def layer_window(self) -> int | None:
@@ -116,7 +117,7 @@ class KeyValueAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullAttention(KeyValueAttention):
-    """Every later token may see every token."""
+    """A query sees all tokens up to its own."""
 
     kind: Literal["full"] = field(default="full", init=False)
 
@@ -143,8 +144,8 @@ class LatentAttention:
     value_dim: int
     """The first ``value_dim`` columns of the row are the value."""
     rope: RopeSpec | None = None
-    """The last ``rope.rotary_dim`` columns of rows and queries turn with these frequencies, in
-    absorbed and expanded form; None: none turn. Rows are stored as the caller rotated them."""
+    """The last ``rope.rotary_dim`` columns of rows and queries rotate with these frequencies, in
+    absorbed and expanded form; None: none rotate. Rows are stored in the caller's rotation."""
     sm_scale: float | None = None
     """Scale of the scores in every form; None is row_dim ** -0.5."""
     kind: Literal["latent"] = field(default="latent", init=False)
@@ -211,7 +212,8 @@ class Listed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InitialValues:
-    """Initial values that differ, as data: equal values are equal and have one hash."""
+    """Initial values that differ by element, as data: equal values compare equal and have one
+    hash."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -262,7 +264,7 @@ class StateTensor:
 
 
 def _initial_values(given: float | Listed, shape: tuple[int, ...], dtype: str) -> float | InitialValues:
-    """Return the value of ``StateTensor.initial``; refuse as its class says."""
+    """Return the value of ``StateTensor.initial``; ``InvalidArgument`` as in its class."""
     found = np.asarray(given if isinstance(given, float | int) else given.tolist())
     if found.dtype.kind not in "if":
         raise InvalidArgument(f"StateTensor: initial holds {found.dtype}; integers or floating numbers are needed")
@@ -289,7 +291,7 @@ def _initial_values(given: float | Listed, shape: tuple[int, ...], dtype: str) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recurrent:
-    """Tensors of fixed size that the tokens so far have left behind."""
+    """Tensors of fixed size that are updated by each token."""
 
     states: tuple[StateTensor, ...]
     kind: Literal["recurrent"] = field(default="recurrent", init=False)
@@ -299,7 +301,7 @@ LayerSpec: TypeAlias = FullAttention | WindowedAttention | LatentAttention | Cro
 
 
 def window_refusal(specs: Iterable[LayerSpec]) -> str:
-    """Return why no sequence of these layers can have a window; "" if one can."""
+    """Return the reason why no sequence of these layers can have a window; "" if it can."""
     kinds = {spec.kind for spec in specs}
     if not kinds:
         return "there is no attention layer that a window could concern"
@@ -309,7 +311,8 @@ def window_refusal(specs: Iterable[LayerSpec]) -> str:
 
 
 def sink_refusal(specs: Iterable[LayerSpec]) -> str:
-    """Return why no sequence of these layers can have a window with a sink; "" if one can."""
+    """Return the reason why no sequence of these layers can have a window with a sink; "" if it
+    can."""
     unknown = [
         layer
         for layer, spec in enumerate(specs)

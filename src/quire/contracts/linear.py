@@ -12,8 +12,8 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 from torch import Tensor
 
 WeightForm: TypeAlias = Literal["float32", "bfloat16", "int8", "int4", "fp8"]
-"""How a weight is kept. "int8" and "int4": codes with one bfloat16 scale for a group of inputs.
-"fp8": float8_e4m3fn with one float32 scale for each output."""
+"""The form of a stored weight. "int8" and "int4": codes with one bfloat16 scale for a group of
+inputs. "fp8": float8_e4m3fn with one float32 scale for each output."""
 
 Quantization: TypeAlias = Literal["int8", "int4", "fp8"]
 
@@ -26,11 +26,11 @@ class PackedMatrix:
     outputs: int
     inputs: int
     group: int
-    """Inputs that share a scale; 0 without scales."""
+    """Number of inputs that share a scale; 0 without scales."""
     values: Tensor
     """float32, bfloat16, uint8 codes, or float8_e4m3fn."""
     scales: Tensor | None
-    """bfloat16 ``[ceil(O / 32), I / group, 32]``; of "fp8" float32 ``[O, 1]``"""
+    """bfloat16 ``[ceil(O / 32), I / group, 32]``; for "fp8" float32 ``[O, 1]``"""
 
     @property
     def nbytes(self) -> int:
@@ -44,8 +44,8 @@ class LinearMap(Protocol):
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Map ``[T, I]`` to a fresh ``[T, O]`` of the same dtype. Sums are in float32. On a CPU a
-        row's result is the same to the bit whatever other rows there are, on any number of
-        threads."""
+        row's result is the same to the bit whatever other rows there are, on any number of threads.
+        """
         ...
 
 
@@ -55,11 +55,13 @@ class LinearKernel(Protocol):
     name: str
 
     def refusal(self, weight_OI: Tensor, form: WeightForm) -> str:
-        """Return why a weight cannot be packed so, for activations of its dtype; "" if it can."""
+        """Return the reason why a weight cannot be packed in a form, for activations of its dtype;
+        "" if it can."""
         ...
 
     def lossless(self, weight_OI: Tensor) -> WeightForm | None:
-        """Return the smallest form that has all values exactly; None if it cannot be packed."""
+        """Return the smallest form that holds all values exactly; None if the weight cannot be
+        packed."""
         ...
 
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None, form: WeightForm) -> LinearMap:
@@ -72,11 +74,11 @@ class LinearStack(Protocol):
     """X maps ``y = x W^T`` of one shape over packed weights, each with rows of its own."""
 
     weights: Sequence[PackedMatrix]
-    """Of each map, in the memory of the stack."""
+    """Weights of each map, in the memory of the stack."""
 
     def __call__(self, x_PI: Tensor, ends_X: Tensor) -> Tensor:
         """Map ``[P, I]``, sorted by map, to a fresh ``[P, O]`` of the same dtype. int32 ``ends_X``:
-        where the maps' rows end, on the device. Nothing waits for it. Sums are in float32."""
+        the ends of the maps' rows, on the device, without a wait. Sums are in float32."""
         ...
 
 
@@ -85,8 +87,8 @@ class StackKernel(Protocol):
     """A ``LinearKernel`` that also runs all maps of a stack in one call."""
 
     def stack_refusal(self, weight_XOI: Tensor, form: WeightForm) -> str:
-        """Return why a stack cannot be packed so, where it is; "" if it can. Only shape, type and
-        device of the weight are looked at."""
+        """Return the reason why a stack cannot be packed in a form on its device; "" if it can.
+        Only shape, type and device of the weight are used."""
         ...
 
     def pack_stack(self, weight_XOI: Tensor, form: WeightForm) -> LinearStack:

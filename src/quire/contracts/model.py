@@ -1,4 +1,4 @@
-"""What a model offers its runner, and what a forward offers a model.
+"""The interface between a model and its runner: a model's parts, and the pass of a forward.
 
 A model is ``embed``, a list of ``blocks``, ``head``. The runner owns the loop over blocks, so
 pipeline stages and tracing need no hook inside. A model knows no KV state; blocks see a ``Pass``.
@@ -31,22 +31,22 @@ class Pass(Protocol):
         """int32 ``[T]``: the true position of each new token that runs, in its sequence."""
 
     def attend(self, layer_id: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
-        """Store K and V of the new tokens, attend over all that each may see.
+        """Store K and V of the new tokens, attend over all tokens visible to each.
 
         ``q [T, Hq, Dk]``, ``k [T, Hkv, Dk]``, ``v [T, Hkv, Dv]`` in the model's dtype, *before*
         RoPE: the state rotates by the layer's spec. Returns ``[T, Hq, Dv]``, contiguous, fresh.
         """
 
     def attend_qkv(self, layer_id: int, qkv_TC: Tensor, norms: HeadNormWeights | None = None) -> Tensor:
-        """Attend with a fused projection ``[T, Hq*Dk + Hkv*Dk + Hkv*Dv]``, whose query and key
-        heads are normed first, if so; cheaper."""
+        """Attend with a fused projection ``[T, Hq*Dk + Hkv*Dk + Hkv*Dv]``; cheaper than ``attend``.
+        With ``norms`` the query and key heads are normed first."""
 
     def attention_parts(
         self, layer_id: int, norms: HeadNormWeights | None, dtype: torch.dtype
     ) -> AttentionParts | None:
-        """Return what a call over a whole block of activations of this dtype needs to do what
-        ``attend_qkv`` does, and count the layer's rows as written; None if ``attend_qkv`` is the
-        only way. Ask before every call."""
+        """Return the inputs for a call over a whole block of activations of this dtype, in place of
+        ``attend_qkv``, and count the layer's rows as written; None if ``attend_qkv`` is the only
+        way. Call it before every such call."""
 
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
         """Attend over K and V of ``source_layer_id``, for a layer without its own; store nothing.
@@ -56,19 +56,19 @@ class Pass(Protocol):
         """
 
     def attend_latent(self, layer_id: int, q_THD: Tensor, rows_TR: Tensor, expansion: LatentExpansion) -> Tensor:
-        """Store latent rows of the new tokens, attend over all they may see (MLA,
+        """Store latent rows of the new tokens, attend over all visible tokens (MLA,
         arXiv:2405.04434).
 
-        ``q [T, Hq, Dn + Dr]`` and ``rows [T, R + Dr]`` (``[c_kv | k_pe]``) come *before* RoPE,
-        which turns their last Dr columns by the layer's spec. Returns ``[T, Hq, Dv]``, contiguous,
-        fresh. Tokens of one forward attend to each other in expanded form, to stored rows and in
-        decodes in absorbed form.
+        ``q [T, Hq, Dn + Dr]`` and ``rows [T, R + Dr]`` (``[c_kv | k_pe]``) are given *before* RoPE,
+        which rotates their last Dr columns by the layer's spec. Returns ``[T, Hq, Dv]``,
+        contiguous, fresh. Tokens of one forward attend to each other in expanded form, to stored
+        rows and in decodes in absorbed form.
         """
 
     def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
-        """Attend over all encoder rows of each token's sequence; store nothing. The rows come from
-        ``set_cross_kv``. Order, trees and windows do not matter. ``q [T, Hq, Dk]``. Returns
-        ``[T, Hq, Dv]``, contiguous, fresh. ``FailedPrecondition``: no such rows."""
+        """Attend over all encoder rows of each token's sequence; store nothing. The rows are set by
+        ``set_cross_kv``. Order, trees and windows do not matter. ``q [T, Hq, Dk]``. Returns ``[T,
+        Hq, Dv]``, contiguous, fresh. ``FailedPrecondition``: no such rows."""
 
     def linear_attention(
         self,
@@ -97,14 +97,15 @@ class OpenPass(Pass, Protocol):
 
     @property
     def weights(self) -> Mapping[int, Sequence[Tensor]]:
-        """Weights by layer, per entry float32 ``[Hq, n, keys]``, since ``capture_weights``."""
+        """Attention weights by layer, per entry float32 ``[Hq, n, keys]``, since
+        ``capture_weights``."""
 
     def stack_parts(
         self, layers: tuple[tuple[int, HeadNormWeights | None], ...], dtype: torch.dtype
     ) -> StackParts | None:
-        """Return ``attention_parts`` of layers that run with nothing in between; None if one has
-        none, or may have to be waited for, or if rows were left out. Models pass the same tuple in
-        each forward: what does not change with these is found once."""
+        """Return ``attention_parts`` of layers that run with nothing in between; None if a layer
+        has none, or may have to be waited for, or if rows were left out. Models pass the same tuple
+        in each forward, for which constant results are cached."""
 
     def use_mask(self, mask: Tensor) -> None:
         """Use one mask in all layers: flat bool, per entry ``[n, keys]``, columns by address."""
@@ -113,51 +114,55 @@ class OpenPass(Pass, Protocol):
         """Rotate new tokens at positions ``[T]``, not their indices; call before any layer."""
 
     def capture_weights(self, layers: frozenset[int] | None = None) -> None:
-        """Keep the attention weights of these layers (None: of every one) from now on."""
+        """Keep the attention weights of these layers (None: all layers) from now on."""
 
     def narrow(self, rows: NDArray[np.int64]) -> None:
-        """Let only these of the T new tokens go on: from now on T of the verbs above is their
-        number.
+        """Let only these of the T new tokens continue; they are the T of the verbs above from now
+        on.
 
-        ``rows``: indices into the forward's new tokens, ascending, some of each entry; of an
-        earlier call, if there was one, a part. A query still sees all keys up to its own position.
-        Rows that are left out must be given to each layer that runs later (``write_rows``).
+        ``rows``: indices into the forward's new tokens, ascending, some of each entry; after an
+        earlier call a subset of its rows. A query still sees all keys up to its own position. Rows
+        that are left out must be given to each layer that runs later (``write_rows``).
 
         ``InvalidArgument``: other rows. ``Unsupported``: a token tree, a mask, positions or
         captured weights of the caller's, cross and recurrent layers, keys that are rotated when
         read. None of these can follow either, nor attention over new tokens alone
-        (``self_attention``). ``FailedPrecondition``: the forward is over."""
+        (``self_attention``). ``FailedPrecondition``: the forward is over.
+        """
 
     def rehearse(self, rows: NDArray[np.int64], asking: NDArray[np.int64], first_layer: int) -> RehearsalPass:
         """Return a pass of some of the forward's new tokens alone, to run before the first layer
-        does. What it stores is not a row of the forward: each layer needs these rows again.
+        does.
 
-        ``rows``: indices into the forward's new tokens, ascending; of entries without any nothing
-        runs. Others of these entries must be given to each layer before it runs
-        (``write_rows`` of this pass), and stay given. ``asking``: those of ``rows`` whose attention
-        is summed, in layers ``first_layer`` and later.
+        Its stored rows are not rows of the forward: each layer needs these rows again. ``rows``:
+        indices into the forward's new tokens, ascending; entries without any do not run. The other
+        rows of these entries must be given to each layer before it runs (``write_rows`` of this
+        pass), and stay given. ``asking``: those of ``rows`` whose attention is summed, in layers
+        ``first_layer`` and later.
 
         ``InvalidArgument``: other rows. ``Unsupported``: as for ``narrow``, and a sequence with a
         window of its own. ``FailedPrecondition``: the forward is over or narrowed, or a layer has
-        run."""
+        run.
+        """
 
     def write_rows(self, layer_id: int, rows: NDArray[np.int64], k: Tensor, v: Tensor | None) -> None:
         """Store rows of new tokens for a layer that has not run yet; it then need not compute them.
 
         ``rows``: as for ``narrow``, any of the forward's new tokens. ``k [n, Hkv, Dk]``, rotated at
-        its positions, and ``v [n, Hkv, Dv]`` have the state's dtype. Of a latent layer k is the
+        its positions, and ``v [n, Hkv, Dv]`` have the state's dtype. For a latent layer k is the
         whole row, ``[n, R + Dr]``, and v None. Rows that run are overwritten. A layer that lacks
         some of the rows that were left out does not run: ``FailedPrecondition``.
         ``InvalidArgument``: other rows or tensors. ``FailedPrecondition``: the layer has run, or
-        the forward is over."""
+        the forward is over.
+        """
 
     def turn(self, layer_id: int, x_THD: Tensor) -> Tensor:
-        """Return queries, or keys, of the new tokens that run, rotated as the layer rotates them.
-        ``x [T, H, D]``; of a latent layer its last columns turn."""
+        """Return queries or keys of the new tokens that run, rotated as in the layer. ``x [T, H,
+        D]``; in a latent layer the last columns rotate."""
 
     def wait_for_layers(self, wait: Callable[[int], None]) -> None:
-        """Call ``wait`` with the id of each layer that is reached before an import has brought all
-        of it (``KVState.publish_import``). It returns once the layer has come, or raises."""
+        """Call ``wait`` with the id of each layer that is reached before an import has completed it
+        (``KVState.publish_import``). It returns once the layer is complete, or raises."""
 
 
 class RehearsalPass(Pass, Protocol):
@@ -165,8 +170,8 @@ class RehearsalPass(Pass, Protocol):
 
     @property
     def mass_T(self) -> Tensor:
-        """float32 ``[T]``: the attention that the asking rows pay to each of the forward's new
-        tokens, summed over rows, heads and the layers that have run."""
+        """float32 ``[T]``: the attention from the asking rows to each of the forward's new tokens,
+        summed over rows, heads and the layers that have run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,14 +194,14 @@ class JoinedBlocks(Protocol):
     """All blocks of a model as one call."""
 
     def run(self, blocks: Sequence[Block], x_TE: Tensor, pass_: OpenPass) -> Tensor | None:
-        """Return what the blocks do one after the other, the same to the bit; None if they must be
-        called one by one, as where somebody has put another block into the list. For forwards in
-        which no adapter is active."""
+        """Return the result of the blocks one after the other, the same to the bit; None if they
+        must be called one by one, for example because a block in the list was replaced. For
+        forwards in which no adapter is active."""
         ...
 
     def run_model(self, model: Model, tokens: NDArray[np.int64], pass_: OpenPass) -> RowLogits | None:
-        """Return what ``embed``, the blocks and ``head`` of their model do, likewise. Nothing may
-        stand between, and there are no placeholders."""
+        """Return the result of ``embed``, the blocks and ``head`` of their model, likewise. There
+        must be no extra step in between, and no placeholders."""
         ...
 
 
@@ -215,7 +220,7 @@ class Model(Protocol):
 
     @property
     def stack(self) -> JoinedBlocks | None:
-        """Return the blocks as one call; None if the machine's kernels have no such call."""
+        """The blocks as one call; None if the machine's kernels have no such call."""
         ...
 
     def embed(self, tokens_T: Tensor) -> Tensor:

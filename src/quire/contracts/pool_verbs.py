@@ -1,8 +1,8 @@
 """Holdings and room of a KV state. ``kv_state.ModelState`` is these verbs and all others.
 
-All are *(ours)*: a scheduler asks here and looks at no page. Legal at any time; nothing changes.
-Lists have one number for each pool of token pages, in one order, then one for the slots of
-recurrent states if there are recurrent layers. No torch is imported at run time.
+All are *(ours)*: a scheduler uses them and reads no page. Legal at any time; nothing changes. Lists
+have one number for each pool of token pages, in one order, then one for the slots of recurrent
+states if there are recurrent layers. No torch is imported at run time.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Holding(NamedTuple):
 
     held: int
     shared: int
-    """How many of these other sequences hold too."""
+    """Number of these that other sequences hold too."""
 
 
 class SequenceUse(NamedTuple):
@@ -90,7 +90,7 @@ class SequenceUse(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolFacts:
-    """What one pool is for. Constant."""
+    """The purpose of one pool. Constant."""
 
     kind: Literal["tokens", "encoder", "states"]
     """Whether its pages hold rows of tokens, rows of encoders, or recurrent states."""
@@ -100,7 +100,7 @@ class PoolFacts:
     """The window of these layers; None: they keep all tokens."""
     num_pages: int
     page_tokens: int
-    """Positions of a page; a recurrent state stands at one."""
+    """Positions of a page; 1 for a recurrent state."""
     page_bytes: int
     """Bytes of a page, over all of its layers."""
 
@@ -109,25 +109,25 @@ class StateRole(enum.IntEnum):
     """Why a sequence keeps a recurrent state."""
 
     PRESENT = 0
-    """It stands at the end of the committed tokens."""
+    """The state at the end of the committed tokens."""
     CHECKPOINT = 1
     RING = 2
-    """It is one of the last before the present one, and gives way to any forward."""
+    """A state shortly before the present one, dropped for any forward that needs the slot."""
     NODE = 3
-    """It is that of an uncommitted node."""
+    """The state of an uncommitted node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequencePages:
-    """The pages that one sequence names, copied, and what they let it do."""
+    """The pages in one sequence's tables, copied, and its positions."""
 
     length: int
-    """Its committed tokens; of one that is being imported those to come."""
+    """Number of its committed tokens; while importing, of the tokens to come."""
     window: SequenceWindow | None
     tables: tuple[NDArray[np.int32], ...]
-    """For each pool, in the order of ``pool_facts``. Of tokens and of encoders: the page of each
-    ``page_tokens`` positions from 0 on, -1 for a null page. Of states: slots, which may be named
-    twice, as by a checkpoint and the ring."""
+    """For each pool, in the order of ``pool_facts``. For tokens and encoders: the page of each
+    ``page_tokens`` positions from 0 on, -1 for a null page. For states: slots, which may occur
+    twice, for example for a checkpoint and the ring."""
     state_positions: NDArray[np.int64]
     """The position of each slot of the last table."""
     state_roles: NDArray[np.uint8]
@@ -135,7 +135,7 @@ class SequencePages:
     held: tuple[tuple[range, ...], ...]
     """The positions whose rows each pool of token pages holds, ascending."""
     reachable: tuple[range, ...]
-    """The positions that a rewind may go to, ascending."""
+    """The positions that a rewind may reach, ascending."""
 
 
 class Shortage(NamedTuple):
@@ -143,7 +143,7 @@ class Shortage(NamedTuple):
 
     missing: int
     never: bool
-    """Whether the pools are too small, whatever other sequences give up."""
+    """Whether the pools are too small even without other sequences."""
 
 
 class PoolVerbs(Protocol):
@@ -159,7 +159,7 @@ class PoolVerbs(Protocol):
 
     @property
     def geometry(self) -> StateGeometry:
-        """Sizes of what the layers keep."""
+        """Sizes of the layers' memory."""
 
     @property
     def recurrent_ids(self) -> tuple[int, ...]:
@@ -183,7 +183,7 @@ class PoolVerbs(Protocol):
 
     @property
     def num_used_pages(self) -> int:
-        """Those of ``num_pages`` that some sequence holds."""
+        """Number of ``num_pages`` that some sequence holds."""
 
     @property
     def num_used_bytes(self) -> int:
@@ -191,7 +191,8 @@ class PoolVerbs(Protocol):
 
     @property
     def num_splits(self) -> int:
-        """Shared pages copied since the state was made, because one of their owners wrote."""
+        """Number of shared pages copied since the state was made, because one of their owners
+        wrote."""
 
     @property
     def capacity(self) -> int | None:
@@ -202,8 +203,8 @@ class PoolVerbs(Protocol):
 
     @property
     def pool_facts(self) -> tuple[PoolFacts, ...]:
-        """Return what each pool is for: first those of token pages, then that of encoder rows, then
-        that of recurrent states. There is no pool for a kind of layers that the model lacks."""
+        """The purpose of each pool: first pools of token pages, then of encoder rows, then of
+        recurrent states. There is no pool for a kind of layers that the model lacks."""
 
     def page_references(self) -> list[NDArray[np.int32]]:
         """Return copies of the reference counts of all pages, for each pool of ``pool_facts``."""
@@ -212,13 +213,13 @@ class PoolVerbs(Protocol):
 
     @property
     def forgets(self) -> bool:
-        """Return whether layers have windows or are recurrent. Then a rewind cannot reach some
-        positions, or only by running tokens again."""
+        """True if layers have windows or are recurrent. Then a rewind cannot reach some positions,
+        or only by a replay."""
 
     @property
     def endless(self) -> bool:
-        """Return whether a sequence with a window may run on beyond the context. It may if the
-        state rotates, since only differences of rotations count."""
+        """True if a sequence with a window may continue beyond the context. It may if the state
+        rotates, because only differences of rotations count."""
 
     def nearest_reachable(self, seq_id: SeqId, position: int) -> int:
         """Return the latest position <= ``position`` that a rewind reaches without a replay."""
@@ -233,21 +234,21 @@ class PoolVerbs(Protocol):
 
     @property
     def forward_is_open(self) -> bool:
-        """Return whether a forward is open."""
+        """Return True if a forward is open."""
 
     def has_sequence(self, seq_id: SeqId) -> bool:
-        """Return whether there is such a sequence."""
+        """Return True if there is such a sequence."""
 
     def window(self, seq_id: SeqId) -> SequenceWindow | None:
         """Return the window of a sequence; None: it keeps all tokens."""
 
     def page_table(self, seq_id: SeqId) -> NDArray[np.int32]:
-        """Return a copy of a sequence's page table, of the first layer class that keeps all tokens.
-        If there is none, of the first layer class. -1 stands for a page that a window has evicted.
+        """Return a copy of a sequence's page table, of the first layer class that keeps all tokens;
+        if there is none, of the first layer class. -1 is a page that a window has evicted.
         ``Unsupported``: no layer keeps rows of tokens."""
 
     def sequence_use(self, seq_id: SeqId) -> SequenceUse:
-        """Return the memory that the tokens of a sequence take, including what it shares."""
+        """Return the memory that the tokens of a sequence take, shared memory included."""
 
     def sequence_ids(self) -> list[SeqId]:
         """Return the ids of all sequences."""
@@ -259,16 +260,17 @@ class PoolVerbs(Protocol):
         """Return the slots of recurrent states that a sequence holds."""
 
     def held_pages(self, seq_ids: Sequence[SeqId]) -> list[SequencePages]:
-        """Return copies of all that these sequences name of every pool; ``NotFound`` for an unknown
-        one. O(entries of their page tables)."""
+        """Return copies of these sequences' entries in every pool; ``NotFound`` for an unknown one.
+        O(entries of their page tables)."""
 
     def num_shared_pages(self) -> int:
-        """Return how many pages several sequences hold."""
+        """Return the number of pages that several sequences hold."""
 
     def num_needed(self, seq_ids: Collection[SeqId], *, with_kept: Collection[SeqId] = ()) -> int:
-        """Return how many pages these sequences need to go on; shared ones count once. Of recurrent
-        states, count the present one and those of uncommitted nodes. Checkpoints only save work;
-        they count for the sequences in ``with_kept``. O(pages, and entries of page tables)."""
+        """Return the number of pages that these sequences need to continue; shared ones count once.
+        Of recurrent states, count the present one and those of uncommitted nodes. Checkpoints only
+        save work; they count for the sequences in ``with_kept``. O(pages, and entries of page
+        tables)."""
 
     def pages_held(self, seq_ids: Collection[SeqId], kept: Collection[SeqId] = ()) -> list[int]:
         """Return the pages of each pool that these sequences hold together; shared ones count once.
@@ -277,8 +279,9 @@ class PoolVerbs(Protocol):
     # -- room --------------------------------------------------------------------------------------
 
     def free_pages(self, without: Collection[SeqId] = ()) -> list[int]:
-        """Return the pages of each pool that are free after removing the sequences ``without``.
-        Slots count if a forward can take them. O(1) if ``without`` is empty, else O(pages)."""
+        """Return the number of pages of each pool that are free after removing the sequences
+        ``without``. Slots count if a forward can take them. O(1) if ``without`` is empty, else
+        O(pages)."""
 
     def page_shortage(
         self,
@@ -293,15 +296,16 @@ class PoolVerbs(Protocol):
         any number of forwards; ignores copies of shared pages and sequences with a window."""
 
     def shares_tail(self, seq_id: SeqId) -> bool:
-        """Return whether another sequence holds the partly filled last page too."""
+        """Return True if another sequence holds the partly filled last page too."""
 
     def pages_freed(self, seq_id: SeqId, child_id: SeqId) -> int:
-        """Return how many pages removing ``seq_id`` frees or saves from being copied for
-        ``child_id``. ``child_id`` is a fork of ``seq_id`` without appended tokens."""
+        """Return the number of pages that removing ``seq_id`` frees, or saves from being copied for
+        ``child_id``, a fork of ``seq_id`` without appended tokens."""
 
     def states_freed(self, seq_id: SeqId) -> int:
-        """Return how many more slots a forward can take after removing ``seq_id`` without pending
-        nodes. A lower bound: it ignores slots that rings of other sequences hold too."""
+        """Return the number of additional slots that a forward can take after removing ``seq_id``,
+        which has no pending nodes. A lower bound: it ignores slots that rings of other sequences
+        hold too."""
 
     def pages_at_most(self, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
         """Return the most pages of each pool that a sequence of ``length`` tokens can take.
@@ -311,7 +315,8 @@ class PoolVerbs(Protocol):
         """Return the tokens of one forward that fit into empty pools with a window; may be < 1."""
 
     def shortage_in_steps(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
-        """Bound the missing pages for these tokens in forwards of at most ``most``, from above."""
+        """Return an upper bound of the missing pages for these tokens in forwards of at most
+        ``most`` tokens."""
 
     # -- recurrent states --------------------------------------------------------------------------
 
@@ -328,7 +333,8 @@ class PoolVerbs(Protocol):
         """Slots that hold checkpoints."""
 
     def spare_states(self, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> int:
-        """Return how many slots this ``begin_forward`` leaves; negative: so many are missing."""
+        """Return the number of slots that this ``begin_forward`` leaves; negative: the number of
+        missing slots."""
 
     def loose_checkpoints(self) -> dict[int, list[tuple[SeqId, int]]]:
         """Return (sequence, position) of checkpoints by slot, for slots held by nothing else."""

@@ -90,22 +90,23 @@ class RecurrenceBackend(Protocol):
 
 
 class StatePlaces(NamedTuple):
-    """States where they are kept. What is read is not written by the same call."""
+    """States in a pool. Rows that a call reads are not written by the same call."""
 
     pool_S: Tensor
     """``[S, *shape]``, contiguous; read and written."""
     sources_G: Tensor
     """int64: the rows of the pool that are the given states."""
     targets_M: Tensor
-    """int64: those that the wanted states go to. A row that nobody reads may be there twice."""
+    """int64: the rows for the wanted states. A row that is not read may occur twice."""
 
 
 @runtime_checkable
 class PooledRecurrence(RecurrenceBackend, Protocol):
-    """A backend that reads and writes states where they are kept, without copies of them.
+    """A backend that reads and writes states in the pool, without copies.
 
-    Its verbs return the output. None: it does not know these dtypes, sizes or this device, and has
-    written nothing; the verbs of ``RecurrenceBackend`` do."""
+    Its verbs return the output. None: it does not support these dtypes, sizes or this device, and
+    has written nothing; use the verbs of ``RecurrenceBackend``.
+    """
 
     def linear_attention_at(
         self,

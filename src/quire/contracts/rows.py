@@ -1,4 +1,4 @@
-"""What is done to each row of a forward by itself: norms, gates, rotation; and copies in pools.
+"""Work on each row of a forward by itself: norms, gates, rotation; and copies in pools.
 
 ``ops.rows`` is the reference, on any device. A row's result depends on that row only, to the bit.
 
@@ -30,7 +30,7 @@ class Rotation(NamedTuple):
     """Rows of a ``RotaryTable``: ``x * cos + swap(x) * sin`` of the first R columns of a head."""
 
     cos_T1R: Tensor
-    """float32, as ``sin``, which has the sign; both have the strides of one tensor."""
+    """float32, as ``sin``, which includes the sign; both have the strides of one tensor."""
     sin_T1R: Tensor
     interleaved: bool
 
@@ -60,11 +60,11 @@ class RowKernels(Protocol):
     ) -> Tensor:
         """Norm and rotate the heads of q and k; write k and v to the slots (int64) of a pool.
 
-        Return ``[T, Hq + Hkv, Dk]``: q, then k as it was written; fresh, or a view of ``qkv`` if
-        that is the same. ``k_SHD [S, Hkv, Dk]`` and ``v_SHD [S, Hkv, Dv]``, contiguous, have the
-        dtype of ``qkv``.
+        Return ``[T, Hq + Hkv, Dk]``: q, then k as written; fresh, or a view of ``qkv`` if that is
+        the same. ``k_SHD [S, Hkv, Dk]`` and ``v_SHD [S, Hkv, Dv]``, contiguous, have the dtype of
+        ``qkv``.
         """
 
     def copy_slots(self, pools_LSHD: Sequence[Tensor], moves_2N: NDArray[np.int64]) -> None:
-        """Copy slots ``moves[0]`` to ``moves[1]``, none of these twice, in every layer of all
-        pools, which are on one device. All are read before one is written."""
+        """Copy slots ``moves[0]`` to distinct slots ``moves[1]``, in every layer of all pools,
+        which are on one device. All are read before one is written."""

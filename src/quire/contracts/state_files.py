@@ -1,4 +1,4 @@
-"""What a state file holds, as a value."""
+"""The content of a state file, as a value."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from quire.pictured import Pictured
 
 @dataclass(frozen=True, slots=True)
 class StateFileView(Pictured):
-    """A state file's content; its checksums were right."""
+    """A state file's content, with verified checksums."""
 
     facts: Mapping[str, Any]
-    """As ``quire inspect --json`` prints them."""
+    """As printed by ``quire inspect --json``."""
 
     def document(self) -> dict[str, Any]:
         """Return ``facts`` in JSON types."""

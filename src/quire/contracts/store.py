@@ -1,9 +1,10 @@
 """Stores of state outside of the pool: immutable objects under keys, and the tiers that keep them.
 
-An object is the state of a run of tokens, or what a continuation at one position needs besides; its
-bytes are a state file (``docs/statefile.md``). Its key is a hash of everything that it depends on,
-so that equal keys mean equal state, and a store is a tree: each object stands under the key of the
-chunk of tokens before it. ``quire.store`` has the tiers, ``docs/store.md`` the design. No torch.
+An object is the state of a run of tokens (rows), or the further state that a continuation at one
+position needs (a stop); its bytes are a state file (``docs/statefile.md``). Its key is a hash of
+everything that it depends on, so that equal keys mean equal state, and a store is a tree: the
+parent of an object is the key of the chunk of tokens before it. ``quire.store`` has the tiers,
+``docs/store.md`` the design. No torch.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 from quire.errors import InvalidArgument
 
 KEY_BYTES = 20
-"""Of a digest."""
+"""Bytes of a digest."""
 
 Blob: TypeAlias = bytes | bytearray | memoryview
-"""The bytes of an object. Nobody writes into them."""
+"""The bytes of an object. Read only."""
 
 
 class ObjectKind(enum.StrEnum):
@@ -28,9 +29,10 @@ class ObjectKind(enum.StrEnum):
     ROWS = "rows"
     """Rows of a run of tokens in the layers that keep all tokens."""
     STOP = "stop"
-    """What the other layers (windows, recurrent ones) need to go on at one position."""
+    """The state of the other layers (windows, recurrent ones) for a continuation at one
+    position."""
     CHUNK = "chunk"
-    """Rows of a piece of text in all layers, computed by itself, for any place in a prompt."""
+    """Rows of a piece of text in all layers, computed separately, for any position in a prompt."""
     RECORD = "record"
     """A document without tensors: a commit, a name."""
 
@@ -40,24 +42,24 @@ class ObjectKey:
     """The key of an object."""
 
     parent: bytes
-    """The digest of all tokens up to the last boundary of chunks before those of the object; of
-    records the digest of their kind; of chunks that of all that they depend on but their tokens."""
+    """The digest of all tokens up to the last chunk boundary before the object's tokens. For
+    records: the digest of their kind; for chunks: of all that they depend on but their tokens."""
     kind: ObjectKind
     count: int
-    """Tokens behind ``parent`` that the object reaches to; 0 for records."""
+    """Number of tokens from ``parent`` to the end of the object; 0 for records."""
     digest: bytes
-    """The digest of all tokens that the object depends on; of records, of their name or content; of
-    chunks what ``blend.chunks`` says."""
+    """The digest of all tokens that the object depends on. For records: of their name or content;
+    for chunks: see ``blend.chunks``."""
 
     @property
     def name(self) -> str:
-        """Return the key as text: at most 100 characters of ``[0-9a-z-]``, so that a file of this
-        name stays inside of its folder."""
+        """The key as text: at most 100 characters of ``[0-9a-z-]``, so that a file of this name
+        stays inside its folder."""
         return f"{self.parent.hex()}-{self.kind}-{self.count}-{self.digest.hex()}"
 
     @classmethod
     def parse(cls, name: str) -> Self:
-        """Return the key of a name; ``InvalidArgument`` for what is none."""
+        """Return the key of a name; ``InvalidArgument`` for an invalid name."""
         try:
             parent, kind, count, digest = name.split("-")
             found = cls(bytes.fromhex(parent), ObjectKind(kind), int(count), bytes.fromhex(digest))
@@ -70,18 +72,18 @@ class ObjectKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStat:
-    """What a tier holds."""
+    """Totals of a tier."""
 
     objects: int
     bytes: int
     capacity: int | None
-    """Bytes that it may hold; None: it knows no limit."""
+    """Most bytes that it may hold; None: it knows no limit."""
     pinned: int = 0
-    """Bytes of objects that are never given up."""
+    """Bytes of pinned objects, which are never evicted."""
 
 
 class ObjectPart(NamedTuple):
-    """Some bytes of an object."""
+    """A range of bytes of an object."""
 
     blob: Blob
     size: int
@@ -92,40 +94,40 @@ class StoreTier(Protocol):
     """One place that keeps objects. A new tier is one file that implements this.
 
     All verbs are coroutines, run on the store's own event loop; a tier that blocks uses threads.
-    Any number of calls may be under way. Errors of the medium (no route, disk full, permission) are
-    raised as ``TierError``: the store counts them and leaves the tier alone for a while. What is
-    damaged or not there is a miss and no error. Two processes may use one place at once: an object
-    is visible complete or not at all, and the writer that comes last wins (both wrote the same).
+    Any number of calls may run at once. Errors of the medium (no route, disk full, permission) are
+    raised as ``TierError``: the store counts them and skips the tier for a while. Damaged or
+    missing objects are misses and no errors. Two processes may use one place at once: an object is
+    visible completely or not at all, and the last writer wins (both wrote the same).
 
-    A tier with a capacity gives up nothing that others stand under. Of the rest goes first what was
-    used longest ago, by a count of uses: clocks may jump.
+    A tier with a capacity never evicts an object with children. Of the others it evicts the least
+    recently used first, by a count of uses, because clocks may jump.
     """
 
     kind: str
-    """``memory``, ``disk``, ``redis``, ``object``: what outputs and metrics call it."""
+    """``memory``, ``disk``, ``redis``, ``object``: its name in outputs and metrics."""
     label: str
-    """Where it is, without secrets, for messages."""
+    """Its location, without secrets, for messages."""
     is_durable: bool
-    """Whether what it keeps outlives the process."""
+    """Whether its objects outlive the process."""
 
     async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
-        """Return the objects in the order of the keys, None where one is not there. It counts as
-        use of them and of all that they stand under."""
+        """Return the objects in the order of the keys, None for missing ones. It counts as use of
+        them and of all their ancestors."""
         ...
 
     async def part(self, key: ObjectKey, start: int, stop: int) -> ObjectPart | None:
         """Return the bytes of an object from ``start`` to ``stop``, or to its end if that is
-        before; None if it is not there. A part from 0 on counts as use, others may."""
+        before; None if it is missing. A part from 0 on counts as use, others may."""
         ...
 
     async def put(self, key: ObjectKey, blob: Blob) -> bool:
-        """Keep an object; return False, and change nothing, if there is no room that may be had.
-        The same key twice keeps one, records excepted, which are replaced. Once it returns True
-        from a durable tier, the object is there after a crash of the machine."""
+        """Keep an object; return False, and change nothing, if no room can be made. The same key
+        twice keeps one, but a record is replaced. Once a durable tier has returned True, the object
+        survives a crash of the machine."""
         ...
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Return which objects are there. Counts as no use."""
+        """Return, for each key, True if its object exists. Counts as no use."""
         ...
 
     async def children(self, parents: Sequence[bytes]) -> list[list[ObjectKey]]:
@@ -133,18 +135,18 @@ class StoreTier(Protocol):
         ...
 
     async def remove(self, keys: Collection[ObjectKey]) -> int:
-        """Forget objects, pinned ones too; return how many were there."""
+        """Remove objects, pinned ones too; return the number of removed ones."""
         ...
 
     async def pin(self, keys: Collection[ObjectKey], pinned: bool) -> None:
-        """Let objects, and what they stand under, never be given up for others (``pinned``), or let
-        them again. Durable in a durable tier. Unknown keys are passed over."""
+        """Pin objects (or unpin: not ``pinned``). Neither a pinned object nor its ancestors are
+        evicted. Durable in a durable tier. Unknown keys are ignored."""
         ...
 
     async def stat(self) -> TierStat:
-        """Return what it holds."""
+        """Return its totals."""
         ...
 
     async def close(self) -> None:
-        """Give back connections and files; what is kept stays kept in a durable tier."""
+        """Close connections and files; objects stay in a durable tier."""
         ...

@@ -1,8 +1,8 @@
-"""What can be seen of one token: chances, attention, norms, and where two sequences part.
+"""Views of one token: probabilities, attention, norms, and the difference of two sequences.
 
 Frozen values of numbers, NumPy arrays and strings, made by ``quire.engine.views``. ``document()``
-is what is sent over HTTP: JSON types, arrays as base64 of little-endian values, null for a number
-that is infinite or unknown. Log-probabilities, entropies and divergences are in nats.
+is the HTTP form: JSON types, arrays as base64 of little-endian values, null for a number that is
+infinite or unknown. Log-probabilities, entropies and divergences are in nats.
 
 Letters: n positions; H heads.
 """
@@ -25,7 +25,7 @@ FORMAT = 1
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """Return a number as JSON can hold it."""
+    """Return a number in JSON's range: None if it is not finite."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 
@@ -41,11 +41,11 @@ def packed_positions(values: NDArray[Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenChance:
-    """How probable one token is at its place."""
+    """The probability of one token at its position."""
 
     id: int
     text: str | None
-    """The token inside of a text; None without a tokenizer."""
+    """The token's part of a text; None without a tokenizer."""
     logprob: float
     rank: int
     """1 is the most probable; ties go by lower id."""
@@ -64,7 +64,7 @@ class MaskView:
     kind: str
     """The field of ``StructuredOutputs`` that was given."""
     allowed: int | None
-    """How many tokens it allowed; None: nobody counted, as where a greedy token needed no mask."""
+    """Number of allowed tokens; None: not counted, for example if a greedy token needed no mask."""
 
     def document(self) -> dict[str, Any]:
         """Return it in JSON types."""
@@ -73,13 +73,13 @@ class MaskView:
 
 @dataclass(frozen=True, slots=True)
 class StopView:
-    """Why a generation ended before a position."""
+    """The end of a generation before a position, and its reason."""
 
     finish_reason: str
     stop_reason: str | int | None
     """The stop string or token, or "context"."""
     start: int
-    """Where the generation began."""
+    """Position at which the generation began."""
 
     def document(self) -> dict[str, Any]:
         """Return it in JSON types."""
@@ -88,32 +88,33 @@ class StopView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChancesView(Pictured):
-    """The token at a position, and what the model thought of it after the tokens before."""
+    """The token at a position, and the model's distribution there."""
 
     position: int
     num_tokens: int
-    """Tokens of the sequence. At this position there is none yet."""
+    """Number of tokens of the sequence. At this position there is none yet."""
     vocab_size: int
     token: TokenChance | None
-    """None: at the end, at an embedding, and of the first token, which nothing comes before."""
+    """None: at the end, at an embedding, and for the first token, which has no predecessor."""
     id: int | None
     """The id of the token; None at the end."""
     text: str | None
     alternatives: tuple[TokenChance, ...]
     """The most probable tokens there, by rank; none at position 0."""
     entropy: float | None
-    """Of the distribution, in nats."""
+    """Entropy of the distribution, in nats."""
     computed: bool
     """Whether the distribution was computed now."""
     num_run: int
-    """Tokens that ran for it: 1 if the state before was there."""
+    """Number of tokens that ran for it: 1 if the state before was available."""
     exact: bool
-    """Whether the state before is what its tokens give: not written into, blended or converted."""
+    """Whether the state before is the one that its tokens give: not written into, blended or
+    converted."""
     generated: bool
-    """Whether the token is noted as generated, and not as given."""
+    """Whether the token is recorded as generated, and not as given."""
     mask: MaskView | None
     stop: StopView | None
-    """Why a generation ended right before the position; None: none is noted."""
+    """The end of a generation right before the position; None: none is recorded."""
 
     def document(self) -> dict[str, Any]:
         """Return the document of ``/v1/state/token``."""
@@ -138,7 +139,8 @@ class ChancesView(Pictured):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionView(Pictured):
-    """What one token reads, at one layer: the weights of its query over all positions up to it."""
+    """The attention of one token at one layer: the weights of its query over all positions up to
+    it."""
 
     position: int
     layer: int
@@ -147,15 +149,16 @@ class AttentionView(Pictured):
     num_heads: int
     """Query heads of the layer."""
     heads: tuple[int, ...]
-    """Those of the rows."""
+    """The heads of the rows."""
     weights: NDArray[np.float32]
-    """``[H, n]``, n = position + 1; 0 where the query sees nothing."""
+    """``[H, n]``, n = position + 1; 0 for positions that the query does not see."""
     sinks: NDArray[np.float32]
-    """``[H]``: the share of learned sink logits. With it the weights of a head sum to 1."""
+    """``[H]``: the share of learned sink logits. Together with it the weights of a head sum to
+    1."""
     num_run: int
-    """Tokens that ran for it, the query's among them."""
+    """Number of tokens that ran for it, the query included."""
     exact: bool
-    """As of ``ChancesView``."""
+    """As in ``ChancesView``."""
 
     def document(self) -> dict[str, Any]:
         """Return the document of ``/v1/state/attention``."""
@@ -176,14 +179,14 @@ class AttentionView(Pictured):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NormsView(Pictured):
-    """Euclidean norms of what a layer remembers: of rows by position, or of recurrent states."""
+    """Euclidean norms of a layer's state: of rows by position, or of recurrent states."""
 
     layer: int
     kind: str
     """The kind of the layer: "full", "window", "latent" or "recurrent"."""
     num_tokens: int
     positions: NDArray[np.int64]
-    """``[n]``, ascending: those whose rows are in the pool, or at which states are kept."""
+    """``[n]``, ascending: positions of the rows in the pool, or of the kept states."""
     norms: Mapping[str, NDArray[np.float32]]
     """``[n, H]`` by name: ``k`` and ``v`` by KV head, ``latent`` of whole rows (H = 1), ``state_0``
     and so on by the first axis of states with three axes (H = 1 for others)."""
@@ -205,21 +208,21 @@ class NormsView(Pictured):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartingSide:
-    """One of two sequences where they part."""
+    """One side of two sequences at their first difference."""
 
     num_tokens: int
     token: TokenChance | None
-    """Its next token and how probable it is after its own state; None: it ends there, or the token
-    is an embedding, or nothing comes before it."""
+    """Its next token, with its probability after its own state; None: it ends there, or the token
+    is an embedding or the first one."""
     id: int | None
     """The id of its next token; None: it ends there."""
     text: str | None
     other: TokenChance | None
-    """The other side's next token after this side's state."""
+    """The other side's next token, with its probability after this side's state."""
     alternatives: tuple[TokenChance, ...]
     entropy: float | None
     exact: bool
-    """As of ``ChancesView``."""
+    """As in ``ChancesView``."""
     adapter: str | None
     """The name of the adapter under which its last shared token ran; None: the base model."""
 
@@ -240,17 +243,17 @@ class PartingSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonView(Pictured):
-    """Where two sequences part, and what either side thought there."""
+    """The first difference of two sequences, with both sides' distributions there."""
 
     shared: int
-    """Tokens that both begin with."""
+    """Number of tokens that both begin with."""
     a: PartingSide
     b: PartingSide
     divergences: tuple[float, float] | None
-    """KL(a || b) and KL(b || a) of the next token after the shared ones, in nats; None: nothing
-    comes before."""
+    """KL(a || b) and KL(b || a) of the next token after the shared ones, in nats; None: nothing is
+    shared."""
     num_run: int
-    """Tokens that ran for it."""
+    """Number of tokens that ran for it."""
 
     def document(self) -> dict[str, Any]:
         """Return the document of ``/v1/state/compare``."""

@@ -1,7 +1,7 @@
-"""Views: what readers found in a running LLM, in a state file or in a store, as frozen values.
+"""Views: readings of a running LLM, of a state file or of a store, as frozen values.
 
-Each has a ``document()``, which is what an endpoint of ``/v1/state`` answers and what pictures are
-drawn from: dictionaries, lists, strings and numbers only (``docs/inspector.md``). No torch.
+Each has a ``document()``, the answer of an endpoint of ``/v1/state`` and the source of pictures:
+dictionaries, lists, strings and numbers only (``docs/inspector.md``). No torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from quire.pictured import Pictured
 
 FORMAT = 1
-"""The format of all documents. It grows when a field changes its meaning or goes away."""
+"""The format of all documents. It is raised when a field changes its meaning or is removed."""
 MOST_TEXT = 80
-"""Characters of ``HistoryNode.head`` and ``tail``, at most."""
+"""Most characters of ``HistoryNode.head`` and ``tail``."""
 
 BranchKind: TypeAlias = Literal["session", "request", "cached", "cache", "commit", "other"]
 Source: TypeAlias = Literal["server", "file", "store"]
@@ -27,12 +27,13 @@ Source: TypeAlias = Literal["server", "file", "store"]
 OWNER_NAMES = ("free", "evictable", "held", "pinned")
 """Owners of pages, by the numbers in ``PoolView.owner``; ``engine.page_use`` describes them."""
 NOBODY, SOMEBODY_ELSE = -1, -2
-"""Holders of pages that no branch of the view holds: nobody does, or one that is not shown."""
+"""Holders of pages that no branch of the view holds: no holder at all, or a holder that is not
+shown."""
 
 
 def packed(array: NDArray[Any], kind: str) -> str:
     """Return an array as base64 of little-endian values; ``kind``: "u1", "u2", "i4" or "f4". Values
-    beyond the range of an integer kind become its nearest one."""
+    outside of an integer kind are clipped."""
     if kind[0] in "ui":
         bounds = np.iinfo(kind)
         array = np.clip(array, bounds.min, bounds.max)
@@ -40,7 +41,7 @@ def packed(array: NDArray[Any], kind: str) -> str:
 
 
 def unpacked(text: str, kind: str) -> NDArray[Any]:
-    """Return the array of what ``packed`` returned."""
+    """Return the array in a text of ``packed``."""
     return np.frombuffer(base64.b64decode(text), dtype=f"<{kind}")
 
 
@@ -51,7 +52,7 @@ def ranges_of(parts: Sequence[range]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldRows:
-    """The positions whose rows the layers of one pool hold of a branch."""
+    """The positions of a branch whose rows are in one pool."""
 
     pool: int
     ranges: tuple[range, ...]
@@ -59,35 +60,35 @@ class HeldRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchView:
-    """What holds a sequence, or would go on from one."""
+    """The holder of a sequence, or of the history for one."""
 
     id: str
-    """Its kind, a colon, and a name or a number: the same while it lives."""
+    """Its kind, a colon, and a name or a number; constant while it lives."""
     kind: BranchKind
     name: str | None = None
-    """What its user calls it; of a commit the branch that stands there, else its message."""
+    """Its user's name for it; for a commit the branch whose head it is, else its message."""
     num_tokens: int
     computed: int
-    """Tokens whose state is in the pool."""
+    """Number of tokens whose state is in the pool."""
     busy: bool = False
     """Whether a call works on it."""
     pinned: bool = False
     modified: bool = False
     exact: bool = True
     adapter: str | None = None
-    """The adapter of its next token, by name, or by fingerprint if it has none here."""
+    """The adapter of its next token, by name, or by fingerprint if it has no name here."""
     pages: int = 0
-    """Pages of tokens and of encoder rows that it holds, null pages left out."""
+    """Number of pages of tokens and of encoder rows that it holds, without null pages."""
     shared_pages: int = 0
-    """Those of them that other sequences hold too."""
+    """Number of these that other sequences hold too."""
     window: tuple[int, int] | None = None
-    """(window, sink), in tokens, of what it keeps; None: it keeps all."""
+    """(window, sink), in tokens, of the part that it keeps; None: it keeps all."""
     last_commit: str | None = None
-    """The commit that it goes on from; of a commit the one before it."""
+    """The commit that it continues; for a commit its parent."""
     reachable: tuple[range, ...] = ()
-    """The positions to which it can be rewound without running tokens again."""
+    """The positions to which it can be rewound without a replay."""
     checkpoints: tuple[int, ...] = ()
-    """The positions of its recurrent states, ascending, the present one among them."""
+    """The positions of its recurrent states, ascending, the present one included."""
     held: tuple[HeldRows, ...] = ()
 
     def document(self) -> dict[str, Any]:
@@ -115,12 +116,12 @@ class BranchView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryNode:
-    """A run of tokens, from ``start`` to ``end``, that all branches at and below it have."""
+    """A run of tokens, from ``start`` to ``end``, common to all branches at and below it."""
 
     id: str
-    """The same while histories part here, also if the run grows at its end."""
+    """Constant while the histories split here, even if the run grows at its end."""
     parent: str | None
-    """The node before; None: it is the root of a tree."""
+    """The parent node; None: it is the root of a tree."""
     start: int
     end: int
     branches: tuple[str, ...] = ()
@@ -128,9 +129,9 @@ class HistoryNode:
     head: str | None = None
     """The text of its first tokens; None without a tokenizer."""
     tail: str | None = None
-    """The text of its last tokens, where ``head`` does not reach them; else ""."""
+    """The text of its last tokens beyond ``head``; else ""."""
     key: Mapping[str, str | None] | None = None
-    """Of a root: what its tree does not share with others, ``adapter`` and ``salt``."""
+    """For a root: the key that separates its tree from others, ``adapter`` and ``salt``."""
 
     def document(self) -> dict[str, Any]:
         """See the module."""
@@ -148,7 +149,7 @@ class HistoryNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryView(Pictured):
-    """All branches as trees over tokens: parents come before what is below them."""
+    """All branches as trees over tokens; parents precede their children."""
 
     reading: int
     branches: tuple[BranchView, ...]
@@ -170,9 +171,9 @@ class ShownToken:
 
     position: int
     id: int
-    """-1 to -4 stand for an embedding, or a token that is not known."""
+    """-1 to -4 are an embedding, or an unknown token."""
     text: str | None
-    """None without a tokenizer, and of an embedding."""
+    """None without a tokenizer, and for an embedding."""
 
     def document(self) -> dict[str, Any]:
         """See the module."""
@@ -185,7 +186,7 @@ class TextView:
 
     branch: str
     num_tokens: int
-    """Of the whole branch."""
+    """Number of tokens of the whole branch."""
     tokens: tuple[ShownToken, ...]
 
     def document(self) -> dict[str, Any]:
@@ -205,7 +206,7 @@ class PoolView(Pictured):
     reading: int
     pool: int
     references: NDArray[np.int32]
-    """How many entries of page tables name each page."""
+    """Number of page table entries that reference each page."""
     owner: NDArray[np.uint8]
     """An index into ``OWNER_NAMES``."""
     holder: NDArray[np.int32]
@@ -213,7 +214,7 @@ class PoolView(Pictured):
     position: NDArray[np.int32]
     """The position of the page's first slot for that holder; -1 without one."""
     eviction: NDArray[np.int32]
-    """When the page is given up, if nothing is used meanwhile: 0 goes first, -1 never."""
+    """Order of eviction, if nothing is used meanwhile: 0 is evicted first, -1 never."""
     branches: tuple[str, ...]
     """Ids of the branches that hold pages here."""
 
@@ -250,7 +251,7 @@ class BranchPagesView:
     pages: NDArray[np.int32]
     """-1: a null page."""
     positions: NDArray[np.int64]
-    """Of each page's first slot; of a recurrent state where it stands."""
+    """Positions of the pages' first slots, or of recurrent states."""
 
     def document(self) -> dict[str, Any]:
         """See the module."""
@@ -266,15 +267,15 @@ class BranchPagesView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageHolder:
-    """One naming of a page by a branch."""
+    """One reference to a page by a branch."""
 
     branch: str
     start: int
-    """Of token pages the position of the first slot; of a recurrent state where it stands."""
+    """Position of the first slot, or of a recurrent state."""
     stop: int
-    """One past the last position with a row in it; of a recurrent state where it stands."""
+    """One past the last position with a row in it, or the position of a recurrent state."""
     role: str | None = None
-    """Of a recurrent state: "present", "checkpoint", "ring" or "node"."""
+    """For a recurrent state: "present", "checkpoint", "ring" or "node"."""
 
     def document(self) -> dict[str, Any]:
         """See the module."""
@@ -293,10 +294,10 @@ class PageView:
     eviction: int
     holders: tuple[PageHolder, ...]
     others: int
-    """Namings by branches that are not shown."""
+    """Number of references by branches that are not shown."""
     tokens: tuple[ShownToken, ...]
-    """The tokens of its rows, as the first holder has them; of a recurrent state the last ones
-    before it. Rows of encoders have none."""
+    """The tokens of its rows, from the first holder; for a recurrent state the last ones before it.
+    Rows of encoders have none."""
 
     def document(self) -> dict[str, Any]:
         """See the module."""
@@ -321,17 +322,17 @@ class TierView:
     kind: str
     """``memory``, ``disk``, ``redis`` or ``object``."""
     label: str | None
-    """Where it is; None: the viewer need not know."""
+    """Its location; None: hidden from the viewer."""
     durable: bool
     objects: int | None
-    """None: it does not say."""
+    """None: unknown."""
     num_bytes: int | None
     capacity: int | None
-    """Bytes that it may hold; None: it knows no limit."""
+    """Most bytes that it may hold; None: it knows no limit."""
     pinned: int | None
-    """Bytes that are never given up."""
+    """Bytes of pinned objects, which are never evicted."""
     resting: float = 0.0
-    """Seconds for which it is not asked, since it failed."""
+    """Seconds for which it is skipped, because it failed."""
 
     def document(self) -> dict[str, Any]:
         """See the module."""
@@ -367,7 +368,7 @@ class PoolSummary:
     window: int | None
     num_pages: int
     page_tokens: int
-    """Positions of a page; 1 of a recurrent state."""
+    """Positions of a page; 1 for a recurrent state."""
     page_bytes: int
     counts: Mapping[str, int]
     """Numbers of pages by owner."""
@@ -391,27 +392,27 @@ class OverviewView:
 
     source: Source
     reading: int
-    """Which reading of the state it is of: documents of one reading agree with each other."""
+    """Number of the reading of the state: documents of one reading agree with each other."""
     time: float
-    """When that was, in Unix time."""
+    """Time of the reading, in Unix time."""
     model: Mapping[str, Any]
     """``name``, ``max_length`` (tokens), ``vocab_size``, ``dtype`` of the state, ``tokenizer``."""
     layers: tuple[Mapping[str, Any], ...]
-    """``id``, ``kind``, ``pool`` and ``heads``, ``kv_heads``, ``window`` where it has such."""
+    """``id``, ``kind``, ``pool`` and, if it has them, ``heads``, ``kv_heads``, ``window``."""
     pools: tuple[PoolSummary, ...]
     tiers: tuple[str, ...]
     """Kinds of the tiers, the nearest first."""
     use: Mapping[str, int]
-    """Numbers of pages of all pools: ``total`` and those by owner."""
+    """Numbers of pages of all pools: ``total`` and by owner."""
     requests: Mapping[str, int]
     """``running`` and ``waiting``, of all users."""
     branches: Mapping[str, int]
     """Numbers of branches by kind, of all users; without commits."""
     started: float
-    """When the process began to serve, in Unix time: another one has another."""
+    """Start of serving, in Unix time; it differs for each process."""
     allow_edits: bool = False
     keys: bool = False
-    """Whether other users' branches are not shown."""
+    """Whether other users' branches are hidden."""
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Executors: the verbs of ``contracts.executor`` over a runner, and their KV caches.
 
-The two faces, and all values that they take and return, are found here, imported at their first
-use. ``docs/executor.md`` shows them.
+The package exports the two faces and all values that they take and return, each imported at its
+first use. ``docs/executor.md`` shows them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _ELSEWHERE = {
     "KVCacheInterface": "quire.contracts.kv_cache",
     "LlmExecutor": "quire.executor.llm_executor",
 }
-"""Where names live that ``quire.contracts.executor`` does not have."""
+"""Modules of the names that ``quire.contracts.executor`` does not export."""
 
 
 def __getattr__(name: str) -> Any:

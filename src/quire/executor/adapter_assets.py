@@ -1,4 +1,4 @@
-"""Adapters as executors are given them: assets."""
+"""Adapters from ``ModelAssets``: files, bytes or streams."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PIECE = 1 << 20
 
 
 def read_assets(assets: ModelAssets, model: LoadedModel, admit: Callable[[int, int], None] | None = None) -> Adapter:
-    """Return the adapter of a PEFT directory, or of a packed one (``peft_files.FORMS``).
+    """Return the adapter of a PEFT directory, or of a packed adapter (``peft_files.FORMS``).
 
-    The file of weights in a directory may name it. A packed one is a file of any name, bytes, or
-    what a stream has left; an open file is read from its beginning and stands afterwards where it
-    stood. ``InvalidArgument`` for a file or stream that gives no bytes; ``admit`` and other errors
-    as of ``quire.models.peft.read_adapter``.
+    A directory may be named by its file of weights. A packed adapter is a file of any name, bytes,
+    or the rest of a stream; an open file is read from its beginning and then returned to its
+    position. ``InvalidArgument`` for a file or stream that gives no bytes; ``admit`` and other
+    errors as in ``quire.models.peft.read_adapter``.
     """
     from quire.models import peft, peft_config, peft_files
 
@@ -57,7 +57,7 @@ def _bytes_of(assets: ModelAssets, source: str, limit: int) -> bytes:
             return view.tobytes()
     except QuireError:
         raise
-    except (OSError, ValueError) as error:  # a file that is closed raises the latter
+    except (OSError, ValueError) as error:  # a closed file raises ValueError
         raise CheckpointError(f"{source} cannot be read: {error}") from error
 
 

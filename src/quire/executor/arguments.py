@@ -1,4 +1,4 @@
-"""The arguments of the verbs, checked and turned into rows of ids; nothing is computed or changed.
+"""The arguments of the verbs, checked and turned into rows of ids. Nothing is computed or changed.
 
 Letters: B batch rows; S tokens of a row with padding.
 """
@@ -32,7 +32,7 @@ NO_MASKS = "recurrent layers see the tokens of a row in order, and no mask can c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallItem:
-    """One item of a call: where it begins and what it appends."""
+    """One item of a call: the start of each row and the tokens to append."""
 
     cache: KVCache | None
     """None: a fresh one."""
@@ -43,10 +43,10 @@ class CallItem:
     columns: int
     """S"""
     adapter: int | None = None
-    """The adapter that they run under; None: the base model."""
+    """The adapter of its tokens; None: the base model."""
     asked: WantedOutputs = LOGITS_ONLY
     positions: tuple[Ids | None, ...] = ()
-    """The given positions of each row's tokens; None: behind those before them."""
+    """The given positions of each row's tokens; None: directly after the tokens before them."""
 
     @property
     def batch_size(self) -> int:
@@ -58,10 +58,10 @@ class CallItem:
 
 
 def resolve_cache(pool: CachePool, given: object) -> tuple[KVCache, tuple[int, ...]]:
-    """Return the cache behind a handle or a cache, and the lengths that are meant.
+    """Return the cache of a handle or a cache, and the lengths that it covers.
 
-    ``InvalidArgument``: foreign or stale. ``NotFound``: released. ``FailedPrecondition``: a node of
-    a tree. Call it under the lock.
+    ``InvalidArgument``: another executor's cache, or a stale handle. ``NotFound``: released.
+    ``FailedPrecondition``: a node of a tree. Call it under the lock.
     """
     if not isinstance(given, Handle | KVCache):
         raise InvalidArgument(field="kv_cache", given=given, allowed="a handle or a KV cache of this executor")
@@ -75,7 +75,8 @@ def resolve_cache(pool: CachePool, given: object) -> tuple[KVCache, tuple[int, .
 
 
 def resolve_row(runner: Runner, given: object, row: int | None) -> tuple[KVCache, int, int]:
-    """Return a cache over ``runner``, the index of a row (None: the only one) and the tokens meant.
+    """Return a cache over ``runner``, the index of a row (None: the only one) and its covered
+    length.
 
     ``given`` is the cache or a handle of it. ``InvalidArgument``: another runner's cache, a stale
     handle, no such row. ``NotFound``: released. Call it under the lock.
@@ -189,7 +190,7 @@ def naming_item(verb: str, index: int) -> Iterator[None]:
 
 
 def weights_refusal(facts: ModelFacts) -> str:
-    """Return why no call can return attention weights; empty if one can."""
+    """Return the reason why no call can return attention weights; empty if a call can."""
     if not facts.recurrent_ids or len(facts.layer_ids) == facts.num_blocks:
         return ""
     return (
@@ -199,14 +200,15 @@ def weights_refusal(facts: ModelFacts) -> str:
 
 
 def asked_of(pool: CachePool, given: PrefillInput | DecodeInput) -> WantedOutputs:
-    """Return what it asks for besides logits; ``Unsupported`` for attention weights without any."""
+    """Return the optional outputs of an input. ``Unsupported`` for attention weights that the model
+    does not have."""
     if given.output_attentions and (reason := weights_refusal(pool.facts)):
         raise Unsupported(f"attention weights: {reason}", field="output_attentions")
     return WantedOutputs(hidden_states=given.output_hidden_states, attention_weights=given.output_attentions)
 
 
 def union(asked: Iterable[WantedOutputs]) -> WantedOutputs:
-    """Return what a forward must give so that each gets what it asked for."""
+    """Return the union of the wanted outputs."""
     found = list(asked)
     return WantedOutputs(
         hidden_states=any(one.hidden_states for one in found),
@@ -215,7 +217,8 @@ def union(asked: Iterable[WantedOutputs]) -> WantedOutputs:
 
 
 def tree_of(parents: Sequence[int], count: int, what: str) -> tuple[int, ...]:
-    """Return parents of ``count`` nodes; ``InvalidArgument`` unless each lies before its node."""
+    """Return parents of ``count`` nodes; ``InvalidArgument`` unless each parent precedes its
+    node."""
     if len(parents) != count:
         raise InvalidArgument(field=what, given=list(parents), allowed=f"{count} parents, one for each token")
     for node, parent in enumerate(parents):
@@ -231,10 +234,10 @@ def given_positions(
     spans: Sequence[tuple[int, int]],
     columns: int,
 ) -> tuple[Ids | None, ...]:
-    """Return the positions of each row's real tokens; what stands at padding does not matter.
+    """Return the positions of each row's real tokens; positions of padding are ignored.
 
-    None: none are given, or they are the indices, and nothing else is possible. ``Unsupported``:
-    others, where the model or the executor allows none.
+    None for rows without given positions, and where only the indices are possible. ``Unsupported``:
+    other positions than the indices if the model or the executor allows none.
     """
     if positions is None:
         return (None,) * len(starts)

@@ -52,25 +52,26 @@ class KVCache(CacheRows):
 
     @property
     def adapters(self) -> frozenset[int]:
-        """Ids of the adapters, unloaded ones too, that made content; the base model aside."""
+        """Ids of the adapters, unloaded ones included, under which tokens ran; without the base
+        model."""
         return frozenset(adapter for row in self.rows for adapter in row.runs.ids)
 
     def positions(self, row: int) -> Ids:
-        """Return a copy of the positions at which the tokens of a row were rotated. They are the
-        indices unless ``position_ids`` were given."""
+        """Return a copy of the rotation positions of a row's tokens. They are the indices unless
+        ``position_ids`` were given."""
         given = self.rows[row].positions
         return np.arange(self.lengths[row]) if given is None else given.ids.copy()
 
     def token_ids(self, row: int) -> Ids | None:
-        """Return a copy of the ids that made a row, or None where they are not known. What stands
-        at a placeholder is below -4 and made from its data: equal ids mean equal content."""
+        """Return a copy of the token ids of a row, or None if they are not known. The id of a
+        placeholder is below -4 and computed from its data: equal ids mean equal content."""
         held = self.rows[row].tokens
         return held.ids.copy() if held.is_known else None
 
     @locked
     def read(self, layer: int, lengths: Sequence[int], *, values: bool) -> Tensor:
         """Return a gathered copy of K or V of one layer, ``[B, n, Hkv, D]``. Row i has its first
-        ``lengths[i]`` tokens, then zeros, and zeros where a window has let go of a token."""
+        ``lengths[i]`` tokens, then zeros, and zeros for tokens that a window has dropped."""
         self.commit_chains()
         state = self.pool.state
         none_0HD = state.debug_get_kv(self.rows[0].seq, 0, 0, layer=layer)[values]
@@ -85,15 +86,15 @@ class KVCache(CacheRows):
 
     @locked
     def pages(self) -> list[NDArray[np.int32]]:
-        """Return a copy of the page table of each row; -1 where a window has passed. It is that of
-        the layer class that stands for all. ``Unsupported`` where no layer keeps pages."""
+        """Return a copy of the page table of each row; -1 for pages that a window has dropped. The
+        table is that of one layer class. ``Unsupported`` if no layer keeps pages."""
         self.commit_chains()
         if not self.pool.facts.specs:
             raise Unsupported(f"block_table: {NO_PAGES}")
         return [self.pool.state.page_table(row.seq) for row in self.rows]
 
     def stats(self) -> CacheHandleStats:
-        """Return what it uses now."""
+        """Return its present use of blocks, memory and tokens."""
         blocks = memory = used = 0
         with self.pool.lock:
             self.require_live()
@@ -115,10 +116,10 @@ class KVCache(CacheRows):
     def clear(self) -> None:
         self.truncate([0] * len(self.rows))
         for row in self.rows:
-            # An empty row is not cut, and a tree may wait beside it.
+            # An empty row is not cut by truncate, but may have a pending token tree.
             self.set_pending(row, None)
             if row.window != self.pool.facts.row_window:
-                # It came with a session, and a cleared cache is as a new one.
+                # The window came with a session's state; a cleared cache is like a new one.
                 self.pool.remove([row.seq])
                 (row.seq,), row.window = self.pool.add(1), self.pool.facts.row_window
 
@@ -161,7 +162,7 @@ class KVCache(CacheRows):
         self._copy_rows(source, [0] * self.batch_size)
 
     def _require_like(self, other: KVCache) -> None:
-        """Make the checks that select and broadcast share, in the order of the contract."""
+        """Make the checks shared by select and broadcast, in the order of the contract."""
         if other.num_entries != self.num_entries:
             raise InvalidArgument(f"the other cache has capacity {other.num_entries}, this one {self.num_entries}")
         if other.dynamic != self.dynamic:

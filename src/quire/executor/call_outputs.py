@@ -25,10 +25,11 @@ Places: TypeAlias = tuple[list[Tensor | None], list[Tensor]]
 def places_for_logits(
     pool: CachePool, items: Sequence[CallItem], wanted: Sequence[LogitsWanted], *, in_pieces: bool
 ) -> Callable[[], Places] | None:
-    """Return a function that makes, once, results ``[B, S, V]`` and the place of each row's logits.
+    """Return a function that makes, once, results ``[B, S, V]`` and each row's part of them for
+    logits.
 
-    Results have zeros at padding. An item has none if its rows lie one behind the other by
-    themselves: nothing is padding, and they do not come ``in_pieces``. None: no item has any.
+    Results have zeros at padding. An item needs none if its rows of logits are adjacent already: it
+    has no padding, and logits do not come ``in_pieces``. None: no item needs any.
     """
     placed = [kind == "all" and (in_pieces or one.is_padded) for one, kind in zip(items, wanted, strict=True)]
     if not any(placed):
@@ -53,7 +54,8 @@ def places_for_logits(
 def prefill_output(
     item: CallItem, handle: Handle, wanted: LogitsWanted, rows: Sequence[RowOutput], logits: Tensor | None
 ) -> PrefillOutput:
-    """Make the output of a prompt from its ``rows`` and ``logits``, of which those may be parts."""
+    """Make the output of a prompt from its ``rows`` and the result ``logits`` that rows were
+    written to."""
     spans, columns = item.spans, item.columns
     last = None
     if wanted == "all" and item.is_padded:
@@ -73,7 +75,7 @@ def prefill_output(
 
 
 def decode_output(item: CallItem, handle: Handle, rows: Sequence[RowOutput]) -> DecodeOutput:
-    """Make the output of a decode from its ``rows``, which may lie beside those of others."""
+    """Make the output of a decode from its ``rows``, which may be views of a larger batch."""
     hidden = weights = None
     if item.asked.hidden_states:
         hidden = torch.cat([row.hidden_states[-1] for row in rows])

@@ -1,4 +1,4 @@
-"""An executor's counts, as ``LLM.metrics`` and a server's ``/metrics`` name them."""
+"""An executor's counters, by their names in ``LLM.metrics`` and a server's ``/metrics``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HELP: Mapping[str, str] = {
     "quire:executor_batch_utilization": "Rows of a decode call on average, of the most that one may have; 1 means all.",
     "quire:executor_kv_caches": "KV caches of the executor that somebody holds now.",
 }
-"""Descriptions by name; names that end in ``_total`` only grow."""
+"""Descriptions by name; counters with names in ``_total`` only grow."""
 
 
 def snapshot(executor: Executor | None) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """``Executor``: all verbs of ``ModelExecutor`` over one runner.
 
-A verb checks its arguments (``arguments``), runs a ``Transaction`` and records what it took. State
-lives in KV caches: a later call depends on nothing that is kept here.
+A verb checks its arguments (``arguments``), runs a ``Transaction`` and records its metrics. State
+is in KV caches: a later call depends on nothing in the executor.
 
 Letters: B batch rows; S tokens of a row with padding; V vocabulary; k draft tokens.
 """
@@ -73,16 +73,17 @@ from quire.types import LogitsWanted
 class Executor:
     """See ``ModelExecutor``; ``LlmExecutor`` is the other face of the same object.
 
-    ``identity``: of the runner's model. ``max_model_len``: tokens of a row at most; None: the
-    model's. ``max_batch_size``: rows of a call at most. ``prefill_chunk_size``: tokens of a
-    prompt's forward at most; <= 0: all. ``lock``: the one of all that drive the same runner, as a
-    serving engine; None: there are no others.
+    ``identity``: of the runner's model. ``max_model_len``: most tokens of a row; None: the model's.
+    ``max_batch_size``: most rows of a call. ``prefill_chunk_size``: most tokens of a prompt in one
+    forward; <= 0: all. ``lock``: shared by all users of the runner, such as a serving engine; None:
+    there are no others.
 
-    ``executor_type``: a Sequential executor takes one row a call, whatever ``max_batch_size`` says;
-    a Batch decodes what was prefilled together, together; a ContinuousBatch takes any rows.
-    ``modalities``: "vision" and "audio", as far as the caller has an encoder. ``share_prefixes``: a
-    prompt without a cache starts from what live caches hold of it, unless all its logits are
-    wanted. ``window``, ``sink``: see ``ModelFacts.of``. ``fallbacks``: what ``status`` lists.
+    ``executor_type``: a Sequential executor takes one row a call, whatever ``max_batch_size`` is; a
+    Batch executor decodes together the caches that were prefilled together; a ContinuousBatch
+    executor takes any rows. ``modalities``: "vision" and "audio", if the caller has an encoder.
+    ``share_prefixes``: a prompt without a cache starts from the longest prefix in live caches,
+    unless all its logits are wanted. ``window``, ``sink``: see ``ModelFacts.of``. ``fallbacks``:
+    listed by ``status``.
     """
 
     def __init__(
@@ -118,10 +119,12 @@ class Executor:
         self._operations = self.pool.operations
         self.operation_metrics = OperationMetrics(self.max_batch_size)
         self.on_drafts: Callable[[int, int], None] | None = None
-        """Told of each speculative call: how many tokens were proposed, how many accepted."""
+        """Called after each speculative call with the numbers of proposed and of accepted tokens.
+        """
         self._activations: warmup.Activations | None = None
         self._knee = self.max_batch_size
-        """Rows of a decode batch from which more gain little; until measured, all that may be."""
+        """Number of rows in a decode batch beyond which more gain little; ``max_batch_size`` until
+        measured."""
         self._warm = self._closed = False
         end_with_process(self.shutdown)
 
@@ -142,8 +145,8 @@ class Executor:
             return KVCache.create(self.pool, batch_size, capacity, bool(dynamic))
 
     def truncate_kv(self, handle: CacheLike, new_len: int) -> Handle:
-        """See ``ModelExecutor``. All rows are cut to ``new_len``; none may be shorter. Tokens that
-        must be run again are run before it returns (``rewinding.truncate``)."""
+        """See ``ModelExecutor``. All rows are cut to ``new_len``; none may be shorter. Tokens to
+        replay are run before it returns (``rewinding.truncate``)."""
         with self.operation("truncate_kv") as operation:
             cache, _ = resolve_cache(self.pool, handle)
             new_len = check_integer(new_len, "truncate_kv: new_len", 0)
@@ -170,7 +173,7 @@ class Executor:
             return self._prefill([item], [input.logits], operation, keep_chunks=True)[0]
 
     def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
-        """See ``ModelExecutor``. Tokens or adapters that do not fit one forward take several."""
+        """See ``ModelExecutor``. Tokens or adapters that do not fit one forward run in several."""
         with self.operation("batch_prefill") as operation:
             items = distinct_items(partial(prefill_item, self.pool), inputs, operation.verb)
             wanted = [given.logits for given in inputs]
@@ -228,8 +231,8 @@ class Executor:
         sampling: RequestSampling | SamplingParams | None = None,
         draft_parents: Sequence[int] | None = None,
     ) -> SpeculativeOutput:
-        """See ``ModelExecutor``. Exact mode, and no other, takes ``sampling``
-        (``InvalidArgument``). ``SamplingParams`` are refused with what to make of them."""
+        """See ``ModelExecutor``. Only exact mode takes ``sampling`` (``InvalidArgument``).
+        ``SamplingParams`` are refused with the class to make from them."""
         with self.operation("speculative_decode") as operation:
             self._require_whole_batch([resolve_cache(self.pool, input.kv_cache)[0]], "speculative_decode")
             watch = Stopwatch(self.pool.facts.device)
@@ -251,7 +254,8 @@ class Executor:
     def _prefill(
         self, items: Sequence[CallItem], wanted: Sequence[LogitsWanted], operation: Operation, *, keep_chunks: bool
     ) -> list[PrefillOutput]:
-        """Run checked prompts; ``keep_chunks``: a cancelled call keeps whole chunks that ran."""
+        """Run checked prompts; ``keep_chunks``: a cancelled call keeps the chunks that ran
+        completely."""
         self._require_batch(sum(item.batch_size for item in items), operation.verb)
         fresh: list[KVCache] = []
         watch = Stopwatch(self.pool.facts.device)
@@ -319,7 +323,7 @@ class Executor:
     # -- adapters ----------------------------------------------------------------------------------
 
     def load_lora(self, assets: ModelAssets) -> int:
-        """See ``ExecutorBase``. Files are read before the runner is waited for."""
+        """See ``ExecutorBase``. Files are read before waiting for the runner."""
         self._require_open("load_lora")
         self._require_adapters("load_lora")
         runner = self.pool.runner
@@ -328,8 +332,8 @@ class Executor:
             return self.pool.runner.adapters.load(adapter)
 
     def unload_lora(self, lora_id: int) -> None:
-        """See ``ExecutorBase``. Waits for the running call. ``FailedPrecondition`` where others
-        that share the runner need it."""
+        """See ``ExecutorBase``. Waits for the running call. ``FailedPrecondition`` if other users
+        of the runner need it."""
         with self.operation("unload_lora"):
             self._require_adapters("unload_lora")
             require_adapter(self.pool, lora_id)
@@ -343,7 +347,7 @@ class Executor:
 
     @contextmanager
     def operation(self, verb: str) -> Iterator[Operation]:
-        """Count a running call as inside from here on; from the lock on it has the runner alone."""
+        """Register a running call, then take the lock for exclusive use of the runner."""
         self._require_open(verb)
         with SHIELD, self._operations.running(verb) as operation, self.lock.interruptible:
             self._require_open(verb)
@@ -389,10 +393,11 @@ class Executor:
         with self.lock:
             self.pool.close()
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- inspection --------------------------------------------------------------------------------
 
     def supports_batch_size(self, batch_size: int, sequence_length: int = 1) -> bool:
-        """See ``ModelExecutor``. Counts memory of activations if measured; waits for a call."""
+        """See ``ModelExecutor``. Counts memory of activations if measured. Waits for the running
+        call."""
         if batch_size > self.max_batch_size or self.pool.runner_or_none is None:
             return False
         with self.lock:
@@ -401,8 +406,8 @@ class Executor:
             )
 
     def optimal_batch_size(self, sequence_length: int = 1) -> int:
-        """See ``ModelExecutor``. 1 where nothing is supported now."""
-        # What fits is monotone, so the largest is found by halving.
+        """See ``ModelExecutor``. 1 if no batch size is supported now."""
+        # Every size below one that fits also fits, so binary search finds the largest.
         low, high = 1, self.max_batch_size
         while low < high:
             middle = (low + high + 1) // 2
@@ -440,7 +445,7 @@ class Executor:
 
     @property
     def is_usable(self) -> bool:
-        """Return whether it takes calls: it is not shut down, and its device has not failed."""
+        """Return True if it takes calls: it is not shut down, and its device has not failed."""
         return not self._closed and not self.pool.broken
 
     def _state(self) -> ExecutorState:

@@ -1,6 +1,7 @@
-"""The types of executors: which can be made, and which caches must run together.
+"""The types of executors: which types can be made, and which caches must run together.
 
-Which caches were prefilled together is kept with the caches, so an executor remembers nothing.
+Each cache keeps the set of caches that were prefilled with it; an executor stores nothing about
+them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ UNSUPPORTED_TYPES = {
     ExecutorType.PIPELINE_PARALLEL: NO_PARALLELISM,
     ExecutorType.TENSOR_PARALLEL: NO_PARALLELISM,
 }
-"""The other types, with the reason."""
+"""The types that cannot be made, with the reason."""
 
 
 def check_type(name: object) -> ExecutorType:
-    """Return the type; ``InvalidArgument``: there is none; ``Unsupported``: it cannot be made."""
+    """Return the type. ``InvalidArgument``: no such type; ``Unsupported``: it cannot be made."""
     try:
         found = ExecutorType(str(name))
     except ValueError:
@@ -39,7 +40,7 @@ def check_type(name: object) -> ExecutorType:
 
 
 def join(caches: Sequence[KVCache]) -> None:
-    """Make these caches one batch; they leave the batches that they were in."""
+    """Make these caches one batch; they leave their earlier batches."""
     for cache in caches:
         if cache.batch is not None:
             cache.batch.discard(cache)
@@ -49,7 +50,8 @@ def join(caches: Sequence[KVCache]) -> None:
 
 
 def require_whole(caches: Sequence[KVCache], verb: str) -> None:
-    """Raise ``Unsupported`` unless these are one batch, and all of it that is not released."""
+    """Raise ``Unsupported`` unless these are exactly the caches of one batch that are not
+    released."""
     first = caches[0].batch if caches else None
     if len(caches) == 1 and first is None:
         return

@@ -1,6 +1,8 @@
-"""From a configuration to an executor: checks without loading, and what its flags come to.
+"""From a configuration to an executor: checks without loading, and the choices that its flags
+imply.
 
-The maker of a ``Factory`` puts the parts of an executor together; here is decided what they are.
+This module decides about the parts of an executor; the ``make`` function of a ``Factory`` builds
+them.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ NOT_MIXED = "all products run in the dtype of the weights in this release"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What a configuration comes to on this machine."""
+    """The choices for a configuration on this machine."""
 
     model: str
     """A name or a directory."""
     device: torch.device
     executor_type: ExecutorType
     attention_backend: str
-    """One of ``ATTENTION_BACKENDS``; "auto": the fastest on the device, as of an ``LLM``."""
+    """One of ``ATTENTION_BACKENDS``; "auto": the fastest on the device, as for an ``LLM``."""
     page_size: int
 
     def arguments(self, config: ExecutorConfig) -> dict[str, Any]:
@@ -60,8 +62,8 @@ class Choices:
 
 @checks_arguments()
 class Factory:
-    """See ``ExecutorFactory``. ``resolve_device``: the device of a name, ``Unsupported`` for an
-    absent one. ``make``: loads and builds."""
+    """See ``ExecutorFactory``. ``resolve_device`` returns the device of a name, or raises
+    ``Unsupported`` for an absent one. ``make`` loads and builds."""
 
     def __init__(
         self,
@@ -84,7 +86,8 @@ class Factory:
         return self._make(config, choices)
 
     def validate_config(self, config: ExecutorConfig) -> None:
-        """See ``ExecutorFactory``. A model that must be fetched is checked when it is there."""
+        """See ``ExecutorFactory``. A model that must be downloaded is checked after the
+        download."""
         self.choices(config)
 
     def supported_types(self) -> list[ExecutorType]:
@@ -92,7 +95,7 @@ class Factory:
         return list(SUPPORTED_TYPES)
 
     def choices(self, config: ExecutorConfig) -> Choices:
-        """Check everything that can be checked without loading, and decide."""
+        """Check everything that can be checked without loading; return the choices."""
         executor_type = check_type(config.executor_type)
         device = self._resolve_device(config.device)
         known = computable_dtypes(device)
@@ -110,13 +113,13 @@ class Factory:
             device=device,
             executor_type=executor_type,
             attention_backend=_backend(config),
-            # One page of a whole sequence is a sequence in one piece.
+            # A page for a whole sequence makes the sequence contiguous.
             page_size=attention.block_size if attention.enable_paged_attention else config.max_sequence_length,
         )
 
 
 def _model_of(config: ExecutorConfig) -> str:
-    """Return the model's name or directory; ``InvalidArgument`` for metadata that name none."""
+    """Return the model's name or directory; ``InvalidArgument`` if the metadata name none."""
     given = config.model_info
     path = given if isinstance(given, str) else getattr(given, "path", None)
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
@@ -125,7 +128,7 @@ def _model_of(config: ExecutorConfig) -> str:
 
 
 def _check_local_model(config: ExecutorConfig, model: str) -> None:
-    """Check what is asked of a model that is here against its ``config.json``."""
+    """Check the configuration against the ``config.json`` of a local model."""
     path = bundled_models().get(model) or Path(os.path.expanduser(model))
     if not os.path.isdir(path):
         if not HUB_NAME.fullmatch(model):
@@ -139,14 +142,15 @@ def _check_local_model(config: ExecutorConfig, model: str) -> None:
 
 
 def check_length(config: ExecutorConfig, limit: int) -> None:
-    """Raise ``InvalidArgument`` if sequences may become longer than the model's."""
+    """Raise ``InvalidArgument`` if sequences may become longer than the model allows."""
     if config.max_sequence_length > limit:
         allowed = f"an integer in [1, {limit}], the model's"
         raise InvalidArgument(field="max_sequence_length", given=config.max_sequence_length, allowed=allowed)
 
 
 def check_heads(config: ExecutorConfig, specs: Sequence[KeyValueAttention | LatentAttention]) -> None:
-    """Raise ``InvalidArgument`` for a demanded sharing of heads that the model does not have."""
+    """Raise ``InvalidArgument`` if the configuration demands a head sharing that the model does not
+    have."""
     wanted = config.attention_config.attention_type
     if wanted not in (AttentionMechanism.MULTI_QUERY, AttentionMechanism.GROUPED_QUERY):
         return
@@ -156,7 +160,8 @@ def check_heads(config: ExecutorConfig, specs: Sequence[KeyValueAttention | Late
 
 
 def _backend(config: ExecutorConfig) -> str:
-    """Return the attention backend; ``Unsupported`` for what no executor of this release does."""
+    """Return the attention backend; ``Unsupported`` for options that no executor of this release
+    has."""
     wanted = config.optimization_config
     for asked, name, reason in (
         (wanted.optimization_level == 2, "optimization_level 2", f"{NOT_CAPTURED}; 0 and 1 are levels"),
@@ -176,8 +181,8 @@ def _wants_fused(config: ExecutorConfig) -> bool:
 
 
 def check_flash(config: ExecutorConfig, state: ModelState) -> tuple[str, ...]:
-    """Return what falls back of the fused attention that was asked for "if supported". That is the
-    layers that cannot have it. ``Unsupported`` if it is demanded and no layer has it."""
+    """Return the fallbacks from fused attention requested "if supported": layers without fused
+    kernels. ``Unsupported`` if it is demanded and no layer has it."""
     plain, attending = state.unfused_layers(), len(state.geometry.specs)
     reason = f"{len(plain)} of {attending} attention layers run without fused attention on {state.device}"
     if config.attention_config.attention_type == AttentionMechanism.FLASH and len(plain) == attending:

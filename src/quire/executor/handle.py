@@ -22,16 +22,17 @@ from quire.signatures import checks_arguments
 @checks_arguments()
 @dataclass(frozen=True, slots=True, eq=False)
 class Handle:
-    """See ``CacheHandle``. It holds its cache: pages live as long as any handle of them does."""
+    """See ``CacheHandle``. It references its cache: pages live as long as any handle of them
+    does."""
 
     cache: KVCache
     lengths: tuple[int, ...]
-    """Tokens covered, per row."""
+    """Number of covered tokens of each row."""
     revision: int
     pending: Pending | None = None
-    """The uncommitted tree that its last tokens are in; None: they are in the cache."""
+    """The uncommitted tree that contains its last tokens; None: they are in the cache."""
     node: int = -1
-    """Its last token's node in that tree."""
+    """The node of its last token in that tree."""
 
     @property
     def cache_id(self) -> str:
@@ -92,7 +93,7 @@ class Handle:
             )
 
     def require_committed(self) -> None:
-        """Do as ``require_valid``; ``FailedPrecondition`` for a handle of a tree's node."""
+        """As ``require_valid``; ``FailedPrecondition`` for a handle of a tree's node."""
         self.require_valid()
         if self.pending is not None:
             raise FailedPrecondition(
@@ -126,7 +127,7 @@ class Handle:
 
     def clone_handle(self) -> Handle:
         pool = self.cache.pool
-        # It may run tokens again, so it is a call of the executor like any other.
+        # It may replay tokens, so it counts as a running call of the executor.
         with pool.operations.running("clone_handle") as operation, pool.lock:
             self.require_committed()
             pool.require_working(operation.verb)
@@ -134,6 +135,6 @@ class Handle:
 
 
 def handle_of(cache: KVCache, lengths: tuple[int, ...] | None = None) -> Handle:
-    """Return a handle of the first ``lengths`` tokens; None: of all that the cache holds now."""
+    """Return a handle of the first ``lengths`` tokens; None: of all tokens of the cache."""
     with cache.pool.lock:
         return Handle(cache, cache.lengths if lengths is None else lengths, cache.revision)

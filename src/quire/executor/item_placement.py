@@ -1,4 +1,4 @@
-"""Where checked items go: their caches, and the rows that a transaction extends."""
+"""Placement of checked items: their caches, and the rows that a transaction extends."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quire.types import LogitsWanted
 
 
 def place(pool: CachePool, item: CallItem, wanted: LogitsWanted, *, share: bool) -> tuple[CallItem, KVCache]:
-    """Return what of a prompt must run, and the cache that it goes to. ``share``: a fresh cache may
-    begin with what live caches hold of the prompt."""
+    """Return the part of a prompt that must run, and its cache. ``share``: a fresh cache may start
+    from the longest prefix of the prompt in live caches."""
     if item.cache is not None:
         return item, item.cache
     limits = [0] * item.batch_size
@@ -32,7 +32,7 @@ def place(pool: CachePool, item: CallItem, wanted: LogitsWanted, *, share: bool)
 
 
 def rows_to_extend(placed: Sequence[tuple[CallItem, KVCache]], verb: str) -> list[Extension]:
-    """Return the rows of all items, to be extended; errors name one of several items."""
+    """Return the extensions of the rows of all items. With several items, errors name the item."""
     return [
         part
         for index, (item, cache) in enumerate(placed)

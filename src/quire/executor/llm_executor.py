@@ -1,6 +1,6 @@
 """``LlmExecutor``: LiteRT-LM's face of an ``Executor``, which changes KV caches in place.
 
-It keeps no state of its own but the generators of its sampling.
+Its only own state is the generators of its sampling.
 
 Letters: B rows of a cache; S tokens of the longest row; N steps; V vocabulary.
 """
@@ -43,12 +43,12 @@ Sampling = SamplingParams | RequestSampling
 
 @checks_arguments()
 class LlmExecutor:
-    """See ``LlmExecutorInterface``. Its caches are those of ``executor``, and usable there.
+    """See ``LlmExecutorInterface``. Its caches belong to ``executor`` and can be used there.
 
-    ``sampling``: how ``sample_tokens`` draws by default; greedy if not given. Row b of a batch
-    draws from generator (seed, b), which lives as long as this object. ``kv_increment_size``: token
-    slots by which a full dynamic cache grows in ``step``, at least to what is needed.
-    ``prefill_chunk_size``: tokens of a forward; <= 0: all at once; None: the executor's.
+    ``sampling``: default sampling of ``sample_tokens``; None: greedy. Row b of a batch draws from
+    generator (seed, b), which lives as long as this object. ``kv_increment_size``: least number of
+    token slots by which a full dynamic cache grows in ``step``. ``prefill_chunk_size``: most tokens
+    of a forward; <= 0: all at once; None: the executor's.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class LlmExecutor:
         sampling: Sampling | None = None,
     ) -> list[int]:
         """See ``LlmExecutorInterface``. ``sampling`` may be ``SamplingParams`` of one call. More
-        steps than their ``max_tokens`` are refused, unless it is the default."""
+        steps than a ``max_tokens`` that is not the default are refused."""
         if isinstance(kv_cache, KVCache) and kv_cache.batch_size != 1:
             raise InvalidArgument(
                 f"sample_tokens takes a cache of one row, and this one has {kv_cache.batch_size}; use sample_tokens_batch"
@@ -181,7 +181,7 @@ class LlmExecutor:
         cache: KVCache,
         draws: Sequence[Draw],
     ) -> list[list[int]]:
-        """Run and draw, step by step; a cancelled call keeps its whole steps."""
+        """Run and draw, step by step; a cancelled call keeps its complete steps."""
         drawn: list[list[int]] = [[] for _ in tokens]
         seconds: list[float] = []
         for _ in range(num_steps):
@@ -206,7 +206,8 @@ class LlmExecutor:
     def _begin(
         self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None, tokens: Sequence[Ids]
     ) -> tuple[KVCache, tuple[int, ...]]:
-        """Check cache, adapter, ids and positions; return the cache and where its rows begin."""
+        """Check cache, adapter, ids and positions; return the cache and the start of each of its
+        rows."""
         cache, lengths = resolve_cache(self.executor.pool, kv_cache)
         require_adapter(self.executor.pool, lora_id)
         if len(tokens) != cache.batch_size:
@@ -248,7 +249,7 @@ class LlmExecutor:
                 continue
             known = cache.token_ids(index)
             past = None if known is None else np.concatenate((known[: part.start], tokens[index]))
-            past = None if past is None else past[past >= 0]  # An image has no ids.
+            past = None if past is None else past[past >= 0]  # placeholders of images have negative ids
             history = history_for(choice, past)
             own = (
                 self._own_sampling(index, history) if sampling is None else self._make_sampling(choice, index, history)
@@ -261,7 +262,8 @@ class LlmExecutor:
         return ParamsSampling(params, history, vocab_size=size, index=row, entropy=self._entropy)
 
     def _own_sampling(self, row: int, history: Ids | tuple[()]) -> ParamsSampling:
-        """Return the default sampling of a row: its generator goes on, its history does not."""
+        """Return the default sampling of a row: with its generator continued and its history
+        replaced."""
         while len(self._samplings) <= row:
             self._samplings.append(self._make_sampling(self.sampling, len(self._samplings)))
         self._samplings[row].restart(history)

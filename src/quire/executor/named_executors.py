@@ -23,7 +23,8 @@ class NamedExecutors:
         return self._items.get(name)
 
     def require(self, name: str) -> ModelExecutor:
-        """Return the executor; ``NotFound`` lists what is there. Quire adds this verb."""
+        """Return the executor; ``NotFound`` lists the registered names. An addition to the
+        contract."""
         return self._items.require(name)
 
     def remove(self, name: str) -> ModelExecutor | None:

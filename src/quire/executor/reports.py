@@ -33,7 +33,7 @@ from quire.models.loading import DTYPES
 def refusals(
     facts: ModelFacts, executor_type: ExecutorType, modalities: Collection[str]
 ) -> tuple[tuple[str, str], ...]:
-    """Return each verb or combination that raises ``Unsupported``, with the reason."""
+    """Return the verbs and combinations that raise ``Unsupported``, each with the reason."""
     found = [
         ("per_layer_embeddings", NO_PER_LAYER),
         ("speculative_decode with hidden states or attention weights", LOGITS_OF_SPECULATION),
@@ -56,7 +56,8 @@ def refusals(
 
 
 def info(facts: ModelFacts) -> ExecutorInfo:
-    """Return what an executor is. The first call may read the weights once, for their digest."""
+    """Return the description of an executor. The first call may read the weights once, for their
+    digest."""
     spec = facts.specs[0] if facts.specs else None
     text = json.dumps(dict(facts.identity.fields()), sort_keys=True)
     return ExecutorInfo(
@@ -72,7 +73,7 @@ def info(facts: ModelFacts) -> ExecutorInfo:
         device=str(facts.device),
         num_parameters=facts.num_parameters,
         fingerprint=hashlib.sha256(text.encode()).hexdigest()[:32],
-        path=str(getattr(facts.identity, "path", "")),  # a caller's own identity has none
+        path=str(getattr(facts.identity, "path", "")),  # an identity that the caller made has no path
     )
 
 
@@ -83,7 +84,7 @@ def capabilities(
     modalities: Collection[str],
     activations: Activations | None,
 ) -> ExecutorCapabilities:
-    """Return what an executor can do and refuses, with the memory that it takes."""
+    """Return the abilities, refusals and memory needs of an executor."""
     mechanisms = {mechanism_of(spec) for spec in facts.specs}
     if facts.specs:
         mechanisms.add(AttentionMechanism.PAGED)
@@ -117,7 +118,8 @@ def capabilities(
 
 
 def memory_usage(pool: CachePool) -> MemoryUsage:
-    """Return memory of weights and K/V pool, used by any owner; after shutdown the peak alone."""
+    """Return the memory of weights and K/V pool used by all owners; after shutdown the peak
+    alone."""
     facts = pool.facts
     peak = facts.parameter_bytes + pool.peak_bytes
     if pool.runner_or_none is None:
@@ -133,7 +135,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def mechanism_of(spec: KeyValueAttention | LatentAttention) -> AttentionMechanism:
-    """Return how query heads share K and V. Those of latent attention share one row."""
+    """Return the mechanism by which query heads share K and V. In latent attention all share one
+    row."""
     if spec.num_kv_heads == spec.num_heads:
         return AttentionMechanism.MULTI_HEAD
     return AttentionMechanism.MULTI_QUERY if spec.num_kv_heads == 1 else AttentionMechanism.GROUPED_QUERY
@@ -141,7 +144,7 @@ def mechanism_of(spec: KeyValueAttention | LatentAttention) -> AttentionMechanis
 
 @cache
 def computable_dtypes(device: torch.device) -> tuple[str, ...]:
-    """Return the dtypes of weights that load and in which this device multiplies matrices."""
+    """Return the dtypes of weights that can be loaded and that this device can multiply."""
     return tuple(sorted(dtype_name(dtype) for dtype in set(DTYPES.values()) if _multiplies(device, dtype)))
 
 

@@ -36,12 +36,12 @@ REASONS: Mapping[str, str] = {
     "skip_special_tokens": _NO_TEXT,
     "include_stop_str_in_output": _NO_TEXT,
 }
-"""Why fields are not taken; the others are about stopping."""
+"""Reasons for refusing fields; fields without an entry concern stopping."""
 
 
 def check_params(params: SamplingParams) -> SamplingParams:
-    """Return the parameters; ``Unsupported`` for a field that executors do not act on, with the
-    reason."""
+    """Return the parameters; ``Unsupported``, with the reason, for a field that executors do not
+    use."""
     default, taken = SamplingParams(), declarations_on(SamplingParams, Surface.EXECUTORS)
     for name in default.__dataclass_fields__:
         if name not in taken and getattr(params, name) != getattr(default, name):
@@ -53,8 +53,8 @@ def check_params(params: SamplingParams) -> SamplingParams:
 
 
 def check_steps(verb: str, num_steps: int, params: SamplingParams) -> None:
-    """Raise ``InvalidArgument`` for more steps than ``max_tokens``. Its default does not count: it
-    is that of a text."""
+    """Raise ``InvalidArgument`` for more steps than ``max_tokens``. Its default does not count,
+    because it is meant for texts."""
     most = params.max_tokens
     if most is not None and most != SamplingParams().max_tokens and num_steps > most:
         raise InvalidArgument(
@@ -67,7 +67,8 @@ def check_steps(verb: str, num_steps: int, params: SamplingParams) -> None:
 @checks_arguments()
 class ParamsSampling:
     """``RequestSampling`` from ``SamplingParams``: one request's parameters, generator and tokens.
-    Its draws are those of the serving engine for equal parameters, logits, history and seed."""
+    It draws the same tokens as the serving engine for equal parameters, logits, history and seed.
+    """
 
     def __init__(
         self,
@@ -78,7 +79,8 @@ class ParamsSampling:
         index: int = 0,
         entropy: torch.Generator | None = None,
     ) -> None:
-        """Make a sampler. Without a seed in ``params``, ``entropy`` or the system gives one."""
+        """Make a sampler. Without a seed in ``params``, ``entropy`` or the system gives the
+        seed."""
         if entropy is None:
             entropy = torch.Generator()
             entropy.seed()
@@ -87,11 +89,12 @@ class ParamsSampling:
         self.restart(prompt_ids)
 
     def restart(self, prompt_ids: Sequence[int] | Ids) -> None:
-        """Begin another request with the same generator: nothing but ``prompt_ids`` was seen."""
+        """Begin another request with the same generator and only ``prompt_ids`` as history."""
         self._observed: list[int] = []
         self._prompt = np.asarray(prompt_ids, dtype=np.int64)
         if self.params.needs_history:
-            # The prompt matters to repetition alone; presence and frequency look at output.
+            # Only the repetition penalty counts tokens of the prompt; presence and frequency count
+            # output.
             seen = self._prompt if self.params.repetition_penalty != 1.0 else self._prompt[:0]
             self.sampler.counts = TokenCounts(seen)
 
@@ -116,7 +119,7 @@ class ParamsSampling:
         return probabilities(logits_RV, rows).float()
 
     def _at(self, drafted: Sequence[int]) -> RequestSampler:
-        """Return a sampler as it will be after ``drafted``; the generator is not touched."""
+        """Return a sampler in the state after ``drafted``; the generator is not touched."""
         if not self.params.needs_history:
             return self.sampler
         params = self.params.replace(seed=0)
@@ -126,12 +129,12 @@ class ParamsSampling:
         return sampler
 
     def uniform(self) -> float:
-        """See ``RequestSampling``. Greedy parameters draw nothing: 0.0 takes certain tokens."""
+        """See ``RequestSampling``. Greedy parameters draw nothing: 0.0 accepts certain tokens."""
         return 0.0 if self.params.is_greedy else self.sampler.uniform()
 
 
 def drawing(sampling: RequestSampling) -> Draw:
-    """Return a function that draws from its distributions by inverting their sums."""
+    """Return a function that draws from the distributions of ``sampling`` by inverse CDF."""
     if not callable(getattr(sampling, "probabilities", None)) or not callable(getattr(sampling, "uniform", None)):
         allowed = "SamplingParams or have probabilities() and uniform()"
         raise InvalidArgument(field="sampling", given=sampling, allowed=allowed)
@@ -148,7 +151,8 @@ def drawing(sampling: RequestSampling) -> Draw:
 
 
 def draw_from(p_V: Tensor, u: float) -> int:
-    """Return the token at which the running sum passes ``u`` in [0, 1); none of probability 0."""
+    """Return the token at which the cumulative sum passes ``u`` in [0, 1); never a token of
+    probability 0."""
     ids = p_V.nonzero()[:, 0]
     sums = p_V[ids].double().cumsum(0)
     if not len(ids) or not bool(sums[-1].isfinite()) or bool((p_V < 0).any()):

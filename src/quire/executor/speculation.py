@@ -1,7 +1,7 @@
-"""The rules by which drafts of a chain or a tree are accepted: threshold and exact rejection.
+"""The rules for accepting drafts of a chain or a tree: threshold and exact rejection.
 
 Letters: k draft tokens; R = k + 1 rows of target logits, row 0 after the input token and row i + 1
-after draft i with what stands before it; V vocabulary.
+after draft i and its ancestors; V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Verdict:
 
     @property
     def row(self) -> int:
-        """Return which row of the logits is that of the next token."""
+        """The row of the logits for the next token."""
         return self.path[-1] + 1 if self.path else 0
 
 
@@ -42,7 +42,7 @@ def check_threshold(threshold: float) -> None:
 
 def check_draft_probabilities(probabilities: Tensor, drafts: Sequence[int], vocab_size: int) -> Tensor:
     """Return the rows as float64 ``[k, V]`` on the CPU. ``InvalidArgument`` unless they are
-    distributions that can give the drafts."""
+    distributions with positive probability of the drafts."""
     shape = (len(drafts), vocab_size)
     if not probabilities.is_floating_point():
         raise InvalidArgument(f"draft_probabilities must be a floating tensor [k, V]; got {probabilities.dtype}")
@@ -85,7 +85,8 @@ def judge_by_threshold(
 
 
 def _children(before: Sequence[int], path: Sequence[int]) -> list[int]:
-    """Return the drafts below the end of a path. ``before``: the row that judges each draft."""
+    """Return the drafts below the end of a path. ``before``: the row of logits that judges each
+    draft."""
     row = path[-1] + 1 if path else 0
     return [draft for draft, place in enumerate(before) if place == row]
 
@@ -97,12 +98,12 @@ def judge_by_sampling(
     sampling: RequestSampling,
     parents: Sequence[int] | None = None,
 ) -> Verdict:
-    """Accept by rejection sampling, after which the output has the target's distribution.
+    """Accept by rejection sampling; the output then has the target's distribution.
 
     d, drawn from pD, is accepted iff u * pD(d) < pT(d) (Leviathan et al., arXiv:2211.17192). After
     a rejection pT becomes the normalised positive part of pT - pD (pT if that is zero), for the
-    next draft below the same token, drawn independently (SpecInfer, arXiv:2305.09781), and at last
-    for the next token. After full acceptance that is drawn from pT of the last row.
+    next draft below the same token, drawn independently (SpecInfer, arXiv:2305.09781), and finally
+    for the next token. After full acceptance the next token is drawn from pT of the last row.
     """
     before = list(range(len(drafts))) if parents is None else [parent + 1 for parent in parents]
     chain_RV = _targets(logits_RV, drafts, sampling) if parents is None else None
@@ -125,7 +126,8 @@ def judge_by_sampling(
 
 
 def _targets(logits_RV: Tensor, drafted: Sequence[int], sampling: RequestSampling) -> Tensor:
-    """Return pT of each row, float64 ``[R, V]`` on the CPU, the last behind all ``drafted``."""
+    """Return pT of each row, float64 ``[R, V]`` on the CPU; the last row is after all
+    ``drafted``."""
     found_RV = sampling.probabilities(logits_RV, drafted)
     if tuple(found_RV.shape) != tuple(logits_RV.shape):
         raise QuireError(f"sampling made {list(found_RV.shape)} of logits {list(logits_RV.shape)}")

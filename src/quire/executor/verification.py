@@ -1,6 +1,6 @@
-"""Several tokens of one sequence in one forward, to be judged: chains and token trees.
+"""Verification of several tokens of one sequence in one forward: chains and token trees.
 
-So run ``forward_verify`` and ``speculative_decode``. A verified tree waits beside its row until
+``forward_verify`` and ``speculative_decode`` use it. A verified tree is kept beside its row until
 ``commit_path`` keeps one path of it; a speculative call keeps a path at once.
 
 Letters: N + 1 tokens or nodes; k draft tokens; R rows of logits; V vocabulary.
@@ -48,7 +48,7 @@ LOGITS_OF_SPECULATION = "it gives logits only; take hidden states and attention 
 def checked_items(
     pool: CachePool, inputs: Sequence[DecodeInput], parents: Sequence[int] | None
 ) -> tuple[list[CallItem], tuple[int, ...] | None]:
-    """Check the inputs of ``forward_verify``; return them and their tree; None: a chain."""
+    """Check the inputs of ``forward_verify``; return the items and their tree (None: a chain)."""
     tree = None if parents is None else tree_of(parents, len(inputs), "parents")
     items = []
     for index, given in enumerate(inputs):
@@ -59,7 +59,7 @@ def checked_items(
 
 
 def _item(pool: CachePool, given: DecodeInput, first: DecodeInput, depth: int) -> CallItem:
-    """Return the item of one input, whose token stands ``depth`` behind the common start."""
+    """Return the item of one input, whose token is ``depth`` after the common start."""
     given.tokens("forward_verify")
     item = decode_item(pool, given.with_position_ids(None), "forward_verify")
     indices = [start + depth for start in item.starts]
@@ -79,10 +79,10 @@ def _item(pool: CachePool, given: DecodeInput, first: DecodeInput, depth: int) -
 def verify(
     pool: CachePool, items: Sequence[CallItem], tree: tuple[int, ...] | None, operation: Operation
 ) -> list[DecodeOutput]:
-    """Run checked items. A chain is in the cache then; a tree waits beside it.
+    """Run checked items. Afterwards a chain is in the cache; a tree is kept beside it.
 
-    Where layers are recurrent, a chain runs as a tree of one path if there are slots to spare: then
-    it has a state behind each of its tokens, and a cut there runs nothing.
+    If layers are recurrent, a chain runs as a tree of one path if enough slots are free. Then each
+    of its tokens has a state, and a cut there runs nothing.
     """
     cache, start = _one_row(items[0])
     ids = np.array([int(item.tokens[0][0]) for item in items], dtype=np.int64)
@@ -121,7 +121,7 @@ def _one_row(item: CallItem) -> tuple[KVCache, int]:
 def _extension(
     cache: KVCache, start: int, parents: tuple[int, ...] | None, adapter: int | None, given: Sequence[Ids | None]
 ) -> Extension:
-    """Extend a row by a token for each of ``given``, the positions of those that have any."""
+    """Extend a row by a token for each entry of ``given``, its position or None."""
     part = extensions(cache, [start], [len(given)], adapter=adapter)[0]
     part.parents = parents
     part.positions = placed(part.row, start, given, range(-1, len(given) - 1) if parents is None else parents)

@@ -22,21 +22,21 @@ LONG_CHUNK, SHORT_CHUNK = 128, 32
 """Tokens of the two forwards whose peaks give a slope and an intercept."""
 REPEATS = 3
 KNEE = 0.9
-"""The part of the best throughput that the smallest batch, the knee, must reach."""
+"""Least share of the best throughput at the knee, the smallest batch that reaches it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Memory of a forward besides weights, K and V, and recurrent states. It has a part for each
-    token that wants logits, and a part for any forward."""
+    """Memory of a forward besides weights, K and V, and recurrent states: a part for each token
+    with logits, and a part for any forward."""
 
     bytes_per_token: int
     overhead_bytes: int
 
 
 def measure(pool: CachePool, chunk_size: int = 0) -> Activations | None:
-    """Measure on sequences that are gone afterwards. None: the pool has no room for two tokens.
-    ``chunk_size``: tokens of a forward at most; <= 0: any number."""
+    """Measure on temporary sequences. None: the pool has no room for two tokens. ``chunk_size``:
+    most tokens of a forward; <= 0: any number."""
     room = min(available_pages(pool) * pool.facts.page_size, pool.facts.max_model_len)
     room = min(room, chunk_size) if chunk_size > 0 else room
     if pool.facts.state_interval:
@@ -45,26 +45,26 @@ def measure(pool: CachePool, chunk_size: int = 0) -> Activations | None:
     long, short = min(LONG_CHUNK, room), min(SHORT_CHUNK, room // 2)
     if not short:
         return None
-    _peak_of_chunk(pool, short)  # the first forward also makes what stays, such as rotary tables
+    _peak_of_chunk(pool, short)  # the first forward also allocates permanent data, such as rotary tables
     high, low = _peak_of_chunk(pool, long), _peak_of_chunk(pool, short)
     slope = max(0, -(-(high - low) // (long - short)))
-    # Logits that have places are there once, and those of a few rows twice.
+    # Logits with places exist once; the logits of a few rows exist twice.
     high = max(high, _peak_of_chunk(pool, long, placed=True))
     return Activations(bytes_per_token=slope, overhead_bytes=max(0, high - slope * long))
 
 
 def available_pages(pool: CachePool) -> int:
-    """Return the free pages; without a layer that has pages, as many as there could be use for.
-    None is counted where layers are recurrent and no state is free."""
+    """Return the number of free pages; without layers that have pages, the pages of the longest
+    sequence. 0 if layers are recurrent and no state slot is free."""
     if pool.facts.recurrent_ids and not pool.available_states:
         return 0
-    # The class with the fewest: a forward writes all its tokens, windows or not.
+    # The class with the fewest pages limits: a forward writes all its tokens, windows or not.
     pages = pool.state.free_pages()[: len(pool.facts.page_bytes)]
     return min(pages, default=pages_for(pool.facts.max_model_len, 1))
 
 
 def fits(activations: Activations | None, rows: int, device: torch.device) -> bool:
-    """Return whether a decode of ``rows`` fits into free memory, as far as that is known."""
+    """Return True if a decode of ``rows`` fits into free memory, as far as measured."""
     free = free_memory(device)
     if activations is None or free is None:
         return True
@@ -72,7 +72,8 @@ def fits(activations: Activations | None, rows: int, device: torch.device) -> bo
 
 
 def _peak_of_chunk(pool: CachePool, tokens: int, *, placed: bool = False) -> int:
-    """Return the peak of a prompt with all logits; ``placed``: where they have a place, too."""
+    """Return the peak bytes of a prompt with all logits; ``placed``: with destinations for the
+    logits."""
     seqs = pool.add(1)
     step = Step(chunks=(Chunk(seqs[0], [0] * tokens, logits="all"),))
 
@@ -91,7 +92,8 @@ def _peak_of_chunk(pool: CachePool, tokens: int, *, placed: bool = False) -> int
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes that ``run`` had allocated on the device, beyond those before it."""
+    """Return the most bytes that ``run`` had allocated on the device, beyond the bytes before
+    it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
@@ -117,7 +119,7 @@ def knee_of(pool: CachePool, max_batch_size: int) -> int:
     rates: dict[int, float] = {}
     most = min(max_batch_size, available_pages(pool) // pages_for(1 + REPEATS, pool.facts.page_size))
     if pool.facts.recurrent_ids:
-        # One that a row has, one that its next step writes, and those at multiples.
+        # One for the row's present state, one for its next step, and one for each kept multiple.
         kept = REPEATS // pool.facts.state_interval if pool.facts.state_interval else 0
         most = min(most, pool.available_states // (2 + kept))
     batch = 1
@@ -129,7 +131,7 @@ def knee_of(pool: CachePool, max_batch_size: int) -> int:
 
 
 def _decode_rate(pool: CachePool, batch: int) -> float:
-    """Return tokens per second of decoding ``batch`` rows, the best of a few repeats."""
+    """Return the tokens per second of decoding ``batch`` rows, the best of a few repeats."""
     seqs: list[SeqId] = pool.add(batch)
     try:
         step = Step(chunks=tuple(Chunk(seq, [0]) for seq in seqs))

@@ -1,5 +1,5 @@
-"""Calls of the C++ attention (``cpu/paged_attention.h``, ``cpu/block.cpp``): their structures, and
-those of decodes, which keep their place.
+"""Structures for calls of the C++ attention (``cpu/paged_attention.h``, ``cpu/block.cpp``), and
+decode plans that are refilled in the same memory.
 
 Letters: as in ``kernels.paged_attention``.
 """
@@ -20,13 +20,13 @@ from quire.contracts.layers import RopeSpec
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ONE_THREAD = 1 << 20
-"""Products that one thread ends before a second one begins."""
+"""Number of products below which one thread is faster than two."""
 MADE = 7
-"""Numbers of a row that the planner makes."""
+"""Numbers per row that the planner computes."""
 MOST_DECODES = 64
-"""Sequences of a plan that keeps its place, as many as calls over blocks take."""
+"""Most sequences of a refilled plan; calls over blocks take no more."""
 MOST_KEPT = 64 << 20
-"""Bytes that such a plan keeps, at most."""
+"""Most bytes that a refilled plan keeps."""
 
 
 class PartFields(ctypes.Structure):
@@ -84,12 +84,12 @@ class _Decodes(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativePart:
-    """A structure of ``cpu/block.cpp`` and what it points to."""
+    """A structure of ``cpu/block.cpp``, with the memory that it points to."""
 
     native: ctypes.Structure
     kept: object
     place: int
-    """Its address, as long as this object lives."""
+    """Its address, valid while this object lives."""
 
     @classmethod
     def of(cls, native: ctypes.Structure, *kept: object) -> Self:
@@ -101,7 +101,7 @@ ITEM_SIZE = 11
 
 
 class Shapes(NamedTuple):
-    """What of the tensors of a call its items of work depend on."""
+    """The tensor sizes and strides of a call that its items of work depend on."""
 
     heads: int
     key_size: int
@@ -109,19 +109,19 @@ class Shapes(NamedTuple):
     kv_heads: int
     value_size: int
     strides: tuple[int, ...]
-    """Of rows and heads: of the queries, those of the sink (0: there are none), K and V."""
+    """Row and head strides of the queries, of the sink queries (0: none), of K and of V."""
 
 
 def joint_shapes(num_heads: int, k_SHD: Tensor, v_SHD: Tensor) -> Shapes:
-    """Return the shapes of a call whose heads of queries and of K lie side by side."""
+    """Return the shapes of a call whose query and K heads are in one tensor."""
     (_, kv_heads, width), (slots, _, value_width) = k_SHD.shape, v_SHD.shape
     strides = ((num_heads + kv_heads) * width, width, 0, 0, *k_SHD.stride()[:2], *v_SHD.stride()[:2])
     return Shapes(num_heads, width, slots, kv_heads, value_width, strides)
 
 
 class NativeDecodes:
-    """``contracts.block_calls.DecodeForwards``: what ``plan``, ``bind`` and ``forward_part`` of
-    ``NativeAttention`` make of decodes, filled anew in the same memory."""
+    """``contracts.block_calls.DecodeForwards``: the results of ``plan``, ``bind`` and
+    ``forward_part`` of ``NativeAttention`` for decodes, refilled in the same memory."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class NativeDecodes:
         window: int | None,
         rope: RopeSpec | None,
     ) -> None:
-        """``call``: with type and level."""
+        """``call``: with type and level set."""
         self._run, self._parallel, self._call = run, parallel, call
         columns = 0 if rope is None else rope.rotary_dim
         starts, numbers = np.arange(MOST_DECODES + 1), np.zeros((6, MOST_DECODES + 1), dtype=np.int64)
@@ -182,7 +182,7 @@ class NativeDecodes:
         return True
 
     def _grow(self) -> bool:
-        """Take the memory that the last plan lacked; return whether so much may be kept."""
+        """Take the memory that the last plan lacked. Return False if it exceeds ``MOST_KEPT``."""
         batch, call, native = self._batch, self._call, self._native
         room, states = batch.threads * call.room_size, batch.num_states * batch.heads * call.state_size
         if room + 4 * states > MOST_KEPT:

@@ -1,4 +1,4 @@
-"""Pieces of a batch, one kernel call each, and the places of the batch's rows and keys in them.
+"""Pieces of a batch, one kernel call each, with the positions of the batch's rows and keys in them.
 
 Letters: T new tokens; S slots; P page size; b entries of a group; n rows, m keys, padded.
 """
@@ -19,7 +19,7 @@ from quire.kernels.lse_attention import is_head_of
 from quire.kernels.visibility import VisibleKeys
 
 MAX_WASTE = 1.25
-"""A padded group may compute this many times the necessary keys."""
+"""Largest ratio of computed to necessary keys of a padded group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class CausalGroup:
 
 @dataclass(frozen=True, slots=True)
 class PagedGroup:
-    """b entries of up to n tokens over m keys, counted by ``keys``."""
+    """b entries of up to n tokens over m keys, given by ``keys``."""
 
     b: int
     n: int
@@ -122,7 +122,7 @@ def waste_bounded(entries: list[int], cost: NDArray[np.int64], slack: int) -> li
 
 
 def is_run(table: NDArray[np.int32]) -> bool:
-    """Return whether the pages are consecutive and ascending, none of them null."""
+    """Return True if the pages are consecutive and ascending, none of them null."""
     size, first = table.size, int(table[0])
     return first >= 0 and (size == 1 or (int(table[-1]) - first == size - 1 and bool((np.diff(table) == 1).all())))
 
@@ -133,8 +133,8 @@ def pages_of(plan: ForwardPlan, entry: int, first: int, stop: int) -> NDArray[np
 
 
 def keys_of(tables: Sequence[NDArray[np.int32]], plan: ForwardPlan, first: int, stop: int) -> tuple[Keys, int]:
-    """Return the keys of these pages, padded to the widest table, and the number of keys left out
-    in front. A single run of pages is used in place, from slot ``first`` to ``stop - 1``."""
+    """Return the keys of these pages, padded to the widest table, and the number of keys omitted at
+    the front. A single run of pages is used in place, from slot ``first`` to ``stop - 1``."""
     page_size = plan.page_size
     if len(tables) == 1 and is_run(tables[0]):
         offset = first % page_size
@@ -147,15 +147,15 @@ def keys_of(tables: Sequence[NDArray[np.int32]], plan: ForwardPlan, first: int, 
         # mask.
         row[table.size :] = table[0]
     if index.min() < 0:
-        # So does an invisible page among visible ones.
+        # The same holds for an invisible page among visible ones.
         index = np.where(index < 0, index.max(1, keepdims=True), index)
     m = width * page_size if len(tables) > 1 else stop - first // page_size * page_size
     return Keys(len(tables), m, torch.from_numpy(index.ravel()).to(plan.device), page_size, 0), 0
 
 
 def rows_of(group: list[int], plan: ForwardPlan, part: VisibleKeys) -> Keys:
-    """Return the keys of each entry from its first visible one to its last, without other rows of
-    pages. Behind a sink lie rows that left the window: a weight of 0 would not hide a NaN there."""
+    """Return the keys of each entry from its first visible key to its last, without other rows of
+    pages. After a sink are rows that left the window: a weight of 0 would not hide a NaN there."""
     m = int((part.stop[group] - part.first[group]).max())
     index = np.empty((len(group), m), dtype=np.int64)
     for row, entry in zip(index, group, strict=True):
@@ -169,7 +169,7 @@ def rows_of(group: list[int], plan: ForwardPlan, part: VisibleKeys) -> Keys:
 
 
 def padded_rows(group: list[int], n: int, plan: ForwardPlan) -> tuple[BatchRows, Tensor | None, BatchRows]:
-    """Return padded rows, the indices of real ones, and the targets of these."""
+    """Return padded rows, the indices of the real rows, and the targets of the real rows."""
     counts, starts = plan.counts[group], plan.starts[group]
     neighbours = group == list(range(group[0], group[0] + len(group)))
     first, stop = int(starts[0]), int(starts[-1] + counts[-1])
@@ -202,7 +202,7 @@ def causal_group(group: list[int], plan: ForwardPlan) -> CausalGroup:
 def paged_group(
     group: list[int], tables: list[NDArray[np.int32]], plan: ForwardPlan, part: VisibleKeys, dtype: torch.dtype
 ) -> PagedGroup:
-    """Group entries that see something; ``tables``: pages from the first visible to the last."""
+    """Group entries with visible keys; ``tables``: pages from the first visible to the last."""
     n = int(plan.counts[group].max())
     if part.sink and len(group) > 1:
         keys, base = rows_of(group, plan, part), part.first[group]

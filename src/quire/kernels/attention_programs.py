@@ -27,7 +27,7 @@ def _capped(x, cap):
 
 @triton.jit
 def _columns(base, where_N, d, known_N, DIM: tl.constexpr, FULL: tl.constexpr, MASKED: tl.constexpr):
-    """Load the columns d of rows; 0 where a row is not known, or has no such column."""
+    """Load the columns d of rows; 0 if a row is unknown or has no such column."""
     where_ND = base + where_N[:, None] + d[None, :]
     if MASKED:
         if FULL:
@@ -50,7 +50,7 @@ def _advance(
     REST: tl.constexpr, DV: tl.constexpr, VALUE: tl.constexpr, SHARED: tl.constexpr, BITS: tl.constexpr,
     CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Meet the keys at addresses ``begin .. end - 1``, in steps of N."""
+    """Add the keys at addresses ``begin .. end - 1`` to the running softmax, in steps of N."""
     d = tl.arange(0, MAIN)
     for start in range(begin, end, N):
         address_N = start + tl.arange(0, N)
@@ -110,10 +110,10 @@ def attend_items(
     DK: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, DV: tl.constexpr, VALUE: tl.constexpr,
     SHARED: tl.constexpr, BITS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of an item, or its state.
+    """Write the result of an item, or its attention state.
 
-    ``GROUP`` query heads share a KV head, of which ``TOGETHER`` are in one program; ``HEADS`` query
-    heads in all. ``scale``: in units of log 2, or with ``CAP`` of 1.
+    ``GROUP`` query heads share a KV head; ``TOGETHER`` of them run in one program; ``HEADS`` query
+    heads in all. ``scale``: in units of log 2; with ``CAP``, of natural scores.
     """
     item = items + tl.program_id(1 - HEAD_AXIS) * FIELDS
     row, rows = tl.load(item), tl.load(item + 1)
@@ -193,7 +193,7 @@ def merge_states(
     HEADS: tl.constexpr, STATES: tl.constexpr, DV: tl.constexpr, VALUE: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the states of one row and head, in order, ``STATES`` at a time; of row -1 none."""
+    """Merge the states of one row and head, in order, ``STATES`` at a time; row -1 has none."""
     merge = merges + tl.program_id(0) * MERGED
     head = tl.program_id(1)
     row, state = tl.load(merge).to(tl.int64), tl.load(merge + 1).to(tl.int64)

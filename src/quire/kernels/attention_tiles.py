@@ -1,9 +1,9 @@
-"""Tiles of work for attention over pages on a GPU: which rows meet which keys together.
+"""Tiles of work for attention over pages on a GPU: rows that read the same keys together.
 
-A *tile* is some neighbouring rows of one entry. What it reads of keys is cut into *items* at fixed
+A *tile* is some neighbouring rows of one entry. Its range of keys is cut into *items* at fixed
 addresses. An item is the work of one program for each KV head. A tile with one item writes its
-result; one with several writes attention states, which a second pass merges in order. Everything is
-arrays: no step of Python depends on the number of rows.
+result; a tile with several writes attention states, which a second pass merges in order. Everything
+is arrays: no step of Python depends on the number of rows.
 
 Letters: T rows of the batch; B entries; N tiles; I items.
 """
@@ -25,22 +25,22 @@ ITEM_FIELDS = (
     "row", "rows", "table", "first", "stop", "plain_first", "plain_stop",
     "state", "bits", "bits_stride", "bits_first", "bits_stop",
 )  # fmt: skip
-"""Numbers of an item. It has the keys ``first .. stop - 1`` and ``rows`` rows from ``row`` on,
-which all see ``plain_first .. plain_stop - 1``. ``table``: where the entry's pages begin, or the
-slot of its address 0. ``state``: the first of ``rows`` states, or -1: the result. ``bits``: the
-byte of the first row's bit for address ``bits_first``."""
+"""Fields of an item. It has the keys ``first .. stop - 1`` and ``rows`` rows from ``row`` on, which
+all see ``plain_first .. plain_stop - 1``. ``table``: start of the entry's pages, or the slot of its
+address 0. ``state``: the first of ``rows`` states, or -1 to write the result. ``bits``: the byte
+with the first row's bit for address ``bits_first``."""
 MERGE_FIELDS = ("row", "state", "step", "count")
-"""Numbers of a row that is merged: its states are ``state + step * i`` for ``i < count``."""
+"""Fields of a merged row: its states are ``state + step * i`` for ``i < count``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What rows of a batch see of one part of the plan, in numbers for programs."""
+    """The visible keys of a batch's rows in one part of the plan, as arrays for programs."""
 
     low_T: Ints
     high_T: Ints
     bits: NDArray[np.uint8]
-    """Of all rows with a rule, one row behind the other; bit 0 of a byte is the first key."""
+    """The bits of all rows with a rule, row after row; bit 0 of a byte is the first key."""
     first_B: Ints
     """``bits_first`` of each entry; 0 without a rule."""
     stop_B: Ints
@@ -65,14 +65,14 @@ def sight_of(plan: ForwardPlan, part: VisibleKeys) -> Sight:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Rows that are worked on together, in order of rows."""
+    """Runs of rows that programs process together, in order of rows."""
 
     entry_N: Ints
     row_N: Ints
     rows_N: Ints
 
     def chosen(self, which_N: NDArray[np.bool_]) -> Tiles:
-        """Return some of them."""
+        """Return the tiles selected by a mask."""
         return Tiles(self.entry_N[which_N], self.row_N[which_N], self.rows_N[which_N])
 
 
@@ -88,30 +88,30 @@ def tiles_of(plan: ForwardPlan, most_B: Ints) -> Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The addresses that tiles see of one part."""
+    """The addresses that tiles see in one part."""
 
     first_N: Ints
     stop_N: Ints
-    """Not above ``first``: a tile sees nothing."""
+    """Not above ``first``: the tile sees nothing."""
     plain_first_N: Ints
     plain_stop_N: Ints
-    """All rows see all keys between them, if ``plain_first`` is below."""
+    """All rows see all keys from ``plain_first`` to here, if ``plain_first`` is below."""
     bits_N: Ints
     """The byte of the first row's bits."""
 
     @property
     def keys_N(self) -> Ints:
-        """Return how many addresses each tile spans."""
+        """Number of addresses that each tile spans."""
         keys_N: Ints = np.maximum(self.stop_N - self.first_N, 0)
         return keys_N
 
     def chosen(self, which_N: NDArray[np.bool_]) -> Reach:
-        """Return what some of the tiles see."""
+        """Return the entries of the tiles selected by a mask."""
         return Reach(*(getattr(self, name)[which_N] for name in self.__slots__))
 
 
 def reach_of(plan: ForwardPlan, tiles: Tiles, sight: Sight) -> Reach:
-    """Return what tiles see. They hold all rows of the batch, in order."""
+    """Return the addresses that tiles see. The tiles hold all rows of the batch, in order."""
     nothing_T = sight.low_T >= sight.high_T
     low_T = np.where(nothing_T, np.iinfo(np.int32).max, sight.low_T)
     high_T = np.where(nothing_T, 0, sight.high_T)
@@ -128,8 +128,8 @@ def reach_of(plan: ForwardPlan, tiles: Tiles, sight: Sight) -> Reach:
 
 
 def split_size(keys: int, heads: int, programs: int, least: int) -> int:
-    """Return how many keys an item has, so that about ``programs`` programs share ``keys`` keys of
-    ``heads`` heads: ``least``, doubled some times."""
+    """Return the number of keys of an item, so that about ``programs`` programs share ``keys`` keys
+    of ``heads`` heads: ``least`` times a power of two."""
     wanted, size = -(-keys * heads // max(1, programs)), least
     while size < wanted:
         size *= 2
@@ -138,20 +138,20 @@ def split_size(keys: int, heads: int, programs: int, least: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The items of some tiles, and how their states are merged."""
+    """The items of some tiles, and the merges of their states."""
 
     items: tuple[NDArray[np.int32], ...]
     """``[I, ITEM_FIELDS]`` of each part, the longest first."""
     merges: NDArray[np.int32]
-    """``[rows, MERGE_FIELDS]``: rows of tiles that have not one item, but several or none."""
+    """``[rows, MERGE_FIELDS]``: rows of tiles with several items or none."""
     num_states: int
 
 
 def work_of(
     tiles: Tiles, parts: Sequence[tuple[Sight, Reach]], table_B: Ints, size: int, block: int, used: int
 ) -> Work:
-    """Cut what tiles see at multiples of ``size``, which is one of ``block``, the keys of a step of
-    a program. States are numbered from ``used``."""
+    """Cut the keys of tiles at multiples of ``size``, a multiple of ``block``, the number of keys
+    in a program's step. States are numbered from ``used``."""
     begins = [reach.first_N // size for _, reach in parts]
     numbers = [
         np.where(reach.keys_N > 0, -(-reach.stop_N // size) - begin_N, 0)

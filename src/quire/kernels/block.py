@@ -1,7 +1,7 @@
-"""A decoder block, and all of a model, as one call in C++, for CPUs.
+"""A decoder block, or a whole model, as one call in C++, for CPUs.
 
 A decode of few sequences is many short calls. Each costs microseconds of Python and the beginning
-and end of a parallel region, which this saves. The parts are those of ``kernels.linear``,
+and end of a parallel region; one call saves these. The parts are the code of ``kernels.linear``,
 ``kernels.rows`` and ``kernels.paged_attention``, so every number is the same to the bit.
 
 Letters: as in ``contracts.block_calls``.
@@ -36,7 +36,8 @@ from quire.kernels.native_library import NativeLibrary, native_library
 from quire.kernels.rows import ACTIVATION_NUMBERS, TYPES
 
 MOST_ROWS = 64
-"""Rows of a call. With more, calls one by one are long beside what they cost by themselves."""
+"""Most rows of a call. With more rows, the overhead of separate calls is small beside their
+work."""
 
 
 class _Block(ctypes.Structure):
@@ -108,14 +109,14 @@ class NativeBlocks:
 
 
 class _Few:
-    """What calls over one block have: rows of one dtype, not many."""
+    """The common part of calls over one block: few rows of one dtype."""
 
     __slots__ = ("_kept", "_run", "dtype", "native", "place", "width")
 
     def __init__(
         self, run: ctypes._NamedFuncPointer, native: _Block, kept: object, dtype: torch.dtype, width: int
     ) -> None:
-        """``native`` has addresses in ``kept``."""
+        """``native`` holds addresses of memory that ``kept`` owns."""
         self._run, self.native, self.place, self._kept = run, native, ctypes.addressof(native), kept
         self.dtype, self.width = dtype, width
 
@@ -161,7 +162,7 @@ class NativeBlock(_Few):
 
     @property
     def kind(self) -> tuple[torch.dtype, int, int, int]:
-        """Equal for blocks that one call can run."""
+        """A key that is equal for blocks that one call can run."""
         return self.dtype, self.width, self.native.types, self.native.activation
 
 
@@ -180,9 +181,11 @@ class NativeStack:
         self._places = np.array([(one.place, 0, 0) for one in blocks])
         self._place = self._places.ctypes.data
         self._lock = Lock()
-        """Of what calls write here: other threads may run the model over other states."""
+        """For the arrays that calls write here: other threads may run the model over other
+        states."""
         self._attention: StackParts | None = None
-        """Those in ``_places``. Who passes the same ones again has changed nothing in them."""
+        """The object written to ``_places``; a caller that passes the same object has not changed
+        it."""
         self.takes, self.dtype = blocks[0].takes, blocks[0].dtype
         """See the contract."""
         self.most_tokens = 0 if ends is None else MOST_ROWS
@@ -232,7 +235,7 @@ class NativeStack:
 
 
 def _run_blocks(run: ctypes._NamedFuncPointer, places: NDArray[np.int64], x_TE: Tensor) -> Tensor:
-    """Run blocks over a fresh tensor; ``places [blocks, 3]``: of each block the addresses of its
+    """Run blocks over a fresh tensor; ``places [blocks, 3]``: for each block the addresses of its
     weights, its layer and its forward."""
     y_TE, rows, count = torch.empty_like(x_TE), x_TE.shape[0], len(places)
     if run(places.ctypes.data, count, y_TE.data_ptr(), x_TE.data_ptr(), rows, torch.get_num_threads()):
@@ -241,13 +244,13 @@ def _run_blocks(run: ctypes._NamedFuncPointer, places: NDArray[np.int64], x_TE: 
 
 
 def _native(maps: Sequence[LinearMap]) -> tuple[NativeMap, ...] | None:
-    """Return maps of this library for activations of one dtype; None for others."""
+    """Return the maps if all are of this library and for activations of one dtype; else None."""
     found = tuple(one for one in maps if isinstance(one, NativeMap))
     return found if len(found) == len(maps) and len({one.dtype for one in found}) == 1 else None
 
 
 def _fit(ends: ModelEnds | None, block: NativeBlock) -> bool:
-    """Return whether one call can be a model with such ends."""
+    """Return True if one call can run a whole model with these ends."""
     if ends is None or not isinstance(ends.head, NativeMap):
         return False
     (table, norm, head), types = ends, TYPES.get((block.dtype, ends.norm.weight_E.dtype))
@@ -260,7 +263,7 @@ def _fit(ends: ModelEnds | None, block: NativeBlock) -> bool:
 
 
 def _width(norm: NormWeight) -> int:
-    """Return E; 0 for a weight with gaps."""
+    """Return E; 0 for a weight that is not contiguous."""
     return len(norm.weight_E) if norm.weight_E.is_contiguous() else 0
 
 

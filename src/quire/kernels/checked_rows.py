@@ -1,6 +1,5 @@
-"""Rows that are what their checksums say, into a pool in host memory, in C++. The reference is what
-``quire.kv`` does without: the checksum of each piece, then its copy.
-"""
+"""Copies of checksummed rows into a pool in host memory, in C++. The reference is the code of
+``quire.kv`` without the library: each piece's checksum, then its copy."""
 
 from __future__ import annotations
 
@@ -15,40 +14,40 @@ from torch import Tensor
 from quire.kernels.native_library import NativeLibrary, native_library
 
 SHORTEST = 241
-"""Bytes of a piece, at least: the checksum has other forms for less."""
+"""Least bytes of a piece: shorter ones have other forms of checksum."""
 
 Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedPieces:
-    """Pieces in memory that stays, and their checksums (XXH3, 128 bits)."""
+    """Pieces in memory that the caller keeps alive, and their checksums (XXH3, 128 bits)."""
 
     places: Numbers
     """Addresses."""
     sizes: Numbers
     """In bytes, ``SHORTEST`` or more each."""
     digests: bytes
-    """16 for each, the highest first."""
+    """16 bytes for each, big-endian."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowRuns:
-    """Rows of pieces that follow each other in the piece and in the pool."""
+    """Runs of rows that are adjacent both in their piece and in the pool."""
 
     ends: Numbers
-    """Of each piece: the number of runs up to its last one."""
+    """For each piece: the number of runs up to its last one."""
     rows: Numbers
-    """Of each run: its first row in its piece."""
+    """For each run: its first row in its piece."""
     slots: Numbers
-    """Of each run: its first slot."""
+    """For each run: its first slot."""
     lengths: Numbers
-    """Rows of each run."""
+    """Number of rows of each run."""
 
     @classmethod
     def of(cls, counts: Numbers, skipped: Numbers, slots_N: Numbers) -> RowRuns:
-        """Cut rows into runs: ``counts`` of each piece, behind its first ``skipped`` ones, go to
-        ``slots_N`` in their order."""
+        """Cut rows into runs. Of each piece, ``counts`` rows after its first ``skipped`` ones are
+        written to ``slots_N`` in order."""
         stops = np.cumsum(counts)
         begins = stops - counts
         first = np.unique(np.concatenate((begins, np.flatnonzero(np.diff(slots_N) != 1) + 1)))
@@ -58,7 +57,7 @@ class RowRuns:
 
 
 class CheckedRows:
-    """The call, with its types."""
+    """The C++ function with its argument types."""
 
     def __init__(self, library: NativeLibrary) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -66,8 +65,8 @@ class CheckedRows:
 
     def __call__(self, stored: CheckedPieces, runs: RowRuns, target_S: Tensor) -> int:
         """Write rows to slots of a contiguous tensor, piece by piece, each right after its checksum
-        was found to be right; return the number of the first that is damaged, or how many there
-        are. Threads of Python run meanwhile. Nothing else is checked."""
+        was verified. Return the number of the first damaged piece, or the number of pieces. The
+        call releases the GIL. Nothing else is checked."""
         found: int = self._run(
             stored.places.size, stored.places.ctypes.data, stored.sizes.ctypes.data, stored.digests,
             runs.ends.ctypes.data, runs.rows.ctypes.data, runs.slots.ctypes.data, runs.lengths.ctypes.data,
@@ -78,6 +77,6 @@ class CheckedRows:
 
 @cache
 def checked_rows() -> CheckedRows | None:
-    """Return the call; None without the library."""
+    """Return the function; None without the library."""
     library = native_library()
     return None if library is None else CheckedRows(library)

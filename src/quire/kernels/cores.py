@@ -1,8 +1,8 @@
 """The number of threads for compute on a CPU.
 
-PyTorch starts one thread for each core that it sees, on some builds one for each hardware thread.
-It does not see a control group's limit of processor time (``docker run --cpus``). A parallel region
-ends with its slowest thread: one that has no core of its own holds up all others.
+PyTorch starts one thread for each visible core, on some builds for each hardware thread. It ignores
+a control group's limit of processor time (``docker run --cpus``). A parallel region ends with its
+slowest thread: a thread without a core of its own delays all others.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 logger = logging.getLogger("quire")
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
-"""A user's own choices."""
+"""Environment variables by which users choose the number of threads."""
 
 
 def limit_threads() -> None:
-    """Lower PyTorch's default number of threads to the cores that this process has.
+    """Lower PyTorch's default number of threads to the cores of this process.
 
-    A number that the user has chosen stays: by the environment, or by ``torch.set_num_threads`` if
-    it is not the default anyway.
+    A user's choice stays: by the environment, or by ``torch.set_num_threads`` to another number
+    than the default.
     """
     cpus = len(_affinity())
     usable, now = usable_cores(), torch.get_num_threads()
@@ -49,8 +49,8 @@ os.register_at_fork(before=_end_threads)
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Return the physical cores that this process may run on, or less if its control group's limit
-    of processor time is less than that. ``root`` holds proc and sys."""
+    """Return the number of physical cores that this process may run on, or fewer if its control
+    group's limit of processor time is lower. ``root`` holds proc and sys."""
     cores, limit = physical_cores(root), time_limit(root)
     return cores if limit is None else max(1, min(cores, int(limit)))
 
@@ -68,8 +68,8 @@ def physical_cores(root: Path = Path("/")) -> int:
 
 
 def time_limit(root: Path = Path("/")) -> float | None:
-    """Return the cores' worth of time that the control group and those above it get (version 2);
-    None: no limit."""
+    """Return the lowest processor-time limit of the control group and its ancestors (version 2), in
+    cores; None: no limit."""
     limits: list[float] = []
     with suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

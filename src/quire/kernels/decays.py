@@ -1,10 +1,10 @@
 """Decay of a linear attention state within a chunk of tokens, in matrix products.
 
 Row i of a chunk reads what row j <= i wrote, weakened by the decays of rows j + 1 .. i, and the
-earlier state, weakened by those of rows 0 .. i. These weights come from sums of log decays, or from
-products of decays. Differences and quotients of long sums are inexact, are NaN after a complete
-decay (log decay -inf), and overflow relative to a common point. So quotients of products are used
-only where enough is left of each column (``LEAST_LEFT``).
+earlier state, weakened by the decays of rows 0 .. i. These weights come from sums of log decays, or
+from products of decays. Differences and quotients of long sums are inexact, are NaN after a
+complete decay (log decay -inf), and overflow relative to a common point. So quotients of products
+are used only if enough is left of each column (``LEAST_LEFT``).
 
 Letters: N pieces of sequences; B chunks of each, prepared together; H heads of the state, X = N *
 H; h heads of q and k, H or 1 for all; R query heads of each; L rows of a chunk, I = R * L rows of a
@@ -37,19 +37,20 @@ class Weighed(NamedTuple):
     readers: list[Tensor]
     """``[X, I, K]``: readers of the state before the chunk, with weighed columns."""
     since: list[Tensor]
-    """``[X, I, 1]`` by reader: remainder of the state before; empty: all, or columns are
-    weighed."""
+    """``[X, I, 1]`` by reader: share of the earlier state that remains at each row; empty: all, or
+    columns are weighed."""
     k_XKL: Tensor
     """Keys for writing into the state after the chunk, with weighed columns."""
     until_XL1: Tensor | None
-    """Remainder, after the chunk, of what each row writes; None: all, or columns are weighed."""
+    """Share of each row's write that remains after the chunk; None: all, or columns are weighed."""
     total: Tensor | None
-    """``[X, 1, 1]`` or ``[X, K, 1]``: remainder of the state before after the chunk; None: all."""
+    """``[X, 1, 1]`` or ``[X, K, 1]``: share of the earlier state that remains after the chunk;
+    None: all."""
     together: bool = False
-    """Keys stand for writes before the chunk: these fade like the state."""
+    """Keys represent writes at the beginning of the chunk, which fade like the state."""
 
     def write_(self, states_XKV: Tensor, u_XLV: Tensor) -> None:
-        """Turn the states before into those after writing ``u``, in place: they are large."""
+        """Update the states by the chunk's writes ``u``, in place, because they are large."""
         if self.total is not None and not self.together:
             states_XKV.mul_(self.total)
         states_XKV.baddbmm_(self.k_XKL, u_XLV if self.until_XL1 is None else u_XLV * self.until_XL1)
@@ -98,8 +99,8 @@ def _over_heads(x_BNhIK: Tensor, heads: int) -> Tensor:
 
 def faded(log_decay: Tensor) -> Tensor:
     """Return a fresh ``exp(log_decay)``; weights below sqrt(smallest normal number) become 0. That
-    is far below rounding beside a weight of 1. Smaller weights and their products are subnormal
-    numbers and take a CPU up to a hundred times as long."""
+    is far below rounding beside a weight of 1. Products of smaller weights are subnormal numbers,
+    which take a CPU up to a hundred times as long."""
     least = 0.5 * math.log(torch.finfo(log_decay.dtype).tiny)
     clamped = torch.empty_like(log_decay, memory_format=torch.contiguous_format)
     return _without_faint(torch.clamp(log_decay, min=least - 1, out=clamped).exp_())
@@ -152,11 +153,11 @@ def _scores(q_BNhRLK: Tensor, k_BNhLK: Tensor, fading: _Fading | None, heads: in
 
 def _left(log_decay_BNHLK: Tensor) -> Tensor | None:
     """Return the remainder of each column at each row: products of decays, exact up to a rounding
-    each. None if that is too small to divide by, and off the CPU, where the check would wait for
-    the device."""
+    each. None if it is too small to divide by, and off the CPU, where the check would wait for the
+    device."""
     if log_decay_BNHLK.device.type != "cpu":
         return None
-    # Rows of a head side by side, as products want them.
+    # The rows of a head are contiguous, as matrix products need them.
     left = torch.exp(log_decay_BNHLK, out=torch.empty_like(log_decay_BNHLK, memory_format=torch.contiguous_format))
     for row in range(1, left.shape[3]):
         left[..., row, :].mul_(left[..., row - 1, :])
@@ -165,7 +166,7 @@ def _left(log_decay_BNHLK: Tensor) -> Tensor | None:
 
 def _by_quotients(readers: Sequence[Tensor], k_BNhLK: Tensor, left_BNHLK: Tensor) -> Iterator[Weighed]:
     """Weigh by one decay for each column, if little fades (arXiv:2312.06635, section 4.2). Queries
-    read the state before the chunk; keys stand for writes before it."""
+    read the state before the chunk; keys represent writes before it."""
     k_BXLK = torch.div(k_BNhLK, left_BNHLK, out=torch.empty_like(left_BNHLK)).flatten(1, 2)
     weighed_q = [(left_BNHLK.unsqueeze(3) * q).flatten(3, 4).flatten(1, 2) for q in readers]
     total_BXK1 = left_BNHLK[..., -1, :].flatten(1, 2).unsqueeze(-1)
@@ -181,11 +182,12 @@ def _by_quotients(readers: Sequence[Tensor], k_BNhLK: Tensor, left_BNHLK: Tensor
 def _by_column(readers: Sequence[Tensor], k_BNhLK: Tensor, log_decay_BNHLK: Tensor) -> Iterator[Weighed]:
     """Weigh by one decay for each column of the keys (arXiv:2312.06635), between q and k.
 
-    The scores are made of squares. A block of 2 m rows is halved. What a right row reads of a left
-    row fades up to the middle and after it, by weights of at most 1, so the square of the two is
-    one product. The halves are blocks themselves, down to single rows. Queries and keys carry
-    weights along as blocks grow: a query the decay from the beginning of its block to its row,
-    included; a key that from its row, excluded, to the end."""
+    The scores are made of squares. A block of 2 m rows is halved. A right row's reading of a left
+    row fades up to the middle and after it, by weights of at most 1, so the square of right by left
+    rows is one product. The halves are blocks themselves, down to single rows. Queries and keys
+    carry weights as blocks grow: a query the decay from the beginning of its block to its row,
+    inclusive; a key the decay from its row, exclusive, to the end.
+    """
     rows = k_BNhLK.shape[3]
     size = 1 << (rows - 1).bit_length()
     decays = faded(_padded(log_decay_BNHLK, size))
@@ -197,7 +199,7 @@ def _by_column(readers: Sequence[Tensor], k_BNhLK: Tensor, log_decay_BNHLK: Tens
         q = _padded(reader, size)
         score = q.new_zeros(*shape, q.shape[3], size, size)
         score.diagonal(dim1=-2, dim2=-1).copy_((k.unsqueeze(3) * q).sum(-1))
-        weighed_q.append(decays.unsqueeze(3) * q)  # Decays come first: the result takes their layout.
+        weighed_q.append(decays.unsqueeze(3) * q)  # the decays are the first operand: the result has their layout
         scores.append(score)
     totals = decays  # of each block
     half = 1

@@ -1,10 +1,10 @@
 """Triton programs that draw a token of each row. ``triton_draw`` launches them.
 
-Weights are integers, so sums are the same in any order: a token is that of ``ops.filters``.
+Weights are integers, so sums are the same in any order: a token is the one of ``ops.filters``.
 
-Top-k and top-p draw in order of probability. Tokens are counted by how far they are below the
-maximum; as many of the most probable ones as there is room for are collected as keys, logit above
-reversed id, and one program finds all bounds among the keys by bisection. So a row is read twice.
+Top-k and top-p draw in order of probability. Tokens are counted in bins by their distance from the
+maximum; as many of the most probable ones as fit are collected as keys, logit above reversed id,
+and one program finds all bounds among the keys by bisection. So a row is read twice.
 
 Letters: G rows that draw; B tokens of a block; N blocks of a row, padded to a power of two; D bins;
 K collected keys.
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 INTEGERS = tl.constexpr(4503599627370496.0)
-"""2^52: from there on float64 has integers only, so adding it rounds what is smaller."""
+"""2^52: from there on float64 has integers only, so adding it rounds smaller numbers."""
 FIELDS = tl.constexpr(6)
 """Row of the logits, temperature, min-p, uniform number, top-k and top-p of a row that draws."""
 DEEPEST = tl.constexpr(37.0)
@@ -25,7 +25,7 @@ DEEPEST = tl.constexpr(37.0)
 
 @triton.jit
 def _weights(z, maxima, table, z_stride, block, ONE: tl.constexpr, VOCAB: tl.constexpr, B: tl.constexpr):
-    """Return int64 weights ``[B]`` of a block of a row; 0 behind the vocabulary's end."""
+    """Return int64 weights ``[B]`` of a block of a row; 0 beyond the vocabulary."""
     row = tl.load(table).to(tl.int64)
     v = block * B + tl.arange(0, B)
     held_B = v < VOCAB
@@ -36,14 +36,14 @@ def _weights(z, maxima, table, z_stride, block, ONE: tl.constexpr, VOCAB: tl.con
 
 @triton.jit
 def _below(z_B, maxima, table):
-    """Return how far logits are below the maximum, over the temperature: 0 or less, float64."""
+    """Return the difference of logits to the maximum, over the temperature: 0 or less, float64."""
     row = tl.load(table).to(tl.int64)
     return (z_B.to(tl.float64) - tl.load(maxima + row).to(tl.float64)) / tl.load(table + 1)
 
 
 @triton.jit
 def _rounded(x_B, ONE: tl.constexpr):
-    """Return the weights, as integers in float64."""
+    """Return the weights as integers in float64."""
     return (tl.exp(x_B) * ONE + INTEGERS) - INTEGERS
 
 
@@ -64,7 +64,7 @@ def find_tokens(
     BLOCKS: tl.constexpr = (VOCAB + B - 1) // B
     sum_N = tl.load(sums + g * BLOCKS + n, mask=n < BLOCKS, other=0)
     target = (tl.load(table + g * FIELDS + 3) * tl.sum(sum_N, 0).to(tl.float64)).to(tl.int64)
-    # A row without a finite maximum, whose token nobody takes, may exceed all sums.
+    # In a row without a finite maximum the target may exceed all sums; its token is not used.
     block = tl.minimum(tl.sum((tl.cumsum(sum_N, 0) <= target).to(tl.int32), 0), BLOCKS - 1)
     before = tl.sum(tl.where(n < block, sum_N, 0), 0)
     weight_B = _weights(z, maxima, table + g * FIELDS, z_stride, block, ONE, VOCAB, B)
@@ -76,8 +76,8 @@ def find_tokens(
 def _binned(
     z, maxima, table, z_stride, block, ONE: tl.constexpr, VOCAB: tl.constexpr, B: tl.constexpr, D: tl.constexpr
 ):
-    """Return logits, weights and bins ``[B]`` of a block: 0 is that of the maximum, and the last
-    one that of weights which are 0."""
+    """Return logits, weights and bins ``[B]`` of a block. Bin 0 holds the maximum, the last bin all
+    weights of 0."""
     row = tl.load(table).to(tl.int64)
     v = block * B + tl.arange(0, B)
     z_B = tl.load(z + row * z_stride + v, mask=v < VOCAB, other=float("-inf"))
@@ -93,7 +93,7 @@ def count_bins(
     counts, sums, z, maxima, table, z_stride,
     ONE: tl.constexpr, VOCAB: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Write how many tokens of each block are in each bin, and the sum of their weights."""
+    """Write the number of tokens in each bin for a block, and the sum of their weights."""
     g, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, weight_B, bin_B = _binned(z, maxima, table + g * FIELDS, z_stride, block, ONE, VOCAB, B, D)
     place = g * tl.num_programs(1) + block
@@ -103,8 +103,9 @@ def count_bins(
 
 @triton.jit
 def choose_bins(chosen, begins, counts, blocks, D: tl.constexpr, K: tl.constexpr):
-    """Write, for each row, how many of its first bins have K tokens at most, how many tokens these
-    have, and how many tokens have a weight; and where the keys of each block begin."""
+    """Write, for each row, the number of its first bins with at most K tokens, the number of tokens
+    in these bins, and the number of tokens with a weight; and the first key position of each block.
+    """
     g, d = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     count_D = tl.zeros((D,), tl.int32)
     for block in range(blocks):
@@ -125,8 +126,8 @@ def collect_keys(
     keys, chosen, begins, z, maxima, table, z_stride,
     ONE: tl.constexpr, VOCAB: tl.constexpr, B: tl.constexpr, D: tl.constexpr, K: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys of a block's tokens in the chosen bins: unique, and greater for a greater
-    logit, then a lower id. An id has ``IDS`` bits."""
+    """Write the keys of a block's tokens in the chosen bins: unique, and ordered by logit, then by
+    lower id. An id has ``IDS`` bits."""
     g, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     z_B, _, bin_B = _binned(z, maxima, table + g * FIELDS, z_stride, block, ONE, VOCAB, B, D)
     bits_B = tl.where(z_B == 0, 0.0, z_B).to(tl.int32, bitcast=True)  # Both zeros are equal.
@@ -140,8 +141,8 @@ def collect_keys(
 
 @triton.jit
 def _found(key_K, weight_K, target, BITS: tl.constexpr):
-    """Return the first key, from the greatest on, at which the sum of weights exceeds the target;
-    0 if none is."""
+    """Return the first key, in descending order, at which the cumulative weight exceeds the target;
+    0 if none does."""
     found = target * 0
     for bit in range(BITS):
         tried = found | (target * 0 + 1 << (BITS - 1 - bit))
@@ -154,8 +155,8 @@ def find_ranked(
     tokens, complete, keys, chosen, sums, maxima, table, blocks,
     ONE: tl.constexpr, VOCAB: tl.constexpr, K: tl.constexpr, IDS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Write the token of a row after top-k, top-p and min-p, and whether the collected keys hold
-    all that may be drawn."""
+    """Write the token of a row after top-k, top-p and min-p, and ``complete``: 1 if the collected
+    keys hold all candidates."""
     g, i, n = tl.program_id(0).to(tl.int64), tl.arange(0, K), tl.arange(0, N)
     own = table + g * FIELDS
     count, all_count = tl.load(chosen + g * 3 + 1), tl.load(chosen + g * 3 + 2)

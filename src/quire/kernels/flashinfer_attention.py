@@ -1,21 +1,21 @@
-"""Attention over pages by FlashInfer, a package that Quire neither brings nor needs.
+"""Attention over pages by FlashInfer, an optional package.
 
-FlashInfer attends requests: rows of queries over pages that a table names. Its kernels see what the
-order decides (causal), a window of one size, or a mask of bits. So the rows of a batch are cut into
-*runs*, neighbours that one request can state, and requests of one form (``Form``) are one *call*:
+FlashInfer processes requests: rows of queries over pages in a table. Its kernels support causal
+order, a window of one size, or a mask of bits. So the rows of a batch are cut into *runs*,
+neighbours that one request can express, and requests of one form (``Form``) are one *call*:
 
-* rows whose last key moves on by one, with one window or none: causal;
-* rows that see the same keys, as all rows of a past: not causal;
+* rows whose last key advances by one, with one window or none: causal;
+* rows that see the same keys, such as all rows of a past: not causal;
 * single rows;
 * entries with a tree or a mask: the keys that some row sees, and bits.
 
-Where keys begin inside of a page, a slot is a page of one key, and so it is in batches with sinks,
-where rows that nobody sees may hold NaN.
+If keys begin inside a page, each slot is a page of one key. So it is in batches with sinks, because
+pages may contain invisible rows with NaN.
 
 A row that sees no key is in no request. Sinks and learned logits are merged as attention states.
 
-Letters: T rows of the batch; B entries; R runs; S slots; P page size; Hq, Hkv query and KV heads;
-D head size.
+Letters: T rows of the batch; B entries; R runs; S slots; P page size; Hq, Hkv query and KV heads; D
+head size.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ from quire.ops.attention import check_sink_query, kind_refusal, merge
 from quire.ops.uploads import uploaded
 
 LEAST_VERSION = (0, 7, 2)
-"""Of FlashInfer: this file is held against it. Up to 0.6.16 it hides keys scored below -50,000."""
+"""Least version of FlashInfer, against which this file is tested. Up to 0.6.16 it hides keys scored
+below -50,000."""
 HEAD_SIZES = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 WORKSPACE = 128 << 20
 """Bytes for the partial results of a call; FlashInfer raises if they do not suffice."""
 MOST_BITS = 2**31 - 1
-"""Of the masks of a call: FlashInfer counts them in int32."""
+"""Most bits of the masks of a call: FlashInfer counts them in int32."""
 CAPPED = "the FlashInfer kernels cap scores by an approximate tanh, off by up to 2^-11 of the cap"
 
 
 def flashinfer_problem(device: torch.device) -> str:
-    """Return why FlashInfer cannot run on a device; "" if it can. This imports it."""
+    """Return the reason why FlashInfer cannot run on a device; "" if it can. This imports it."""
     if find_spec("flashinfer") is None:
         return "the FlashInfer kernels need the package flashinfer-python, which is not installed"
     if problem := cuda_problem("FlashInfer", device):
@@ -70,35 +71,35 @@ def flashinfer_problem(device: torch.device) -> str:
 
 
 class Form(NamedTuple):
-    """What the requests of one call have in common."""
+    """The common properties of the requests of one call."""
 
     kernels: str
-    """``fa2``, which splits keys and knows masks, for masks and single rows; ``auto`` for others,
-    which is ``fa3`` on devices that have it."""
+    """``fa2``, which splits keys and supports masks, for masks and single rows; ``auto`` for
+    others: ``fa3`` on devices that have it."""
     page: int
     window: int
-    """Keys before its own that a row sees; -1: all."""
+    """Number of keys before its own that a row sees; -1: all."""
     causal: bool
 
 
 @dataclass(frozen=True, slots=True)
 class FlashCall:
-    """Requests in arrays, as FlashInfer takes them."""
+    """Requests in arrays, in FlashInfer's form."""
 
     form: Form
     rows: NDArray[np.int64] | None
-    """Of the batch; None: all of them, in order."""
+    """Rows of the batch; None: all of them, in order."""
     row_starts: NDArray[np.int32]
     page_starts: NDArray[np.int32]
     pages: NDArray[np.int32]
     last: NDArray[np.int32]
-    """Keys in the last page of each request."""
+    """Number of keys in the last page of each request."""
     mask: NDArray[np.bool_] | None = None
-    """``[rows, keys]`` of each request, flat, one behind the other."""
+    """``[rows, keys]`` of each request, flat and concatenated."""
 
 
 def slots_at(plan: ForwardPlan, entry: int, addresses: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return where keys of an entry are in the pool."""
+    """Return the pool slots of an entry's keys."""
     page, offset = np.divmod(addresses, plan.page_size)
     slots: NDArray[np.int32] = plan.tables[entry][page] * np.int32(plan.page_size) + offset.astype(np.int32)
     return slots
@@ -113,7 +114,7 @@ def made_call(
     last: NDArray[np.int64],
     mask: NDArray[np.bool_] | None = None,
 ) -> FlashCall:
-    """Return the call of requests that have ``counts`` of these rows, one behind the other."""
+    """Return the call of requests with ``counts`` of these rows each, in order."""
     row_starts, page_starts = (np.cumsum([0, *sizes]).astype(np.int32) for sizes in (counts, map(len, pages)))
     ordered = rows.size == plan.num_tokens and bool((rows == np.arange(rows.size)).all())
     table = np.concatenate(pages)
@@ -158,7 +159,7 @@ def runs_of(
     seen_T: NDArray[np.bool_],
     size: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the first row of each run, one past its last, and whether it is causal."""
+    """Return the first row of each run, one past its last, and True for causal runs."""
     together = seen_T[1:] & seen_T[:-1] & (entry_T[1:] == entry_T[:-1])
     rise, shift = np.diff(high_T), np.diff(low_T)
     step = together & (rise == 1) & ((shift == 1) | (low_T[1:] + low_T[:-1] == 0))
@@ -192,7 +193,7 @@ def masked_call(plan: ForwardPlan, part: VisibleKeys) -> FlashCall:
 
 
 class FlashShape(NamedTuple):
-    """What FlashInfer's plan of a call depends on, beside the call."""
+    """The tensor shapes and types that FlashInfer's plan of a call depends on."""
 
     heads: int
     kv_heads: int
@@ -202,15 +203,15 @@ class FlashShape(NamedTuple):
 
 @dataclass(slots=True)
 class Held:
-    """A wrapper of FlashInfer, with memory of its own that takes milliseconds to make."""
+    """A wrapper of FlashInfer. Its memory takes milliseconds to make."""
 
     wrapper: Any
     planned: Any = None
-    """A CUDA event behind its last plan's upload."""
+    """A CUDA event after its last plan's upload."""
 
 
 class Bound(NamedTuple):
-    """A call that is planned for layers of one shape."""
+    """A call, planned for layers of one shape."""
 
     held: Held
     page: int
@@ -220,19 +221,19 @@ class Bound(NamedTuple):
 
 @dataclass(slots=True, weakref_slot=True)
 class FlashPlan:
-    """A batch in calls, and the wrappers that it has while it lives."""
+    """A batch as calls, and the wrappers that it holds while it lives."""
 
     plan: ForwardPlan
     dtype: torch.dtype
     parts: list[list[FlashCall]]
-    """Of the window and, if there are some, of sinks."""
+    """Calls of the window part and, if there are sinks, of the sink part."""
     bound: dict[FlashShape, list[list[Bound]]] = field(default_factory=dict)
     """By part."""
     taken: list[tuple[Any, Held]] = field(default_factory=list)
 
 
 def give_back(idle: dict[Any, list[Held]], taken: list[tuple[Any, Held]]) -> None:
-    """Let others have the wrappers of a plan that is gone."""
+    """Return the wrappers of a deleted plan to the idle ones."""
     for kind, held in taken:
         idle.setdefault(kind, []).append(held)
 
@@ -244,13 +245,14 @@ class FlashInferAttention:
     name = "flashinfer"
 
     def __init__(self, *, library: Any = None, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
-        """Make a backend. For tests: what stands for FlashInfer, and the types that it knows."""
+        """Make a backend. For tests: a replacement of FlashInfer, and its supported types."""
         self._library, self._dtypes, self._other = library, dtypes, SdpaAttention()
         self._idle: dict[Any, list[Held]] = {}
         self._workspaces: dict[torch.device, Tensor] = {}
 
     def refusal(self, spec: LayerSpec, device: torch.device) -> str:
-        """Return why this backend cannot run such a layer on that device; "" if it can."""
+        """Return the reason why this backend cannot run such a layer on that device; "" if it
+        can."""
         if reason := flashinfer_problem(device) or kind_refusal(self.name, spec):
             return reason
         if not isinstance(spec, KeyValueAttention) or spec.softcap is not None:
@@ -261,7 +263,7 @@ class FlashInferAttention:
         return f"the FlashInfer kernels have heads of {sizes} columns; K has {spec.head_dim}, V has {spec.value_dim}"
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
-        """Return true: weights exist for a block of keys at a time."""
+        """Return True: attention weights exist only for a block of keys at a time."""
         del spec, device
         return True
 
@@ -327,7 +329,7 @@ class FlashInferAttention:
         *,
         lse: bool,
     ) -> list[AttentionState]:
-        """Return the state of each part; its lse is empty if it is not wanted."""
+        """Return the state of each part; its lse is empty unless ``lse``."""
         check_sink_query(prepared.plan, q_sink_THD)
         if scoring.softcap is not None:
             raise Unsupported(CAPPED)
@@ -353,7 +355,7 @@ class FlashInferAttention:
         return found
 
     def _bind(self, prepared: FlashPlan, call: FlashCall, shape: FlashShape) -> Bound:
-        """Plan a call with a wrapper that no other plan has."""
+        """Plan a call with a wrapper that no other plan holds."""
         form, device = call.form, prepared.plan.device
         # A wrapper keeps the kernels that "auto" was at its first plan.
         kind = (form.kernels, shape.size, prepared.dtype)
@@ -393,7 +395,7 @@ class FlashInferAttention:
 
 
 def attended(calls: list[Bound], q_THD: Tensor, k_SHD: Tensor, v_SHD: Tensor, lse: bool) -> AttentionState:
-    """Return the state of one part; its lse is empty if it is not wanted."""
+    """Return the state of one part; its lse is empty unless ``lse``."""
     shape = (*q_THD.shape[:2], v_SHD.shape[2])
     out_THD = q_THD.new_zeros(shape)
     lse_TH = q_THD.new_full(shape[:2] if lse else (0,), -torch.inf, dtype=torch.float32)
@@ -411,13 +413,15 @@ def attended(calls: list[Bound], q_THD: Tensor, k_SHD: Tensor, v_SHD: Tensor, ls
 
 
 def in_pages(x_SHD: Tensor, size: int) -> Tensor:
-    """Return a pool as pages ``[S // P, P, Hkv, D]``, in place. A slot behind them is padding."""
+    """Return a pool as pages ``[S // P, P, Hkv, D]``, in place. Slots after the last page are
+    padding."""
     pages = x_SHD.shape[0] // size
     return x_SHD[: pages * size].view(pages, size, *x_SHD.shape[1:])
 
 
 def union(states: list[AttentionState], dtype: torch.dtype) -> AttentionState:
-    """Return the state over the keys of all; several are merged in float32 and rounded once."""
+    """Return the state over the keys of all states; several are merged in float32 and rounded
+    once."""
     if len(states) == 1:
         return states[0]
     found = reduce(merge, (AttentionState(out.to(torch.float32), lse) for out, lse in states))

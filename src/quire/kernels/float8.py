@@ -1,7 +1,7 @@
-"""Linear maps with weights of 8-bit floats, for GPUs that multiply them. The reference is
-``quire.weights.packed``.
+"""Linear maps with weights of 8-bit floats, for GPUs that can multiply them.
 
-Letters: T rows, I input, O output features; X maps of a stack, P rows of all of them.
+The reference is ``quire.weights.packed``. Letters: T rows, I input, O output features; X maps
+of a stack, P rows of all of them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from quire.weights.packed import pack
 CAPABILITY = (8, 9)
 """Compute capability from which a GPU multiplies 8-bit floats."""
 STACK_CAPABILITY = (9, 0)
-"""Compute capability of the GPUs that multiply stacks of them. PyTorch lets 10.0 pass, but its
-program is made of instructions that only 9.0 has."""
+"""Compute capability of GPUs that multiply stacks of them. PyTorch accepts 10.0 too, but its
+program uses instructions of 9.0 only."""
 ALIGNED = 16
-"""Inputs and outputs come in multiples of this."""
+"""Inputs and outputs must be multiples of this."""
 MOST_MAPS = 1023
-"""Of a stack, in one product."""
+"""Most maps of a stack in one product."""
 
 
 def float8_problem(device: torch.device) -> str:
-    """Return why a device does not multiply 8-bit floats; "" if it does."""
+    """Return the reason why a device cannot multiply 8-bit floats; "" if it can."""
     if device.type != "cuda":
         return f"the device is {device}, and only GPUs have it"
     capability = torch.cuda.get_device_capability(device)
@@ -43,7 +43,8 @@ def float8_problem(device: torch.device) -> str:
 class Float8Linear:
     """``contracts.linear.LinearKernel`` of the form "fp8", by PyTorch's scaled product.
 
-    It also runs on a CPU, slowly: for tests."""
+    It also runs on a CPU, slowly, for tests.
+    """
 
     name = "float8"
 
@@ -58,7 +59,7 @@ class Float8Linear:
         return ""
 
     def lossless(self, weight_OI: Tensor) -> WeightForm | None:
-        """Return None: PyTorch's products run all other forms."""
+        """Return None: PyTorch's products are better for all other forms."""
         del weight_OI
         return None
 
@@ -90,9 +91,11 @@ class Float8Linear:
 
 
 class Float8Map:
-    """``contracts.linear.LinearMap`` of bfloat16 activations, which are rounded row by row.
+    """``contracts.linear.LinearMap`` of bfloat16 activations, which are rounded to 8 bits row by
+    row.
 
-    Nothing waits for the device."""
+    Calls do not wait for the device.
+    """
 
     __slots__ = ("_bias", "_round", "_scales_1O", "_weight_IO", "weights")
 
@@ -124,9 +127,12 @@ class Float8Map:
 
 
 class Float8Stack:
-    """``contracts.linear.LinearStack`` of bfloat16 activations, which are rounded row by row.
+    """``contracts.linear.LinearStack`` of bfloat16 activations, which are rounded to 8 bits row by
+    row.
 
-    All maps are one product, which PyTorch has for GPUs alone: tests bring one for the CPU."""
+    All maps are one product, which PyTorch has for GPUs alone; tests give a replacement for the
+    CPU.
+    """
 
     __slots__ = ("_round", "_scales_XO", "_weight_XIO", "weights")
 
@@ -134,7 +140,7 @@ class Float8Stack:
         maps, outputs, inputs = weight_XOI.shape
         values_XOI = weight_XOI.new_empty(weight_XOI.shape, dtype=FLOAT8)
         self._scales_XO = weight_XOI.new_empty(maps, outputs, dtype=torch.float32)
-        # One by one: what is rounded is in float32 meanwhile.
+        # One at a time: rounding needs a float32 copy.
         for weight_OI, values_OI, scales_O in zip(weight_XOI, values_XOI, self._scales_XO, strict=True):
             rounded_OI, scales_O1 = rounded_rows(weight_OI)
             values_OI.copy_(rounded_OI)

@@ -85,8 +85,8 @@ def state_of_long(
 
 
 def with_keys(blocks: Iterable[RowBlock], pool: Pool) -> Iterator[tuple[RowBlock, Tensor, Tensor]]:
-    """Yield each block with the K and V of its entry, ``[1, Hkv, m, D]``, which are gathered once
-    for neighbours that share them."""
+    """Yield each block with the K and V of its entry, ``[1, Hkv, m, D]``, gathered once for
+    neighbouring blocks with the same keys."""
     keys: Keys | None = None
     for block in blocks:
         if block.keys is not keys:
@@ -119,7 +119,7 @@ def state_of_segment(
 
 
 def blinded(state: AttentionState, rows: Tensor) -> AttentionState:
-    """Set these rows of the state to those of queries without keys, in place."""
+    """Set these rows of the state to the state without keys, (0, -inf), in place."""
     return AttentionState(state.out.index_fill_(0, rows, 0.0), state.lse.index_fill_(0, rows, -torch.inf))
 
 

@@ -26,12 +26,12 @@ FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "int8", "int4")
 """In the order of ``cpu/linear.h``."""
 DTYPES = (torch.float32, torch.bfloat16)
 SLAB = 64 << 20
-"""Bytes of memory that packed weights share, which is much more than a huge page."""
+"""Bytes of a memory block that packed weights share, much more than a huge page."""
 ALIGNMENT = 64
 TILES = 4
 """Level of a processor with tiles of bfloat16 (AMX)."""
 EMULATED = 5
-"""Level of tiles of bfloat16 (AMX) that any machine has, slowly, for tests."""
+"""Level of emulated tiles of bfloat16 (AMX), slow on any machine, for tests."""
 
 
 class _Linear(ctypes.Structure):
@@ -45,17 +45,18 @@ class _Linear(ctypes.Structure):
 
 
 class _Memory:
-    """Memory of packed weights, one behind the other, in huge pages where the system has them.
+    """Memory for packed weights, allocated consecutively, in huge pages if the system has them.
 
-    A decode reads all weights, and each page of 4 KiB costs a look-up. NumPy asks for huge pages
-    for arrays of 4 MiB or more, as it does for the KV pool."""
+    A decode reads all weights, and each page of 4 KiB costs a TLB lookup. NumPy requests huge pages
+    for arrays of 4 MiB or more, as for the KV pool.
+    """
 
     def __init__(self) -> None:
         self._slab: weakref.ref[np.ndarray[Any, Any]] | None = None
         self._end = 0
 
     def take(self, nbytes: int) -> Tensor:
-        """Return uint8 ``[nbytes]``. A slab lives as long as a tensor in it."""
+        """Return uint8 ``[nbytes]``. A slab lives as long as any tensor in it."""
         slab = None if self._slab is None else self._slab()
         if slab is None or self._end + nbytes > slab.size:
             slab = np.empty(max(SLAB, nbytes + ALIGNMENT), np.uint8)
@@ -65,7 +66,7 @@ class _Memory:
         return torch.from_numpy(slab)[begin : begin + nbytes]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor with any values."""
+        """Return an uninitialised tensor."""
         return self.take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
@@ -75,7 +76,7 @@ class NativeLinear:
     name = "C++"
 
     def __init__(self, library: NativeLibrary, level: int | None = None) -> None:
-        """``level``: which vectors, 0 to 4 (``cpu/linear.cpp``), or ``EMULATED``; None: the
+        """``level``: vector instructions, 0 to 4 (``cpu/linear.cpp``), or ``EMULATED``; None: the
         processor's best."""
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         best = library.function("quire_linear_level", result=ctypes.c_int)()
@@ -139,7 +140,7 @@ class NativeLinear:
 
 
 class NativeMap:
-    """``contracts.linear.LinearMap`` with everything ready for calls."""
+    """``contracts.linear.LinearMap`` with its C++ arguments prepared."""
 
     __slots__ = ("_bias", "_native", "_run", "dtype", "place", "weights")
 
@@ -155,7 +156,7 @@ class NativeMap:
         """``bias_O``: float32."""
         self.weights = weights
         self.dtype = dtype
-        """Of the activations."""
+        """Dtype of the activations."""
         self._run, self._bias = run, bias_O
         self._native = _Linear(
             weights.values.data_ptr(), None if weights.scales is None else weights.scales.data_ptr(),
@@ -163,7 +164,7 @@ class NativeMap:
             FORMS.index(weights.form), int(dtype == torch.bfloat16), level,
         )  # fmt: skip
         self.place = ctypes.addressof(self._native)
-        """Address of the map as C++ has it, as long as this object lives."""
+        """Address of the map's C++ structure, valid while this object lives."""
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """See the contract. ``MemoryError``: no memory for sums."""

@@ -1,8 +1,8 @@
 """Low-rank products of a ragged batch in C++, for CPUs. The reference is ``quire.ops.low_rank``.
 
 Without the C++ library ``quire.nn.low_rank`` uses PyTorch's operations. One call serves one linear
-map. PyTorch needs four to ten, each dearer than its arithmetic: the model's own products evict code
-and data from the caches.
+map. PyTorch needs four to ten calls, each dearer than its arithmetic: the model's own products
+evict code and data from the caches.
 
 Letters: T rows of a forward; S rank rows; I input, O output features of a piece.
 """
@@ -22,10 +22,10 @@ from quire.contracts.adapters import AddProducts, RankedRows, RankPiece
 from quire.kernels.native_library import NativeLibrary, native_library
 
 MOST_ROWS = 4
-"""Rows of a block."""
+"""Most rows of a block."""
 DTYPES = (torch.float32, torch.bfloat16)
 ONE_THREAD = 1 << 17
-"""Up to this many multiplications a call ends before a second thread begins."""
+"""Number of multiplications below which one thread is faster than two."""
 
 
 class _Piece(ctypes.Structure):
@@ -60,7 +60,7 @@ class RowBlocks:
     """int64"""
     largest_rank: int
     room: Tensor
-    """float32 for sums, shared by all maps, which run in turn. It grows with the largest one."""
+    """float32 for sums, shared by all maps, which run in turn. It grows to the largest need."""
 
 
 class NativeLowRank:
@@ -75,11 +75,11 @@ class NativeLowRank:
 
     @property
     def threaded(self) -> bool:
-        """Return whether PyTorch's threads were found. Otherwise a call runs on one thread."""
+        """True if PyTorch's threads were found. Otherwise a call runs on one thread."""
         return self._parallel is not None
 
     def refusal(self, dtype: torch.dtype, device: torch.device) -> str:
-        """Return why the kernel cannot run on such tensors; "" if it can."""
+        """Return the reason why the kernel cannot run on such tensors; "" if it can."""
         if device.type != "cpu":
             return f"the C++ products run on a CPU; the model is on {device}"
         if dtype not in DTYPES:
@@ -127,7 +127,7 @@ class NativeLowRank:
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """``AddProducts`` with everything ready."""
+    """``AddProducts`` with its C++ arguments prepared."""
 
     run: ctypes._NamedFuncPointer
     work: int
@@ -135,7 +135,7 @@ class _Bound:
     parallel: int | None
     dtype: torch.dtype
     kept: object
-    """Keeps alive what ``work`` points to."""
+    """Owner of the memory that ``work`` points to."""
 
     def __call__(self, y_TO: Tensor, x_TI: Tensor) -> None:
         if y_TO.dtype != self.dtype or y_TO.stride(1) != 1:

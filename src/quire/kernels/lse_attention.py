@@ -1,4 +1,5 @@
-"""Attention states of padded groups, from a kernel that returns the log-sum-exp, else from scores.
+"""Attention states of padded groups, from a kernel that returns the log-sum-exp, else from explicit
+scores.
 
 Explicit scores are in float32 and in bounded memory. Letters: b entries of a group; n rows of an
 entry; m keys; Hq, Hkv query and KV heads; G = Hq / Hkv; Dk, Dv head sizes.
@@ -16,7 +17,7 @@ from quire.contracts.attention import AttentionState, Scoring
 from quire.ops.attention import merge
 
 FOLDED_ROWS = 16
-"""Up to this many rows a head group is folded into the rows: one read of K and V per KV head."""
+"""Most rows for which a head group is folded into the rows: one read of K and V per KV head."""
 MAX_SCORES = 1 << 26
 """Most scores at a time (float32, so 256 MiB) without a kernel that returns the log-sum-exp, and
 most elements of K and V at a time if they must be converted."""
@@ -33,12 +34,13 @@ def lse_attention(
 ) -> AttentionState:
     """Return a group's state: ``out [b * n, Hq, Dv]`` in q's dtype or float32, ``lse [b * n, Hq]``.
 
-    q ``[b, n, Hq, Dk]``, k ``[b, Hkv, m, Dk]``, v ``[b, Hkv, m, Dv]``, m >= 1. ``mask``:
-    ``[b, 1, n, m]``, bool (true: visible) or 0 and -inf. ``causal``: row i sees the keys up to i.
-    Rows without visible keys are undefined; the maker of the mask knows them.
+    q ``[b, n, Hq, Dk]``, k ``[b, Hkv, m, Dk]``, v ``[b, Hkv, m, Dv]``, m >= 1. ``mask``: ``[b, 1,
+    n, m]``, bool (true: visible) or 0 and -inf. ``causal``: row i sees the keys up to i. Rows
+    without visible keys are undefined; the maker of the mask must know them.
 
     With 16-bit k and v and wider q all is computed in the dtype of q. With 16-bit q the lse is
-    accurate to 2^-13 only, which is less than a rounding of ``out``."""
+    accurate to 2^-13 only, which is less than a rounding of ``out``.
+    """
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q_BNHD.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
     elif mask is not None:
@@ -54,7 +56,7 @@ def lse_attention(
 
 
 def has_lse_kernel(device: torch.device) -> bool:
-    """Return whether a PyTorch kernel gives the log-sum-exp; K and V need one size
+    """Return True if a PyTorch kernel returns the log-sum-exp; K and V need one size
     (``same_size``)."""
     return device.type == "cpu"
 
@@ -62,7 +64,8 @@ def has_lse_kernel(device: torch.device) -> bool:
 def same_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pad heads with columns of 0 to one size with equal attention; the caller cuts the result.
 
-    Values that are the first columns of their keys (latent rows) become these keys without a copy.
+    If the values are the first columns of their keys (latent rows), the keys serve as values
+    without a copy.
     """
     missing = k.shape[-1] - v.shape[-1]
     if missing < 0:
@@ -73,7 +76,7 @@ def same_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def is_head_of(v: Tensor, k: Tensor) -> bool:
-    """Return whether ``v`` is a view of the first columns of ``k``."""
+    """Return True if ``v`` is a view of the first columns of ``k``."""
     return v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.shape[:-1] == k.shape[:-1]
 
 
@@ -123,7 +126,7 @@ def widened(
         seen = None if mask is None else mask[..., some]
         state = flash(q_BNHD, k, v, scale, seen, causal)
         if seen is not None and keys < m:
-            # Rows that see keys, but none of this piece.
+            # Rows that see keys of other pieces, but none of this one.
             blind = seen.isneginf().all(-1).expand(b, 1, -1).reshape(-1, 1)
             state = AttentionState(
                 state.out.masked_fill(blind.unsqueeze(-1), 0.0), state.lse.masked_fill(blind, -torch.inf)

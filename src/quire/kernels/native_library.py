@@ -3,7 +3,7 @@
 It is compiled on installation if there is a C++ compiler. Without it every kernel's PyTorch form
 runs. It uses no header of Python or PyTorch, so that one build serves every version of these. Its
 parallel regions run on the threads of PyTorch's OpenMP runtime: a second pool of threads would
-fight with it for the cores.
+compete with it for the cores.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def native_library() -> NativeLibrary | None:
 
 
 def native_problem() -> str:
-    """Return why there is no library; "" if there is."""
+    """Return the reason why there is no library; "" if there is one."""
     found = _load()
     return found if isinstance(found, str) else ""
 

@@ -1,9 +1,9 @@
 """Attention over pages in C++, for CPUs. The reference is ``quire.ops.attention``.
 
-K and V are read where they are, through the page table. Work is shared out by rows, KV heads and
-ranges of keys; pages that entries of a batch share are read once for all of them. A row's result is
-the same to the bit whatever else is in the batch, however its prompt was cut, and on any number of
-threads (``cpu/paged_attention.h``).
+K and V are read in place, through the page table. Work is divided by rows, KV heads and ranges of
+keys; pages that entries of a batch share are read once for all of them. A row's result is the same
+to the bit whatever else is in the batch, however its prompt was cut, and on any number of threads
+(``cpu/paged_attention.h``).
 
 Letters: T new tokens; B entries; S slots; Hq, Hkv query and KV heads; Dk, Dv head sizes.
 """
@@ -45,7 +45,7 @@ from quire.ops.attention import check_sink_query, kind_refusal
 
 LEVELS = ("portable", "AVX2", "AVX-512", "AVX512-BF16")
 BLOCK = 64
-"""Keys: blocks begin at multiples of it."""
+"""Keys of a block; blocks begin at multiples of it."""
 
 
 @dataclass(slots=True)
@@ -55,9 +55,9 @@ class PagedPlan:
     plan: ForwardPlan
     dtype: torch.dtype
     pages: NDArray[np.int32]
-    """Of all entries, one behind the other."""
+    """Pages of all entries, concatenated."""
     numbers: NDArray[np.int64]
-    """Whatever the planner reads besides, in one array."""
+    """All other inputs of the planner, in one array."""
     parts: list[VisibleKeys]
     columns: list[tuple[NDArray[np.int64], NDArray[np.uint64]] | None]
     bound: dict[Shapes, BoundPlan] = field(default_factory=dict)
@@ -71,18 +71,18 @@ class BoundPlan:
     items: NDArray[np.int64]
     """Items of work, as in ``cpu/paged_attention.h``."""
     kept: object
-    """Keeps alive what ``call`` points to."""
+    """Owner of the memory that ``call`` points to."""
 
 
 class NativeAttention:
-    """The backend ``native``: exact attention by the C++ library. Batches of a type that it does
-    not know, such as float64, run through PyTorch's kernels (``SdpaAttention``)."""
+    """The backend ``native``: exact attention by the C++ library. Batches of an unsupported type,
+    such as float64, run through PyTorch's kernels (``SdpaAttention``)."""
 
     name = "native"
 
     def __init__(self, level: str | None = None) -> None:
-        """``level``: one of ``LEVELS``, by default the best that the processor runs.
-        ``Unsupported``: the processor, or this build, has no such level."""
+        """``level``: one of ``LEVELS``, by default the processor's best. ``Unsupported``: the
+        processor, or this build, has no such level."""
         self._other = SdpaAttention()
         library = native_library()
         if library is not None:
@@ -104,17 +104,18 @@ class NativeAttention:
 
     @property
     def level(self) -> str:
-        """Return the vector instructions that it uses: one of ``LEVELS``."""
+        """The vector instructions that it uses: one of ``LEVELS``."""
         return LEVELS[self._level]
 
     def refusal(self, spec: LayerSpec, device: torch.device) -> str:
-        """Return why this backend cannot run such a layer on that device; "" if it can."""
+        """Return the reason why this backend cannot run such a layer on that device; "" if it
+        can."""
         if device.type != "cpu":
             return f"the C++ attention runs on a CPU; the state is on {device}"
         return native_problem() or kind_refusal(self.name, spec)
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
-        """Return true: weights exist for a block of keys at a time."""
+        """Return True: attention weights exist only for a block of keys at a time."""
         del spec, device
         return True
 
@@ -193,7 +194,7 @@ class NativeAttention:
         sinks_H: Tensor | None,
         norms: HeadNormWeights | None,
     ) -> NativePart | None:
-        """See the contract. Pools with gaps cannot be called so."""
+        """See the contract. None for pools that are not contiguous."""
         if not (k_SHD.is_contiguous() and v_SHD.is_contiguous()):
             return None
         if sinks_H is not None:
@@ -210,7 +211,7 @@ class NativeAttention:
     def forward_part(
         self, prepared: Any, num_heads: int, k_SHD: Tensor, v_SHD: Tensor, rotation: Rotation | None, slots_T: Tensor
     ) -> NativePart | None:
-        """See the contract. Plans of other backends cannot be called so."""
+        """See the contract. None for plans of other backends."""
         if not isinstance(prepared, PagedPlan) or len(prepared.parts) > 1:
             return None
         for name, x in (("K", k_SHD), ("V", v_SHD)):
@@ -300,7 +301,7 @@ class NativeAttention:
         return out_THD
 
     def bound(self, prepared: PagedPlan, shapes: Shapes) -> BoundPlan:
-        """Return what ``bind`` does, made once for all layers of such shapes."""
+        """Return the result of ``bind``, made once for all layers of such shapes."""
         bound = prepared.bound.get(shapes)
         if bound is None:
             bound = prepared.bound[shapes] = self.bind(prepared, shapes)
@@ -308,8 +309,8 @@ class NativeAttention:
 
 
 def shapes_of(prepared: PagedPlan, q_THD: Tensor, q_sink_THD: Tensor | None, k_SHD: Tensor, v_SHD: Tensor) -> Shapes:
-    """Return what ``bind`` needs to know of the tensors of a call; ``InvalidArgument`` if one is
-    not what the batch was planned for."""
+    """Return the shapes of a call's tensors for ``bind``. ``InvalidArgument`` if a tensor differs
+    from the plan."""
     strides: list[int] = []
     for name, x in (("q", q_THD), ("q_sink", q_sink_THD), ("K", k_SHD), ("V", v_SHD)):
         strides += (0, 0) if x is None else _require_planned(prepared, name, x).stride()[:2]
@@ -318,7 +319,7 @@ def shapes_of(prepared: PagedPlan, q_THD: Tensor, q_sink_THD: Tensor | None, k_S
 
 
 def _require_planned(prepared: PagedPlan, name: str, x: Tensor) -> Tensor:
-    """Return a tensor of a call; ``InvalidArgument`` if the batch was planned for another one."""
+    """Return a tensor of a call; ``InvalidArgument`` if its type or size differs from the plan."""
     if x.dtype != prepared.dtype or not x.is_cpu:
         raise InvalidArgument(
             f"the batch was planned for {prepared.dtype} on the CPU; {name} is {x.dtype} on {x.device}"
@@ -327,13 +328,14 @@ def _require_planned(prepared: PagedPlan, name: str, x: Tensor) -> Tensor:
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """Return the tensor, or a copy, with the numbers of a row side by side."""
+    """Return the tensor, or a copy, with contiguous rows."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _columns(plan: ForwardPlan, part: VisibleKeys) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return what rules let rows see: ``[T, 3]``, a row's first word, words and the address of
-    their first bit; and the words, one for each block of keys."""
+    """Return the visible keys by rules: ``[T, 3]``, for each row the index of its first word, the
+    number of its words and the address of their first bit; and the words, one for each block of
+    keys."""
     of_rows = np.zeros((plan.num_tokens, 3), dtype=np.int64)
     words: list[NDArray[np.uint64]] = []
     used = 0

@@ -16,7 +16,7 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def add_amounts(seen, slots, tokens, amounts, count, VOCAB: tl.constexpr, B: tl.constexpr):
-    """Add amounts to the table. Some places may be equal."""
+    """Add amounts to the table. Places may repeat."""
     n = tl.program_id(0) * B + tl.arange(0, B)
     held_B = n < count
     slot_B, token_B = tl.load(slots + n, mask=held_B, other=0), tl.load(tokens + n, mask=held_B, other=0)
@@ -25,7 +25,7 @@ def add_amounts(seen, slots, tokens, amounts, count, VOCAB: tl.constexpr, B: tl.
 
 @triton.jit
 def penalise(z, seen, table, z_stride, OUTPUT: tl.constexpr, VOCAB: tl.constexpr, B: tl.constexpr):
-    """Apply the penalties of a row to a block of its logits. Without fused products: each operation
+    """Apply the penalties of a row to a block of its logits. Products are not fused: each operation
     rounds, as in the reference."""
     own = table + tl.program_id(0) * FIELDS
     row, slot = tl.load(own).to(tl.int64), tl.load(own + 1).to(tl.int64)

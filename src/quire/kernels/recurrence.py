@@ -1,10 +1,10 @@
 """Recurrences in chunk-parallel form, on any device.
 
 *Linear attention.* A sequence is cut into pieces of at most ``PIECE`` rows (``recurrence_groups``),
-and these into chunks. A chunk is a few matrix products: what its rows read of the state before it,
-what they read of each other, and the state after it. The delta rule first replaces the values by
-what is new in them, through one triangular system (the WY representation, arXiv:2406.06484, with
-decays arXiv:2412.06464). All decays, by column too, take the same way (``decays``). Pieces of
+and these into chunks. A chunk is a few matrix products: its rows' reading of the state before it,
+their reading of each other, and the state after it. The delta rule first replaces the values by the
+new part of them, through one triangular system (the WY representation, arXiv:2406.06484, with
+decays arXiv:2412.06464). All decays, by column too, use the same code (``decays``). Pieces of
 single rows (decodes, branching trees, all rows wanted) are one batched update of the states.
 
 *Convolution.* Decodes are one batched product. Long chains run one by one, by shifted
@@ -39,7 +39,7 @@ CHUNK = 32
 CACHED = 1 << 20
 """Bytes of states that a CPU updates at a time."""
 LONG_CHAIN = 32
-"""Mean length of a batch's chains from which each is convolved by itself."""
+"""Mean length of a batch's chains from which each chain is convolved separately."""
 
 
 class _Change(Protocol):
@@ -62,8 +62,8 @@ class Inputs(NamedTuple):
     """``[.., H]``"""
 
     def mapped(self, change: _Change) -> Inputs:
-        """Apply ``change(tensor, blank)`` to each; ``blank``: padding is 0, so that it writes
-        nothing and lets nothing decay."""
+        """Apply ``change(tensor, blank)`` to each; ``blank``: padding must be 0, so that it writes
+        nothing and decays nothing."""
         return Inputs(
             change(self.q, blank=False),
             change(self.k, blank=True),
@@ -122,7 +122,7 @@ class ChunkedRecurrence:
         wanted = np.full(plan.num_rows, -1, dtype=np.int64)
         wanted[plan.wanted] = np.arange(len(plan.wanted))
         known: dict[int, tuple[Tensor, int]] = {}
-        """By piece of the previous depth: a tensor of states, and the index of the one after the
+        """By piece of the previous depth: a tensor of states, and the index of the state after the
         piece."""
         for groups in cut(plan, PIECE):
             after: dict[int, tuple[Tensor, int]] = {}
@@ -168,7 +168,7 @@ class ChunkedRecurrence:
         elif plan.chains and plan.num_rows >= LONG_CHAIN * (len(plan.starts) - 1):
             return _convolve_chains(plan, x_TC, weight_WC, bias, states_GWC, compute)
         else:
-            # Rows of the given states, then those of x.
+            # Rows of the given states come first, then rows of x.
             pool = torch.cat([states_GWC.flatten(0, 1).to(compute), x_TC.to(compute)])
             taps_WT = addresses(plan, *states_GWC.shape[:2])
             index_WT = uploaded(taps_WT, x_TC.device)
@@ -185,7 +185,7 @@ class ChunkedRecurrence:
 
 
 def _pick(rows: Tensor, index: NDArray[np.int64]) -> Tensor:
-    """Return ``rows[index]``; the tensor itself if that is all of it in order."""
+    """Return ``rows[index]``; the tensor itself if the index is all rows in order."""
     if len(index) == len(rows) and bool((index == np.arange(len(rows))).all()):
         return rows
     return rows.index_select(0, uploaded(index, rows.device))
@@ -296,7 +296,7 @@ def _inverse(scores_BXLL: Tensor, beta_BXL: Tensor) -> Tensor:
 
 
 def addresses(plan: RecurrencePlan, given: int, kept: int) -> NDArray[np.int64]:
-    """Return ``[W, T]``: places of each row's inputs, oldest first, in the states' rows, then
+    """Return ``[W, T]``: indices of each row's inputs, oldest first, in the states' rows, then
     x's."""
     offset, rows = given * kept, np.arange(plan.num_rows)
     found = np.empty((kept + 1, plan.num_rows), dtype=np.int64)
@@ -330,7 +330,7 @@ def _convolve_chains(
         window = states_GWC[entry].to(compute)
         for first in range(start, stop, size):
             rows = slice(first, min(first + size, stop))
-            # The last inputs from before, then those of these rows.
+            # The last inputs before these rows, then the inputs of these rows.
             window = torch.cat([window[len(window) - kept :], x_TC[rows].to(compute)])
             count = rows.stop - first
             if bias_C is None:

@@ -1,8 +1,8 @@
 """Pieces of a ragged batch of chains and trees, for a chunk-parallel recurrence.
 
-A piece is a run of consecutive rows. It ends where the state is needed: at a wanted row, at a row
-with several children, and at the latest after the longest length. A piece's *depth* is the number
-of pieces before it in its sequence or tree, so pieces of one depth are independent. Those of
+A piece is a run of consecutive rows. It ends at each row whose state is needed: a wanted row, or a
+row with several children; and at the latest after ``longest`` rows. A piece's *depth* is the number
+of pieces before it in its sequence or tree, so pieces of one depth are independent. Pieces of
 similar length form a group and run together. A chain is a few long pieces, a bushy tree its levels.
 
 Letters: T rows; N pieces of a group; L the length of its longest.
@@ -38,12 +38,13 @@ class Group:
 
     @property
     def last(self) -> NDArray[np.int64]:
-        """``[N]``: last rows, after which the state is known."""
+        """``[N]``: last rows, whose states end the pieces."""
         return self.first + self.lengths - 1
 
 
 def beginnings(plan: RecurrencePlan, longest: int) -> NDArray[np.bool_]:
-    """Return ``[T]``: whether a piece begins at a row; none has more than ``longest`` rows."""
+    """Return bool ``[T]``, True for rows that begin a piece; no piece has more than ``longest``
+    rows."""
     total, parents = plan.num_rows, plan.parents
     rows = np.arange(total)
     ends = np.bincount(parents[parents >= 0], minlength=total) > 1
@@ -107,7 +108,7 @@ class GroupRows:
 
     def take(self, x: Tensor, /, *, dtype: torch.dtype, blank: bool) -> Tensor:
         """Return rows ``[N, L, ...]`` of x ``[T, ...]`` in ``dtype``; ``blank``: padding is 0, else
-        anything."""
+        undefined."""
         taken = x[self._run] if self._run is not None else x.index_select(0, self._rows)
         taken = taken.to(dtype).reshape(*self._shape, *x.shape[1:])
         if not blank or self._padding is None:

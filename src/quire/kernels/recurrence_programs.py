@@ -1,8 +1,8 @@
 """Triton programs of recurrences. ``triton_recurrence`` launches them.
 
-``recurrence_steps`` says what a program reads of a plan: three numbers of each row or chunk, and of
-each entry. ``sources`` and ``targets`` say where given and wanted states are in memory. Products of
-float32 are made of three of TF32, which err by about 2^-21 of each.
+``recurrence_steps`` defines the arrays of a plan: three numbers for each row or chunk, and for each
+entry. ``sources`` and ``targets`` are the memory places of given and wanted states. A float32
+product is made of three TF32 products, which err by about 2^-21 of each.
 
 Letters: C rows of a chunk, B of them in a block; K, V sizes of keys and values, padded to powers of
 two; W columns of values of a program; N rows of a convolution's program.
@@ -25,10 +25,10 @@ def walk_rows(
     HEADS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     K: tl.constexpr, W: tl.constexpr, DECAYS: tl.constexpr, DELTA: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Run the rows of an entry one by one for W columns of one head: the state fades, learns the
-    key's value (with ``DELTA`` what is new in it), and is read by ``QUERIES`` queries. ``DECAYS``:
-    log decays of a head, 0, 1 or ``KEYS``. Unless ``LISTED``, entry n is row n alone, between the
-    states n."""
+    """Run the rows of an entry one by one for W columns of one head. In each row the state decays,
+    the key's value is added (with ``DELTA`` its new part), and ``QUERIES`` queries read the state.
+    ``DECAYS``: log decays of a head, 0, 1 or ``KEYS``. Unless ``LISTED``, entry n is the single row
+    n, from state n to state n."""
     n, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     w, c = tl.program_id(2) * W + tl.arange(0, W), tl.arange(0, K)
     is_key, is_value = c < KEYS, w < VALUES
@@ -52,7 +52,7 @@ def walk_rows(
             state_KW = tl.load(from_KW, mask=held_KW, other=0.0).to(tl.float32)
         if LISTED:  # noqa: SIM102
             if source < -1:
-                # Other threads may have written what this one reads.
+                # Other threads of the program may have written the state that this thread reads.
                 tl.debug_barrier()
                 state_KW = tl.load(kept - (source + 2) * size + own_KW, mask=held_KW, other=0.0)
         if DECAYS == 1:
@@ -79,9 +79,10 @@ def walk_rows(
 
 @triton.jit
 def weighed_by_column(x_CK, k_CK, g_CK, score_CC, C: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr):
-    """Add to the scores what each row of x reads of the same and earlier rows of k, which fades by
-    column. No weight is a quotient, so none overflows: a block of 2 m rows is halved, and what a
-    right row reads of a left one fades after the left row up to the middle, and from there on."""
+    """Add to the scores each row of x times the same and earlier rows of k, with decay by column.
+    No weight is a quotient, so none overflows: a block of 2 m rows is halved, and a right row's
+    reading of a left row decays from the left row to the middle, and from there to the right row.
+    """
     i = tl.arange(0, C)
     score_CC += tl.where(i[:, None] == i[None, :], tl.sum(x_CK * k_CK, 1)[:, None], 0.0)
     until_CK, since_CK = tl.zeros((C, K), tl.float32), g_CK  # within the block of a row
@@ -101,15 +102,15 @@ def weighed_by_column(x_CK, k_CK, g_CK, score_CC, C: tl.constexpr, K: tl.constex
 
 @triton.jit
 def block_sums(x_CK, C: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
-    """Return the sums over blocks of rows, for each row that of its block."""
+    """Return, for each row, the sum over its block of rows."""
     sums_NK = tl.sum(tl.reshape(x_CK, (C // ROWS, ROWS, K)), 1)
     return tl.reshape(tl.broadcast_to(sums_NK[:, None, :], (C // ROWS, ROWS, K)), (C, K))
 
 
 @triton.jit
 def decays_within(log_decay, decay_t, row_C, live_C, C: tl.constexpr):
-    """Return ``[i, j]``: what a head's decays from row j + 1 to row i leave; 0 above the diagonal.
-    A difference of longer sums would be inexact, or not a number."""
+    """Return ``[i, j]``: the product of a head's decays from row j + 1 to row i; 0 above the
+    diagonal. A difference of longer sums would be inexact, or NaN."""
     i = tl.arange(0, C)
     g_C = tl.load(log_decay + row_C * decay_t, mask=live_C, other=0.0).to(tl.float32)
     left_CC = tl.exp(tl.cumsum(tl.where(i[:, None] > i[None, :], g_C[:, None], 0.0), 0))
@@ -121,8 +122,8 @@ def chunk_scores(
     x, x_t, k, k_t, log_decay, decay_t, row_C, live_C,
     KEYS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
-    """Return what each row of x reads of each row of k: products, weakened by the decays between
-    them; 0 of later rows. x and k are float32."""
+    """Return the products of each row of x with each row of k, weakened by the decays between them;
+    0 for later rows. x and k are float32."""
     i = tl.arange(0, C)
     score_CC = tl.zeros((C, C), tl.float32)
     for start in range(0, KEYS, K):
@@ -144,7 +145,7 @@ def chunk_scores(
 
 @triton.jit
 def inverse_of(lower_CC, C: tl.constexpr, LEVELS: tl.constexpr):
-    """Return ``(I + lower)^-1`` of what is below the diagonal, 0 elsewhere. Blocks of B rows by
+    """Return ``(I + lower)^-1`` of a strictly lower triangular matrix. Blocks of B rows by
     substitution, then pairs of blocks: ``[[a, 0], [s, b]]`` has the inverse ``[[a', 0], [-b' s a',
     b']]``. Powers of ``lower`` could be far larger than its inverse."""
     i, b, n = tl.arange(0, C), tl.arange(0, BLOCK), tl.arange(0, C // BLOCK)
@@ -172,9 +173,9 @@ def weigh_chunks(
     HEADS: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
     DECAYS: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Prepare a chunk of one head: what is left of the state before at each row (``since``), and of
-    each row at the end (``until``); and the matrix that makes the delta rule's u of what is new in
-    the values (``inverses``). K columns of keys at a time."""
+    """Prepare a chunk of one head: the share of the earlier state left at each row (``since``), the
+    share of each row left at the end (``until``), and the matrix from the new parts of the values
+    to the delta rule's u (``inverses``). K columns of keys at a time."""
     chunk, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     first, count = tl.load(chunks + chunk * 3).to(tl.int64), tl.load(chunks + chunk * 3 + 1)
     i = tl.arange(0, C)
@@ -212,8 +213,8 @@ def pass_chunks(
     C: tl.constexpr, BLOCKS: tl.constexpr, DECAYS: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Pass W columns of the state of one head through the chunks of an entry. Writes the state
-    before each chunk (``held``), what is wanted of those after it, and the delta rule's u
-    (``changes``). The state has ``BLOCKS`` of K rows, so that registers suffice."""
+    before each chunk (``held``), the wanted states after chunks, and the delta rule's u
+    (``changes``). The state is in ``BLOCKS`` blocks of K rows, so that registers suffice."""
     n, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     w, c, i = tl.program_id(2) * W + tl.arange(0, W), tl.arange(0, K), tl.arange(0, C)
     is_value = w < VALUES
@@ -278,8 +279,8 @@ def read_chunks(
     HEADS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     K: tl.constexpr, W: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
-    """Read W columns with the queries of one query head in a chunk: of the state before, and of
-    what its rows wrote. K columns of keys at a time."""
+    """Compute W columns of the output of one query head in a chunk: its reading of the state
+    before, and of the rows' writes. K columns of keys at a time."""
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     first, count = tl.load(chunks + chunk * 3).to(tl.int64), tl.load(chunks + chunk * 3 + 1)
     w, i = tl.program_id(2) * W + tl.arange(0, W), tl.arange(0, C)
@@ -312,9 +313,9 @@ def convolve_rows(
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, LISTED: tl.constexpr,
     N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Convolve N rows in W channels, and write the states after those that are ``wanted``. Inputs
-    are addressed by ``places`` ``[TAPS, rows]``: first the rows of the given states, then those of
-    x. Unless ``LISTED``, row n is alone, between the states n."""
+    """Convolve N rows in W channels, and write the states after ``wanted`` rows. ``places [TAPS,
+    rows]`` addresses the inputs: first the rows of the given states, then those of x. Unless
+    ``LISTED``, row n is a single row from state n to state n."""
     n = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     c = tl.program_id(1) * W + tl.arange(0, W)
     is_row, held_W = n < rows, (c < CHANNELS)[None, :]

@@ -1,8 +1,8 @@
-"""What the programs of recurrences read of a plan: chunks of long chains, and rows one by one.
+"""A recurrence plan as arrays for programs: chunks of long chains, and single rows.
 
 An entry is run by one program for each head and some columns of the state. The state after a chunk
-or row stays with the program. A chunk ends where a state is wanted. Entries whose chunks would be
-short run row by row, and so do trees: what another row than the next one starts from is kept.
+or row stays in the program. A chunk ends at each wanted state. Entries with short chunks run row by
+row, and so do trees: a state from which a row other than the next one starts is kept in memory.
 
 Letters: T rows; N chunks.
 """
@@ -23,15 +23,15 @@ WALKED = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Steps:
-    """Tables of int32, and the entries that have rows."""
+    """Tables of int32, for the entries that have rows."""
 
     chunks: NDArray[np.int32]
     """``[N, 3]``: first row, number of rows, wanted state after the last or -1."""
     chunked: NDArray[np.int32]
     """``[.., 3]``: first chunk, number of chunks and given state of an entry."""
     rows: NDArray[np.int32]
-    """``[T, 3]``: where the state before a row comes from (a given state; -1: the row before; -2 -
-    i: kept state i), the wanted state after it, the kept one; -1: none."""
+    """``[T, 3]``: source of the state before a row (a given state; -1: the row before; -2 - i: kept
+    state i), the wanted state after it or -1, the kept state or -1."""
     walked: NDArray[np.int32]
     """``[.., 3]``: first row and number of rows of an entry, and 0."""
     kept: int

@@ -1,7 +1,7 @@
 """Blocks of rows of one entry with different visible keys, each over its own range of keys.
 
 A window of W keys over a chunk of any length thus costs W + block keys for each row, and rows that
-are no neighbours read few keys behind their own positions. The blocks of an entry share its keys,
+are not neighbours read few keys after their own positions. The blocks of an entry share its keys,
 which are gathered once. Keys that all rows of a block see need no mask. Many of them form a
 segment, attended alone and merged.
 
@@ -23,7 +23,8 @@ from quire.kernels.attention_groups import Keys, keys_of, pages_of, range_mask
 from quire.kernels.visibility import Columns, VisibleKeys, trim
 
 UNMASKED_KEYS = 2048
-"""More keys than this that all rows of a block see form a segment without a mask."""
+"""Least number of keys that all rows of a block see, beyond which they form a segment without a
+mask."""
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 512
 """Rows of a block, unless all rows of the entry see the same keys."""
 
@@ -49,12 +50,12 @@ class RowBlock:
     start: int
     stop: int
     keys: Keys
-    """Of the entry: the same object in all of its blocks."""
+    """The entry's keys: the same object in all of its blocks."""
     segments: list[KeySpan]
 
 
 class Span(NamedTuple):
-    """A segment by addresses. ``columns``: a rule decides too."""
+    """A segment by addresses. ``columns``: True if a rule decides too."""
 
     first: int
     stop: int
@@ -72,14 +73,15 @@ class BlockPlanner:
         self._masks: dict[tuple[bytes, bytes, int], tuple[Tensor, Tensor | None]] = {}
 
     def splits(self, entry: int) -> bool:
-        """Return whether an entry's rule leaves many keys in front that all its rows see."""
+        """Return True if the rule of an entry leaves many keys at the front visible to all its
+        rows."""
         if entry not in self.part.columns:
             return False
         rows = slice(int(self.plan.starts[entry]), int(self.plan.starts[entry + 1]))
         return int(self.part.high[rows].min() - self.part.low[rows].max()) > UNMASKED_KEYS
 
     def blocks(self, entry: int) -> list[RowBlock]:
-        """Return the blocks of an entry that sees something; rows without keys may be in none."""
+        """Return the blocks of an entry with visible keys; rows without keys may be in none."""
         start, stop = int(self.plan.starts[entry]), int(self.plan.starts[entry + 1])
         first, last = int(self.part.first[entry]), int(self.part.stop[entry])
         keys, offset = keys_of([pages_of(self.plan, entry, first, last)], self.plan, first, last)
@@ -92,8 +94,8 @@ class BlockPlanner:
         return found
 
     def _size(self, entry: int, start: int, stop: int) -> int:
-        """Return the rows of a block: so many that what they see moves by a quarter of it at
-        most."""
+        """Return the number of rows of a block, so that its visible range moves by at most a
+        quarter of it."""
         low, high = self.part.low[start:stop], self.part.high[start:stop]
         columns = self.part.columns.get(entry)
         if columns is None and not np.ptp(low) and not np.ptp(high):
@@ -101,7 +103,7 @@ class BlockPlanner:
         shown = low < high
         moved = max(int(np.ptp(edge[shown])) for edge in (low, high)) if shown.any() else 0
         if not moved:
-            # All rows see much the same: a sink, a small tree.
+            # All rows see nearly the same keys, such as a sink or a small tree.
             return LARGEST_BLOCK
         width = int((high - low).max())
         if columns is not None:
@@ -128,7 +130,7 @@ class BlockPlanner:
         if not shown.any():
             return [] if columns is None else [Span(columns.first, columns.stop, True, columns)]
         first, last = int(low[shown].min()), int(high[shown].max())
-        # Keys that all rows see; none if one sees nothing.
+        # The keys that all rows see; none if some row sees no keys.
         inner, outer = int(low.max()), int(high.min())
         if inner == first and outer == last and columns is None:
             return [Span(first, last, False, None)]

@@ -1,7 +1,6 @@
 """Triton programs for work on rows between the products. ``triton_rows`` launches them.
 
-Everything is computed in float32 and rounded once. A program works on some rows, of which no other
-one knows.
+Everything is computed in float32 and rounded once. Each program works on its own rows.
 
 Letters: R rows of a program; W columns of a row, padded to a power of two; H heads of a program.
 """
@@ -12,9 +11,9 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950216293335)
-"""In float32."""
+"""log2(e), rounded to float32."""
 LOG2E_REST = tl.constexpr(1.9259629911266175e-08)
-"""What float32 leaves of it."""
+"""The rounding error of ``LOG2E``."""
 LN2 = tl.constexpr(0.6931471805599453)
 TANH_SCALE = tl.constexpr(1.5957691216057308)
 """Twice the root of 2 / pi."""
@@ -29,8 +28,8 @@ def norm_rows(
     out, y, x, weight, count, inner, y_outer, y_inner, x_outer, x_inner, eps,
     WIDTH: tl.constexpr, W: tl.constexpr, R: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Norm rows of y; with ``ADD`` add rows of x to them first, in place. Row r is ``r // inner``
-    outer strides and ``r % inner`` inner ones from the first."""
+    """Norm rows of y; with ``ADD`` add rows of x to them first, in place. Row r is at ``r //
+    inner`` outer strides plus ``r % inner`` inner strides."""
     row_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     w = tl.arange(0, W)
     held_RW = (row_R < count)[:, None] & (w < WIDTH)[None, :]
@@ -50,8 +49,8 @@ def norm_rows(
 
 @triton.jit
 def _exp(x):
-    """Return e^x. A GPU has powers of 2 only: what the product with log2(e) loses, which counts for
-    large exponents, is put back."""
+    """Return e^x. A GPU has powers of 2 only, so the rounding error of the product with log2(e),
+    which counts for large exponents, is added back."""
     power = x * LOG2E
     lost = tl.fma(x, tl.full(x.shape, LOG2E, tl.float32), -power) + x * LOG2E_REST
     return tl.exp2(power) * tl.where(tl.abs(x) < 1000.0, 1.0 + lost * LN2, 1.0)
@@ -59,8 +58,8 @@ def _exp(x):
 
 @triton.jit
 def _erfc(z):
-    """Return the complementary error function, off by less than 2e-7 of it (Press et al., Numerical
-    Recipes in C, section 6.2)."""
+    """Return the complementary error function, with a relative error below 2e-7 (Press et al.,
+    Numerical Recipes in C, section 6.2)."""
     t = 1.0 / (1.0 + 0.5 * tl.abs(z))
     p = t * 0.17087277 - 0.82215223
     p = t * p + 1.48851587
@@ -99,7 +98,8 @@ def gate_rows(
 
 @triton.jit
 def scale_rows(out, scales, x, row_stride, WIDTH: tl.constexpr, W: tl.constexpr):
-    """Round a row to 8-bit floats, the largest value to their largest, and write the scale."""
+    """Round a row to 8-bit floats, its largest value to the largest of the type, and write the
+    scale."""
     row = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, W)
     held_W = w < WIDTH
@@ -125,7 +125,8 @@ def place_heads(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORMS: tl.constexpr, W: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Norm and turn H heads of q and k of one token, and write those of k, or copy H heads of v."""
+    """Norm and rotate H heads of q and k of one token, and write its k heads; or copy H heads of
+    v."""
     token = tl.program_id(0).to(tl.int64)
     TURNED: tl.constexpr = HEADS + KV_HEADS
     GROUPS: tl.constexpr = (TURNED + H - 1) // H

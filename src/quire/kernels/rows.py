@@ -1,7 +1,7 @@
-"""Work on rows between the products in C++, for CPUs. The reference is ``quire.ops.rows``, which
-also runs what the C++ code does not know: other devices and dtypes, columns with gaps.
+"""Work on rows between the products in C++, for CPUs. The reference is ``quire.ops.rows``.
 
-Letters: as in ``contracts.rows``.
+The reference also runs unsupported inputs: other devices and dtypes, columns that are not
+contiguous. Letters: as in ``contracts.rows``.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from quire.kernels.native_library import NativeLibrary, native_library
 from quire.ops.rows import ReferenceRows
 
 ONE_THREAD = 1 << 16
-"""Up to this many numbers a call ends before a second thread begins."""
+"""Number of elements below which one thread is faster than two."""
 TYPES: Mapping[tuple[torch.dtype, torch.dtype], int] = {
     (torch.float32, torch.float32): 0,
     (torch.bfloat16, torch.bfloat16): 1,
     (torch.bfloat16, torch.float32): 2,
 }
-"""Numbers in C++ of the dtypes of rows and of weights."""
+"""C++ numbers of the dtypes of rows and of weights."""
 ACTIVATION_NUMBERS: Mapping[ActivationName, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 class NativeRows(ReferenceRows):
     """``contracts.rows.RowKernels`` by the C++ library.
 
-    The exponential function is off by 2 units in the last place of float32 at most, the normal
-    distribution function of ``gelu`` by 3e-7 of it."""
+    The error of the exponential function is at most 2 units in the last place of float32; the
+    relative error of the normal distribution function in ``gelu`` at most 3e-7.
+    """
 
     name = "C++"
 
@@ -56,8 +57,8 @@ class NativeRows(ReferenceRows):
         self._parallel = library.parallel
 
     def use_level(self, level: int) -> int:
-        """Run for AVX-512 (2), AVX2 (1) or any processor (0), or what this one has if that is less,
-        from now on; return which. For tests."""
+        """Use AVX-512 (2), AVX2 (1) or no extension (0) from now on, or the processor's best if
+        that is less. Return the level in use. For tests."""
         found: int = self._set_level(level)
         return found
 
@@ -154,7 +155,7 @@ class NativeRows(ReferenceRows):
 
 
 def threads_for(numbers: int) -> int:
-    """Return the threads for a call over so many numbers: one for each ``ONE_THREAD`` of them."""
+    """Return the number of threads for a call: one for each ``ONE_THREAD`` of its ``numbers``."""
     return 1 if numbers <= ONE_THREAD else min(torch.get_num_threads(), -(-numbers // ONE_THREAD))
 
 

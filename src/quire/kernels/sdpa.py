@@ -3,10 +3,10 @@
 The batch is cut into groups of one call each:
 
 * prompts without a past: their own fresh K and V, causal, padded together if lengths are close;
-* decodes, and apart from them short chunks: pages gathered into a padded tensor, with a mask; a
+* decodes, and separately short chunks: pages gathered into a padded tensor, with a mask; a
   single entry with pages in one run is a view of the pool and gathers nothing;
 * long chunks with a past: causal self attention merged with unmasked attention over the past;
-* long chunks with keys hidden by a window, a tree or a mask, or of rows that are no neighbours:
+* long chunks with keys hidden by a window, a tree or a mask, or of rows that are not neighbours:
   blocks of rows (``row_blocks``).
 
 Invisible pages are in no group: a windowed decode costs its window. A query head group is folded
@@ -61,10 +61,10 @@ from quire.kernels.visibility import VisibleKeys, chains, sink_part, window_part
 from quire.ops.attention import check_sink_query, kind_refusal, merge
 
 SHORT_CHUNK = 16
-"""Chunks up to this many tokens are padded together; longer ones run one by one."""
+"""Most tokens of chunks that are padded together; longer ones run one by one."""
 VIEW_KEYS = 192
-"""On a CPU an entry with this many keys in one run of pages is attended by itself, in place: one
-more call then costs less than a copy of the keys into a padded tensor."""
+"""Least number of keys in one run of pages for which a CPU attends an entry separately, in place:
+one more call then costs less than a copy of the keys into a padded tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,13 @@ class PartGroups:
     long: list[LongChunk]
     blocks: list[RowBlock]
     complete: bool
-    """Every row is in a group, or blind."""
+    """Whether every row is in a group, or blind."""
     blind: Tensor | None
     """Rows without keys, in entries with some visible key; None: there are none."""
 
     @property
     def single(self) -> bool:
-        """Return whether one group serves the whole batch, in order."""
+        """Return True if one group serves the whole batch, in order."""
         groups: list[CausalGroup | PagedGroup] = [*self.causal, *self.paged]
         if len(groups) != 1 or self.long or self.blocks or not self.complete:
             return False
@@ -134,7 +134,8 @@ class SdpaAttention:
         return kind_refusal(self.name, spec)
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
-        """Return whether kernels serve such a layer: they cap no scores; merges need the lse."""
+        """Return True if kernels run such a layer without forming all weights: they cap no scores,
+        and merges need the lse."""
         if isinstance(spec, KeyValueAttention) and (spec.softcap is not None or not spec.sinks):
             return spec.softcap is None
         return has_lse_kernel(device)
@@ -255,7 +256,7 @@ class SdpaAttention:
 def run_part(
     plan: SdpaPlan, part: PartGroups, q_THD: Tensor, new: tuple[Tensor, Tensor] | None, pool: Pool, scoring: Scoring
 ) -> Tensor:
-    """Return attention of one part that is merged with nothing."""
+    """Return attention of one part, without a merge."""
     k_THD, v_THD = plan.fresh(part, new, pool)
     scale = scoring.scale
     if part.single:
@@ -324,7 +325,7 @@ def state_of_part(
 
 
 def store(out_T: Tensor, target: BatchRows, real: Tensor | None, x_R: Tensor) -> None:
-    """Put the rows of a group, without padding, into their places in the batch."""
+    """Write the rows of a group, without padding, to their places in the batch."""
     x = x_R if real is None else x_R.index_select(0, real)
     if target.index is None:
         out_T[target.first : target.stop] = x

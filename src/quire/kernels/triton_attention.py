@@ -1,8 +1,8 @@
 """Attention over pages in Triton, for CUDA devices. The reference is ``quire.ops.attention``.
 
-K and V are read where they are, through the page table. A batch becomes tiles of rows and items of
-work (``attention_tiles``), which are uploaded once for a forward; ``run`` launches programs
-(``attention_programs``) and waits for nothing.
+K and V are read in place, through the page table. A batch becomes tiles of rows and items of work
+(``attention_tiles``), which are uploaded once for a forward; ``run`` launches programs
+(``attention_programs``) without waiting.
 
 Letters: T new tokens; B entries; S slots; Hq, Hkv query and KV heads; Dk, Dv head sizes; M rows and
 N keys of a program.
@@ -38,35 +38,35 @@ from quire.ops.attention import check_sink_query, kind_refusal
 from quire.ops.uploads import SharedMemory, StaticInputs, StaticPart
 
 LEAST_SPLIT = 128
-"""Keys: items of a tile that is cut have this many at least."""
+"""Least keys of an item, if a tile is cut."""
 FEW_ROWS = 16
-"""Rows of the smallest program, of decodes."""
+"""Rows of the smallest program, for decodes."""
 PROGRAMS = {True: 8, False: 2}
-"""Programs that each multiprocessor should get: of few rows, and of many."""
+"""Wanted programs per multiprocessor: of few rows (True), and of many."""
 MERGED_AT_ONCE = 16
 """States that a merging program reads at a time."""
 LOG2E = 1.4426950408889634
 
 
 class Settings(NamedTuple):
-    """How a program of M rows is made."""
+    """Compile-time settings of a program of M rows."""
 
     keys: int
     """N"""
     warps: int
     stages: int
-    """Steps whose keys are under way at once."""
+    """Number of steps whose keys are loaded concurrently."""
 
 
 def most_rows(value_size: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the numbers of rows that programs may have: their sums must fit into registers."""
+    """Return the possible numbers of rows of a program: their sums must fit into registers."""
     if dtype == torch.float32:
         return (FEW_ROWS, 32)
     return (FEW_ROWS, 64, 128) if value_size <= 128 else (FEW_ROWS, 64)
 
 
 def settings(rows: int, key_size: int, value_size: int, dtype: torch.dtype) -> Settings:
-    """Return how a program is made for these sizes."""
+    """Return the settings of a program for these sizes."""
     large = key_size > 256 or value_size > 128
     if dtype == torch.float32:
         return Settings(16 if large else 32, 4, 2)
@@ -78,13 +78,13 @@ def settings(rows: int, key_size: int, value_size: int, dtype: torch.dtype) -> S
 
 
 def power(size: int) -> int:
-    """Return the smallest power of two that is not below the size, and is at least 16."""
+    """Return the smallest power of two that is at least the size, and at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def key_blocks(size: int) -> tuple[int, int]:
-    """Return the powers of two in which the columns of K are read, the second one 0 if one is
-    enough: 192 are 128 and 64."""
+    """Return the powers of two in which the columns of K are read; the second is 0 if one is
+    enough. 192 columns are 128 and 64."""
     if power(size) == size or size < 16:
         return power(size), 0
     main = power(size) // 2
@@ -92,19 +92,19 @@ def key_blocks(size: int) -> tuple[int, int]:
 
 
 class Shape(NamedTuple):
-    """What the launches of a plan depend on."""
+    """The properties of a layer that the launches of a plan depend on."""
 
     heads: int
     kv_heads: int
     key_size: int
     value_size: int
     fresh: bool
-    """K and V of the new tokens are given, so that prompts read these."""
+    """Whether K and V of the new tokens are given, so that prompts read them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Items of one part that programs of one kind work on."""
+    """Items of one part for programs of one kind."""
 
     items: Tensor
     count: int
@@ -112,9 +112,9 @@ class Launch:
     rows: int
     """M"""
     together: int
-    """Heads of a KV head that are in one program."""
+    """Query heads of a KV head in one program."""
     linear: bool
-    """Keys are the new tokens' own rows, and not in pages."""
+    """Whether keys are the new tokens' own rows, not in pages."""
     made: Settings
 
 
@@ -155,7 +155,7 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StaticTiles:
-    """Where a static plan for layers of one shape keeps its numbers."""
+    """The memory of a static plan's numbers, for layers of one shape."""
 
     low: StaticPart
     high: StaticPart
@@ -163,8 +163,8 @@ class StaticTiles:
     merges: StaticPart
 
     def fill(self, found: Numbers, prepared: TiledPlan, memory: StaticInputs) -> None:
-        """Replace them. Items that there are not have no rows, and merges no row; rows of the
-        memory that no token has become 0."""
+        """Replace the numbers. Absent items have 0 rows, absent merges row -1; rows without a token
+        are merged from no states, so they become 0."""
         (sight,), (work,) = prepared.parts, found.works
         self.low.fill(sight.low_T)
         self.high.fill(sight.high_T)
@@ -187,31 +187,32 @@ class TiledPlan:
     parts: list[Sight]
     bound: dict[Shape, BoundTiles] = field(default_factory=dict)
     memory: StaticInputs | None = None
-    """Of a plan that stays where it is; None: each forward has a plan of its own."""
+    """Memory of a static plan; None: each forward has a plan of its own."""
     entries: int = 0
-    """Of a static plan: for how many there is room."""
+    """Most entries of a static plan."""
     static: dict[Shape, StaticTiles] = field(default_factory=dict)
-    """Where a static plan's numbers are."""
+    """The memory of a static plan's numbers, by shape."""
 
 
 class TritonAttention:
-    """The backend ``triton``: exact attention by Triton programs. Batches of a type that they do
-    not know, such as float64, run through PyTorch's kernels (``SdpaAttention``)."""
+    """The backend ``triton``: exact attention by Triton programs. Batches of an unsupported type,
+    such as float64, run through PyTorch's kernels (``SdpaAttention``)."""
 
     name = "triton"
 
     def __init__(self, *, least_split: int = LEAST_SPLIT, programs: int | None = None) -> None:
-        """Make a backend. For tests: the fewest keys of an item, and how many programs there should
-        be, None: as many as the device needs."""
+        """Make a backend. For tests: the least keys of an item, and the wanted number of programs
+        (None: by the device)."""
         self._other = SdpaAttention()
         self._least, self._programs = least_split, programs
 
     def refusal(self, spec: LayerSpec, device: torch.device) -> str:
-        """Return why this backend cannot run such a layer on that device; "" if it can."""
+        """Return the reason why this backend cannot run such a layer on that device; "" if it
+        can."""
         return attention_problem(device) or kind_refusal(self.name, spec)
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
-        """Return true: weights exist for a block of keys at a time."""
+        """Return True: attention weights exist only for a block of keys at a time."""
         del spec, device
         return True
 
@@ -287,10 +288,10 @@ class TritonAttention:
     # -- plans that stay where they are ------------------------------------------------------------
 
     def static_plan(self, plan: ForwardPlan, dtype: torch.dtype, memory: StaticInputs, entries: int) -> Any:
-        """Prepare ``run`` for this batch and, with ``replan``, for others of up to ``entries``
-        entries with as many rows each: their launches are the same, so they can be captured. None
-        if no such plan is possible: for sinks, rules, unequal entries, a type that programs do not
-        know."""
+        """Prepare ``run`` for this batch and, with ``replan``, for other batches of up to
+        ``entries`` entries with the same number of rows each: their launches are the same, so they
+        can be captured. None if no such plan is possible: for sinks, rules, unequal entries, or an
+        unsupported type."""
         if dtype not in known_dtypes() or plan.sinks is not None or any(plan.rules) or np.ptp(plan.counts):
             return None
         return TiledPlan(plan, dtype, [sight_of(plan, window_part(plan))], memory=memory, entries=entries)
@@ -304,10 +305,11 @@ class TritonAttention:
             parts.fill(self._numbers(prepared, shape), prepared, prepared.memory)
 
     def _bind_static(self, prepared: TiledPlan, shape: Shape, found: Numbers) -> BoundTiles:
-        """Take memory for as much work as batches of this plan's size can be.
+        """Take memory for the largest work of batches of this plan's size.
 
         A tile that sees s keys has fewer than ``s / size + 2`` items. Sizes are such that the keys
-        of all tiles together are ``programs`` items at most."""
+        of all tiles together are at most ``programs`` items.
+        """
         plan, memory, group = prepared.plan, prepared.memory, shape.heads // shape.kv_heads
         assert memory is not None
         (work,) = found.works
@@ -446,7 +448,8 @@ class TritonAttention:
 
 
 def _pieces(shape: Shape, rows: int) -> int:
-    """Return the programs that share an item's keys: of each KV head, for ``rows`` rows of it."""
+    """Return the number of programs that share an item's keys, for all KV heads with ``rows`` rows
+    each."""
     group = shape.heads // shape.kv_heads
     return shape.kv_heads * -(-group // min(group, rows))
 
@@ -454,17 +457,17 @@ def _pieces(shape: Shape, rows: int) -> int:
 def _states(
     count: int, shape: Shape, device: torch.device, shared: SharedMemory | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return room for so many attention states, one of a row and head each."""
+    """Return memory for the attention states of ``count`` rows, one state per row and head."""
     size = max(1, count * shape.heads)
     shared = SharedMemory(device) if shared is None else shared
     return shared.take("states", size * shape.value_size, torch.float32), shared.take("lses", size, torch.float32)
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """Return the tensor, or a copy, with the numbers of a row side by side."""
+    """Return the tensor, or a copy, with contiguous rows."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _same_rows(k: Tensor, v: Tensor) -> bool:
-    """Return whether V is the first columns of K."""
+    """Return True if V is the first columns of K."""
     return k.data_ptr() == v.data_ptr() and k.stride() == v.stride()

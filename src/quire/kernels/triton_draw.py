@@ -8,19 +8,20 @@ from torch import Tensor
 from quire.kernels.triton_support import on_device_of, triton_problem
 
 BLOCK = 2048
-"""Tokens that a program weighs."""
+"""Tokens whose weights a program computes."""
 BINNED = 4096
-"""Tokens that a program counts by bins."""
+"""Tokens that a program counts in bins."""
 BINS = 512
-"""By the distance from the maximum, as far as weights are not 0."""
+"""Number of bins, by distance from the maximum, over the range of nonzero weights."""
 ROOM = 4096
-"""Most probable tokens of a row among which top-k and top-p draw; a power of two."""
+"""Most tokens of a row among which top-k and top-p draw; a power of two."""
 
 
 class TritonDraw:
-    """``ops.filters.DrawKernel``: programs that read the logits of a row twice.
+    """``ops.filters.DrawKernel`` by programs that read the logits of a row twice.
 
-    ``ranked``: whether it draws by top-k and top-p too."""
+    ``ranked``: whether it also draws by top-k and top-p.
+    """
 
     def __init__(self, *, ranked: bool = True) -> None:
         self.ranked = ranked
@@ -67,5 +68,5 @@ class TritonDraw:
 
 
 def fastest_draw(device: torch.device) -> TritonDraw | None:
-    """Return what draws fastest on a device; None: PyTorch's operations."""
+    """Return the fastest draw kernel on a device; None: PyTorch's operations."""
     return TritonDraw() if device.type == "cuda" and not triton_problem(device) else None

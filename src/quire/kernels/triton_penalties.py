@@ -41,5 +41,5 @@ class TritonPenalties:
 
 
 def fastest_penalties(device: torch.device) -> TritonPenalties | None:
-    """Return what is fastest on a device; None: PyTorch's operations."""
+    """Return the fastest penalty kernel on a device; None: PyTorch's operations."""
     return TritonPenalties() if device.type == "cuda" and not triton_problem(device) else None

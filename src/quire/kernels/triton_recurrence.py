@@ -1,9 +1,9 @@
-"""Recurrences in Triton, for CUDA devices. The reference is ``quire.ops.recurrence``; what the
-programs do not know runs in PyTorch's form: float64, large heads, other devices.
+"""Recurrences in Triton, for CUDA devices. The reference is ``quire.ops.recurrence``.
 
-Decodes, drafts and short entries run row by row: each state is read and written once. Longer ones
-run in chunks of ``ROWS``: all chunks are prepared at once, then one program for each head and some
-columns of the state passes it from chunk to chunk. Trees take the same ways.
+Unsupported inputs (float64, large heads, other devices) run in PyTorch's form. Decodes, drafts and
+short entries run row by row: each state is read and written once. Longer entries run in chunks of
+``ROWS``: all chunks are prepared at once, then one program for each head and some columns of the
+state passes it from chunk to chunk. Trees run in the same ways.
 
 Letters: T rows; G given states; M wanted states; S steps; Hq query heads, H heads of the state; K,
 V sizes of keys and values; C channels; W taps.
@@ -24,19 +24,19 @@ from quire.kernels.triton_support import known_dtypes, on_device_of, triton_prob
 from quire.ops.recurrence import check_convolve, check_linear_attention, promoted
 
 MOST_KEYS, MOST_COLUMNS = 256, 128
-"""Rows of a state that a program holds, with one decay for a head and with one for each row."""
+"""Most rows of a state in a program: with one decay for a head, and with one for each row."""
 NUMBERS = 8192
-"""Numbers of a state that a program of single rows holds."""
+"""Elements of a state in a program of single rows."""
 LEVELS = 6
 ROWS = 1 << LEVELS
-"""Rows of a chunk: what the matrix units take at once."""
+"""Rows of a chunk: as many as the matrix units process at once."""
 WIDTH, NARROW = 32, 16
-"""Columns of a state that a program of chunks holds: more would leave a GPU idle with one prompt.
-``NARROW`` where registers would not suffice else."""
+"""Columns of a state in a program of chunks; more would leave a GPU idle with one prompt.
+``NARROW`` if registers would not suffice otherwise."""
 KEYS_HELD = 64
 """Rows of each block of such a state."""
 WIDTH_READ = 64
-"""Columns of values that a program of outputs makes."""
+"""Columns of values that a program of outputs computes."""
 
 
 class _Bound(NamedTuple):
@@ -52,7 +52,8 @@ class _Bound(NamedTuple):
 class TritonRecurrence(ChunkedRecurrence):
     """The backend ``triton``: equal to the reference up to rounding.
 
-    Remembers what it made of the last plan, which all layers of a forward share."""
+    It caches the arrays of the last plan, which all layers of a forward share.
+    """
 
     name = "triton"
 
@@ -111,8 +112,8 @@ class TritonRecurrence(ChunkedRecurrence):
         log_decay: Tensor | None,
         beta_TH: Tensor | None,
     ) -> Tensor | None:
-        """Write the wanted states to ``after`` and return the output; None, without a launch, of
-        what the programs do not know."""
+        """Write the wanted states to ``after`` and return the output. None, without a launch, for
+        unsupported inputs."""
         pool, sources, targets = places
         heads, keys, values = pool.shape[1:]
         by_column = log_decay is not None and log_decay.dim() == 3
@@ -122,7 +123,7 @@ class TritonRecurrence(ChunkedRecurrence):
         q, k, v, before = (_by_rows(x) for x in (q_THK, k_THK, v_THV, pool))
         query_heads, device = q.shape[1], q.device
         out_THV = v.new_empty(plan.num_rows, query_heads, values, dtype=promoted(q, k, v))
-        # What a program does not read can be anything.
+        # Arguments that the program does not read can be any tensor.
         decays, decay, delta = 0, out_THV, beta_TH is not None
         if log_decay is not None:
             decays, decay = (keys, _by_rows(log_decay)) if by_column else (1, log_decay)
@@ -255,18 +256,18 @@ class TritonRecurrence(ChunkedRecurrence):
 
 
 def fastest_recurrence(device: torch.device) -> RecurrenceBackend:
-    """Return the recurrences that run fastest on a device: Triton's on a GPU, if it is there."""
+    """Return the fastest recurrences on a device: Triton's on a GPU, if available."""
     return ChunkedRecurrence() if device.type == "cpu" or triton_problem(device) else TritonRecurrence()
 
 
 def alone(plan: RecurrencePlan, given: int) -> bool:
-    """Return whether each row n is a decode from state n to wanted state n."""
+    """Return True if each row n is a decode from state n to wanted state n."""
     rows = plan.num_rows
     return given == rows == len(plan.wanted) and bool((plan.given == np.arange(rows)).all())
 
 
 def _apart(plan: RecurrencePlan, states_G: Tensor) -> tuple[StatePlaces, Tensor]:
-    """Return states in their order as places, and memory for the wanted ones in theirs."""
+    """Return states as places in their order, and memory for the wanted states in theirs."""
     after_M = states_G.new_empty(len(plan.wanted), *states_G.shape[1:])
     order = torch.arange(max(len(states_G), len(after_M)), device=states_G.device)
     return StatePlaces(states_G, order[: len(states_G)], order), after_M
@@ -277,7 +278,7 @@ def _known(*tensors: Tensor) -> bool:
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """Return the tensor with neighbouring columns; other dimensions may be views."""
+    """Return the tensor with contiguous columns; other dimensions may be views."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,7 +1,8 @@
 """Work on rows between the products in Triton, for CUDA devices. The reference is
-``quire.ops.rows``, which also runs what the programs do not know: other devices and dtypes.
+``quire.ops.rows``.
 
-Letters: as in ``contracts.rows``.
+The reference also runs unsupported inputs: other devices and dtypes. Letters: as in
+``contracts.rows``.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from quire.weights.float8 import FLOAT8, rounded_rows
 
 ACTIVATION_CODES: dict[ActivationName, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 WIDEST = 1 << 15
-"""Columns of the longest row that a program holds."""
+"""Most columns of a row in a program."""
 AT_ONCE = 2048
-"""Numbers that a program of short rows works on."""
+"""Elements in a program of short rows."""
 
 
 class TritonRows(ReferenceRows):
     """``contracts.rows.RowKernels`` by Triton programs, computed in float32 and rounded once.
 
-    ``gelu`` is off by 2e-7 of it, where the exponential function is exact."""
+    The relative error of ``gelu`` is 2e-7 beyond that of the exponential function.
+    """
 
     name = "Triton"
 
@@ -109,7 +111,8 @@ class TritonRows(ReferenceRows):
         return out
 
     def copy_slots(self, pools_LSHD: Sequence[Tensor], moves_2N: NDArray[np.int64]) -> None:
-        """See ``RowKernels``. Programs know no order, so they copy only what is not also read."""
+        """See ``RowKernels``. Programs run in no order, so they copy only if no target slot is also
+        a source."""
         from quire.kernels.row_programs import copy_words
 
         words = [pool.flatten(2).view(torch.int32) for pool in pools_LSHD if _in_words(pool)]
@@ -127,13 +130,13 @@ class TritonRows(ReferenceRows):
 
 
 def _in_words(pool_LSHD: Tensor) -> bool:
-    """Return whether programs copy a pool, whose slots are then so many 4-byte words."""
+    """Return True if programs can copy a pool: its slots are whole 4-byte words."""
     size = pool_LSHD[0, 0].nbytes
     return pool_LSHD.is_contiguous() and size % 4 == 0 and size > 0 and not triton_problem(pool_LSHD.device)
 
 
 def round_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``weights.float8.rounded_rows`` of rows where Triton runs, by one program each."""
+    """Return ``weights.float8.rounded_rows`` of rows, by one Triton program each where possible."""
     from quire.kernels.row_programs import scale_rows
 
     count, width = x_TI.shape
@@ -158,14 +161,14 @@ def round_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _known(x: Tensor, *weights: Tensor) -> bool:
-    """Return whether programs know rows and weights of these types, where they are."""
+    """Return True if programs support rows and weights of these types and devices."""
     if x.dtype not in known_dtypes() or any(one.dtype not in (x.dtype, torch.float32) for one in weights):
         return False
     return x.is_cuda or not triton_problem(x.device)
 
 
 def _normed(y: Tensor, x: Tensor | None, weight_E: Tensor, eps: float) -> Tensor:
-    """Return the norms of the rows of y, to which those of x are added first."""
+    """Return the norms of the rows of y, after adding the rows of x (None: nothing) in place."""
     from quire.kernels.row_programs import norm_rows
 
     width = y.shape[-1]
@@ -189,7 +192,7 @@ def _normed(y: Tensor, x: Tensor | None, weight_E: Tensor, eps: float) -> Tensor
 
 
 def _strides(x: Tensor) -> tuple[int, tuple[int, int]]:
-    """Return how many rows an outer step has, and the strides of outer and inner steps."""
+    """Return the number of rows of an outer step, and the strides of outer and inner steps."""
     if x.dim() == 3:
         return x.shape[1], (x.stride(0), x.stride(1))
     return 1, (x.stride(0) if x.dim() == 2 else x.shape[-1], 0)

@@ -1,4 +1,4 @@
-"""Where the kernels for GPUs run."""
+"""Requirements of the kernels for GPUs, and uploads to them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from torch import Tensor
 from quire.ops.uploads import uploaded
 
 LEAST_CAPABILITY = (8, 0)
-"""Compute capability from which a GPU multiplies bfloat16 and copies without registers."""
+"""Compute capability from which a GPU multiplies bfloat16 and copies asynchronously without
+registers."""
 ROOMY = (9, 10)
 """Major compute capabilities of GPUs with 227 KiB of shared memory for a program."""
 
 
 def interpreted() -> bool:
-    """Return whether Triton's interpreter runs the kernels, on the CPU: for tests. It has no
+    """Return True if Triton's interpreter runs the kernels on the CPU, for tests. It has no
     bfloat16."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 def known_dtypes() -> tuple[torch.dtype, ...]:
-    """Return the dtypes of rows that the kernels know."""
+    """Return the dtypes of rows that the kernels support."""
     return (torch.float32, torch.float16) if interpreted() else (torch.float32, torch.float16, torch.bfloat16)
 
 
 def triton_problem(device: torch.device) -> str:
-    """Return why the Triton kernels cannot run on a device; "" if they can."""
+    """Return the reason why the Triton kernels cannot run on a device; "" if they can."""
     if not _has_triton():
         return "the Triton kernels need the package triton, which comes with PyTorch for CUDA"
     if device.type == "cpu" and interpreted():
@@ -43,7 +44,8 @@ def triton_problem(device: torch.device) -> str:
 
 
 def cuda_problem(whose: str, device: torch.device) -> str:
-    """Return why somebody's kernels for CUDA devices cannot run on a device; "" if they can."""
+    """Return the reason why the kernels of ``whose`` package cannot run on a device; "" if they
+    can."""
     if device.type != "cuda":
         return f"the {whose} kernels run on CUDA devices; the state is on {device}"
     if not torch.cuda.is_available():
@@ -56,7 +58,7 @@ def cuda_problem(whose: str, device: torch.device) -> str:
 
 
 def attention_problem(device: torch.device) -> str:
-    """Return why attention cannot run on a device; "" if it can."""
+    """Return the reason why attention cannot run on a device; "" if it can."""
     if (problem := triton_problem(device)) or device.type != "cuda":
         return problem
     major, minor = torch.cuda.get_device_capability(device)
@@ -72,7 +74,7 @@ def _has_triton() -> bool:
 
 
 def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """Return int32 or uint8 arrays as tensors on a device, by one copy that nobody waits for.
+    """Return int32 or uint8 arrays as tensors on a device, by one asynchronous copy.
 
     Each begins at a multiple of 16 bytes, so that programs are compiled for aligned pointers only.
     """

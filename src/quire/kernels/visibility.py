@@ -1,4 +1,4 @@
-"""Visible keys of a batch's rows as ranges of addresses, with masks only where necessary.
+"""Visible keys of a batch's rows as ranges of addresses, with masks only if necessary.
 
 If positions decide, a row sees the keys at addresses ``low <= address < high``. If the rule of an
 entry decides, the visible keys are columns of a boolean matrix. Cost: proportional to the rows and
@@ -44,9 +44,9 @@ class VisibleKeys:
     stop: NDArray[np.int64]
     """``[B]``: one past the highest; not above ``first``: the entry sees nothing."""
     columns: dict[int, Columns]
-    """By entry, if the rule lets some row see some key."""
+    """By entry, for entries whose rule leaves some key visible."""
     sink: bool = False
-    """The sink part: rows that left the window lie behind its visible keys."""
+    """Whether this is the sink part. After its visible keys are rows that left the window."""
 
     def blind(self, entry: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the rows of the batch, among those of an entry, that see no key."""
@@ -57,10 +57,10 @@ class VisibleKeys:
 
 
 def window_part(plan: ForwardPlan) -> VisibleKeys:
-    """Return what rows see from their lows on."""
+    """Return the visible keys of the window part, from each row's low on."""
     decodes = plan.plain and plan.num_tokens == plan.num_entries
     if decodes and (plan.positions + 1 >= plan.origins + plan.keys).all():
-        # They see all keys, and need no further work.
+        # Each row sees all keys, so no further work is needed.
         low = np.zeros(plan.num_entries, dtype=np.int64)
         return VisibleKeys(low, plan.keys, low, plan.keys, {})
     origins = np.repeat(plan.origins, plan.counts)
@@ -73,7 +73,7 @@ def window_part(plan: ForwardPlan) -> VisibleKeys:
 
 
 def sink_part(plan: ForwardPlan) -> VisibleKeys | None:
-    """Return what rows see of their sinks; None if no row has one."""
+    """Return the visible keys of the sink part; None if no row has a sink."""
     if plan.sinks is None or not (plan.sinks[:, 0] < plan.sinks[:, 1]).any():
         return None
     origins = np.repeat(plan.origins, plan.counts)
@@ -133,8 +133,9 @@ def trim(visible: NDArray[np.bool_], first: int) -> Columns | None:
 
 
 def chains(plan: ForwardPlan, part: VisibleKeys) -> NDArray[np.bool_]:
-    """Return ``[B]``: whether new tokens are an entry's last keys and see all up to themselves."""
-    # By position no row sees so many if a rule decides about the last of them.
+    """Return bool ``[B]``, True for entries whose new tokens are the last keys and see all keys up
+    to themselves."""
+    # A row sees this many keys only if no rule hides the last of them.
     behind = np.repeat(plan.keys - plan.starts[1:], plan.counts) + np.arange(plan.num_tokens) + 1
     rows = (part.low == 0) & (part.high == behind)
     chain: NDArray[np.bool_] = np.logical_and.reduceat(rows, plan.starts[:-1]) & (plan.keys >= plan.counts)

@@ -1,4 +1,4 @@
-"""Where adapters can change a model: its linear maps by name, and their names in checkpoints.
+"""The parts of a model that adapters can change: linear maps by name, with their checkpoint names.
 
 A module of a checkpoint (``model.layers.3.self_attn.k_proj``) is a range of rows of a linear map
 here ("3.qkv"); the name table that loaded the model gives the range. Adapters cannot target a
@@ -26,8 +26,8 @@ TRUNKS: tuple[tuple[str, str], ...] = (
     ("language_model.model.", "language_model.lm_head"),
     ("model.", "lm_head"),
 )
-"""Prefix of the module names, and name of the head, of a language model beside an encoder: those of
-today's transformers, of older files, and of the text model alone."""
+"""Prefix of the module names, and name of the head, of a language model beside an encoder: as in
+current transformers, in older files, and in a text model alone."""
 RESPELLED: Mapping[str, str] = {"backbone.embedding": "backbone.embeddings"}
 """Tensor names in files, mapped to the names of their modules where the two differ."""
 REASONS: tuple[tuple[str, str], ...] = (
@@ -92,7 +92,7 @@ class AdapterTargets:
 
 
 def low_rank_refusal(model: Model) -> str:
-    """Return why the model can have no adapters; empty if it can."""
+    """Return the reason why the model can have no adapters; empty if it can."""
     if getattr(model, "fallback", False):
         return (
             "adapters: this architecture is not native and runs through transformers' layers (the fallback), which they "
@@ -103,7 +103,7 @@ def low_rank_refusal(model: Model) -> str:
 
 
 def embedding_of(model: Model) -> Embedding | None:
-    """Return the embedding that adapters can change, or None if the model's is not ours."""
+    """Return the embedding that adapters can change; None if the model has no ``Embedding``."""
     found = getattr(model, "embedding", None)
     return found if isinstance(found, Embedding) else None
 
@@ -123,7 +123,7 @@ def _named(model: Model) -> Iterator[Linear]:
 
 
 def _walk(part: object) -> Iterator[Linear]:
-    """Yield the named linear maps of ``part`` and of the objects that it holds."""
+    """Yield the named linear maps of ``part`` and of its attributes, recursively."""
     if isinstance(part, Linear):
         if part.name:
             yield part
@@ -136,7 +136,7 @@ def _walk(part: object) -> Iterator[Linear]:
 
 
 def targets_of(model: LoadedModel) -> AdapterTargets:
-    """Return the model's modules in its checkpoint's spelling; none without a name table."""
+    """Return the model's modules in its checkpoint's spelling; empty without a name table."""
     linears = linears_of(model)
     targets: dict[str, AdapterTarget] = {}
     refused: dict[str, str] = {}

@@ -46,7 +46,7 @@ def bamba_spellings(config: MambaConfig) -> Sequence[NameTable]:
 
 
 def read_mamba_mixers(fields: ConfigFields, trunk: DecoderConfig, attends: Sequence[bool]) -> MambaConfig:
-    """Read the mixers of Bamba and Granite 4, which all other blocks have."""
+    """Read the mixers of Bamba and Granite 4, which all blocks without attention have."""
     pass_over_generation(fields)
     bias = fields.flag("mamba_proj_bias", False)
     shape = read_mamba_shape(fields, int(fields.number("mamba_expand", 2) * trunk.hidden_size))
@@ -84,6 +84,6 @@ def read_mamba_shape(fields: ConfigFields, width: int) -> Mamba2Shape:
 
 
 def pass_over_generation(fields: ConfigFields) -> None:
-    """Pass over fields for the number of logits, the prompt's chunks and a training loss."""
+    """Skip fields for the number of logits, the prompt's chunks and a training loss."""
     for name in ("num_logits_to_keep", "mamba_chunk_size", "z_loss_coefficient"):
         fields.get(name)

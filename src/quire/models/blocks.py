@@ -1,4 +1,4 @@
-"""Decoder blocks: where the norms stand and how the residual stream is joined.
+"""Decoder blocks: arrangements of norms and residual additions.
 
 Each class is one arrangement, so a model makes no choice per call. A block maps ``[T, E]`` to a
 fresh ``[T, E]``. Attention and MLP return fresh tensors. The residual is added to these in place,
@@ -58,16 +58,16 @@ class Norm(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedBlock:
-    """The calls that a kernel makes of a block, while no adapter changes its maps."""
+    """The kernel calls for a block, valid while no adapter changes its maps."""
 
     attention: Attention
     maps: tuple[Linear, Linear, Linear, Linear]
     tail: BlockTail
-    """From the heads of attention on."""
+    """The part after the attention heads: output projection to MLP."""
     whole: WholeBlock | None
 
     def run(self, block: PreNormBlock, x_TE: Tensor, pass_: Pass) -> Tensor | None:
-        """Return what the block does; None if its parts must run one by one."""
+        """Return the block's result; None if its parts must run one by one."""
         qkv, out, gate_up, down = self.maps
         if not (self.tail.takes(x_TE) and out.is_plain and gate_up.is_plain and down.is_plain):
             return None
@@ -87,7 +87,7 @@ class PreNormBlock:
     mlp_norm: Norm
     mlp: FeedForward
     joined: JoinedBlock | None = field(init=False, default=None)
-    """What runs few rows."""
+    """The kernel calls for few rows; None: parts run one by one."""
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         if self.joined is not None and (y_TE := self.joined.run(self, x_TE, pass_)) is not None:
@@ -96,7 +96,7 @@ class PreNormBlock:
         return self.mlp(self.mlp_norm.after_sum(h_TE, x_TE)).add_(h_TE)
 
     def join(self, kernels: LayerKernels) -> None:
-        """Run few rows as one call from now on, if the kernels know the block's parts."""
+        """Use kernel calls for few rows from now on, if the kernels support the block's parts."""
         self.joined = joined(self, kernels.blocks) if type(self) is PreNormBlock else None
 
 
@@ -159,7 +159,7 @@ class JoinedStack:
     layers: tuple[tuple[int, HeadNormWeights | None], ...]
     """Layer id and norms of the heads of each block."""
     ends: Mapping[str, object]
-    """Attributes of the model of which its ``ModelEnds`` were made."""
+    """The model's attributes that ``ModelEnds`` was made from."""
 
     def run(self, blocks: Sequence[Block], x_TE: Tensor, pass_: OpenPass) -> Tensor | None:
         """See the contract."""
@@ -188,8 +188,9 @@ DecoderBlock: TypeAlias = PreNormBlock | PostNormBlock | ParallelBlock
 def joined_stack(
     blocks: Sequence[object], kernel: BlockKernel | None, embedding: Embedding, norm: object, head: Linear | None
 ) -> JoinedStack | None:
-    """Return blocks, each of which is one call, as one call; None if a block is not. The others are
-    what the model has around them; ``head`` None: more than these."""
+    """Return all blocks as one kernel call; None unless each block is one call itself. With
+    ``embedding``, ``norm`` and ``head`` (None: the head does more than a product) the call may
+    include the model's ends."""
     taken = [one for one in blocks if isinstance(one, PreNormBlock)]
     found = [one.joined for one in taken if one.joined is not None]
     whole = [one.whole for one in found if one.whole is not None]
@@ -204,7 +205,7 @@ def joined_stack(
 
 
 def joined(block: PreNormBlock, kernel: BlockKernel | None) -> JoinedBlock | None:
-    """Return the calls for a block whose maps are packed; None if it has other parts."""
+    """Return the kernel calls for a block with packed maps; None if it has unsupported parts."""
     attention, norm, mlp = block.attention, block.mlp_norm, block.mlp
     if kernel is None or not (isinstance(attention, Attention) and isinstance(norm, RMSNorm)):
         return None

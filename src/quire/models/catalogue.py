@@ -14,14 +14,14 @@ from quire.errors import InvalidArgument, NotFound
 from quire.models.families import FAMILIES
 
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
-"""Files fetched of a repository: weights, index, configurations, tokenizer, chat templates."""
+"""Files downloaded from a repository: weights, index, configurations, tokenizer, chat templates."""
 IGNORED_FILES = ("consolidated*", "original/*", "onnx/*", "openvino/*")
 """Second copies of the same weights in other layouts."""
 
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_FILES = (ADAPTER_FILE, ADAPTER_WEIGHTS)
-"""The files of an adapter, of which its repository must hold both."""
+"""The files of an adapter; its repository must have both."""
 ADAPTER_TEXTS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -31,9 +31,9 @@ ADAPTER_TEXTS = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
-"""Files of a tokenizer and chat templates, which may lie beside an adapter."""
+"""Files of a tokenizer and chat templates that may accompany an adapter."""
 LISTED = 4
-"""Names listed in an error message."""
+"""Most names listed in an error message."""
 
 HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
 
@@ -130,7 +130,7 @@ def _files_of(name: str) -> list[str]:
 
     try:
         return list(list_repo_files(name))
-    except Exception:  # the message does without them
+    except Exception:  # then the message is written without the list
         return []
 
 

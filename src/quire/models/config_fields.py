@@ -3,8 +3,8 @@
 Every field that decides the computation is read, or refused by name. ``NEUTRAL`` lists fields of
 other models and of missing options with the values that change nothing; other values raise
 ``Unsupported``. ``HARMLESS`` lists fields known not to change the logits. Fields in neither list
-are passed over with a line in the debug log: configurations carry too many private fields to refuse
-them all. A field that adds weights shows up as tensors without a place in the name table.
+are skipped with a line in the debug log: configurations hold too many private fields to refuse them
+all. A field that adds weights is found by its tensors, which have no place in the name table.
 """
 
 from __future__ import annotations
@@ -246,7 +246,8 @@ class ConfigReader(Protocol[C_co]):
 
 
 def config_reader(read: Callable[[ConfigFields, int | None], C]) -> ConfigReader[C]:
-    """Make a reader of values out of one of fields, which refuses what it left unread."""
+    """Make a reader of a parsed config.json from a reader of fields. It refuses unsupported fields
+    that were not read."""
 
     @wraps(read)
     def reader(values: Mapping[str, Any], max_model_len: int | None = None) -> C:
@@ -278,7 +279,7 @@ def refuse_unsupported(fields: ConfigFields) -> None:
     """Raise ``Unsupported`` for the first field with a computation that the family lacks.
 
     Call it after all other fields were read. An unread field of ``NEUTRAL`` must have a neutral
-    value; other unread fields are passed over.
+    value; other unread fields are skipped.
     """
     unread = frozenset(fields.unread())
     for name, neutral in NEUTRAL.items():

@@ -70,7 +70,7 @@ class DecoderConfig:
     """Attention of each layer, without learned sinks: these are weights, which ``Decoder`` adds."""
     max_position: int
     max_model_len: int | None = None
-    """The length that a RoPE depending on length was fixed for; None: ``max_position``."""
+    """The length for which a length-dependent RoPE was computed; None: ``max_position``."""
     norm: NormKind = "rms"
     norm_eps: float
     norm_bias: bool = False
@@ -103,8 +103,8 @@ class DecoderConfig:
 
     @property
     def context(self) -> int:
-        """Longest sequence in tokens: ``max_position``, or the longer one that a ``dynamic`` RoPE
-        was made for."""
+        """Longest sequence in tokens: ``max_position``, or the longer length of a ``dynamic``
+        RoPE."""
         made_for = [
             spec.rope.length for spec in self.layers if spec.rope is not None and spec.rope.scaling == "dynamic"
         ]
@@ -114,7 +114,7 @@ class DecoderConfig:
         """Return JSON of the fields that decide the logits, without defaults, keys sorted.
 
         A field added by a later version leaves it unchanged. The context length is only a limit and
-        left out; its effect on RoPE is in the layers.
+        is left out; its effect on RoPE is in the layers.
         """
         plain = _plain(self)
         plain.pop("max_position"), plain.pop("max_model_len", None)
@@ -163,7 +163,8 @@ class Trunk:
         values: Mapping[str, Any],
         norm: Callable[[Tensor], Tensor],
     ) -> None:
-        """Take ``parameters`` of the family's name table, config.json as read, the last norm."""
+        """Take ``parameters`` of the family's name table, the parsed config.json and the final
+        norm."""
         self.architecture = config.architecture
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
@@ -187,11 +188,11 @@ class Trunk:
         self.stack: JoinedStack | None = None
 
     def pack(self, kernels: LayerKernels) -> bool:
-        """Give the layers their kernels. Lay the weights out for this machine where that helps;
-        return whether it did.
+        """Give the layers their kernels, and pack the weights for this machine if that helps.
+        Return True if it packed them.
 
-        The head of a tied model serves the embedding, too, if it has all values as they are; else
-        it is a second copy.
+        The packed head of a tied model replaces the embedding's table if it holds all values
+        exactly; else it is a second copy.
         """
         parts: list[object] = [*self.blocks, self.norm]
         grown = sum(pack_maps(part, kernels) for part in parts)
@@ -280,8 +281,8 @@ def attention_of(
 ) -> Attention:
     """Build attention from ``{layer}.qkv`` and ``.out``, for normed heads ``.q_norm``, ``.k_norm``.
 
-    ``layer_id``: None if the parameters have that of the layer. ``normed``: the class for norms by
-    head."""
+    ``layer_id``: id of the layer; None: ``layer``. ``normed``: the class for norms by head.
+    """
     number = layer if layer_id is None else layer_id
     qkv, out = linear(parameters, f"{layer}.qkv"), linear(parameters, f"{layer}.out")
     if config.head_norms == "none":

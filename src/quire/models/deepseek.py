@@ -3,7 +3,7 @@
 All but Youtu have many small experts beside one or a few shared ones. V2 routes by a softmax, and
 with some ``topk_method`` only to the best groups of experts. V3 and GLM-4-MoE-Lite route by
 sigmoids plus a correction, which balances the experts' load and affects only the choice. Layers
-behind the last one draft tokens and are not read. Sources: arXiv:2405.04434, arXiv:2412.19437.
+after the last one draft tokens and are not read. Sources: arXiv:2405.04434, arXiv:2412.19437.
 
 A layer's parameters beyond ``models.tensor_names``: ``{}.qkv.weight`` (rows of queries or their
 latent, then the rows to store), ``{}.latent_norm.weight``, ``{}.kv_up.weight``; for a latent of
@@ -61,7 +61,7 @@ class LatentSizes:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentConfig(DecoderConfig):
     """A decoder with latent attention. ``layers`` describe expanded heads, ``latent_specs`` the
-    stored rows. ``qkv_bias`` is that of the maps from the model width into the latents."""
+    stored rows. ``qkv_bias``: biases of the maps from the model width into the latents."""
 
     latent: LatentSizes
 
@@ -72,7 +72,8 @@ class LatentMixtureConfig(MixtureConfig):
 
     latent: LatentSizes
     draft_layers: int = 0
-    """Drafting layers that the checkpoint may hold behind the last one. They decide no logits."""
+    """Number of drafting layers that the checkpoint may hold after the last layer. They do not
+    affect the logits."""
 
     def canonical(self) -> str:
         """Return JSON as ``DecoderConfig`` does, without the drafting layers."""
@@ -205,7 +206,7 @@ def read_deepseek_v2_config(fields: ConfigFields, max_model_len: int | None) -> 
     geometry, sizes = _read_sizes(fields, "DeepseekV2ForCausalLM", "deepseek_v2", max_model_len)
     fields.expect("rope_interleave", True)
     fields.expect("scoring_func", "softmax")
-    fields.expect("norm_topk_prob", False)  # The authors' code and transformers disagree about it.
+    fields.expect("norm_topk_prob", False)  # the authors' code and transformers disagree about its meaning
     fields.expect("topk_method", "greedy", "group_limited_greedy")
     num_experts, top_k = read_num_experts(fields, "n_routed_experts", "num_experts")
     groups = {}
@@ -285,7 +286,7 @@ def _common(
 
 
 def _magnitude(fields: ConfigFields, factor: float) -> float:
-    """Return YaRN's factor of queries and keys in all columns (``mscale_all_dim``)."""
+    """Return YaRN's factor of queries and of keys in all columns (``mscale_all_dim``)."""
     for name in ("rope_parameters", "rope_scaling"):
         weight = fields.mapping(name).get("mscale_all_dim")
         if weight:
@@ -294,7 +295,7 @@ def _magnitude(fields: ConfigFields, factor: float) -> float:
 
 
 def _dense(fields: ConfigFields, geometry: DecoderGeometry, default: int) -> tuple[int, ...]:
-    """Return the first ``first_k_dense_replace`` layers."""
+    """Return the numbers of the first ``first_k_dense_replace`` layers."""
     fields.expect("moe_layer_freq", 1)
     return tuple(range(min(fields.whole("first_k_dense_replace", default), geometry.num_layers)))
 

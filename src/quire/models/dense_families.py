@@ -140,7 +140,7 @@ def read_stablelm_config(fields: ConfigFields, max_model_len: int | None) -> Dec
 @config_reader
 def read_granite_config(fields: ConfigFields, max_model_len: int | None) -> DecoderConfig:
     """Read ``GraniteForCausalLM``, Granite 3 (the model's card; arXiv:2408.13359): multipliers on
-    embeddings, scores, residual branches and logits. A missing one is 1, that of the scores too."""
+    embeddings, scores, residual branches and logits. A missing one is 1, also for the scores."""
     geometry = read_geometry(fields, "GraniteForCausalLM", "granite", max_model_len)
     expect_layer_types(fields, (False,) * geometry.num_layers)
     return DecoderConfig(
@@ -152,7 +152,7 @@ def read_granite_config(fields: ConfigFields, max_model_len: int | None) -> Deco
 
 
 def granite_multipliers(fields: ConfigFields) -> dict[str, Any]:
-    """Read Granite's multipliers but that of the scores."""
+    """Read Granite's multipliers, except the multiplier of the scores."""
     return {
         "embedding_scale": fields.number("embedding_multiplier", 1.0),
         "residual_scale": fields.number("residual_multiplier", 1.0),

@@ -32,7 +32,8 @@ from quire.weights.places import NameTable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FalconH1Config(MambaConfig):
-    """Multipliers. The scores' scale holds the keys'; the trunk holds embedding's and logits'."""
+    """A hybrid with multipliers. The scores' scale includes the keys' multiplier; the trunk has the
+    multipliers of embedding and logits."""
 
     attention_in: float
     attention_out: float

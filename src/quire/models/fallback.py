@@ -1,6 +1,6 @@
 """Any other decoder of ``transformers``: its layers with our attention and KV state.
 
-transformers accepts a named attention function. Ours hands the rotated q, k and v to the pass of
+transformers accepts a named attention function. Ours passes the rotated q, k and v to the pass of
 the call. Watching one forward finds each layer's spec (heads, scale, window, soft cap, learned
 sinks). Comparing logits with the model's own shows that nothing else decides the result
 (``models.probe``). So a model runs exactly, or loading refuses it with the reason. It is slower
@@ -36,8 +36,8 @@ from quire.weights.places import NameTable
 logger = logging.getLogger(__name__)
 
 LEGACY_BUFFER = ".masked_bias"
-"""End of the names of the value of a masked score, which older GPT-2 checkpoints hold for each
-layer."""
+"""Suffix of the names of tensors with the value of masked scores, one per layer in older GPT-2
+checkpoints."""
 
 
 class FallbackModel:
@@ -46,7 +46,8 @@ class FallbackModel:
     fallback = True
 
     def __init__(self, causal: Any, specs: Sequence[LayerSpec], values: Mapping[str, Any]) -> None:
-        """Wrap ``causal``, which has our attention set; ``values`` is config.json as read."""
+        """Wrap ``causal``, which uses our attention function; ``values`` is the parsed
+        config.json."""
         self.causal = causal
         self.core = causal.base_model
         self.architecture = type(causal).__name__
@@ -90,7 +91,7 @@ class FallbackModel:
         return out_TE
 
     def head(self, x_RE: Tensor) -> Tensor:
-        """Map ``[R, E]`` to float32 logits ``[R, V]``, with all of the model's code at its head."""
+        """Map ``[R, E]`` to float32 logits ``[R, V]``, with the model's own code for its head."""
         self._given.x_1RE = x_RE.unsqueeze(0)
         with replaced_core(self.causal, self._given):
             logits: Tensor = self.causal(inputs_embeds=self._given.x_1RE, use_cache=False).logits[0]
@@ -123,14 +124,14 @@ class HiddenOnly(tuple[Any, ...]):
         return self[0]
 
     def __getattr__(self, name: str) -> None:
-        """Return None for fields that are not there."""
+        """Return None for missing fields."""
         if name.startswith("__"):
             raise AttributeError(name)
 
 
 @contextmanager
 def replaced_core(causal: Any, core: torch.nn.Module) -> Iterator[None]:
-    """Run the model's head behind other layers than its own."""
+    """Run the model's head with ``core`` in place of its layers."""
     name = causal.base_model_prefix
     own = getattr(causal, name)
     setattr(causal, name, core)
@@ -143,7 +144,7 @@ def replaced_core(causal: Any, core: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def without_reports() -> Iterator[None]:
     """Suppress transformers' progress bars and tables of tensors while it loads; restore the user's
-    settings after."""
+    settings afterwards."""
     import huggingface_hub.utils
     import transformers.utils.logging
 
@@ -167,7 +168,7 @@ def without_reports() -> Iterator[None]:
 
 
 def context_length(config: Any) -> int:
-    """Return the model's number of positions; raise ``Unsupported`` if no field has it."""
+    """Return the model's number of positions; raise ``Unsupported`` if no field gives it."""
     text = config.get_text_config(decoder=True)
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(text, name, None)
@@ -183,16 +184,16 @@ class Foreign:
     what: str
     """Its name, for errors."""
     config: Any
-    """The configuration as transformers reads it."""
+    """The configuration object of transformers."""
     kind: Any
     """The class of the model."""
     values: Mapping[str, Any]
-    """config.json as read."""
+    """The parsed config.json."""
 
     def outline(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         """Return the model on PyTorch's meta device: shapes and types without memory. Raise
-        ``CheckpointError`` if config.json makes none, or if the files have weights of a type that
-        is not computed."""
+        ``CheckpointError`` if no model can be made from config.json, or if the files have weights
+        of an unsupported type."""
         sizes = [getattr(self.config.get_text_config(decoder=True), "num_hidden_layers", 0), len(checkpoint.tensors)]
         if sizes[0] > sizes[1]:  # Also bounds the modules that a damaged config.json could ask for.
             raise CheckpointError(
@@ -217,15 +218,16 @@ class Foreign:
         return model
 
     def load(self, checkpoint: Checkpoint, outline: Any, dtype: torch.dtype, device: torch.device) -> FallbackModel:
-        """Read the weights, and find out what the layers compute. Raise ``CheckpointError`` unless
-        the files have exactly the tensors of the model, and ``Unsupported`` with the reason if it
-        computes something that our attention and state do not."""
+        """Read the weights, and find the specs of the layers. Raise ``CheckpointError`` unless the
+        files have exactly the tensors of the model, and ``Unsupported`` with the reason if the
+        model computes something that our attention and state do not."""
         path = checkpoint.path
         with (
             foreign_errors(f"{path}: transformers cannot make the model's tensors of the stored ones"),
             without_reports(),
         ):
-            # What the checkpoint has checked is what is read: no file is looked for a second time.
+            # Reads only the files that the checkpoint has checked; transformers does not search for
+            # others.
             causal, found = self.kind.from_pretrained(
                 None,
                 config=self.config,
@@ -259,8 +261,8 @@ class Foreign:
 def read_foreign(path: Path, values: Mapping[str, Any]) -> Foreign:
     """Return the architecture that config.json names. Reads no weights.
 
-    Raise ``Unsupported`` with the reason if ``transformers`` is missing, does not know the
-    architecture, or computes something in it that our attention and state do not.
+    Raise ``Unsupported`` with the reason if ``transformers`` is missing or does not know the
+    architecture, or if our attention and state lack one of its computations.
     """
     names = values.get("architectures")
     what = repr(names[0]) if isinstance(names, list) and names else "the model"
@@ -293,15 +295,15 @@ def read_foreign(path: Path, values: Mapping[str, Any]) -> Foreign:
 
 
 def is_tied(causal: Any) -> bool:
-    """Return whether a model's head is its embedding."""
+    """Return True if a model's head is its embedding."""
     head = causal.get_output_embeddings()
     return head is not None and head.weight is causal.get_input_embeddings().weight
 
 
 @contextmanager
 def foreign_errors(what: str) -> Iterator[None]:
-    """Turn what transformers raises into ``CheckpointError``; its classes raise anything for a
-    configuration or a file that they do not expect."""
+    """Convert exceptions of transformers to ``CheckpointError``. Its classes raise any type for an
+    unexpected configuration or file."""
     try:
         yield
     except QuireError:
@@ -340,6 +342,7 @@ def first_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException, limit: int = 200) -> str:
-    """Return an error of foreign code: its class, as many are bare values, and its first words."""
+    """Return an error of foreign code in one line: its class, as many messages are bare values, and
+    the beginning of the message."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= limit else text[:limit] + "..."

@@ -31,7 +31,7 @@ from quire.registry import Registry
 from quire.weights.places import NameTable
 
 VOLATILE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
-"""Fields of config.json that decide no logits in any architecture."""
+"""Fields of config.json that affect the logits in no architecture."""
 
 
 class LoadedModel(Model, Protocol):
@@ -48,9 +48,10 @@ class LoadedModel(Model, Protocol):
     quantization: str | None
     """Form of the weights of linear maps, as in ``contracts.linear``; None: the checkpoint's."""
     max_model_len: int | None
-    """The length for which ``load_model`` fixed a length-dependent RoPE; None: ``max_position``."""
+    """The length for which ``load_model`` computed a length-dependent RoPE; None:
+    ``max_position``."""
     config: dict[str, Any]
-    """``config.json`` as it was read."""
+    """The parsed ``config.json``."""
     canonical_config: str
     """Canonical JSON of the fields that decide the logits, equal for all spellings of a model."""
     places: NameTable
@@ -58,8 +59,8 @@ class LoadedModel(Model, Protocol):
     ``transformers`` loaded them."""
 
     def pack(self, kernels: LayerKernels) -> bool:
-        """Give the layers their kernels, lay the weights out for this machine if that helps; return
-        whether it did."""
+        """Give the layers their kernels, and pack the weights for this machine if that helps.
+        Return True if it packed them."""
         ...
 
 
@@ -70,15 +71,15 @@ Build: TypeAlias = Callable[[Any, Mapping[str, Tensor], Mapping[str, Any]], Load
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The way from checkpoints of one architecture to models. What ``read_config`` returns is the
-    configuration that the other functions take."""
+    """The functions from checkpoints of one architecture to models. The others take the
+    configuration that ``read_config`` returns."""
 
     state_kinds: tuple[str, ...]
     """Kinds of layer state, as in ``LayerSpec.kind``."""
     read_config: ConfigReader[Any]
     """Reads config.json. Bad values are ``CheckpointError``, missing features ``Unsupported``."""
     spellings: Spellings
-    """Name tables of all spellings in which checkpoints of the family occur; commonest first."""
+    """Name tables of all spellings in checkpoints of the family; the commonest first."""
     ignorable_names: Ignorable
     build: Build
 
@@ -185,7 +186,7 @@ for _name, _read_delta in (
 
 
 def is_foreign(values: Mapping[str, Any]) -> bool:
-    """Return whether config.json names exactly one architecture, which is none of ours."""
+    """Return True if config.json names exactly one architecture, and it is not a native one."""
     names = values.get("architectures")
     return isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] not in FAMILIES
 

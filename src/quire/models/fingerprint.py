@@ -49,8 +49,8 @@ class ModelFingerprint:
     """XXH3-128 (hex) of the bytes of the safetensors files, then "-int8", "-int4" or "-fp8" if they
     were quantised."""
     length: str = ""
-    """For which ``max_model_len`` the frequencies of RoPE are; "" if they do not depend on it. It
-    decides nothing beside ``config``, and says why that differs."""
+    """The range of ``max_model_len`` with the same RoPE frequencies; "" if they do not depend on
+    it. It is implied by ``config``, and explains a difference there."""
 
 
 def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> ModelFingerprint:
@@ -71,8 +71,8 @@ def model_fingerprint(path: str | os.PathLike[str], model: LoadedModel) -> Model
 
 
 def length_rule_of(model: LoadedModel) -> LengthRule | None:
-    """Return for which length the frequencies of a model's RoPE are; None if that does not decide
-    them."""
+    """Return the rule for the lengths with equal RoPE frequencies of a model; None if they do not
+    depend on the length."""
     ropes = [rope for spec in model.layer_specs if (rope := getattr(spec, "rope", None)) is not None]
     return length_rule(model.config, ropes, model.max_model_len or model.max_position)
 
@@ -109,8 +109,8 @@ def file_digest(file: Path) -> str:
 
 
 def digested_directories(weights: str) -> list[Path]:
-    """Return the directories of this machine whose ``weights_digest`` is known, and is this one.
-    Nothing is read for it but the cache."""
+    """Return the directories of this machine with this cached ``weights_digest``. Reads only the
+    cache."""
     known = set[Path]()
     folders = set[Path]()
     for name, entry in _read_cache().items():
@@ -136,7 +136,7 @@ def cache_file() -> Path:
 
 
 def _read_cache() -> dict[str, Any]:
-    """Read the cache; empty if missing or damaged, as every entry can be computed again."""
+    """Read the cache; empty if missing or damaged, because every entry can be computed again."""
     try:
         cache = json.loads(cache_file().read_text(encoding="utf-8"))
     except (OSError, ValueError, RuntimeError):

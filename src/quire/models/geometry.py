@@ -47,7 +47,7 @@ class DecoderGeometry:
     max_model_len: int | None
 
     def common(self) -> dict[str, Any]:
-        """Return the fields that ``DecoderConfig`` has under the same name."""
+        """Return the fields of the same name in ``DecoderConfig``."""
         names = ("architecture", "vocab_size", "hidden_size", "intermediate_size", "max_position", "max_model_len")
         return {name: getattr(self, name) for name in names}
 
@@ -60,9 +60,10 @@ class DecoderGeometry:
         tied: bool = False,
         qkv_bias: bool | None = None,
     ) -> dict[str, Any]:
-        """Return ``common`` and what most families read alike: the norms' epsilon, the activation,
-        ``tie_word_embeddings``, and biases of q, k, v and o by ``attention_bias``. ``eps`` and
-        ``tied`` are defaults. With a given ``qkv_bias`` o has none, and no field is read."""
+        """Return ``common`` and the fields that most families share: the norms' epsilon, the
+        activation, ``tie_word_embeddings``, and biases of q, k, v and o by ``attention_bias``.
+        ``eps`` and ``tied`` are defaults. With a given ``qkv_bias`` o has no bias, and
+        ``attention_bias`` is not read."""
         bias = fields.flag("attention_bias", False) if qkv_bias is None else False
         return {
             **self.common(),
@@ -74,11 +75,11 @@ class DecoderGeometry:
         }
 
     def all_but_every(self, period: int) -> tuple[bool, ...]:
-        """Return for each layer whether it is none of the last ones of ``period`` layers."""
+        """Return, for each layer, False for the last of every ``period`` layers, else True."""
         return tuple((layer + 1) % period != 0 for layer in range(self.num_layers))
 
     def every_other(self) -> tuple[bool, ...]:
-        """Return for each layer whether its number is even."""
+        """Return, for each layer, True if its number is even."""
         return tuple(layer % 2 == 0 for layer in range(self.num_layers))
 
     def layers(
@@ -128,8 +129,8 @@ def read_geometry(
     exact_head_dim: int | None = None,
 ) -> DecoderGeometry:
     """Read the sizes. transformers has its own default of ``num_key_value_heads``, so a family may
-    require that field. ``head_dim`` is the default of its field (None: the width divided by the
-    heads). ``exact_head_dim`` is the value that other fields imply, which its field must equal."""
+    require that field. ``head_dim``: default of its field (None: the width divided by the heads).
+    ``exact_head_dim``: the value implied by other fields, which the field must equal."""
     if fields.get("model_type") not in (None, model_type):
         raise fields.error("model_type", f"{model_type!r}, which goes with {architecture}")
     hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
@@ -181,8 +182,8 @@ def read_activation(fields: ConfigFields, name: str = "hidden_act", default: str
 def read_layer_types(
     fields: ConfigFields, num_layers: int, known: Mapping[str, bool] = WINDOW_KINDS
 ) -> tuple[bool, ...] | None:
-    """Return for each layer what ``known`` says of its kind in ``layer_types``, by default whether
-    it has a window; None without that field. Raise ``Unsupported`` for an unknown kind."""
+    """Return, for each layer, the value in ``known`` of its kind in ``layer_types`` (by default
+    True for a window); None without that field. Raise ``Unsupported`` for an unknown kind."""
     kinds = fields.get("layer_types")
     if kinds is None:
         return None
@@ -195,7 +196,7 @@ def read_layer_types(
 
 
 def expect_layer_types(fields: ConfigFields, windowed: Sequence[bool]) -> None:
-    """Raise ``Unsupported`` if ``layer_types`` is there and differs from the family's layers."""
+    """Raise ``Unsupported`` if ``layer_types`` is present and differs from the family's layers."""
     found = read_layer_types(fields, len(windowed))
     for layer, (one, expected) in enumerate(zip(found or windowed, windowed, strict=True)):
         if one != expected:

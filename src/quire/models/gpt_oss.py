@@ -1,9 +1,9 @@
 """gpt-oss (arXiv:2508.10925): experts, attention with learned sinks, windows in every other layer.
 
 The router and every projection have a bias. Gate and up columns of an expert alternate, and both
-are clamped. Checkpoints stack the experts: as ``[X, in, out]`` in a float type, or as
-``[X, out, in]`` in MXFP4, as published. We keep ``[X, out, in]`` in the model's dtype in both
-cases. The values of MXFP4 are exact in bfloat16 and float32.
+are clamped. Checkpoints stack the experts: as ``[X, in, out]`` in a float type, or, as published,
+as ``[X, out, in]`` in MXFP4. Both are loaded as ``[X, out, in]`` in the model's dtype. bfloat16 and
+float32 hold the values of MXFP4 exactly.
 
 Letters: X experts, E model width, F inner width of an expert, Hq query heads.
 """

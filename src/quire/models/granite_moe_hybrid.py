@@ -33,9 +33,9 @@ MIXTURES: tuple[tuple[str, str, str], ...] = (
 
 
 def read_granite_moe_hybrid_config(values: Mapping[str, Any], max_model_len: int | None = None) -> MambaConfig:
-    """Read ``GraniteMoeHybridForCausalLM``; a missing multiplier is 1, that of the scores too.
+    """Read ``GraniteMoeHybridForCausalLM``; a missing multiplier is 1, also for the scores.
 
-    ``intermediate_size`` is the experts' width; ``shared_intermediate_size`` is that of the MLP.
+    ``intermediate_size`` is the experts' width, ``shared_intermediate_size`` the MLP's.
     """
     if values.get("layer_types") is None:
         values = {**values, "layer_types": values.get("layers_block_type")}

@@ -1,4 +1,4 @@
-"""Free memory of a device: of the host within the limits of this process's control groups."""
+"""Free memory of a device; for the host within the limits of this process's control groups."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def free_in_groups(lines: list[str], root: Path = GROUPS) -> Iterator[int]:
-    """Yield the bytes that each control group leaves to a process, one for every group above it
-    that has a limit. ``lines``: those of its ``/proc/PID/cgroup``. What the kernel can give up at
-    once, its cache of files, counts as free."""
+    """Yield the free bytes of each control group of a process that has a limit. ``lines``: the
+    lines of its ``/proc/PID/cgroup``. The kernel's cache of files counts as free."""
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:

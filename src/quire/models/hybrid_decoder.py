@@ -67,7 +67,7 @@ class HybridConfig:
 
     @property
     def num_layers(self) -> int:
-        """Return the number of blocks, by which the tables of tensor names count."""
+        """Number of blocks, under the name that the tables of tensor names use."""
         return self.num_blocks
 
 
@@ -118,7 +118,7 @@ class HybridDecoder(Trunk, Generic[C]):
 def mixed_block(
     config: C, block: int, ids: LayerIds, parameters: Parameters, *, mixer: MixerBuilder[C]
 ) -> PreNormBlock:
-    """Build a block of attention or of ``mixer``, and an MLP, which is of experts in a mixture."""
+    """Build a block of attention or of ``mixer``, and an MLP or, in a mixture, experts."""
     trunk = config.trunk
     if ids.attention is None:
         assert ids.recurrent is not None
@@ -159,7 +159,7 @@ def attention_of(config: HybridConfig, block: int, layer_id: int, parameters: Pa
 
 
 def only_attending(config: HybridConfig, table: Mapping[str, Place]) -> dict[str, Place]:
-    """Return a decoder's name table without attention in blocks that have none."""
+    """Return a decoder's name table without the attention of blocks that have none."""
     kept: dict[str, Place] = {}
     for name, place in table.items():
         if ".self_attn." not in name:
@@ -171,7 +171,7 @@ def only_attending(config: HybridConfig, table: Mapping[str, Place]) -> dict[str
 
 
 def respelled(table: Mapping[str, Place], spellings: Mapping[str, str]) -> dict[str, Place]:
-    """Replace in each name the first part that ``spellings`` has."""
+    """Replace in each name the first part that occurs in ``spellings``."""
     found: dict[str, Place] = {}
     for name, place in table.items():
         theirs = next((part for part in spellings if part in name), "")
@@ -180,7 +180,7 @@ def respelled(table: Mapping[str, Place], spellings: Mapping[str, str]) -> dict[
 
 
 def split_blocks(attends: Sequence[bool]) -> dict[str, Any]:
-    """Return the fields of ``HybridConfig`` for blocks of attention or else of a mixer."""
+    """Return the fields of ``HybridConfig`` for blocks with either attention or a mixer."""
     return {
         "num_blocks": len(attends),
         "attending": tuple(block for block, one in enumerate(attends) if one),

@@ -48,13 +48,13 @@ PLAIN = LayerKernels()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outline:
-    """What is known of a model before its weights are read."""
+    """Facts about a model before its weights are read."""
 
     max_position: int
     layer_specs: Sequence[LayerSpec]
     dtype: torch.dtype
     weight_bytes: int
-    """Bytes that the weights will take on the device, at least."""
+    """Lower bound of the bytes of the weights on the device."""
 
 
 def load_model(
@@ -72,9 +72,10 @@ def load_model(
     ``dtype``: see ``resolve_dtype``. ``progress`` shows a bar over bytes if stderr is a terminal.
     ``max_model_len`` is the longest sequence that will run (None: the context length). It sets the
     frequencies of a RoPE that depends on length, and changes nothing in other models. ``kernels``
-    run what layers have a place for. ``before_weights`` may refuse a model before its weights are
-    read. The layers of the fallback are not known before they have run: it sees none.
-    ``transformers``, if installed, runs architectures that are not native (``models.fallback``).
+    are given to the layers that support them. ``before_weights`` is called before the weights are
+    read, and may raise to refuse the model; the ``Outline`` of a fallback model has no layers,
+    because they are unknown until they run. ``transformers``, if installed, runs architectures that
+    are not native (``models.fallback``).
 
     Raise ``CheckpointError`` if the directory or a file is missing, damaged or contradicts
     ``config.json``, ``Unsupported`` for an architecture or option that is not computed, and
@@ -211,8 +212,8 @@ def _device(device: str | torch.device) -> torch.device:
 def _weight_bytes(
     places: Mapping[str, Place], dtype: torch.dtype, device: torch.device, form: Quantization | None
 ) -> int:
-    """Return the bytes that the parameters take while they are loaded, at least. A CPU quantises
-    matrices as they are read, and keeps the embedding; a GPU has all of them first."""
+    """Return a lower bound of the bytes of the parameters while they are loaded. A CPU quantises
+    matrices one by one and keeps the embedding; a GPU loads all of them first."""
     kept = parameter_dtypes(places)
     total = 0.0
     for name, shape in parameter_shapes(places).items():

@@ -69,7 +69,7 @@ class BareBlock:
     norm: Norm
     mixer: Mamba2Mixer
     dtype: torch.dtype
-    """The mixer's."""
+    """The mixer's dtype."""
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
         """Map ``[T, E]`` to a fresh ``[T, E]``; leave ``x`` unchanged."""
@@ -127,7 +127,7 @@ def read_mamba2_config(fields: ConfigFields, max_model_len: int | None) -> Mamba
 
 
 def mamba2_spellings(config: MambaConfig) -> Sequence[NameTable]:
-    """Return transformers' names, and those with the embedding's older name."""
+    """Return transformers' names, and the same with the embedding's older name."""
     width, vocab_size = config.trunk.hidden_size, config.trunk.vocab_size
     table = {
         "backbone.norm_f.weight": Place(parameter="norm.weight", shape=(width,)),

@@ -47,7 +47,8 @@ class MixtureConfig(DecoderConfig):
 
     @property
     def mixed_layers(self) -> tuple[str, ...]:
-        """Layer parts of names: ``{}`` if all layers have experts, else those layers' numbers."""
+        """The layer parts of names: ``{}`` if all layers have experts, else those layers'
+        numbers."""
         if not self.dense_layers:
             return ("{}",)
         return tuple(str(layer) for layer in range(self.num_layers) if layer not in self.dense_layers)
@@ -69,7 +70,7 @@ def read_num_experts(fields: ConfigFields, name: str, other_name: str) -> tuple[
 
 
 def pass_over_training(fields: ConfigFields) -> None:
-    """Pass over fields of training alone: losses of the router, noise on its input."""
+    """Skip fields of training alone: losses of the router, noise on its input."""
     for name in ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"):
         fields.get(name)
 
@@ -120,11 +121,11 @@ def mixture_names(
     shared: str = "shared_expert",
     trunk: Mapping[str, Place] | None = None,
 ) -> dict[str, Place]:
-    """Map every tensor of a checkpoint to the rows that it fills; ``{}`` is the layer.
+    """Map every tensor of a checkpoint to its place; ``{}`` is the layer.
 
     ``block`` and ``shared`` are the names of a layer's mixture and of the shared expert.
-    ``projections`` are those of an expert's gate, up and down; None: the checkpoint stacks all
-    experts, with gate and up in one tensor. ``trunk`` has all but the MLPs; None: Llama's.
+    ``projections`` are the names of an expert's gate, up and down; None: the checkpoint stacks all
+    experts, with gate and up in one tensor. ``trunk`` has all names but the MLPs'; None: Llama's.
     """
     table = {**(trunk_names(config) if trunk is None else trunk), **mlp_names(config, layers=config.dense_layers)}
     for layer in config.mixed_layers:

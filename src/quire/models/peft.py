@@ -1,6 +1,6 @@
 """Adapters saved by PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-They lie in a directory or are packed (``peft_files``). Configuration, names and shapes are checked
+They are in a directory or packed (``peft_files``). Configuration, names and shapes are checked
 before weights are read, so a wrong directory costs milliseconds. Options are computed or refused.
 
 Letters: R rank; I input, O output features of a module; V vocabulary; E model width.
@@ -49,8 +49,8 @@ KINDS: Mapping[str, str] = {
     ".base_layer.weight": "copy",
     ".weight": "whole",
 }
-"""Kinds of tensors by the ends of their names behind the module; the first match counts. A "copy"
-is a base model's table, which PEFT saves beside its update; "whole" may be one too."""
+"""Kinds of tensors by the suffixes of their names after the module; the first match counts. A
+"copy" is a base model's table, which PEFT saves beside its update; "whole" may be one too."""
 OTHERS: Mapping[str, str] = {
     ".lora_magnitude_vector": "DoRA",
     ".lora_diag": "KaSA",
@@ -61,11 +61,11 @@ OTHERS: Mapping[str, str] = {
 }
 """Name parts of tensors of unsupported methods, with the names of the methods."""
 NAMED_UPDATE = re.compile(r"\.lora_(?:embedding_)?[AB]\.(?!(?:weight|bias)\Z)([^.]+)(?:\.weight)?\Z")
-"""The end of a tensor's name with an adapter's name in it, which PEFT leaves out of files."""
+"""The end of a tensor's name that contains an adapter's name; PEFT leaves it out of files."""
 LISTED = 4
-"""Names listed in an error message."""
+"""Most names listed in an error message."""
 ROWS = 512
-"""Rows of a table that are compared at a time."""
+"""Rows of a table compared at a time."""
 FINGERPRINT_HEAD = "quire-adapter 1\n"
 """The first line of the fingerprinted text; another rule needs another number."""
 
@@ -90,9 +90,9 @@ class _Plan:
     updates: Sequence[_Update]
     """Updates sorted by linear map and row."""
     tables: Mapping[str, tuple[str, str]]
-    """"embed" and "head" to the module's name and the tensor that replaces the table."""
+    """For "embed" and "head" the module's name and the tensor that replaces the table."""
     copies: Mapping[str, str]
-    """Tensors that must equal the base model's "embed" or "head", to which they are mapped."""
+    """Tensors that must equal the base model's tables, mapped to "embed" or "head"."""
 
     @property
     def rank(self) -> int:
@@ -100,7 +100,7 @@ class _Plan:
         return max((update.rank for update in self.updates if update.target.linear != EMBED), default=0)
 
     def numel(self, file: Weights) -> int:
-        """Count the numbers of the adapter."""
+        """Return the number of elements of the adapter."""
         keys = [key for update in self.updates for key in (update.a_key, update.b_key)]
         keys += [key for _, key in self.tables.values()]
         return sum(math.prod(file.shapes[key]) for key in keys)
@@ -215,7 +215,7 @@ def _modules(file: Weights) -> dict[str, dict[str, str]]:
 
 
 def _why_foreign(key: str) -> str:
-    """Return why the name does not have PEFT's form; empty if nothing is known."""
+    """Return the reason why the name is not in PEFT's form; empty if it is unknown."""
     if named := NAMED_UPDATE.search(key):
         return f": the name of the adapter, {shown(named[1])}, stands in it, which PEFT leaves out of files"
     return "" if key.startswith(PREFIX) or ".lora_" not in key else f": it does not begin with {PREFIX}"
@@ -320,7 +320,7 @@ def _check_copy(file: Weights, key: str, table_VE: Tensor) -> None:
 
 
 def _is_same_table(one: Tensor, other: Tensor) -> bool:
-    """Return whether both can be the same numbers, rounded to their types if these differ."""
+    """Return True if both may be the same numbers, each rounded to its own type."""
     if one.dtype == other.dtype:
         return torch.equal(one, other)
     infos = [torch.finfo(tensor.dtype) for tensor in (one, other)]

@@ -42,7 +42,7 @@ HARMLESS: frozenset[str] = frozenset(
     }
 )
 """Fields of training, initialisation, versions and inactive options, and the base model's name. The
-name says less than shapes: the same weights have many names and paths."""
+name is not checked, because the same weights have many names and paths; shapes are."""
 REFUSED: Mapping[str, str] = {
     "alora_invocation_tokens": "activated LoRA",
     "arrow_config": "Arrow (routing between adapters)",
@@ -60,18 +60,19 @@ REFUSED: Mapping[str, str] = {
     "use_qalora": "QA-LoRA",
     "velora_config": "VeLoRA",
 }
-"""Options that change the computation, or may, with their names."""
+"""Options that change or may change the computation, with their names."""
 KEPT_BASE = ("gaussian", "eva", "orthogonal", "mica")
 """Initialisations, besides PEFT's own two, that leave the base weights unchanged."""
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations that change the base weights: the saved update belongs to other weights."""
+"""Initialisations that change the base weights: the saved update applies to the changed weights
+only."""
 
 MAX_CONFIG_BYTES = 4 << 20
-"""Limit of the file's bytes: as many names as are accepted, of 1,000 characters each."""
+"""Limit of the file's bytes: the accepted number of names, of 1,000 characters each."""
 MAX_NAMES = 4096
-"""Names or expressions in one list or object."""
+"""Most names or expressions in one list or object."""
 SHOWN = 120
-"""Characters of a file's names and values in messages."""
+"""Most characters of a file's names and values in messages."""
 
 Held = TypeVar("Held", bound=Sized)
 N = TypeVar("N", int, float)
@@ -81,7 +82,7 @@ Names: TypeAlias = tuple[str, ...] | str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
-    """The values of the file. Module names are those below ``base_model.model.``."""
+    """The values of the file. Module names are relative to ``base_model.model.``."""
 
     rank: int
     alpha: float
@@ -105,16 +106,16 @@ class LoraConfig:
         return self.ranks.get(self._pattern_for(self.ranks, module), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Return the factor of the product of the module's matrices."""
+        """Return the scale of the module's low-rank product."""
         alpha, rank = self.alphas.get(self._pattern_for(self.alphas, module), self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.root_scaled else rank)
 
     def saves(self, module: str) -> bool:
-        """Return whether the module is saved whole."""
+        """Return True if the module is saved whole."""
         return module.endswith(self.whole)
 
     def targets_module(self, module: str, *, inner: bool) -> bool:
-        """Return whether the module has an update; ``inner`` marks linear maps but the head."""
+        """Return True if the module has an update; ``inner`` marks linear maps but the head."""
         if self._excludes(module):
             return False
         if isinstance(self.targets, str):
@@ -136,7 +137,8 @@ class LoraConfig:
         return any(self._expression(_whole_pattern(one)).match(module) for one in self.whole)
 
     def _layer_of(self, module: str) -> int | None:
-        """Return the name's first number, behind a name in ``layer_lists`` if that has any."""
+        """Return the name's first number, or the number after a name in ``layer_lists`` if that is
+        not empty."""
         patterns = [_layer_pattern(one) for one in self.layer_lists] or [r".*?\.[^.]*\.(?P<idx>\d+)\."]
         found = next((match for pattern in patterns if (match := self._expression(pattern).match(module))), None)
         return None if found is None else int(found["idx"])
@@ -146,7 +148,7 @@ class LoraConfig:
         return next((one for one in patterns if self._expression(_end_pattern(one)).match(module)), module)
 
     def _expression(self, pattern: str) -> re.Pattern[str]:
-        """Compile a pattern once: there may be more than ``re`` keeps."""
+        """Compile a pattern and cache it; ``re``'s own cache may be too small."""
         if pattern not in self._compiled:
             self._compiled[pattern] = re.compile(pattern)
         return self._compiled[pattern]
@@ -318,7 +320,7 @@ class _LoraFields(ConfigFields):
         return tuple(self._few(name, value))
 
     def targets(self, name: str) -> Names:
-        """Read names; raise ``Unsupported`` if there are none and PEFT would choose some."""
+        """Read names; raise ``Unsupported`` if there are none, where PEFT would choose some."""
         if self.get(name) is None:
             found = "null" if self.present(name) else "missing"
             raise Unsupported(

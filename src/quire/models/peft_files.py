@@ -32,9 +32,9 @@ MAX_BYTES = 1 << 31
 """Limit in bytes of a packed adapter and of its unpacked weights. Rank 64 for all linear maps of a
 model of 70 billion weights takes 1.6e9."""
 MAX_HEADER_BYTES = 8 << 20
-"""Limit of the header of an adapter in one safetensors file; a tensor takes about 150 bytes."""
+"""Limit in bytes of the header of a self-contained adapter; a tensor takes about 150 bytes."""
 MAX_MEMBERS = 1000
-"""Files in a zip archive."""
+"""Most files in a zip archive."""
 FORMS = f"a zip archive of a directory that PEFT saved, or a safetensors file whose metadata has {CONFIG_KEY!r}"
 
 
@@ -138,7 +138,7 @@ def unpack(data: bytes, source: str) -> PackedAdapter:
 
 
 def _header_of(data: bytes, source: str) -> dict[str, Any]:
-    """Return the JSON at the beginning of a safetensors file; do not look at the rest."""
+    """Return the JSON header of a safetensors file; the rest is not read."""
     end = 8 + int.from_bytes(data[:8], "little")
     if not 8 < end <= len(data):
         raise CheckpointError(f"{source} is no valid safetensors file, or is cut short; expected {FORMS}")
@@ -187,7 +187,7 @@ def _unzipped(data: bytes, source: str) -> PackedAdapter:
 
 
 def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, source: str, limit: int) -> bytes:
-    """Return an archive's file of at most ``limit`` bytes by its entry, which bounds the read."""
+    """Return a file of an archive with at most ``limit`` bytes; its entry bounds the read."""
     if info.file_size > limit:
         raise CheckpointError(f"{source}: {shown(info.filename)} has {info.file_size} bytes; expected at most {limit}")
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):

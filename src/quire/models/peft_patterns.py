@@ -1,8 +1,8 @@
-"""Bounds on the work of matching regular expressions from files, computed before any match.
+r"""Bounds on the work of matching regular expressions from files, computed before any match.
 
 Python's matcher tries the ways to match one after the other, and blocks all other threads. A few
-characters can ask for endless work: ``((\\w|\\.)+)+!``. So the ways are counted in the parsed
-expression, and an expression with too many is not matched.
+characters can cause endless work: ``((\w|\.)+)+!``. So the ways are counted in the parsed
+expression, and an expression with too many is refused.
 
 The count is a polynomial: coefficient ``k`` counts ways with ``k`` repeats of open length, which
 share a name of ``n`` characters in at most ``C(n + k, k)`` ways.
@@ -17,14 +17,14 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 MAX_LENGTH = 2000
-"""Characters of an expression."""
+"""Most characters of an expression."""
 NAME_LENGTH = 64
-"""Characters of a module's name that count; models' names are about as long."""
+"""Length of a module's name for the bound; models' names are about as long."""
 MAX_WAYS = 2_000_000
 """Limit for all expressions of a file: some hundredths of a second per module if all ways fail
 late. Four open repeats in a row have 814,385."""
 FEW = 8
-"""A repeat of this many lengths or more counts as open."""
+"""Number of possible lengths from which a repeat counts as open."""
 
 Ways: TypeAlias = tuple[int, ...]
 
@@ -35,8 +35,9 @@ except ImportError:  # in the standard library, but private
 
 
 def ways_of(pattern: str) -> int:
-    """Bound the ways to match a name. ``ValueError``: it repeats something empty or ambiguous;
-    ``re.error``, ``OverflowError``, ``RecursionError``: it is no expression."""
+    """Return an upper bound of the ways to match a name. ``ValueError``: it repeats something empty
+    or ambiguous; ``re.error``, ``OverflowError``, ``RecursionError``: it is not a valid expression.
+    """
     if len(pattern) > MAX_LENGTH:
         raise ValueError(f"it has {len(pattern)} characters; at most {MAX_LENGTH} are read")
     re.compile(pattern)
@@ -78,7 +79,7 @@ OPEN: Ways = (0, 1)
 
 
 def _sequence(items: Sequence[Any]) -> tuple[Ways, Ways]:
-    """Count the ways of consecutive items, and those that are tried inside assertions."""
+    """Count the ways of consecutive items, and the ways that are tried inside assertions."""
     ways, asserted = ONE, NONE
     for item in items:
         more, inside = _item(item)
@@ -100,7 +101,7 @@ def _item(item: Any) -> tuple[Ways, Ways]:
     if kind == "GROUPREF_EXISTS":
         return _branch([one for one in given[1:] if one is not None])
     if kind in ("ASSERT", "ASSERT_NOT"):
-        # After an assertion, matching goes back only to its first way.
+        # Matching does not backtrack into an assertion, so the assertion counts as one way.
         ways, asserted = _sequence(given[1])
         return ONE, _add(ways, asserted)
     return ONE, NONE
@@ -127,7 +128,7 @@ def _repeat(least: int, most: int, item: Any) -> tuple[Ways, Ways]:
 
 def _branch(alternatives: Sequence[Any]) -> tuple[Ways, Ways]:
     """Count the ways of alternatives. Several can match at one place only if their literal heads
-    are prefixes of one head."""
+    are prefixes of each other."""
     heads = [_head(one) for one in alternatives]
     both = [_sequence(one) for one in alternatives]
     asserted = NONE

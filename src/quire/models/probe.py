@@ -1,7 +1,7 @@
 """Finding the attention of a ``transformers`` model, and that nothing else decides its logits.
 
-``watch`` runs the model on a few tokens with an attention function that notes each layer's
-arguments. Instead of masks it gets their rules, so windows and chunks of any length are seen.
+``watch`` runs the model on a few tokens with an attention function that records each layer's
+arguments. Instead of masks it receives their rules, so windows and chunks of any length are found.
 ``Probe.compare`` runs the model in pieces, two sequences at a time, and compares with its own
 logits.
 
@@ -27,7 +27,7 @@ from quire.ops.attention import masked_scores, weigh
 ATTENTION = "quire"
 """Name of our attention function in transformers."""
 WATCHED = "quire_watched"
-"""Name of the attention function that notes the layers' arguments."""
+"""Name of the attention function that records the layers' arguments."""
 
 TOKENS = 24
 """Tokens of the probe."""
@@ -50,20 +50,20 @@ IGNORED = frozenset(
         "past_key_values",
     ]
 )
-"""Arguments of an attention call without effect here; the mask's rule has the window."""
+"""Arguments of an attention call without effect here; the window is in the mask's rule."""
 
 FAILURES = (TypeError, RuntimeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
-"""What a model of transformers raises in a forward that its configuration does not fit."""
+"""Exceptions of a transformers model in a forward that does not fit its configuration."""
 
 Spec = FullAttention | WindowedAttention
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The rule that a mask would be made from."""
+    """A mask's rule, passed in place of the mask."""
 
     sees: Callable[..., Any]
-    """Maps (batch, head, query, key) to whether the query sees the key; takes tensors."""
+    """Maps (batch, head, query, key) to True if the query sees the key; takes tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def attend_in_pass(
 def attend_and_note(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend naively for ``watch``, and note the layer's arguments."""
+    """Attend naively for ``watch``, and record the layer's arguments."""
     notes: Notes | None = kwargs.get("quire_watch")
     if notes is None:
         raise Unsupported(f"{type(module).__name__} does not hand on the arguments of its model's call")
@@ -153,7 +153,7 @@ def attend_and_note(
 
 
 def naive(spec: Spec, q_THD: Tensor, k_MHD: Tensor, v_MHD: Tensor, q_T: Tensor, k_M: Tensor) -> Tensor:
-    """Attend from positions ``q_T`` to keys at ``k_M`` by the reference."""
+    """Attend from positions ``q_T`` to keys at positions ``k_M`` by the reference."""
     visible_TM = k_M <= q_T.unsqueeze(1)
     if spec.layer_window is not None:
         visible_TM &= k_M > q_T.unsqueeze(1) - spec.layer_window
@@ -163,7 +163,7 @@ def naive(spec: Spec, q_THD: Tensor, k_MHD: Tensor, v_MHD: Tensor, q_T: Tensor, 
 
 
 class Notes:
-    """The attention specs that were seen, by layer."""
+    """The recorded attention specs, by layer."""
 
     def __init__(self, what: str, length: int) -> None:
         self.what = what
@@ -234,7 +234,8 @@ class Notes:
         return None if window > last else window
 
     def _width(self, layer: int, rule: Rule, query: int) -> int:
-        """Count the keys that a query sees; refuse unless they are a run that ends with itself."""
+        """Return the number of keys that a query sees; refuse unless they are consecutive and end
+        with its own."""
         keys = torch.arange(query + 3)
         try:
             seen = torch.as_tensor(rule.sees(torch.tensor(0), torch.tensor(0), torch.tensor(query), keys)).expand(
@@ -258,8 +259,9 @@ class ProbeCache:
         self.v = [torch.empty(0, device=device)] * len(specs)
 
     def open(self, start: int, stop: int, other: int) -> Any:
-        """Open a pass: positions ``start..stop - 1`` of one, ``other`` tokens of a new sequence. It
-        has what ``attend_in_pass`` and ``FallbackModel`` use of a ``contracts.model.Pass``."""
+        """Open a pass: positions ``start..stop - 1`` of one sequence, ``other`` tokens of a new
+        one. It has the methods of a ``contracts.model.Pass`` that ``attend_in_pass`` and
+        ``FallbackModel`` call."""
         return NaivePass(self, start, stop, other)
 
 
@@ -292,7 +294,8 @@ class NaivePass:
 
 
 def watch(causal: Any, length: int, what: str) -> Probe:
-    """Run the model alone and with noting attention; raise ``Unsupported`` if ours cannot serve."""
+    """Run the model alone and with a recording attention; raise ``Unsupported`` if our attention
+    cannot replace its own."""
     register()
     device = causal.get_input_embeddings().weight.device
     vocab = causal.get_output_embeddings().weight.shape[0]

@@ -43,7 +43,7 @@ class Processor:
         )
 
     def multiplies(self, dtype: torch.dtype) -> bool:
-        """Return whether it multiplies matrices of ``dtype`` without converting them to float32."""
+        """Return True if it multiplies matrices of ``dtype`` without converting them to float32."""
         if dtype == torch.bfloat16:
             instructions = self.bfloat16_instructions or self.machine.lower() not in X86
             return instructions and self.onednn_bfloat16
@@ -53,6 +53,6 @@ class Processor:
 
 
 def _probe(owner: object, name: str) -> bool:
-    """Ask torch about the CPU; a version without the private function has no fast path either."""
+    """Query torch about the CPU; a version without the private function has no fast path either."""
     ask: Callable[[], bool] | None = getattr(owner, name, None)
     return bool(ask()) if ask is not None else False

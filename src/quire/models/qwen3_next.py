@@ -48,7 +48,8 @@ class DeltaConfig(HybridConfig):
     mixer: DeltaShape
     interleaved: bool
     """Whether one projection of the checkpoint holds query, key, values and gates, key head by key
-    head (Qwen3-Next). Otherwise queries, keys and values, gates, and both rates have one each."""
+    head (Qwen3-Next). Otherwise there are separate projections: q, k and v together, gates, and two
+    for rates."""
     prefix: str = "model."
     """Prefix of the names of all tensors but the head's."""
 
@@ -92,7 +93,7 @@ def read_qwen3_5_moe_with_vision_config(values: Mapping[str, Any], max_model_len
 
 
 def _text_of(values: Mapping[str, Any], model_type: str, architecture: str) -> ConfigFields:
-    """Return the fields of ``text_config``; read or refuse those beside it."""
+    """Return the fields of ``text_config``; read or refuse the fields outside of it."""
     fields = ConfigFields(values)
     if fields.get("model_type") not in (None, model_type):
         raise fields.error("model_type", f"{model_type!r}, which goes with {architecture}")
@@ -122,7 +123,8 @@ def _read_mixture(fields: ConfigFields, architecture: str, max_model_len: int | 
 
 
 def _without_sections(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the head's shares that rotate by time, height and width: text has one position."""
+    """Drop the sections of the head that rotate by time, height and width: text has one
+    position."""
     found = dict(values)
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(found.get(name), dict):

@@ -64,7 +64,7 @@ def qwen_moe_spellings(config: MixtureConfig) -> tuple[NameTable, ...]:
 
 
 def _window(fields: ConfigFields) -> int | None:
-    """Read ``sliding_window`` (default 4,096) if ``use_sliding_window``; else pass over it."""
+    """Read ``sliding_window`` (default 4,096) if ``use_sliding_window``; else skip it."""
     if fields.flag("use_sliding_window", False):
         return read_window(fields, 4096)
     fields.get("sliding_window")

@@ -1,7 +1,8 @@
 """RoPE in ``config.json``: two spellings and seven scalings become one numeric ``RopeSpec``.
 
-transformers 5 writes one object ``rope_parameters``, or one in it per type of layer. Older files
-have ``rope_theta``, ``rope_scaling``, ``rope_local_base_freq``. Both are read, and must agree.
+transformers 5 writes one object ``rope_parameters``, or in it one object per type of layer. Older
+files have ``rope_theta``, ``rope_scaling``, ``rope_local_base_freq``. Both are read, and must
+agree.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from quire.errors import CheckpointError, InvalidArgument, Unsupported
 from quire.models.config_fields import ConfigFields
 
 DEFAULT_ROPE_THETA = 10_000.0
-"""The base of RoFormer, and of Llama 1 and 2, whose configurations did not write it down."""
+"""The base of RoFormer, and of Llama 1 and 2, whose configurations omit it."""
 
 ROPE_SCALINGS: tuple[str, ...] = get_args(RopeScaling)
 """The rules for frequencies that ``quire.ops.rope`` computes."""
@@ -29,7 +30,8 @@ BORDER = "original_max_position_embeddings"
 """The field with the longest sequence of longrope's short factors."""
 
 SCALED_LAYERS = "full_attention"
-"""The type of layer of ``rope_scaling`` in models whose types differ (Gemma 3, OLMo 3)."""
+"""The type of layer that ``rope_scaling`` applies to in models with several types (Gemma 3, OLMo
+3)."""
 
 THETA_FIELDS: Mapping[str, str] = {"sliding_attention": "rope_local_base_freq"}
 """By type of layer, the field of a base other than ``rope_theta`` (older files of Gemma 3)."""
@@ -133,7 +135,7 @@ def _of_layer_type(fields: ConfigFields, given: Mapping[str, Any], layer_type: s
 
 
 def _join(fields: ConfigFields, name: str, given: Mapping[str, Any], beside: Mapping[str, str]) -> dict[str, Any]:
-    """Join ``given`` with parameters that older files keep beside it, named by ``beside``."""
+    """Join ``given`` with parameters in other fields of older files, named by ``beside``."""
     joined = dict(given)
     for key, outer in beside.items():
         value = fields.get(outer)
@@ -159,7 +161,7 @@ def _rope_spec(rope: ConfigFields, context: _Context) -> RopeSpec:
     theta = rope.number("rope_theta", context.theta_default)
     plain = RopeSpec(theta=theta, rotary_dim=_rotary_dim(rope, context, kind), interleaved=context.interleaved)
     spec = _READERS[kind](rope, plain, context)
-    # Parameters that no reader asks for belong to an unknown rule.
+    # Parameters that no reader requests belong to an unknown rule.
     surplus = [name for name in rope.unread() if rope.values[name] is not None]
     if surplus:
         raise Unsupported(f"{rope.source}: {surplus} with RoPE scaling {kind!r}; expected none of them")
@@ -167,7 +169,8 @@ def _rope_spec(rope: ConfigFields, context: _Context) -> RopeSpec:
 
 
 def _rotary_dim(rope: ConfigFields, context: _Context, kind: str) -> int:
-    """Return the columns that rotate: a fraction of the head, rounded down as in transformers."""
+    """Return the number of rotated columns: a fraction of the head, rounded down as in
+    transformers."""
     fraction = rope.number("partial_rotary_factor", context.partial_default or 1.0)
     if fraction > 1:
         raise rope.error("partial_rotary_factor", "at most 1")
@@ -185,9 +188,7 @@ def _rotary_dim(rope: ConfigFields, context: _Context, kind: str) -> int:
 
 
 def _read_default(rope: ConfigFields, plain: RopeSpec, context: _Context) -> RopeSpec:
-    rope.get(
-        "original_max_position_embeddings"
-    )  # Tells how the model was trained (Phi-3 for 4,096), and decides nothing.
+    rope.get("original_max_position_embeddings")  # Describes the training (4,096 for Phi-3) and has no effect.
     return plain
 
 
@@ -245,7 +246,8 @@ def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
 
 
 def _yarn_attention_factor(rope: ConfigFields, factor: float) -> float:
-    """Return ``mscale``'s factor of rotated columns over ``mscale_all_dim``'s of the scores.
+    """Return the factor of rotated columns: ``mscale``'s magnitude divided by ``mscale_all_dim``'s,
+    which is in the scores.
 
     0 equals missing. With one missing, DeepSeek's code (defaults 1 and 0) and transformers (which
     ignores both) may differ; then the configuration is refused.
@@ -324,18 +326,18 @@ _READERS: Mapping[str, Callable[[ConfigFields, RopeSpec, _Context], RopeSpec]] =
 
 @dataclass(frozen=True, slots=True)
 class LengthRule:
-    """What a RoPE whose frequencies depend on ``max_model_len`` was made for."""
+    """The lengths that share the frequencies of a length-dependent RoPE."""
 
     made_for: str
-    """The lengths with the same frequencies, in words."""
+    """The values of ``max_model_len`` with the same frequencies, in words."""
     inexact: str = ""
-    """Which sequences have other logits than in transformers, which chooses the frequencies by the
-    length of each call; "" if none have."""
+    """The sequences with other logits than in transformers, which chooses the frequencies by the
+    length of each call, in words; "" if there are none."""
 
 
 def length_rule(values: Mapping[str, Any], ropes: Collection[RopeSpec], length: int) -> LengthRule | None:
     """Return the rule of a model for sequences of up to ``length`` tokens; None if its frequencies
-    do not depend on that. ``values``: config.json; ``ropes``: those of its layers."""
+    do not depend on that. ``values``: config.json; ``ropes``: of its layers."""
     for rope in ropes:
         border = rope.original_max_position if rope.scaling == "dynamic" else 0
         if rope.scaling == "longrope":

@@ -33,7 +33,8 @@ class Names:
     """The spelling of one family. Names of a layer's parts follow ``{trunk}layers.{}.``."""
 
     norms: Mapping[str, str]
-    """Our names of a block's norms over the model width, to the checkpoint's; extras are fine."""
+    """Our names of a block's norms over the model width, to the checkpoint's; unused entries are
+    allowed."""
     trunk: str = "model."
     head: str = "lm_head"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -45,7 +46,7 @@ class Names:
     """Names in ``mlp``. One name: one tensor stores both, gate first."""
     down: str = "down_proj"
     others: tuple[str, ...] = ()
-    """Prefixes of tensors in the checkpoint that belong to other models (encoders of images)."""
+    """Prefixes of tensors in the checkpoint that belong to other models (image encoders)."""
 
 
 LLAMA_NAMES = Names(norms=PRE_NORMS)

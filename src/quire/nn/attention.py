@@ -35,13 +35,13 @@ class Attention:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether its heads do ``attend_qkv`` of the projection, with ``head_norms``, and
-        nothing else."""
+        """Return True if the pass may run the heads as one ``attend_qkv`` call on the projection,
+        with ``head_norms``."""
         return type(self) is Attention
 
     @property
     def head_norms(self) -> HeadNormWeights | None:
-        """Norms of the heads that the pass applies."""
+        """Weights of the head norms that the pass applies; None: no norms."""
         return None
 
     def __call__(self, x_TE: Tensor, pass_: Pass) -> Tensor:
@@ -63,7 +63,7 @@ class NormedAttention(Attention):
     """Maps ``[T, Hkv, Dk]`` to a contiguous result."""
     _sizes: list[int] = field(init=False)
     _norms: HeadNormWeights | None = field(init=False, default=None)
-    """What the pass does, which then has the projection as one tensor."""
+    """Weights of the two norms, given to the pass that has q, k and v as one tensor."""
 
     def __post_init__(self) -> None:
         spec, q_norm, k_norm = self.spec, self.q_norm, self.k_norm

@@ -32,12 +32,12 @@ class Embedding:
         self.low_rank: EmbeddingTerm | None = None
 
     def share(self, head: PackedMatrix) -> None:
-        """Give up the table for the weights of a tied head, which have all of its values exactly in
-        the form "float32" or "bfloat16". ``weight`` keeps shape and dtype only."""
+        """Replace the table by the packed weights of a tied head, which hold the same values
+        exactly (form "float32" or "bfloat16"). ``weight`` then has only shape and dtype."""
         self._packed, self.weight = head, self.weight.to("meta")
 
     def plain_weight(self) -> Tensor:
-        """Return the table ``[V, E]`` as rows, wherever it is."""
+        """Return the table ``[V, E]`` as rows, packed or not."""
         return self.weight if self._packed is None else unpack(self._packed).to(self.weight.dtype)
 
     def __call__(self, tokens_T: Tensor) -> Tensor:

@@ -29,12 +29,12 @@ from quire.ops.experts import Routing, route
 from quire.ops.rows import REFERENCE_ROWS
 
 MAX_PAIRS = 1 << 15
-"""Pairs that run at a time. This bounds the copies of activations, yet gives each expert enough
-work to make another reading of its weights cheap."""
+"""Number of pairs that run at a time. This bounds the copies of activations, and each expert still
+has enough rows per read of its weights."""
 GROUPED_CAPABILITY = (8, 0)
 """The oldest CUDA devices with a grouped matrix product."""
 GROUPED_ALIGNMENT = 16
-"""Row alignment in bytes that this product needs."""
+"""Row alignment in bytes that the grouped product needs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,8 +102,9 @@ class Router:
 
 class ExpertLinear:
     """X linear maps of one shape: ``weight [X, O, I]``, possibly transposed, ``bias [X, O]`` or
-    None. ``maps[x]`` is a ``Linear`` in the memory of the stack. After ``pack`` each has its own
-    packed weight, or ``stack`` has those of all and there are no maps; the weight is gone."""
+    None. ``maps[x]`` is a ``Linear`` over a slice of ``weight``. After ``pack``, ``weight`` is
+    None, and either each map has its own packed weight or ``stack`` holds all packed weights and
+    ``maps`` is empty."""
 
     __slots__ = ("bias", "count", "maps", "stack", "weight")
 
@@ -116,7 +117,7 @@ class ExpertLinear:
         self.maps = [Linear(weight_OI, bias_O) for weight_OI, bias_O in zip(weight_XOI, biases, strict=True)]
 
     def can_group(self) -> bool:
-        """Return whether the device has a kernel that runs all maps in one call."""
+        """Return True if the device has a kernel that runs all maps in one call."""
         if self.stack is not None:
             return True
         weight = self.weight
@@ -136,7 +137,7 @@ class ExpertLinear:
         return y_PO if self.bias is None else y_PO.add_(self.bias.index_select(0, expert_P))
 
     def check(self, kernels: LayerKernels) -> None:
-        """Raise ``Unsupported`` if a kernel that packs stacks cannot pack this one."""
+        """Raise ``Unsupported`` if a kernel for packed stacks cannot pack this stack."""
         form, kernel = kernels.quantization, kernels.linear
         if self.weight is None or form is None or not isinstance(kernel, StackKernel):
             return
@@ -148,8 +149,8 @@ class ExpertLinear:
             )
 
     def pack(self, kernels: LayerKernels) -> int:
-        """Lay the maps out for this machine's kernels, all at once or one by one, and drop the
-        weight; return the bytes by which the weights have grown. ``check`` comes before."""
+        """Pack the maps for the kernels, as one stack or one by one, and drop the plain weight.
+        Return the growth of the weights in bytes. Call ``check`` first."""
         if self.weight is None:
             return 0
         if kernels.quantization is not None and isinstance(kernels.linear, StackKernel):
@@ -179,8 +180,8 @@ class Experts:
         self._can_group = self.gate_up.can_group() and self.down.can_group()
 
     def pack(self, kernels: LayerKernels) -> int:
-        """Pack both stacks, one after the other; return the bytes by which the weights have grown.
-        ``Unsupported``: the kernels cannot pack one of them, and nothing is changed."""
+        """Pack both stacks. Return the growth of the weights in bytes. ``Unsupported``, with
+        nothing changed, if the kernels cannot pack one of them."""
         for stack in (self.gate_up, self.down):
             stack.check(kernels)
         grown = pack_maps(self, kernels)
@@ -239,7 +240,8 @@ class Experts:
 
 @dataclass(slots=True, eq=False)
 class SharedExpert:
-    """All tokens' expert: ``sigmoid(gate(x)) * mlp(x)`` (Qwen2-MoE) or ``mlp(x)`` (DeepSeek)."""
+    """The expert that all tokens use: ``sigmoid(gate(x)) * mlp(x)`` (Qwen2-MoE) or ``mlp(x)``
+    (DeepSeek)."""
 
     mlp: GatedMLP
     gate: Linear | None = None
@@ -251,13 +253,13 @@ class SharedExpert:
         return y_TE if self.gate is None else y_TE.mul_(torch.sigmoid(self.gate(x_TE)))
 
     def pack(self, kernels: LayerKernels) -> int:
-        """Pack the MLP; return the bytes by which its weights have grown. The small gate stays."""
+        """Pack the MLP; return the growth of its weights in bytes. The small gate stays plain."""
         return pack_maps(self.mlp, kernels)
 
 
 @dataclass(slots=True, eq=False)
 class MixtureOfExperts:
-    """A router, its experts and, optionally, the expert that all tokens share."""
+    """A router, its experts and, optionally, a shared expert."""
 
     router: Router
     experts: Experts

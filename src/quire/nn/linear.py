@@ -16,7 +16,7 @@ class LowRankTerm(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no row of this forward is under an adapter that changes the map."""
+        """Return True if no row of this forward is under an adapter that changes the map."""
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> None:
         """Add to the rows of ``y`` under adapters, in place; all others stay, to the bit."""
@@ -27,11 +27,13 @@ class Linear:
     """``y = x W^T + b``. ``weight [O, I]``, ``bias [O]`` or None, in one dtype.
 
     Layers here are plain objects that hold tensors: no hooks, autograd bookkeeping or state dict.
-    Every matrix product of a model goes through this class, so a packed or quantised ``weight`` has
-    one place: a subclass with its own ``product`` replaces the plain one.
+    Every matrix product of a model goes through this class. A packed or quantised weight is a
+    subclass with its own ``product``.
 
-    ``name``: the model's parameter without ``.weight``, by which adapters find the map; "": they
-    cannot. ``low_rank``: the adapters' term, set and removed by ``quire.runner.adapter_pool``."""
+    ``name``: the model's parameter without ``.weight``, by which adapters find the map; "":
+    adapters cannot change it. ``low_rank``: the adapters' term, set and removed by
+    ``quire.runner.adapter_pool``.
+    """
 
     __slots__ = ("bias", "low_rank", "name", "weight")
 
@@ -55,11 +57,11 @@ class Linear:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether ``product`` alone gives the results of this forward."""
+        """Return True if no adapter changes the map in this forward."""
         return self.low_rank is None or self.low_rank.is_idle
 
     def plain_weight(self) -> Tensor:
-        """Return the weight ``[O, I]`` as rows, however it is laid out."""
+        """Return the weight ``[O, I]`` as rows, in any layout of its storage."""
         return self.weight
 
     def __call__(self, x_TI: Tensor) -> Tensor:

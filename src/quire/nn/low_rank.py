@@ -1,11 +1,11 @@
 """Low-rank products of a ragged batch: many adapters at once, and only for their rows.
 
-The adapters in use lie one after the other in the *rank rows* of each piece of a linear map: an
-adapter of rank r has r rows of the piece's A and B. The batch is ordered by the place of its
-adapters. Neighbours of equal rank are then one batched product over views of the piece, whatever
-their number (grouped LoRA products: Punica, arXiv:2310.18547, and S-LoRA, arXiv:2311.03285). One
-plan per forward places the rows for all layers. A given kernel
-(``contracts.adapters.LowRankKernel``) runs the short chunks; PyTorch's products run the long ones.
+The adapters in use are stored one after the other in the *rank rows* of each piece of a linear map:
+an adapter of rank r has r rows of the piece's A and B. The batch is ordered by the first rank row
+of its adapters. Neighbours of equal rank then run as one batched product over views of the piece
+(grouped LoRA products: Punica, arXiv:2310.18547, and S-LoRA, arXiv:2311.03285). One plan per
+forward places the rows for all layers. A given kernel (``contracts.adapters.LowRankKernel``) runs
+the short chunks; PyTorch's products run the long ones.
 
 Letters: T rows of a forward, N some of them; S rank rows; G adapters of one product, M rows of
 each, R their rank; I input, O output features of a piece; V vocabulary; E model width.
@@ -25,7 +25,7 @@ from quire.contracts.adapters import AddProducts, LowRankKernel, LowRankUpdate, 
 from quire.errors import InvalidArgument
 
 LONG_CHUNK = 32
-"""Rows from which a chunk gets its own products: they run over views and copy none of its rows."""
+"""Least number of rows of a chunk that runs as its own products, over views, without copies."""
 ROWS_OF_A_CALL = 8
 """Rows of padding that cost less than one more product."""
 
@@ -34,8 +34,9 @@ Index: TypeAlias = slice | Tensor
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of PyTorch's low-rank products, also of A and B unless a kernel wants the
-    model's. The CPU takes five times as long for small bfloat16 products as for float32 ones."""
+    """Return the dtype of PyTorch's low-rank products. A and B have it too, unless a kernel wants
+    the model's dtype. On the CPU small bfloat16 products take five times as long as float32 ones.
+    """
     return torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
 
 
@@ -57,7 +58,7 @@ class Product:
     adapters: int
     rank: int
     begin: int
-    """First of its rows among the gathered ones."""
+    """The first of its rows among the gathered rows."""
     end: int
 
 
@@ -87,14 +88,14 @@ def take_rows(x_TI: Tensor, index: Index) -> Tensor:
 
 
 def plan_parts(shares: Sequence[Share], device: torch.device) -> tuple[RowSet, ...]:
-    """Plan PyTorch's work for rows under adapters: long chunks alone, all others together, none
-    twice."""
+    """Plan PyTorch's work for rows under adapters: each long chunk is a part, all other rows are
+    one."""
     short = short_rows(shares)
     return (*long_parts(shares), joint_part(short, device)) if short else long_parts(shares)
 
 
 def long_parts(shares: Sequence[Share]) -> tuple[RowSet, ...]:
-    """Return the long chunks, each by itself."""
+    """Return a part for each long chunk."""
     long = [one for one in shares if one.end - one.begin >= LONG_CHUNK]
     return tuple(
         RowSet(slice(begin, end), slice(begin, end), None, (Product(first, 1, rank, 0, end - begin),))
@@ -103,7 +104,7 @@ def long_parts(shares: Sequence[Share]) -> tuple[RowSet, ...]:
 
 
 def short_rows(shares: Sequence[Share]) -> list[RankedRows]:
-    """Return the rows of all other chunks, by adapter, in the order of their rank rows."""
+    """Return the rows of the short chunks, by adapter, in the order of their rank rows."""
     short: dict[tuple[int, int], list[int]] = {}
     for first, rank, begin, end in shares:
         if end - begin < LONG_CHUNK:
@@ -162,8 +163,8 @@ class RowPlans:
         device: torch.device,
         kernel: LowRankKernel | None = None,
     ) -> None:
-        """Take ``shares`` by adapter id, the number of all ``rows``, a ``kernel`` for short
-        chunks."""
+        """Take ``shares`` by adapter id, the number of ``rows`` of the forward, and a ``kernel``
+        for short chunks."""
         self.rows = rows
         self.used = frozenset(shares)
         self._shares = shares
@@ -172,8 +173,8 @@ class RowPlans:
         self._plans: dict[frozenset[int], tuple[tuple[RowSet, ...], Any]] = {}
 
     def plan_of(self, adapters: frozenset[int]) -> tuple[tuple[RowSet, ...], Any]:
-        """Return parts, and the kernel's plan for other rows, for adapters of one piece of a
-        map."""
+        """Return the parts for PyTorch and the kernel's plan for the other rows, for adapters of
+        one piece."""
         if adapters not in self._plans:
             # By row, not by id: rows that are neighbours stay neighbours.
             shares = sorted((one for adapter in adapters for one in self._shares[adapter]), key=lambda one: one.begin)
@@ -185,7 +186,8 @@ class RowPlans:
         return self._plans[adapters]
 
     def work_of(self, adapters: frozenset[int], pieces: Sequence[RankRows]) -> tuple[list[Task], list[AddProducts]]:
-        """Return a map's work for the rows under adapters that change these pieces of it."""
+        """Return the tasks and kernel calls of a map, for the rows under adapters that change these
+        pieces."""
         parts, plan = self.plan_of(adapters)
         tasks = [Task(part, tuple(piece_of(rows, part) for rows in pieces)) for part in parts]
         if plan is None or self._kernel is None:
@@ -219,13 +221,13 @@ class RankRows:
         return self.a_SI.nbytes + self.b_SO.nbytes
 
     def enlarged(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """Return copies of A and B with so many rank rows."""
+        """Return copies of A and B enlarged to ``capacity`` rank rows."""
         a_SI, b_SO = (old.new_empty(capacity, old.shape[1]) for old in (self.a_SI, self.b_SO))
         a_SI[: self.capacity], b_SO[: self.capacity] = self.a_SI, self.b_SO
         return a_SI, b_SO
 
     def write(self, adapter_id: int, first: int, rank: int) -> None:
-        """Write an adapter's update to ``rank`` rows from ``first`` on, zeros beyond its own
+        """Write an adapter's update to ``rank`` rows from ``first`` on, with zeros beyond its own
         rank."""
         update = self.updates[adapter_id]
         last, end = first + update.rank, first + rank
@@ -282,7 +284,8 @@ class LowRankLinear:
     __slots__ = ("bias", "dtype", "pieces", "tables", "work")
 
     def __init__(self, dtype: torch.dtype, bias_O: Tensor | None) -> None:
-        """Take the ``dtype`` of the products and the map's own bias, which tables keep."""
+        """Take the ``dtype`` of the products and the map's bias, which is added to the results of
+        tables too."""
         self.dtype = dtype
         self.bias = bias_O
         self.pieces: dict[tuple[int, int], RankRows] = {}
@@ -292,7 +295,7 @@ class LowRankLinear:
 
     @property
     def unused(self) -> bool:
-        """Return whether no loaded adapter changes the map."""
+        """Return True if no loaded adapter changes the map."""
         return not self.pieces and not self.tables
 
     @property

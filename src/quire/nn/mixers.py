@@ -1,5 +1,7 @@
-"""Layers that mix tokens, besides plain softmax attention: those of ``nn.mamba``, ``nn.delta`` and
-``nn.short_conv``, and attention with a gated output. A mixer's shape gives the state of a layer.
+"""Mixers beside plain softmax attention: the interface of recurrent mixers, and gated attention.
+
+The recurrent mixers are in ``nn.mamba``, ``nn.delta`` and ``nn.short_conv``. A mixer's shape gives
+the state of its layer.
 
 Letters: T tokens, E model width, Hq, Hkv query and KV heads, D head size.
 """

@@ -72,11 +72,13 @@ class LayerNormPerHead:
 
 
 class GatedRMSNorm:
-    """A root mean square norm of a mixer's output and ``silu`` of a gate, in float32, rounded once.
+    """A root mean square norm of a mixer's output times ``silu`` of a gate, in float32, rounded
+    once.
 
-    ``gate_first``: ``norm(x * silu(gate))`` (Mamba-2, arXiv:2405.21060); else
-    ``norm(x) * silu(gate)`` (Qwen3-Next). ``groups``: equal parts of the channels, with a mean
-    each, under one weight."""
+    ``gate_first``: ``norm(x * silu(gate))`` (Mamba-2, arXiv:2405.21060); else ``norm(x) *
+    silu(gate)`` (Qwen3-Next). ``groups``: number of equal parts of the channels, each with its own
+    mean; they share one weight.
+    """
 
     __slots__ = ("_shape", "eps", "gate_first", "weight")
 

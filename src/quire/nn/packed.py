@@ -1,10 +1,10 @@
 """Linear maps with weights in the layout of a kernel.
 
-Decoding is reading weights, and a row-major weight is read at two thirds or less of the memory
-bandwidth of a blocked layout. ``KernelLinear`` has that of ``contracts.linear``, in any of its
-forms. Without such a kernel ``PackedLinear`` has oneDNN's own (CPU, bfloat16): PyTorch's compiler
-calls these functions when it freezes a model. They are not public; a PyTorch without them gets
-plain weights.
+Decoding is bound by reading weights, and a row-major weight reaches at most two thirds of the
+memory bandwidth of a blocked layout. ``KernelLinear`` uses the layout of ``contracts.linear``, in
+any of its forms. Without such a kernel ``PackedLinear`` uses oneDNN's layout (CPU, bfloat16), by
+the functions that PyTorch's compiler calls when it freezes a model. They are not public; a PyTorch
+without them gets plain weights.
 
 Letters: T rows, I input features, O output features.
 """
@@ -24,11 +24,12 @@ from quire.weights.packed import unpack
 LAYERS = ("quire.nn.", "quire.models.")
 """Packages that define the classes of a model's layers."""
 ROWS_HINT = 16
-"""Number of rows for oneDNN's choice of layout; any number runs."""
+"""Number of rows by which oneDNN chooses a layout; the layout runs any number of rows."""
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether this PyTorch packs such weights. It refuses without AVX-512 or its like."""
+    """Return True if this PyTorch packs weights of this dtype. It refuses without AVX-512 or
+    similar."""
     return (
         device.type == "cpu"
         and dtype == torch.bfloat16
@@ -41,7 +42,8 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class PackedLinear(Linear):
-    """The same map as its plain ``Linear``. ``weight`` is opaque: right shape, oneDNN's bytes."""
+    """The same map as its plain ``Linear``. ``weight`` has the right shape; its bytes are
+    oneDNN's."""
 
     __slots__ = ()
 
@@ -59,7 +61,7 @@ class PackedLinear(Linear):
 
 
 class KernelLinear(Linear):
-    """The same map as its plain ``Linear``, or one of fewer bits. ``weight`` has shape and dtype
+    """The same map as its plain ``Linear``, exact or quantised. ``weight`` has shape and dtype
     only."""
 
     __slots__ = ("map",)
@@ -85,7 +87,7 @@ PLAIN = LayerKernels()
 
 
 def packed(plain: Linear, kernels: LayerKernels = PLAIN) -> Linear:
-    """Return the map in the form that the kernels want, else packed by oneDNN, else as it is."""
+    """Return the map in the form of the given kernels, else packed by oneDNN, else unchanged."""
     weight = plain.weight if kernels.read is None else kernels.read(plain.weight)
     if (kernel := kernels.linear) is not None:
         form: WeightForm | None = kernels.quantization
@@ -97,9 +99,10 @@ def packed(plain: Linear, kernels: LayerKernels = PLAIN) -> Linear:
 
 
 def pack_maps(layer: object, kernels: LayerKernels) -> int:
-    """Give a layer, and the layers in it, the kernels that they have a place for. Replace linear
-    maps by their packed forms, if there are any. A layer that keeps some of its maps as they are
-    has a ``pack`` of its own. Return the bytes by which the weights have grown."""
+    """Give a layer and its inner layers their kernels, and replace linear maps by packed forms.
+
+    A layer with a ``pack`` method packs itself. Return the growth of the weights in bytes.
+    """
     grown = 0
     if kernels.rows is not None and hasattr(layer, "row_kernels"):
         layer.row_kernels = kernels.rows

@@ -1,4 +1,4 @@
-"""The gated short convolution of LFM2: a mixer that remembers a few tokens.
+"""The gated short convolution of LFM2: a mixer with a state of a few tokens.
 
 Letters: T tokens, E model width, W taps.
 """

@@ -47,7 +47,8 @@ def weights_of(scores_HNM: Tensor, lse_HN: Tensor) -> Tensor:
 
 
 def weigh(scores_HNM: Tensor, v_MHD: Tensor, dtype: torch.dtype, sinks_H: Tensor | None = None) -> AttentionState:
-    """Return the state of these scores; ``sinks_H``: one more score per head, without a value."""
+    """Return the attention state of these scores. ``sinks_H``: one more score per head, without a
+    value."""
     lse_HN = torch.logsumexp(scores_HNM, -1)
     if sinks_H is not None:
         lse_HN = torch.logaddexp(lse_HN, sinks_H.to(lse_HN.dtype).unsqueeze(-1))
@@ -71,7 +72,8 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
 
 
 def visible_keys(plan: ForwardPlan, entry: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return ``[n, keys]`` twice: visible keys by address in the window part and the sink part."""
+    """Return two bool masks ``[n, keys]``, by key address: visible keys of the window part and of
+    the sink part."""
     rows = slice(int(plan.starts[entry]), int(plan.starts[entry + 1]))
     positions = int(plan.origins[entry]) + np.arange(int(plan.keys[entry]))
     rule = plan.rules[entry]
@@ -87,7 +89,8 @@ def visible_keys(plan: ForwardPlan, entry: int) -> tuple[NDArray[np.bool_], NDAr
 
 
 def kind_refusal(backend: str, spec: LayerSpec) -> str:
-    """Return why a backend of full and windowed layers cannot run another; "" if it can."""
+    """Return the reason for a backend of full and windowed layers to refuse a layer; "" if it can
+    run it."""
     if spec.kind in ("full", "window"):
         return ""
     return f"the {backend} attention has no layers of kind {spec.kind!r}, only 'full' and 'window'"
@@ -146,15 +149,15 @@ def attention_weights(
 
 
 WEIGHTS_AT_ONCE = 2**24
-"""Weights that ``weight_sums`` has in memory, where one query has fewer of them."""
+"""Largest number of attention weights that ``weight_sums`` holds, unless one query has more."""
 
 
 def weight_sums(
     q_NHD: Tensor, k_MHD: Tensor, visible_NM: Tensor, scoring: Scoring, sinks_H: Tensor | None = None
 ) -> Tensor:
-    """Return the weights of keys, summed over queries and heads: float32 ``[M]``. Each query sees a
-    key. Weights and ``sinks_H`` are as in ``attention_weights``; some queries are weighed at a
-    time."""
+    """Return the attention weights of keys, summed over queries and heads: float32 ``[M]``. Every
+    query sees at least one key. Weights and ``sinks_H`` are as in ``attention_weights``; queries
+    are processed in groups."""
     heads, group = k_MHD.shape[1], q_NHD.shape[1] // k_MHD.shape[1]
     keys_HDM = k_MHD.float().permute(1, 2, 0)
     sums_M = keys_HDM.new_zeros(keys_HDM.shape[-1])

@@ -1,4 +1,4 @@
-"""From a device to the host, without waiting for what the device is given afterwards."""
+"""Copies from a device to the host that do not wait for work queued later."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch import Tensor
 class Download:
     """Tensors on their way to the host.
 
-    A plain copy to the host waits until the device has done all that it was given. This one is
-    queued behind the work that makes the tensors, and ``wait`` returns when it was made, whatever
-    has been queued since. On the CPU the tensors are there already."""
+    A plain copy to the host waits until the device has done all queued work. This copy is queued
+    behind the work that makes the tensors, and ``wait`` returns once it is done, even if more work
+    was queued since. On the CPU the tensors are returned as they are.
+    """
 
     __slots__ = ("_event", "_there")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Queue the copies. All tensors are on one device."""
         self._event: torch.cuda.Event | None = None
-        # PyTorch takes pinned memory for such a copy, and keeps what it reads until it was made.
+        # PyTorch uses pinned memory for such a copy, and keeps its source alive until it is done.
         self._there = [one.to("cpu", non_blocking=True) for one in tensors]
         if tensors and tensors[0].is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]

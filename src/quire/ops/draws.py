@@ -1,4 +1,4 @@
-"""Draws that nobody waits for: tokens stay where the logits are until somebody reads them.
+"""Asynchronous draws: tokens stay on the logits' device until the host reads them.
 
 Letters: R rows of logits, V vocabulary; W rows of one chunk of work, G of a group in it.
 """
@@ -24,8 +24,9 @@ from quire.ops.token_logprobs import logprobs_of, ranked, read_ranked
 class Draws:
     """One token for each row of logits, as ``sampling.sample`` draws them.
 
-    All rows that may draw do, and what is known when tokens are read says whose token counts. A
-    row's top-p may hold more than the most probable tokens; it draws again then, when it is read.
+    The device draws for every row that needs a draw. At ``read`` the host sorts out the failed rows
+    and the incomplete ones: if top-p of a row holds more tokens than the most probable ones that
+    were ordered, the row is drawn again.
     """
 
     @torch.no_grad()
@@ -38,8 +39,8 @@ class Draws:
         seen: SeenTokens | None = None,
         unread_R: Tensor | None = None,
     ) -> None:
-        """Queue the draws. The logits must stay as they are until ``read``; for the arguments see
-        ``sampling.sample_later``, which has checked them."""
+        """Queue the draws. The logits must stay unchanged until ``read``. The arguments are those
+        of ``sampling.sample_later``, which has checked them."""
         self._seen, self._unread_R = seen, unread_R
         self._logits_RV, self._samplers, self._banned = logits_RV, samplers, banned
         self.redrawn: tuple[int, ...] = ()
@@ -54,13 +55,13 @@ class Draws:
             raise
 
     def _queue(self, work: Sequence[int], kernel: DrawKernel | None) -> None:
-        """Queue the draws of all rows, and the copies of what they give. ``work``: rows whose first
-        maximum need not be their token."""
+        """Queue the draws of all rows, and the copies of their results to the host. ``work``: rows
+        whose token may differ from their first maximum."""
         logits_RV = self._logits_RV
         _, first_R = maxima(logits_RV)
         self.tokens_R = first_R
-        """int64 ``[R]``, on the device. ``FAILED`` or any token in rows that fail; of rows that
-        draw again another token."""
+        """int64 ``[R]``, on the device. Undefined (``FAILED`` or any token) in failed rows. Rows
+        that are drawn again get another token at ``read``."""
         complete_R = torch.ones_like(first_R)
         if work:
             self.tokens_R = first_R.clone()
@@ -76,7 +77,8 @@ class Draws:
         self._coming = Download([torch.stack((first_R, self.tokens_R, complete_R)), *tables])
 
     def _draw(self, rows: Sequence[int], kernel: DrawKernel | None, complete_R: Tensor) -> None:
-        """Draw for some rows, and write their tokens, and whether these count."""
+        """Draw for ``rows``; write their tokens, and in ``complete_R`` 0 for rows that must be
+        drawn again."""
         penalise, unread_W = None, self._unread_R
         if self._seen is not None:
             if unread_W is not None and len(rows) < len(unread_W):
@@ -144,8 +146,8 @@ class Draws:
                     tokens[rows[i]] = token
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Take back the random numbers of rows whose tokens nobody wants any more. What they have
-        counted is forgotten."""
+        """Return the random numbers of rows with discarded tokens to their generators, and forget
+        their counts."""
         for row in rows:
             if row in self._uniforms:
                 self._samplers[row].take_back(self._uniforms.pop(row))

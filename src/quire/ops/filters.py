@@ -53,14 +53,15 @@ def num_words(vocab_size: int) -> int:
 
 class Allowed(Protocol):
     """Tokens that grammars allow in the rows of a batch. A mask costs a walk through the
-    vocabulary, so it is made only when needed: a model often draws allowed tokens by itself."""
+    vocabulary, so it is made only on demand: a model often draws an allowed token without one."""
 
     @property
     def rows(self) -> Collection[int]:
         """Rows with a grammar."""
 
     def accepts(self, row: int, token: int) -> bool:
-        """Return whether a token is allowed. False may also mean that only the mask knows."""
+        """Return True if a token is known to be allowed. False may also mean that only the mask can
+        decide."""
 
     def masks(self, rows: Sequence[int]) -> Mapping[int, Words]:
         """Return the masks of some of ``rows``, uint32 ``[num_words(V)]`` each."""
@@ -85,27 +86,27 @@ class GivenMasks:
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 ALLOWED_BYTES = np.where(_BITS, np.float32(0), np.float32(-np.inf)).astype(np.float32)
-"""``[256, 8]``: summand for the logits of eight tokens, by byte of a mask."""
+"""``[256, 8]``: for each byte of a mask the summands (0 or -inf) of the logits of eight tokens."""
 
 
 def mask_out(z_WV: Tensor, allowed_WB: Words) -> None:
     """Set the logits of tokens with bit 0 to -inf, in place. NaN stays NaN."""
     vocab_size = z_WV.shape[1]
     if z_WV.device.type == "cpu":
-        # One look-up for eight tokens and a sum without branches: 3 to 10 times as fast as a fill
-        # by mask.
+        # One table look-up for eight tokens and a sum without branches: 3 to 10 times as fast as a
+        # fill by mask.
         bias_WV = ALLOWED_BYTES.take(allowed_WB.view(np.uint8), axis=0).reshape(z_WV.shape[0], -1)[:, :vocab_size]
         z_WV.add_(torch.from_numpy(bias_WV))
         return
-    # Moves an eighth of the bytes, and the device is faster at it.
+    # Copies an eighth of the bytes, and the device expands bits faster.
     words_WB = uploaded(allowed_WB.view(np.int32), z_WV.device)
     z_WV.masked_fill_(zero_bits(words_WB, vocab_size), -torch.inf)
 
 
 def first_allowed(z_RV: Tensor, allowed: Mapping[int, Words]) -> dict[int, tuple[int, float]]:
-    """Return the first maximum of some rows on the CPU after ``mask_out``, and its value, by row.
-    Equals ``mask_out`` and ``max`` without copies of the batch: a row stays in the cache of one
-    core for look-up, sum and search, which takes less than half of the time."""
+    """Return, by row, the first maximum after ``mask_out`` and its value, for rows on the CPU.
+    Equal to ``mask_out`` and ``max`` without copies of the batch: each row stays in one core's
+    cache for lookup, sum and search, which takes less than half of the time."""
     vocab_size = z_RV.shape[1]
     bias_B8 = np.empty((num_words(vocab_size) * 4, 8), dtype=np.float32)
     z_V = bias_B8.reshape(-1)[:vocab_size]
@@ -119,7 +120,7 @@ def first_allowed(z_RV: Tensor, allowed: Mapping[int, Words]) -> dict[int, tuple
 
 
 def zero_bits(words_WB: Tensor, vocab_size: int) -> Tensor:
-    """Return bool ``[W, vocab_size]``: where the bits of int32 words are 0."""
+    """Return bool ``[W, vocab_size]``, True at the 0 bits of int32 words."""
     bits_WB32 = words_WB.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words_WB.device)
     return ((bits_WB32 & 1) == 0).flatten(1)[:, :vocab_size]
 
@@ -135,25 +136,27 @@ class Candidates:
     ids: Tensor | None
     """int64 token ids by descending logit; None: K is V and columns are ids."""
     complete_G: Tensor | None = None
-    """bool, of each member: whether no other token may be drawn; None: none may."""
+    """bool ``[G]``, False for members that may need tokens beyond these candidates; None: all
+    complete."""
 
     def draw(self, uniforms: Sequence[float]) -> list[int]:
-        """Return the tokens of ``drawn``."""
+        """Return the tokens of ``drawn`` as a list."""
         tokens: list[int] = self.drawn(uniforms).tolist()
         return tokens
 
     def drawn(self, uniforms: Sequence[float]) -> Tensor:
-        """Return, per member, int64 ``[G]``: the token where the cumulative weight first exceeds
-        u times the total.
+        """Return int64 ``[G]``: per member the first token with a cumulative weight above u times
+        the total.
 
-        u is in [0, 1 - 2**-53]. A token of weight 0 is never drawn, and one is always found: even
-        where float64 rounds the total up by half a unit in the last place, it rounds u times that
-        to at least one unit below."""
+        u is in [0, 1 - 2**-53]. A token of weight 0 is never drawn, and a token is always found:
+        even if float64 rounds the total up by half a unit in the last place, it rounds u times the
+        total to at least one unit below.
+        """
         sums_GK = self.weights.cumsum(-1)
         total_G1 = sums_GK[:, -1:]
         u_G1 = uploaded(np.array(uniforms, dtype=np.float64), sums_GK.device).unsqueeze(1)
         target_G1 = (u_G1 * total_G1).to(torch.int64)
-        # A row without a finite maximum, whose token nobody takes, may exceed all sums.
+        # In a row without a finite maximum the target may exceed all sums; its token is not used.
         column_G1 = torch.searchsorted(sums_GK, target_G1, right=True).clamp_(max=sums_GK.shape[1] - 1)
         tokens_G1 = column_G1 if self.ids is None else self.ids.gather(1, column_G1)
         return tokens_G1[:, 0]
@@ -165,15 +168,14 @@ class DrawKernel(Protocol):
     maximum."""
 
     ranked: bool
-    """Whether it draws rows with top-k or top-p; else PyTorch's operations do."""
+    """True if the kernel draws rows with top-k or top-p; else PyTorch's operations do."""
 
     def draw(self, z_WV: Tensor, max_W: Tensor, table_G6: Tensor, one: float) -> Tensor:
-        """Return int64 ``[G]``, without top-k and top-p: what ``Candidates.drawn`` of ``by_id``
-        does."""
+        """Return int64 ``[G]``, without top-k and top-p: the tokens of ``by_id().drawn``."""
 
     def draw_ranked(self, z_WV: Tensor, max_W: Tensor, table_G6: Tensor, one: float) -> tuple[Tensor, Tensor]:
-        """Return int64 ``[G]``, what ``Candidates.drawn`` of ``by_rank`` does, and bool ``[G]``:
-        whether that is so; else another token may have been drawn."""
+        """Return int64 ``[G]``, the tokens of ``by_rank(...).drawn``, and bool ``[G]``, False for
+        rows that may have got another token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -185,9 +187,9 @@ class KernelDraws:
     max_W: Tensor
     params: dict[int, SamplingParams]
     ordered: bool
-    """Whether top-k or top-p exclude tokens of any of the rows."""
+    """True if top-k or top-p exclude tokens of any of the rows."""
     complete_G: Tensor | None = None
-    """Known once they are drawn."""
+    """bool ``[G]`` as in ``Candidates``; None until the tokens are drawn."""
 
     @property
     def members(self) -> list[int]:
@@ -209,8 +211,8 @@ class KernelDraws:
 
 
 def largest_weight(vocab_size: int) -> float:
-    """Return the weight of a row's maximum: V of them sum to less than 2**62, and float64 resolves
-    52 bits."""
+    """Return the weight of a row's maximum. V such weights sum to less than 2**62, and float64
+    resolves 52 bits of them."""
     return 2.0 ** min(52, 62 - vocab_size.bit_length())
 
 
@@ -236,7 +238,7 @@ class _Group:
 
     def by_rank(self, width: int, total_G1: Tensor | None = None) -> Candidates:
         """Return the ``width`` most probable tokens after top-k, top-p, min-p. ``total_G1``: the
-        whole for top-p; None: the weight that top-k left among the ``width``."""
+        total weight for top-p; None: the weight that top-k left among these tokens."""
         ids_GK = top_ids(self.z_GV, width)
         weights_GK = self._weights(self.z_GV.gather(1, ids_GK))
         weights_GK.masked_fill_(torch.arange(width, device=weights_GK.device) >= self.top_k_G1, 0)
@@ -250,7 +252,8 @@ class _Group:
         return self._weights(self.z_GV).sum(-1, keepdim=True)
 
     def top_p_within(self, width: int, total_G1: Tensor) -> Tensor:
-        """Return, per row, whether the ``width`` most probable tokens hold all of top-p."""
+        """Return bool ``[G]``, True for rows whose ``width`` most probable tokens contain all of
+        top-p."""
         top_GK = self._weights(self.z_GV.topk(width, sorted=False).values)
         return top_GK.sum(-1) >= self._mass(total_G1)[:, 0]
 
@@ -260,7 +263,8 @@ class _Group:
         return x_GK.exp_().mul_(self.one).round_().to(torch.int64)
 
     def _mass(self, total_G1: Tensor) -> Tensor:
-        """Return int64 ``[G, 1]``: a token is in top-p if its predecessors weigh less."""
+        """Return int64 ``[G, 1]``: top-p keeps a token if the tokens before it weigh less than
+        this."""
         part_G1 = (self.top_p_G1 * total_G1).ceil().to(torch.int64)
         # An inactive top-p must not depend on float64's rounding of the total.
         return torch.where(self.top_p_G1 < 1, torch.minimum(part_G1, total_G1), total_G1)
@@ -270,12 +274,12 @@ class _Group:
 
 
 def effective_top_k(params: SamplingParams, vocab_size: int) -> int:
-    """Return how many tokens top-k keeps: all if it is off."""
+    """Return the number of tokens that top-k keeps: all if it is off."""
     return min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
 
 
 def needs_no_order(params: SamplingParams, vocab_size: int) -> bool:
-    """Return whether neither top-k nor top-p excludes a token."""
+    """Return True if neither top-k nor top-p excludes a token."""
     return effective_top_k(params, vocab_size) == vocab_size and params.top_p == 1
 
 
@@ -287,11 +291,13 @@ def candidates(
     ``z_WV``: edited logits, float32 ``[W, V]``; ``max_W``: finite maximum of each row. Rows are
     grouped by the cheapest sufficient work, which affects time and never results. Rows without
     top-k and top-p draw in order of ids, others in order of probability; extra candidates change
-    nothing. ``at_once``: wait for no value; then some candidates may be incomplete, and say so."""
+    nothing. ``at_once``: never wait for a value on the device; some candidates may then be
+    incomplete, as ``complete_G`` says.
+    """
     vocab_size = z_WV.shape[1]
     plain: list[int] = []  # neither top-k nor top-p: no order needed
     small: list[int] = []  # top-k selection finds all candidates
-    nucleus: list[int] = []  # top-p alone: nearly always inside the first few, which the exact total can tell
+    nucleus: list[int] = []  # top-p alone: nearly always within the first few, checked with the exact total
     wide: list[int] = []  # the whole row must be ordered
     for i, p in params.items():
         top_k = effective_top_k(p, vocab_size)

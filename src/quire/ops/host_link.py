@@ -1,9 +1,8 @@
-"""``HostLink``: copies between host memory and a device, on streams beside what it computes.
+"""``HostLink``: copies between host memory and a device, on streams beside its compute stream.
 
-Bytes go through a few pinned buffers. Whatever the device computes, neither it nor the host waits
-for the other: events say what has to come before what. Who calls ``compute_waits`` before it gives
-the device work on what was loaded, and ``side_waits`` before it loads to where work may still be
-going on, orders everything.
+Bytes pass through a few pinned buffers. Neither the computing device nor the host waits for the
+other; events order the work. Call ``compute_waits`` before queueing work that reads loaded data,
+and ``side_waits`` before loading into memory that queued work may still use.
 """
 
 from __future__ import annotations
@@ -22,33 +21,34 @@ ALIGNMENT = 64
 
 
 class Event(Protocol):
-    """A point in the work of a stream."""
+    """A point in the work queue of a stream."""
 
     def synchronize(self) -> None:
-        """Let the host wait until it is reached."""
+        """Block the host until the event is reached."""
 
 
 class Streams(Protocol):
     """A stream for copies in one direction, beside the stream on which a device computes."""
 
     def queue(self, work: Callable[[], None]) -> None:
-        """Give the side stream work."""
+        """Queue work on the side stream."""
 
     def event(self, *, side: bool) -> Event:
-        """Return the point after all that one of the streams was given so far."""
+        """Return an event after all work queued so far on the side stream or on the compute
+        stream."""
 
     def side_waits(self, event: Event) -> None:
-        """Let what the side stream is given from now on begin after an event."""
+        """Make all later work of the side stream wait for an event."""
 
     def compute_waits(self, event: Event) -> None:
-        """Let what the device is given to compute from now on begin after an event."""
+        """Make all later work of the compute stream wait for an event."""
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Return host memory that is copied while the host goes on, uint8 ``[nbytes]``."""
+        """Return pinned host memory for asynchronous copies, uint8 ``[nbytes]``."""
 
 
 class CudaStreams:
-    """Streams of a CUDA device; it computes on the default one."""
+    """Streams of a CUDA device, which computes on its default stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -89,8 +89,8 @@ class _Lane:
         self._turn = self._place = 0
 
     def parts(self, size: int) -> Iterator[tuple[slice, Tensor, int]]:
-        """Yield bytes, the part of a buffer for them, and the buffer's number. What was queued with
-        that part before is done: buffers are filled in turn, each up to its end."""
+        """Yield byte ranges, the buffer memory for each, and the buffer's number. Earlier copies
+        from that memory are done: the two buffers are filled in turn, each up to its end."""
         while len(self._buffers) < 2:
             self._buffers.append(self.streams.pinned(self._nbytes))
         start = 0
@@ -106,13 +106,14 @@ class _Lane:
             start = stop
 
     def note(self, number: int) -> Event:
-        """Return the end of what was queued with a buffer."""
+        """Return an event after the work queued so far; buffer ``number`` is free once it is
+        reached."""
         found = self._used[number] = self.streams.event(side=True)
         return found
 
 
 class HostLink:
-    """See the module. Any thread may call; one load and one reading of rows run at a time."""
+    """See the module. Safe on any thread; one load and one ``to_host`` run at a time."""
 
     def __init__(
         self, device: torch.device, loads: Streams, reads: Streams, *, staging_bytes: int = STAGING_BYTES
@@ -142,24 +143,24 @@ class HostLink:
             lane.streams.queue(lambda: write(*copies))
 
     def loaded(self) -> Event:
-        """Return the point after all that was loaded so far."""
+        """Return an event after all loads queued so far."""
         return self._loads.streams.event(side=True)
 
     def computed(self) -> Event:
-        """Return the point after all that the device was given to compute so far."""
+        """Return an event after all compute work queued so far."""
         return self._loads.streams.event(side=False)
 
     def side_waits(self, event: Event) -> None:
-        """Let loads from now on begin after an event."""
+        """Make later loads wait for an event."""
         self._loads.streams.side_waits(event)
 
     def compute_waits(self, event: Event) -> None:
-        """Let what the device computes from now on begin after an event."""
+        """Make later compute work wait for an event."""
         self._loads.streams.compute_waits(event)
 
     def to_host(self, rows: Tensor) -> Tensor:
-        """Return a copy in host memory of a dense tensor of the device, after all that the device
-        was given to compute so far. The device is given nothing to wait for."""
+        """Return a copy in host memory of a dense device tensor, made after all compute work queued
+        so far. The compute stream does not wait for it."""
         lane, found = self._reads, torch.empty(rows.shape, dtype=rows.dtype)
         source, target = _bytes(rows), _bytes(found)
         with lane.lock:
@@ -182,7 +183,8 @@ class HostLink:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, uint8 ``[n]``, of any other one those of a copy."""
+    """Return the bytes of a tensor, uint8 ``[n]``: a view of a contiguous tensor, else of a
+    copy."""
     dense = tensor.detach().contiguous()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 

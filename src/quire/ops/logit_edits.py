@@ -21,15 +21,15 @@ from quire.ops.request_sampler import RequestSampler
 from quire.ops.uploads import uploaded
 
 FAILED = -1
-"""In place of the token of a row from which none can be drawn."""
+"""Token of a failed row, from which none can be drawn."""
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits worked on at a time (128 MB per float64 temporary); more rows go through in several
+"""Number of logits worked on at a time (128 MB per float64 temporary); more rows run in several
 chunks."""
 
 
 def chunks(rows: Sequence[int], vocab_size: int) -> Iterator[Sequence[int]]:
-    """Divide rows into parts that are worked on at a time."""
+    """Divide rows into chunks of at most ``CHUNK_ELEMENTS`` logits."""
     step = max(1, CHUNK_ELEMENTS // vocab_size)
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
@@ -49,12 +49,13 @@ def not_finite(row: int) -> QuireError:
 
 def nothing_left() -> QuireError:
     """Return the error of a row in which all tokens are excluded."""
-    # A model's own logits are finite, so that what a request asks for together leaves nothing.
+    # The model's own logits are finite, so the request's own parameters exclude all tokens.
     return InvalidArgument("there is no token to draw: every token is banned or has logit -inf")
 
 
 def is_settled(sampler: RequestSampler, banned: Sequence[int], allowed: bool) -> bool:
-    """Return whether the first maximum is the token: a greedy choice without edits or exclusion."""
+    """Return True if the row's token is its first maximum: a greedy choice without edits or
+    exclusion."""
     return allowed and sampler.takes_maximum and not len(banned)
 
 
@@ -94,7 +95,7 @@ def edited(
     penalise: Penalise | None = None,
 ) -> tuple[Tensor, dict[int, QuireError]]:
     """Return logits ``[W, V]`` of some rows after all edits, and errors of processors by row of the
-    batch. ``penalise``: None: by the tokens that samplers have observed."""
+    batch. ``penalise`` None: penalties count the tokens that samplers have observed."""
     z_WV = take_rows(logits_RV, rows)
     members = [samplers[row] for row in rows]
     bans.mask(z_WV, rows)
@@ -119,7 +120,8 @@ def first_maxima(z_WV: Tensor) -> list[int]:
 
 
 def maxima(z_WV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maxima, and int64 their places as ``first_maxima``, where the logits are."""
+    """Return the row maxima, and their positions as in ``first_maxima`` (int64), on the logits'
+    device."""
     best = z_WV.max(-1)
     return best.values, torch.where(best.values.isfinite(), best.indices, FAILED)
 

@@ -43,11 +43,11 @@ def check_linear_attention(
     beta_TH: Tensor | None,
     given: int | None = None,
 ) -> None:
-    """Raise ``InvalidArgument`` if shapes, dtypes or devices break
-    ``RecurrenceBackend.linear_attention``. ``given``: states that there are; None: all of
-    ``states``.
+    """Raise ``InvalidArgument`` if arguments do not fit ``RecurrenceBackend.linear_attention``.
 
-    Does not look at values: that would wait for the device."""
+    Checks shapes, dtypes and devices. ``given``: number of given states; None: the length of
+    ``states``. Does not read values: that would wait for the device.
+    """
     tensors = {"q": q_THK, "k": k_THK, "v": v_THV, "states": states_GHKV}
     _check_forms(tensors, ("[T, Hq, K]", "[T, H, K]", "[T, H, V]", "[G, H, K, V]"))
     rows = plan.num_rows
@@ -76,7 +76,7 @@ def check_convolve(
     states_GWC: Tensor,
     given: int | None = None,
 ) -> None:
-    """Raise ``InvalidArgument`` if shapes, dtypes or devices break
+    """Raise ``InvalidArgument`` if shapes, dtypes or devices do not fit
     ``RecurrenceBackend.convolve``. ``given``: as for ``check_linear_attention``."""
     tensors = {"x": x_TC, "weight": weight_CW, "states": states_GWC}
     _check_forms(tensors, ("[T, C]", "[C, W]", "[G, W - 1, C]"))

@@ -50,7 +50,7 @@ class TokenCounts:
         unique = np.unique(prompt_ids)
         self._slots = {token: slot for slot, token in enumerate(unique.tolist())}
         self.num_prompt = len(unique)
-        """Distinct tokens of the prompt, the first of ``ids_N``."""
+        """Number of distinct tokens of the prompt, the first of ``ids_N``."""
         self._ids = unique
         self._counts = np.zeros(len(unique), dtype=np.float32)
 
@@ -64,7 +64,7 @@ class TokenCounts:
 
     @property
     def ids_N(self) -> Ids:
-        """Tokens of prompt and output."""
+        """Distinct token ids of prompt and output."""
         return self._ids[: len(self._slots)]
 
     @property
@@ -75,7 +75,8 @@ class TokenCounts:
 
 class RequestSampler:
     """Sampling state of one sample of one request: parameters, generator, counts of its tokens. The
-    caller reports every token of the output by ``observe``; ``sample`` only moves the generator."""
+    caller reports every token of the output by ``observe``; ``sample`` only advances the generator.
+    """
 
     def __init__(
         self,
@@ -104,17 +105,17 @@ class RequestSampler:
         self.vocab_size = vocab_size
         self.counts: TokenCounts | None = None
         if params.needs_history:
-            # Presence and frequency look at the output only; the prompt matters to repetition
-            # alone.
+            # Presence and frequency penalties count only the output; only repetition counts the
+            # prompt.
             self.counts = TokenCounts(prompt if params.repetition_penalty != 1.0 else prompt[:0])
         self.output: list[int] = []
-        """Tokens drawn so far, if penalties or a processor want to see them."""
+        """Tokens drawn so far; kept only for penalties and processors."""
         self._generator = None if params.is_greedy else make_generator(params.seed, index, entropy)
         self._returned: list[float] = []
 
     @property
     def prompt_ids(self) -> list[int]:
-        """Return the distinct tokens of the prompt that penalties look at."""
+        """Return the distinct prompt tokens that penalties count."""
         found: list[int] = [] if self.counts is None else self.counts.ids_N[: self.counts.num_prompt].tolist()
         return found
 
@@ -124,8 +125,8 @@ class RequestSampler:
 
     @property
     def takes_maximum(self) -> bool:
-        """Return whether it draws the first maximum of the logits, unless a grammar or a ban
-        forbids that token."""
+        """Return True if the row's token is the first maximum of the logits, unless a grammar or a
+        ban forbids it."""
         return self.params.is_greedy and not self.edits_logits
 
     def observe(self, token_id: int) -> None:
@@ -140,8 +141,9 @@ class RequestSampler:
 
     def process(self, logits_V: Tensor) -> Tensor:
         """Return edited logits ``[V]`` after the user's processors, which may change them in place.
-        ``QuireError`` names a processor that raised, or returned no float32 ``[V]``, NaN or +inf;
-        or the one that set every logit to -inf, unless a later one gives a token back."""
+        ``QuireError`` names a processor that raised, or returned no float32 ``[V]``, NaN or +inf.
+        It also names a processor after which every logit is -inf, unless a later one allows a token
+        again."""
         closed = bool(logits_V.isneginf().all())
         closed_by = ""
         for number, processor in enumerate(self.params.logits_processors or ()):
@@ -178,7 +180,7 @@ class RequestSampler:
         return float(torch.rand((), dtype=torch.float64, generator=self._generator))
 
     def take_back(self, uniform: float) -> None:
-        """Let the number that was drawn last be the next one. Of several the last goes first."""
+        """Make the last drawn number the next one again. Take several back in reverse order."""
         self._returned.append(uniform)
 
 

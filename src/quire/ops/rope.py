@@ -150,8 +150,8 @@ class RotaryTable:
 
     @property
     def held(self) -> Tensor:
-        """Return the table as it is. A table that grows gets a new tensor, so whoever goes on
-        reading this one must keep it."""
+        """Return the present table. It is replaced by a new tensor when it grows, so a caller that
+        continues to read this one must hold it."""
         return self._rows
 
     def _grow(self, size: int) -> None:
@@ -164,16 +164,16 @@ class RotaryTable:
             self._rows[start:stop] = self._compute(torch.arange(start, stop), self._freq_P)
 
     def turn_back(self, counts_T: Tensor, max_count: int) -> tuple[Tensor, Tensor]:
-        """Return ``(cos, sin)``, as ``rows``, that turn rotated values back by ``counts_T``
-        positions.
+        """Return ``(cos, sin)``, as ``rows``, that rotate values back by ``counts_T`` positions.
 
-        Rotations compose: position p becomes p - count; the ``attention_factor`` stays."""
+        Rotations compose: position p becomes p - count; the ``attention_factor`` stays.
+        """
         cos_T1R, sin_T1R = self.rows(counts_T, max_count)
         return cos_T1R / self.spec.attention_factor, sin_T1R / -self.spec.attention_factor
 
 
 MANY_ROWS = 64
-"""From this many rows on, fewer and smaller temporaries count more than fewer calls."""
+"""Least number of rows for which memory of temporaries costs more than the number of calls."""
 
 
 def rotate(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor, *, interleaved: bool = False) -> Tensor:

@@ -19,7 +19,7 @@ from quire.ops.rope import rotate
 from quire.ops.uploads import uploaded
 
 MANY_ELEMENTS = 1 << 16
-"""Number of elements from which temporaries cost more than calls."""
+"""Least number of elements for which temporaries cost more than calls."""
 
 ACTIVATIONS: Mapping[ActivationName, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -69,7 +69,7 @@ class ReferenceRows:
         v_SHD: Tensor,
         slots_T: Tensor,
     ) -> Tensor:
-        """See ``RowKernels``. In bfloat16 and float16 normed heads are rounded before they turn."""
+        """See ``RowKernels``. In bfloat16 and float16 normed heads are rounded before rotation."""
         _, kv_heads, dk = k_SHD.shape
         columns = (num_heads + kv_heads) * dk
         turned_THD = qkv_TC[:, :columns].view(-1, num_heads + kv_heads, dk)
@@ -90,7 +90,7 @@ class ReferenceRows:
 
 
 REFERENCE_ROWS = ReferenceRows()
-"""It keeps nothing."""
+"""The shared instance; it has no state."""
 
 
 def normed_heads(

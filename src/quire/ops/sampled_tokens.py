@@ -1,4 +1,4 @@
-"""What sampling gives: tokens, and log-probabilities. No torch."""
+"""Results of sampling: tokens and log-probabilities. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class RankedLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The chosen token and the most probable ones by rank, the chosen one among them if ranked."""
+    """The chosen token, and the most probable tokens by rank (the chosen one included if
+    ranked)."""
 
     chosen: RankedLogprob
     top: tuple[RankedLogprob, ...] = ()
@@ -31,7 +32,7 @@ class SampledTokens:
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
-    """None for rows without the request for them, and for failed rows."""
+    """None for failed rows and for rows that asked for none."""
     failures: dict[int, QuireError]
 
     def raise_failures(self) -> None:

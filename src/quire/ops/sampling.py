@@ -67,7 +67,8 @@ def sample(
 
     A row gives ``FAILED`` and an entry in ``failures``, and draws nothing, if its logits hold NaN
     or +inf or are all -inf, if every token is banned, or if its processor fails. Other rows are not
-    affected. ``InvalidArgument``: shapes, dtype or ids, before any generator has moved."""
+    affected. ``InvalidArgument``: shapes, dtype or ids, before any generator has advanced.
+    """
     grammars = GivenMasks(allowed or {}) if allowed is None or isinstance(allowed, Mapping) else allowed
     ids = _check_batch(logits_RV, samplers, banned, grammars)
     if not grammars.rows and not logits_RV.is_cpu and all(map(can_wait, samplers)):
@@ -80,8 +81,7 @@ def sample(
 
 
 def can_wait(sampler: RequestSampler) -> bool:
-    """Return whether a row can be drawn from without values on the host. Users' processors need
-    them on the way."""
+    """Return True if a row can be drawn without values on the host. Users' processors need them."""
     return not sampler.params.logits_processors
 
 
@@ -93,12 +93,13 @@ def sample_later(
     seen: SeenTokens | None = None,
     unread_R: Tensor | None = None,
 ) -> Draws:
-    """Queue what ``sample`` does, and wait for nothing: ``Draws.read`` returns the tokens. For
-    rows without a grammar that ``can_wait``, on any device; ``InvalidArgument`` as there.
+    """Queue the work of ``sample`` without waiting; ``Draws.read`` returns the tokens.
 
-    ``seen`` applies penalties; None: they are made of what samplers have observed. ``unread_R``:
-    int64 on the logits' device, the last token of each row, if its sampler has not observed it
-    yet. It counts for penalties, so these need ``seen`` then."""
+    For rows without a grammar that ``can_wait``, on any device; ``InvalidArgument`` as in
+    ``sample``. ``seen`` applies penalties; None: penalties count the tokens that samplers have
+    observed. ``unread_R``: int64 on the logits' device, the last token of each row if its sampler
+    has not observed it yet. It counts for penalties, which need ``seen`` then.
+    """
     ids = _check_batch(logits_RV, samplers, banned, GivenMasks({}))
     if not all(map(can_wait, samplers)):
         raise InvalidArgument("rows with logits_processors need values on the host; draw them by `sample`")
@@ -116,7 +117,7 @@ def _draw(
     token_ids: list[int],
     failures: dict[int, QuireError],
 ) -> None:
-    """Replace the first maxima of rows that are not settled by what they draw."""
+    """Replace the first maxima by drawn tokens in rows that are not ``is_settled``."""
     work = [
         row
         for row, sampler in enumerate(samplers)
@@ -157,8 +158,8 @@ def probabilities(
     banned: Sequence[Sequence[int]] | None = None,
     allowed: Mapping[int, Words] | None = None,
 ) -> Tensor:
-    """Return the distribution of each row in ``sample``, float64 ``[R, V]``; move no generator. A
-    greedy row is one-hot at the first maximum; a row that ``sample`` would fail is all zero."""
+    """Return the distribution of each row in ``sample``, float64 ``[R, V]``; no generator advances.
+    A greedy row is one-hot at the first maximum; a row that ``sample`` would fail is all zero."""
     grammars = GivenMasks(allowed or {})
     ids = _check_batch(logits_RV, samplers, banned, grammars)
     bans = Bans(ids, _masks(grammars, list(grammars.rows), logits_RV.shape[1]))
@@ -187,7 +188,8 @@ def _check_batch(
     banned: Sequence[Sequence[int]] | None,
     grammars: Allowed,
 ) -> Sequence[Sequence[int]]:
-    """Refuse arguments that do not fit together; return the banned ids of each row."""
+    """Raise ``InvalidArgument`` if arguments do not fit together; return the banned ids of each
+    row."""
     num_rows, vocab_size = check_logits(logits_RV)
     if len(samplers) != num_rows:
         raise InvalidArgument(f"need one sampler for each of {num_rows} rows of logits, got {len(samplers)}")
@@ -228,7 +230,8 @@ def _take_allowed(
     token_ids: list[int],
     failures: dict[int, QuireError],
 ) -> list[int]:
-    """Settle greedy rows on the CPU that need only a mask; return the other rows of ``work``."""
+    """Choose tokens of greedy rows on the CPU that need only a mask; return the other rows of
+    ``work``."""
     if logits_RV.device.type != "cpu":
         return list(work)
     masked = {row: words for row, words in bans.allowed.items() if is_settled(samplers[row], bans.ids[row], True)}

@@ -1,8 +1,8 @@
-"""Penalties on a device that keeps count of the tokens each request has seen.
+"""Penalties on a device, from a table of the tokens that each request has seen.
 
-``logit_edits`` brings all tokens of all requests to the logits' device for each step. Here a table
-on the device has a row for each request, and a step brings what is new. A token that was drawn and
-that the host has not read yet is counted where it lies.
+``logit_edits`` uploads all tokens of all requests in each step. Here a table on the device has a
+row for each request, and a step uploads only new tokens. A drawn token that the host has not read
+yet is counted on the device.
 
 Letters: W rows of logits, G those of them with penalties; V vocabulary; S rows of the table; N
 counted tokens.
@@ -24,20 +24,20 @@ from quire.ops.request_sampler import RequestSampler
 from quire.ops.uploads import uploaded
 
 PROMPT, OUTPUT = 1, 2
-"""What a token adds to its place in the table: once if the prompt has it, each time in the
+"""Amounts that a token adds to its entry of the table: once for the prompt, each time for the
 output."""
 
 
 class PenaltyKernel(Protocol):
-    """Counts tokens and applies penalties, on the logits' device. It waits for nothing."""
+    """Counts tokens and applies penalties, on the logits' device, without waiting."""
 
     def add(self, seen_SV: Tensor, slots_N: Tensor, tokens_N: Tensor, amounts_N: Tensor) -> None:
-        """Add amounts, int32, to int32 ``seen_SV`` at these places, int64; some may be equal."""
+        """Add int32 amounts to int32 ``seen_SV`` at these int64 places, which may repeat."""
 
     def penalise(self, z_WV: Tensor, seen_SV: Tensor, table_G5: Tensor) -> None:
         """Apply repetition, then frequency, then presence penalty to seen tokens, in place.
-        ``z_WV``: float32. ``table_G5``, float64: the row of the logits and that of the table,
-        repetition, frequency and presence penalty; these three are rounded to float32."""
+        ``z_WV``: float32. ``table_G5``, float64: the row of the logits, the row of the table, and
+        the repetition, frequency and presence penalties, which are rounded to float32."""
 
 
 class ReferencePenalties:
@@ -66,15 +66,15 @@ class _Row:
 
     slot: int
     counted: int
-    """Tokens of the output that it has, with those that the host has not read."""
+    """Number of counted output tokens, unread ones included."""
 
 
 class SeenTokens:
-    """The table of one engine. It grows to the largest number of requests with penalties that a
-    step had, and others take the rows of those that are not in a step."""
+    """The table of one engine. It grows to the largest number of penalised requests in a step;
+    requests outside of the step lose their rows to new ones."""
 
     def __init__(self, vocab_size: int, device: torch.device, kernel: PenaltyKernel | None = None) -> None:
-        """Take no memory yet. ``kernel``: None: PyTorch's operations."""
+        """Make an empty table. ``kernel`` None: PyTorch's operations."""
         self._kernel: PenaltyKernel = ReferencePenalties() if kernel is None else kernel
         self._seen_SV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._rows: WeakKeyDictionary[RequestSampler, _Row] = WeakKeyDictionary()
@@ -85,9 +85,9 @@ class SeenTokens:
         return self._seen_SV.nbytes
 
     def penalise(self, z_WV: Tensor, samplers: Sequence[RequestSampler], unread_W: Tensor | None = None) -> None:
-        """Apply the penalties of the rows that have some, in place. ``samplers``: one for each row.
-        ``unread_W``: int64, a token of each row that was drawn and that its sampler has not
-        observed; it counts."""
+        """Apply penalties to the rows that have some, in place. ``samplers``: one for each row.
+        ``unread_W``: int64, the drawn token of each row that its sampler has not observed; it
+        counts."""
         members = [i for i, sampler in enumerate(samplers) if sampler.counts is not None]
         if not members:
             return
@@ -108,19 +108,20 @@ class SeenTokens:
         self._kernel.penalise(z_WV, self._seen_SV, uploaded(np.array(penalties, dtype=np.float64), z_WV.device))
 
     def forget(self, sampler: RequestSampler) -> None:
-        """Let the next step count a request's tokens anew: it may have counted one that the request
-        has not got."""
+        """Count a request's tokens anew in its next step. Drawn tokens that were counted may have
+        been discarded."""
         self._rows.pop(sampler, None)
 
     def _admit(self, samplers: Sequence[RequestSampler]) -> None:
-        """Give rows to those that have none; these are empty."""
+        """Give empty rows of the table to the samplers that have none."""
         new = [sampler for sampler in samplers if sampler not in self._rows]
         if not new:
             return
         size = len(self._seen_SV)
         taken = {row.slot for row in self._rows.values()}
         if len(taken) + len(new) > size:
-            # Whoever is not in this step comes back later, and is counted anew then.
+            # Drop the rows of samplers outside of this step; they are counted anew when they
+            # return.
             here = set(samplers)
             for sampler in [one for one in list(self._rows) if one not in here]:
                 del self._rows[sampler]
@@ -137,7 +138,7 @@ class SeenTokens:
         self._add([(row.slot, token, PROMPT) for one in new for row in [self._rows[one]] for token in one.prompt_ids])
 
     def _count(self, samplers: Sequence[RequestSampler]) -> None:
-        """Count what was observed since the last step."""
+        """Count the tokens observed since the last step."""
         entries = []
         for sampler in samplers:
             row = self._rows[sampler]

@@ -45,9 +45,9 @@ def logprobs_of(
 
 @torch.no_grad()
 def ranked(raw_logits_RV: Tensor, rows: Sequence[int], ids_W: Tensor, width: int) -> Tensor:
-    """Return what ``read_ranked`` reads, float64 ``[W, 2 + 2 K]``, where the logits are; K is
-    ``width``. ``ids_W``: the chosen tokens of ``rows``. Float64 has all of these numbers exactly,
-    so they come to the host in one transfer."""
+    """Return the input of ``read_ranked``, float64 ``[W, 2 + 2 K]``, on the logits' device; K is
+    ``width``. ``ids_W``: the chosen tokens of ``rows``. Float64 holds all of these numbers exactly,
+    so they reach the host in one transfer."""
     z_WV, ids_W1 = take_rows(raw_logits_RV, rows), ids_W.unsqueeze(1)
     vocab_size = z_WV.shape[1]
     logprobs_WV = z_WV.log_softmax(-1)

@@ -1,4 +1,4 @@
-"""From the host to a device, without waiting for what the device has to do before."""
+"""Copies from the host to a device that do not wait for the device's queued work."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch import Tensor
 def uploaded(array: NDArray[Any], device: torch.device) -> Tensor:
     """Return an array as a tensor on a device; on the CPU it shares the array's memory.
 
-    A copy from ordinary memory to a GPU waits until the GPU has done all that it was given. One
-    from pinned memory is queued, and PyTorch keeps that memory until the copy was made. So the
-    array may change afterwards only if the device is no CPU."""
+    A copy from ordinary memory to a GPU waits until the GPU has done all queued work. A copy from
+    pinned memory is queued, and PyTorch keeps that memory until the copy is done. So the array may
+    change afterwards only if the device is not the CPU.
+    """
     found = torch.from_numpy(array)
     if device.type == "cpu":
         return found
@@ -25,24 +26,23 @@ def uploaded(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 ALIGNED = 16
-"""Bytes at whose multiples parts begin, so that programs are compiled for aligned pointers only."""
+"""Alignment of parts in bytes, so that programs are compiled for aligned pointers only."""
 
 
 ROOM = 1 << 20
-"""Bytes for the parts of one ``StaticInputs``."""
+"""Bytes for all parts of one ``StaticInputs``."""
 
 
 class SharedMemory:
-    """Device memory for works that run one after the other, of which none reads what another one
-    has left there."""
+    """Device memory for works that run one after the other and do not read each other's results."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._held: dict[str, Tensor] = {}
 
     def take(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
-        """Return ``count`` numbers of any value, the same memory for all that give this name. Who
-        has taken fewer before keeps what it has."""
+        """Return ``count`` undefined numbers, in the same memory for all callers that give this
+        name. A caller that took fewer before keeps its memory."""
         nbytes = count * dtype.itemsize
         found = self._held.get(name)
         if found is None or found.numel() < nbytes:
@@ -55,16 +55,17 @@ class SharedMemory:
 
 
 class StaticInputs:
-    """Device memory that keeps its place while its contents change: what captured work reads.
+    """Device memory at a fixed address with changing contents, for the inputs of captured work.
 
     It consists of parts of fixed size and a tail that all parts share, of which a forward sends
-    only what it uses. Device memory changes by ``send`` alone, in one copy for the parts and one
-    for the tail. Another work may have used it since the last one."""
+    only the used beginning. Device memory changes by ``send`` alone, in one copy for the parts and
+    one for the tail. Another work may have overwritten it since the last ``send``.
+    """
 
     def __init__(self, tail: int, shared: SharedMemory) -> None:
-        """Take memory for parts, and for a tail of ``tail`` int32."""
+        """Take memory for parts, and for a tail of ``tail`` int32 numbers."""
         self.shared = shared
-        """For what the work writes before it reads it."""
+        """Memory for temporaries, which the work writes before it reads them."""
         self._values = np.zeros(ROOM, dtype=np.uint8)
         self._held = shared.take("parts", ROOM, torch.uint8)
         self._used = 0
@@ -83,11 +84,12 @@ class StaticInputs:
         return StaticPart(values, self._held[start:stop].view(torch.from_numpy(values).dtype))
 
     def rewind(self) -> None:
-        """Let the tail begin anew."""
+        """Empty the tail."""
         self._appended = 0
 
     def append(self, values: NDArray[np.int32]) -> int:
-        """Add to the tail; return where the values begin. ``MemoryError`` if they do not fit."""
+        """Append to the tail; return the position of the first value. ``MemoryError`` if they do
+        not fit."""
         start, stop = self._appended, self._appended + values.size
         if stop > self._tail.size:
             raise MemoryError(f"a tail of {stop} numbers, and there is room for {self._tail.size}")
@@ -96,7 +98,7 @@ class StaticInputs:
         return start
 
     def send(self) -> None:
-        """Bring what has changed to the device. Later changes wait for the next call."""
+        """Copy the parts and the used tail to the device. Later changes need another call."""
         for values, held in ((self._values, self._held[: self._used]), (self._tail, self.tail[: self._appended])):
             if held.numel():
                 given = torch.from_numpy(values[: held.numel()])
@@ -111,10 +113,10 @@ class StaticPart:
     def __init__(self, values: NDArray[Any], tensor: Tensor) -> None:
         self._values = values
         self.tensor = tensor
-        """On the device, flat, as of the last ``send``."""
+        """The numbers on the device, flat, as of the last ``send``."""
 
     def fill(self, values: NDArray[Any], rest: int = 0) -> None:
-        """Set the first numbers, and ``rest`` behind them. ``MemoryError`` if they do not fit."""
+        """Set the first numbers, and all others to ``rest``. ``MemoryError`` if they do not fit."""
         if values.size > self._values.size:
             raise MemoryError(f"{values.size} numbers, and there is room for {self._values.size}")
         self._values[: values.size] = values.reshape(-1)

@@ -1,1 +1,1 @@
-"""Runners: execute one ``Step`` and return logits. They wrap each other (graphs, ranks)."""
+"""Runners execute one ``Step`` and return logits. A runner may wrap another one (graphs, ranks)."""

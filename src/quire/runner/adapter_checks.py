@@ -1,4 +1,4 @@
-"""Checks that an adapter fits a model: names, shapes and dtypes, before any is kept."""
+"""Checks that an adapter fits a model: names, shapes and dtypes. They run before it is stored."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from quire.nn.linear import Linear
 def validate_adapter(
     adapter: Adapter, linears: Mapping[str, Linear], embedding: Embedding | None, dtype: torch.dtype
 ) -> None:
-    """Raise ``Unsupported`` for a change of what is not there, else ``InvalidArgument``.
+    """Raise an error if an adapter does not fit the model.
 
-    That is for shapes, dtypes, and updates that overlap. ``linears``, ``embedding``: what can be
-    changed. ``dtype``: the model's.
+    ``Unsupported``: it changes a map that the model lacks or that takes no adapters.
+    ``InvalidArgument``: wrong shapes or dtypes, or overlapping updates. ``linears``, ``embedding``:
+    the parts that adapters may change. ``dtype``: the model's.
     """
     taken: dict[str, list[tuple[int, int]]] = {}
     for update in adapter.updates:
@@ -43,7 +44,7 @@ def validate_adapter(
 
 
 def _sizes(name: str, linears: Mapping[str, Linear], embedding: Embedding | None) -> tuple[int, int]:
-    """Return input and output features; of the embedding V and E."""
+    """Return the numbers of input and output features of a map; V and E for the embedding."""
     if name == "embed" and embedding is not None:
         vocabulary, width = embedding.weight.shape
         return int(vocabulary), int(width)

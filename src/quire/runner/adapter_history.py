@@ -1,7 +1,7 @@
-"""``AdapterRuns`` by fingerprints, for keys and in files.
+"""``AdapterRuns`` with fingerprints in place of ids, for keys and in files.
 
-Ids mean nothing beside the pool that gave them. In files a history is a list of ``[from position,
-fingerprint]``, ascending from 0, null for the base model, and [] where only that ran.
+Ids are valid only for the pool that gave them. In files a history is a list of ``[from position,
+fingerprint]``, ascending from 0, with null for the base model; [] if only the base model ran.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from quire.errors import DataLoss, InvalidArgument
 from quire.types import BASE, AdapterRuns
 
 FingerprintRuns: TypeAlias = tuple[tuple[int, str | None], ...]
-"""(from position, fingerprint or None for the base model), as of ``AdapterRuns``."""
+"""(from position, fingerprint or None for the base model), as in ``AdapterRuns``."""
 
 
 def fingerprint_runs(runs: AdapterRuns, fingerprint_of: Callable[[int], str]) -> FingerprintRuns:
-    """Return the history by fingerprints, neighbours different: two ids may be one adapter."""
+    """Return the history by fingerprints. Equal neighbours are joined, because two ids may be one
+    adapter."""
     found: list[tuple[int, str | None]] = []
     for start, adapter in runs.runs:
         fingerprint = None if adapter is None else fingerprint_of(adapter)
@@ -27,7 +28,7 @@ def fingerprint_runs(runs: AdapterRuns, fingerprint_of: Callable[[int], str]) ->
 
 
 def written(runs: AdapterRuns, fingerprint_of: Callable[[int], str]) -> list[list[Any]]:
-    """Return a history as files have it."""
+    """Return a history in the form of files."""
     found = fingerprint_runs(runs, fingerprint_of)
     return [] if found == ((0, None),) else [list(run) for run in found]
 
@@ -35,11 +36,11 @@ def written(runs: AdapterRuns, fingerprint_of: Callable[[int], str]) -> list[lis
 def as_read(
     value: object, length: int, find: Callable[[str], int | None], loaded: Callable[[], Iterable[str]], what: str
 ) -> AdapterRuns:
-    """Return the history of ``length`` tokens that a file has, by the ids of adapters here.
+    """Return the ``AdapterRuns`` of a history of ``length`` tokens read from a file.
 
-    ``find``: the id of a loaded adapter with a fingerprint; ``loaded``: all fingerprints, and
-    ``what``: the subject, for errors. ``DataLoss`` for what is no history; ``InvalidArgument`` if
-    an adapter is not loaded here.
+    ``find`` returns the id of a loaded adapter by fingerprint; ``loaded`` returns all loaded
+    fingerprints; ``what`` names the subject in errors. ``DataLoss``: the value is no history.
+    ``InvalidArgument``: an adapter is not loaded here.
     """
     if not isinstance(value, list):
         raise DataLoss(f"{what}: adapters {value!r:.80}; a list of [from position, fingerprint or null] is expected")

@@ -1,8 +1,8 @@
-"""Where adapters lie in the rank rows of the device. It moves no tensors.
+"""Placement of adapters in the rank rows of the device. It moves no tensors.
 
-An adapter of rank r takes r consecutive rank rows, the same in all linear maps. Those that a
-forward does not use give way, the least recently used one first. If there are enough rank rows but
-no long enough run of them, all are laid out anew: the host can write each again.
+An adapter of rank r takes r consecutive rank rows, the same in all linear maps. Adapters that a
+forward does not use are evicted, the least recently used first. If enough rank rows are free but
+not in one run, all adapters are placed anew: the host can write each of them again.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrangement:
-    """What is to be on the device."""
+    """The placement of adapters in the rank rows."""
 
     first: Mapping[int, int]
-    """The first rank row of each adapter, by id, the least recently used one first."""
+    """The first rank row of each adapter, by id, least recently used first."""
     written: tuple[int, ...]
-    """Adapters that are to be written there."""
+    """Ids of the adapters that must be written to their rank rows."""
 
 
 def arrange(
     first: Mapping[int, int], ranks: Mapping[int, int], wanted: Collection[int], capacity: int, *, evict: bool
 ) -> Arrangement | None:
-    """Place ``wanted``; None if that takes an eviction that ``evict`` does not allow, or cannot be.
-    ``first``: as of ``Arrangement``, what is there now. ``ranks``: of all of these ids."""
+    """Place the adapters ``wanted``. None if they do not fit, or fit only by an eviction that
+    ``evict`` does not allow. ``first``: the present placement, as in ``Arrangement``. ``ranks``:
+    the ranks of all these ids."""
     if sum(ranks[one] for one in wanted) > capacity:
         return None
     kept, written = dict(first), []
@@ -45,7 +46,7 @@ def arrange(
 
 
 def _gap(first: Mapping[int, int], ranks: Mapping[int, int], rank: int, capacity: int) -> int | None:
-    """Return the lowest free run of ``rank`` rank rows."""
+    """Return the first row of the lowest free run of ``rank`` rank rows; None: there is none."""
     begin = 0
     for start, end in sorted((start, start + ranks[one]) for one, start in first.items() if ranks[one]):
         if start - begin >= rank:
@@ -57,7 +58,7 @@ def _gap(first: Mapping[int, int], ranks: Mapping[int, int], rank: int, capacity
 def _anew(
     first: Mapping[int, int], kept: Mapping[int, int], ranks: Mapping[int, int], wanted: Collection[int]
 ) -> Arrangement:
-    """Place all of ``wanted`` anew; of the others only those without rank rows stay."""
+    """Place all ``wanted`` adapters anew. Of the others only those of rank 0 stay."""
     places = {one: start for one, start in kept.items() if one not in wanted}
     begin = 0
     for adapter in sorted(wanted, key=lambda one: (kept.get(one, first.get(one, 1 << 62)), one)):

@@ -1,8 +1,8 @@
 """``AdapterPool``: the adapters of one model, on the host and on the device, by id.
 
-All loaded adapters stay on the host. Those that forwards use lie in the device's rank rows,
-``rank_capacity`` of them, placed by ``runner.adapter_memory``. Storage is made when it is needed,
-and only for linear maps that a loaded adapter changes. The last unload leaves the model as it was.
+All loaded adapters stay on the host. The adapters that forwards use are also in the device's rank
+rows, ``rank_capacity`` of them, placed by ``runner.adapter_memory``. Storage is made on demand, and
+only for linear maps that a loaded adapter changes. The last unload restores the plain model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger("quire.runner")
 
 @dataclass(slots=True, eq=False)
 class Loaded:
-    """A loaded adapter and what of it is on the device beside its rank rows."""
+    """A loaded adapter, and its tensors on the device besides the rank rows."""
 
     adapter: Adapter
     rank: int
@@ -48,7 +48,7 @@ class Loaded:
 
 
 def _own_bytes(held: Loaded) -> int:
-    """Return the bytes of an adapter's tensors on the device that are not the host's."""
+    """Return the bytes of an adapter's device tensors that do not share memory with the host's."""
     tensors = [held.head_table]
     if held.embedding is not None:
         tensors += [held.embedding.table_VE, *(factor for _, a, b in held.embedding.factors for factor in (a, b))]
@@ -61,8 +61,8 @@ PlanKey: TypeAlias = tuple[tuple[int | None, ...], tuple[int, ...], tuple[int, .
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardWork:
-    """The work of the terms in a forward. It serves the next one too, if that has the same key and
-    nothing has moved."""
+    """The work of the adapter terms in a forward. The next forward reuses it if its key is the same
+    and no adapter has moved."""
 
     key: PlanKey
     rows: int
@@ -71,7 +71,7 @@ class ForwardWork:
 
 
 class AdapterPool:
-    """Adapters of one model, by ids that are never given twice. Not thread-safe: callers hold the
+    """Adapters of one model, by ids that are never reused. Not thread-safe: callers hold the
     runner's lock."""
 
     def __init__(
@@ -88,10 +88,10 @@ class AdapterPool:
     ) -> None:
         """Make a pool for ``linears``, the maps that adapters may change, by ``Linear.name``.
 
-        "head" is among them. ``rank_capacity``: sum of the ranks of the adapters of one forward.
-        ``host_capacity``: bytes of all loaded adapters on the host; None: no limit. ``refusal``:
-        why no adapter can be loaded; empty: they can. ``kernel``: for the products, if it runs on
-        such tensors; else PyTorch makes them.
+        "head" is one of them. ``rank_capacity``: largest sum of ranks in one forward.
+        ``host_capacity``: largest number of bytes of all loaded adapters on the host; None: no
+        limit. ``refusal``: reason to refuse every adapter; empty: adapters can be loaded.
+        ``kernel`` computes the products if it runs on such tensors; else PyTorch does.
         """
         if rank_capacity < 1:
             raise InvalidArgument(f"rank_capacity is {rank_capacity}; expected at least 1")
@@ -99,13 +99,14 @@ class AdapterPool:
         self.rank_capacity = rank_capacity
         self.host_capacity = host_capacity
         self.guards: list[Callable[[int], str]] = []
-        """Functions that say why an adapter must not be unloaded now; empty: it may be."""
+        """Functions that return the reason why an adapter must not be unloaded now; empty: it may
+        be."""
         self.is_named: Callable[[int], bool] = lambda adapter_id: False
         """Whether users know an adapter by a name."""
         self.loads = 0
-        """How often an adapter was written to the device."""
+        """Number of times that an adapter was written to the device."""
         self.evictions = 0
-        """How often a loaded adapter was given up there."""
+        """Number of times that an adapter was evicted from the device."""
         self._linears = dict(linears)
         self._embedding = embedding
         self._dtype = dtype
@@ -115,11 +116,11 @@ class AdapterPool:
         self._held_dtype = self._product_dtype if self._kernel is None else dtype
         """The dtype of the rank rows."""
         self.slowness = ""
-        """Why products are slower than they could be; logged at the first load."""
+        """Reason why products are slower than possible, logged at the first load; empty: none."""
         self._loaded: dict[int, Loaded] = {}
         self._next = 0
         self._first: dict[int, int] = {}
-        """The first rank row of each adapter on the device, the least recently used one first."""
+        """The first rank row of each adapter on the device, least recently used first."""
         self._terms: dict[str, LowRankLinear] = {}
         self._embedding_term: LowRankEmbedding | None = None
         self._in_use: frozenset[int] = frozenset()
@@ -130,7 +131,7 @@ class AdapterPool:
         """Return a pool that refuses every adapter."""
         return cls({}, None, dtype=torch.float32, device=torch.device("cpu"), refusal=refusal)
 
-    # -- what is loaded ----------------------------------------------------------------------------
+    # -- loaded adapters ---------------------------------------------------------------------------
 
     def load(self, adapter: Adapter) -> int:
         """Keep an adapter and return its id.
@@ -147,7 +148,7 @@ class AdapterPool:
         if self.slowness:
             logger.warning("adapters run on PyTorch's products, which take longer: %s", self.slowness)
             self.slowness = ""
-        # An interrupt may come between any two lines, so what is undone can be undone twice.
+        # An interrupt may come between any two lines, so undoing a step twice must be harmless.
         adapter_id = self._next
         self._next += 1
         try:
@@ -160,7 +161,7 @@ class AdapterPool:
         return adapter_id
 
     def admit(self, rank: int, num_bytes: int) -> None:
-        """Raise what ``load`` would for an adapter of this rank and size, before it is read.
+        """Raise the errors of ``load`` for an adapter of this rank and size, before it is read.
         ``Unsupported`` (``refusal``), ``ResourceExhausted``. Changes nothing."""
         if self.refusal:
             raise Unsupported(self.refusal)
@@ -177,8 +178,8 @@ class AdapterPool:
             )
 
     def unload(self, adapter_id: int) -> None:
-        """Forget an adapter, in both tiers. ``NotFound``; ``FailedPrecondition`` with what the
-        guards say, or in a forward with it."""
+        """Remove an adapter from host and device. ``NotFound``; ``FailedPrecondition`` if a guard
+        gives a reason or an open forward uses it."""
         self.get(adapter_id)
         reasons = [reason for guard in self.guards if (reason := guard(adapter_id))]
         if adapter_id in self._in_use:
@@ -188,7 +189,8 @@ class AdapterPool:
         self._forget(adapter_id)
 
     def _forget(self, adapter_id: int) -> None:
-        """Let go of everything, of the adapter last: an interrupted unload can be done again."""
+        """Remove everything of an adapter, its entry last: an interrupted unload can be
+        repeated."""
         self._plan = None
         self._first.pop(adapter_id, None)
         self._leave(adapter_id)
@@ -207,8 +209,8 @@ class AdapterPool:
         return tuple(self._loaded)
 
     def find(self, fingerprint: str) -> int | None:
-        """Return a loaded adapter with this fingerprint; None: there is none. Of several it is the
-        first of those that ``is_named`` knows, else the first."""
+        """Return the id of a loaded adapter with this fingerprint; None: there is none. Of several
+        it is the first that ``is_named`` knows, else the first."""
         same = [one for one, held in self._loaded.items() if held.adapter.fingerprint == fingerprint]
         return min(same, key=lambda one: (not self.is_named(one), one), default=None)
 
@@ -228,20 +230,21 @@ class AdapterPool:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of all storage on the device, beside tensors that serve both tiers."""
+        """Bytes of all storage on the device, except tensors shared with the host."""
         rows = sum(rows.nbytes for term in self._terms.values() for rows in term.pieces.values())
         return rows + sum(_own_bytes(held) for held in self._loaded.values())
 
-    # -- what a forward uses -----------------------------------------------------------------------
+    # -- adapters of a forward ---------------------------------------------------------------------
 
     def fits(self, adapter_ids: Collection[int]) -> bool:
-        """Return whether the sum of the ranks of all these is within ``rank_capacity``."""
+        """Return True if the sum of the ranks of all these is within ``rank_capacity``."""
         for one in adapter_ids:
             self.get(one)
         return sum(self._loaded[one].rank for one in set(adapter_ids)) <= self.rank_capacity
 
     def check(self, adapters: Sequence[int | None]) -> None:
-        """Raise what ``activate`` would: ``Unsupported``, ``NotFound``, ``ResourceExhausted``."""
+        """Raise the errors of ``activate``: ``Unsupported``, ``NotFound``,
+        ``ResourceExhausted``."""
         used = [adapter for adapter in adapters if adapter is not None]
         if not used:
             return
@@ -257,9 +260,9 @@ class AdapterPool:
     def activate(self, adapters: Sequence[int | None], counts: Sequence[int], head_counts: Sequence[int]) -> None:
         """Prepare a forward that runs ``counts[i]`` rows under ``adapters[i]``, chunk after chunk.
 
-        Of these, ``head_counts[i]`` go through the head. Adapters that are not on the device are
-        brought there. Fails as ``check``; ``InvalidArgument``: lists of different lengths;
-        ``ResourceExhausted``: the device has no memory.
+        Of these, ``head_counts[i]`` rows run through the head. Adapters that are not on the device
+        are written to it. Raises the errors of ``check``; ``InvalidArgument``: lists of different
+        lengths; ``ResourceExhausted``: the device has no memory.
         """
         self.deactivate()
         if not len(adapters) == len(counts) == len(head_counts):
@@ -272,7 +275,7 @@ class AdapterPool:
             return
         self._settle(list(used), evict=True)
         for one in used:
-            self._first[one] = self._first.pop(one)  # to the end: it is the one used last
+            self._first[one] = self._first.pop(one)  # move it to the end: it is the most recently used
         key = (tuple(adapters), tuple(counts), tuple(head_counts))
         if self._plan is None or self._plan.key != key:
             with torch.inference_mode(False), torch.no_grad():
@@ -284,19 +287,20 @@ class AdapterPool:
             self._embedding_term.rows, self._embedding_term.work = self._plan.rows, self._plan.embeddings
 
     def deactivate(self) -> None:
-        """End the forward; from here on the model is the base model."""
+        """End the forward; afterwards the model computes the base model's results."""
         if not self._in_use:
             return
         for term in self._terms.values():
             term.work = None
         if self._embedding_term is not None:
             self._embedding_term.work = []
-        self._in_use = frozenset()  # last: after an interrupt the next call does the rest
+        self._in_use = frozenset()  # last: after an interrupt, the next call repeats the work
 
     # -- plans -------------------------------------------------------------------------------------
 
     def _work(self, key: PlanKey) -> ForwardWork:
-        """Return what linear maps and embedding do in a forward; its adapters are on the device."""
+        """Return the work of all linear maps and the embedding in a forward. Its adapters are on
+        the device."""
         adapters, counts, head_counts = key
         body, head = (self._row_plans(adapters, one) for one in (counts, head_counts))
         work = ForwardWork(key, body.rows, [], [])
@@ -335,7 +339,7 @@ class AdapterPool:
     # -- memory ------------------------------------------------------------------------------------
 
     def _settle(self, wanted: Sequence[int], *, evict: bool) -> None:
-        """Bring adapters to the device; without ``evict`` only if others keep their places."""
+        """Write adapters to the device; without ``evict`` only if all others keep their places."""
         if all(one in self._first for one in wanted):
             return
         ranks = {one: held.rank for one, held in self._loaded.items()}
@@ -350,12 +354,12 @@ class AdapterPool:
                 raise ResourceExhausted(
                     f"adapters {list(wanted)} do not go into the device's memory: {error}"
                 ) from error
-            for one in idle:  # their tables may be what is in the way
+            for one in idle:  # frees the tables of idle adapters
                 self._give_up(one)
             self._settle(wanted, evict=True)
 
     def _move(self, arrangement: Arrangement) -> None:
-        """Make all storage that an arrangement takes, then change to it."""
+        """Allocate the storage of an arrangement, then switch to it."""
         enlarged: list[tuple[RankRows, tuple[Tensor, Tensor]]] = []
         with torch.inference_mode(False), torch.no_grad():
             for rows in self._all_rows():
@@ -382,7 +386,7 @@ class AdapterPool:
                 self.loads += 1
 
     def _give_up(self, adapter_id: int) -> None:
-        """Take an adapter from the device."""
+        """Evict an adapter from the device."""
         del self._first[adapter_id]
         held = self._loaded[adapter_id]
         held.head_table = held.embedding = None
@@ -390,7 +394,7 @@ class AdapterPool:
         self._plan = None
 
     def _brought(self, adapter: Adapter) -> tuple[Tensor | None, EmbeddingChange | None]:
-        """Return the head's table and what concerns the embedding, on the device."""
+        """Return the head's table and the change of the embedding, copied to the device."""
         tables = {name: table.to(self._device) for name, table in adapter.tables.items()}
         factors = tuple(
             (update.row, update.a_RI.to(self._device), update.b_RO.to(self._device))
@@ -406,7 +410,7 @@ class AdapterPool:
     # -- the model's terms -------------------------------------------------------------------------
 
     def _enter(self, adapter_id: int) -> None:
-        """Put terms where the adapter changes something."""
+        """Add terms to the maps that the adapter changes."""
         adapter = self._loaded[adapter_id].adapter
         if "embed" in adapter.tables or any(update.linear == "embed" for update in adapter.updates):
             assert self._embedding is not None, "validated"
@@ -431,7 +435,7 @@ class AdapterPool:
         return self._terms[name]
 
     def _leave(self, adapter_id: int) -> None:
-        """Take away the terms and the storage that no other loaded adapter has a use for."""
+        """Remove terms and storage that no other loaded adapter uses."""
         if (embedding := self._embedding_term) is not None:
             embedding.adapters.discard(adapter_id)
             if not embedding.adapters and self._embedding is not None:

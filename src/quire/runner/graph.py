@@ -1,11 +1,11 @@
-"""``GraphRunner``: steps of decodes as captured work, launched at once (CUDA graphs).
+"""``GraphRunner``: decode steps as captured work, launched at once (CUDA graphs).
 
-The host needs longer to launch the kernels of a small decode than the device to run them. So work
-is launched one by one for the first step of a size, recorded in the second, and launched as a whole
-from then on. A size is a number of sequences, rounded up, and the new tokens of each: 1 of decodes,
-a few of drafts that are verified. Those of decodes are recorded when a model is loaded. All else
-that differs between steps is in memory that keeps its place (``quire.kv.static_pass``), the same
-for all sizes. Steps that are more than that take the plain path.
+The host needs longer to launch the kernels of a small decode than the device to run them. So the
+first step of a size launches its kernels one by one, the second records them, and later steps
+launch the recording as a whole. A size is a number of sequences, rounded up, and the number of new
+tokens of each: 1 for decodes, a few for drafts to verify. Decodes are recorded when a model is
+loaded. All other inputs that differ between steps are in memory at fixed addresses
+(``quire.kv.static_pass``), shared by all sizes. Other steps run uncaptured.
 
 Letters: T rows of a forward; V vocabulary.
 """
@@ -32,44 +32,44 @@ from quire.types import Add, Chunk, Remove, SeqId, Step
 logger = logging.getLogger("quire")
 
 MOST_TOKENS = 16
-"""New tokens of a sequence in captured steps, at most."""
+"""Most new tokens of a sequence in captured steps."""
 MOST_SIZES = 64
-"""Sizes that are kept; of more, the one that was used longest ago goes."""
+"""Most sizes that are kept; the least recently used one is dropped."""
 LARGEST = 512
-"""New tokens of captured steps, at most: larger ones keep the device busy anyway."""
+"""Most new tokens of a captured step; larger steps keep the device busy anyway."""
 
 
 class Size(NamedTuple):
-    """What captured steps differ in."""
+    """The size of captured steps."""
 
     entries: int
-    """Sequences, those that there are not among them."""
+    """Number of sequences, padding included."""
     tokens: int
-    """New ones of each."""
+    """Number of new tokens of each sequence."""
 
 
 def rounded(entries: int) -> int:
-    """Return a number of sequences of which few are kept: a quarter more at most."""
+    """Round a number of sequences up by at most a quarter, so that few sizes occur."""
     step = 1 << max(0, (entries - 1).bit_length() - 3)
     return -(-entries // step) * step
 
 
 def usual_sizes(most: int) -> list[int]:
-    """Return the numbers of sequences, rounded, of decodes of up to ``most``: the largest first."""
+    """Return the rounded numbers of sequences of decodes up to ``most``, largest first."""
     return sorted({rounded(entries) for entries in range(1, min(most, LARGEST) + 1)}, reverse=True)
 
 
 class Capture(Protocol):
-    """Records work."""
+    """Records launches of device work."""
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Record what ``run`` launches. Return what launches it again, on the same memory, and the
-        tensor that ``run`` returns, which is written then. ``RuntimeError`` if ``run`` waits for
-        the device."""
+        """Record the launches of ``run``. Return a function that launches them again on the same
+        memory, and the tensor that ``run`` returns, which each launch overwrites. ``RuntimeError``
+        if ``run`` waits for the device."""
 
 
 class CudaCapture:
-    """Records CUDA graphs, which share memory: one runs at a time."""
+    """Records CUDA graphs. They share memory, so one runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -77,34 +77,34 @@ class CudaCapture:
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """See ``Capture``."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads go on copying meanwhile.
+        # "thread_local": other threads may copy to and from the device during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = run()
         return graph.replay, result
 
 
 class CapturedStep:
-    """Steps of one size."""
+    """Captured steps of one size."""
 
     def __init__(self, static: StaticForward) -> None:
         self.static = static
         self._shared = static.memory.shared
         self.is_warm = False
-        """Whether a step has run, so that all kernels are compiled and all memory is taken."""
+        """Whether a step has run, so that all kernels are compiled and all memory is allocated."""
         self._launch: Callable[[], None] | None = None
         self._logits_TV: Tensor | None = None
 
     def run(self, work: Callable[[], Tensor], capture: Capture, drawn: Tensor | None = None) -> Tensor:
-        """Run the open forward; return logits, which the next run may overwrite. ``drawn``: as
-        ``Extras.drawn``."""
+        """Run the open forward; return its logits, which the next run may overwrite. ``drawn``: as
+        in ``Extras.drawn``."""
         self.static.memory.send()
         if drawn is not None:
             self.static.tokens.tensor[: len(drawn)].copy_(drawn)
         if not self.is_warm:
             self.static.begin_again()
             logits_TV = work()
-            # Logits of captured work go where those of all sizes go, or else each size holds its
-            # own: some gigabytes for a large vocabulary.
+            # All captured sizes share one buffer for logits; one for each size would need some
+            # gigabytes for a large vocabulary.
             held = self._shared.take("logits", logits_TV.numel(), logits_TV.dtype)
             self._logits_TV = held.view(logits_TV.shape)
             self.is_warm = True
@@ -119,12 +119,12 @@ class CapturedStep:
 
 
 class GraphRunner:
-    """A ``Runner`` that captures the steps that it can; another one runs the others."""
+    """A ``Runner`` that captures the steps it can; an inner runner runs the others."""
 
     def __init__(
         self, inner: LocalRunner, capture: Capture, *, longest: int, largest: int = LARGEST, sizes: int = MOST_SIZES
     ) -> None:
-        """Wrap a runner. ``longest``: tokens of a sequence, at most; ``largest``, ``sizes``: as
+        """Wrap a runner. ``longest``: most tokens of a sequence; ``largest``, ``sizes``: as
         ``LARGEST`` and ``MOST_SIZES``. ``Unsupported`` if no step can be captured."""
         state = inner.state
         if not isinstance(state, State):
@@ -136,10 +136,10 @@ class GraphRunner:
         self._inner, self._state, self._capture = inner, state, capture
         self._longest, self._largest, self._most = longest, largest, sizes
         self._sizes: dict[Size, CapturedStep | None] = {}
-        """By size, the one used last at the end; None: it cannot be captured."""
+        """By size, the most recently used last; None: the size cannot be captured."""
         self._revision = 0
         self.shared = SharedMemory(state.device)
-        """Of all sizes."""
+        """Memory that all sizes share."""
 
     def new_seq(self) -> SeqId:
         """See ``Runner``."""
@@ -165,8 +165,8 @@ class GraphRunner:
         return self._inner.execute(plain, extras) if found is None else found
 
     def capture(self, entries: int) -> bool:
-        """Record decodes of so many sequences now, rounded; return whether that is possible. It
-        runs two tokens of a sequence that is gone afterwards, if there is room for them."""
+        """Record decodes of ``entries`` sequences, rounded up, now; return True on success. It runs
+        two tokens of a temporary sequence, and fails if there are no pages for them."""
         captured = self._captured(Size(rounded(entries), 1))
         if captured is None:
             return False
@@ -181,7 +181,7 @@ class GraphRunner:
             self._inner.apply(Remove(seq))
 
     def _run(self, captured: CapturedStep, step: Step, drawn: Tensor | None = None) -> StepOutput | None:
-        """Run a step by captured work. None if that cannot be, and the step has not run."""
+        """Run a step by captured work. None if that is impossible; then the step has not run."""
         seqs, counts = [chunk.seq for chunk in step.chunks], [len(chunk.tokens) for chunk in step.chunks]
         kept = [chunk.checkpoints for chunk in step.chunks]
         if not self._state.begin_static(captured.static, seqs, counts, checkpoints=kept if any(kept) else ()):
@@ -190,7 +190,7 @@ class GraphRunner:
             captured.static.tokens.fill(np.concatenate([np.asarray(chunk.tokens) for chunk in step.chunks]))
             with torch.inference_mode():
                 found_TV = captured.run(lambda: self._forward(captured.static), self._capture, drawn)
-            # A copy outside of inference mode, which callers may write to.
+            # Copied outside of inference mode, since callers may write to the result.
             logits_TV = found_TV[: sum(counts)].clone()
             self.state.end_forward()
         except BaseException as error:
@@ -214,7 +214,7 @@ class GraphRunner:
         return self.model.head(x_TE)
 
     def _step_of(self, step: Step, extras: Extras) -> CapturedStep | None:
-        """Return the captured steps of this one's size; None: it takes the plain path."""
+        """Return the captured steps of this step's size; None: it runs uncaptured."""
         if not step.chunks or not extras.is_plain:
             return None
         check_chunks(step.chunks)
@@ -247,7 +247,7 @@ class GraphRunner:
         return CapturedStep(self._state.static_forward(*size, self._longest, self.shared))
 
     def _refuse(self, captured: CapturedStep, reason: str) -> None:
-        """Let steps of a size take the plain path from now on."""
+        """Run steps of this size uncaptured from now on."""
         size = Size(captured.static.entries, captured.static.count)
         logger.warning("steps of %d x %d tokens are not captured: %s", *size, reason)
         self._sizes[size] = None

@@ -40,26 +40,27 @@ from quire.types import (
 
 
 class RowChoice(Protocol):
-    """What lets only some rows of a forward go on from some block on (``OpenPass.narrow``)."""
+    """Choice of the rows that run through each block of a forward (``OpenPass.narrow``)."""
 
     @property
     def alive(self) -> Ids:
-        """Rows of the batch that run now, ascending; the last one of each chunk among them."""
+        """Rows of the batch that run now, ascending. The last row of each chunk is always among
+        them."""
 
     @property
     def counts(self) -> Sequence[int]:
-        """Return how many of the alive rows each chunk has."""
+        """Number of alive rows of each chunk."""
 
     @property
     def rehearsed(self) -> Ids:
-        """Rows of the batch that run through all blocks before the forward, alone, ascending; they
-        tell which of the others matter."""
+        """Rows of the batch that run alone through all blocks before the forward, ascending. Their
+        result decides which other rows matter."""
 
     def rehearse(self, pass_: OpenPass) -> Pass:
-        """Return the pass in which they do (``OpenPass.rehearse``)."""
+        """Return the pass for the rehearsed rows (``OpenPass.rehearse``)."""
 
     def give(self, layer: int, pass_: OpenPass) -> None:
-        """Write what the rehearsal of a layer needs."""
+        """Write the inputs of a layer's rehearsal."""
 
     def enter(self, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass) -> Tensor:
         """Return the rows of x that enter a block. Called for each block, in order."""
@@ -70,42 +71,45 @@ Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extras:
-    """What a forward may be given besides tokens, and asked for besides logits."""
+    """Optional inputs of a forward besides tokens, and optional outputs besides logits."""
 
     embeddings: Tensor | None = None
     """Floating ``[M, E]``: row m stands for the m-th negative token id of the step, a placeholder.
 
-    It replaces what ``Model.embed`` would return: what that multiplies embeddings with is in it.
+    It replaces the result of ``Model.embed``, so a scale that the model applies to embeddings must
+    be in it.
     """
     mask: Tensor | None = None
-    """bool, flat: chunk by chunk ``[n, K]`` row by row, true = attend. It replaces the causal rule
-    and the tree's; windows still apply. None: those rules."""
+    """bool, flat: chunk by chunk ``[n, K]`` row by row, true = attend. It replaces the rules of
+    causality and trees; windows still apply. None: those rules."""
     positions: Ids | None = None
-    """``[T]``, >= 0: where tokens are rotated; indices still decide what they see. None: at these.
-    """
+    """``[T]``, >= 0: positions for the rotation; visibility still follows indices. None: the
+    indices."""
     hidden_states: bool = False
     attention_weights: bool = False
     observed: frozenset[int] = frozenset()
-    """Layers whose attention weights are wanted, where others may have none."""
+    """Ids of layers whose attention weights are returned, also if other layers have none."""
     places: Callable[[], Sequence[Tensor]] | None = None
-    """Returns the places of each chunk's logits, float32 ``[rows, V]``; None: logits are returned.
+    """Returns destinations for each chunk's logits, float32 ``[rows, V]``; None: logits are
+    returned.
 
-    They are written a few rows at a time (all at once where a chunk names an adapter), and
-    ``StepOutput`` has none then. It is called when the blocks have run.
+    They are written a few rows at a time (all at once if a chunk names an adapter), and
+    ``StepOutput`` has no logits then. The function is called after the blocks have run.
     """
     await_layer: Callable[[int], None] | None = None
-    """Called with the id of each layer that the step reaches before an import has brought all of
-    it (``KVState.publish_import``). It returns once the layer has come. What it raises undoes the
-    forward; None, or a layer that has not come then: ``FailedPrecondition`` does."""
+    """Called with the id of each layer that the step reaches before an import has completed it
+    (``KVState.publish_import``). It returns once the layer is complete. An error that it raises
+    aborts the forward. If it is None, or the layer is still incomplete, ``FailedPrecondition``
+    does."""
     rows: RowChoice | None = None
-    """Which rows run from some block on; None: all do."""
+    """The choice of rows that run through later blocks; None: all rows."""
     drawn: Tensor | None = None
-    """int64 ``[T]`` on the model's device: token ids that the host does not know yet, in place of
-    those of the chunks, all of them in the vocabulary; None: the chunks' own."""
+    """int64 ``[T]`` on the model's device: token ids, all in the vocabulary, that the host has not
+    read. They replace the ids in the chunks; None: the chunks' own."""
 
     @property
     def is_plain(self) -> bool:
-        """Return whether nothing is given but ``drawn``, and nothing asked for but logits."""
+        """Return True if there is no optional input except ``drawn``, and no optional output."""
         given = (self.embeddings, self.mask, self.positions, self.places, self.await_layer, self.rows)
         return all(one is None for one in given) and not (self.hidden_states or self.attention_weights or self.observed)
 
@@ -127,13 +131,13 @@ class StepOutput:
     observed: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
     """By observed layer, per chunk float32 ``[Hq, n, K]``."""
     captured: bool = False
-    """Whether the work was captured, and launched as a whole (``GraphRunner``)."""
+    """Whether the step ran as captured work (``GraphRunner``)."""
     first: Sequence[int] | None = None
-    """``ops.logit_edits.first_maxima`` of the logits as they were returned; None: not known."""
+    """``ops.logit_edits.first_maxima`` of the logits as returned; None: not computed."""
 
     @property
     def known_maxima(self) -> Sequence[int] | None:
-        """``first``; None if somebody has written to the logits since."""
+        """``first``; None if the logits were written to since."""
         return None if self.first is None or self.logits_RV._version else self.first
 
     def rows(self, chunk: int) -> Tensor:
@@ -147,23 +151,23 @@ class Runner(Protocol):
     model: Model
     state: ModelState
     room: Room
-    """The owners of sequences that can be given up; callers that are short of pages ask it."""
+    """The owners of sequences that can be given up; callers that are short of pages call it."""
     adapters: AdapterPool
     """The adapters that chunks may name."""
 
     @property
     def revision(self) -> int:
-        """Return how many steps were executed, those without chunks among them."""
+        """Number of executed steps, including steps without chunks."""
 
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
         """Apply the edits in order, then run the chunks as one forward."""
 
     def new_seq(self) -> SeqId:
-        """Return a sequence id that was never given before."""
+        """Return a new sequence id. Ids are never reused."""
 
 
 HEAD_ROWS = 64
-"""Rows that go through the head at a time if logits have places: so few exist twice."""
+"""Rows that run through the head at a time if logits have destinations; this bounds the copies."""
 
 
 class LocalRunner:
@@ -241,7 +245,7 @@ class LocalRunner:
         return output
 
     def _at_once(self, tokens: Ids, starts: tuple[int, ...]) -> StepOutput | None:
-        """Run the model as one call; None if its parts must be called."""
+        """Run the model as one call; None if the model has no such call for this step."""
         self.adapters.deactivate()
         stack = self.model.stack
         found = None if stack is None else stack.run_model(self.model, tokens, self.state.open_pass())
@@ -256,7 +260,7 @@ class LocalRunner:
         index: Ids | None,
         starts: tuple[int, ...],
     ) -> StepOutput:
-        """Run the model part by part; ``index``, ``starts``: as ``logits_rows`` has them."""
+        """Run the model part by part; ``index``, ``starts``: as returned by ``logits_rows``."""
         adapters, counts = [chunk.adapter for chunk in step.chunks], [len(chunk.tokens) for chunk in step.chunks]
         plain = adapters.count(None) == len(adapters)
         hidden: list[Tensor] = []
@@ -286,7 +290,7 @@ class LocalRunner:
         # Outside of inference mode: callers may write to the results.
         with torch.no_grad():
             if extras.places is not None:
-                # How an adapter changes the head is planned for all rows.
+                # The adapters' work on the head is planned for all rows.
                 self._head_to(x_RE, extras.places(), HEAD_ROWS if plain else max(1, starts[-1]))
                 starts = (0,) * len(starts)
             logits_RV = self.model.head(x_RE) if starts[-1] else self._no_logits
@@ -298,7 +302,7 @@ class LocalRunner:
     def _rehearse(
         self, choice: RowChoice, x_TE: Tensor, pass_: OpenPass, adapters: Sequence[int | None], counts: Sequence[int]
     ) -> None:
-        """Run some rows alone, before the forward."""
+        """Run the rehearsed rows alone through all blocks, before the forward."""
         rows = choice.rehearsed
         running = np.diff(np.searchsorted(rows, np.concatenate(([0], np.cumsum(counts)))))
         self.adapters.activate(adapters, running.tolist(), [0] * len(counts))
@@ -308,7 +312,7 @@ class LocalRunner:
             x_SE = block(x_SE, rehearsal)
 
     def _entering(self, rows: RowChoice, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass, step: Step) -> Tensor:
-        """Return the rows that enter a block; how adapters change it is planned for these."""
+        """Return the rows that enter a block, and plan the work of adapters for them."""
         entering_SE = rows.enter(layer, block, x_TE, pass_)
         if entering_SE.shape[0] != x_TE.shape[0]:
             head_counts = [int(chunk.logits == "last") for chunk in step.chunks]
@@ -316,7 +320,7 @@ class LocalRunner:
         return entering_SE
 
     def _head_to(self, x_RE: Tensor, places: Sequence[Tensor], most: int) -> None:
-        """Write the logits of all rows to their places, ``most`` rows at a time."""
+        """Write the logits of all rows to their destinations, ``most`` rows at a time."""
         chunk = offset = 0
         for begin in range(0, len(x_RE), most):
             logits_RV = self.model.head(x_RE[begin : begin + most])
@@ -326,7 +330,7 @@ class LocalRunner:
                 logits_RV, offset = logits_RV[count:], offset + count
                 if offset == len(places[chunk]):
                     chunk, offset = chunk + 1, 0
-            del logits_RV  # Else it would be there beside the next ones.
+            del logits_RV  # otherwise it would exist beside the next logits
 
     def _placeholders(self, tokens: Ids, extras: Extras) -> Ids | None:
         """Return the rows of the batch whose ids are negative; None if there are none.
@@ -370,7 +374,8 @@ class LocalRunner:
         return tuple(tuple(pass_.weights[layer][chunk].clone() for layer in layers) for chunk in range(num_chunks))
 
     def apply(self, edit: Edit) -> None:
-        """Apply one edit of the sequences; ``FailedPrecondition`` if tokens must run for it."""
+        """Apply one edit of the sequences. ``FailedPrecondition`` if it needs tokens to run
+        again."""
         match edit:
             case Add(seq):
                 self.state.add_sequence(seq)
@@ -391,7 +396,7 @@ class LocalRunner:
 
 
 def _check_choice(step: Step, extras: Extras) -> None:
-    """Refuse what asks for all rows of a forward of which only some go on."""
+    """Raise ``Unsupported`` for inputs or outputs of all rows in a forward that runs only some."""
     for name, asked in (
         ("mask", extras.mask is not None),
         ("positions", extras.positions is not None),
@@ -404,7 +409,7 @@ def _check_choice(step: Step, extras: Extras) -> None:
 
 
 def check_drawn(step: Step, drawn: Tensor) -> None:
-    """Refuse tokens of the device that are not one for each token of a step."""
+    """Raise ``InvalidArgument`` unless ``drawn`` has one token for each token of the step."""
     wanted = (sum(len(chunk.tokens) for chunk in step.chunks),)
     if drawn.dtype != torch.int64 or tuple(drawn.shape) != wanted:
         raise InvalidArgument(f"drawn tokens must be int64 {list(wanted)}, got {drawn.dtype} {list(drawn.shape)}")
@@ -413,7 +418,7 @@ def check_drawn(step: Step, drawn: Tensor) -> None:
 
 
 def check_chunks(chunks: Sequence[Chunk]) -> None:
-    """Refuse what cannot run, before anything is touched."""
+    """Raise ``InvalidArgument`` for malformed chunks, before anything changes."""
     for chunk in chunks:
         if not len(chunk.tokens):
             raise InvalidArgument(f"the chunk of sequence {chunk.seq} has no tokens; give at least one")
@@ -440,7 +445,8 @@ def _split(layers: Sequence[Tensor], chunks: Sequence[Chunk]) -> tuple[tuple[Ten
 
 
 def logits_rows(chunks: Sequence[Chunk]) -> tuple[Ids | None, tuple[int, ...]]:
-    """Return the rows that go through the head (None: all), and where each chunk's begin."""
+    """Return the rows that run through the head (None: all), and the first such row of each
+    chunk."""
     counts = [len(chunk.tokens) for chunk in chunks]
     wanted = [
         1 if chunk.logits == "last" else count if chunk.logits == "all" else 0

@@ -1,4 +1,4 @@
-"""``Room``: what is given up, and in which order, when pages or states are short. No torch."""
+"""``Room``: giving up sequences when pages or states are short, in a fixed order. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.types import SeqId
 
 
 class Rank(enum.Enum):
-    """Kinds of things that can be given up, in the order in which they are."""
+    """Kinds of things that can be given up, in the order of giving them up."""
 
     ORPHANS = "what belongs to an object that is gone"
     SCARCE_STATES = "recurrent states that only save work, while states are what is short"
@@ -22,36 +22,37 @@ class Rank(enum.Enum):
 
 
 class Giver(Protocol):
-    """An owner of sequences some of which can be had again."""
+    """An owner of sequences of which some can be given up and made again."""
 
     def give_up(self, rank: Rank) -> bool:
-        """Give up one thing of this rank; return whether there was any."""
+        """Give up one thing of this rank; return False if there is none."""
 
     def loose(self) -> Collection[SeqId]:
-        """Return the sequences that it could give up. Changes nothing."""
+        """Return the sequences that ``give_up`` could free. Changes nothing."""
 
 
 class Room:
-    """The givers of one runner. It holds none. Callers have the runner's lock, between forwards."""
+    """The givers of one runner, held by weak references. Callers hold the runner's lock, between
+    forwards."""
 
     def __init__(self) -> None:
         self._givers: WeakSet[Giver] = WeakSet()
 
     def join(self, giver: Giver) -> None:
-        """Ask ``giver``, too, from now on."""
+        """Include ``giver`` from now on."""
         self._givers.add(giver)
 
     def givers(self) -> list[Giver]:
-        """Return all that are asked."""
+        """Return all givers."""
         return list(self._givers)
 
     def leave(self, giver: Giver) -> None:
-        """Ask ``giver`` no more."""
+        """Exclude ``giver`` from now on."""
         self._givers.discard(giver)
 
     def make(self, asker: Giver | None = None) -> bool:
-        """Give up one thing, of the first rank that has any; return whether there was any. Of
-        ``asker`` only orphans are given up: a call that asks may go back to states of its own."""
+        """Give up one thing, of the first rank that has any; return False if there is none. Of
+        ``asker`` only orphans are given up: its running call may still need its own states."""
         return any(
             giver.give_up(rank)
             for rank in Rank

@@ -1,4 +1,4 @@
-"""``ArrivingBlob``: an object of a far tier whose bytes come in pieces, the first ones first."""
+"""``ArrivingBlob``: an object of a remote tier whose bytes arrive in order, piece by piece."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ from quire.contracts.store import Blob
 
 
 class ArrivingBlob:
-    """Room for a whole object, and how much of it is there. One thread takes pieces; any reads."""
+    """Memory for a whole object, and the number of its bytes so far. One thread adds pieces; any
+    reads."""
 
     def __init__(self, first: Blob, size: int) -> None:
         """Begin with the first bytes of an object of ``size`` bytes."""
         self.blob = bytearray(size)
-        """Bytes behind ``there`` are zeros; those before it do not change any more."""
+        """The bytes up to ``there`` are final; those after it are zeros."""
         self.there = 0
         self.ended = False
-        """Whether no more bytes come: all are there, or the tier failed."""
+        """Whether no more bytes will arrive: all did, or the tier failed."""
         self._lock = threading.Lock()
         self._told: list[Callable[[], None]] = []
         self.take(first)
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all bytes are there."""
+        """Return True if all bytes have arrived."""
         return self.there == len(self.blob)
 
     def tell(self, call: Callable[[], None]) -> None:
-        """Call from now on, on the thread that takes pieces, after each of them and at the end."""
+        """Call ``call`` from now on after each piece and at the end, on the thread that adds
+        pieces."""
         with self._lock:
             self._told.append(call)
 
     def take(self, piece: Blob) -> None:
-        """Take the next bytes."""
+        """Append the next bytes."""
         view = memoryview(piece).cast("B")
         self.blob[self.there : self.there + len(view)] = view
         self.there += len(view)
         self._tell()
 
     def end(self) -> None:
-        """Note that no more come."""
+        """Record that no more bytes will arrive."""
         self.ended = True
         self._tell()
         with self._lock:

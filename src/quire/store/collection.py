@@ -1,9 +1,9 @@
-"""Garbage collection: what no branch reaches any more goes, in all spaces of a tier.
+"""Garbage collection: removes commits that no branch reaches, in all spaces of a tier.
 
-It looks at commits only. An object that such a commit names, and none that stays, is removed,
-unless other state stands under it: that is the cache's, and so is the object from then on. Commits
-younger than an hour stay with all that they name, since their branch may be about to be written: so
-other processes may commit meanwhile. Whatever it takes too much of is computed again.
+It considers commits only. An object that only removed commits name is removed, unless other state
+has it as its parent: then it becomes a cache entry like any other. Commits younger than an hour
+stay with all that they name, because their branch may be about to be written; so other processes
+may commit meanwhile. State that is removed by mistake is computed again.
 """
 
 from __future__ import annotations
@@ -19,31 +19,33 @@ from quire.store.commits import SPACES, SessionCommit, Space
 from quire.store.records import Unfit, unpack_record
 
 SPARED_SECONDS = 3600.0
-"""Commits that are younger stay."""
+"""Age in seconds below which commits stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """What a collection removed, or would remove."""
+    """The result of a collection, or of a dry run."""
 
     commits: int
     objects: int
     bytes: int
-    """Of the state in these objects."""
+    """Bytes of the state in these objects."""
     pieces: int
     released: int
-    """Objects that were pinned, and are now the cache's."""
+    """Number of objects that were pinned, and are now cache entries."""
     keys: tuple[ObjectKey, ...]
-    """Of the objects."""
+    """Keys of the removed objects."""
     damaged: tuple[str, ...] = ()
-    """A sentence for each damaged record that hid what is reached; what it may reach has stayed."""
+    """A sentence for each damaged record that hides references; everything that it may reference
+    has stayed."""
 
 
 async def collect(
     tier: StoreTier, *, dry_run: bool = False, now: float | None = None, spared_seconds: float = SPARED_SECONDS
 ) -> Collected:
-    """Remove what no branch of any space reaches; ``dry_run``: only say what that is. Of a space
-    with a branch that is lost all commits stay, since that may have reached them."""
+    """Remove the commits that no branch of any space reaches; ``dry_run``: only report them. If a
+    branch of a space is damaged, all commits of that space stay, because it may have reached them.
+    """
     now = time.time() if now is None else now
     damaged = list[str]()
     spaces = [_Marked(History(tier, space)) for space in await spaces_of(tier, damaged)]
@@ -51,7 +53,7 @@ async def collect(
         await one.mark(now, spared_seconds)
     kept = {key for one in spaces for key in one.kept}
     gone = {key: nbytes for one in spaces for key, nbytes in one.gone.items() if key not in kept}
-    # Commits that came meanwhile.
+    # Keep the objects of commits that were written meanwhile.
     for one in spaces:
         for key in await one.late():
             gone.pop(key, None)
@@ -60,7 +62,8 @@ async def collect(
     commits = [key for one in spaces for key in one.garbage]
     pieces = [key for one in spaces for key in one.loose]
     if not dry_run:
-        # What names the others goes after them: a collection that is cut off is done again.
+        # Remove the objects before the commits and pieces that name them, so that an interrupted
+        # collection can be repeated.
         await spaces[0].history.pin(list(below), False)
         for keys in (list(removed), commits, pieces):
             for start in range(0, len(keys), AT_ONCE):
@@ -77,8 +80,8 @@ async def collect(
 
 
 async def spaces_of(tier: StoreTier, damaged: list[str] | None = None) -> list[Space]:
-    """Return all spaces, that of programs first. ``damaged`` gets a sentence for each record that
-    is; ``StoreDamaged`` if it is None."""
+    """Return all spaces, the space of programs first. A sentence for each damaged record is added
+    to ``damaged``; ``StoreDamaged`` if that is None."""
     (keys,) = await tier.children([SPACES])
     found = {""}
     for key, blob in zip(keys, await tier.get(keys), strict=True):
@@ -93,7 +96,7 @@ async def spaces_of(tier: StoreTier, damaged: list[str] | None = None) -> list[S
 
 
 async def _with_others(tier: StoreTier, gone: Collection[ObjectKey]) -> set[ObjectKey]:
-    """Return those of ``gone`` under which something stands that is not of them."""
+    """Return the objects of ``gone`` that have a descendant outside of ``gone``."""
     listed, found = list(gone), set[ObjectKey]()
     under: dict[ObjectKey, list[ObjectKey]] = {}
     for start in range(0, len(listed), AT_ONCE):
@@ -107,25 +110,25 @@ async def _with_others(tier: StoreTier, gone: Collection[ObjectKey]) -> set[Obje
 
 
 class _Marked:
-    """What a space has, and what its branches reach."""
+    """The records of a space, and the part that its branches reach."""
 
     def __init__(self, history: History) -> None:
         self.history = history
         self.kept: set[ObjectKey] = set()
         """Objects of commits that stay."""
         self.gone: dict[ObjectKey, int] = {}
-        """Objects of the others, and their bytes."""
+        """Objects of the other commits, with their bytes."""
         self.garbage: list[ObjectKey] = []
-        """Commits that do not stay."""
+        """Commits to remove."""
         self.loose: list[ObjectKey] = []
-        """Pieces that no commit names that stays."""
+        """Pieces that no staying commit names."""
         self.damaged: list[str] = []
-        """A sentence for each damaged record that hides what is reached."""
+        """A sentence for each damaged record that hides references."""
         self._seen: set[ObjectKey] = set()
 
     async def mark(self, now: float, spared: float) -> None:
         history, space = self.history, self.history.space
-        # In this order, so that a piece that is seen belongs to a commit that is seen.
+        # In this order, so that the commit of each listed piece is listed too.
         (pieces,) = await history.tier.children([space.pieces])
         (keys,) = await history.tier.children([space.commits])
         found = {key.digest.hex(): await self._commit(key) for key in keys}
@@ -152,7 +155,7 @@ class _Marked:
             named.update(map(space.piece, commit.pieces))
             try:
                 self.kept |= (await history.objects(commit)).keys()
-            except DataLoss as error:  # It cannot be checked out any more, so its state is worth nothing.
+            except DataLoss as error:  # the commit cannot be checked out any more, so its state has no value
                 self.damaged.append(f"commit {name} is lost ({error})")
         if hides:
             return
@@ -163,20 +166,20 @@ class _Marked:
         self.loose = [key for key in pieces if key not in named]
 
     async def late(self) -> Iterable[ObjectKey]:
-        """Return the objects of commits that were not there at ``mark``."""
+        """Return the objects of commits that were added after ``mark``."""
         (keys,) = await self.history.tier.children([self.history.space.commits])
         late = [await self._commit(key) for key in keys if key not in self._seen]
         return [key for one in late for key in await self._objects(one)]
 
     async def _commit(self, key: ObjectKey) -> SessionCommit | None:
-        """Return a commit; None for one that is damaged."""
+        """Return a commit; None if it is damaged."""
         try:
             return await self.history.commit(key.digest.hex())
         except DataLoss:
             return None
 
     async def _objects(self, commit: SessionCommit | None) -> dict[ObjectKey, int]:
-        """Return the objects of a commit, none if they cannot be told: what has no pieces was never
+        """Return the objects of a commit; none if its pieces are gone: such a commit was never
         complete, and has pinned nothing."""
         try:
             return {} if commit is None else await self.history.objects(commit)

@@ -1,8 +1,9 @@
 """``History``: the branches and commits of one owner in one tier.
 
-All verbs are coroutines on the tier's event loop. Writing goes from what is named to what names it:
-objects, commit, pieces, pins, and the branch last. So a crash in between leaves a commit that no
-branch reaches (``quire.store.collection`` removes it), and never a branch without its state.
+All verbs are coroutines on the tier's event loop. A record is written after everything that it
+names: objects, commit, pieces, pins, and the branch last. So a crash in between leaves a commit
+that no branch reaches (``quire.store.collection`` removes it), and never a branch without its
+state.
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ from quire.store.commits import SessionCommit, Space, checked_branch, checked_pi
 from quire.store.records import Unfit, pack_record, unpack_record
 
 SHOWN = 8
-"""Branches that an error names."""
+"""Most branches that an error names."""
 AT_ONCE = 256
-"""Keys in one question to a tier."""
+"""Most keys in one request to a tier."""
 REPAIR = "delete it by its name, or let a commit with force take its place"
-"""What helps a branch that is lost."""
+"""Advice for a damaged branch, in errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What two commits have in common, and what each adds."""
+    """The common part of two commits, and the rest of each."""
 
     a: SessionCommit
     b: SessionCommit
     base: str | None
-    """The last commit of which both are continuations; None: there is none."""
+    """The last common ancestor of both; None: there is none."""
     common: int
-    """Tokens before the first one that differs."""
+    """Number of tokens before the first difference."""
     a_adds: list[int]
-    """Tokens of ``a`` from there on."""
+    """Tokens of ``a`` from the first difference on."""
     b_adds: list[int]
     shared_bytes: int
-    """Bytes of the objects of both."""
+    """Bytes of the objects that both name."""
     a_bytes: int
-    """Bytes of those of ``a`` alone."""
+    """Bytes of the objects that only ``a`` names."""
     b_bytes: int
 
 
@@ -57,8 +58,8 @@ class History:
     # -- reading -----------------------------------------------------------------------------------
 
     async def branches(self, damaged: list[str] | None = None) -> dict[str, SessionCommit]:
-        """Return the commit that each branch stands at, by name in order. ``damaged`` gets a
-        sentence for each that cannot be read; ``StoreDamaged`` if it is None."""
+        """Return the head commit of each branch, sorted by name. A sentence for each unreadable
+        record is added to ``damaged``; ``StoreDamaged`` if that is None."""
         told = list[str]()
         (keys,) = await self.tier.children([self.space.branches])
         records = await self._records(keys, told)
@@ -77,7 +78,7 @@ class History:
         return found
 
     async def head(self, name: str) -> str | None:
-        """Return the id of the commit that a branch stands at; None: there is no such branch.
+        """Return the id of a branch's head commit; None: there is no such branch.
         ``StoreDamaged``."""
         told = list[str]()
         (found,) = await self._records([self.space.branch(name)], told)
@@ -86,7 +87,8 @@ class History:
         return None if found is None else str(found["commit"])
 
     async def find(self, name: str) -> SessionCommit:
-        """Return the commit of a branch, or of an id of which 8 digits suffice. ``NotFound``."""
+        """Return the commit of a branch, or of the first 8 or more digits of an id.
+        ``NotFound``."""
         if (head := await self.head(checked_branch(name))) is not None:
             return await self.commit(head)
         if is_id(name):
@@ -102,14 +104,14 @@ class History:
         raise NotFound(told, field="name", given=name)
 
     async def commit(self, name: str) -> SessionCommit:
-        """Return the commit of an id. ``StoreDamaged``: it is damaged, or gone."""
+        """Return the commit with an id. ``StoreDamaged``: it is damaged or gone."""
         (found,) = await self._records([self.space.commit(name)])
         if found is None:
             raise StoreDamaged(f"commit {name} is not there any more")
         return SessionCommit.read(found, name)
 
     async def log(self, head: SessionCommit) -> list[SessionCommit]:
-        """Return a commit and all before it, the latest first."""
+        """Return a commit and its ancestors, the latest first."""
         found = [head]
         while (parent := found[-1].parent) is not None:
             found.append(await self.commit(parent))
@@ -123,7 +125,7 @@ class History:
         return ids
 
     async def items(self, names: Sequence[str]) -> list[Any]:
-        """Return the items of pieces, joined. ``StoreDamaged``: one is damaged, or gone."""
+        """Return the items of pieces, joined. ``StoreDamaged``: one is damaged or gone."""
         return [item for piece in await self._pieces(names) for item in piece]
 
     async def pieces(self, commit: SessionCommit) -> dict[str, list[Any]]:
@@ -132,7 +134,7 @@ class History:
         return dict(zip(commit.pieces, found, strict=True))
 
     async def objects(self, commit: SessionCommit) -> dict[ObjectKey, int]:
-        """Return the keys of a commit's objects, and their bytes of state."""
+        """Return the keys of a commit's objects, with their bytes of state."""
         return commit.state.objects(await self.tokens(commit), commit.adapters)
 
     async def diff(self, a: SessionCommit, b: SessionCommit) -> Difference:
@@ -159,8 +161,8 @@ class History:
     # -- writing -----------------------------------------------------------------------------------
 
     async def require_way(self, name: str, since: str | None) -> None:
-        """Check that a branch may go on from the commit ``since``: that it is new, or stands at
-        that commit or before it. ``AlreadyExists`` else."""
+        """Raise ``AlreadyExists`` unless a branch may move to a child of commit ``since``: it must
+        be new, or its head be ``since`` or an ancestor of it."""
         head = await self.head(name)
         seen, at = set[str](), since
         while head is not None and at != head:
@@ -180,9 +182,9 @@ class History:
     async def add(
         self, commit: SessionCommit, pieces: Mapping[str, Sequence[Any]], objects: Collection[ObjectKey]
     ) -> None:
-        """Write a commit and its pieces, and pin these and its objects, which are there.
+        """Write a commit and its pieces, and pin these and its objects, which must exist.
         ``StoreFull``: the tier has no room."""
-        # The commit first: what it names is spared by a collection from then on.
+        # The commit first: from then on, a collection keeps its pieces and objects.
         await self.put(self.space.commit(commit.id), commit.document())
         keys = {self.space.piece(name): items for name, items in pieces.items()}
         for key, there in (await self.there(list(keys))).items():
@@ -197,15 +199,15 @@ class History:
             )
 
     async def move(self, name: str, commit: str) -> None:
-        """Let a branch stand at a commit that is there."""
+        """Set the head of a branch to an existing commit."""
         key, space = self.space.branch(name), space_key(self.space)
         await self.put(space, {"name": self.space.name})
         await self.put(key, {"name": name, "commit": commit})
         await self.pin([space, key])
 
     async def delete(self, name: str) -> str:
-        """Forget a branch, and return the id of its commit, which stays until it is collected; ""
-        if that is lost. ``NotFound``."""
+        """Delete a branch, and return the id of its head commit, which stays until a collection; ""
+        if that is damaged. ``NotFound``."""
         try:
             head = await self.head(checked_branch(name))
         except StoreDamaged:
@@ -221,12 +223,12 @@ class History:
             raise StoreFull(f"{self.tier.label} has no room for a record; give the tier more room")
 
     async def pin(self, keys: Sequence[ObjectKey], pinned: bool = True) -> None:
-        """Pin objects, or let them go."""
+        """Pin or unpin objects."""
         for start in range(0, len(keys), AT_ONCE):
             await self.tier.pin(keys[start : start + AT_ONCE], pinned)
 
     async def there(self, keys: Sequence[ObjectKey]) -> dict[ObjectKey, bool]:
-        """Return which objects are there."""
+        """Return, for each key, True if its object exists."""
         found: list[bool] = []
         for start in range(0, len(keys), AT_ONCE):
             found += await self.tier.contains(keys[start : start + AT_ONCE])
@@ -237,8 +239,8 @@ class History:
     async def _records(
         self, keys: Iterable[ObjectKey], damaged: list[str] | None = None
     ) -> list[dict[str, Any] | None]:
-        """Return documents. One that is damaged is None and told in ``damaged``;
-        ``StoreDamaged`` if that is None."""
+        """Return documents. A damaged one is None, with a sentence in ``damaged``; ``StoreDamaged``
+        if that is None."""
         listed, found = list(keys), list[dict[str, Any] | None]()
         for start in range(0, len(listed), AT_ONCE):
             some = listed[start : start + AT_ONCE]

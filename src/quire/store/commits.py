@@ -1,9 +1,9 @@
-"""Commits: documents that say what a session was, and which objects hold its state. No torch.
+"""Commits: documents that describe a session, and name the objects with its state. No torch.
 
 A commit names its tokens and the turns of its chat by *pieces*, lists of a fixed number of items
-under the digest of what they hold, so that the commits of one session share all but the last ones.
-The names of its objects follow from the tokens (``quire.store.keys``). Its id is a digest of the
-document, its parent's id included, so an id stands for a whole history.
+under the digest of their content, so that the commits of one session share all but the last ones.
+The names of its objects are computed from the tokens (``quire.store.keys``). Its id is a digest of
+the document, its parent's id included, so an id identifies a whole history.
 
 A *space* holds the branches of one owner. All names of records depend on it.
 """
@@ -25,9 +25,9 @@ from quire.errors import InvalidArgument, StoreDamaged, Unsupported
 from quire.store.keys import Chain, StoredPiece, record_key, records_of
 
 VERSION = 1
-"""Of the documents. A newer one is refused."""
+"""Version of the documents. A newer one is refused."""
 LONGEST_NAME, LONGEST_MESSAGE = 128, 4096
-"""Characters of a branch's name, and of a message."""
+"""Most characters of a branch's name, and of a message."""
 TOKENS_IN_PIECE, TURNS_IN_PIECE = 1024, 16
 
 _NAME = re.compile(r"(?![-/])[A-Za-z0-9._/-]{1,128}")
@@ -36,25 +36,25 @@ _ID = re.compile(r"[0-9a-f]{8,40}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateNames:
-    """What the names of the objects of a state follow from, and their bytes of state."""
+    """The data from which the names of a state's objects are computed, and their bytes of state."""
 
     root: str = ""
-    """The digest, in hexadecimal digits, that the keys of its tokens descend from."""
+    """The root digest of the keys of its tokens, in hexadecimal digits."""
     chunk: int = 1
-    """Tokens of a full run."""
+    """Number of tokens of a full run."""
     length: int = 0
-    """Tokens whose state there is."""
+    """Number of tokens with state."""
     row_bytes: int = 0
     """Bytes of a token in the layers that keep all tokens; 0: there are no objects of rows."""
     stops: Sequence[Sequence[int]] = ()
     """Position and bytes of each stop."""
     file: Sequence[Any] | None = None
-    """Name and bytes of the one object that is a whole state file, where tokens do not give the
-    state; all of the above is empty then."""
+    """Name and bytes of a single object with a whole state file, if tokens do not give the state;
+    then all fields above are empty."""
 
     def pieces(self, ids_T: NDArray[np.int64], adapters: Sequence[Sequence[Any]]) -> dict[StoredPiece, int]:
-        """Return the objects of these tokens with their places, and their bytes of state. The one
-        that is a whole state file is from the first token to the last."""
+        """Return the objects of these tokens with their positions and bytes of state. A whole state
+        file spans all tokens."""
         if self.file is not None:
             return {StoredPiece(ObjectKey.parse(self.file[0]), 0, ids_T.size): self.file[1]}
         if not self.root:
@@ -70,24 +70,24 @@ class StateNames:
         }
 
     def objects(self, ids_T: NDArray[np.int64], adapters: Sequence[Sequence[Any]]) -> dict[ObjectKey, int]:
-        """Return the keys of the objects of these tokens, and their bytes of state."""
+        """Return the keys of the objects of these tokens, with their bytes of state."""
         return {piece.key: nbytes for piece, nbytes in self.pieces(ids_T, adapters).items()}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of state in all of them."""
+        """Bytes of state in all objects."""
         rows = self.length * self.row_bytes + sum(nbytes for _, nbytes in self.stops)
         return rows if self.file is None else int(self.file[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionCommit:
-    """A session as it was. ``id`` follows from all the rest."""
+    """A snapshot of a session. ``id`` is computed from all other fields."""
 
     id: str = ""
     """40 hexadecimal digits."""
     parent: str | None
-    """The commit that the session was made from, or was committed as before."""
+    """The id of the commit from which the session was made, or of its previous commit."""
     time: float
     """Unix time."""
     message: str
@@ -98,47 +98,47 @@ class SessionCommit:
     model: Mapping[str, str]
     """``ModelIdentity.fields``."""
     layout_hash: str
-    """Of the layout of its KV state."""
+    """Digest of the layout of its KV state."""
     adapters: Sequence[Sequence[Any]]
-    """[from position, fingerprint or None], as state files have it."""
+    """[from position, fingerprint or None], as in state files."""
     key: Sequence[str | None]
-    """What may share state with it: ``adapter_keys.written_key``."""
+    """Key of the states that may be shared with it: ``adapter_keys.written_key``."""
     window: Sequence[int] | None
     """(window, sink)"""
     modified: bool
-    """Whether tokens do not give its state: it is never computed again."""
+    """Whether tokens do not give its state; then it is never computed again."""
     tokens: Sequence[str]
-    """Pieces of its token ids."""
+    """Names of the pieces of its token ids."""
     turns: Sequence[str]
-    """Pieces of its chat's turns."""
+    """Names of the pieces of its chat's turns."""
     chat: Any
-    """What else is known of its chat; None: it has none."""
+    """Further fields of its chat; None: it has no chat."""
     state: StateNames
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its state, shared ones included."""
+        """Bytes of its state, shared objects included."""
         return self.state.nbytes
 
     @property
     def pieces(self) -> list[str]:
-        """All pieces that it names."""
+        """Names of all its pieces."""
         return [*self.tokens, *self.turns]
 
     def document(self) -> dict[str, Any]:
-        """Return the document, which does not hold the id."""
+        """Return the document, without the id."""
         listed = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "id"}
         state = {one.name: getattr(self.state, one.name) for one in fields(self.state)}
         return {"version": VERSION, **listed, "state": state}
 
     def signed(self) -> Self:
-        """Return the same with its id."""
+        """Return the same commit with its id."""
         return replace(self, id=digest_of(self.document()))
 
     @classmethod
     def read(cls, document: Mapping[str, Any], name: str) -> Self:
-        """Return the commit of a document that was found as ``name``. ``StoreDamaged`` for another
-        one; ``Unsupported`` for one of a newer version."""
+        """Return the commit of a document found under ``name``. ``StoreDamaged`` if its digest
+        differs; ``Unsupported`` for a newer version."""
         if digest_of(document) != name:
             raise StoreDamaged(f"commit {name} is damaged: its document has another digest")
         version = document.get("version")
@@ -153,51 +153,51 @@ class SessionCommit:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The names of one owner's records. ``name``: "" of a program, else ``space_of``."""
+    """The keys of one owner's records. ``name``: "" for a program, else from ``space_of``."""
 
     name: str = ""
 
     def branch(self, name: str) -> ObjectKey:
-        """Return the key of a branch."""
+        """Return the key of a branch's record."""
         return record_key(f"branch/{self.name}", name)
 
     def commit(self, name: str) -> ObjectKey:
-        """Return the key of a commit."""
+        """Return the key of a commit's record."""
         return ObjectKey(self.commits, ObjectKind.RECORD, 0, bytes.fromhex(name))
 
     def piece(self, name: str) -> ObjectKey:
-        """Return the key of a piece."""
+        """Return the key of a piece's record."""
         return ObjectKey(self.pieces, ObjectKind.RECORD, 0, bytes.fromhex(name))
 
     @property
     def branches(self) -> bytes:
-        """Return the parent of the keys of all branches."""
+        """The parent of the keys of all branches."""
         return records_of(f"branch/{self.name}")
 
     @property
     def commits(self) -> bytes:
-        """Return the parent of the keys of all commits."""
+        """The parent of the keys of all commits."""
         return records_of(f"commit/{self.name}")
 
     @property
     def pieces(self) -> bytes:
-        """Return the parent of the keys of all pieces."""
+        """The parent of the keys of all pieces."""
         return records_of(f"piece/{self.name}")
 
 
 SPACES = records_of("space")
-"""What the records of all spaces stand under."""
+"""The parent of the records of all spaces."""
 
 
 def space_of(owner: str) -> Space:
-    """Return an owner's space. Its name does not tell the owner."""
+    """Return an owner's space. Its name does not reveal the owner."""
     if not isinstance(owner, str) or not _is_unicode(owner):
         raise InvalidArgument(field="owner", given=owner, allowed="a string")
     return Space(hashlib.blake2b(b"space:" + owner.encode(), digest_size=16).hexdigest() if owner else "")
 
 
 def space_key(space: Space) -> ObjectKey:
-    """Return the key of the record that says that a space is used."""
+    """Return the key of the record that marks a space as used."""
     return record_key("space", space.name)
 
 
@@ -209,25 +209,25 @@ def split(items: Sequence[Any], count: int) -> dict[str, list[Any]]:
 
 
 def checked_piece(name: str, number: int, items: Sequence[Any]) -> list[Any]:
-    """Return the items of the piece at a place; ``StoreDamaged`` if they do not fit its name."""
+    """Return the items of piece ``number``; ``StoreDamaged`` if they do not fit its name."""
     if digest_of([number, list(items)]) != name:
         raise StoreDamaged(f"piece {name} is damaged: its items have another digest")
     return list(items)
 
 
 def digest_of(document: Any) -> str:
-    """Return the digest of what JSON can say, in hexadecimal digits."""
+    """Return the digest of a JSON document, in hexadecimal digits."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=dict)
     return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).hexdigest()
 
 
 def is_id(text: str) -> bool:
-    """Return whether a text may be an id, or the beginning of one."""
+    """Return True if a text has the form of an id, or of the beginning of one."""
     return _ID.fullmatch(text) is not None
 
 
 def checked_branch(name: object) -> str:
-    """Return the name of a branch; ``InvalidArgument`` for what can be none."""
+    """Return the name of a branch; ``InvalidArgument`` for an invalid one."""
     good = isinstance(name, str) and _NAME.fullmatch(name) is not None
     if not good or ".." in str(name):
         allowed = f'1 to {LONGEST_NAME} of A-Z a-z 0-9 . _ - /, without "..", and not beginning with - or /'
@@ -236,7 +236,7 @@ def checked_branch(name: object) -> str:
 
 
 def checked_message(message: object) -> str:
-    """Return a message, "" for None; ``InvalidArgument`` for what is none."""
+    """Return a message, "" for None; ``InvalidArgument`` for an invalid one."""
     if message is None:
         return ""
     if not isinstance(message, str) or len(message) > LONGEST_MESSAGE or not _is_unicode(message):

@@ -1,9 +1,9 @@
-"""The index of a directory of objects: which there are, how large, in which order they were used.
+"""The index of a directory of objects: names, sizes and order of uses.
 
-SQLite keeps it, so several processes may change it. All of it but the order of uses follows from
-the files, so an index that is missing, damaged or of another version is made anew. A new one has a
-new name: a process that still holds the old one finds that its file is gone, and SQLite's own files
-of the two never meet.
+It is an SQLite database, so several processes may change it. All of it but the order of uses can be
+computed from the files, so a missing, damaged or outdated index is made anew, under a new name: a
+process that still holds the old index notices that its file is gone, and SQLite's auxiliary files
+of the two never mix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.forks import in_children, keep_open
 
 VERSION = 1
 BUSY_SECONDS = 10.0
-"""For which a change waits while another process makes one."""
+"""Seconds that a change waits for a change of another process."""
 
 _TABLES = """
 CREATE TABLE objects (
@@ -41,7 +41,7 @@ CREATE TRIGGER changed AFTER UPDATE OF bytes, pinned ON objects BEGIN
         pinned = pinned + NEW.bytes * NEW.pinned - OLD.bytes * OLD.pinned;
 END;
 """
-# What many rows at once are faster without.
+# Dropped while many rows are written at once, which is faster without them.
 _ORDER = {
     "INDEX by_parent": "ON objects (parent)",
     "INDEX by_digest": "ON objects (digest)",
@@ -52,7 +52,8 @@ _ORDER = {
     UPDATE objects SET children = (SELECT count(*) FROM objects WHERE parent = NEW.digest) WHERE name = NEW.name;
 END""",
 }
-# What a damaged index does not answer: another process is at work, the disk is full or read-only.
+# Errors that do not mean a damaged index: another process uses it, or the disk is full or
+# read-only.
 _OUTSIDE = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
@@ -66,7 +67,7 @@ _OUTSIDE = {
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Return whether an error says that an index is damaged, and not what is around it."""
+    """Return True if an error reports a damaged index, rather than a problem of the system."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
     return code & 0xFF not in _OUTSIDE or code == sqlite3.SQLITE_IOERR_SHORT_READ
 
@@ -75,8 +76,8 @@ class FileIndex:
     """An open index. One thread at a time makes changes; others may read meanwhile."""
 
     def __init__(self, path: Path | None, *, fresh: bool) -> None:
-        """Open the index at ``path``, ``fresh``: make it there. None: in memory, for a directory
-        that cannot be written. ``sqlite3.Error`` for one that is damaged or of another version."""
+        """Open the index at ``path``, ``fresh``: make it there. ``path`` None: in memory, for a
+        directory that cannot be written. ``sqlite3.Error`` for a damaged one or another version."""
         self.path = path
         self._writer = self._reader = self._connect()
         in_children(self._forked)
@@ -114,11 +115,11 @@ class FileIndex:
         return opened
 
     def is_current(self) -> bool:
-        """Return whether the index is still that of its directory."""
+        """Return True if the file is still the index of its directory."""
         return self.path is None or self.path.exists()
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """Return the bytes of objects, None where one is unknown."""
+        """Return the bytes of objects; None for unknown ones."""
         with self._reading:
             rows = [
                 self._reader.execute("SELECT bytes FROM objects WHERE name = ?", (one,)).fetchone() for one in names
@@ -126,12 +127,12 @@ class FileIndex:
         return [row and row[0] for row in rows]
 
     def under(self, parent: bytes) -> list[str]:
-        """Return the names under a parent."""
+        """Return the names with a parent."""
         with self._reading:
             return [name for (name,) in self._reader.execute("SELECT name FROM objects WHERE parent = ?", (parent,))]
 
     def all_sizes(self) -> dict[str, int]:
-        """Return the bytes of all objects by their names."""
+        """Return the bytes of all objects by name."""
         with self._reading:
             return dict(self._reader.execute("SELECT name, bytes FROM objects"))
 
@@ -148,7 +149,7 @@ class FileIndex:
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
-        """Make the changes of a block happen all or not at all, and after those of others."""
+        """Run a block as one transaction, after those of other processes."""
         with self._writing:
             self._writer.execute("BEGIN IMMEDIATE")
             try:
@@ -162,14 +163,14 @@ class FileIndex:
     # ---------------------------------------------------------------- inside of ``change``
 
     def use(self, names: Sequence[str]) -> None:
-        """Note uses of objects, the last one last."""
+        """Record uses of objects, the last one last."""
         uses = self._number("SELECT uses FROM totals")
         rows = [(uses + index, name) for index, name in enumerate(names, 1)]
         self._writer.executemany("UPDATE objects SET use = ? WHERE name = ?", rows)
         self._writer.execute("UPDATE totals SET uses = uses + ?", (len(names),))
 
     def add(self, key: ObjectKey, size: int) -> None:
-        """Enter an object, or its new size; without a use."""
+        """Insert an object, or its new size, without a use."""
         self._writer.execute(
             "INSERT INTO objects (name, parent, digest, bytes, use) VALUES (?, ?, ?, ?, 0)"
             " ON CONFLICT (name) DO UPDATE SET bytes = excluded.bytes",
@@ -177,7 +178,7 @@ class FileIndex:
         )
 
     def fill(self, objects: Sequence[tuple[ObjectKey, int]]) -> None:
-        """Do as ``add`` does for objects that the index does not have: fast, if it is empty."""
+        """As ``add``, for objects that the index does not have; fast if it is empty."""
         if self._number("SELECT objects FROM totals"):
             for key, size in objects:
                 self.add(key, size)
@@ -199,16 +200,16 @@ class FileIndex:
         )
 
     def drop(self, name: str) -> bool:
-        """Forget an object; return whether it was known."""
+        """Remove an object; return True if it was known."""
         return self._writer.execute("DELETE FROM objects WHERE name = ?", (name,)).rowcount > 0
 
     def pin(self, name: str, pinned: bool) -> bool:
-        """Pin an object or not; return whether it is known."""
+        """Pin or unpin an object; return True if it is known."""
         return self._writer.execute("UPDATE objects SET pinned = ? WHERE name = ?", (pinned, name)).rowcount > 0
 
     def shrink(self, capacity: int, spared: str | None = None) -> tuple[list[str], bool]:
-        """Forget, until all fits, of what nothing stands under what was used longest ago. Return
-        the names, and whether it fits without giving up ``spared`` and what is pinned."""
+        """Remove objects without children, least recently used first, until the rest fits. Return
+        their names, and True if the rest fits without removing ``spared`` or pinned objects."""
         gone: list[str] = []
         while self._number("SELECT bytes FROM totals") > capacity:
             row = self._writer.execute(
@@ -222,7 +223,7 @@ class FileIndex:
         return gone, True
 
     def close(self) -> None:
-        """Close the files, once nothing uses them."""
+        """Close the files, after running calls."""
         with self._writing, self._reading:
             for connection in {self._reader, self._writer}:
                 with contextlib.suppress(sqlite3.Error):
@@ -237,7 +238,8 @@ class FileIndex:
         connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
-            # What a loss of power takes of the last changes, the files give back.
+            # After a loss of power the last changes may be missing; they are restored from the
+            # files.
             connection.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
             connection.close()

@@ -1,13 +1,13 @@
 """``FileTier``: objects as files of a directory that several processes may use at once.
 
 ``objects/ab/NAME.quire`` are the objects, ``ab`` the first digits of their digests, and ``pins/``
-has an empty file for each pinned one. These are the truth; ``index-*.sqlite`` follows from them
-(``quire.store.file_index``). A file gets its name, complete and synced, in the same transaction
-that enters it into the index, so that only a killed process leaves a file without an entry. The
-next one to open the directory finds it.
+has an empty file for each pinned object. The files are authoritative; ``index-*.sqlite`` is derived
+from them (``quire.store.file_index``). A file gets its final name, complete and synced, in the
+transaction that enters it into the index, so that only a killed process leaves a file without an
+entry. The next process that opens the directory finds it.
 
-Objects are read by mapping their files: nobody changes a file in place. What is given up meanwhile
-stays readable to whoever has it mapped.
+Objects are read by mapping their files, which are never changed in place. An evicted object stays
+readable to processes that have it mapped.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ R = TypeVar("R")
 THREADS = 8
 SUFFIX = ".quire"
 USES_KEPT = 256
-"""Uses that are noted in memory before the index gets them."""
+"""Number of uses that are collected in memory before they are written to the index."""
 MAPPED = 256
-"""Objects that are mapped at once. Each holds a file descriptor, so further ones are read."""
+"""Most objects that are mapped at once. Each holds a file descriptor, so further ones are read."""
 OPEN_SECONDS = 30.0
-"""For which a directory may be locked by another process that opens it."""
+"""Seconds to wait for another process that is opening the directory."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-# What opening a file answers if there is no file of that name.
+# Errors of opening a file that does not exist.
 _NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
 
 
 class _NoRoom(Exception):
-    """An object does not fit, whatever is given up."""
+    """An object does not fit, whatever is evicted."""
 
 
 class FileTier:
@@ -67,14 +67,14 @@ class FileTier:
         self.label = f"directory {str(self.directory)!r}"
         self._threads = DaemonThreads(THREADS, "quire-files")
         self._lock: Any = threading.Lock()
-        """Of what is below."""
+        """Guards the fields below."""
         in_children(self._forked)
         self._opening = -1
         """The descriptor of the directory's lock, while it is held."""
         self._opened: FileIndex | None = None
         self._closed = self._full = False
         self._used: dict[str, None] = {}
-        """Names that were used since the index was told, the last one last."""
+        """Names used since the last write to the index, the last one last."""
         self._maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
     async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
@@ -105,11 +105,11 @@ class FileTier:
 
     def _forked(self) -> None:
         self._lock = ParentsLock()
-        if self._opening >= 0:  # The parent's lock would last as long as this descriptor of it.
+        if self._opening >= 0:  # the parent's lock would last as long as this copy of the descriptor
             os.close(self._opening)
 
     async def close(self) -> None:
-        """Tell the index of the last uses and close it."""
+        """Write the last uses to the index and close it."""
         await self._threads.run(self._close)
         self._threads.end()
 
@@ -121,7 +121,7 @@ class FileTier:
     # ------------------------------------------------------------ on threads of the tier
 
     def _with_index(self, function: Callable[Concatenate[FileIndex, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call with the index, again with a new one if it turns out to be damaged."""
+        """Call with the index; repeat with a new index if it turns out to be damaged."""
         for attempt in range(2):
             index = None
             try:
@@ -140,7 +140,7 @@ class FileTier:
         raise AssertionError("the second attempt returns or raises")
 
     def _index(self) -> FileIndex:
-        """Return the open index; open the directory if there is none, or if its file is gone."""
+        """Return the open index; open the directory if there is none, or its file is gone."""
         with self._lock:
             if self._closed:
                 raise TierError(f"{self.label} is closed")
@@ -163,13 +163,13 @@ class FileTier:
             is_busy = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY
             if is_busy or (isinstance(error, sqlite3.Error) and is_damage(error)) or not self._objects.is_dir():
                 raise
-            # A disk that is full or read-only can still be read.
+            # A full or read-only disk can still be read.
             self._full = _kind_of(error) is TierFull
             return self._agreed(FileIndex(None, fresh=True))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other processes from opening the directory meanwhile."""
+        """Prevent other processes from opening the directory during the block."""
         fd = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._opening = fd
@@ -188,7 +188,7 @@ class FileTier:
             os.close(fd)
 
     def _agreed(self, index: FileIndex) -> FileIndex:
-        """Return an index in which the files are, and nothing else."""
+        """Make the index consistent with the files, and return it."""
         try:
             with index.change():
                 known, there, fresh = index.all_sizes(), set[str](), list[tuple[ObjectKey, int]]()
@@ -201,7 +201,7 @@ class FileTier:
                         if name in known and not _is_record(name):
                             there.add(name)
                         elif folder.name == _folder_of(name) and entry.is_file(follow_symlinks=False):
-                            with contextlib.suppress(InvalidArgument):  # another file, which stays
+                            with contextlib.suppress(InvalidArgument):  # a file that is not an object: it stays
                                 fresh.append((ObjectKey.parse(name), entry.stat(follow_symlinks=False).st_size))
                                 there.add(name)
                 index.fill(fresh)
@@ -223,7 +223,7 @@ class FileTier:
             raise
 
     def _discard(self, index: FileIndex) -> None:
-        """Remove a damaged index. Other processes see that its file is gone."""
+        """Remove a damaged index. Other processes notice that its file is gone."""
         index.close()
         with self._lock:
             if self._opened is index:
@@ -242,7 +242,7 @@ class FileTier:
         return found
 
     def _read(self, path: Path, size: int) -> Blob | None:
-        """Return what a file holds; None: there is none of this size."""
+        """Return the content of a file; None if there is none of this size."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
@@ -325,9 +325,9 @@ class FileTier:
             sync_directory(folder)
 
     def _healed(self, index: FileIndex, name: str) -> int | None:
-        """Return the size that file and index agree on, by now or from now on; None: there is no
-        such object. A file of another size is removed. Of a record, which is replaced, the file is
-        right: its writer was killed before it could tell the index."""
+        """Return the size on which file and index agree, after repairs; None: there is no such
+        object. A file of another size is removed. For a record, which is replaced in place, the
+        file is right: its writer was killed before it updated the index."""
         with index.change():
             (size,) = index.sizes([name])
             if size is None or (found := self._size(name)) == size:
@@ -353,7 +353,7 @@ class FileTier:
         with self._lock:
             names, self._used = list(self._used), {}
         if names:
-            # Lost, they make the order of uses a little older than it is.
+            # If these are lost, the recorded order of uses is slightly out of date.
             with contextlib.suppress(sqlite3.OperationalError), index.change():
                 index.use(names)
 
@@ -405,7 +405,7 @@ def _folder_of(name: str) -> str:
 
 
 def _make(folder: Path) -> None:
-    """Make a directory that is there after a crash of the machine."""
+    """Make a directory durably, so that it survives a crash of the machine."""
     if not folder.is_dir():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync_directory(folder.parent)

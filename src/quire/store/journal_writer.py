@@ -1,4 +1,4 @@
-"""The thread that writes a session journal, so that its callers may go on or wait as they like."""
+"""The thread that writes a session journal, so that callers may wait or continue."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from quire.process_exit import end_with_process
 from quire.store.session_journal import Change, SessionJournal
 
 CLOSE_SECONDS = 30.0
-"""Most seconds that the end waits for what is being written."""
+"""Most seconds that ``close`` waits for pending writes."""
 
 Order = tuple[Change, "Future[None]"]
 
 
 class JournalWriter:
-    """A journal's only writer. What waits goes into one transaction, so that sessions that end
+    """A journal's only writer. Pending changes share one transaction, so that sessions that end
     their calls together wait for one sync of the disk."""
 
     def __init__(self, journal: SessionJournal) -> None:
@@ -36,10 +36,9 @@ class JournalWriter:
         end_with_process(self.close)
 
     def write(self, change: Change) -> Future[None]:
-        """Write a change behind all earlier ones. The future is done when it is durable; its error
-        is ``NotDurable``."""
+        """Queue a change. The future is done when it is durable; its error is ``NotDurable``."""
         written: Future[None] = Future()
-        written.set_running_or_notify_cancel()  # whoever waits may go away, and the change stays
+        written.set_running_or_notify_cancel()  # so that a caller that stops waiting does not cancel the change
         with self._lock:
             if not self._closed:
                 self._orders.put((change, written))
@@ -49,12 +48,12 @@ class JournalWriter:
         return written
 
     def wait(self) -> None:
-        """Wait until what was ordered so far is written, or has failed."""
+        """Wait until all queued changes are written, or have failed."""
         wait([self._last])
 
     def close(self) -> None:
-        """Write what waits, and close the journal; leave both alone if the disk hangs. Twice is
-        harmless."""
+        """Write the pending changes, and close the journal; give up if the disk hangs. A second
+        call is harmless."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -76,14 +75,14 @@ class JournalWriter:
                     break
             waiting = [order for order in orders if order is not None]
             if not self._write(waiting) and len(waiting) > 1:
-                # Another session's change may be at fault.
+                # One session's change may be the cause of the failure, so write each by itself.
                 for order in waiting:
                     self._write([order])
             if orders[-1] is None:
                 return
 
     def _write(self, orders: list[Order]) -> bool:
-        """Write changes in one transaction. Return False if that failed and several wait for it."""
+        """Write changes in one transaction. Return False if it failed and has several changes."""
         try:
             self.journal.write([change for change, _ in orders])
         except BaseException as error:

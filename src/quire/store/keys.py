@@ -1,10 +1,10 @@
-"""Keys of state by all that it depends on: a chain of hashes over chunks of tokens. No torch.
+"""Keys of state: a chain of hashes over chunks of tokens, with all that the state depends on. No
+torch.
 
 The root hashes the model (architecture, configuration, weights, dtype), the layout of its state and
-the salt. Each link hashes the one before it, the tokens of a chunk and the adapters that they ran
-under. So a key stands for a history from its first token on, and who does not know the salt cannot
-make it. Links are BLAKE2b with 20 bytes: keys of different histories do not meet, also not if
-somebody tries.
+the salt. Each link hashes the link before, the tokens of a chunk and the adapters that they ran
+under. So a key identifies a history from its first token on, and cannot be computed without the
+salt. Links are BLAKE2b with 20 bytes, so collisions cannot be found, even on purpose.
 
 Letters: T tokens.
 """
@@ -26,22 +26,22 @@ from quire.contracts.store import KEY_BYTES, ObjectKey, ObjectKind
 CHUNK = 256
 """Tokens of a run that is one object, unless a page is larger."""
 KEY_VERSION = 1
-"""Of what a key is made of. Objects of another version are never found."""
+"""Version of the key scheme. Objects of another version are never found."""
 
 Runs = tuple[tuple[int, str | None], ...]
 """Adapters as (from position, fingerprint or None), as in ``runner.adapter_history``."""
 
 
 def root_key(model: Mapping[str, str], layout_hash: str, dtype: str, salt: object, chunk: int) -> bytes:
-    """Return the digest that all keys of one model and one salt descend from. ``salt`` is of
-    strings, numbers, None, and tuples of these."""
+    """Return the root digest of all keys of one model and one salt. ``salt`` consists of strings,
+    numbers, None, and tuples of these."""
     made_of = {"version": KEY_VERSION, "model": dict(model), "layout": layout_hash, "dtype": dtype, "chunk": chunk}
     text = json.dumps({**made_of, "salt": salt}, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
 
 
 def record_key(kind: str, name: str) -> ObjectKey:
-    """Return the key of a record, under one parent for each kind."""
+    """Return the key of a record; all records of a kind share a parent."""
     return ObjectKey(
         records_of(kind), ObjectKind.RECORD, 0, hashlib.blake2b(name.encode(), digest_size=KEY_BYTES).digest()
     )
@@ -70,7 +70,7 @@ class Chain:
     runs: Runs
     chunk: int
     boundaries: tuple[bytes, ...]
-    """Digests after 0, ``chunk``, 2 ``chunk`` ... tokens, as many as are full."""
+    """Digests after 0, ``chunk``, 2 ``chunk`` ... tokens, for all full chunks."""
 
     @classmethod
     def of(cls, root: bytes, ids_T: NDArray[np.int64], runs: Runs, chunk: int) -> Chain:
@@ -94,13 +94,14 @@ class Chain:
         return ObjectKey(self.boundaries[start // self.chunk], ObjectKind.ROWS, stop - start, self.digest(stop))
 
     def between(self, start: int, stop: int) -> tuple[list[int], list[list[Any]]]:
-        """Return the tokens ``start..stop - 1`` and the adapters that they ran under, counted from
+        """Return the tokens ``start..stop - 1`` and their adapters, with positions relative to
         ``start``; [] for the base model alone."""
         return self.ids[start:stop].tolist(), _within(self.runs, start, stop)
 
     def stop(self, length: int) -> ObjectKey:
-        """Return the key of what else a continuation at ``length`` needs. It stands under the last
-        boundary before ``length``, so that whoever has the tokens finds it."""
+        """Return the key of the stop at ``length``: the state besides rows that a continuation
+        there needs. Its parent is the last boundary before ``length``, so that a holder of the
+        tokens can find it."""
         index = max(0, length - 1) // self.chunk
         return ObjectKey(self.boundaries[index], ObjectKind.STOP, length - index * self.chunk, self.digest(length))
 
@@ -116,8 +117,8 @@ def _link(before: bytes, ids: NDArray[np.int64], runs: list[list[Any]]) -> bytes
 
 
 def _within(runs: Runs, start: int, stop: int) -> list[list[Any]]:
-    """Return the adapters of tokens ``start..stop - 1``, counted from ``start``; [] for only the
-    base model."""
+    """Return the adapters of tokens ``start..stop - 1``, with positions relative to ``start``; []
+    for the base model alone."""
     if not runs:
         return []
     first = max(0, bisect_right([begin for begin, _ in runs], start) - 1)
@@ -126,6 +127,6 @@ def _within(runs: Runs, start: int, stop: int) -> list[list[Any]]:
 
 
 def checked_name(key: ObjectKey) -> str:
-    """Return the name of a key; ``InvalidArgument`` for one that names no object, whatever its
-    fields are made of."""
+    """Return the name of a key; ``InvalidArgument`` for one that names no object, with fields of
+    any type."""
     return ObjectKey.parse(key.name).name

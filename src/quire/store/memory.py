@@ -1,8 +1,8 @@
 """``MemoryTier``: objects in this process's memory, the nearest tier.
 
-What has something under it is never given up before that, and counts as used when that is: of the
-objects that nothing stands under, the one that was used longest ago goes first. Giving up an object
-hands the time of its use to what it stood under, so that no use has to walk up its chain.
+An object is never evicted before its children, and counts as used when they are: of the objects
+without children the least recently used is evicted first. An evicted object passes its time of use
+to its parent, so that a use need not walk up the chain.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class _Kept:
     blob: Blob
     size: int
     use: int
-    """Of the uses of all objects, the number of this object's last one."""
+    """Number of this object's last use, counting the uses of all objects."""
     pinned: bool = False
     queued: bool = False
     """Whether the queue has an entry for it."""
 
 
 class MemoryTier:
-    """Objects in memory. The verbs that end in ``_now`` are for any thread; each holds a lock for
+    """Objects in memory. The verbs with names in ``_now`` are for any thread; each holds a lock for
     microseconds."""
 
     kind = "memory"
@@ -42,16 +42,16 @@ class MemoryTier:
         self._lock = threading.Lock()
         self._kept: dict[ObjectKey, _Kept] = {}
         self._under: dict[bytes, dict[ObjectKey, None]] = {}
-        """The keys under each parent, in the order in which they came."""
+        """The keys under each parent, in order of arrival."""
         self._ends: dict[bytes, dict[ObjectKey, None]] = {}
-        """The keys by their digests: what the objects under a digest stand under."""
+        """The keys by their digests: the parents of the objects under a digest."""
         self._queue: list[tuple[int, ObjectKey]] = []
-        """A heap of what may be given up, by last use. An entry may be out of date: it is looked at
-        when it comes up."""
+        """A heap of eviction candidates, by last use. Entries may be outdated, and are checked when
+        popped."""
         self._bytes = self._pinned_bytes = self._uses = 0
 
     def get_now(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
-        """Do as ``get`` does, at once."""
+        """As ``get``, synchronously."""
         found: list[Blob | None] = []
         with self._lock:
             for key in keys:
@@ -61,7 +61,7 @@ class MemoryTier:
         return found
 
     def put_now(self, key: ObjectKey, blob: Blob) -> bool:
-        """Do as ``put`` does, at once."""
+        """As ``put``, synchronously."""
         size = memoryview(blob).nbytes
         with self._lock:
             old = self._kept.get(key)
@@ -78,7 +78,7 @@ class MemoryTier:
             while self._bytes > self.capacity:
                 oldest = self._oldest()
                 if oldest is None or oldest is new:
-                    new.use = 0  # a refused object is no use of what it would stand under
+                    new.use = 0  # a refused object does not count as a use of its ancestors
                     self._drop(new)
                     for one in gone:
                         self._add(one)
@@ -88,17 +88,17 @@ class MemoryTier:
         return True
 
     def contains_now(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Do as ``contains`` does, at once."""
+        """As ``contains``, synchronously."""
         with self._lock:
             return [key in self._kept for key in keys]
 
     def children_now(self, parents: Sequence[bytes]) -> list[list[ObjectKey]]:
-        """Do as ``children`` does, at once."""
+        """As ``children``, synchronously."""
         with self._lock:
             return [list(self._under.get(parent, ())) for parent in parents]
 
     def remove_now(self, keys: Collection[ObjectKey]) -> int:
-        """Do as ``remove`` does, at once."""
+        """As ``remove``, synchronously."""
         with self._lock:
             found = [kept for key in dict.fromkeys(keys) if (kept := self._kept.get(key))]
             for kept in found:
@@ -106,7 +106,7 @@ class MemoryTier:
         return len(found)
 
     def pin_now(self, keys: Collection[ObjectKey], pinned: bool) -> None:
-        """Do as ``pin`` does, at once."""
+        """As ``pin``, synchronously."""
         with self._lock:
             for kept in (kept for key in keys if (kept := self._kept.get(key))):
                 self._pinned_bytes += (pinned - kept.pinned) * kept.size
@@ -114,14 +114,14 @@ class MemoryTier:
                 self._offer(kept)
 
     def stat_now(self) -> TierStat:
-        """Do as ``stat`` does, at once."""
+        """As ``stat``, synchronously."""
         with self._lock:
             return TierStat(
                 objects=len(self._kept), bytes=self._bytes, capacity=self.capacity, pinned=self._pinned_bytes
             )
 
     def clear_now(self) -> None:
-        """Forget all objects, at once."""
+        """Remove all objects, synchronously."""
         self.remove_now(list(self._kept))
 
     async def get(self, keys: Sequence[ObjectKey]) -> list[Blob | None]:
@@ -180,7 +180,7 @@ class MemoryTier:
             self._offer(above)
 
     def _offer(self, one: _Kept) -> None:
-        """Enter an object into the queue if it may be given up and is not there."""
+        """Queue an object for eviction if it may be evicted and is not queued."""
         if one.queued or one.pinned or one.key.digest in self._under:
             return
         if len(self._queue) > 2 * len(self._kept) + 64:  # mostly of removed objects
@@ -190,7 +190,7 @@ class MemoryTier:
         heapq.heappush(self._queue, (one.use, one.key))
 
     def _oldest(self) -> _Kept | None:
-        """Return the object to give up next, which is in the queue no more; None: there is none."""
+        """Pop the next object to evict from the queue; None: there is none."""
         while self._queue:
             use, key = heapq.heappop(self._queue)
             one = self._kept.get(key)

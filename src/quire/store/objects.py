@@ -1,8 +1,8 @@
-"""Objects: state as bytes, with all that says whether it fits, and back.
+"""Objects: state as bytes, with the metadata that identifies it, and back.
 
-An object is a state file of kind ``object``: tensors of a run, or of a stop. Who reads one checks
-its name, layout, adapters and tokens, then the checksum of each tensor when that is read.
-Everything that does not fit is ``Unfit`` with a reason, which callers count.
+An object is a state file of kind ``object``: tensors of a run, or of a stop. A reader checks its
+name, layout, adapters and tokens, then the checksum of each tensor when that is read. Any
+difference raises ``Unfit`` with a reason, which callers count.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from quire.store.records import Unfit
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What an object must be of."""
+    """The expected contents of an object."""
 
     model: Mapping[str, str]
     """Fields of the model's fingerprint."""
     layout_hash: str
     tokens: Sequence[int]
-    """The ids behind the key's parent that the object depends on."""
+    """The ids after the key's parent that the object depends on."""
     adapters: Sequence[Sequence[Any]]
     """``[from position, fingerprint]`` among these tokens; [] for the base model alone."""
     lead: Sequence[int] | None = None
-    """Of a chunk: the ids before its tokens when it was computed, whose rows it does not have."""
+    """For a chunk: the ids before its tokens when it was computed. Their rows are not in it."""
 
     def metadata(self, key: ObjectKey) -> dict[str, Any]:
         """Return the metadata of the object."""
@@ -63,9 +63,9 @@ def pack(
     *,
     sequence: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return the bytes of an object. ``plan``: its tensors by layer and name; ``tensors``: those by
-    ``tensor_name``, each let go before the next comes. ``sequence``: what an import needs to know
-    of a sequence whose tokens do not tell it."""
+    """Return the bytes of an object. ``plan``: its tensors by layer and name; ``tensors``: the same
+    by ``tensor_name``, each released before the next is read. ``sequence``: import metadata of a
+    sequence with a window."""
     specs = [
         TensorSpec(name=tensor_name(layer, name), dtype=one.dtype, shape=one.shape)
         for layer, group in plan.items()
@@ -76,7 +76,7 @@ def pack(
 
 
 def unpack(key: ObjectKey, contents: Contents, blob: Blob) -> StateFile:
-    """Open an object whose tensors are not read yet. Raise ``Unfit``."""
+    """Open an object without reading its tensors. Raise ``Unfit``."""
     try:
         file = read_state(blob, verify=False)
         check_metadata(file.metadata, ("object",))
@@ -88,7 +88,7 @@ def unpack(key: ObjectKey, contents: Contents, blob: Blob) -> StateFile:
 
 
 def read_tensors(key: ObjectKey, file: StateFile, layer: int, plan: Mapping[str, TensorPlan]) -> dict[str, Tensor]:
-    """Return a layer's tensors, compared with their checksums. Raise ``Unfit``."""
+    """Return a layer's tensors, verified by their checksums. Raise ``Unfit``."""
     found: dict[str, Tensor] = {}
     for name, one in plan.items():
         full = tensor_name(layer, name)

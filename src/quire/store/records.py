@@ -15,7 +15,7 @@ from quire.kv.state_schema import check_metadata
 
 
 class Unfit(QuireError):
-    """An object that is damaged, or another one than its key says. ``code`` is the reason."""
+    """An object that is damaged, or does not match its key. ``code`` is the reason."""
 
 
 def pack_record(key: ObjectKey, document: Mapping[str, Any]) -> bytes:

@@ -1,11 +1,11 @@
 """``RedisTier``: objects in Redis or Valkey, for several machines.
 
-Under ``quire:`` the server has each object as ``object:NAME``; names by what they stand under and
-by their digests, ``under:PARENT`` and ``ends:DIGEST``; ``size``, ``use`` (order of last uses),
-``queue`` (what may be given up now), ``pins``, and the counters ``uses``, ``bytes`` and ``pinned``.
-Scripts change these together with the objects, so all is there or nothing is. A server that drops
-keys by its own policy leaves names without objects: they are misses, and the first one removes the
-name. One server, not a cluster: a script names keys as it finds them.
+Under ``quire:`` the server has each object as ``object:NAME``; names by parent and by digest,
+``under:PARENT`` and ``ends:DIGEST``; ``size``, ``use`` (order of last uses), ``queue`` (eviction
+candidates), ``pins``, and the counters ``uses``, ``bytes`` and ``pinned``. Scripts change these
+together with the objects, so changes are atomic. A server that evicts keys by its own policy leaves
+names without objects: they are misses, and the first miss removes the name. One server, not a
+cluster: scripts access keys that are not declared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.store.keys import checked_name
 
 PREFIX = "quire:"
 CONNECT_SECONDS, ANSWER_SECONDS = 1.0, 2.0
-"""For a connection, and for one whole answer."""
+"""Seconds for a connection, and for one whole answer."""
 
 _COMMON = f"""
 local P = '{PREFIX}'
@@ -130,15 +130,15 @@ end
 
 
 class RedisTier:
-    """Objects in a server, at most ``capacity`` bytes of them; None: what the server keeps by its
-    own limit and policy. Nothing is connected before the first call."""
+    """Objects in a server, at most ``capacity`` bytes of them; None: by the server's own limit and
+    policy. Nothing is connected before the first call."""
 
     kind = "redis"
     is_durable = True
 
     def __init__(self, url: str, capacity: int | None, *, label: str = "Redis") -> None:
-        """``url`` is as ``redis.asyncio`` reads it. It may have a password, so ``label`` is what
-        messages say."""
+        """``url`` is in the form of ``redis.asyncio``. It may hold a password, so messages show
+        ``label`` instead."""
         try:
             from redis.asyncio import Redis
             from redis.asyncio.retry import Retry
@@ -151,7 +151,7 @@ class RedisTier:
             url,
             socket_connect_timeout=CONNECT_SECONDS,
             socket_timeout=ANSWER_SECONDS,
-            # Once, for a connection that the server has closed since it was used.
+            # Retry once, since the server may have closed the connection since its last use.
             retry=Retry(NoBackoff(), 1, supported_errors=(Disconnected,)),
         )
         scripts = (_PUT, _USE, _REMOVE, _PIN)
@@ -165,7 +165,7 @@ class RedisTier:
             return []
         with self._errors():
             found: list[Any] = await self._client.mget([_object(name) for name in names])
-            with contextlib.suppress(OutOfMemoryError):  # a server that is full notes no uses
+            with contextlib.suppress(OutOfMemoryError):  # a full server cannot record uses
                 await self._use(args=names)
         return found
 
@@ -222,7 +222,7 @@ class RedisTier:
             await self._client.aclose()
 
     async def _each(self, verb: str, keys: Sequence[str]) -> list[Any]:
-        """Run a command for each key, in one go."""
+        """Run a command for each key, in one pipeline."""
         if not keys:
             return []
         with self._errors():
@@ -246,5 +246,5 @@ def _object(name: str) -> str:
 
 
 def _parsed(name: bytes) -> Iterator[ObjectKey]:
-    with contextlib.suppress(InvalidArgument, UnicodeDecodeError):  # another's
+    with contextlib.suppress(InvalidArgument, UnicodeDecodeError):  # a key of another program
         yield ObjectKey.parse(name.decode("ascii"))

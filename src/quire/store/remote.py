@@ -1,9 +1,8 @@
 """``ObjectTier``: objects in S3, Google's or Azure's object store, by ``obstore``.
 
-``PARENT/NAME`` are the objects, so that what stands under a parent is one listing. A pin is an
-empty object ``pins/NAME``. Nothing is given up here: how long objects stay is for the bucket's
-lifecycle rules to say. These cannot see pins, so a rule for a bucket with pinned objects must not
-expire these.
+``PARENT/NAME`` are the objects, so that the children of a parent are one listing. A pin is an empty
+object ``pins/NAME``. This tier evicts nothing: the bucket's lifecycle rules do. They cannot see
+pins, so a rule for a bucket with pinned objects must not expire these.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 PARALLEL = 32
-"""Requests under way at once."""
+"""Most concurrent requests."""
 RETRIES: RetryConfig = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
 
 
 class ObjectTier:
-    """Objects in a bucket. Credentials come from the environment, as ``obstore`` looks for them."""
+    """Objects in a bucket. Credentials come from the environment, as ``obstore`` reads them."""
 
     kind = "object"
     is_durable = True
@@ -44,7 +43,7 @@ class ObjectTier:
             ) from error
         self.label = url
         try:
-            # No client's options: any that is given here puts aside all of the environment.
+            # No options for the client: giving any would disable the environment variables.
             self._store = from_url(url) if url.startswith("file:") else from_url(url, retry_config=RETRIES)
         except Exception as error:
             raise InvalidArgument(f"{url}: {_brief(error)}", field="store", given=url) from error
@@ -82,7 +81,7 @@ class ObjectTier:
             await self._all(map(self._gone, pins))
 
     async def stat(self) -> TierStat:
-        """Return what it holds, after a listing of all of it."""
+        """Return the totals, after a listing of all objects."""
         with self._errors():
             objects = await self._list("")
             pins = [entry["path"] async for entries in self._store.list("pins/") for entry in entries]
@@ -112,7 +111,7 @@ class ObjectTier:
             return None
 
     async def _part(self, path: str, start: int, stop: int) -> ObjectPart | None:
-        # A range of nothing is an error, and tells no size.
+        # An empty range is an error and does not return the size.
         size = None if start else await self._size(path)
         if not start and (size is None or not min(stop, size)):
             return None if size is None else ObjectPart(b"", size)
@@ -131,11 +130,11 @@ class ObjectTier:
             return None
 
     async def _list(self, prefix: str) -> dict[ObjectKey, int]:
-        """Return the keys of all objects under a prefix, and their bytes."""
+        """Return the keys of all objects under a prefix, with their bytes."""
         found: dict[ObjectKey, int] = {}
         async for entries in self._store.list(prefix):
             for entry in entries:
-                with contextlib.suppress(InvalidArgument):  # a pin, or another's
+                with contextlib.suppress(InvalidArgument):  # a pin, or a file of another program
                     key = ObjectKey.parse(entry["path"].rpartition("/")[2])
                     if entry["path"] == _path(key):
                         found[key] = entry["size"]
@@ -157,7 +156,7 @@ class ObjectTier:
             yield
         except TierError:
             raise
-        except Exception as error:  # obstore's, whose classes have only Exception in common
+        except Exception as error:  # an error of obstore, whose classes have only Exception in common
             raise TierError(f"{self.label}: {_brief(error)}") from error
 
 
@@ -174,5 +173,5 @@ def _pin_of(path: str) -> str:
 
 
 def _brief(error: Exception) -> str:
-    """Return the first line, without parameters of an address: they may be a signature."""
+    """Return an error's first line, without query parameters of URLs: they may be a signature."""
     return re.sub(r"\?\S*", "?...", (str(error) or type(error).__name__).splitlines()[0])

@@ -1,9 +1,10 @@
-"""The journal of sessions: what it takes to go on with them after the process has ended. No torch.
+"""The journal of sessions: the records from which they resume after the process has ended. No
+torch.
 
 A directory belongs to one process at a time. ``sessions.sqlite`` holds a record of each session,
-``states/`` the state files of those that tokens alone do not give. A record is written in one
-transaction, so that a reader sees all of it or the one before. A damaged journal is set aside, and
-the records that can be read go into a new one.
+``states/`` the state files of sessions whose state tokens do not give. A record is written in one
+transaction, so that a reader sees all of it or the previous one. A damaged journal is renamed, and
+its readable records are copied into a new one.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ STATES: Final = "states"
 VERSION: Final = 1
 _MAGIC: Final = 0x51754A00
 """SQLite's ``application_id`` of a journal, plus its version: with ``user_version`` the version is
-there twice, so that a changed byte is no newer version."""
+stored twice, so that a changed byte is not taken for a newer version."""
 _ID: Final = re.compile(r"[a-z]{1,16}-[0-9a-f]{32}")
 _STATE: Final = re.compile(r"[a-z]{1,16}-[0-9a-f]{32}-[0-9a-f]{16}\.quire")
 _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS sessions (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, fields BLOB NOT NULL, "
     "tokens BLOB NOT NULL, digest TEXT NOT NULL)",
-    # A table of its own: a call that changes nothing but the time writes no tokens.
+    # A table of its own, so that a call that changes only the time writes no tokens.
     "CREATE TABLE IF NOT EXISTS times (id TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
 )
 _OF_THE_DISK: Final = {
@@ -56,26 +57,26 @@ _OF_THE_DISK: Final = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
 }
-"""Codes of errors that say nothing about the file's content."""
+"""Error codes that concern the system and not the file's content."""
 
 
 class Moment(NamedTuple):
     """A point in time on two clocks."""
 
     boot: str
-    """The start of the machine that ``uptime`` counts from; "" where it is not known."""
+    """The boot that ``uptime`` counts from; "" if unknown."""
     uptime: float
-    """Seconds since then, which no setting of the clock changes."""
+    """Seconds since boot, independent of clock settings."""
     wall: float
-    """Unix time, for moments of different starts."""
+    """Unix time, to compare moments of different boots."""
 
     @classmethod
     def now(cls) -> Moment:
-        """Return the present."""
+        """Return the present moment."""
         return cls(_boot(), time.clock_gettime(_UPTIME), time.time())
 
     def until(self, later: Moment) -> float:
-        """Return the seconds from here to a later moment; 0 if a clock was set back between."""
+        """Return the seconds from here to a later moment; 0 if a clock was set back in between."""
         same = self.boot and self.boot == later.boot
         return max(0.0, later.uptime - self.uptime if same else later.wall - self.wall)
 
@@ -91,14 +92,14 @@ def _boot() -> str:
 
 
 class Lifetime(NamedTuple):
-    """How long a session lives on if it is not used."""
+    """The time that an unused session has left."""
 
     left: float | None
-    """Seconds at ``at``; None: for ever."""
+    """Seconds left at moment ``at``; None: unlimited."""
     at: Moment
 
     def left_at(self, now: Moment) -> float | None:
-        """Return the seconds that are left, at least 0."""
+        """Return the seconds left, at least 0; None: unlimited."""
         return None if self.left is None else max(0.0, self.left - self.at.until(now))
 
 
@@ -107,38 +108,38 @@ _ENDLESS: Final = Lifetime(None, Moment("", 0.0, 0.0))
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionRecord:
-    """What a session is. Its state is computed or loaded from the tokens, or is in ``state``."""
+    """A session's record. Its state is computed or loaded by its tokens, or is in ``state``."""
 
     id: str
     """A word, "-" and 32 hexadecimal digits."""
     model: Mapping[str, str]
-    """``ModelIdentity.fields`` of the model that its tokens are of."""
+    """``ModelIdentity.fields`` of its model."""
     tokens: NDArray[np.int64]
     owner: str = ""
-    """``hidden`` of whom it belongs to; "": of this process's program."""
+    """``hidden`` of its owner; "": the program itself."""
     name: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     parent: str | None = None
-    """The id of the session that it was forked from."""
+    """The id of the session that it is a fork of."""
     created: float = 0.0
     """Unix time."""
     ttl: float | None = None
-    """Seconds without use after which it ends; None: never."""
+    """Seconds without use after which it expires; None: never."""
     window: Sequence[int] | None = None
     """(window, sink), in tokens."""
     adapters: Sequence[Sequence[Any]] = ()
-    """[from position, fingerprint or None] of each run of tokens, as state files have it."""
+    """[from position, fingerprint or None] of each run of tokens, as in state files."""
     salt: str | None = None
     private: bool = False
-    """Whether it shares prefixes with no other, whatever the salt."""
+    """Whether it shares no prefixes, whatever the salt."""
     pinned: bool = False
     chat: str | None = None
-    """``ChatTurns.written`` in JSON, None: there are no turns; or a stored response, which has
-    nothing else."""
+    """``ChatTurns.written`` in JSON; None: no turns. Or a stored response, which has no other
+    content."""
     commit: str | None = None
-    """The id of the commit that it was made from, or was committed as last."""
+    """The id of the commit that it was made from, or of its last commit."""
     state: str | None = None
-    """The name of its state file below ``states/``; None: its tokens give its state."""
+    """The name of its state file in ``states/``; None: its tokens give its state."""
     lifetime: Lifetime = _ENDLESS
 
     def __post_init__(self) -> None:
@@ -161,14 +162,14 @@ class SessionRecord:
 
 
 class Use(NamedTuple):
-    """A change of the journal: a session was used, which changed nothing but its lifetime."""
+    """A change of the journal: a session was used, which only renews its lifetime."""
 
     id: str
     lifetime: Lifetime
 
 
 class End(NamedTuple):
-    """A change of the journal: a session is forgotten."""
+    """A change of the journal: a session is deleted."""
 
     id: str
 
@@ -181,7 +182,7 @@ def _digest(name: str, fields: bytes, tokens: bytes) -> str:
 
 
 def _timed(name: str, lifetime: Lifetime) -> str:
-    """Return a lifetime as it is written, with a checksum."""
+    """Return a lifetime in its stored form, with a checksum."""
     text = json.dumps(lifetime)
     return f"{text} {xxhash.xxh3_64_hexdigest((name + text).encode())}"
 
@@ -189,8 +190,8 @@ def _timed(name: str, lifetime: Lifetime) -> str:
 def _record(
     name: str, fields: bytes, tokens: bytes, digest: str, timed: str | None, *, renew: bool = False
 ) -> SessionRecord:
-    """Return the record of a row; ``DataLoss`` for a damaged one. ``renew``: where only its
-    lifetime is damaged, it begins anew."""
+    """Return the record of a row; ``DataLoss`` for a damaged one. ``renew``: if only the lifetime
+    is damaged, it starts anew."""
     try:
         if _digest(name, fields, tokens) != digest:
             raise DataLoss(f"session {name!r:.60} has another checksum than its record")
@@ -231,7 +232,8 @@ class SessionJournal:
         in_children(self._forked)
 
     def _forked(self) -> None:
-        """Leave the directory to the parent, whose lock lasts as long as this descriptor of it."""
+        """After a fork: leave the directory to the parent, whose lock lasts as long as this copy of
+        its descriptor is open."""
         self._lock = ParentsLock()
         if self._claim >= 0:
             keep_open(self._db)
@@ -256,7 +258,7 @@ class SessionJournal:
     # -- writing -----------------------------------------------------------------------------------
 
     def write(self, changes: Sequence[Change]) -> None:
-        """Make changes durable, all or none, and remove state files that no record names any more.
+        """Make changes durable, all or none, and remove state files without a record.
         ``NotDurable``: the disk is full, or it failed."""
         with self._told():
             states = dict(self._states)
@@ -275,7 +277,7 @@ class SessionJournal:
                     (self.directory / STATES / str(name)).unlink(missing_ok=True)
 
     def new_state(self, name: str) -> Path:
-        """Return the path of a new state file of a session. A record that names it keeps it."""
+        """Return the path of a new state file of a session. It is kept once a record names it."""
         return self.directory / STATES / f"{name}-{secrets.token_hex(8)}.quire"
 
     def state_path(self, record: SessionRecord) -> Path:
@@ -284,7 +286,8 @@ class SessionJournal:
         return self.directory / STATES / record.state
 
     def close(self) -> None:
-        """Close the journal, and let other processes have the directory. Twice is harmless."""
+        """Close the journal, and release the directory to other processes. A second call is
+        harmless."""
         with self._lock:
             if self._claim >= 0:
                 with suppress(sqlite3.Error):
@@ -294,7 +297,7 @@ class SessionJournal:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Hold the lock; turn errors of SQLite into ours."""
+        """Hold the lock; convert errors of SQLite to Quire's."""
         with self._lock:
             if self._claim < 0:
                 raise NotDurable("the state directory is closed, so nothing is kept in it any more")
@@ -330,7 +333,8 @@ class SessionJournal:
         return db
 
     def _set_aside(self, path: Path, rows: Sequence[SessionRecord]) -> Path:
-        """Put a journal of these records in the place of a damaged one, which gets another name."""
+        """Put a journal of these records in the place of a damaged one. Return the damaged one's
+        new path."""
         aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
         fresh = path.with_name(f"{path.name}.new")
         fresh.unlink(missing_ok=True)
@@ -375,7 +379,7 @@ def _verify(db: sqlite3.Connection) -> None:
             _record(*row)
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
-    # Written at once, so that a disk that cannot be written is told at the start.
+    # Write immediately, so that a read-only or full disk is reported at the start.
     with _transaction(db):
         _make(db)
 
@@ -386,7 +390,7 @@ def _make(db: sqlite3.Connection) -> None:
 
 
 def _readable(db: sqlite3.Connection) -> list[SessionRecord]:
-    """Return the records of a damaged journal that are whole."""
+    """Return the intact records of a damaged journal."""
     numbers: set[int] = set()
     times: dict[str, str] = {}
     found: dict[str, SessionRecord] = {}
@@ -444,12 +448,12 @@ def _unusable(directory: Path, reason: str) -> InvalidArgument:
 
 
 _HELD: Final[dict[tuple[int, int], int]] = {}
-"""Locks that this process holds, by device and inode, with its id: a child that was forked has
-copies."""
+"""Locks that this process holds, by device and inode, with its process id, because a forked child
+inherits copies."""
 
 
 def _claimed(directory: Path) -> int:
-    """Make the directory, and return the descriptor of the lock that this process holds on it."""
+    """Make the directory, lock it for this process, and return the lock's descriptor."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         (directory / STATES).mkdir(mode=0o700, exist_ok=True)
@@ -478,7 +482,7 @@ def _claimed(directory: Path) -> int:
 
 
 def _released(claim: int) -> None:
-    """Give up the lock of a directory."""
+    """Release the lock of a directory."""
     _HELD.pop(_identity(claim), None)
     os.close(claim)
 

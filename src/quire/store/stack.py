@@ -1,8 +1,8 @@
-"""``Store``: tiers, nearest first, as one place that the engine asks from any thread.
+"""``Store``: tiers, nearest first, behind one interface for any thread of the engine.
 
-Memory answers at once, in the caller's thread. All others are asked on one event loop, on a thread
-that starts when it is first needed. Nothing that happens to a tier is an error here: it is a miss,
-or an object that was not written, and it is counted.
+Memory answers at once, in the caller's thread. All other tiers run on one event loop, on a thread
+that starts on demand. A failure of a tier is never an error here: it is a miss, or an object that
+was not written, and it is counted.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ QUEUE_BYTES = 256 << 20
 CLOSE_SECONDS = 2.0
 PIECE_BYTES = 1 << 20
 AT_ONCE = 2
-"""Pieces of one chunk that are asked for at a time."""
+"""Pieces of one chunk that are requested concurrently."""
 REMOTE = {"redis", "object"}
-"""Kinds of tiers from which objects are copied to memory when they are read."""
+"""Kinds of tiers whose objects are copied to memory when they are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An object and the kind of the tier that had it."""
+    """An object and the kind of its tier."""
 
     blob: Blob
     tier: str
     arriving: ArrivingBlob | None = None
-    """What tells how much of ``blob`` is there; None: all of it."""
+    """The arrival of ``blob``'s bytes; None: all are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierReport:
-    """What is known of one tier."""
+    """A report about one tier."""
 
     kind: str
     label: str
     is_durable: bool
     stat: TierStat | None
-    """None: it does not say, or rests."""
+    """None: it is unknown, or the tier rests."""
     rest_of_reads: float = 0.0
-    """Seconds for which it is not read, since that failed."""
+    """Seconds for which it is not read, because a read failed."""
     rest_of_writes: float = 0.0
 
 
@@ -73,8 +73,8 @@ class Store:
         seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``queue_bytes`` may wait to be written; ``seconds`` is what one operation of a tier may
-        take."""
+        """``queue_bytes``: most bytes that wait to be written; ``seconds``: most time of one
+        operation of a tier."""
         if any(isinstance(tier, MemoryTier) for tier in tiers[1:]):
             raise InvalidArgument("a store has at most one memory tier, and it stands first", field="store")
         self.metrics = StoreMetrics(list(dict.fromkeys(tier.kind for tier in tiers)))
@@ -83,39 +83,39 @@ class Store:
         self._durable = [one for one in self._far if one.tier.is_durable]
         self._queue_bytes = queue_bytes
         self._room: Any = threading.Condition()
-        """Guards all below, and is told when bytes leave the queue."""
+        """Guards all fields below; notified when bytes leave the queue."""
         self._queued = 0
         self._flights: dict[ObjectKey, Future[Found | None]] = {}
-        """Reads under way."""
+        """Running reads."""
         self._arriving: dict[ObjectKey, Found] = {}
-        """Chunks of which some bytes are here."""
+        """Chunks that are arriving."""
         self._changes: dict[ObjectKey, Future[bool]] = {}
-        """The last change under way of each object; the next one waits for it."""
+        """The last queued change of each object; the next one waits for it."""
         self._writing: dict[ObjectKey, Blob] = {}
-        """Objects whose last change is that they are written: whoever wants them gets them here."""
+        """Objects that are being written; reads return them from here."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
         self._tasks: set[asyncio.Task[object]] = set()
-        """Of the loop: it keeps only weak references."""
+        """Tasks of the loop, which itself keeps only weak references."""
         self._told: set[tuple[str, str]] = set()
-        """Tiers and reasons of damage that the log has."""
+        """Tiers and reasons of damage that were logged."""
         end_with_process(self.close)
         in_children(self._forked)
 
     @property
     def is_durable(self) -> bool:
-        """Return whether there is a durable tier."""
+        """Return True if there is a durable tier."""
         return bool(self._durable)
 
     @property
     def memory(self) -> MemoryTier | None:
-        """Return the tier in memory; None: there is none."""
+        """The memory tier; None: there is none."""
         return self._memory
 
     def children(self, parents: Sequence[bytes], timeout: float = 1.0) -> Future[list[dict[ObjectKey, str]]]:
-        """Find, for each parent, the keys under it and the kind of the nearest tier that has each.
-        A tier that takes longer than ``timeout`` seconds has none."""
+        """Return, for each parent, the keys under it, each with the kind of its nearest tier. A
+        tier that takes longer than ``timeout`` seconds counts as empty."""
         near: list[dict[ObjectKey, str]] = [{} for _ in parents]
         if self._memory:
             for found, keys in zip(near, self._memory.children_now(parents), strict=True):
@@ -130,10 +130,10 @@ class Store:
         return self._ask(lambda: self._children(list(parents), near, timeout), near)
 
     def get(self, keys: Sequence[ObjectKey]) -> list[Future[Found | None]]:
-        """Read objects, each from the nearest tier that has it. What is being read already is not
-        read again. What waits to be written is found as if it were written. A chunk of a remote
-        tier is found when its first bytes are here (``Found.arriving``), so that its first layers
-        are used while the others come."""
+        """Read objects, each from its nearest tier. Concurrent reads of an object are joined.
+        Objects that wait to be written are found. A chunk of a remote tier is found when its first
+        bytes have arrived (``Found.arriving``), so that its first layers are used while the others
+        arrive."""
         answers: list[Future[Found | None]] = []
         near = self._memory.get_now(keys) if self._memory else [None] * len(keys)
         for key, blob in zip(keys, near, strict=True):
@@ -149,9 +149,9 @@ class Store:
         return answers
 
     def put(self, key: ObjectKey, blob: Blob, *, durable: bool, wait: bool = False) -> bool:
-        """Keep an object: in memory at once, or ``durable``, written behind to all durable tiers.
-        Return False if there is no room: in memory, or in the queue, which ``wait`` waits for.
-        ``known`` tells later whether a durable tier has it."""
+        """Keep an object: in memory at once, or ``durable``, written in the background to all
+        durable tiers. Return False if there is no room: in memory, or in the queue (``wait``: wait
+        for room in the queue). ``known`` reports later that a durable tier has it."""
         size = memoryview(blob).nbytes
         if not durable:
             if self._memory is None or self._closed or not self._memory.put_now(key, blob):
@@ -177,16 +177,16 @@ class Store:
         return True
 
     def known(self, key: ObjectKey) -> bool:
-        """Return whether a durable tier has the object, as far as this process has seen lately, and
-        all others that do not rest have it, too."""
+        """Return True if a durable tier has the object, as far as this process has seen recently,
+        and all other durable tiers that do not rest have it too."""
         have = [one.knows(key) for one in self._durable]
         return any(have) and all(has or one.writes.is_broken for has, one in zip(have, self._durable, strict=True))
 
     def damaged(self, key: ObjectKey, tier_kind: str, reason: str) -> None:
-        """Count an object that a tier gave and that is of no use, and remove it there. Reasons are
-        those of ``store_metrics.DAMAGE``; any other one is ``other``."""
+        """Count a damaged or unfit object that a tier returned, and remove it there. Reasons are
+        those of ``store_metrics.DAMAGE``; any other counts as ``other``."""
         self.metrics.damaged.inc(reason if reason in DAMAGE else "other")
-        if (tier_kind, reason) not in self._told:  # each further one is in the metrics
+        if (tier_kind, reason) not in self._told:  # later ones are only counted in the metrics
             self._told.add((tier_kind, reason))
             LOG.warning("%s in the %s tier is damaged or does not fit (%s): it is removed", key.name, tier_kind, reason)
         if self._memory and tier_kind == self._memory.kind:
@@ -195,21 +195,20 @@ class Store:
             self._forget([key], tiers)
 
     def contains(self, keys: Sequence[ObjectKey]) -> Future[list[bool]]:
-        """Find which objects a tier has."""
+        """Return, for each key, True if a tier has its object."""
         near = self._memory.contains_now(keys) if self._memory else [False for _ in keys]
         with self._room:
             near = [there or key in self._writing for key, there in zip(keys, near, strict=True)]
         return self._ask(lambda: self._contains(list(keys), near), near) if self._far else _done(near)
 
     def remove(self, keys: Collection[ObjectKey]) -> Future[bool]:
-        """Forget objects, pinned ones too; the result says whether all tiers did."""
+        """Remove objects, pinned ones too; the result is True if all tiers did."""
         if self._memory:
             self._memory.remove_now(keys)
         return self._forget(keys, self._far) if self._far else _done(True)
 
     def pin(self, keys: Collection[ObjectKey], pinned: bool) -> Future[bool]:
-        """Pin objects in all tiers that have them, or let them go; the result says whether all
-        tiers did."""
+        """Pin or unpin objects in all tiers that have them; the result is True if all tiers did."""
         if self._memory:
             self._memory.pin_now(keys, pinned)
         return (
@@ -217,9 +216,9 @@ class Store:
         )
 
     def direct(self, function: Callable[[StoreTier], Coroutine[object, object, R]]) -> Future[R]:
-        """Run a coroutine over the first durable tier, on the store's loop. Errors of the tier are
-        those of the result, and nothing is asked twice or left out. ``FailedPrecondition``: there
-        is no durable tier, or the store is closed."""
+        """Run a coroutine over the first durable tier, on the store's loop. Errors of the tier
+        become errors of the result, without retries or rests. ``FailedPrecondition``: there is no
+        durable tier, or the store is closed."""
         if not self._durable:
             raise FailedPrecondition("the store has no durable tier")
         tier = self._durable[0].tier
@@ -236,14 +235,13 @@ class Store:
             return asyncio.run_coroutine_threadsafe(run(), self._started())
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all changes asked for before are made, or have failed; return whether they
-        were within ``timeout`` seconds."""
+        """Wait until all changes so far are made, or have failed; return False on a timeout."""
         with self._room:
             changes = set(self._changes.values())
         return not wait(changes, timeout).not_done
 
     def stat(self, timeout: float = 2.0) -> list[TierReport]:
-        """Return what is known of each tier."""
+        """Return a report about each tier."""
         silent: list[TierStat | None] = [None for _ in self._far]
         answer = self._ask(self._stat, silent) if self._far else _done(silent)
         stats = silent if wait([answer], timeout).not_done else answer.result()
@@ -273,8 +271,8 @@ class Store:
         return self.metrics.collect()
 
     def close(self, timeout: float = 10.0) -> None:
-        """Write what waits for at most ``timeout`` seconds, and close the tiers, which may take
-        ``CLOSE_SECONDS``. From here on all is a miss."""
+        """Write pending objects for at most ``timeout`` seconds, and close the tiers, which may
+        take ``CLOSE_SECONDS``. Afterwards every read is a miss."""
         with self._room:
             if self._closed:
                 return
@@ -315,7 +313,8 @@ class Store:
             flight = self._ask(lambda: self._fetch(key, before), None)
             if not flight.done():
                 self._flights[key] = flight
-        # The callback does not name the future: a circle would keep the object for a while.
+        # The callback does not refer to the future: a reference cycle would keep the object alive
+        # for a while.
         flight.add_done_callback(lambda ended: self._landed(key, ended))
         return flight
 
@@ -333,11 +332,11 @@ class Store:
     def _change(
         self, keys: Collection[ObjectKey], function: Callable[[], Awaitable[bool]], freed: int = 0
     ) -> Future[bool]:
-        """Run a change after those of the same objects that were asked for before."""
+        """Run a change after earlier ones of the same objects."""
         with self._room:
             before = {change for key in keys if (change := self._changes.get(key))}
             for key in keys:
-                self._flights.pop(key, None)  # began before this: not for those who ask after it
+                self._flights.pop(key, None)  # began before the removal: later callers must not share it
                 self._arriving.pop(key, None)
 
             async def run() -> bool:
@@ -361,8 +360,8 @@ class Store:
             self._room.notify_all()
 
     def _ask(self, function: Callable[[], Awaitable[R]], otherwise: R) -> Future[R]:
-        """Run a coroutine on the loop. The result is ``otherwise`` if it does not come to an end.
-        Nobody can cancel it: others may wait for the same."""
+        """Run a coroutine on the loop. The result is ``otherwise`` if it does not finish. The
+        future cannot be cancelled, because several callers may share it."""
         future: Future[R] = Future()
         future.set_running_or_notify_cancel()
 
@@ -389,7 +388,7 @@ class Store:
         return future
 
     def _started(self) -> asyncio.AbstractEventLoop:
-        """Return the loop. The caller has the lock."""
+        """Return the loop, started on demand. The caller holds the lock."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._run, args=(self._loop,), name="quire-store", daemon=True)
@@ -409,7 +408,7 @@ class Store:
         task.add_done_callback(self._tasks.discard)
 
     async def _end(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Cancel what runs, close the tiers and stop the loop."""
+        """Cancel running tasks, close the tiers and stop the loop."""
         others = self._tasks - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -436,23 +435,24 @@ class Store:
                 if (found := await self._first_part(key, tier)) is not None:
                     return found
             elif (blob := await tier.get(key)) is not None:
-                # A record may be replaced, by another process too; state under a key never is.
+                # A record may be replaced, also by another process; state under a key never
+                # changes.
                 if self._memory and tier.kind in REMOTE and key.kind is not ObjectKind.RECORD:
                     with self._room:
-                        if key in self._flights:  # else it was removed meanwhile
+                        if key in self._flights:  # otherwise it was removed meanwhile
                             self._memory.put_now(key, blob)
                 return Found(blob, tier.kind)
         self.metrics.misses.inc()
         return None
 
     async def _first_part(self, key: ObjectKey, tier: TierGuard) -> Found | None:
-        """Return a chunk of which the first bytes are here, and have the others fetched."""
+        """Return a chunk whose first bytes have arrived, and fetch the others in the background."""
         if (first := await tier.part(key, 0, PIECE_BYTES)) is None:
             return None
         arriving = ArrivingBlob(first.blob, first.size)
         found = Found(arriving.blob, tier.kind, arriving)
         with self._room:
-            if key in self._flights:  # else it was removed meanwhile
+            if key in self._flights:  # otherwise it was removed meanwhile
                 self._arriving[key] = found
         self._keep(asyncio.get_running_loop().create_task(self._fetch_rest(key, tier, found, arriving)))
         return found

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from quire.metrics import Counter, Gauge, LabelledCounter, LabelledGauge, MetricGroup
 
 DAMAGE = ("header", "checksum", "key", "layout", "version", "other")
-"""Reasons for which objects that a tier gave are of no use."""
+"""Reasons for which objects from tiers are unusable."""
 
 
 class StoreMetrics(MetricGroup):

@@ -1,7 +1,7 @@
-"""``survey``: what a store holds, for people: the commits of all spaces, and which of their objects
-are there. No torch.
+"""``survey``: an overview of a store, for people: the commits of all spaces, and the presence of
+their objects. No torch.
 
-What is damaged is named and passed over, so that the rest can be seen.
+Damaged records are named and skipped, so that the rest can be seen.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from quire.store.keys import StoredPiece
 from quire.store.records import Unfit, unpack_record
 
 MOST = 1000
-"""Commits of which tokens and objects are read: the latest ones."""
+"""Most commits whose tokens and objects are read: the latest ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurveyedCommit:
-    """A commit, and what of it is there."""
+    """A commit, and the presence of its objects."""
 
     commit: SessionCommit
     space: str
     branches: tuple[str, ...]
-    """Names of the branches that stand at it."""
+    """Names of the branches whose head it is."""
     ids: NDArray[np.int32]
     """``[T]``"""
     pieces: Mapping[StoredPiece, int]
-    """Its objects in order of positions, and their bytes of state."""
+    """Its objects in order of positions, with their bytes of state."""
     there: frozenset[ObjectKey]
 
     @property
     def stops(self) -> list[int]:
-        """Positions at which there is what other layers than those with all rows need."""
+        """Positions of the stops that are present."""
         return [one.stop for one in self.pieces if one.start == one.stop and one.key in self.there]
 
     @property
     def computed(self) -> int:
-        """Tokens from the first on whose state is there, as far as rows tell."""
+        """Number of leading tokens whose rows are present; without rows the last stop."""
         runs = [one for one in self.pieces if one.start < one.stop]
         if not runs:
             return max(self.stops, default=0)
@@ -60,19 +60,19 @@ class SurveyedCommit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What a store holds. Commits are in order of time, then of id."""
+    """An overview of a store. Commits are in order of time, then of id."""
 
     kind: str
     label: str
     stat: TierStat
     commits: tuple[SurveyedCommit, ...]
     total: int
-    """Commits that there are, those included that were passed over."""
+    """Number of commits, skipped ones included."""
     damaged: tuple[str, ...]
-    """What could not be read, a sentence each."""
+    """A sentence for each record that could not be read."""
 
     def branches(self) -> dict[tuple[str, str], SurveyedCommit]:
-        """Return the commit that each branch stands at, by space and name."""
+        """Return the head commit of each branch, by space and name."""
         return {
             (one.space, name): one
             for one in sorted(self.commits, key=lambda one: one.space)
@@ -82,7 +82,7 @@ class Survey:
 
 async def survey(tier: StoreTier) -> Survey:
     """Read all of a store but the state itself. ``TierError``: the store cannot be read;
-    ``DataLoss``: the record of a space is damaged, so that nobody knows what there is."""
+    ``DataLoss``: the record of a space is damaged, so that the content is unknown."""
     found: list[tuple[Space, SessionCommit]] = []
     damaged: list[str] = []
     names: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
@@ -122,7 +122,7 @@ async def survey(tier: StoreTier) -> Survey:
 
 
 async def _heads(tier: StoreTier, space: Space, damaged: list[str]) -> list[tuple[str, str]]:
-    """Return the name and the commit's id of each branch."""
+    """Return the name and the head commit's id of each branch."""
     (keys,) = await tier.children([space.branches])
     found: list[tuple[str, str]] = []
     for start in range(0, len(keys), AT_ONCE):
@@ -152,7 +152,7 @@ async def _surveyed(history: History, commit: SessionCommit, names: Collection[s
 
 
 class _Remembered:
-    """A tier whose records are read once: commits of one session name mostly the same pieces."""
+    """A tier that reads each record once: commits of one session name mostly the same pieces."""
 
     def __init__(self, tier: StoreTier) -> None:
         self._tier = tier

@@ -1,4 +1,5 @@
-"""Threads for calls that block, awaited by an event loop, which nothing waits for at exit."""
+"""Daemon threads for blocking calls, awaited by an event loop. The exit of the process does not
+wait for them."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ R = TypeVar("R")
 
 
 class DaemonThreads:
-    """At most ``count`` daemon threads. The interpreter joins those of ``ThreadPoolExecutor`` at
-    its end, and a file system that does not answer would keep it alive. Futures chained to each
+    """At most ``count`` daemon threads. The interpreter joins the threads of ``ThreadPoolExecutor``
+    at its end, and a file system that does not answer would keep it alive. Futures chained to each
     other, as by ``run_in_executor``, would keep results until garbage is collected."""
 
     def __init__(self, count: int, name: str) -> None:
@@ -61,7 +62,7 @@ class DaemonThreads:
         return await answer
 
     def end(self) -> None:
-        """Let the threads end after the calls under way."""
+        """End the threads after the running calls."""
         for _ in self._threads:
             self._calls.put(None)
 

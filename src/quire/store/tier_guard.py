@@ -1,4 +1,5 @@
-"""A tier as the store sees it: its verbs end in time, raise nothing, and rest after a failure."""
+"""A guard around a tier for the store: its verbs end in time, raise nothing, and rest after a
+failure."""
 
 from __future__ import annotations
 
@@ -16,36 +17,36 @@ R = TypeVar("R")
 
 LOG = logging.getLogger("quire.store")
 FIRST_REST, LONGEST_REST = 1.0, 30.0
-"""Seconds after the first failure, and after many in a row; each is twice the one before."""
+"""Seconds of rest after the first failure, and at most; each rest is twice the one before."""
 WELL_SECONDS = 60.0
-"""Seconds without a failure before the log says that a tier works again: on a full disk what is
-small works in between."""
+"""Seconds without a failure before the log reports that a tier works again: on a full disk small
+writes succeed in between."""
 READS, WRITES = 16, 4
-"""Objects that are read from one tier at a time, and written."""
+"""Most objects read from one tier, and written to it, at a time."""
 PARENTS_KNOWN = 16384
 
 
 class Breaker:
-    """What decides whether a tier is asked. A failure makes it rest; after that one call tries, and
-    the others rest on until it has ended."""
+    """Decides whether a tier is called. A failure makes it rest; then one call tries, and all
+    others are skipped until that has ended."""
 
     def __init__(self, what: str, clock: Callable[[], float]) -> None:
         self._what, self._clock = what, clock
         self._rest = self._until = 0.0
         self._well_since = 0.0
         self._told = ""
-        """The failure that the log has, until it says that all works again."""
+        """The logged failure; "" once the recovery is logged."""
         self._turns = 0
-        """How often it changed. A call that began before the last change decides nothing."""
+        """Number of state changes. A call that began before the last change is ignored."""
 
     @property
     def seconds(self) -> float:
-        """Return how many seconds of the rest are left; 0 while all works."""
+        """Seconds left of the rest; 0 while all works."""
         return max(0.0, self._until - self._clock()) if self._rest else 0.0
 
     @property
     def is_broken(self) -> bool:
-        """Return whether the last thing known of the tier is a failure."""
+        """Return True if the last call failed."""
         return self._rest > 0
 
     def enter(self) -> int | None:
@@ -57,7 +58,7 @@ class Breaker:
         return self._turns
 
     def failed(self, ticket: int, reason: str) -> None:
-        """Let the tier rest."""
+        """Begin a rest after a failed call."""
         if ticket == self._turns:
             if not self._rest and reason != self._told:
                 LOG.warning("%s: %s; the store goes on without it", self._what, reason)
@@ -67,7 +68,7 @@ class Breaker:
             self._until = self._clock() + self._rest
 
     def worked(self, ticket: int) -> None:
-        """End the rest."""
+        """End the rest after a successful call."""
         if ticket != self._turns:
             return
         if self._rest:
@@ -79,8 +80,8 @@ class Breaker:
 
 
 class TierGuard:
-    """A tier behind breakers: one for what reads and one for what writes, since a full disk can
-    still be read. All but ``knows`` runs on the store's loop."""
+    """A tier behind two breakers: one for reads and one for writes, because a full disk can still
+    be read. All methods but ``knows`` run on the store's loop."""
 
     def __init__(self, tier: StoreTier, metrics: StoreMetrics, seconds: float, clock: Callable[[], float]) -> None:
         self.tier, self.kind = tier, tier.kind
@@ -89,14 +90,14 @@ class TierGuard:
         self.writes = Breaker(f"writing to {tier.label}", clock)
         self._reading, self._writing = asyncio.Semaphore(READS), asyncio.Semaphore(WRITES)
         self._known: OrderedDict[bytes, set[ObjectKey]] = OrderedDict()
-        """What the tier is known to have, by parent."""
+        """Objects that the tier is known to have, by parent."""
 
     def knows(self, key: ObjectKey) -> bool:
-        """Return whether the tier had the object when last seen."""
+        """Return True if the tier had the object when last seen."""
         return key in self._known.get(key.parent, ())
 
     async def get(self, key: ObjectKey) -> Blob | None:
-        """Return an object."""
+        """Return an object; None if it is missing or the tier fails."""
         async with self._reading:
             answer = await self._try(self.reads, lambda: self.tier.get([key]))
         if answer is None:
@@ -110,9 +111,9 @@ class TierGuard:
         return blob
 
     async def part(self, key: ObjectKey, start: int, stop: int) -> ObjectPart | None:
-        """Return some bytes of an object."""
+        """Return a range of bytes of an object; None if it is missing or the tier fails."""
         async with self._reading:
-            # In a list, since None would be a failure.
+            # In a list, since ``None`` would mean a failure.
             answer = await self._try(self.reads, lambda: _listed(self.tier.part(key, start, stop)))
         if answer is None:
             return None
@@ -126,7 +127,7 @@ class TierGuard:
         return part
 
     async def put(self, key: ObjectKey, blob: Blob) -> bool:
-        """Keep an object; return whether the tier has it."""
+        """Write an object; return True if the tier has it."""
         async with self._writing:
             answer = await self._try(self.writes, lambda: self.tier.put(key, blob))
         if answer:
@@ -147,7 +148,7 @@ class TierGuard:
         return answer
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Return which objects are there; none if the tier fails."""
+        """Return, for each key, True if its object exists; all False if the tier fails."""
         answer = await self._try(self.reads, lambda: self.tier.contains(keys))
         if answer is None:
             return [False for _ in keys]
@@ -156,13 +157,13 @@ class TierGuard:
         return answer
 
     async def remove(self, keys: Collection[ObjectKey]) -> bool:
-        """Forget objects; return whether that worked."""
+        """Remove objects; return True on success."""
         for key in keys:
             self._forget(key)
         return await self._try(self.writes, lambda: self.tier.remove(keys)) is not None
 
     async def pin(self, keys: Collection[ObjectKey], pinned: bool) -> bool:
-        """Pin objects or let them go; return whether that worked."""
+        """Pin or unpin objects; return True on success."""
 
         async def pin() -> bool:
             await self.tier.pin(keys, pinned)
@@ -171,8 +172,8 @@ class TierGuard:
         return bool(await self._try(self.writes, pin))
 
     async def stat(self) -> TierStat | None:
-        """Return what the tier holds; None if it does not say. A bucket lists all of its objects
-        for that: that it takes long is no failure."""
+        """Return the tier's totals; None if unknown. A bucket lists all of its objects for them, so
+        a timeout is no failure."""
         try:
             async with asyncio.timeout(self._seconds):
                 return None if self.reads.seconds else await self.tier.stat()
@@ -188,7 +189,7 @@ class TierGuard:
             LOG.warning("closing %s: %s", self.tier.label, _told(error))
 
     async def _try(self, breaker: Breaker, call: Callable[[], Awaitable[R]], seconds: float | None = None) -> R | None:
-        """Return what a verb returns; None if the tier rests, or the verb fails or is late."""
+        """Return the result of a verb; None if the tier rests, or the verb fails or is late."""
         if (ticket := breaker.enter()) is None:
             self._metrics.skipped.inc(self.kind)
             return None

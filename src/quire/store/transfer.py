@@ -1,7 +1,8 @@
-"""Push and pull: a branch with its whole history, from one tier to another.
+"""Push and pull: copies a branch with its whole history from one tier to another.
 
-Everything is verified before the branch is written at the target. What is there is not sent again.
-A transfer that is cut off leaves commits that no branch reaches; the next one goes on from there.
+Everything is verified before the branch is written at the target. Records and objects at the target
+are not sent again. An interrupted transfer leaves commits that no branch reaches; the next transfer
+resumes from there.
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ from quire.store.commit_history import AT_ONCE, History
 from quire.store.commits import SessionCommit, checked_branch
 
 PARALLEL = 4
-"""Objects that are sent at once."""
+"""Objects that are sent concurrently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transferred:
-    """What a push or a pull did."""
+    """The result of a push or a pull."""
 
     name: str
     commit: str
-    """The id of the commit at which the branch stands there now."""
+    """The id of the branch's head commit at the target."""
     commits: int
-    """That were not there before."""
+    """Number of commits that were new."""
     objects: int
-    """That were sent."""
+    """Number of objects that were sent."""
     bytes: int
-    """Of state, in these."""
+    """Bytes of state in them."""
     there: int
-    """Objects that were there already."""
+    """Number of objects that were present already."""
     missing: int
-    """Objects that the source has lost. Their state will be computed again."""
+    """Number of objects that the source has lost. Their state will be computed again."""
 
 
 async def transfer(source: History, target: History, name: str, *, force: bool, show: bool) -> Transferred:
-    """Copy a branch; ``show`` the bytes of state on stderr. ``NotFound``: there is none.
-    ``AlreadyExists``: the one there is no earlier state of it, and not ``force``. ``StoreDamaged``:
+    """Copy a branch; ``show`` the bytes of state on stderr. ``NotFound``: there is no such branch.
+    ``AlreadyExists``: the target's branch has other commits, and not ``force``. ``StoreDamaged``:
     records, or state that cannot be computed again, are damaged or gone."""
     if await source.head(checked_branch(name)) is None:
         await source.find(name)
@@ -103,7 +104,7 @@ class _Sending:
                 await self._one(key, there[key])
                 self._bar.update(self._wanted[key])
 
-        # In order: what an object stands under is written before it, as far as it matters.
+        # In order, so that an object's ancestors are in the same group or an earlier one.
         keys = list(self._wanted)
         for start in range(0, len(keys), AT_ONCE):
             try:
@@ -115,7 +116,7 @@ class _Sending:
 
     async def _one(self, key: ObjectKey, is_there: bool) -> None:
         if is_there and key in self._whole:
-            # It cannot be computed again, so what is there is looked at.
+            # The object cannot be computed again, so verify the copy that exists.
             (blob,) = await self._target.tier.get([key])
             if blob is None or not _is_whole(key, blob, file=True):
                 await self._target.tier.remove([key])
@@ -135,7 +136,7 @@ class _Sending:
 
 
 def _is_whole(key: ObjectKey, blob: Blob, *, file: bool) -> bool:
-    """Return whether an object is what its key says, with all checksums."""
+    """Return True if an object matches its key and all checksums."""
     if file:
         return hashlib.blake2b(blob, digest_size=KEY_BYTES).digest() == key.digest
     from quire.kv.statefile import read_state  # with torch

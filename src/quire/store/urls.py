@@ -25,17 +25,17 @@ ACCEPTED = {
     "gs": "gs://BUCKET[/PREFIX]",
     "az": "az://CONTAINER[/PREFIX]",
 }
-"""A form of URL for each scheme."""
+"""The accepted form of URL for each scheme."""
 
 
 def open_tiers(urls: str | Sequence[str]) -> list[StoreTier]:
-    """Return the tiers of URLs in their order; ``InvalidArgument`` for a URL that is none of
-    ``ACCEPTED``. Nothing is opened or connected before its first use."""
+    """Return the tiers of URLs in their order; ``InvalidArgument`` for a URL in none of the forms
+    of ``ACCEPTED``. Nothing is opened or connected before its first use."""
     return [_tier(url) for url in ([urls] if isinstance(urls, str) else urls)]
 
 
 def durable_tier(url: str) -> StoreTier:
-    """Return the tier of a URL; ``InvalidArgument`` unless it names one that outlives processes."""
+    """Return the tier of a URL; ``InvalidArgument`` unless it outlives processes."""
     if not isinstance(url, str):
         raise InvalidArgument(field="url", given=url, allowed="one URL, as file:///DIRECTORY")
     (tier,) = open_tiers(url)
@@ -45,7 +45,7 @@ def durable_tier(url: str) -> StoreTier:
 
 
 def state_tier(directory: str | os.PathLike[str]) -> FileTier:
-    """Return the tier of a ``state_dir``, for a store that has no other durable one. It takes at
+    """Return the tier of a ``state_dir``, for a store without another durable tier. It takes at
     most half of the disk space that is free of other files."""
     path = Path(directory).absolute() / "store"
     there = next(one for one in (path, *path.parents) if one.is_dir())
@@ -54,8 +54,8 @@ def state_tier(directory: str | os.PathLike[str]) -> FileTier:
 
 
 def store_at(target: str) -> StoreTier | None:
-    """Return the store at a URL, or in a directory: a ``file://`` store, or a ``state_dir`` that
-    holds one. None: ``target`` is neither. ``NotFound`` for a directory without a store."""
+    """Return the store at a URL, or in a directory: a ``file://`` store, or a ``state_dir`` with a
+    store. None: ``target`` is neither. ``NotFound`` for a directory without a store."""
     if "://" in target:
         return existing(durable_tier(target))
     directory = Path(target)
@@ -71,7 +71,7 @@ def store_at(target: str) -> StoreTier | None:
 
 
 def existing(tier: StoreTier) -> StoreTier:
-    """Return a tier; ``NotFound`` for a directory without a store, which a tier would make one."""
+    """Return a tier; ``NotFound`` for a directory without a store, where a tier would make one."""
     directory: Path | None = getattr(tier, "directory", None)
     if directory is not None and not (directory / "objects").is_dir():
         why = "has no 'objects'" if directory.is_dir() else "does not exist"
@@ -116,7 +116,7 @@ def _tier(url: str) -> StoreTier:
 
 
 def _size(url: str, parts: SplitResult) -> int | None:
-    """Return the only parameter that there is."""
+    """Return the parameter ``size`` of a URL, which may have no other."""
     try:
         given = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
     except ValueError:
@@ -145,7 +145,7 @@ def _bytes(url: str, text: str) -> int:
 
 
 def _refused(url: str, reason: str) -> InvalidArgument:
-    """Return an error that repeats the URL without what may be secret."""
+    """Return an error that repeats the URL without secrets."""
     scheme, slashes, _ = url.partition("://")
     shown = url.partition("?")[0]
     if "@" in url:

@@ -24,7 +24,7 @@ from quire.weights.safetensors_files import some
 WIDTHS: Mapping[str, int] = {"U8": 1, **{name: dtype.itemsize for name, dtype in DTYPES.items()}}
 """Bytes of an element, by its type's safetensors name."""
 _COMPARED = 4096
-"""Rows that are compared at a time."""
+"""Rows of a table compared at a time."""
 
 
 class Checkpoint:
@@ -45,8 +45,8 @@ class Checkpoint:
         return min(spellings, key=lambda places: sum(name not in self.tensors for name in _stored(places)))
 
     def check(self, places: Mapping[str, Place], ignorable: Container[str] = ()) -> None:
-        """Raise ``CheckpointError`` unless the files hold exactly these tensors, shapes and types,
-        and perhaps ``ignorable`` names, which are not read."""
+        """Raise ``CheckpointError`` unless the files hold exactly these tensors, with these shapes
+        and types. ``ignorable`` names may be present too, and are not read."""
         stored = _stored(places)
         self.refuse_names(
             [name for name in stored if name not in self.tensors],
@@ -63,8 +63,8 @@ class Checkpoint:
                 )
 
     def refuse_names(self, missing: Collection[str], surplus: Sequence[str], expected: int) -> None:
-        """Raise ``CheckpointError`` if the files lack some of the ``expected`` tensors of the model
-        that config.json describes, or hold some that it has no place for."""
+        """Raise ``CheckpointError`` for ``missing`` tensors, out of ``expected``, or ``surplus``
+        tensors of the model that config.json describes."""
         if missing:
             raise CheckpointError(f"{self.path} lacks {len(missing)} of {expected} tensors: {some(missing)}")
         if surplus:
@@ -73,13 +73,13 @@ class Checkpoint:
             raise CheckpointError(f"{where}: the model that config.json describes has no place for {some(surplus)}")
 
     def misshapen(self, name: str, found: Iterable[int], expected: Iterable[int]) -> CheckpointError:
-        """Return the error of a tensor whose shape config.json contradicts."""
+        """Return the error of a tensor whose shape contradicts config.json."""
         where = self.tensors[name].file if name in self.tensors else self.path
         return CheckpointError(f"{where}: {name} has shape {list(found)}; config.json makes it {list(expected)}")
 
     def check_tied(self, head: str, embedding: str) -> None:
         """Raise ``CheckpointError`` if the head of a model that config.json ties to its embedding
-        is stored with other values. Reads both, if both are there."""
+        is stored with other values. Reads both tensors if both are present."""
         if head not in self.tensors:
             return
         if self.tensors[head].shape == self.tensors[embedding].shape:
@@ -97,8 +97,8 @@ class Checkpoint:
         )
 
     def dtype(self, names: Iterable[str]) -> torch.dtype:
-        """Return the element type of most weights among these tensors; a few norms may be kept in
-        another one. float32 if none has a float type."""
+        """Return the element type of most weights among these tensors (a few norms may have another
+        type); float32 if none has a float type."""
         elements = dict.fromkeys(DTYPES, 0)
         for name in names:
             header = self.tensors[name]

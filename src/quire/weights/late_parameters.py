@@ -21,12 +21,13 @@ from quire.weights.places import Place, parameter_dtypes, parameter_shapes
 
 
 class LateParameters(Mapping[str, Tensor]):
-    """A model's parameters by name while it is loaded, of an open checkpoint.
+    """The parameters of an open checkpoint by name, while its model is loaded.
 
-    ``weights[name]`` is read when it is asked for. Maps of a model ask for ``late`` matrices, which
-    are packed straight from the file if one tensor is all of them, else from a scratch that the
-    next one takes, too. Their own memory is not touched, so that it takes no room, unless they are
-    still there when all is packed."""
+    ``weights[name]`` is read on access. Linear maps take ``late`` matrices instead, which are
+    packed straight from the file if one tensor fills them completely, else from a scratch buffer
+    that the next matrix reuses. Their own memory stays untouched, and so takes no room, unless they
+    are still in use after packing.
+    """
 
     def __init__(
         self,
@@ -62,8 +63,8 @@ class LateParameters(Mapping[str, Tensor]):
         return len(self._parameters)
 
     def late(self, name: str) -> Tensor:
-        """Return a parameter of which only shape and type may be looked at before ``settle``;
-        ``read`` has its values."""
+        """Return a parameter without values: before ``settle`` only its shape and type are valid,
+        and ``read`` returns its values."""
         parameter = self._parameters[name]
         if name in self._unread and name in self._memories:
             memory = self._memories[name]
@@ -72,7 +73,7 @@ class LateParameters(Mapping[str, Tensor]):
         return self[name]
 
     def release(self) -> None:
-        """Forget the parameters: from here on only the model has them."""
+        """Drop the references to the parameters, so that only the model holds them."""
         self._parameters.clear()
 
     def read(self, weight: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ class LateParameters(Mapping[str, Tensor]):
         return values.as_strided(weight.shape, weight.stride(), values.storage_offset() + weight.storage_offset())
 
     def settle(self) -> None:
-        """Read the late parameters that are still there into their own memory."""
+        """Read the late parameters that are still in use into their own memory."""
         self._scratch, self._inside = torch.empty(0, dtype=torch.uint8), ""
         for late in self._late.values():
             if late.name in self._unread and (memory := late.memory()) is not None:
@@ -130,8 +131,8 @@ class _Late:
 
 
 def late(parameters: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return a parameter for a ``Linear`` or a table, of which nothing but shape and type is looked
-    at before the model is packed; see ``LateParameters``."""
+    """Return a parameter for a ``Linear`` or a table, without values until the model is packed; see
+    ``LateParameters.late``."""
     return parameters.late(name) if isinstance(parameters, LateParameters) else parameters[name]
 
 
@@ -141,8 +142,9 @@ def allocate(
     device: torch.device,
     kept: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> tuple[dict[str, Tensor], dict[str, weakref.ref[NDArray[np.uint8]]]]:
-    """Return uninitialised parameters of ``dtype``, or of the type in ``kept``, and on a CPU the
-    memory of each. Raise ``ResourceExhausted`` with the wanted bytes if memory does not suffice."""
+    """Return uninitialised parameters of ``dtype``, or of the type in ``kept``, and on a CPU a weak
+    reference to the memory of each. Raise ``ResourceExhausted`` with the wanted bytes if memory
+    does not suffice."""
     parameters, memories = {}, {}
     try:
         for name, shape in shapes.items():

@@ -62,10 +62,8 @@ def unpack(packed: PackedMatrix) -> Tensor:
 
 
 def rows_of(packed: PackedMatrix, outputs_T: Tensor) -> Tensor:
-    """Return the weights ``[T, I]`` of these outputs, int64 in 0..O-1, in the dtype of the values.
-
-    The form is "float32" or "bfloat16".
-    """
+    """Return rows ``[T, I]`` of the weights by output number, int64 in 0..O-1, in the dtype of the
+    values. The form is "float32" or "bfloat16"."""
     values = packed.values
     if packed.form == "bfloat16":  # pairs of inputs are taken as one number
         values = values.view(torch.int32).squeeze(-1)
@@ -73,10 +71,7 @@ def rows_of(packed: PackedMatrix, outputs_T: Tensor) -> Tensor:
 
 
 def multiply(x_TI: Tensor, packed: PackedMatrix, bias_O: Tensor | None) -> Tensor:
-    """Return ``[T, O]`` in the dtype of x, which is rounded once.
-
-    "fp8" multiplies ``rounded_rows`` of x.
-    """
+    """Return ``[T, O]`` in the dtype of x, rounded once. "fp8" multiplies ``rounded_rows`` of x."""
     bias = None if bias_O is None else bias_O.float()
     if packed.form == "fp8":
         assert packed.scales is not None

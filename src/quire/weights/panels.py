@@ -21,7 +21,7 @@ PANEL = 32
 INT4_BITS = torch.tensor([16 * (i % 2) + 4 * (i // 2) for i in range(8)])
 """First bits of eight inputs in a word."""
 SMALLER_SCALES = (0.95, 0.9, 0.85, 0.8, 0.75)
-"""Factors of an INT4 scale that may be nearer to most values, if the largest is clipped."""
+"""Factors for a smaller INT4 scale: it clips the largest value and may fit most values better."""
 
 
 def _padded(weight_OI: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Int4Panels:
 
 
 def _int4_scales(values_OgG: Tensor) -> Tensor:
-    """Return bfloat16 ``[O, g]``."""
+    """Return the scales of groups, bfloat16 ``[O, g]``."""
     largest = values_OgG.gather(-1, values_OgG.abs().argmax(-1, keepdim=True)).squeeze(-1)
     best = (largest / -8).bfloat16()
     least = _error(values_OgG, best)

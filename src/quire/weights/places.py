@@ -35,7 +35,7 @@ NameTable: TypeAlias = Mapping[str, Place]
 
 
 def expand(table: NameTable, num_layers: int) -> dict[str, Place]:
-    """Return the table with one row per layer for each name that holds ``{}``."""
+    """Return the table with each name that holds ``{}`` repeated for every layer."""
     places = {}
     for name, place in table.items():
         for layer in range(num_layers) if "{}" in name else (0,):
