@@ -339,7 +339,7 @@ def test_samples_and_logprobs_of_the_prompt(world: World, make_llm: MakeLLM, lla
     world.engine.run([request])
     logits_TV, bound = world.oracle.logits(PROMPT, ["two"] * len(PROMPT))
     rows = logits_TV.log_softmax(-1)[:-1]
-    found = [entry.chosen.logprob for entry in request.prompt_logprobs.entries]
+    found = [entry.chosen.logprob for entry in request.output.prompt_logprobs.entries]
     wanted = rows[range(len(PROMPT) - 1), PROMPT[1:]]
     assert float((torch.tensor(found, dtype=torch.float64) - wanted).abs().max()) <= 2 * bound
 
@@ -427,7 +427,7 @@ def test_more_adapters_than_fit_take_turns(make_llm: MakeLLM, llama: Checkpoint,
         assert len({chunk.adapter for chunk in step.chunks} - {None}) <= 1
     for prompt, name, request in zip(prompts, wanted, requests, strict=True):
         assert world.continues(prompt, [name] * len(prompt), request.output.token_ids, name)
-    ended = [request.finished_at for request, name in zip(requests, wanted, strict=True) if name is not None]
+    ended = [request.output.finished_at for request, name in zip(requests, wanted, strict=True) if name is not None]
     assert ended == sorted(ended), "in order of arrival"
 
 

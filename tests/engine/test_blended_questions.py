@@ -49,7 +49,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str | None], list[
     right = Blending.ran
 
     def ran(self: Blending, scheduled: Scheduled, forward: BlendedForward) -> None:
-        work, state = scheduled.requests[0], self._runner.state
+        work, state = scheduled.requests[0].branch, self._runner.state
         assert work.seq is not None
         export, end = state.open_export(work.seq), work.computed + len(scheduled.step.chunks[0].tokens)
         rows = [part.clone() for layer in self.layout.layers for part in export.rows(layer, 0, end).values()]

@@ -142,8 +142,8 @@ def test_pins_hold_the_exact_part(make_llm: MakeLLM, llama: Checkpoint) -> None:
     engine.step()
     request.branch.origin = Origin(inexact_from=EXACT)
     engine.run([request])
-    assert request.hints is not None
-    assert [(one.done, one.tokens) for one in request.hints.results] == [(True, EXACT)]
+    assert request.asked.hints is not None
+    assert [(one.done, one.tokens) for one in request.asked.hints.results] == [(True, EXACT)]
     assert engine.cache is not None
     assert engine.cache.peek(PROMPT, cache_key(None)) == EXACT
 

@@ -133,8 +133,17 @@ def run(llm: LLM, requests: list[dict[str, Any]]) -> list[Any]:
     for number, one in enumerate(requests):
         for sample_ in submitted[number]:
             if one["cancel"] is None:
-                found.append((sample_.output.token_ids, sample_.output.finish_reason, sample_.output.stop_reason, sample_.output.kept))
-                assert len(sample_.output.logprobs) == (len(sample_.output.token_ids) if one["params"]["logprobs"] else 0)
+                found.append(
+                    (
+                        sample_.output.token_ids,
+                        sample_.output.finish_reason,
+                        sample_.output.stop_reason,
+                        sample_.output.kept,
+                    )
+                )
+                assert len(sample_.output.logprobs) == (
+                    len(sample_.output.token_ids) if one["params"]["logprobs"] else 0
+                )
                 assert [entry.chosen.token_id for entry in sample_.output.logprobs] in ([], sample_.output.token_ids)
             else:
                 found.append(sample_.output.finish_reason in ("cancelled", "length", "stop"))

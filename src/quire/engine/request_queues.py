@@ -74,7 +74,7 @@ class RequestQueues:
         for one in prompts:
             lines.setdefault(one.asked.owner, []).append(one)
         # Of equal priorities those that run come first.
-        merged = {
+        merged: dict[str, Iterator[Request]] = {
             key: heapq.merge(lines.get(key, ()), tuple(self._waiting_of.get(key, ())), key=_priority)
             for key in {**lines, **self._waiting_of}
         }
@@ -98,8 +98,8 @@ class RequestQueues:
                     heapq.heappush(turns, (one.seat.priority == BACKGROUND, time, load, key, one, line))
                     return
 
-        for line in merged.values():
-            queue(line)
+        for found in merged.values():
+            queue(found)
         while turns:
             *_, one, line = heapq.heappop(turns)
             if not is_out(one):
