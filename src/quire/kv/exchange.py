@@ -59,7 +59,7 @@ def get_layout(state: Parts) -> dict[str, Any]:
 def get_checkpoint_metadata(state: Parts, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
     sequence = require_whole(state, seq_id, "get_checkpoint_metadata")
     window = sequence.window
-    found = metadata(
+    found = describe(
         state,
         sequence.length,
         [state.sequences.held(seq_id, index) for index in range(len(state.paged.classes))],
@@ -83,7 +83,7 @@ def require_whole(state: Parts, seq_id: SeqId, verb: str) -> Sequence:
     return sequence
 
 
-def metadata(
+def describe(
     state: Parts, length: int, held: list[list[range]], kept: list[int], encoders: Mapping[int, int]
 ) -> dict[str, Any]:
     """Describe a sequence without a window and without checksums. ``held``: by layer class;

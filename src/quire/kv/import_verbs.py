@@ -22,10 +22,10 @@ from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, QuireErr
 from quire.kv.exchange import (
     checksum,
     counts_of,
+    describe,
     get_layout,
     group_plan,
     groups_of,
-    metadata,
     recurrent_plan,
     require_whole,
     rows_by_layer,
@@ -49,7 +49,7 @@ def import_metadata(state: Parts, length: int, *, kept: Sequence[int] = ()) -> d
     length = check_integer(length, "import_metadata: length", 0)
     lows = [0 if one.window is None else max(0, length + 1 - one.window) for one in state.paged.classes]
     held = [[range(low, length)] if low < length else [] for low in lows]
-    found = metadata(
+    found = describe(
         state, length, held, list(kept), {} if state.encoders is None else dict.fromkeys(state.encoders.specs, 0)
     )
     validate(state, get_layout(state), found)
