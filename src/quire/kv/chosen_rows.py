@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.kv.parts import Parts
+from quire.kv.parts import StateParts
 from quire.kv.plans import Batch
 
 Rows = NDArray[np.int64]
@@ -83,7 +83,7 @@ class ChosenRows:
             )
 
 
-def narrow_refusal(state: Parts, batch: Batch) -> str:
+def narrow_refusal(state: StateParts, batch: Batch) -> str:
     """Return why no rows of this forward can be left out; "" if they can."""
     if any(tree is not None for tree in batch.trees):
         return "an entry adds nodes of a token tree, whose branches share positions"

@@ -23,7 +23,7 @@ from quire.contracts.layers import CrossAttention, LatentAttention
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.kv.exports import SequenceExport, group_tensors
 from quire.kv.metadata_checks import hash_of, ranges_of
-from quire.kv.parts import Parts
+from quire.kv.parts import StateParts
 from quire.kv.recurrent import RecurrentPart, dtype_of
 from quire.kv.sequences import Sequence
 from quire.kv.state_schema import FORMAT_VERSION
@@ -32,11 +32,11 @@ from quire.kv.storage import StoredSpec, check_tensor
 from quire.types import SeqId
 
 
-def get_layout_hash(state: Parts) -> str:
+def get_layout_hash(state: StateParts) -> str:
     return hash_of(get_layout(state))
 
 
-def get_layout(state: Parts) -> dict[str, Any]:
+def get_layout(state: StateParts) -> dict[str, Any]:
     ids = list(state.stored_specs)
     found: dict[str, Any] = {"first_layer": state.first_layer}
     if ids != list(range(state.first_layer, state.first_layer + len(ids))):
@@ -56,10 +56,10 @@ def get_layout(state: Parts) -> dict[str, Any]:
     return found
 
 
-def get_checkpoint_metadata(state: Parts, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
+def get_checkpoint_metadata(state: StateParts, seq_id: SeqId, *, checksums: bool = True) -> dict[str, Any]:
     sequence = require_whole(state, seq_id, "get_checkpoint_metadata")
     window = sequence.window
-    found = metadata(
+    found = describe(
         state,
         sequence.length,
         [state.sequences.held(seq_id, index) for index in range(len(state.paged.classes))],
@@ -75,7 +75,7 @@ def get_checkpoint_metadata(state: Parts, seq_id: SeqId, *, checksums: bool = Tr
     return found
 
 
-def require_whole(state: Parts, seq_id: SeqId, verb: str) -> Sequence:
+def require_whole(state: StateParts, seq_id: SeqId, verb: str) -> Sequence:
     """Return the sequence; ``FailedPrecondition`` with uncommitted nodes, or importing."""
     sequence = state.sequences.get(seq_id)
     state.sequences.require_ready(seq_id, sequence, verb)
@@ -83,8 +83,8 @@ def require_whole(state: Parts, seq_id: SeqId, verb: str) -> Sequence:
     return sequence
 
 
-def metadata(
-    state: Parts, length: int, held: list[list[range]], kept: list[int], encoders: Mapping[int, int]
+def describe(
+    state: StateParts, length: int, held: list[list[range]], kept: list[int], encoders: Mapping[int, int]
 ) -> dict[str, Any]:
     """Describe a sequence without a window and without checksums. ``held``: by layer class;
     ``encoders``: rows of each cross layer, 0 if it is not set."""
@@ -126,13 +126,13 @@ def metadata(
     return found
 
 
-def open_export(state: Parts, seq_id: SeqId) -> SequenceExport:
+def open_export(state: StateParts, seq_id: SeqId) -> SequenceExport:
     require_whole(state, seq_id, "open_export")
     return SequenceExport.of(state, seq_id)
 
 
 def export_page_group(
-    state: Parts, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None
+    state: StateParts, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Return the held rows of one layer, by position, or the states of a recurrent layer. Rows
     are ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, row]``, as stored.
@@ -207,7 +207,7 @@ def recurrent_plan(part: RecurrentPart, layer_id: int, kept: Iterable[int]) -> d
     return {name: TensorPlan(one.shape, dtype_of(one)) for name, one in found.items()}
 
 
-def groups_of(state: Parts, rows: Mapping[int, int], kept: Iterable[int]) -> dict[int, dict[str, TensorPlan]]:
+def groups_of(state: StateParts, rows: Mapping[int, int], kept: Iterable[int]) -> dict[int, dict[str, TensorPlan]]:
     """Return the tensors of every group, by layer: ``rows`` of each attention layer named there,
     the present state and the ``kept`` ones of each recurrent layer."""
     found: dict[int, dict[str, TensorPlan]] = {}
@@ -226,7 +226,7 @@ def checksum(tensor: Tensor) -> str:
     return str(xxhash.xxh3_64_hexdigest(bytes_of(tensor)))
 
 
-def rows_of(state: Parts, seq_id: SeqId) -> dict[int, int]:
+def rows_of(state: StateParts, seq_id: SeqId) -> dict[int, int]:
     """Return the number of rows by layer with pages; cross layers that are not set are left out."""
     found: dict[int, int] = {}
     for index, one in enumerate(state.paged.classes):

@@ -14,7 +14,7 @@ from quire.contracts.layers import LatentAttention
 from quire.errors import InvalidArgument, Unsupported
 from quire.kv.forward_need import slots_of
 from quire.kv.pages import PageIds
-from quire.kv.parts import Parts
+from quire.kv.parts import StateParts
 from quire.kv.storage import LayerRows, StoredSpec
 from quire.kv.windows import describe_ranges
 from quire.signatures import checks_arguments
@@ -26,7 +26,7 @@ from quire.types import SeqId
 class SequenceExport:
     """``contracts.kv_state.Export``: copies of page tables, and the tensors that they are of."""
 
-    state: Parts
+    state: StateParts
     """Only its layers and storages are read here, never its books."""
     length: int
     pages: list[PageIds]
@@ -37,7 +37,7 @@ class SequenceExport:
     """Of the present recurrent state and of checkpoints, by position."""
 
     @classmethod
-    def of(cls, state: Parts, seq_id: SeqId) -> SequenceExport:
+    def of(cls, state: StateParts, seq_id: SeqId) -> SequenceExport:
         """Describe what a sequence holds now."""
         sequence, slots = state.sequences.get(seq_id), dict[int, int]()
         if state.recurrent is not None:

@@ -22,10 +22,10 @@ from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, QuireErr
 from quire.kv.exchange import (
     checksum,
     counts_of,
+    describe,
     get_layout,
     group_plan,
     groups_of,
-    metadata,
     recurrent_plan,
     require_whole,
     rows_by_layer,
@@ -33,30 +33,30 @@ from quire.kv.exchange import (
 from quire.kv.forward_need import SlotRange, pages_for
 from quire.kv.imports import Import
 from quire.kv.metadata_checks import holes_of, promised_checksums, ranges_of, validate, window_of
-from quire.kv.parts import Parts
+from quire.kv.parts import StateParts
 from quire.kv.sequences import check_id, check_integer
 from quire.kv.stored_rows import require_held
 from quire.kv.windows import describe_ranges
 from quire.types import SeqId
 
 
-def plan_import(state: Parts, metadata: Mapping[str, Any]) -> dict[int, dict[str, TensorPlan]]:
+def plan_import(state: StateParts, metadata: Mapping[str, Any]) -> dict[int, dict[str, TensorPlan]]:
     validate(state, get_layout(state), metadata)
     return groups_of(state, counts_of(rows_by_layer(metadata)), metadata["kept_recurrent_positions"])
 
 
-def import_metadata(state: Parts, length: int, *, kept: Sequence[int] = ()) -> dict[str, Any]:
+def import_metadata(state: StateParts, length: int, *, kept: Sequence[int] = ()) -> dict[str, Any]:
     length = check_integer(length, "import_metadata: length", 0)
     lows = [0 if one.window is None else max(0, length + 1 - one.window) for one in state.paged.classes]
     held = [[range(low, length)] if low < length else [] for low in lows]
-    found = metadata(
+    found = describe(
         state, length, held, list(kept), {} if state.encoders is None else dict.fromkeys(state.encoders.specs, 0)
     )
     validate(state, get_layout(state), found)
     return found
 
 
-def import_need(state: Parts, metadata: Mapping[str, Any], *, shared: int = 0) -> list[int]:
+def import_need(state: StateParts, metadata: Mapping[str, Any], *, shared: int = 0) -> list[int]:
     validate(state, get_layout(state), metadata)
     _check_shared(state, metadata, shared, "import_need")
     window, kept = window_of(metadata), metadata["kept_recurrent_positions"]
@@ -66,7 +66,7 @@ def import_need(state: Parts, metadata: Mapping[str, Any], *, shared: int = 0) -
 
 
 def prepare_import(
-    state: Parts, seq_id: SeqId, metadata: Mapping[str, Any], *, parent: SeqId | None = None, shared: int = 0
+    state: StateParts, seq_id: SeqId, metadata: Mapping[str, Any], *, parent: SeqId | None = None, shared: int = 0
 ) -> None:
     check_id(seq_id)
     if seq_id in state.sequences:
@@ -111,7 +111,7 @@ def prepare_import(
     state.imports[seq_id] = started
 
 
-def _check_shared(state: Parts, metadata: Mapping[str, Any], shared: int, verb: str) -> list[int]:
+def _check_shared(state: StateParts, metadata: Mapping[str, Any], shared: int, verb: str) -> list[int]:
     """Return the layers that keep all tokens; ``InvalidArgument`` unless such metadata, which
     were validated, let their first ``shared`` tokens be another sequence's."""
     length, size = metadata["length"], state.paged.page_size
@@ -129,7 +129,7 @@ def _check_shared(state: Parts, metadata: Mapping[str, Any], shared: int, verb: 
     return keeping
 
 
-def _check_parent(state: Parts, parent: SeqId | None, shared: int) -> None:
+def _check_parent(state: StateParts, parent: SeqId | None, shared: int) -> None:
     """Raise each refusal of sharing the first ``shared`` tokens of a sequence."""
     verb = "prepare_import"
     if parent is None:
@@ -142,7 +142,7 @@ def _check_parent(state: Parts, parent: SeqId | None, shared: int) -> None:
             require_held(state, parent, index, [range(shared)], verb)
 
 
-def import_page_group(state: Parts, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
+def import_page_group(state: StateParts, seq_id: SeqId, group: int, tensors: Mapping[str, Tensor]) -> None:
     part, verb = state.recurrent, "import_page_group"
     started = state.imports.get(seq_id)
     if part is not None and group in part.layer_ids:
@@ -186,7 +186,9 @@ def import_page_group(state: Parts, seq_id: SeqId, group: int, tensors: Mapping[
         found.missing.pop(group, None)
 
 
-def import_rows(state: Parts, seq_id: SeqId, group: int, start: int, rows: Mapping[str, Tensor] | RowPieces) -> None:
+def import_rows(
+    state: StateParts, seq_id: SeqId, group: int, start: int, rows: Mapping[str, Tensor] | RowPieces
+) -> None:
     verb = "import_rows"
     start = check_integer(start, f"{verb}: start", 0)
     spec = state.rows_layer(group, verb).spec
@@ -217,7 +219,7 @@ def import_rows(state: Parts, seq_id: SeqId, group: int, start: int, rows: Mappi
 
 
 @contextmanager
-def _writing(state: Parts, started: Import | None, seq_id: SeqId, verb: str) -> Iterator[Import]:
+def _writing(state: StateParts, started: Import | None, seq_id: SeqId, verb: str) -> Iterator[Import]:
     """Lock the import that is under way, so that its pages stay while it is written.
     ``FailedPrecondition`` if none is, or if it may not be written while a forward is open."""
     if not state.sequences.get(seq_id).loading:
@@ -230,7 +232,7 @@ def _writing(state: Parts, started: Import | None, seq_id: SeqId, verb: str) -> 
         yield started
 
 
-def _write(state: Parts, started: Import, group: int, parts: list[range], pieces: RowPieces) -> None:
+def _write(state: StateParts, started: Import, group: int, parts: list[range], pieces: RowPieces) -> None:
     """Write ``pieces`` to the positions of ``parts``."""
     layer = state.layer(group)
     storage = state.paged.classes[layer.class_index].storage
@@ -252,7 +254,7 @@ def _write(state: Parts, started: Import, group: int, parts: list[range], pieces
         _load(state, started, group, write, *rows)
 
 
-def _load(state: Parts, started: Import, group: int, write: Callable[..., None], *tensors: Tensor) -> None:
+def _load(state: StateParts, started: Import, group: int, write: Callable[..., None], *tensors: Tensor) -> None:
     """Let ``write`` have tensors of a layer on the device: at once, or for host memory beside
     what the device computes, from which forwards and the import's end wait for it."""
     if state.link is None or not all(tensor.is_cpu for tensor in tensors):
@@ -264,12 +266,12 @@ def _load(state: Parts, started: Import, group: int, write: Callable[..., None],
     started.arrived[group] = state.link.loaded()
 
 
-def pending_layers(state: Parts, seq_id: SeqId) -> list[int]:
+def pending_layers(state: StateParts, seq_id: SeqId) -> list[int]:
     state.sequences.get(seq_id)
     return sorted(started.missing) if (started := state.imports.get(seq_id)) else []
 
 
-def publish_import(state: Parts, seq_id: SeqId) -> None:
+def publish_import(state: StateParts, seq_id: SeqId) -> None:
     sequence = state.sequences.get(seq_id)
     state.sequences.require_closed("publish_import")
     if seq_id not in state.imports:
@@ -279,7 +281,7 @@ def publish_import(state: Parts, seq_id: SeqId) -> None:
     state.sequences.publish_import(seq_id)
 
 
-def finish_import(state: Parts, seq_id: SeqId) -> None:
+def finish_import(state: StateParts, seq_id: SeqId) -> None:
     state.sequences.get(seq_id)
     state.sequences.require_closed("finish_import")
     if seq_id not in state.imports:
@@ -292,7 +294,7 @@ def finish_import(state: Parts, seq_id: SeqId) -> None:
         state.recurrent.table.finish_import(seq_id)
 
 
-def check_imports(state: Parts) -> None:
+def check_imports(state: StateParts) -> None:
     """Check that rows which have not come go to pages that nothing else holds."""
     importing = {
         seq for seq in state.sequences.ids if (one := state.sequences.get(seq)).loading or one.reserved is not None
@@ -314,7 +316,7 @@ def check_imports(state: Parts) -> None:
                     )
 
 
-def end_import(state: Parts, seq_id: SeqId) -> None:
+def end_import(state: StateParts, seq_id: SeqId) -> None:
     """Forget an import, once what is being written is done: its pages may go, or be read."""
     if (started := state.imports.pop(seq_id, None)) is not None:
         with started.lock:
@@ -322,7 +324,7 @@ def end_import(state: Parts, seq_id: SeqId) -> None:
                 state.link.compute_waits(state.link.loaded())
 
 
-def _rows_between(state: Parts, seq_id: SeqId, index: int, length: int) -> list[SlotRange]:
+def _rows_between(state: StateParts, seq_id: SeqId, index: int, length: int) -> list[SlotRange]:
     """Return the pages, in one class, in which an import leaves rows below the length unwritten."""
     size, pages = state.paged.page_size, state.sequences.get(seq_id).tables[index].pages
     lacking = np.zeros(pages.size * size, dtype=np.bool_)

@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.contracts.kv_state import TensorPlan
 from quire.errors import InvalidArgument
-from quire.kv.parts import Parts
+from quire.kv.parts import StateParts
 from quire.kv.state_schema import CROSS, EXTENT, FORMAT_VERSION, Fault, nullable
 from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, visibility
 
@@ -71,7 +71,7 @@ def hole_of(ranges: list[range], length: int, sink: int) -> Hole:
     return found
 
 
-def validate(state: Parts, layout: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def validate(state: StateParts, layout: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise ``InvalidArgument`` for the first disagreement. ``layout``: as of ``get_layout``."""
     if given.get("format_version") != FORMAT_VERSION:
         raise InvalidArgument(
@@ -107,7 +107,7 @@ def validate(state: Parts, layout: Mapping[str, Any], given: Mapping[str, Any]) 
     _validate_encoders(state, given)
 
 
-def _validate_encoders(state: Parts, given: Mapping[str, Any]) -> None:
+def _validate_encoders(state: StateParts, given: Mapping[str, Any]) -> None:
     """Check that each cross layer has a number of rows or none."""
     found = given.get("cross")
     if state.encoders is None:
@@ -121,7 +121,7 @@ def _validate_encoders(state: Parts, given: Mapping[str, Any]) -> None:
         )
 
 
-def _validate_windows(state: Parts, given: Mapping[str, Any], length: int) -> None:
+def _validate_windows(state: StateParts, given: Mapping[str, Any], length: int) -> None:
     """Check that all positions are held that a continuation needs."""
     window, evicted = window_of(given), given["evicted"]
     accepted = [0] if window is None else [0, max(0, length - window.size)]

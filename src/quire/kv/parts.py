@@ -21,7 +21,7 @@ from quire.ops.host_link import host_link
 from quire.types import SeqId
 
 
-class Parts:
+class StateParts:
     """The parts of a KV state. Iterate over it for the verbs of ``Part``."""
 
     def __init__(

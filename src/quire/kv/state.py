@@ -41,7 +41,7 @@ from quire.kv.forward_need import ForwardNeed
 from quire.kv.layer_classes import ids_of, supported
 from quire.kv.paged import PagedPart
 from quire.kv.part import Part
-from quire.kv.parts import Parts
+from quire.kv.parts import StateParts
 from quire.kv.recurrent import RecurrentPart
 from quire.kv.rules import RECURRENT_REFUSAL
 from quire.kv.sequences import check_integer
@@ -154,7 +154,7 @@ class State:
                 backend=ReferenceRecurrence() if recurrence is None else recurrence,
                 padding=padding,
             )
-        self.parts = Parts(specs, stored, first_layer, paged, crossed, slots)
+        self.parts = StateParts(specs, stored, first_layer, paged, crossed, slots)
         self.sequences = paged.sequences
         self.dtype, self.device, self.page_size = dtype, device, page_size
         self.current_pass: StatePass | None = None

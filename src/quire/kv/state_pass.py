@@ -30,7 +30,7 @@ from quire.kv.forward_need import ForwardNeed
 from quire.kv.imports import Import
 from quire.kv.layer_classes import Layer, key_value_spec
 from quire.kv.pages import PageIds
-from quire.kv.parts import Parts
+from quire.kv.parts import StateParts
 from quire.kv.plans import Batch, Keys, Masks, Prepared
 from quire.kv.recurrent import Gates, RecurrentPass
 from quire.kv.rules import RECURRENT_REFUSAL, layer_refusal
@@ -64,7 +64,7 @@ class StatePass:
     are made when they are first asked for: of decodes that run as one call nothing of them is made.
     """
 
-    def __init__(self, state: Parts, need: ForwardNeed, recurrent: RecurrentPass | None) -> None:
+    def __init__(self, state: StateParts, need: ForwardNeed, recurrent: RecurrentPass | None) -> None:
         self._state, self._paged, self._need = state, state.paged, need
         self._recurrent = recurrent
         self._tables = self._tables_of(need)

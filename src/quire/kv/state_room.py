@@ -23,7 +23,7 @@ from quire.contracts.pool_verbs import (
 from quire.errors import Unsupported
 from quire.kv.forward_need import pages_for
 from quire.kv.pages import PageIds, PagePool
-from quire.kv.parts import Parts
+from quire.kv.parts import StateParts
 from quire.kv.windows import Window
 from quire.types import SeqId
 
@@ -32,7 +32,7 @@ NO_POSITIONS = np.empty(0, dtype=np.int64)
 NO_ROLES = np.empty(0, dtype=np.uint8)
 
 
-def reachable(state: Parts, seq_id: SeqId) -> list[range]:
+def reachable(state: StateParts, seq_id: SeqId) -> list[range]:
     sequence = state.sequences.get(seq_id)
     attention = state.sequences.reachable(sequence)
     if state.recurrent is None or sequence.reserved is not None:
@@ -48,7 +48,7 @@ def reachable(state: Parts, seq_id: SeqId) -> list[range]:
     return found
 
 
-def nearest_reachable(state: Parts, seq_id: SeqId, position: int) -> int:
+def nearest_reachable(state: StateParts, seq_id: SeqId, position: int) -> int:
     attention = state.sequences.reachable(state.sequences.get(seq_id))
     if state.recurrent is None:
         return max((min(position, part.stop - 1) for part in attention if part.start <= position), default=0)
@@ -56,7 +56,7 @@ def nearest_reachable(state: Parts, seq_id: SeqId, position: int) -> int:
     return max((one for one in kept if any(one in part for part in attention)), default=0)
 
 
-def geometry(state: Parts) -> StateGeometry:
+def geometry(state: StateParts) -> StateGeometry:
     states = None if state.recurrent is None else state.recurrent.table
     return StateGeometry(
         specs=tuple(state.paged.specs),
@@ -69,12 +69,12 @@ def geometry(state: Parts) -> StateGeometry:
     )
 
 
-def capacity(state: Parts) -> int | None:
+def capacity(state: StateParts) -> int | None:
     pools = zip(state.sequences.pools, state.paged.classes, strict=True)
     return min((pool.num_pages * state.paged.page_size for pool, one in pools if one.window is None), default=None)
 
 
-def pool_facts(state: Parts) -> tuple[PoolFacts, ...]:
+def pool_facts(state: StateParts) -> tuple[PoolFacts, ...]:
     size = state.paged.page_size
     found: list[tuple[Literal["tokens", "encoder", "states"], tuple[int, ...], int | None, int]] = [
         ("tokens", tuple(state.paged.layer_ids[index] for index in one.layers), one.window, size)
@@ -97,7 +97,7 @@ def pool_facts(state: Parts) -> tuple[PoolFacts, ...]:
     )
 
 
-def page_table(state: Parts, seq_id: SeqId) -> NDArray[np.int32]:
+def page_table(state: StateParts, seq_id: SeqId) -> NDArray[np.int32]:
     sequence = state.sequences.get(seq_id)
     if not state.paged.classes:
         raise Unsupported("page_table: no layer keeps rows of tokens")
@@ -105,7 +105,7 @@ def page_table(state: Parts, seq_id: SeqId) -> NDArray[np.int32]:
     return sequence.tables[first].pages.copy()
 
 
-def held_pages(state: Parts, seq_id: SeqId) -> SequencePages:
+def held_pages(state: StateParts, seq_id: SeqId) -> SequencePages:
     sequence = state.sequences.get(seq_id)
     tables = [table.pages.copy() for table in sequence.tables]
     if state.encoders is not None:
@@ -126,7 +126,7 @@ def held_pages(state: Parts, seq_id: SeqId) -> SequencePages:
     )
 
 
-def sequence_use(state: Parts, seq_id: SeqId) -> SequenceUse:
+def sequence_use(state: StateParts, seq_id: SeqId) -> SequenceUse:
     pages = rows = num_bytes = 0
     for index, table in enumerate(state.sequences.get(seq_id).tables):
         held = table.held.size
@@ -136,18 +136,18 @@ def sequence_use(state: Parts, seq_id: SeqId) -> SequenceUse:
     return SequenceUse(pages, rows, num_bytes + sequence_states(state, seq_id).held * state_bytes)
 
 
-def sequence_pages(state: Parts, seq_id: SeqId) -> Holding:
+def sequence_pages(state: StateParts, seq_id: SeqId) -> Holding:
     sequence = state.sequences.get(seq_id)
     held, shared = (0, 0) if state.encoders is None else state.encoders.table.num_pages(seq_id)
     pages = sum(table.held.size for table in sequence.tables)
     return Holding(pages + held, state.sequences.shared_pages(seq_id) + shared)
 
 
-def sequence_states(state: Parts, seq_id: SeqId) -> Holding:
+def sequence_states(state: StateParts, seq_id: SeqId) -> Holding:
     return Holding(0, 0) if state.recurrent is None else Holding(*state.recurrent.table.held_slots(seq_id))
 
 
-def num_needed(state: Parts, seq_ids: Collection[SeqId], *, with_kept: Collection[SeqId] = ()) -> int:
+def num_needed(state: StateParts, seq_ids: Collection[SeqId], *, with_kept: Collection[SeqId] = ()) -> int:
     tables = [state.sequences.get(seq_id).tables for seq_id in seq_ids]
     found = sum(
         count_named(pool, (one[index].held for one in tables)) for index, pool in enumerate(state.sequences.pools)
@@ -161,7 +161,7 @@ def num_needed(state: Parts, seq_ids: Collection[SeqId], *, with_kept: Collectio
     return found
 
 
-def num_available_pages(state: Parts) -> int:
+def num_available_pages(state: StateParts) -> int:
     """Return the free pages of the class, among those that keep all tokens, with the fewest.
     Pages of encoder rows do not count: with cross layers only it is the whole ``capacity``, for
     no token takes a page. With recurrent layers only it is the available states."""
@@ -172,7 +172,7 @@ def num_available_pages(state: Parts) -> int:
 
 
 def missing_pages(
-    state: Parts,
+    state: StateParts,
     seq_ids: Sequence[SeqId],
     append_lengths: Sequence[int],
     token_tree_parents: TokenTreeParents | None = None,
@@ -190,7 +190,7 @@ def missing_pages(
 
 
 def page_shortage(
-    state: Parts,
+    state: StateParts,
     seq_ids: Sequence[SeqId],
     append_lengths: Sequence[int],
     token_tree_parents: TokenTreeParents | None = None,
@@ -202,7 +202,7 @@ def page_shortage(
     return Shortage(missing, any(part.pages - part.freed > pool.num_pages for part, pool in classes))
 
 
-def full_page_shortage(state: Parts, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> Shortage:
+def full_page_shortage(state: StateParts, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> Shortage:
     if capacity(state) is None:
         return Shortage(0, False)
     needed, size = 0, state.paged.page_size
@@ -213,7 +213,7 @@ def full_page_shortage(state: Parts, seq_ids: Sequence[SeqId], append_lengths: S
     return Shortage(max(0, needed - num_available_pages(state)), needed * size > capacity(state))
 
 
-def shortage_in_steps(state: Parts, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
+def shortage_in_steps(state: StateParts, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
     short = state.sequences.shortage_in_steps(seq_ids, append_lengths, most)
     if state.recurrent is None:
         return short
@@ -221,7 +221,7 @@ def shortage_in_steps(state: Parts, seq_ids: Sequence[SeqId], append_lengths: Se
     return short + state.recurrent.table.shortage(state.recurrent.need_of(need))
 
 
-def shares_tail(state: Parts, seq_id: SeqId) -> bool:
+def shares_tail(state: StateParts, seq_id: SeqId) -> bool:
     sequence = state.sequences.get(seq_id)
     if sequence.length % state.paged.page_size == 0:
         return False
@@ -229,7 +229,7 @@ def shares_tail(state: Parts, seq_id: SeqId) -> bool:
     return any(bool(pool.references[pages.pages[-1]] > 1) for pool, pages in held)
 
 
-def pages_freed(state: Parts, seq_id: SeqId, child_id: SeqId) -> int:
+def pages_freed(state: StateParts, seq_id: SeqId, child_id: SeqId) -> int:
     parent, child = state.sequences.get(seq_id), state.sequences.get(child_id)
     freed, partly = 0, child.length % state.paged.page_size != 0
     for pool, pages, kept in zip(state.sequences.pools, parent.tables, child.tables, strict=True):
@@ -241,12 +241,12 @@ def pages_freed(state: Parts, seq_id: SeqId, child_id: SeqId) -> int:
     return freed
 
 
-def pages_at_most(state: Parts, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
+def pages_at_most(state: StateParts, length: int, window: tuple[int, int] | None, step: int) -> list[int]:
     states = [] if state.recurrent is None else [2]  # the present one, and the next while it is made
     return [*state.sequences.pages_at_most(length, None if window is None else Window(*window), step), *states]
 
 
-def largest_step(state: Parts, window: int, sink: int) -> int:
+def largest_step(state: StateParts, window: int, sink: int) -> int:
     pages = (
         min((pool.num_pages for pool in state.sequences.pools), default=0) - pages_for(sink, state.paged.page_size) - 1
     )

@@ -26,7 +26,7 @@ from quire.errors import Unsupported
 from quire.kv import plans
 from quire.kv.chosen_rows import ChosenRows
 from quire.kv.forward_need import ForwardNeed, pages_for
-from quire.kv.parts import Parts
+from quire.kv.parts import StateParts
 from quire.kv.plans import Batch, Prepared
 from quire.kv.recurrent import RecurrentMemory, RecurrentPart, RecurrentPass
 from quire.kv.recurrent_states import NULL
@@ -46,7 +46,7 @@ class StaticBackend(Protocol):
         """Replace the batch of such a plan. What it appends to the memory's tail is new."""
 
 
-def static_refusal(state: Parts, count: int) -> str:
+def static_refusal(state: StateParts, count: int) -> str:
     """Return why forwards of ``count`` tokens for each sequence cannot have memory that keeps its
     place; "" if they can."""
     if not state.paged.padding:
@@ -67,7 +67,7 @@ def static_refusal(state: Parts, count: int) -> str:
 class StaticForward:
     """What forwards of one size share, and the pass over it."""
 
-    def __init__(self, state: Parts, entries: int, count: int, longest: int, shared: SharedMemory) -> None:
+    def __init__(self, state: StateParts, entries: int, count: int, longest: int, shared: SharedMemory) -> None:
         """Take memory. ``longest``: tokens of a sequence, at most. ``shared``: what forwards of
         other sizes use in turn. ``Unsupported``: see ``static_refusal``."""
         if reason := static_refusal(state, count):

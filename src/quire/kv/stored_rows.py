@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.encoders import EncoderPart
 from quire.kv.layer_classes import Layer
-from quire.kv.parts import Parts
+from quire.kv.parts import StateParts
 from quire.kv.recurrent import dtype_of
 from quire.kv.rules import layer_refusal, refuse, refuse_layer
 from quire.kv.sequences import check_integer
@@ -24,7 +24,7 @@ from quire.kv.windows import describe_ranges
 from quire.types import SeqId
 
 
-def set_cross_kv(state: Parts, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
+def set_cross_kv(state: StateParts, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:
     part, verb = state.encoders, "set_cross_kv"
     if part is None:
         refuse(verb)
@@ -46,7 +46,7 @@ def set_cross_kv(state: Parts, layer_id: int, seq_id: SeqId, k: Tensor, v: Tenso
 
 
 def debug_get_kv(
-    state: Parts,
+    state: StateParts,
     seq_id: SeqId,
     start: int | None = 0,
     end: int | None = None,
@@ -65,7 +65,7 @@ def debug_get_kv(
 
 
 def debug_get_kv_mla(
-    state: Parts,
+    state: StateParts,
     seq_id: SeqId,
     start: int | None = 0,
     end: int | None = None,
@@ -85,7 +85,7 @@ def debug_get_kv_mla(
 
 
 def debug_set_kv(
-    state: Parts, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
+    state: StateParts, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None = None, *, layer: int | None = None
 ) -> None:
     if state.encoders is not None and layer in state.encoders.specs:
         overwrite_encoder(state, state.encoders, layer, seq_id, start, k, v)
@@ -120,7 +120,7 @@ def debug_set_kv(
             storage.write(one.index, slots, new_k, (v if layer is not None else v[row]).to(state.device))
 
 
-def _require_token_rows(state: Parts, seq_id: SeqId, layer: int | None, verb: str) -> None:
+def _require_token_rows(state: StateParts, seq_id: SeqId, layer: int | None, verb: str) -> None:
     """Raise ``Unsupported`` where a verb about rows of tokens meets cross layers only."""
     if state.encoders is None or (layer not in state.encoders.specs if layer is not None else state.paged.specs):
         return
@@ -132,7 +132,7 @@ def _require_token_rows(state: Parts, seq_id: SeqId, layer: int | None, verb: st
     )
 
 
-def debug_get(state: Parts, layer_id: int, state_id: int, seq_id: SeqId, *, position: int | None = None) -> Tensor:
+def debug_get(state: StateParts, layer_id: int, state_id: int, seq_id: SeqId, *, position: int | None = None) -> Tensor:
     if position is not None:
         position = check_integer(position, "debug_get: position", 0)
     state.state_tensor(layer_id, state_id, "debug_get", seq_id)
@@ -145,7 +145,7 @@ def debug_get(state: Parts, layer_id: int, state_id: int, seq_id: SeqId, *, posi
     return part.debug_get(layer_id, state_id, seq_id, position)
 
 
-def debug_set(state: Parts, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
+def debug_set(state: StateParts, layer_id: int, state_id: int, seq_id: SeqId, data: Tensor) -> None:
     one = state.state_tensor(layer_id, state_id, "debug_set", seq_id)
     if tuple(data.shape) != one.shape or data.dtype != dtype_of(one):
         raise InvalidArgument(
@@ -156,7 +156,7 @@ def debug_set(state: Parts, layer_id: int, state_id: int, seq_id: SeqId, data: T
 
 
 def gathered(
-    state: Parts,
+    state: StateParts,
     seq_id: SeqId,
     start: int | None,
     end: int | None,
@@ -197,7 +197,7 @@ def gathered(
     return found
 
 
-def rows_to_set(state: Parts, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[list[Layer], int]:
+def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[list[Layer], int]:
     """Return the layers for these rows and how many of each, else ``InvalidArgument``."""
     if layer_id is not None:
         latent = state.layer(layer_id).spec.kind == "latent"
@@ -229,7 +229,7 @@ def rows_to_set(state: Parts, k: Tensor, v: Tensor | None, layer_id: int | None)
     return layers, count
 
 
-def require_held(state: Parts, seq_id: SeqId, class_index: int, parts: list[range], verb: str) -> None:
+def require_held(state: StateParts, seq_id: SeqId, class_index: int, parts: list[range], verb: str) -> None:
     """Raise ``FailedPrecondition`` if an address of ``parts`` is evicted; say which are held."""
     length = state.sequences.get(seq_id).length
     kept = state.sequences.held(seq_id, class_index)
@@ -242,12 +242,12 @@ def require_held(state: Parts, seq_id: SeqId, class_index: int, parts: list[rang
             )
 
 
-def has_rows(state: Parts, layer_id: int | None) -> bool:
+def has_rows(state: StateParts, layer_id: int | None) -> bool:
     """Return whether a layer, if one is named, keeps rows of tokens; a recurrent one does not."""
     return state.recurrent is None or layer_id not in state.recurrent.layer_ids
 
 
-def layers_of(state: Parts, layer_id: int | None, verb: str) -> list[Layer]:
+def layers_of(state: StateParts, layer_id: int | None, verb: str) -> list[Layer]:
     """Return one layer, or all, of the kinds that have the verb, of one geometry; empty: none."""
     ids = state.paged.layer_ids if layer_id is None else [layer_id]
     layers = [layer for layer in map(state.layer, ids) if not layer_refusal(verb, layer.spec.kind)]
@@ -256,7 +256,7 @@ def layers_of(state: Parts, layer_id: int | None, verb: str) -> list[Layer]:
     return layers
 
 
-def refuse_layers(state: Parts, layer_id: int | None, verb: str) -> NoReturn:
+def refuse_layers(state: StateParts, layer_id: int | None, verb: str) -> NoReturn:
     """Raise ``Unsupported``: this layer does not have the verb, or no layer has."""
     ids = state.paged.layer_ids if layer_id is None else [layer_id]
     if not ids:
@@ -266,7 +266,7 @@ def refuse_layers(state: Parts, layer_id: int | None, verb: str) -> NoReturn:
 
 
 def read_encoder(
-    state: Parts,
+    state: StateParts,
     part: EncoderPart,
     layer_id: int,
     seq_id: SeqId,
@@ -286,7 +286,7 @@ def read_encoder(
 
 
 def overwrite_encoder(
-    state: Parts, part: EncoderPart, layer_id: int, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None
+    state: StateParts, part: EncoderPart, layer_id: int, seq_id: SeqId, start: int, k: Tensor, v: Tensor | None
 ) -> None:
     """Overwrite rows (``debug_set_kv``), in a split encoding, so no other sequence changes."""
     verb = "debug_set_kv"
@@ -304,7 +304,7 @@ def overwrite_encoder(
 
 
 def _require_set(
-    state: Parts, part: EncoderPart, layer_id: int, seq_id: SeqId, start: int, end: int | None, verb: str
+    state: StateParts, part: EncoderPart, layer_id: int, seq_id: SeqId, start: int, end: int | None, verb: str
 ) -> int:
     """Return S of a layer that is set and has these rows."""
     sequence, total = state.sequences.get(seq_id), part.table.rows(seq_id, layer_id)
@@ -321,7 +321,7 @@ def _require_set(
     return total
 
 
-def _count_rows(state: Parts, part: EncoderPart, layer_id: int, k: Tensor, v: Tensor, verb: str) -> int:
+def _count_rows(state: StateParts, part: EncoderPart, layer_id: int, k: Tensor, v: Tensor, verb: str) -> int:
     """Return the number of rows of K and V. ``InvalidArgument`` unless both have the layer's
     geometry, equally many rows, and the state's type."""
     spec = part.specs[layer_id]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from quire.contracts.attention import AttentionState
 from quire.errors import InvalidArgument
-from quire.kv.parts import Parts
+from quire.kv.parts import StateParts
 
 
-def check_type(state: Parts, name: str, tensor: Tensor) -> None:
+def check_type(state: StateParts, name: str, tensor: Tensor) -> None:
     """Raise ``InvalidArgument`` unless the tensor has the state's dtype and device."""
     if tensor.dtype != state.paged.dtype or tensor.device.type != state.device.type:
         raise InvalidArgument(
