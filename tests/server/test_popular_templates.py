@@ -290,6 +290,12 @@ def test_what_bare_text_cannot_hold_is_written_as_json(schema: dict[str, Any], w
         assert found.grammar(other, {}, one_call=True) is None
 
 
+def test_a_tag_behind_a_bare_value_is_whole() -> None:
+    found = form("qwen-3-coder")
+    assert isinstance(found, ItemForm)
+    assert (found.last, found.none) == ("\n</parameter>", ">")
+
+
 def test_a_mark_behind_a_bare_value_may_be_a_token() -> None:
     found = form("glm-4.5")
     assert found is not None
