@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -233,7 +233,7 @@ class MetricGroup:
 
 def _declared(kind: type[M], name: str, help: str, *more: Any) -> M:
     """Return a field of a group that is a metric of its own in each group."""
-    return cast("M", field(default_factory=lambda: kind(name, help, *more)))
+    return field(default_factory=lambda: kind(name, help, *more))
 
 
 @dataclass(eq=False)

@@ -24,7 +24,7 @@ from urllib.parse import quote
 from quire.client import DONE, BrokenAnswer, EventParser, HttpFailure, ServerAddress, check_key, event_object, failure
 from quire.errors import InvalidArgument, NotFound, QuireError
 from quire.kv.atomic_file import check_regular
-from quire.terminal_chat import ANSWER_TOKENS, Piece, TerminalChat, TypedTurn, messages_of, usual_fields
+from quire.terminal_chat import ANSWER_TOKENS, AnswerPiece, TerminalChat, TypedTurn, messages_of, usual_fields
 
 if TYPE_CHECKING:
     from quire.engine.session import Session
@@ -322,7 +322,7 @@ class RemoteBackend:
             session.append(text="".join(f"{turn.line}\n{turn.answer}" for turn in turns))
         return cast("Session", session)
 
-    def answer(self, session: Session, line: str | None) -> Iterator[Piece]:
+    def answer(self, session: Session, line: str | None) -> Iterator[AnswerPiece]:
         if line is None:
             # To the server it is no chat, and would have 16 tokens.
             turn: dict[str, Any] = {"max_tokens": self._fields.get("max_tokens") or ANSWER_TOKENS}
@@ -331,7 +331,7 @@ class RemoteBackend:
         with closing(cast(Any, cast(RemoteSession, session).stream(turn, self._fields))) as chunks:
             for chunk in chunks:
                 choices = chunk.get("choices") or ()
-                yield Piece(
+                yield AnswerPiece(
                     "".join(str(choice["text"]) for choice in choices),
                     int((chunk.get("usage") or {}).get("completion_tokens", 0)),
                     any(choice.get("finish_reason") == "length" for choice in choices),

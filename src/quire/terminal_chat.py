@@ -88,7 +88,7 @@ class ChatBranch:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPiece:
     """A piece of an answer."""
 
     text: str
@@ -108,7 +108,7 @@ class Backend(Protocol):
     def begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
         """Return a new session that holds these turns."""
 
-    def answer(self, session: Session, line: str | None) -> Iterator[Piece]:
+    def answer(self, session: Session, line: str | None) -> Iterator[AnswerPiece]:
         """Add a line, if any, and yield the answer. A line that is refused leaves the session as it
         was."""
 
@@ -148,7 +148,7 @@ class LocalBackend:
             raise
         return session
 
-    def answer(self, session: Session, line: str | None) -> Iterator[Piece]:
+    def answer(self, session: Session, line: str | None) -> Iterator[AnswerPiece]:
         if line is None:
             deltas = session.stream(self._params)
         elif self.templated:
@@ -163,8 +163,8 @@ class LocalBackend:
                 raise
         with deltas:
             for delta in deltas:
-                yield Piece(delta.text, len(delta.token_ids), delta.finish_reason == "length")
-        yield Piece("", 0, reuse=None if deltas.reuse is None else deltas.reuse.as_dict())
+                yield AnswerPiece(delta.text, len(delta.token_ids), delta.finish_reason == "length")
+        yield AnswerPiece("", 0, reuse=None if deltas.reuse is None else deltas.reuse.as_dict())
 
     def is_undone(self, session: Session, before: int, error: BaseException) -> bool:
         return len(session) == before

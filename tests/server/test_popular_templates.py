@@ -270,13 +270,17 @@ def test_bare_arguments_follow_the_schema(name: str, arguments: dict[str, Any], 
         ({"enum": [1, "a"]}, False),
         ({"enum": ["a</parameter>", "</arg_value>"]}, False),
         ({"$ref": "#/properties/b"}, False),
+        ({"$ref": "#/$defs/a"}, False),
+        ({"$ref": "#/$defs/c"}, True),
         ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}, False),
         ({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]}, True),
         ({}, True),
     ],
 )
 def test_what_bare_text_cannot_hold_is_written_as_json(schema: dict[str, Any], written: bool) -> None:
-    functions = functions_of([tool("f", {"type": "object", "properties": {"a": schema, "b": {"type": "integer"}}})])
+    definitions = {"a": {"$ref": "#/$defs/a"}, "c": {"$ref": "#/$defs/d"}, "d": {"enum": ["x", "y"]}}
+    properties = {"a": schema, "b": {"type": "integer"}}
+    functions = functions_of([tool("f", {"type": "object", "properties": properties, "$defs": definitions})])
     for name in ("qwen-3-coder", "glm-4.5"):
         found = form(name)
         assert found is not None
@@ -284,6 +288,12 @@ def test_what_bare_text_cannot_hold_is_written_as_json(schema: dict[str, Any], w
     for more in ({"patternProperties": {}}, {"required": ["c"]}, {"$id": "x"}):
         other = {"f": {**functions["f"], "properties": {}, **more}}
         assert found.grammar(other, {}, one_call=True) is None
+
+
+def test_a_tag_behind_a_bare_value_is_whole() -> None:
+    found = form("qwen-3-coder")
+    assert isinstance(found, ItemForm)
+    assert (found.last, found.none) == ("\n</parameter>", ">")
 
 
 def test_a_mark_behind_a_bare_value_may_be_a_token() -> None:

@@ -134,7 +134,7 @@ def _shipped() -> frozenset[str]:
 
 def render_here(source: str, variables: Mapping[str, Any], most: int | None, seconds: float) -> str:
     """Render a template in this process, as ``template_process.render`` does in another one. Loops
-    over data look at the clock; nothing else is limited."""
+    over data check the clock; nothing else is limited."""
     deadline = _deadline.set(time.monotonic() + seconds)
     pieces, size = [], 0
     try:
@@ -403,7 +403,7 @@ def _is_key(node: jinja2.nodes.Node) -> bool:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox. It looks at the clock wherever a template looks into data, as loops do."""
+    """The sandbox. It checks the clock wherever a template reads data, as loops do."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         _look()

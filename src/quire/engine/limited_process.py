@@ -221,7 +221,7 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for line in sys.stdin.buffer:
         request: dict[str, Any] = pickle.loads(base64.b64decode(line))
-        # One operation may take all the time, without a look at the clock.
+        # One operation may take all the time, without checking the clock.
         signal.alarm(max(1, math.ceil(request.setdefault("seconds", GRACE))))
         try:
             said = json.dumps(answer(request)).encode()

@@ -215,22 +215,30 @@ class ItemForm:
             return None
         if any("$id" in node or "$anchor" in node for _, node in schemas(schema)):
             return None
-        found = {key: self._value_rule(value, schema, write) for key, value in properties.items()}
-        return None if None in found.values() else {key: rule for key, rule in found.items() if rule is not None}
+        found: dict[str, str] = {}
+        for key, value in properties.items():
+            rule = self._value_rule(value, schema, write)
+            if rule is None or sum(map(len, found.values())) + len(rule) > MAX_RULES:
+                return None
+            found[key] = rule
+        return found
 
     def _value_rule(self, schema: Any, root: Mapping[str, Any], write: Any) -> str | None:
-        named = {word: root[word] for word in ("$defs", "definitions") if word in root}
-        as_json = (
-            f"{_json({**schema, **named}, self.separators)} {write(self.last)}" if isinstance(schema, dict) else None
-        )
-        if self.quotes or as_json is None:
+        if not isinstance(schema, dict):
+            return None
+        refers = any("$ref" in node for _, node in schemas(schema))
+        named = {word: root[word] for word in ("$defs", "definitions") if refers and word in root}
+        as_json = f"{_json({**schema, **named}, self.separators)} {write(self.last)}"
+        if self.quotes:
             return as_json
         types = types_of(schema, root)
-        meant = schema
-        while "$ref" in meant and meant.keys() <= _ANNOTATIONS | {"$ref"}:
+        meant: Any = schema
+        for _ in range(MAX_REFERENCES):
+            if not isinstance(meant, dict) or "$ref" not in meant or not meant.keys() <= _ANNOTATIONS | {"$ref"}:
+                break
             meant = target_of(meant, root)
-            if not isinstance(meant, dict):
-                return None
+        if not isinstance(meant, dict) or "$ref" in meant:
+            return as_json if types and "string" not in types else None
         if types == {"string"} and meant.keys() <= _PLAIN | {"enum"} and "enum" in meant:
             texts = [one for one in meant["enum"] if isinstance(one, str) and self.last.strip() not in one]
             return f"({' | '.join(map(write, texts))}) {write(self.last)}" if texts == meant["enum"] else None
@@ -247,6 +255,11 @@ class ItemForm:
 
 
 EMPTY = '""'
+MAX_RULES = 500_000
+"""Most characters of the grammar of a function's arguments: each argument has the definitions that
+its schema refers to."""
+MAX_REFERENCES = 16
+"""Most references to references that are followed."""
 
 
 def _is_plain(schema: object) -> bool:

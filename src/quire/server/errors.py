@@ -322,8 +322,8 @@ def install(app: FastAPI) -> None:
             404: f"there is no {request.url.path}; {PATHS.get(request.url.path, 'the document /openapi.json lists what there is')}",
             405: f"{request.url.path} does not take {request.method}; it takes {headers.get('Allow')}",
         }.get(error.status_code, str(error.detail))
-        told = ApiError(error.status_code, message, code=codes.get(error.status_code), headers=headers)
-        return error_response(told, request.scope["path"])
+        answer = ApiError(error.status_code, message, code=codes.get(error.status_code), headers=headers)
+        return error_response(answer, request.scope["path"])
 
     for kind in (ApiError, QuireError, RequestValidationError):
         app.add_exception_handler(kind, from_route)

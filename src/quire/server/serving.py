@@ -249,10 +249,10 @@ class Server(uvicorn.Server):
             return
         loop = asyncio.get_running_loop()
 
-        def told(number: int, frame: FrameType | None) -> None:
+        def on_signal(number: int, frame: FrameType | None) -> None:
             loop.call_soon_threadsafe(self.stop)
 
-        before = {number: signal.signal(number, told) for number in SIGNALS}
+        before = {number: signal.signal(number, on_signal) for number in SIGNALS}
         try:
             yield
         finally:

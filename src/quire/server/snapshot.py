@@ -278,5 +278,5 @@ def require_layer(kinds: Mapping[int, str], layer: int) -> None:
     """Raise ``NotFound`` for a layer of which there is no state."""
     if layer not in kinds:
         ids = sorted(kinds)
-        told = f"there are {len(ids)}, {ids[0]} to {ids[-1]}" if ids else "there are none"
-        raise NotFound(f"there is no state of layer {layer}; {told}", field="layer", given=layer)
+        known = f"there are {len(ids)}, {ids[0]} to {ids[-1]}" if ids else "there are none"
+        raise NotFound(f"there is no state of layer {layer}; {known}", field="layer", given=layer)

@@ -127,8 +127,8 @@ class Guard:
 
         named = [value.decode("latin-1").lower() for value in given(b"host")]
         if len(named) != 1 or named[0] not in self._hosts:
-            told = ", ".join(sorted(self._hosts))
-            raise ApiError(421, f"this server answers requests for {told} only", code="wrong_host")
+            known = ", ".join(sorted(self._hosts))
+            raise ApiError(421, f"this server answers requests for {known} only", code="wrong_host")
         if scope["method"] not in ("GET", "HEAD"):
             raise ApiError(
                 405, "nothing can be changed here", code="method_not_allowed", headers={"Allow": "GET, HEAD"}
@@ -201,17 +201,17 @@ def create_snapshot_app(
     app.router.routes += routes
     app.include_router(page_routes.router)
     for kind in (ApiError, QuireError):
-        app.add_exception_handler(kind, _told)
+        app.add_exception_handler(kind, _error_answer)
     app.add_exception_handler(404, _nothing)
     return Guard(app, hosts=hosts, key=key)
 
 
-async def _told(request: Request, error: Exception) -> Response:
+async def _error_answer(request: Request, error: Exception) -> Response:
     # A viewer of a file or a store of this machine may know its path.
-    told = api_error(error)
+    answer = api_error(error)
     if isinstance(error, TierError):
-        told.message = str(error)
-    return error_response(told)
+        answer.message = str(error)
+    return error_response(answer)
 
 
 async def _nothing(request: Request, error: Exception) -> Response:
