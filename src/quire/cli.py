@@ -144,7 +144,7 @@ def generate(
     first: float | None = None
     count = 0
     # Refuse here what would otherwise be refused after the prompt has run.
-    (tokens,) = llm.prepare(text, params, adapter=adapter).ids
+    (tokens,) = llm.requests.prepare(text, params, adapter=adapter).ids
     with llm.session(adapter=adapter) as session:
         with closing(prompt_pieces(tokens.tolist(), llm.engine.scheduler.limits.max_num_batched_tokens)) as pieces:
             for piece in pieces:

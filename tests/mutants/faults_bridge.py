@@ -119,7 +119,7 @@ MUTANTS = (
     ),
     Mutant(
         name="images-at-the-end-not-saved",
-        file="engine/state_access.py",
+        file="engine/live_sequence.py",
         old="        if ends_in_media:",
         new="        if False:",
         tests=("engine/test_media.py::test_a_session_that_ends_in_an_image_is_saved",),

@@ -110,8 +110,8 @@ PROGRESS = (
     Mutant(
         name="prompts-that-cannot-be-answered-are-run",
         file="cli.py",
-        old="llm.prepare(text, params, adapter=adapter).ids",
-        new="llm.prepare(text, adapter=adapter).ids",
+        old="llm.requests.prepare(text, params, adapter=adapter).ids",
+        new="llm.requests.prepare(text, adapter=adapter).ids",
         tests=("test_cli.py::test_generate_refuses_before_it_runs_the_prompt",),
     ),
 )

@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     Mutant(
         name="urgent-sessions-wait-with-their-prompt",
-        file="engine/session.py",
+        file="engine/session_edits.py",
         old="length - 1, media, priority=priority)",
         new="length - 1, media)",
         tests=("engine/test_hints.py::test_an_urgent_session_comes_first",),
@@ -159,7 +159,7 @@ MUTANTS = (
     ),
     Mutant(
         name="next-turns-with-a-part-of-the-question",
-        file="engine/next_turn.py",
+        file="engine/chat_turns.py",
         old='PROBES = ("a", "\\n\\n[")',
         new='PROBES = ("a", "a")',
         tests=("engine/test_idle_runs.py::test_what_the_next_prompt_begins_with",),

@@ -71,7 +71,7 @@ class KeptSessions:
         state = session._state
         salt = state.key if isinstance(state.key, tuple) and not is_private(state.key) else None
         try:
-            chat = session._turns.written()
+            chat = session._live.turns.written()
         except (TypeError, ValueError) as error:
             raise NotDurable(f"a message of the session's chat is no JSON ({error}), so it is not kept") from error
         return SessionRecord(
@@ -145,7 +145,7 @@ class KeptSessions:
                     what="the session",
                 )
                 session = self._session_of(state)
-        session._turns, session._last_commit = ChatTurns.read(record.chat), record.commit
+        session._live.turns, session._live.last_commit = ChatTurns.read(record.chat), record.commit
         session.name, session.labels = record.name, record.labels
         return session
 

@@ -55,6 +55,12 @@ class PreparedPrompts:
         """Return the session that goes on in the place of one prompt."""
         return self.sessions[number] if self.sessions else None
 
+    def keep_sessions(self) -> None:
+        """Wait until the sessions among them are durable, if they are kept."""
+        for session in self.sessions:
+            if session is not None:
+                session._keep(wait=True)
+
 
 def split_sessions(prompts: PromptsOrSessions, engine: Engine) -> tuple[list[Session | None], Prompts]:
     """Return the sessions among the prompts, if any, and the prompts with nothing in their places.
