@@ -25,6 +25,7 @@ import quire
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams, describe
 from quire.contracts.token_views import AttentionView, ChancesView, NormsView, TokenChance
 from quire.contracts.views import BranchView, HistoryNode, HistoryView, PoolView
+from quire.display import picture_of
 from quire.drawing.branch_tree import MOST_NODES, tree_of
 from quire.drawing.heat import MOST_COLUMNS, MOST_ROWS, Heat, pooled
 from quire.drawing.page_maps import PageMaps, cells_of
@@ -33,7 +34,6 @@ from quire.drawing.shown_text import in_html, short, visible
 from quire.drawing.summaries import Summary
 from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.outputs import CompletionOutput
-from quire.pictured import picture_of
 
 HOSTILE = (
     "<script>alert(1)</script>",

@@ -128,7 +128,7 @@ def generate(
     **options: Any,
 ) -> None:
     """Stream the continuation of a prompt to stdout; timing goes to stderr."""
-    from quire.progress import prompt_pieces
+    from quire.engine.progress_bars import prompt_pieces
 
     if len(words) > 2:
         raise InvalidArgument(

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from rich.console import RenderableType
-from tqdm import tqdm
 
 from quire.blend.calibration import PROBES, BlendCalibration, QualityLimits
 from quire.blend.given_parts import checked_part
@@ -30,19 +29,17 @@ from quire.contracts.blend import BlendExecutor, BlendRetriever
 from quire.contracts.executor import CacheLike
 from quire.contracts.views import HistoryView
 from quire.drawing.page_maps import PageMaps
-from quire.engine import blend_calibration, session_history
+from quire.engine import blend_calibration, prompt_runs, session_history
 from quire.engine.abilities import ENGINE_REFUSALS, ENGINE_VERBS
-from quire.engine.beam import search
 from quire.engine.engine import Engine
 from quire.engine.kept_sessions import KeptSessions
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.page_use import OWNERS
-from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
-from quire.engine.prompts import Prompt, Prompts, SegmentedPrompt, Text, naming_prompt
-from quire.engine.request_outputs import prefix_output, warmed
+from quire.engine.prompt_sessions import PromptsOrSessions
+from quire.engine.prompts import Prompt, Prompts, SegmentedPrompt, Text
+from quire.engine.request_outputs import prefix_output
 from quire.engine.request_preparation import Messages as Messages
 from quire.engine.request_preparation import RequestPreparation
-from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session import Session
 from quire.engine.session_sources import SessionSources
 from quire.engine.tokenizer import Tokenizer
@@ -53,13 +50,12 @@ from quire.errors import InvalidArgument
 from quire.executor import counters
 from quire.executor.executor import Executor
 from quire.hints import CacheHints
-from quire.interrupts import SHIELD, uninterrupted
+from quire.interrupts import uninterrupted
 from quire.kv.rules import verbs_of
 from quire.models.catalogue import resolve_adapter
 from quire.models.families import LoadedModel
 from quire.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
 from quire.process_exit import end_with_process
-from quire.progress import GenerationBar
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.segments import BlendParams, Segment
 from quire.signatures import require_bool
@@ -190,7 +186,7 @@ class LLM:
         prepared = self._requests.prepare(
             prompts, sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend
         )
-        return self._run(prepared, use_tqdm)
+        return prompt_runs.run(prepared, self._requests, use_tqdm)
 
     @uninterrupted
     def warm(
@@ -209,14 +205,7 @@ class LLM:
         all segments end.
         """
         submitted = self._requests.prepare_warm(segments, adapter=adapter, cache_salt=cache_salt)()
-        requests = [request for _, requests in submitted for request in requests]
-        try:
-            step_tokens = self._engine.scheduler.limits.max_num_batched_tokens
-            with closing(GenerationBar([[one] for one in requests], show=use_tqdm, step_tokens=step_tokens)) as bar:
-                self._engine.run(requests, bar.advance if bar.shown else None)
-        finally:
-            self._engine.end(requests)
-        return warmed(submitted)
+        return prompt_runs.warm(submitted, self._requests, use_tqdm)
 
     @uninterrupted
     def calibrate_blending(
@@ -243,21 +232,7 @@ class LLM:
         None: on a terminal.
         """
         self._requests.require_open("calibrate_blending")
-        engine, chosen = self._engine, QualityLimits() if limits is None else limits
-        engine.blending.require()
-        check_int("probes", probes, 1)
-        if not isinstance(chosen, QualityLimits):
-            raise InvalidArgument(field="limits", given=limits, allowed="QualityLimits or None")
-        if texts is not None and (isinstance(texts, str) or not isinstance(texts, Sequence) or not texts):
-            raise InvalidArgument(field="texts", given=texts, allowed="a list of texts, at least one, or None")
-        show = sys.stderr.isatty() if use_tqdm is None else use_tqdm
-        given = []
-        for number, text in enumerate(texts or ()):
-            with naming_prompt(number, len(texts or ())):
-                ids, _, pieces = self._requests.read(text, None)
-                engine.checks.tokens(ids)
-            given.append((ids, pieces))
-        return blend_calibration.calibrate_on(engine, None if texts is None else given, probes, chosen, show=show)
+        return prompt_runs.calibrate(self._requests, texts, probes, limits, use_tqdm)
 
     @property
     def blend_calibration(self) -> BlendCalibration | None:
@@ -329,25 +304,7 @@ class LLM:
             hints=hints,
             blend=blend,
         )
-        return self._run(prepared, use_tqdm)
-
-    def _run(self, prepared: PreparedPrompts, use_tqdm: bool | None) -> list[RequestOutput]:
-        # In generate and chat only this is shielded: a signal may end the checks at any line.
-        with SHIELD:
-            engine = self._engine
-            requests: list[list[SequenceRequest]] = []
-            try:
-                requests = self._requests.submit(prepared)
-                step_tokens = engine.scheduler.limits.max_num_batched_tokens
-                with closing(GenerationBar(requests, show=use_tqdm, step_tokens=step_tokens)) as bar:
-                    samples = [sample for samples in requests for sample in samples]
-                    engine.run(samples, bar.advance if bar.shown else None)
-                engine.run([one.verification for one in samples if one.verification is not None])
-            finally:
-                for samples in requests:
-                    engine.end(samples)
-            prepared.keep_sessions()
-            return self._requests.outputs(prepared, requests)
+        return prompt_runs.run(prepared, self._requests, use_tqdm)
 
     def beam_search(
         self,
@@ -362,14 +319,7 @@ class LLM:
         All prompts are checked before the first one runs. One that fails later has an ``error``,
         and the others go on."""
         searches, texts = self._requests.prepare_beams(prompts, params, adapter=adapter, cache_salt=cache_salt)
-        show = use_tqdm if use_tqdm is not None else (len(searches) > 1 and sys.stderr.isatty())
-        with tqdm(total=len(searches), desc="Searching", unit="prompt", disable=not show) as bar:
-
-            def advance() -> None:
-                bar.update(sum(one.done for one in searches) - bar.n)
-
-            search(self._engine, searches, advance if show else None)
-        return [one.output(text) for one, text in zip(searches, texts, strict=True)]
+        return prompt_runs.search(searches, texts, self._requests, use_tqdm)
 
     # -- sessions ----------------------------------------------------------------------------------
 

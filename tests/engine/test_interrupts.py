@@ -37,9 +37,17 @@ from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkp
 
 PACKAGE = Path(quire.__file__).parent
 FOLDERS = ("branches", "engine", "executor", "kv", "runner")
-SWEPT = (*(str(PACKAGE / name) + os.sep for name in FOLDERS), str(PACKAGE / "llm.py"), str(PACKAGE / "orphans.py"))
+SWEPT = (*(str(PACKAGE / name) + os.sep for name in FOLDERS), str(PACKAGE / "llm.py"), str(PACKAGE / "finalizers.py"))
 PARTS = ("session", "live_sequence", "session_state", "session_stream", "session_sources", "request_preparation")
-PARTS = (*PARTS, "session_commits", "session_edits", "session_generation", "session_chat", "session_scoring")
+PARTS = (
+    *PARTS,
+    "session_commits",
+    "session_edits",
+    "session_generation",
+    "session_chat",
+    "session_scoring",
+    "prompt_runs",
+)
 HANDS_OVER = (str(PACKAGE / "llm.py"), *(str(PACKAGE / "engine" / f"{name}.py") for name in PARTS))
 """Where verbs hand things over between two locked parts."""
 ENDLESS = 1 << 30

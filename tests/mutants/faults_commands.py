@@ -102,7 +102,7 @@ CHATS = (
 PROGRESS = (
     Mutant(
         name="bars-in-pipes",
-        file="progress.py",
+        file="engine/progress_bars.py",
         old="show = sys.stderr.isatty() and (len(requests) > 1",
         new="show = (len(requests) > 1",
         tests=("test_progress.py::test_nothing_is_shown_where_nobody_looks",),

@@ -73,9 +73,9 @@ INTERRUPTS = (
     ),
     Mutant(
         name="submitted-and-interrupted",
-        file="llm.py",
-        old="        with SHIELD:\n",
-        new="        if True:\n",
+        file="engine/prompt_runs.py",
+        old="    with SHIELD:\n        engine = ",
+        new="    if True:\n        engine = ",
         tests=("engine/test_interrupts.py::test_a_sample_of_all_lines",),
     ),
     Mutant(

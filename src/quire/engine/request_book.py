@@ -18,7 +18,7 @@ from quire.branches.media import NO_MEDIA, Media
 from quire.branches.past_prefixes import PastPrefixes
 from quire.branches.prefix_cache import RadixCache
 from quire.branches.stored_state import StoredState
-from quire.callers import caller
+from quire.caller_context import caller
 from quire.engine.blending import Blending, lead_text_of, start_of
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.decodes_ahead import DecodesAhead
@@ -40,11 +40,11 @@ from quire.engine.step_draft import Limits
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.views.timeline import Timeline
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
+from quire.finalizers import Orphans
 from quire.hints import NO_HINTS, CacheHints
 from quire.interrupts import Lock
 from quire.metrics import EngineMetrics
 from quire.ops.request_sampler import RequestSampler
-from quire.orphans import Orphans
 from quire.outputs import FinishReason
 from quire.runner.local import Runner
 from quire.runner.room import Rank

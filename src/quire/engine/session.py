@@ -50,9 +50,9 @@ from quire.engine.session_stream import PreparedTurn, SessionStream
 from quire.engine.token_ids import is_integer
 from quire.engine.views.token_chances import MOST_ALTERNATIVES
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
+from quire.finalizers import unless_exiting
 from quire.hints import MOST_PRIORITY, NO_HINTS, CacheHints, PinAccount, checked_hints
 from quire.interrupts import uninterrupted
-from quire.orphans import unless_exiting
 from quire.outputs import EditMode, EditReport, RequestOutput, Reuse
 from quire.sampling_params import SamplingParams
 from quire.segments import BlendParams

@@ -10,8 +10,8 @@ from typing import NamedTuple, Self
 from quire.engine.engine import Engine
 from quire.engine.request_outputs import reuse_of
 from quire.engine.sequence_request import SequenceRequest
+from quire.finalizers import unless_exiting
 from quire.interrupts import SHIELD, check
-from quire.orphans import unless_exiting
 from quire.outputs import Reuse, StreamDelta
 
 Start = Callable[[], SequenceRequest]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from quire.callers import Caller, caller
+from quire.caller_context import Caller, caller
 from quire.engine.scheduled_request import ScheduledRequest, Status
 from quire.engine.views.look_budget import LookBudget
 
