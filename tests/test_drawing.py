@@ -377,7 +377,7 @@ def test_what_is_shown_without_arguments(llm: LLM) -> None:
 def test_a_heat_map_has_as_many_rows_as_are_not_too_large(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with llm.session([5] * 100) as session:
         heads = llm.model.layer_specs[0].num_heads  # type: ignore[union-attr]
-        monkeypatch.setattr("quire.engine.views.layer_looks.MOST_WEIGHTS", 7 * heads * len(session))
+        monkeypatch.setattr("quire.engine.views.layer_views.MOST_WEIGHTS", 7 * heads * len(session))
         assert session.heat().values.shape == (7, len(session))
         with pytest.raises(InvalidArgument, match="give fewer queries"):
             session.heat(queries=8)

@@ -1,6 +1,6 @@
 """Values that notebooks and terminals draw: they say so, and ``quire.drawing`` does it.
 
-A value knows nothing of drawing, which is above it: the painter is looked up when it is wanted.
+A value knows nothing of drawing, which is above it: the painter is found when it is wanted.
 """
 
 from __future__ import annotations

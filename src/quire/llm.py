@@ -171,16 +171,16 @@ class LLM:
         ``{"prompt_embeds": rows}``, or ``ExecutorInputs`` of one row
         (``quire.engine.prompts.read_prompt``).
 
-        A prompt may be a session, which goes on as by ``Session.generate``, in the same batch as
+        A prompt may be a session. It is continued as by ``Session.generate``, in the same batch as
         the others: its new tokens stay in it. Give each session once. ``adapter`` and
         ``cache_salt`` are for the other prompts; a session has its own.
 
         Without ``sampling_params`` the model's ``generation_config.json`` gives the defaults.
         ``adapter`` is the name of a loaded adapter; None: the base model. Prompts with different
         ``cache_salt`` never share cached state. All prompts are checked before the first one runs.
-        A request that fails later ends with ``finish_reason`` "error", and the others go on.
+        A request that fails later ends with ``finish_reason`` "error", and the others continue.
         ``hints`` say how long beginnings of the prompts are wanted, and how urgent they are;
-        ``RequestOutput.hints`` says what was done. ``use_tqdm`` shows on stderr how many prompts
+        ``RequestOutput.hints`` has their results. ``use_tqdm`` shows on stderr how many prompts
         and tokens of them are done; None: on a terminal, for several prompts or a long one.
         """
         prepared = self._requests.prepare(
@@ -201,8 +201,8 @@ class LLM:
         that are blended later. Return what is kept of each.
 
         It goes into the store, from which it is given up as other state is. ``Unsupported`` for a
-        model that cannot be blended. The first request that fails raises its error, and those of
-        all segments end.
+        model that cannot be blended. The first request that fails raises its error, and the
+        requests of all segments end.
         """
         submitted = self._requests.prepare_warm(segments, adapter=adapter, cache_salt=cache_salt)()
         return prompt_runs.warm(submitted, self._requests, use_tqdm)
@@ -223,8 +223,8 @@ class LLM:
         ``probes`` prompts are run in full and blended, with several check layers and ratios. They
         are made of ``texts``: prompts of pieces, as in ``generate``, are taken as they are; of
         others each 576 tokens, or as many as there is room for, make four chunks and a question.
-        None: texts that the model samples. Those of the use at hand tell more. Nothing of them is
-        kept.
+        None: texts that the model samples. Texts of the use at hand are better. Nothing of them
+        is kept.
 
         A store that outlives the process keeps what was found, for later processes with this model.
         Adapters are not measured. ``Unsupported`` for a model that cannot be blended;
@@ -317,7 +317,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """Return the most probable continuations of each prompt: text or token ids, one or many.
         All prompts are checked before the first one runs. One that fails later has an ``error``,
-        and the others go on."""
+        and the others continue."""
         searches, texts = self._requests.prepare_beams(prompts, params, adapter=adapter, cache_salt=cache_salt)
         return prompt_runs.search(searches, texts, self._requests, use_tqdm)
 
@@ -352,7 +352,7 @@ class LLM:
 
         ``cache`` is a KV cache of ``executor``, or a handle; the session becomes a copy-on-write
         fork of it. It replaces all of these but ``pin``, ``name`` and ``labels``; ``row`` picks one
-        of several rows. The session has the row's tokens, window and adapters, goes on under the
+        of several rows. The session has the row's tokens, window and adapters, continues under the
         last of these, and shares no prefix with others.
 
         ``name`` and ``labels`` (strings by strings) tell many sessions apart; they need not be
@@ -411,7 +411,7 @@ class LLM:
         return self._sessions.keeper("resumable").names()
 
     def forget(self, name: str) -> None:
-        """Keep the session of a name no longer; ``NotFound``. One that is open goes on unkept."""
+        """Keep the session of a name no longer; ``NotFound``. An open one is then not kept."""
         self._sessions.keeper("forget").forget(name)
 
     def restored(self, record: SessionRecord) -> Session:
@@ -424,14 +424,14 @@ class LLM:
         return self._sessions.kept
 
     # -- history -----------------------------------------------------------------------------------
-    # ``owner`` is whose branches are meant: "" those of a program, else as in ``Session.commit``.
+    # ``owner`` is the owner of the branches: "" for a program, else as in ``Session.commit``.
     # Commits are named by branches, or by their ids, of which 8 digits suffice. All raise
     # ``FailedPrecondition`` if the store has no durable tier, ``TierError`` if that cannot be
     # reached, and ``StoreDamaged`` for a damaged record.
 
     @uninterrupted
     def checkout(self, name: str, *, owner: str = "") -> Session:
-        """Return a session that goes on from a commit: its tokens, adapters, window, labels and
+        """Return a session that continues a commit: its tokens, adapters, window, labels and
         chat, and the place in history from which its own commits follow. It has no name.
 
         Its state is found by its tokens at its next use, or computed again. State that tokens do
@@ -556,7 +556,7 @@ class LLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """Return the parameters of calls without ``SamplingParams``: those of the model's
+        """Return the parameters of calls without ``SamplingParams``, from the model's
         ``generation_config.json``."""
         return self._requests.default_params
 
@@ -611,7 +611,7 @@ class LLM:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Return the counters since the start by name, those of ``executor`` included."""
+        """Return the counters since the start by name, with the executor's."""
         self._requests.require_open("metrics")
         return self._engine.snapshot() | counters.snapshot(self._executor)
 

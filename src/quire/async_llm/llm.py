@@ -43,7 +43,7 @@ class ChatOptions(TypedDict, total=False):
 class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     """An ``LLM`` whose verbs are awaited.
 
-    Arguments and errors are those of ``LLM``. The constructor loads the model, so a running loop
+    Arguments and errors are as of ``LLM``. The constructor loads the model, so a running loop
     calls it by ``await asyncio.to_thread(AsyncLLM, model)``. Several event loops and threads may
     use the object. Cancelling a task that awaits a verb cancels the verb within a step. A request's
     error reaches only the tasks that await this request.
@@ -227,7 +227,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         return await self._background.call("adapters", lambda: self._llm.adapters)
 
     async def read(self, reader: Callable[[LLM], T]) -> T:
-        """Run what looks at the LLM, as ``lambda llm: llm.views.history()``, on a worker thread."""
+        """Run a function of the LLM, as ``lambda llm: llm.views.history()``, on a worker thread."""
         return await self._background.call("read", lambda: reader(self._llm))
 
     reset_prefix_cache = awaited(LLM.reset_prefix_cache)

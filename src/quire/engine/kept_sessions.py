@@ -3,7 +3,7 @@
 A record holds a session's tokens and what belongs to them, and no state: that is found again or
 computed at the session's next use. Where tokens do not give the state, a state file lies beside the
 journal. A program's sessions are kept by their names, at the end of each call that changed them; a
-server keeps those of its clients itself, by their ids.
+server keeps its clients' sessions itself, by their ids.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class PreparedPrompts:
         return self.pieces[number] if self.pieces else WHOLE
 
     def session_of(self, number: int) -> Session | None:
-        """Return the session that goes on in the place of one prompt."""
+        """Return the session that is continued in the place of one prompt."""
         return self.sessions[number] if self.sessions else None
 
     def keep_sessions(self) -> None:

@@ -41,7 +41,7 @@ class RequestPreparation:
     """The part of an ``LLM`` that checks, encodes and queues requests. It runs none of them."""
 
     def __init__(self, engine: Engine, adapters: NamedAdapters, default_params: SamplingParams) -> None:
-        """``default_params``: those of calls without ``SamplingParams``."""
+        """``default_params``: the parameters of calls without ``SamplingParams``."""
         self.engine = engine
         self.adapters = adapters
         self.default_params = default_params
@@ -203,7 +203,7 @@ class RequestPreparation:
         requests: list[list[SequenceRequest]] = []
         count = len(prepared.ids)
         with self.engine.lock:
-            # Before any session is lent: other threads may have used them since they were checked.
+            # Before any session has a request: threads may have used them since they were checked.
             for number, chosen in enumerate(prepared.params):
                 if (session := prepared.session_of(number)) is not None:
                     with naming_prompt(number, count):

@@ -25,7 +25,7 @@ from quire.models.fingerprint import ModelIdentity
 from quire.runner.adapter_history import as_read, written
 
 LONGEST = 1 << 22
-"""Token ids in a file at most, if the context is not longer: windowed sessions go on for ever."""
+"""Token ids in a file at most, if the context is not longer: windowed sessions have no end."""
 MOST_RUNS = 10_000
 """Changes of the adapter that a file holds at most."""
 MOST_ROWS = 16

@@ -193,10 +193,9 @@ class Session:
 
     @property
     def exact(self) -> bool:
-        """Return whether its state is what its tokens give, apart from what ``modified`` tells. It
-        is not if some of it went through another dtype, or was blended. It becomes exact again when
-        it is computed again: after a rewind to ``exact_tokens`` or before, or once it was
-        dropped."""
+        """Return whether its state is what its tokens give, apart from ``modified``. It is not if
+        some of it went through another dtype, or was blended. It becomes exact again when it is
+        computed again: after a rewind to ``exact_tokens`` or before, or once it was dropped."""
         return self._state.origin.exact
 
     @property
@@ -217,7 +216,7 @@ class Session:
 
     @property
     def pages(self) -> tuple[int, int]:
-        """(pages that it holds, those of them that it shares)"""
+        """(pages that it holds, shared pages among them)"""
         with self._engine.lock:
             seq = self._live.require_open("pages").seq
             return (0, 0) if seq is None else self._engine.runner.state.sequence_pages(seq)
@@ -262,7 +261,7 @@ class Session:
 
     def generate(self, params: SamplingParams | None = None, *, hints: CacheHints | None = None) -> RequestOutput:
         """Continue. The new tokens stay in the session, except a stop token or stop string.
-        ``hints`` are those of ``LLM.generate``; their prompt is all that the session holds."""
+        ``hints`` are as in ``LLM.generate``; their prompt is all that the session holds."""
         # Signals come through while the parameters are checked: a large grammar takes seconds.
         chosen = session_generation.check(self._live, "generate", len(self), params)
         return self._generate(chosen, checked_hints(hints))
@@ -324,10 +323,10 @@ class Session:
     ) -> RequestOutput:
         """Add messages, rendered with the model's chat template, and generate the answer.
 
-        ``messages`` are the new ones only. The session's tokens become those of a stateless chat of
-        all turns; what they share with the present ones is kept, the rest is run. Tokens that were
-        generated or appended after an earlier answer belong to that answer. Tokens at a place where
-        an answer could begin are an answer.
+        ``messages`` are the new ones only. The session's tokens become the tokens of a stateless
+        chat of all turns; what they share with the present ones is kept, the rest is run. Tokens
+        that were generated or appended after an earlier answer belong to that answer. Tokens at a
+        place where an answer could begin are an answer.
 
         ``answer`` turns the answer's text into the message that the next turn's template gets, for
         models whose text is not its content. None: ``{"role": "assistant", "content": text}``.
@@ -463,7 +462,7 @@ class Session:
         says; then the session is not ``exact``. State that is approximate already is not kept, and
         tokens that a window has let go of, of the model's or of the session's, are run again.
 
-        The chat of a session goes on with the content of the message in which the span is replaced.
+        The chat of a session continues with the new content of the message that has the span.
 
         ``InvalidArgument``: no such span, tokens that are not the model's, or too many.
         ``FailedPrecondition``: what follows cannot be run again (``set_kv`` wrote into it, an
@@ -515,9 +514,9 @@ class Session:
         the branch ``name``. Only what the tier lacks is written; tokens that are not computed yet
         are computed first.
 
-        A new branch is made. One that exists goes on, if this session continues its last commit;
-        ``AlreadyExists`` else, unless ``force``. ``owner`` tells branches of equal names apart: a
-        server gives that of the API key. ``InvalidArgument``: the name is none.
+        A new branch is made. An existing one gets the commit if this session continues its last
+        commit; ``AlreadyExists`` else, unless ``force``. ``owner`` separates branches of equal
+        names: a server gives the owner of the API key. ``InvalidArgument``: the name is none.
         ``FailedPrecondition``: the store has no durable tier. ``TierError``,
         ``ResourceExhausted``: it cannot be written, or has no room.
         """
@@ -529,10 +528,10 @@ class Session:
     def as_cache(self, *, capacity: int | None = None, dynamic: bool = False) -> KVCache:
         """Return a KV cache of one row for the verbs of ``LLM.executor``: a copy-on-write fork.
 
-        No page is copied, and the session and the cache go on independently.
+        No page is copied, and the session and the cache are independent from then on.
         ``LLM.session(cache=...)`` converts back. The cache has all tokens, with their adapters and
         the session's window; the last token is run if it was not. ``capacity`` and ``dynamic`` are
-        those of ``create_kv_cache``; ``ResourceExhausted`` if the session is longer than that.
+        as in ``create_kv_cache``; ``ResourceExhausted`` if the session is longer than that.
         """
         return session_state.as_cache(self._live, capacity, dynamic)
 
@@ -543,7 +542,7 @@ class Session:
         Attention layers have ``k [tokens, Hkv, Dk]`` (rotated) and ``v [tokens, Hkv, Dv]``, latent
         layers ``latent [tokens, row]``, of all tokens. With a window they have the tokens that are
         still held, and ``positions`` (int64) of these. Recurrent layers have ``state_0`` and so on,
-        as they are before the last token, where the session goes on.
+        as they are before the last token, which runs again at the next generation.
         """
         return session_state.read(self._live, layer)
 

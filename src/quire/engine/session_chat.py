@@ -35,7 +35,7 @@ def ask(
             raise InvalidArgument(field="messages", given=messages, allowed="a list of at least one new message")
         tokenizer, ids = live.require_tokenizer("chat"), live.given_ids
         turns, checks = live.turns.up_to(len(ids)), live.engine.checks_of(live.branch)
-    # Without the lock: other threads go on while a long conversation is rendered and tokenised.
+    # Without the lock: other threads work while a long conversation is rendered and tokenised.
     asked = turns.ask(messages, ids, tokenizer, answer)
     inside = tokenizer.has_text(np.array(ids[: asked.start], dtype=np.int64))
     rendered = encode_chat(tokenizer, asked.all_messages, text_limit=checks.text_limit, inside=inside)

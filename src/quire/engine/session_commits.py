@@ -111,7 +111,7 @@ def commit(live: LiveSequence, name: str, message: str | None, *, force: bool, o
         await require_way(history)
         await history.move(branch, made.commit.id)
 
-    # Before the branch: if nobody can tell whether that was written, the next commit continues.
+    # Before the branch: if it is unknown whether that was written, the next commit continues.
     live.last_commit, before = made.commit.id, live.last_commit
     try:
         ask(engine, space, move, whole=True)

@@ -1,6 +1,6 @@
 """The history of sessions: branches that ``Session.commit`` made, and sessions that continue them.
 
-``owner`` is that of the branches: "" those of a program, else as in ``Session.commit``.
+``owner`` is the owner of the branches: "" for a program, else as in ``Session.commit``.
 """
 
 from __future__ import annotations

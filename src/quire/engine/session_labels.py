@@ -13,7 +13,7 @@ MAX_LABELS = 16
 MAX_LABEL_NAME = 64
 """Characters of a label's name, at most."""
 MAX_LABEL_VALUE = 512
-"""Characters of a label's value, at most. These limits are those of OpenAI's metadata."""
+"""Characters of a label's value, at most. These limits are as in OpenAI's metadata."""
 
 
 NO_LABELS: Mapping[str, str] = MappingProxyType({})

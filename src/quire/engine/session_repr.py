@@ -1,4 +1,4 @@
-"""How a session looks in a notebook, a debugger or a log."""
+"""The text of a session in a notebook, a debugger or a log."""
 
 from __future__ import annotations
 

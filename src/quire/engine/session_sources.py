@@ -10,7 +10,7 @@ from quire.branches.history import TokenHistory
 from quire.branches.model_facts import checked_window
 from quire.config import check_int
 from quire.contracts.executor import CacheLike, ExecutorInputs
-from quire.engine import row_sessions, saved_sessions, session_scoring
+from quire.engine import saved_sessions, session_scoring, session_state
 from quire.engine.kept_sessions import KeptSessions
 from quire.engine.live_sequence import LiveSequence
 from quire.engine.prompts import Prompt
@@ -82,7 +82,7 @@ class SessionSources:
             from quire.executor.arguments import resolve_row
 
             with self.engine.lock:
-                forked = row_sessions.fork_to_session(self.engine, *resolve_row(self.engine.runner, cache, row))
+                forked = session_state.fork_to_session(self.engine, *resolve_row(self.engine.runner, cache, row))
                 forked.pinned |= pin
                 session = self.session_of(forked, called, labelled)
             return self._keeping(session)

@@ -24,8 +24,8 @@ class PreparedTurn(NamedTuple):
     start: Start
     """Submits the request; called with the engine's lock."""
     on_end: OnEnd | None = None
-    """Is told of the request once, when it is over. Returns what is done when the session is
-    durable; None: it is not kept."""
+    """Called with the request once, when it is over. Returns a future that is done when the session
+    is durable; None: it is not kept."""
 
 
 class SessionStream(Iterator[StreamDelta]):

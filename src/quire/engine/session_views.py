@@ -16,7 +16,7 @@ from quire.drawing.heat import Heat
 from quire.drawing.painters import norm_heat
 from quire.engine import layer_memory
 from quire.engine.live_sequence import LiveSequence
-from quire.engine.views import layer_looks, token_chances
+from quire.engine.views import layer_views, token_chances
 from quire.engine.views.state_views import StateViews
 from quire.errors import InvalidArgument
 
@@ -38,17 +38,17 @@ def attention(live: LiveSequence, position: int | None, layer: int | None, head:
         raise InvalidArgument("the session is empty; append at least one token to have one that reads")
     position = len(live) - 1 if position is None else check_int("position", position, 0, len(live) - 1)
     layer, spec = _known_layer(live, layer, _attends)
-    layer_looks.require_attention(spec, layer)
+    layer_views.require_attention(spec, layer)
     if head is not None:
         check_int("head", head, 0, spec.num_heads - 1)  # type: ignore[union-attr]
-    return layer_looks.attention_view(live.engine, live.branch, position, layer, head)
+    return layer_views.attention_view(live.engine, live.branch, position, layer, head)
 
 
 def norms(live: LiveSequence, layer: int | None) -> NormsView:
     """Return the norms of the rows or states of a layer."""
     live.require_open("norms")
     layer, _ = _known_layer(live, layer, lambda spec: spec.kind != "cross")
-    return layer_looks.norms_view(live.engine, live.branch, layer)
+    return layer_views.norms_view(live.engine, live.branch, layer)
 
 
 def compare(live: LiveSequence, other: LiveSequence, top: int) -> ComparisonView:
@@ -75,16 +75,16 @@ def heat(live: LiveSequence, layer: int | None, head: int | None, what: str, que
     if queries is not None:
         check_int("queries", queries, 1, MOST_QUERIES)
     if what != "attention":
-        view = layer_looks.norms_view(live.engine, live.branch, layer)
+        view = layer_views.norms_view(live.engine, live.branch, layer)
         if head is not None:
             check_int("head", head, 0, view.norms[what].shape[1] - 1)
         return norm_heat(view, what, head)
-    layer_looks.require_attention(spec, layer)
+    layer_views.require_attention(spec, layer)
     if head is not None:
         check_int("head", head, 0, spec.num_heads - 1)  # type: ignore[union-attr]
     if not len(live):
         raise InvalidArgument("the session is empty; append at least one token to have one that reads")
-    return layer_looks.attention_heat(live.engine, live.branch, layer, head, queries)
+    return layer_views.attention_heat(live.engine, live.branch, layer, head, queries)
 
 
 def _known_layer(live: LiveSequence, layer: int | None, fits: Callable[[LayerSpec], bool]) -> tuple[int, LayerSpec]:

@@ -1,4 +1,4 @@
-"""How an LLM looks in a notebook, a debugger or a log."""
+"""The text of an LLM in a notebook, a debugger or a log."""
 
 from __future__ import annotations
 
