@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Self, overload
 
 from rich.console import RenderableType
+from torch import Tensor
 
 from quire.async_llm.background import Background, awaited, shared
 from quire.async_llm.stepper import Job
@@ -151,7 +152,6 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
     as_cache = awaited(Session.as_cache)
     """Verbs of the cache and of its executor block."""
     kv = awaited(Session.kv)
-    set_kv = awaited(Session.set_kv)
     token = awaited(Session.token)
     attention = awaited(Session.attention)
     norms = awaited(Session.norms)
@@ -162,6 +162,10 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
         """Return where two sessions part, as ``Session.compare`` does."""
         inner: Any = other._session if isinstance(other, AsyncSession) else other
         return await self._background.call("compare", lambda: self._session.compare(inner, top=top))
+
+    async def set_kv(self, layer: int, *, start: int = 0, **tensors: Tensor | None) -> None:
+        """Write into the state, as ``Session.set_kv`` does."""
+        await self._background.call("set_kv", lambda: self._session.set_kv(layer, start=start, **tensors))
 
     # -- closing -----------------------------------------------------------------------------------
 
