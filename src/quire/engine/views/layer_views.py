@@ -100,7 +100,7 @@ def norms_view(engine: Engine, source: SessionBranch, layer: int) -> NormsView:
         seq = None if source.seq is None else engine.branches.fork_of(source.seq)
         held = None if seq is None else engine.runner.state.open_export(seq)
     try:
-        # Without the lock: nobody writes into what the fork holds.
+        # Without the lock: no call writes into what the fork holds.
         positions, norms = _nothing(spec) if held is None else _norms(held, spec, layer)
     finally:
         if seq is not None:

@@ -13,14 +13,14 @@ from quire.engine.views.trace_events import ANOTHER, TraceRecorder
 from quire.kv.atomic_file import check_regular
 
 INTERVAL = 0.2
-"""Seconds between two looks at the timeline, which keeps far more."""
+"""Seconds between two readings of the timeline, which keeps far more."""
 
 
 @contextmanager
 def traced(timeline: Timeline, model: str, path: Path) -> Iterator[None]:
     """Write what happens inside of the block to a file, also if it raises. Errors, at once:
     ``NotFound`` for a missing directory, ``InvalidArgument`` for what is no regular file; at the
-    end those of writing."""
+    end the errors of writing."""
     check_regular(path, f"trace {str(path)!r}", may_be_missing=True)
     recorder = TraceRecorder(model)
     recorder.begin(timeline_document(timeline, ANOTHER))
