@@ -101,7 +101,7 @@ def generate(llm: LLM, prompts_BS: torch.Tensor, steps: int, adapters: Sequence[
         llm.requests.submit(llm.requests.prepare([row.tolist()], params, adapter=adapter))[0][0]
         for row, adapter in zip(prompts_BS, adapters, strict=True)
     ]
-    while not all(request.output_ids for request in requests):
+    while not all(request.output.token_ids for request in requests):
         engine.step()
     stamps = [time.perf_counter()]
     while not all(request.finished for request in requests):
@@ -109,10 +109,10 @@ def generate(llm: LLM, prompts_BS: torch.Tensor, steps: int, adapters: Sequence[
         synchronize(engine.runner.state.device)
         stamps.append(time.perf_counter())
     for request in requests:
-        if request.error is not None:
-            raise request.error
+        if request.output.error is not None:
+            raise request.output.error
     seconds = [b - a for a, b in pairwise(stamps)]
-    return Run(tuple(tuple(request.output_ids) for request in requests), statistics.median(seconds))
+    return Run(tuple(tuple(request.output.token_ids) for request in requests), statistics.median(seconds))
 
 
 class PeftPeer:

@@ -75,14 +75,14 @@ def bare_seconds(llm: LLM, prompts: Sequence[Any], params: SamplingParams, read:
     """Median seconds of a step without its model."""
     engine = llm.engine
     requests = [engine.submit(prompt, params)[0] for prompt in prompts]
-    while not all(request.output_ids for request in requests):
+    while not all(request.output.token_ids for request in requests):
         engine.step()
     ends: list[float] = []
     with Bare(llm.model, len(prompts), read) as bare:
         engine.run(requests, lambda: ends.append(time.perf_counter() - bare.reading))
     for request in requests:
-        if request.error is not None:
-            raise request.error
+        if request.output.error is not None:
+            raise request.output.error
     return statistics.median(later - earlier for earlier, later in itertools.pairwise(ends))
 
 

@@ -444,12 +444,12 @@ def decoded(llm: LLM, batch: int, steps: int) -> tuple[float, float]:
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=min(2 * steps + 40, engine.max_model_len // 2))
     prompts = [np.full(length, 5 + number) for number in range(batch)]
     requests = [one for prompt in prompts for one in engine.submit(prompt, params)]
-    while not all(request.output_ids for request in requests):
+    while not all(request.output.token_ids for request in requests):
         engine.step()
     # Behind the first step of a size, which compiles, and the second, which is captured.
     for _ in range(4):
         engine.step()
-    steps = min(steps, params.max_tokens - max(len(request.output_ids) for request in requests) - 24)
+    steps = min(steps, params.max_tokens - max(len(request.output.token_ids) for request in requests) - 24)
     synchronize(device)
     began = time.perf_counter()
     for _ in range(steps):

@@ -39,7 +39,7 @@ from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.engine import Engine
 from quire.engine.grammar_matcher import GrammarMatcher
 from quire.engine.grammars import Grammars
-from quire.engine.sequence_request import SequenceRequest
+from quire.engine.request import Request
 from quire.errors import QuireError
 from quire.kv.attention_pass import AttentionPass
 from quire.kv.state_pass import StatePass
@@ -132,22 +132,22 @@ def step_seconds(
             preferences.texts = {id(r.sampler): iter(text) for r, text in zip(requests, texts, strict=True)}
         seconds = _timed(engine, requests, device, on_step)
     if keep and texts is not None:
-        texts[:] = [list(request.output_ids) for request in requests]
+        texts[:] = [list(request.output.token_ids) for request in requests]
     for request in requests:
-        if request.error is not None:
-            raise request.error
-        if request.finish_reason != "length":
-            raise QuireError(f"a text ended before {params.max_tokens} tokens: {request.text!r:.200}")
+        if request.output.error is not None:
+            raise request.output.error
+        if request.output.finish_reason != "length":
+            raise QuireError(f"a text ended before {params.max_tokens} tokens: {request.output.text!r:.200}")
     return seconds
 
 
 def _timed(
-    engine: Engine, requests: list[SequenceRequest], device: torch.device, on_step: Callable[[float], None]
+    engine: Engine, requests: list[Request], device: torch.device, on_step: Callable[[float], None]
 ) -> list[float]:
     seconds = []
     try:
         while not all(request.finished for request in requests):
-            decoding = all(request.output_ids and not request.finished for request in requests)
+            decoding = all(request.output.token_ids and not request.finished for request in requests)
             synchronize(device)
             started = time.perf_counter()
             engine.step()

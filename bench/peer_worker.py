@@ -109,20 +109,20 @@ class QuirePeer:
     def place(self, prompts: list[list[int]], room: int) -> Placed:
         params = self.params(temperature=0, max_tokens=room, ignore_eos=True)
         self.placed = [self.llm.engine.submit(self.array(prompt), params)[0] for prompt in prompts]
-        while not all(request.output_ids or request.finished for request in self.placed):
+        while not all(request.output.token_ids or request.finished for request in self.placed):
             self.llm.engine.step()
         return self._new([0] * len(prompts))
 
     def decode(self, steps: int) -> dict[str, Any]:
-        before = [len(request.output_ids) for request in self.placed]
+        before = [len(request.output.token_ids) for request in self.placed]
         seconds = timed(self.llm.engine.step, steps)
         return {"seconds": seconds, "tokens": self._new(before)}
 
     def _new(self, before: list[int]) -> Placed:
         for request in self.placed:
-            if request.error is not None:
-                raise request.error
-        return [list(request.output_ids[start:]) for request, start in zip(self.placed, before, strict=True)]
+            if request.output.error is not None:
+                raise request.output.error
+        return [list(request.output.token_ids[start:]) for request, start in zip(self.placed, before, strict=True)]
 
     def release(self) -> None:
         self.llm.engine.end(self.placed)

@@ -37,14 +37,14 @@ prompts = list(random_prompts(batch, 128, llm.engine.checks.vocab_size).numpy())
 params = SamplingParams(temperature=0, max_tokens=decode + 1, ignore_eos=True)
 for line in sys.stdin:
     requests = [llm.engine.submit(prompt, params)[0] for prompt in prompts]
-    while not all(request.output_ids for request in requests):
+    while not all(request.output.token_ids for request in requests):
         llm.engine.step()
     started, steps = time.perf_counter(), 0
     while llm.engine.has_work:
         llm.engine.step()
         steps += 1
     seconds = (time.perf_counter() - started) / steps
-    print(json.dumps({"seconds": seconds, "tokens": [request.output_ids for request in requests]}), flush=True)
+    print(json.dumps({"seconds": seconds, "tokens": [request.output.token_ids for request in requests]}), flush=True)
 """
 
 

@@ -127,13 +127,13 @@ def _preempted(bed: Bed) -> None:
     requests = [engine.submit(np.array(given), greedy(30))[0] for given in prompts]
     for _ in range(25):
         engine.step()
-    assert len(requests[1].output_ids) > 20
-    engine.scheduler.preempt(requests[1].work)
+    assert len(requests[1].output.token_ids) > 20
+    engine.scheduler.preempt(requests[1])
     check(bed.llm)
     engine.run(requests)
     for given, request in zip(prompts, requests, strict=True):
-        assert len(request.output_ids) == 30
-        assert bed.checkpoint.continues(given, request.output_ids)
+        assert len(request.output.token_ids) == 30
+        assert bed.checkpoint.continues(given, request.output.token_ids)
 
 
 def preemption(bed: Bed) -> None:

@@ -243,7 +243,7 @@ def test_a_step_ahead_waits_for_nothing_but_its_tokens(gpu: LLM) -> None:
     requests = [one for seed in range(3) for one in engine.submit(np.array([5, 6, 7 + seed]), GREEDY)]
     for _ in range(5):
         engine.step()
-    assert engine._flight is not None
+    assert engine.stepper.flights.last is not None
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -251,7 +251,7 @@ def test_a_step_ahead_waits_for_nothing_but_its_tokens(gpu: LLM) -> None:
             engine.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [len(request.output_ids) for request in requests] == [9] * 3
+    assert [len(request.output.token_ids) for request in requests] == [9] * 3
     engine.end(requests)
 
 

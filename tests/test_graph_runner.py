@@ -22,7 +22,7 @@ from tests.triton_machine import INTERPRETED, needs_triton
 from quire import SamplingParams, build
 from quire.config import EngineConfig
 from quire.contracts.layers import Recurrent
-from quire.engine.engine import Engine
+from quire.engine.assembly import make_engine
 from quire.engine.step_draft import Limits
 from quire.errors import InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.kernels.recurrence import ChunkedRecurrence
@@ -354,8 +354,8 @@ def test_steps_ahead(name: str, tmp_path: Path) -> None:
     pair = make(name, tmp_path)
     found = []
     for runner in (pair.plain, pair.runner):
-        engine = Engine(runner, limits=Limits(max_num_seqs=4, max_num_batched_tokens=64), max_model_len=LONGEST)
-        engine.runs_ahead = engine.sampling.later = runner is pair.runner
+        engine = make_engine(runner, limits=Limits(max_num_seqs=4, max_num_batched_tokens=64), max_model_len=LONGEST)
+        engine.stepper.runs_ahead = engine.sampling.later = runner is pair.runner
         rng, requests = random.Random(name), []
         for number in range(6):
             params = SamplingParams(
@@ -369,7 +369,7 @@ def test_steps_ahead(name: str, tmp_path: Path) -> None:
         while engine.has_work:
             engine.step()
             runner.state.check()
-        found.append([(one.output_ids, one.stop_reason) for one in requests])
+        found.append([(one.output.token_ids, one.output.stop_reason) for one in requests])
         metrics = engine.snapshot()
         assert (metrics["quire:steps_ahead_total"] > 0) == (runner is pair.runner)
         engine.reset_prefix_cache()

@@ -21,6 +21,7 @@ from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.linear import Quantization
 from quire.engine.adapter_texts import check_adapter_texts
+from quire.engine.assembly import make_engine
 from quire.engine.chat_templates import with_chosen_template
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
@@ -169,7 +170,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         capture_usual(memory, graphs.capture, usual_sizes(config.max_num_seqs), progress)
     generation = read_json(path / "generation_config.json")
     identity = Identity(path, model)
-    engine = Engine(
+    engine = make_engine(
         runner,
         limits=Limits(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=sizes.step_tokens),
         max_model_len=max_len,
@@ -183,7 +184,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     engine.sampling.kernel = fastest_draw(device)
     if device.type != "cpu":
         engine.sampling.seen = SeenTokens(model.vocab_size, device, fastest_penalties(device))
-    engine.runs_ahead = runs_ahead
+    engine.stepper.runs_ahead = runs_ahead
     engine.timeline.model = Path(config.model).name if Path(config.model).is_dir() else str(config.model)
     held: list[str] = []
     if state.geometry.specs:

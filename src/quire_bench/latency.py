@@ -60,13 +60,13 @@ class QuireSubject:
         while not all(request.finished for request in requests):
             engine.step()
             synchronize(engine.runner.state.device)
-            if all(request.output_ids for request in requests):
+            if all(request.output.token_ids for request in requests):
                 stamps.append(time.perf_counter())
         for request in requests:
-            if request.error is not None:
-                raise request.error
+            if request.output.error is not None:
+                raise request.output.error
         return Run(
-            tokens=tuple(tuple(request.output_ids) for request in requests),
+            tokens=tuple(tuple(request.output.token_ids) for request in requests),
             prefill_seconds=stamps[0] - started,
             decode_seconds=tuple(b - a for a, b in pairwise(stamps)),
         )

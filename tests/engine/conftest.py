@@ -244,7 +244,8 @@ def check(llm: LLM) -> None:
         held = set(engine.runner.state.table.ids)
         assert set(engine.cache._entries) <= held
     owned = {session.seq for session in engine.branches.sessions.values() if session.seq is not None}
-    running = {work.seq for work in (*engine.scheduler.running, *engine.scheduler.waiting) if work.seq is not None}
+    branches = (one.branch for one in (*engine.scheduler.running, *engine.scheduler.waiting))
+    running = {branch.seq for branch in branches if branch.seq is not None}
     cached = set() if engine.cache is None else {s for s, entry in engine.cache._entries.items() if not entry.live}
     owned |= engine.stored.forks
     assert set(engine.runner.state.table.ids) == owned | running | cached, "every sequence has an owner"
@@ -255,8 +256,7 @@ def assert_empty(llm: LLM) -> None:
     engine = engine_of(llm)
     engine.reset_prefix_cache()
     assert engine.scheduler.idle
-    assert not engine._requests
-    assert not engine._by_id
+    assert not engine.requests.by_id
     engine.runner.state.check()
     assert engine.runner.state.empty()
 

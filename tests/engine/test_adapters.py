@@ -26,8 +26,8 @@ from quire.branches.adapter_keys import AdapterKey, fingerprint_runs, prefix_key
 from quire.contracts.adapters import Adapter, LowRankUpdate
 from quire.engine.beam import BeamSearch, search
 from quire.engine.engine import Engine
+from quire.engine.request import Request
 from quire.engine.request_preparation import cache_key
-from quire.engine.sequence_request import SequenceRequest
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, QuireError
 from quire.kernels.low_rank import native_low_rank
 from quire.kv.statefile import read_state, to_bytes
@@ -227,11 +227,11 @@ class World:
         given = {"key": cache_key(None), **options}
         return self.engine.submit(np.array(tokens), params, adapter=self.id_of(adapter), **given)
 
-    def generate(self, tokens: Sequence[int], adapter: str | None, count: int, **options: Any) -> SequenceRequest:
+    def generate(self, tokens: Sequence[int], adapter: str | None, count: int, **options: Any) -> Request:
         (request,) = self.submit(tokens, adapter, greedy(count), **options)
         self.engine.run([request])
-        assert request.error is None
-        assert self.continues(tokens, [adapter] * len(tokens), request.output_ids, adapter)
+        assert request.output.error is None
+        assert self.continues(tokens, [adapter] * len(tokens), request.output.token_ids, adapter)
         return request  # type: ignore[no-any-return]
 
     def continues(
@@ -319,9 +319,9 @@ def test_a_mixed_batch_is_what_each_gives_alone(world: World) -> None:
     world.engine.run(requests)
     assert {chunk.adapter for chunk in recorder.forwards[0].chunks} == {None, *world.ids.values()}, "one batch"
     for prompt, name, request in zip(prompts, wanted, requests, strict=True):
-        assert len(request.output_ids) == 8
-        assert world.continues(prompt, [name] * len(prompt), request.output_ids, name)
-    found = {tuple(world.generate(PROMPT, name, 6).output_ids) for name in (None, *NAMES)}
+        assert len(request.output.token_ids) == 8
+        assert world.continues(prompt, [name] * len(prompt), request.output.token_ids, name)
+    found = {tuple(world.generate(PROMPT, name, 6).output.token_ids) for name in (None, *NAMES)}
     assert len(found) == 4, "they do decide something"
 
 
@@ -333,8 +333,8 @@ def test_samples_and_logprobs_of_the_prompt(world: World, make_llm: MakeLLM, lla
     alone = World.of(make_llm(llama), merged)
     peers = alone.submit(PROMPT, "two", params)
     alone.engine.run(peers)
-    assert [one.output_ids for one in samples] == [one.output_ids for one in peers]
-    assert len({tuple(one.output_ids) for one in samples}) > 1
+    assert [one.output.token_ids for one in samples] == [one.output.token_ids for one in peers]
+    assert len({tuple(one.output.token_ids) for one in samples}) > 1
     (request,) = world.submit(PROMPT, "two", greedy(2, prompt_logprobs=0))
     world.engine.run([request])
     logits_TV, bound = world.oracle.logits(PROMPT, ["two"] * len(PROMPT))
@@ -345,7 +345,7 @@ def test_samples_and_logprobs_of_the_prompt(world: World, make_llm: MakeLLM, lla
 
 
 def test_cached_prefixes_belong_to_fingerprints(world: World) -> None:
-    cached = lambda name, **options: world.generate(PROMPT, name, 3, **options).work.num_cached  # noqa: E731
+    cached = lambda name, **options: world.generate(PROMPT, name, 3, **options).seat.reuse.cached  # noqa: E731
     for name in (None, *NAMES):
         assert cached(name) == 0
         assert cached(name) == len(PROMPT) - 1
@@ -354,7 +354,7 @@ def test_cached_prefixes_belong_to_fingerprints(world: World) -> None:
     pool, gone = world.engine.runner.adapters, world.oracle.adapters["one"]
     pool.unload(world.ids["one"])
     world.ids["one"] = pool.load(world.oracle.adapters["two"])
-    assert world.submit(PROMPT, "one", greedy(3))[0].work.key == prefix_key(
+    assert world.submit(PROMPT, "one", greedy(3))[0].branch.key == prefix_key(
         cache_key(None), BASE.then(0, world.ids["two"]), world.engine.branches.fingerprint_of
     )
     world.engine.fail_all(QuireError("enough"))
@@ -426,7 +426,7 @@ def test_more_adapters_than_fit_take_turns(make_llm: MakeLLM, llama: Checkpoint,
     for step in recorder.forwards:
         assert len({chunk.adapter for chunk in step.chunks} - {None}) <= 1
     for prompt, name, request in zip(prompts, wanted, requests, strict=True):
-        assert world.continues(prompt, [name] * len(prompt), request.output_ids, name)
+        assert world.continues(prompt, [name] * len(prompt), request.output.token_ids, name)
     ended = [request.finished_at for request, name in zip(requests, wanted, strict=True) if name is not None]
     assert ended == sorted(ended), "in order of arrival"
 
@@ -449,7 +449,7 @@ def test_nobody_waits_for_adapters_of_those_who_came_later(
         world.engine.step()
     assert not younger.finished
     world.engine.run([younger])
-    assert younger.error is None
+    assert younger.output.error is None
 
 
 @pytest.mark.parametrize("host", [False, True])
@@ -465,8 +465,8 @@ def test_preempted_requests_come_back_under_theirs(
     world.engine.run(requests)
     assert world.engine.scheduler.num_preemptions
     for prompt, name, request in zip(prompts, wanted, requests, strict=True):
-        assert len(request.output_ids) == 20
-        assert world.continues(prompt, [name] * len(prompt), request.output_ids, name)
+        assert len(request.output.token_ids) == 20
+        assert world.continues(prompt, [name] * len(prompt), request.output.token_ids, name)
 
 
 def test_beams(world: World, make_llm: MakeLLM, llama: Checkpoint, merged: Merged, tmp_path: Path) -> None:
@@ -484,8 +484,8 @@ def test_beams(world: World, make_llm: MakeLLM, llama: Checkpoint, merged: Merge
         (wanted,) = make_llm(path).beam_search([prompt], params)
         assert [one.token_ids for one in found.output().sequences] == [one.token_ids for one in wanted.sequences]
         # What the search leaves to the cache is this adapter's alone.
-        assert world.generate(prompt, name, 2).work.num_cached == len(prompt) - 1
-        assert world.generate(prompt, "three", 2).work.num_cached == 0
+        assert world.generate(prompt, name, 2).seat.reuse.cached == len(prompt) - 1
+        assert world.generate(prompt, "three", 2).seat.reuse.cached == 0
 
 
 # -- sessions --------------------------------------------------------------------------------------
@@ -623,7 +623,7 @@ def test_a_switch_while_logits_are_waited_for(world: World, monkeypatch: pytest.
     """By another thread, after the forward: they are those that were asked for, and not kept."""
     one, run = told(world, PROMPT, "one"), world.engine.run
 
-    def switching(requests: Sequence[SequenceRequest]) -> None:
+    def switching(requests: Sequence[Request]) -> None:
         run(requests)
         one.switch("two")
 
@@ -664,16 +664,16 @@ def test_sessions_and_the_prefix_cache(world: World) -> None:
     """What a session computed is found under its history only, also after it changed."""
     one = told(world, PROMPT)
     one.generate(4)
-    assert world.generate(PROMPT, None, 2).work.num_cached == len(PROMPT) - 1
-    assert world.generate(PROMPT, "one", 2).work.num_cached == 0
+    assert world.generate(PROMPT, None, 2).seat.reuse.cached == len(PROMPT) - 1
+    assert world.generate(PROMPT, "one", 2).seat.reuse.cached == 0
     before = list(one.tokens)
     one.switch("two")
     one.append(random_tokens(12))
     one.session.compute()
     check(world.llm)
-    longer = world.generate(one.tokens, None, 2).work
-    assert len(PROMPT) - 1 <= longer.num_cached <= len(before)
-    assert world.generate(one.tokens, "two", 2).work.num_cached == 0
+    longer = world.generate(one.tokens, None, 2).seat.reuse
+    assert len(PROMPT) - 1 <= longer.cached <= len(before)
+    assert world.generate(one.tokens, "two", 2).seat.reuse.cached == 0
     twin = told(world, before)
     twin.switch("two")
     twin.append(one.tokens[len(before) :])
@@ -707,8 +707,8 @@ def test_a_chat_that_parts_from_the_session(world: World) -> None:
         under[-1] = "one"
         (request,) = world.engine.submit(np.array(tokens), greedy(4), session=one.session._state)
         world.engine.run([request])
-        assert world.continues(tokens, under, request.output_ids, "one")
-        one.tokens, one.under = [*tokens, *request.output_ids], [*under, *["one"] * 4]
+        assert world.continues(tokens, under, request.output.token_ids, "one")
+        one.tokens, one.under = [*tokens, *request.output.token_ids], [*under, *["one"] * 4]
         one.settle()
         one.generate(2)
         one.session.close()
@@ -733,9 +733,9 @@ def test_failed_and_cancelled_requests_leave_the_history(
     for preempted in (False, True):
         request = world.engine.submit_run(one.session._state, tokens)
         world.engine.step()
-        assert request.work.computed > 30
+        assert request.branch.computed > 30
         if preempted:
-            world.engine.scheduler.preempt(request.work)
+            world.engine.scheduler.preempt(request)
         world.engine.end([request])
         one.settle()
         check_store(world.llm) if host else check(world.llm)
@@ -1006,8 +1006,8 @@ class Conversations:
         requests = [self.world.submit(prompt, name, greedy(5))[0] for prompt, name in prompts]
         self.world.engine.run(requests)
         for (prompt, name), request in zip(prompts, requests, strict=True):
-            assert request.error is None
-            assert self.world.continues(prompt, [name] * len(prompt), request.output_ids, name)
+            assert request.output.error is None
+            assert self.world.continues(prompt, [name] * len(prompt), request.output.token_ids, name)
 
     def close(self) -> None:
         if len(self.sessions) > 3:

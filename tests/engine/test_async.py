@@ -565,7 +565,7 @@ def test_a_cancel_that_overtakes_its_job(llama: Checkpoint) -> None:
         with stepper._changed:
             stepper._changed.notify()
         assert over.wait(30)
-        assert [request.finish_reason for request in requests] == ["cancelled"]
+        assert [request.output.finish_reason for request in requests] == ["cancelled"]
     finally:
         stepper.stop()
         stepper.join(10)
@@ -594,7 +594,7 @@ def test_a_call_that_is_cancelled_just_before_it_waits(llm: AsyncLLM) -> None:
         # Cancelled when there is nothing yet that it waits for.
         stepper.give_up(call)
         llm.engine.run([request])
-        return request.finish_reason
+        return request.output.finish_reason
 
     assert stepper.perform(call, late) == "cancelled"
     with pytest.raises(Cancelled):

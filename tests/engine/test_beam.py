@@ -253,13 +253,13 @@ def test_among_other_requests(make_llm: MakeLLM, llama: Checkpoint) -> None:
         steps += 1
     # Two steps at most for what is left of the prompt, then one for each of the other tokens.
     assert steps <= 2 + 8
-    assert long[0].work.computed > 0
-    assert not long[0].output_ids
+    assert long[0].branch.computed > 0
+    assert not long[0].output.token_ids
     one.release()
     assert_same(found(one.output()), alone)
     engine.run([*decode, *long])
-    assert decode[0].output_ids == llama.greedy(random_tokens(4), 30)
-    assert long[0].output_ids == llama.greedy(random_tokens(200), 2)
+    assert decode[0].output.token_ids == llama.greedy(random_tokens(4), 30)
+    assert long[0].output.token_ids == llama.greedy(random_tokens(200), 2)
     check(llm)
 
 
@@ -436,7 +436,7 @@ def test_interrupt(make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.Mon
     check(llm)
     assert not engine.branches.sessions
     engine.run(other)
-    assert other[0].output_ids == llama.greedy(random_tokens(9), 20)
+    assert other[0].output.token_ids == llama.greedy(random_tokens(9), 20)
 
 
 def test_close_in_the_middle(make_llm: MakeLLM, llama: Checkpoint) -> None:

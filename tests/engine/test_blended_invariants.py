@@ -49,16 +49,16 @@ def rows_of(llm: LLM, prompt: list[Any], blend: BlendParams | None) -> dict[int,
     pieces = llm.requests.prepare([prompt], greedy(1)).pieces_of(0)
     wish = engine.blending.wish(blend, pieces, len(ids))
     (request,) = engine.submit(np.array(ids), greedy(2), key=cache_key(None), blend=wish)
-    while request.work.computed < len(ids):
+    while request.branch.computed < len(ids):
         engine.step()
-    assert request.work.seq is not None
-    export, layout = engine.runner.state.open_export(request.work.seq), engine.blending.layout
+    assert request.branch.seq is not None
+    export, layout = engine.runner.state.open_export(request.branch.seq), engine.blending.layout
     found = {layer: layout.split(layer, export.rows(layer, 0, len(ids))) for layer in layout.layers}
     kept = {layer: (k.clone(), v.clone()) for layer, (k, v) in found.items()}
     engine.end([request])
     if blend is not None:
-        assert request.work.blend is not None
-        assert request.work.blend.left_out.any()
+        assert request.branch.blend is not None
+        assert request.branch.blend.left_out.any()
     return kept
 
 

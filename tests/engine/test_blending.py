@@ -28,7 +28,6 @@ from quire.engine import prompt_blend
 from quire.engine.blending import Blending
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.request_preparation import cache_key
-from quire.engine.scheduled_request import ScheduledRequest
 from quire.errors import BlendLoadError
 from quire.ops.rope import RotaryTable
 from quire.outputs import Blend, RequestOutput
@@ -69,11 +68,11 @@ class TrueRows:
     def __init__(self, llm: LLM, ids: list[int], valid: np.ndarray[Any, Any], shift: int) -> None:
         engine = engine_of(llm)
         state, (request,) = engine.runner.state, engine.submit(np.array([*ids, 0]), greedy(9))
-        while request.work.computed < len(ids):
+        while request.branch.computed < len(ids):
             engine.step()
         # Before the next forward, at which windows let go of rows.
-        assert request.work.seq is not None
-        export, layout = state.open_export(request.work.seq), engine.blending.layout
+        assert request.branch.seq is not None
+        export, layout = state.open_export(request.branch.seq), engine.blending.layout
         self.valid_mask = torch.from_numpy(valid.astype(np.int32))
         self.tokens_by_tier = {"memory": int(valid.sum())}
         places = np.arange(len(ids))
@@ -110,7 +109,7 @@ def told(output: RequestOutput) -> Blend:
 def give(monkeypatch: pytest.MonkeyPatch, rows: TrueRows) -> None:
     """Let all prompts be blended with these rows."""
 
-    def find(self: Blending, work: ScheduledRequest, blend: PromptBlend) -> Any:
+    def find(self: Blending, work: Any, blend: PromptBlend) -> Any:
         return rows
 
     monkeypatch.setattr(Blending, "_find", find)
@@ -294,7 +293,7 @@ def test_a_mixed_step(make_llm: MakeLLM, llama: Checkpoint) -> None:
     assert token_ids(together) == token_ids(alone)
     assert [one.blend for one in together] == [one.blend for one in alone]
     engine.run([decoding])
-    assert decoding.output_ids == llama.greedy(random_tokens(20), 20)
+    assert decoding.output.token_ids == llama.greedy(random_tokens(20), 20)
     check(llm)
 
 
@@ -356,13 +355,13 @@ def test_a_preempted_prompt_is_blended_again(make_llm: MakeLLM, llama: Checkpoin
         blended(0.2), llm.requests.prepare([prompt], greedy(COUNT)).pieces_of(0), len(joined(prompt))
     )
     (request,) = engine.submit(np.array(joined(prompt)), greedy(COUNT), key=cache_key(None), blend=wish)
-    while len(request.output_ids) < 3:
+    while len(request.output.token_ids) < 3:
         engine.step()
-    engine.scheduler.preempt(request.work)
+    engine.scheduler.preempt(request)
     check(llm)
     engine.run([request])
-    assert request.output_ids == alone.outputs[0].token_ids
-    assert not request.work.origin.exact
+    assert request.output.token_ids == alone.outputs[0].token_ids
+    assert not request.branch.origin.exact
     check(llm)
 
 
@@ -381,10 +380,10 @@ def test_a_cancelled_prompt_leaves_nothing(make_llm: MakeLLM, llama: Checkpoint)
     engine.step()
     assert wish is not None
     assert wish.task is not None
-    assert 0 < request.work.computed < len(joined(prompt))
+    assert 0 < request.branch.computed < len(joined(prompt))
     engine.cancel("one")
     engine.step()
-    assert request.finish_reason == "cancelled"
+    assert request.output.finish_reason == "cancelled"
     assert wish.task is None
     check(llm)
     (output,) = llm.generate([joined(prompt)], greedy(COUNT))
@@ -475,9 +474,13 @@ def test_adapters_in_one_step(make_llm: MakeLLM, llama: Checkpoint) -> None:
         for name, request in zip(names, requests, strict=True):
             if ratio == 1.0:
                 ids = joined(PROMPT)
-                assert world.continues(ids, [name] * len(ids), request.output_ids, name)
+                assert world.continues(ids, [name] * len(ids), request.output.token_ids, name)
         check(world.llm)
-        return [(one.output_ids, one.work.blend.report(one.work)) for one in requests if one.work.blend is not None]
+        return [
+            (one.output.token_ids, one.branch.blend.report(one.branch))
+            for one in requests
+            if one.branch.blend is not None
+        ]
 
     names = ("one", None, "two", "one")
     run(names, 1.0)

@@ -13,9 +13,8 @@ import pytest
 from tests.engine.test_recurrent_models import tokens_run
 
 from quire import LLM
-from quire.branches.history import TokenHistory
 from quire.engine.checkpoints import Checkpoints
-from quire.engine.scheduled_request import ScheduledRequest
+from quire.engine.request import Request
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.state import State
 from quire.types import Add, Chunk, DropCheckpoint, Edit, SeqId, Step
@@ -30,6 +29,7 @@ from .conftest import (
     random_tokens,
     recurrent_layer,
 )
+from .made_requests import made_request
 
 INTERVAL = 16
 
@@ -293,16 +293,20 @@ class Slots:
 def policy(slots: Slots, interval: int, ages: dict[SeqId, int]) -> tuple[Checkpoints, list[tuple[SeqId, int]]]:
     dropped: list[tuple[SeqId, int]] = []
 
-    def apply(edit: Edit) -> None:
-        assert isinstance(edit, DropCheckpoint)
-        slots.positions[edit.seq].remove(edit.position)
-        dropped.append((edit.seq, edit.position))
+    class Sequences:
+        def ages(self) -> dict[SeqId, int]:
+            return ages
 
-    return Checkpoints(slots, interval, apply=apply, ages=lambda: ages), dropped
+        def apply(self, edit: Edit) -> None:
+            assert isinstance(edit, DropCheckpoint)
+            slots.positions[edit.seq].remove(edit.position)
+            dropped.append((edit.seq, edit.position))
+
+    return Checkpoints(slots, interval, Sequences()), dropped
 
 
-def request(length: int, computed: int, seq: SeqId = 0, **changes: Any) -> ScheduledRequest:
-    return ScheduledRequest(tokens=TokenHistory(range(length)), seq=seq, computed=computed, reusable=True, **changes)
+def request(length: int, computed: int, seq: SeqId = 0, **changes: Any) -> Request:
+    return made_request(range(length), seq=seq, computed=computed, reusable=True, **changes)
 
 
 def test_what_saves_least_goes_first_and_of_equals_the_oldest() -> None:
@@ -337,7 +341,7 @@ def test_wishes_are_multiples_branches_and_never_the_beginning() -> None:
     made, _ = policy(Slots(100, {0: []}), 0, {})
     assert made.wishes([request(100, 30, partings={31, 77})], [64]) == [(1, 47)]
     lonely = request(100, 0)
-    lonely.reusable = False
+    lonely.branch.reusable = False
     assert made.wishes([lonely], [64]) == [()]
 
 

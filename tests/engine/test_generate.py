@@ -162,14 +162,14 @@ def test_cancel_in_every_phase(make_llm: MakeLLM, llama: Checkpoint, steps: int)
     assert engine.cancel("victim")
     assert not engine.cancel("somebody else")
     engine.step()
-    assert all(sample.finish_reason == "cancelled" for sample in victim)
+    assert all(sample.output.finish_reason == "cancelled" for sample in victim)
     assert not engine.cancel("victim")
     check(llm)
     engine.run(other)
-    assert other[0].output_ids == llama.greedy(random_tokens(9), 12)
+    assert other[0].output.token_ids == llama.greedy(random_tokens(9), 12)
     again = engine.submit(ids(random_tokens(30, seed=1)), greedy(4), request_id="victim")
     engine.run(again)
-    assert again[0].output_ids == llama.greedy(random_tokens(30, seed=1), 4)
+    assert again[0].output.token_ids == llama.greedy(random_tokens(30, seed=1), 4)
     with pytest.raises(InvalidArgument, match="in use"):
         [engine.submit(ids([1]), greedy(1), request_id="twice") for _ in range(2)]
     engine.cancel("twice")
@@ -183,7 +183,7 @@ def test_a_late_cancel_does_not_hit_the_next_of_that_name(small: LLM) -> None:
     engine.end(first)
     second = engine.submit(ids(PROMPT), greedy(3), request_id="name")
     engine.run(second)
-    assert second[0].finish_reason == "length"
+    assert second[0].output.finish_reason == "length"
 
 
 @pytest.mark.parametrize("where", ["before", "after", "draw"])
@@ -226,7 +226,7 @@ def test_interrupt(make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.Mon
         llm.generate([PROMPT, random_tokens(5)], greedy(30))
     check(llm)
     engine.run(others)
-    assert others[0].output_ids == llama.greedy(random_tokens(9), 12)
+    assert others[0].output.token_ids == llama.greedy(random_tokens(9), 12)
     count = 1
     with pytest.raises(KeyboardInterrupt):
         session.generate(greedy(9))
@@ -309,7 +309,7 @@ def test_waiting_threads_are_woken_by_close(make_llm: MakeLLM, llama: Checkpoint
     thread = threading.Thread(target=use)
     engine = engine_of(llm)
     thread.start()
-    while len(engine._by_id) < 2 and thread.is_alive():
+    while len(engine.requests.by_id) < 2 and thread.is_alive():
         pass
     llm.close()
     thread.join(30)

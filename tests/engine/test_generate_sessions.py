@@ -81,7 +81,7 @@ def refused(llm: LLM, kind: type[QuireError], message: str, *arguments: Any, **o
     with pytest.raises(kind, match=message):
         llm.generate(*arguments, **options)
     assert not recorder.steps
-    assert not engine._by_id
+    assert not engine.requests.by_id
     assert set(engine.runner.state.table.ids) == sequences
     assert not any(state.busy for state in engine.branches.sessions.values())
 
@@ -129,7 +129,7 @@ def test_what_changed_since_the_check(small: LLM) -> None:
     with pytest.raises(FailedPrecondition, match="prompt 1: generate: the session is generating"):
         small.requests.submit(prepared)
     stream.close()
-    assert len(engine_of(small)._by_id) == 0
+    assert len(engine_of(small).requests.by_id) == 0
     one.append([1])
     requests = small.requests.submit(small.requests.prepare([one], greedy(4)))
     engine_of(small).run(requests[0])

@@ -12,7 +12,8 @@ import pytest
 
 from quire import LLM, CacheHints, InvalidArgument, Pin, Session
 from quire.branches.prefix_cache import RadixCache
-from quire.engine.scheduled_request import BACKGROUND
+from quire.engine.request import BACKGROUND
+from quire.engine.requests import Requests
 from quire.errors import FailedPrecondition
 from quire.hints import HintResult, PinAccount
 from quire.outputs import RequestOutput
@@ -253,12 +254,16 @@ def test_computing_says_what_was_reused(small: LLM) -> None:
     session.close()
 
 
-def test_an_urgent_session_comes_first(make_llm: MakeLLM, llama: Checkpoint) -> None:
+def test_an_urgent_session_comes_first(make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with what is appended before."""
     llm = make_llm(llama, max_num_batched_tokens=8)
-    engine, seen = engine_of(llm), []
-    submit = engine._enqueue
-    engine._enqueue = lambda first, *given: (seen.append(first.work.priority), submit(first, *given))[1]  # type: ignore
+    seen: list[int] = []
+    queue = Requests.queue
+    monkeypatch.setattr(
+        Requests,
+        "queue",
+        lambda self, samples, *given: (seen.append(samples[0].seat.priority), queue(self, samples, *given)),
+    )
     session = llm.session([1, 2, 3])
     session.append(random_tokens(20), priority=-4)
     session.generate(greedy(1), hints=CacheHints(priority=-3))
@@ -274,9 +279,9 @@ def test_a_request_that_ends_early_refuses_its_pins(make_llm: MakeLLM, llama: Ch
     request = engine.submit(np.array(random_tokens(100)), greedy(2), hints=hints, key=("", None))[0]
     engine.step()
     engine.end([request])
-    assert request.hints is not None
-    assert [(result.done, result.tokens) for result in request.hints.results] == [(True, 10), (False, None)]
-    assert "did not run" in request.hints.results[1].reason
+    assert request.asked.hints is not None
+    assert [(result.done, result.tokens) for result in request.asked.hints.results] == [(True, 10), (False, None)]
+    assert "did not run" in request.asked.hints.results[1].reason
     check(llm)
 
 
@@ -399,17 +404,17 @@ def test_a_prefetch_waits_for_others(make_llm: MakeLLM, llama: Checkpoint) -> No
     llm = make_llm(llama, max_num_batched_tokens=32)
     engine = engine_of(llm)
     request = engine.submit_prefix(np.array(random_tokens(200)), key=("", None))
-    assert request.work.priority == BACKGROUND
+    assert request.seat.priority == BACKGROUND
     engine.step()
-    assert request.work.computed == 32
+    assert request.branch.computed == 32
     prompt = random_tokens(40, seed=5)
     urgent = engine.submit(np.array(prompt), greedy(3), key=("", None))[0]
     engine.step()
-    assert (urgent.work.computed, request.work.computed) == (32, 32)
+    assert (urgent.branch.computed, request.branch.computed) == (32, 32)
     engine.step()
-    assert (len(urgent.output_ids), request.work.computed) == (1, 56), "it gets what others leave"
+    assert (len(urgent.output.token_ids), request.branch.computed) == (1, 56), "it gets what others leave"
     engine.run([urgent, request])
-    assert urgent.output_ids == llama.greedy(prompt, 3)
+    assert urgent.output.token_ids == llama.greedy(prompt, 3)
 
 
 # -- priority --------------------------------------------------------------------------------------
@@ -450,10 +455,10 @@ def test_an_urgent_prompt_passes_a_long_one() -> None:
     world.step()
     urgent = world.submit(12)
     assert world.step().requests == (urgent, long)
-    assert (urgent.computed, long.computed) == (12, 20)
+    assert (urgent.branch.computed, long.branch.computed) == (12, 20)
     same = world.submit(12, priority=1)
     world.step()
-    assert same.computed == 0, "equals wait for their turn"
+    assert same.branch.computed == 0, "equals wait for their turn"
 
 
 def test_what_an_urgent_prompt_waits_for_is_urgent() -> None:
@@ -465,16 +470,16 @@ def test_what_an_urgent_prompt_waits_for_is_urgent() -> None:
     other = world.submit(200, priority=1)
     urgent = world.submit([*tokens, 7])
     world.step()
-    assert slow.priority == 0
+    assert slow.seat.priority == 0
     while slow.remaining > 1:
         done = min(16, slow.remaining)
         scheduled = world.step()
         assert scheduled.requests[0] is slow
         assert len(scheduled.step.chunks[0].tokens) == done
-    assert other.computed > 0
+    assert other.branch.computed > 0
     world.finish(slow)
     world.step()
-    assert urgent.computed == 101
+    assert urgent.branch.computed == 101
 
 
 # -- the cache -------------------------------------------------------------------------------------

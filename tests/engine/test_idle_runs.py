@@ -84,13 +84,13 @@ def test_it_ends_when_anything_comes(make_llm: MakeLLM, checkpoint: Checkpoint) 
             llm.reset_prefix_cache()
             run = engine.submit_prefix(long, key=KEY, only_idle=True)
             engine.step()
-            assert (run.work.computed, run.finished) == (16, False)
+            assert (run.branch.computed, run.finished) == (16, False)
             other = start()
-            assert run.finish_reason == "cancelled"
+            assert run.output.finish_reason == "cancelled"
             assert not run.succeeded
             engine.step()
             assert other.finished
-            assert engine.yielding is None
+            assert engine.requests.yielding is None
             check(llm)
 
 
@@ -116,9 +116,9 @@ def test_others_that_want_room_get_it(make_llm: MakeLLM, llama: Checkpoint) -> N
     run = engine.submit_prefix(ids(200), key=KEY, only_idle=True)
     for _ in range(3):
         engine.step()
-    assert run.work.computed == 192
+    assert run.branch.computed == 192
     llm.executor.prefill(PrefillInput(input_ids=torch.tensor([random_tokens(150, seed=1)])))
-    assert run.finish_reason == "cancelled"
+    assert run.output.finish_reason == "cancelled"
     engine.runner.state.check()
 
 
@@ -133,11 +133,11 @@ def diverging(llm: LLM, model: Checkpoint) -> None:
     with llm.session(first) as session:
         prompt = np.array([*other, 1, 2], dtype=np.int64)
         request = engine.submit(prompt, greedy(4), session=session._state)[0]
-        assert request.work.num_cached == len(other)
+        assert request.seat.reuse.cached == len(other)
         check(llm)
         engine.run([request])
-        assert request.output_ids == model.greedy(prompt.tolist(), 4)
-        assert session.tokens == [*prompt.tolist(), *request.output_ids]
+        assert request.output.token_ids == model.greedy(prompt.tolist(), 4)
+        assert session.tokens == [*prompt.tolist(), *request.output.token_ids]
         check(llm)
         # A run that is cancelled leaves the session as it was, whatever it went on from.
         before = session.tokens

@@ -107,18 +107,18 @@ def test_a_request_that_is_inexact_from_a_token_on(make_llm: MakeLLM, llama: Che
     engine = engine_of(llm)
     requests = engine.submit(np.array(PROMPT), greedy(5, n=2), key=cache_key(None))
     engine.step()
-    work = requests[0].work
+    work = requests[0].branch
     assert work.computed == EXACT
     work.origin = Origin(inexact_from=EXACT)
-    while not requests[0].output_ids:
+    while not requests[0].output.token_ids:
         engine.step()
     assert engine.cache is not None
     assert engine.cache.peek(PROMPT, cache_key(None)) == EXACT
-    assert requests[1].work.origin == work.origin, "samples of one prompt"
-    engine.scheduler.preempt(work)
+    assert requests[1].branch.origin == work.origin, "samples of one prompt"
+    engine.scheduler.preempt(requests[0])
     assert work.origin.exact, "it runs again"
     engine.run(requests)
-    every = [[*PROMPT, *one.output_ids] for one in requests]
+    every = [[*PROMPT, *one.output.token_ids] for one in requests]
     assert engine.cache.peek(every[0], cache_key(None)) == len(every[0]) - 1
     squeeze(llm)
     check(llm)
@@ -127,7 +127,7 @@ def test_a_request_that_is_inexact_from_a_token_on(make_llm: MakeLLM, llama: Che
     memory_of(llm).clear_now()
     (request,) = engine.submit(np.array(PROMPT[::-1]), greedy(5), key=cache_key(None))
     engine.step()
-    request.work.origin = Origin(inexact_from=EXACT)
+    request.branch.origin = Origin(inexact_from=EXACT)
     engine.run([request])
     assert engine.cache.peek(PROMPT[::-1], cache_key(None)) == EXACT
     squeeze(llm)
@@ -140,7 +140,7 @@ def test_pins_hold_the_exact_part(make_llm: MakeLLM, llama: Checkpoint) -> None:
     hints = CacheHints(pins=[Pin(tokens=30)])
     (request,) = engine.submit(np.array(PROMPT), greedy(2), key=cache_key(None), hints=hints)
     engine.step()
-    request.work.origin = Origin(inexact_from=EXACT)
+    request.branch.origin = Origin(inexact_from=EXACT)
     engine.run([request])
     assert request.hints is not None
     assert [(one.done, one.tokens) for one in request.hints.results] == [(True, EXACT)]

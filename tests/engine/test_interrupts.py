@@ -263,8 +263,7 @@ def assert_whole(bed: Bed, what: str) -> None:
     """All books are right, nothing is under way, and the session and the model go on as ever."""
     engine = engine_of(bed.llm)
     engine.orphans.bury()  # what belongs to nobody any more
-    assert not engine._by_id, what
-    assert not engine._requests, what
+    assert not engine.requests.by_id, what
     assert engine.scheduler.idle, what
     executor = bed.llm.executor
     assert not executor._operations.busy, what
@@ -604,7 +603,7 @@ def test_cancelled_tasks(model: Checkpoint, tmp_path: Path) -> None:
             engine, state = llm.engine, llm.engine.runner.state
             await llm.reset_prefix_cache()
             engine.orphans.bury()
-            assert not engine._by_id
+            assert not engine.requests.by_id
             assert not engine.branches.sessions
             assert state.empty()
             return cancelled

@@ -10,11 +10,12 @@ import pytest
 from quire import LLM
 from quire.caller_context import Caller, on_behalf_of
 from quire.engine.key_shares import KeyShares
+from quire.engine.request import Request, Status
 from quire.engine.request_queues import LAG
-from quire.engine.scheduled_request import ScheduledRequest, Status
 from quire.engine.scheduler import HEADROOM, OVERTAKING
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, token_ids
+from .made_requests import MaskInTheMaking
 from .test_scheduler import World
 
 
@@ -23,37 +24,37 @@ class Clients:
 
     def __init__(self, **options: int) -> None:
         self.world = World(caching=False, **options)
-        self.ends: dict[ScheduledRequest, int] = {}
+        self.ends: dict[Request, int] = {}
         self.computed: Counter[str] = Counter()
-        self.live: dict[ScheduledRequest, None] = {}
-        self.waits: dict[ScheduledRequest, int] = {}
+        self.live: dict[Request, None] = {}
+        self.waits: dict[Request, int] = {}
         """Steps before the first token."""
 
     def weigh(self, **weights: float) -> None:
         for key, weight in weights.items():
             self.world.scheduler.queues.shares.set_weight(key, weight)
 
-    def submit(self, owner: str, prompt: int, output: int = 1, **options: object) -> ScheduledRequest:
+    def submit(self, owner: str, prompt: int, output: int = 1, **options: object) -> Request:
         request = self.world.submit(prompt, owner=owner, **options)
         self.ends[request], self.waits[request], self.live[request] = prompt + output, 0, None
         return request
 
     def step(self) -> Counter[str]:
         """Run a step. Return how many tokens it had for each key."""
-        scheduler, new = self.world.scheduler, [one for one in self.live if not one.admitted]
+        scheduler, new = self.world.scheduler, [one for one in self.live if not one.seat.admitted]
         preempted = scheduler.num_preemptions
         scheduled = self.world.step()
         assert not scheduled.failed
         tokens: Counter[str] = Counter()
         for request, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True):
-            tokens[request.owner] += len(chunk.tokens)
+            tokens[request.asked.owner] += len(chunk.tokens)
         assert len(scheduled.requests) <= scheduler.limits.max_num_seqs
         if tokens.total() < scheduler.limits.max_num_batched_tokens and preempted == scheduler.num_preemptions:
             self.check_that_none_fits()
         for request in new:
             self.waits[request] += request not in scheduled.requests
         for request in scheduled.requests:
-            if len(request.tokens) > self.ends[request]:
+            if len(request.branch.tokens) > self.ends[request]:
                 self.world.finish(request)
                 del self.live[request]
         self.computed += tokens
@@ -65,13 +66,15 @@ class Clients:
         scheduler, pages = self.world.scheduler, self.world.pages
         if len(scheduler.running) >= scheduler.limits.max_num_seqs:
             return
-        if any(scheduler._steps - (one.short_since or scheduler._steps) >= OVERTAKING for one in scheduler.waiting):
+        if any(
+            scheduler._steps - (one.seat.short_since or scheduler._steps) >= OVERTAKING for one in scheduler.waiting
+        ):
             return
-        for key in {one.owner for one in scheduler.waiting}:
-            first = next(one for one in scheduler.waiting if one.owner == key)
-            room = HEADROOM if first.num_preemptions else 0
-            growth = sum(pages.grown(one.seq, one.remaining + room) for one in scheduler.running)
-            lacking = growth + -(-len(first.tokens) // pages.SIZE) - (pages.num_pages - pages.used)
+        for key in {one.asked.owner for one in scheduler.waiting}:
+            first = next(one for one in scheduler.waiting if one.asked.owner == key)
+            room = HEADROOM if first.seat.num_preemptions else 0
+            growth = sum(pages.grown(one.branch.seq, one.branch.remaining + room) for one in scheduler.running)
+            lacking = growth + -(-len(first.branch.tokens) // pages.SIZE) - (pages.num_pages - pages.used)
             assert lacking > 0, key
 
 
@@ -81,7 +84,7 @@ def test_a_long_prompt_of_one_key_keeps_no_small_one_out() -> None:
     clients.step()
     small = clients.submit("b", 20)
     assert clients.step() == {"b": 20, "a": 12}
-    assert small.status is Status.RUNNING
+    assert small.seat.status is Status.RUNNING
     assert clients.step() == {"b": 1, "a": 31}
 
 
@@ -94,24 +97,28 @@ def test_a_thousand_requests_of_one_key_do_not_hold_another_up() -> None:
         small = clients.submit("b", 12, 2)
         for _ in range(2):
             clients.step()
-        assert small.computed, "it starts within two steps"
-        while small.status is not Status.FINISHED:
+        assert small.branch.computed, "it starts within two steps"
+        while small.seat.status is not Status.FINISHED:
             clients.step()
-        displaced = [one for one in crowd if one.num_preemptions]
+        displaced = [one for one in crowd if one.seat.num_preemptions]
         assert displaced
-        assert all(one.seq is not None and one.computed for one in displaced if one.status is not Status.FINISHED)
+        assert all(
+            one.branch.seq is not None and one.branch.computed
+            for one in displaced
+            if one.seat.status is not Status.FINISHED
+        )
 
 
 def test_places_that_a_key_cannot_use_are_not_kept_for_it() -> None:
     clients = Clients(num_pages=1000, seqs=4, budget=64)
-    ready = [False]
-    late = [clients.submit("a", 8, 30, is_ready=lambda: ready[0]) for _ in range(4)]
+    mask = MaskInTheMaking()
+    late = [clients.submit("a", 8, 30, awaits_mask=True, matcher=mask) for _ in range(4)]
     crowd = [clients.submit("b", 8, 30) for _ in range(6)]
     assert clients.step() == {"b": 32}
-    ready[0] = True
+    mask.ready = True
     clients.step()
-    assert [one.admitted for one in late] == [True, True, False, False]
-    assert sum(one.num_preemptions for one in crowd) == 2
+    assert [one.seat.admitted for one in late] == [True, True, False, False]
+    assert sum(one.seat.num_preemptions for one in crowd) == 2
 
 
 def test_pages_of_a_key_that_holds_all_are_taken() -> None:
@@ -123,9 +130,9 @@ def test_pages_of_a_key_that_holds_all_are_taken() -> None:
     small = clients.submit("b", 16, 4)
     for _ in range(2):
         clients.step()
-    assert small.computed
-    victims = [one for one in clients.ends if one.num_preemptions]
-    assert {one.owner for one in victims} == {"a"}
+    assert small.branch.computed
+    victims = [one for one in clients.ends if one.seat.num_preemptions]
+    assert {one.asked.owner for one in victims} == {"a"}
 
 
 def test_one_request_that_holds_all_is_preempted_once_and_then_ends() -> None:
@@ -134,12 +141,12 @@ def test_one_request_that_holds_all_is_preempted_once_and_then_ends() -> None:
     clients.step()
     clients.step()
     for _ in range(200):
-        if giant.status is Status.FINISHED:
+        if giant.seat.status is Status.FINISHED:
             break
-        if sum(one.owner == "b" for one in clients.live) < 2:
+        if sum(one.asked.owner == "b" for one in clients.live) < 2:
             clients.submit("b", 30, 5)
         clients.step()
-    assert (giant.status, giant.num_preemptions) == (Status.FINISHED, 1)
+    assert (giant.seat.status, giant.seat.num_preemptions) == (Status.FINISHED, 1)
 
 
 def test_priorities_order_the_requests_of_a_key_only() -> None:
@@ -150,7 +157,7 @@ def test_priorities_order_the_requests_of_a_key_only() -> None:
     small, later = clients.submit("b", 8), clients.submit("b", 8, priority=-1)
     for _ in range(2):
         clients.step()
-    assert (later.admitted, small.admitted) == (True, False)
+    assert (later.seat.admitted, small.seat.admitted) == (True, False)
 
 
 def test_more_keys_than_places_take_turns() -> None:
@@ -172,7 +179,7 @@ def test_shares_of_steps_are_as_the_weights(weights: dict[str, float], prompt: i
     steps = 400
     for _ in range(steps):
         for key in weights:
-            while sum(one.owner == key for one in clients.live) < 20:
+            while sum(one.asked.owner == key for one in clients.live) < 20:
                 clients.submit(key, int(rng.integers(prompt // 2, 2 * prompt)), int(rng.integers(1, 2 * output)))
         clients.step()
     total, whole = clients.computed.total(), sum(weights.values())
@@ -189,12 +196,12 @@ def test_random_arrivals() -> None:
         seqs, budget = int(rng.integers(4, 12)), int(rng.integers(16, 80))
         clients = Clients(num_pages=int(rng.integers(150, 400)), seqs=seqs, budget=budget)
         keys = "abcd"[: int(rng.integers(2, 5))]
-        small: set[ScheduledRequest] = set()
+        small: set[Request] = set()
         for step in range(400):
             for key in keys[1:]:
                 for _ in range(int(rng.poisson(0.2)) if trial % 3 else 0):
                     clients.submit(key, int(rng.integers(1, 120)), int(rng.integers(1, 30)))
-            if step % 7 == 0 and len([one for one in clients.live if one.owner == "a"]) < 1:
+            if step % 7 == 0 and len([one for one in clients.live if one.asked.owner == "a"]) < 1:
                 small.add(clients.submit("a", int(rng.integers(1, budget // 2)), 3))
             if step == 3:
                 for _ in range(60):
@@ -256,14 +263,16 @@ def crowd(llm: LLM, pool_of_one: bool) -> None:
     for _ in range(2):
         engine.step()
         check(llm)
-    assert any(one.output_ids or one.work.computed for one in requests[8:]), "a small one starts within two steps"
-    victims = [one for one in requests if one.work.num_preemptions]
-    assert {one.work.owner for one in victims} == {"a"}
-    assert pool_of_one or all(one.work.seq is not None for one in victims if one.work.status is Status.WAITING)
+    assert any(one.output.token_ids or one.branch.computed for one in requests[8:]), (
+        "a small one starts within two steps"
+    )
+    victims = [one for one in requests if one.seat.num_preemptions]
+    assert {one.asked.owner for one in victims} == {"a"}
+    assert pool_of_one or all(one.branch.seq is not None for one in victims if one.seat.status is Status.WAITING)
     while engine.has_work:
         engine.step()
         check(llm)
-    found = [(prompt, request.output_ids) for prompt, request in zip([*prompts, *late], requests, strict=True)]
+    found = [(prompt, request.output.token_ids) for prompt, request in zip([*prompts, *late], requests, strict=True)]
     alone = llm.generate([prompt for prompt, _ in found], [greedy(len(ids)) for _, ids in found])
     assert [len(ids) for _, ids in found] == [12] * 8 + [4] * 2
     assert [ids for _, ids in found] == token_ids(alone)

@@ -208,8 +208,8 @@ def test_unloaded_and_loaded_while_others_run(
         engine_of(llm).step()
         steps += 1
         (llm.load_adapter if steps % 2 else lambda name, _: llm.unload_adapter(name))("other", directories["two"])
-    assert requests[0].output_ids == list(alone)
-    assert requests[1].output_ids[:NEW] == texts[None]
+    assert requests[0].output.token_ids == list(alone)
+    assert requests[1].output.token_ids[:NEW] == texts[None]
     check(llm)
 
 

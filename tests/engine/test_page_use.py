@@ -23,7 +23,7 @@ def kinds_of_pages(llm: LLM) -> list[list[str]]:
     engine = engine_of(llm)
     state, cache = engine.runner.state, engine.cache
     sessions = list(engine.branches.sessions.values())
-    pinned = {one.request.work.seq if one.request else one.seq for one in sessions if one.pinned or one.modified}
+    pinned = {one.request.branch.seq if one.request else one.seq for one in sessions if one.pinned or one.modified}
     pinned |= engine.branches.written()
     idle = {one.seq for one in sessions if not (one.request or one.pinned or one.modified)}
     cached = set() if cache is None else {seq for seq, entry in cache._entries.items() if not entry.live}

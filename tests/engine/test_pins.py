@@ -12,7 +12,7 @@ import torch
 
 from quire import LLM, FailedPrecondition, ResourceExhausted
 from quire.engine import session_generation
-from quire.engine.sequence_request import SequenceRequest
+from quire.engine.request import Request
 from quire.engine.session import Session
 from quire.errors import PoolExhausted, QuotaExceeded
 from quire.hints import PinAccount
@@ -29,7 +29,7 @@ def pages_of(llm: LLM, sessions: Iterable[Session]) -> list[int]:
     seqs = []
     for session in sessions:
         request = session._state.request
-        found = [session._state.seq] if request is None else [request.work.seq, request.way_back]
+        found = [session._state.seq] if request is None else [request.branch.seq, request.branch.way_back]
         seqs += [seq for seq in found if seq is not None]
     counts = []
     for index in range(len(state.table.pools)):
@@ -60,7 +60,7 @@ class Life:
         self.llm, self.rng = llm, random.Random(seed)
         self.accounts = [PinAccount(share=self.SHARE, total=self.TOTAL) for _ in range(2)]
         self.sessions: list[Session] = []
-        self.running: list[tuple[Session, SequenceRequest]] = []
+        self.running: list[tuple[Session, Request]] = []
         self.refused: set[type[Exception]] = set()
 
     def look(self) -> None:
@@ -80,7 +80,7 @@ class Life:
             self.look()
         for session, request in [one for one in self.running if one[1].finished]:
             # What is pinned takes its room from others.
-            assert request.error is None or not session.pinned
+            assert request.output.error is None or not session.pinned
             self.running.remove((session, request))
 
     def act(self, session: Session | None) -> None:

@@ -135,7 +135,7 @@ def test_preempted(make_llm: MakeLLM, llama: Checkpoint, at: int) -> None:
     (request,) = engine.submit(np.array(PROMPT), greedy(6, prompt_logprobs=2))
     for _ in range(at):
         engine.step()
-    engine.scheduler.preempt(request.work)
+    engine.scheduler.preempt(request)
     engine.run([request])
     output = request_output([request], None)
     assert output.metrics.num_preemptions == 1

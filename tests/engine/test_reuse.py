@@ -14,12 +14,13 @@ from tests.engine.test_stored_state import force, squeeze
 from quire import LLM, Reuse
 from quire.branches.history import TokenHistory
 from quire.engine.miss_search import KEYS, QUOTED
+from quire.engine.request import Request
 from quire.engine.request_outputs import reuse_of
 from quire.engine.reuse_note import ReuseNote
-from quire.engine.scheduled_request import ScheduledRequest
 from quire.outputs import MISSES, TIERS, Miss, RequestOutput
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, random_tokens, record
+from .made_requests import made_request
 
 __all__ = ["directories", "folder"]
 
@@ -179,9 +180,9 @@ def test_what_a_store_says(small: LLM, monkeypatch: pytest.MonkeyPatch, reason: 
     attach = scheduler._attach
     length: int | None = 55
 
-    def attach_and_note(request: ScheduledRequest) -> None:
+    def attach_and_note(request: Request) -> None:
         attach(request)
-        request.reuse_note.miss(reason, length)
+        request.seat.reuse.miss(reason, length)
 
     ask(small, PROMPT)
     squeeze(small)
@@ -393,6 +394,6 @@ def test_a_stream_of_a_session_tells_it_at_its_end(small: LLM) -> None:
 
 
 def test_images_are_not_quoted() -> None:
-    work = ScheduledRequest(tokens=TokenHistory([1, 2, -900, 4]))
-    work.reuse_note.miss(Miss.OTHER_TEXT, 1, TokenHistory([-800, 5, 6]).ids)
-    assert reuse_of(work, None).quote == " ([2, 4] here, [5, 6] there)"
+    request = made_request([1, 2, -900, 4])
+    request.seat.reuse.miss(Miss.OTHER_TEXT, 1, TokenHistory([-800, 5, 6]).ids)
+    assert reuse_of(request, None).quote == " ([2, 4] here, [5, 6] there)"

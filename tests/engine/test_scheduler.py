@@ -7,13 +7,16 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import pytest
 
-from quire.branches.history import TokenHistory, common_prefix
+from quire.branches.history import common_prefix
 from quire.branches.prefix_cache import RadixCache
-from quire.engine.scheduled_request import ScheduledRequest, Status
+from quire.engine.request import Request, Status
+from quire.engine.request_queues import RequestQueues
 from quire.engine.scheduler import Scheduler
 from quire.engine.step_draft import Limits, Scheduled
 from quire.errors import ResourceExhausted
 from quire.types import BASE, AdapterRuns, Add, Edit, Fork, Pop, Remove
+
+from .made_requests import MaskInTheMaking, made_request
 
 
 class Pages:
@@ -95,29 +98,33 @@ class World:
         self.pages = Pages(num_pages)
         self.cache = RadixCache() if caching else None
         self.next = 0
+        self.judge = fits
         self.scheduler = Scheduler(
             self.pages,
-            limits=Limits(max_num_seqs=seqs, max_num_batched_tokens=budget),
-            apply=self.pages.apply,
-            reclaim=self.reclaim,
-            new_seq=self.new_seq,
+            queues=RequestQueues(Limits(max_num_seqs=seqs, max_num_batched_tokens=budget)),
+            pool=self,
             cache=self.cache,
-            fits=fits,
         )
 
     def new_seq(self) -> int:
         self.next += 1
         return self.next
 
-    def reclaim(self) -> bool:
+    def apply(self, edit: Edit) -> None:
+        self.pages.apply(edit)
+
+    def fits(self, adapters: Collection[int]) -> bool:
+        return self.judge is None or self.judge(adapters)
+
+    def make_room(self) -> bool:
         seq = None if self.cache is None else self.cache.evict()
         if seq is not None:
             self.pages.apply(Remove(seq))
         return seq is not None
 
-    def submit(self, tokens: Sequence[int] | int, **options: object) -> ScheduledRequest:
+    def submit(self, tokens: Sequence[int] | int, **options: object) -> Request:
         ids = np.arange(tokens) + 1000 * self.next if isinstance(tokens, int) else np.array(tokens)
-        request = ScheduledRequest(tokens=TokenHistory(ids), **options)  # type: ignore[arg-type]
+        request = made_request(ids, **options)
         self.next += 1
         self.scheduler.submit(request)
         return request
@@ -127,22 +134,26 @@ class World:
         self.pages.run(scheduled)
         self.scheduler.computed(scheduled)
         for request in scheduled.requests:
-            assert request.seq is not None
-            assert request.computed == self.pages.lengths[request.seq]
-            if not request.remaining:
-                if self.cache is not None and request.cacheable and request.seq not in self.cache:
-                    for seq in self.cache.insert(request.seq, request.tokens.ids, request.key, live=True):
+            assert request.branch.seq is not None
+            assert request.branch.computed == self.pages.lengths[request.branch.seq]
+            if not request.branch.remaining:
+                if self.cache is not None and request.branch.cacheable and request.branch.seq not in self.cache:
+                    for seq in self.cache.insert(
+                        request.branch.seq, request.branch.tokens.ids, request.branch.key, live=True
+                    ):
                         self.pages.apply(Remove(seq))
-                request.tokens.append(7)
+                request.branch.tokens.append(7)
         return scheduled
 
-    def finish(self, request: ScheduledRequest) -> None:
+    def finish(self, request: Request) -> None:
         self.scheduler.finish(request)
-        if request.seq is None:
+        if request.branch.seq is None:
             return
-        gone = [request.seq]
+        gone = [request.branch.seq]
         if self.cache is not None:
-            gone = self.cache.insert(request.seq, request.tokens.ids[: request.computed], request.key)
+            gone = self.cache.insert(
+                request.branch.seq, request.branch.tokens.ids[: request.branch.computed], request.branch.key
+            )
         for seq in gone:
             self.pages.apply(Remove(seq))
 
@@ -169,7 +180,7 @@ def test_decodes_come_first_and_prompts_are_cut() -> None:
     scheduled = world.step()
     assert counts(scheduled) == [1, 3]
     assert [chunk.logits for chunk in scheduled.step.chunks] == ["last", "last"]
-    assert (first.computed, second.computed) == (9, 25)
+    assert (first.branch.computed, second.branch.computed) == (9, 25)
 
 
 def test_first_come_first_served() -> None:
@@ -185,7 +196,7 @@ def test_admission_leaves_room_for_what_running_prompts_still_need() -> None:
     first = world.submit(32)  # 8 pages, of which this step takes 2
     second = world.submit(20)
     assert world.step().requests == (first,)
-    assert (second.seq, second.status) == (None, Status.WAITING)
+    assert (second.branch.seq, second.seat.status) == (None, Status.WAITING)
     for _ in range(3):
         world.step()
     world.finish(first)
@@ -198,7 +209,7 @@ def test_a_blocked_request_is_not_overtaken() -> None:
     world.submit(30)
     long, short = world.submit(20), world.submit(2)
     world.step()
-    assert (long.seq, short.seq) == (None, None)
+    assert (long.branch.seq, short.branch.seq) == (None, None)
 
 
 def test_the_youngest_is_preempted_and_comes_back_first() -> None:
@@ -208,12 +219,17 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
     late = world.submit(2)
     world.step()
     world.step()
-    assert (young.status, young.seq, young.computed, young.num_preemptions) == (Status.WAITING, None, 0, 1)
+    assert (young.seat.status, young.branch.seq, young.branch.computed, young.seat.num_preemptions) == (
+        Status.WAITING,
+        None,
+        0,
+        1,
+    )
     assert world.scheduler.running == [old]
     assert world.scheduler.waiting == [young, late]
     world.finish(old)
     assert world.step().requests[0] is young
-    assert young.computed == len(young.tokens) - 1
+    assert young.branch.computed == len(young.branch.tokens) - 1
 
 
 def test_pinned_state_is_never_given_up() -> None:
@@ -222,7 +238,7 @@ def test_pinned_state_is_never_given_up() -> None:
     world.step()
     world.step()
     world.step()
-    assert (old.status, young.status) == (Status.WAITING, Status.RUNNING)
+    assert (old.seat.status, young.seat.status) == (Status.WAITING, Status.RUNNING)
 
 
 def test_alone_without_room_is_an_error() -> None:
@@ -247,14 +263,14 @@ def test_equal_prompts_wait_for_the_first() -> None:
     other_key, other = world.submit(prompt, key="salt"), world.submit([5, 6])
     assert world.step().requests == (first,)
     world.step()
-    assert second.seq is None
+    assert second.branch.seq is None
     # The same tokens under another key are computed beside it.
     world.step()
     world.step()
-    assert second.num_cached == 60
+    assert second.seat.reuse.cached == 60
     world.step()
-    assert (other_key.num_cached, other.num_cached) == (0, 0)
-    assert other.computed
+    assert (other_key.seat.reuse.cached, other.seat.reuse.cached) == (0, 0)
+    assert other.branch.computed
 
 
 def test_equal_prompts_under_other_keys_do_not_wait() -> None:
@@ -267,15 +283,15 @@ def test_waiting_requests_with_state_give_it_up() -> None:
     world = World(num_pages=6, caching=False)
     runner = world.submit(16)
     world.step()
-    waiting = ScheduledRequest(tokens=TokenHistory(range(9)), seq=77, computed=8)
+    waiting = made_request(range(9), seq=77, computed=8)
     world.pages.apply(Add(77))
     world.pages.held[77], world.pages.lengths[77] = [object(), object()], 8
     world.scheduler.limits = Limits(max_num_seqs=1, max_num_batched_tokens=64)
     world.scheduler.submit(waiting)
     for _ in range(4):
         world.step()
-    assert (waiting.seq, waiting.computed) == (None, 0)
-    assert runner.status is Status.RUNNING
+    assert (waiting.branch.seq, waiting.branch.computed) == (None, 0)
+    assert runner.seat.status is Status.RUNNING
 
 
 def test_what_a_blocked_request_found_stays_findable() -> None:
@@ -289,12 +305,12 @@ def test_what_a_blocked_request_found_stays_findable() -> None:
     blocked = world.submit([*prompt, *range(100, 112)])
     for _ in range(3):
         world.step()
-    assert blocked.seq is None
+    assert blocked.branch.seq is None
     assert world.cache is not None
     assert world.cache.peek(prompt, None) == 20
     world.finish(busy)
     world.step()
-    assert blocked.num_cached == 20
+    assert blocked.seat.reuse.cached == 20
 
 
 def test_cached_sequences_make_room() -> None:
@@ -302,7 +318,7 @@ def test_cached_sequences_make_room() -> None:
     for _ in range(10):
         request = world.submit(20)
         world.step()
-        assert request.computed == 20
+        assert request.branch.computed == 20
         world.finish(request)
     assert world.pages.used <= 8
 
@@ -316,7 +332,7 @@ def test_fresh_tokens_are_run_whatever_is_cached() -> None:
     for fresh, cached in ((0, 0), (10, 10), (None, 29)):
         request = world.submit(prompt, fresh_from=fresh, wants="all")
         world.step()
-        assert request.num_cached == cached
+        assert request.seat.reuse.cached == cached
         world.finish(request)
 
 
@@ -329,12 +345,12 @@ def test_random_load_finishes() -> None:
             scheduled = world.step()
             assert not scheduled.failed
             for request in scheduled.requests:
-                if len(request.tokens) > targets[request]:
+                if len(request.branch.tokens) > targets[request]:
                     world.finish(request)
             if world.scheduler.idle:
                 break
         assert world.scheduler.idle
-        assert all(request.status is Status.FINISHED for request in targets)
+        assert all(request.seat.status is Status.FINISHED for request in targets)
 
 
 # -- adapters --------------------------------------------------------------------------------------
@@ -368,7 +384,7 @@ def test_a_chunk_ends_where_the_adapter_changes(wants: str) -> None:
     last = ["none"] * 3 + ["last"] if wants == "last" else [wants] * 4
     assert [chunk.logits for chunk in chunks] == last
     assert world.step().step.chunks[0].adapter == 2, "it goes on under the last one"
-    assert request.computed == 21
+    assert request.branch.computed == 21
 
 
 def test_adapters_that_do_not_fit_together_take_turns() -> None:
@@ -376,12 +392,12 @@ def test_adapters_that_do_not_fit_together_take_turns() -> None:
     first, second = world.submit(5, runs=one(1)), world.submit(5, runs=one(2))
     base, third = world.submit(5), world.submit(5, runs=one(1))
     assert world.step().requests == (first, base), "the third would overtake the second"
-    assert (second.seq, third.seq) == (None, None), "who waits holds nothing"
+    assert (second.branch.seq, third.branch.seq) == (None, None), "who waits holds nothing"
     fourth = world.submit(5)
     assert set(world.step().requests) == {first, base, fourth}
     world.finish(first)
     assert second in world.step().requests
-    assert third.status is Status.WAITING
+    assert third.seat.status is Status.WAITING
     world.finish(second)
     assert third in world.step().requests
 
@@ -390,11 +406,11 @@ def test_who_is_not_ready_keeps_no_room_for_its_adapter() -> None:
     world = World(fits=at_most(1))
     first, second = world.submit(5, runs=one(1)), world.submit(5, runs=one(2))
     assert world.step().requests == (first,)
-    ready = [False]
-    first.is_ready = lambda: ready[0]
+    mask = MaskInTheMaking()
+    first.output.awaits_mask, first.output.matcher = True, mask  # type: ignore[assignment]
     assert world.step().requests == (second,)
     assert world.step().requests == (second,)
-    ready[0] = True
+    mask.ready = True
     assert world.step().requests == (first,)
 
 
@@ -405,10 +421,10 @@ def test_a_running_request_that_waits_for_its_adapter_is_not_overtaken() -> None
     late, base = world.submit(4, runs=one(1)), world.submit(4)
     for _ in range(3):
         assert changing not in world.step().requests
-    assert (late.status, base.status, changing.computed) == (Status.WAITING, Status.RUNNING, 3)
+    assert (late.seat.status, base.seat.status, changing.branch.computed) == (Status.WAITING, Status.RUNNING, 3)
     world.finish(first)
     assert changing in world.step().requests
-    assert late.status is Status.WAITING
+    assert late.seat.status is Status.WAITING
     world.finish(changing)
     assert late in world.step().requests
 
@@ -417,7 +433,7 @@ def test_what_was_found_may_end_under_an_adapter_that_does_not_fit() -> None:
     world = World(fits=at_most(1))
     runs, prompt = under((0, 1), (8, 2)), list(range(20))
     done = world.submit(prompt, runs=runs, key="runs")
-    while done.remaining != 1 or done.computed < 20:
+    while done.branch.remaining != 1 or done.branch.computed < 20:
         world.step()
     world.finish(done)
     busy = world.submit(5, runs=one(1))
@@ -425,10 +441,10 @@ def test_what_was_found_may_end_under_an_adapter_that_does_not_fit() -> None:
     waiting = world.submit(prompt, runs=runs, key="runs")
     for _ in range(3):
         assert world.step().requests == (busy,)
-    assert (waiting.seq, waiting.computed, waiting.status) == (None, 0, Status.WAITING)
+    assert (waiting.branch.seq, waiting.branch.computed, waiting.seat.status) == (None, 0, Status.WAITING)
     world.finish(busy)
     assert world.step().requests == (waiting,)
-    assert waiting.num_cached == 19
+    assert waiting.seat.reuse.cached == 19
 
 
 def test_random_adapters_finish_in_order() -> None:
@@ -438,7 +454,7 @@ def test_random_adapters_finish_in_order() -> None:
         world = World(
             num_pages=int(rng.integers(10, 24)), budget=int(rng.integers(1, 40)), caching=False, fits=at_most(most)
         )
-        targets: dict[ScheduledRequest, int] = {}
+        targets: dict[Request, int] = {}
         for prompt, extra in rng.integers(1, 15, (14, 2)):
             adapters = [None if one_ == 0 else int(one_) for one_ in rng.integers(0, 6, 2)]
             runs = one(adapters[0]) if trial % 2 else one(adapters[0]).then(int(rng.integers(0, prompt)), adapters[1])
@@ -450,11 +466,11 @@ def test_random_adapters_finish_in_order() -> None:
             used = {chunk.adapter for chunk in scheduled.step.chunks} - {None}
             assert len(used) <= most
             for request, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True):
-                start = request.computed - len(chunk.tokens)
-                assert {request.runs.at(at) for at in range(start, request.computed)} == {chunk.adapter}
-                if request.runs.ids and request.arrival not in order:
-                    order.append(request.arrival)
-                if len(request.tokens) > targets[request]:
+                start = request.branch.computed - len(chunk.tokens)
+                assert {request.branch.runs.at(at) for at in range(start, request.branch.computed)} == {chunk.adapter}
+                if request.branch.runs.ids and request.seat.arrival not in order:
+                    order.append(request.seat.arrival)
+                if len(request.branch.tokens) > targets[request]:
                     world.finish(request)
             if world.scheduler.idle:
                 break

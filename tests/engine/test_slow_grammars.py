@@ -20,7 +20,7 @@ from quire.engine import slow_masks
 from quire.engine.engine import Engine
 from quire.engine.grammar_matcher import GRAMMAR_ENDED, GrammarMatcher
 from quire.engine.grammars import Grammars
-from quire.engine.sequence_request import SequenceRequest
+from quire.engine.request import Request
 from quire.engine.slow_masks import SHARE, Coming, SlowMasks
 from quire.engine.tokenizer import Tokenizer
 from quire.ops.filters import Words
@@ -58,15 +58,15 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened.set()
 
 
-def submit(engine: Engine, params: SamplingParams, seed: int = 0) -> SequenceRequest:
+def submit(engine: Engine, params: SamplingParams, seed: int = 0) -> Request:
     (request,) = engine.submit(np.array(random_tokens(20, seed=seed)), params)
     return request
 
 
-def begun(engine: Engine, *requests: SequenceRequest) -> None:
+def begun(engine: Engine, *requests: Request) -> None:
     """Step until each has a token."""
     for _ in range(4):
-        if all(request.output_ids for request in requests):
+        if all(request.output.token_ids for request in requests):
             return
         engine.step()
     raise AssertionError("a prompt of 20 tokens takes no 4 steps")
@@ -171,15 +171,15 @@ def test_others_go_on_while_a_mask_is_made(
     quick = submit(engine, greedy(30), seed=1)
     for _ in range(31):
         engine.step()
-    assert quick.finish_reason == "length"
-    assert len(slow.output_ids) == 1
+    assert quick.output.finish_reason == "length"
+    assert len(slow.output.token_ids) == 1
     assert not slow.finished
     late = submit(engine, greedy(3), seed=2)
     engine.run([late])
-    assert len(slow.output_ids) == 1
+    assert len(slow.output.token_ids) == 1
     gate.set()
     engine.run([slow])
-    assert len(slow.output_ids) == 9
+    assert len(slow.output.token_ids) == 9
     check(llm)
 
 
@@ -195,13 +195,13 @@ def test_one_that_was_preempted_meanwhile(
     engine = engine_of(llm)
     slow = submit(engine, params)
     begun(engine, slow)
-    engine.scheduler.preempt(slow.work)
+    engine.scheduler.preempt(slow)
     quick = submit(engine, greedy(5), seed=1)
     engine.run([quick])
-    assert slow.work in engine.scheduler.waiting
+    assert slow in engine.scheduler.waiting
     gate.set()
     engine.run([slow])
-    assert [(slow.output_ids, slow.finish_reason)] == expected[0]
+    assert [(slow.output.token_ids, slow.output.finish_reason)] == expected[0]
     check(llm)
 
 
@@ -214,7 +214,7 @@ def test_it_may_end_while_its_mask_is_made(
     engine = engine_of(llm)
     requests = [submit(engine, greedy(9, structured_outputs={"regex": "[ab]+"}), seed=i) for i in range(2)]
     begun(engine, *requests)
-    queued = requests[1].matcher._coming  # type: ignore[union-attr]
+    queued = requests[1].output.matcher._coming  # type: ignore[union-attr]
     assert not queued.ready  # type: ignore[union-attr]
     if way == "cancel":
         for request in requests:
@@ -224,7 +224,7 @@ def test_it_may_end_while_its_mask_is_made(
         llm.close()
     else:
         engine.end(requests)
-    assert [request.finish_reason for request in requests] == ["cancelled"] * 2
+    assert [request.output.finish_reason for request in requests] == ["cancelled"] * 2
     assert queued.dropped  # type: ignore[union-attr]
     check(llm)
 
@@ -252,7 +252,7 @@ def test_with_nothing_else_to_do_it_waits(
     assert waits == [False] * 3
     gate.set()
     engine.run([slow])
-    assert len(slow.output_ids) == 4
+    assert len(slow.output.token_ids) == 4
 
 
 def test_whether_others_take_part(make_llm: MakeLLM, model: Spelled, all_slow: None, gate: threading.Event) -> None:
@@ -279,10 +279,10 @@ def test_who_waits_for_a_mask_takes_no_seat(
     quick = [submit(engine, greedy(5), seed=2 + i) for i in range(3)]
     recorder = record(llm)
     engine.run(quick)
-    assert [len(request.output_ids) for request in slow] == [1, 1]
+    assert [len(request.output.token_ids) for request in slow] == [1, 1]
     gate.set()
     engine.run(slow)
-    assert [len(request.output_ids) for request in slow] == [9, 9]
+    assert [len(request.output.token_ids) for request in slow] == [9, 9]
     assert max(len(step.chunks) for step in recorder.steps) == 2
     check(llm)
 

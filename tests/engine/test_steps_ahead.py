@@ -51,7 +51,7 @@ PROMPT = random_tokens(20)
 def ahead(llm: LLM) -> LLM:
     """Let an LLM on the CPU run ahead, which it does on GPUs only."""
     engine = engine_of(llm)
-    engine.runs_ahead = engine.sampling.later = True
+    engine.stepper.runs_ahead = engine.sampling.later = True
     engine.runner.state.table.slack = 1  # type: ignore[attr-defined]
     engine.sampling.seen = SeenTokens(llm.model.vocab_size, llm.model.device)
     return llm
@@ -128,16 +128,25 @@ def run(llm: LLM, requests: list[dict[str, Any]]) -> list[Any]:
         if len(submitted) == len(requests) and not engine.has_work:
             break
     assert not engine.has_work
-    assert engine._flight is None or all(one.finished for one in engine._flight.drawing.ready)
+    assert engine.stepper.flights.last is None or all(one.finished for one in engine.stepper.flights.last.drawing.ready)
     found = []
     for number, one in enumerate(requests):
         for sample_ in submitted[number]:
             if one["cancel"] is None:
-                found.append((sample_.output_ids, sample_.finish_reason, sample_.stop_reason, sample_.kept))
-                assert len(sample_.logprobs) == (len(sample_.output_ids) if one["params"]["logprobs"] else 0)
-                assert [entry.chosen.token_id for entry in sample_.logprobs] in ([], sample_.output_ids)
+                found.append(
+                    (
+                        sample_.output.token_ids,
+                        sample_.output.finish_reason,
+                        sample_.output.stop_reason,
+                        sample_.output.kept,
+                    )
+                )
+                assert len(sample_.output.logprobs) == (
+                    len(sample_.output.token_ids) if one["params"]["logprobs"] else 0
+                )
+                assert [entry.chosen.token_id for entry in sample_.output.logprobs] in ([], sample_.output.token_ids)
             else:
-                found.append(sample_.finish_reason in ("cancelled", "length", "stop"))
+                found.append(sample_.output.finish_reason in ("cancelled", "length", "stop"))
     return found
 
 
@@ -168,7 +177,7 @@ def test_each_call_gives_the_tokens_of_one_step(make_llm: MakeLLM, llama: Checkp
     lengths = []
     while engine.has_work:
         assert engine.step() == [request]
-        lengths.append(len(request.output_ids))
+        lengths.append(len(request.output.token_ids))
     assert lengths == [1, 2, 3, 4]
 
 
@@ -227,11 +236,11 @@ def test_cancelled_while_a_step_is_under_way(make_llm: MakeLLM, llama: Checkpoin
         engine.step()
     engine.cancel("victim")
     assert victim in engine.step()
-    assert victim.finish_reason == "cancelled"
-    assert len(victim.output_ids) == steps
+    assert victim.output.finish_reason == "cancelled"
+    assert len(victim.output.token_ids) == steps
     check(llm)
     engine.run([other])
-    assert other.output_ids == llama.greedy(random_tokens(9), 12)
+    assert other.output.token_ids == llama.greedy(random_tokens(9), 12)
 
 
 def test_closed_while_a_step_is_under_way(make_llm: MakeLLM, llama: Checkpoint) -> None:
@@ -243,10 +252,10 @@ def test_closed_while_a_step_is_under_way(make_llm: MakeLLM, llama: Checkpoint) 
         engine.step()
     session.close()
     check(llm)
-    assert engine._flight is not None
+    assert engine.stepper.flights.last is not None
     llm.close()
-    assert request.finish_reason == "cancelled"
-    assert engine._flight is None
+    assert request.output.finish_reason == "cancelled"
+    assert engine.stepper.flights.last is None
 
 
 # -- what is drawn ---------------------------------------------------------------------------------
@@ -364,7 +373,7 @@ def test_who_looks_at_the_tokens_holds_all_back(other: str, python_llm: LLM) -> 
         assert token_ids(found) == token_ids(expected)
         assert count(python_llm) == 0
     finally:
-        engine.runs_ahead = engine.sampling.later = False
+        engine.stepper.runs_ahead = engine.sampling.later = False
         engine.sampling.seen = None
 
 
@@ -395,13 +404,13 @@ def test_who_waits_for_pages_is_looked_at_again(make_llm: MakeLLM, llama: Checkp
     for _ in range(2):
         engine.step()
     chooser = DecodesAhead(engine.scheduler, engine.runner.state, None)
-    assert chooser.step([running.work], 1) is not None
-    assert chooser.step([running.work], 2) is None
+    assert chooser.step([running], 1) is not None
+    assert chooser.step([running], 2) is None
     assert chooser.step([], 1) is None
     (waiting,) = engine.submit(array(PROMPT), greedy(3))
-    assert chooser.step([running.work], 1) is None
+    assert chooser.step([running], 1) is None
     engine.scheduler.lacks_room = True
-    found = [chooser.step([running.work], 1) is not None for _ in range(2 * PATIENCE)]
+    found = [chooser.step([running], 1) is not None for _ in range(2 * PATIENCE)]
     assert found == ([True] * (PATIENCE - 1) + [False]) * 2
     engine.run([running, waiting])
 
@@ -485,16 +494,16 @@ def test_an_interrupt_between_steps(make_llm: MakeLLM, llama: Checkpoint) -> Non
     steps = []
 
     def after() -> None:
-        steps.append(len(hit.output_ids))
+        steps.append(len(hit.output.token_ids))
         if len(steps) == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         engine.run([hit], after)
-    assert (hit.finish_reason, steps) == ("cancelled", [1, 2, 3, 4])
+    assert (hit.output.finish_reason, steps) == ("cancelled", [1, 2, 3, 4])
     check(llm)
     engine.run([other])
-    assert other.output_ids == llama.greedy(random_tokens(9), 12)
+    assert other.output.token_ids == llama.greedy(random_tokens(9), 12)
 
 
 @pytest.mark.parametrize("at", ["forward", "take"])
@@ -525,7 +534,7 @@ def test_a_broken_step_draws_the_same_tokens_again(
         engine.step()
     check(llm)
     engine.run([request])
-    assert request.output_ids == expected
+    assert request.output.token_ids == expected
 
 
 # -- beside the rest -------------------------------------------------------------------------------
@@ -562,7 +571,7 @@ def test_streams_and_sessions_of_other_threads(make_llm: MakeLLM) -> None:
         assert fork.to_bytes()
         fork.close()
         check(llm)
-    assert request.text == expected
+    assert request.output.text == expected
 
 
 def test_the_context_ends(make_llm: MakeLLM, llama: Checkpoint) -> None:

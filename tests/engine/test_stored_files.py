@@ -499,7 +499,7 @@ def _work(llm: LLM, prompt: list[int]) -> Any:
 
     (request,) = engine_of(llm).submit(np.array(prompt), greedy(1))
     engine_of(llm).end([request])
-    return request.work
+    return request.branch
 
 
 # -- the conversation suite ------------------------------------------------------------------------

@@ -17,11 +17,13 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.branches.history import TokenHistory
 from quire.branches.move_costs import TO_MEMORY, MoveCosts, Rate
 from quire.branches.object_writer import ObjectWriter, WriteJob
 from quire.branches.state_loads import GET_SECONDS, StateLoad, StateLoader
 from quire.branches.stored_state import StoredState
 from quire.contracts.store import ObjectKind
+from quire.engine.request import RequestBranch
 from quire.engine.request_outputs import request_output
 from quire.engine.request_preparation import cache_key
 from quire.errors import QuireError
@@ -98,29 +100,17 @@ def squeeze(llm: LLM) -> None:
 
 def kept(llm: LLM, tokens: list[int], key: Any = None) -> int:
     """Tokens of a prompt that could come back."""
-    work = engine_of(llm)._sample("probe", 0, _history(tokens), greedy(1), key or cache_key(None), _base(), 1).work
-    return stored_of(llm).reach(work, len(tokens))
-
-
-def _history(tokens: list[int]) -> Any:
-    from quire.branches.history import TokenHistory
-
-    return TokenHistory(tokens)
-
-
-def _base() -> Any:
-    from quire.types import BASE
-
-    return BASE
+    branch = RequestBranch(tokens=TokenHistory(tokens), key=key or cache_key(None))
+    return stored_of(llm).reach(branch, len(tokens))
 
 
 @contextmanager
 def parked(llm: LLM, request: Any) -> Iterator[None]:
     """A preempted request stays out of the queue meanwhile."""
     queues = engine_of(llm).scheduler.queues
-    queues.remove(request.work)
+    queues.remove(request)
     yield
-    queues.wait(request.work)
+    queues.wait(request)
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
@@ -191,14 +181,14 @@ def test_preempted_in_the_middle_of_a_prompt(make_llm: MakeLLM, llama: Checkpoin
     second = engine.submit(np.array(random_tokens(60, seed=1)), greedy(4))
     for _ in range(8):
         engine.step()
-    assert 0 < second[0].work.computed < 60
-    engine.scheduler.preempt(second[0].work)
+    assert 0 < second[0].branch.computed < 60
+    engine.scheduler.preempt(second[0])
     engine.run([*first, *second])
-    assert first[0].output_ids == llama.greedy(random_tokens(40), 30)
-    assert second[0].output_ids == llama.greedy(random_tokens(60, seed=1), 4)
+    assert first[0].output.token_ids == llama.greedy(random_tokens(40), 30)
+    assert second[0].output.token_ids == llama.greedy(random_tokens(60, seed=1), 4)
     assert recorder.num_tokens == 40 + 29 + 60 + 3
     # What came back is no find of the prefix cache.
-    assert second[0].work.num_cached == 0
+    assert second[0].seat.reuse.cached == 0
 
 
 def test_the_decision_decides(make_llm: MakeLLM, llama: Checkpoint) -> None:
@@ -238,7 +228,7 @@ def test_the_budget_is_kept(make_llm: MakeLLM, llama: Checkpoint, tokens: int) -
         engine.step()
         check_store(llm)
     for request, prompt in zip(requests, prompts, strict=True):
-        assert request.output_ids == llama.greedy(prompt, COUNT)
+        assert request.output.token_ids == llama.greedy(prompt, COUNT)
 
 
 def test_what_the_pool_has_is_not_loaded(make_llm: MakeLLM, llama: Checkpoint) -> None:
@@ -249,15 +239,15 @@ def test_what_the_pool_has_is_not_loaded(make_llm: MakeLLM, llama: Checkpoint) -
     (request,) = engine.submit(np.array(prompt), greedy(10), key=cache_key(None))
     for _ in range(3):
         engine.step()
-    engine.scheduler.preempt(request.work)
-    assert kept(llm, request.work.tokens.ids.tolist()) == 42
+    engine.scheduler.preempt(request)
+    assert kept(llm, request.branch.tokens.ids.tolist()) == 42
     # Another request has the same text and more.
     with parked(llm, request):
         llm.generate([*prompt, *llama.greedy(prompt, 3)], greedy(1))
     before = moved(llm)[1]
     engine.run([request])
     assert moved(llm)[1] == before
-    assert request.output_ids == llama.greedy(prompt, 10)
+    assert request.output.token_ids == llama.greedy(prompt, 10)
 
 
 def test_rows_are_loaded_behind_shared_pages(make_llm: MakeLLM, llama: Checkpoint) -> None:
@@ -271,15 +261,15 @@ def test_rows_are_loaded_behind_shared_pages(make_llm: MakeLLM, llama: Checkpoin
     llm.generate([*prompt[:22], *random_tokens(3, seed=4)], greedy(1))
     recorder, before = record(llm), moved(llm)[1]
     (request,) = engine.submit(np.array([*prompt, 7]), greedy(6), key=cache_key(None))
-    while not request.output_ids:
+    while not request.output.token_ids:
         engine.step()
     assert recorder.num_tokens == 1
     state = engine.runner.state
-    assert request.work.seq is not None
-    assert state.sequence_pages(request.work.seq).shared == 20 // 4
+    assert request.branch.seq is not None
+    assert state.sequence_pages(request.branch.seq).shared == 20 // 4
     assert moved(llm)[1] - before == 60 - 20
     engine.run([request])
-    assert request.output_ids == llama.greedy([*prompt, 7], 6)
+    assert request.output.token_ids == llama.greedy([*prompt, 7], 6)
     check_store(llm)
 
 
@@ -291,18 +281,18 @@ def test_what_is_kept_waits_for_no_equal_prompt(make_llm: MakeLLM, llama: Checkp
     (first,) = engine.submit(np.array(prompt), greedy(5))
     engine.step()
     engine.step()
-    engine.scheduler.preempt(first.work)
+    engine.scheduler.preempt(first)
     with parked(llm, first):
         memory = memory_of(llm)
         stored_of(llm).store = None  # the other one does not find it
         (second,) = engine.submit(np.array(prompt), greedy(5))
         engine.step()
         stored_of(llm).store = Store([memory])
-    assert second.work.computed == 64
+    assert second.branch.computed == 64
     engine.step()
-    assert first.work in engine.scheduler.running
+    assert first in engine.scheduler.running
     engine.run([first, second])
-    assert first.output_ids == second.output_ids == llama.greedy(prompt, 5)
+    assert first.output.token_ids == second.output.token_ids == llama.greedy(prompt, 5)
 
 
 @pytest.mark.parametrize("steps", [2, 5])
@@ -315,7 +305,7 @@ def test_log_probabilities_of_a_prompt_that_was_moved(make_llm: MakeLLM, llama: 
     (request,) = engine.submit(np.array(random_tokens(60)), params)
     for _ in range(steps):
         engine.step()
-    engine.scheduler.preempt(request.work)
+    engine.scheduler.preempt(request)
     engine.run([request])
     (expected,) = make_llm(llama).generate(random_tokens(60), params)
     (found,) = [request_output([request], None)]
@@ -343,7 +333,7 @@ def test_a_waiting_request_of_a_session_is_moved(make_llm: MakeLLM, llama: Check
     assert moved(llm)[1] == 29
     assert session.tokens == random_tokens(30) + llama.greedy(random_tokens(30), 5)
     assert tokens == session.tokens[-len(tokens) :]
-    assert running.output_ids == llama.greedy(random_tokens(9, seed=1), 40)
+    assert running.output.token_ids == llama.greedy(random_tokens(9, seed=1), 40)
 
 
 # -- finished prompts ------------------------------------------------------------------------------
@@ -635,13 +625,13 @@ def test_others_run_while_state_comes(make_llm: MakeLLM, llama: Checkpoint, monk
     (coming,) = engine.submit(np.array([*prompt, 3]), greedy(5), key=cache_key(None))
     for _ in range(10):
         engine.step()
-    assert len(other.output_ids) == 11
-    assert coming.output_ids == []
+    assert len(other.output.token_ids) == 11
+    assert coming.output.token_ids == []
     assert not gate.layers
     gate.opened.set()
     engine.run([other, coming])
-    assert coming.output_ids == llama.greedy([*prompt, 3], 5)
-    assert other.output_ids == llama.greedy(random_tokens(9, seed=2), 20)
+    assert coming.output.token_ids == llama.greedy([*prompt, 3], 5)
+    assert other.output.token_ids == llama.greedy(random_tokens(9, seed=2), 20)
     check_store(llm)
 
 
@@ -678,7 +668,7 @@ def test_objects_that_do_not_come(
     begun = time.monotonic()
     for _ in range(3):
         engine.step()
-    assert coming.output_ids == []
+    assert coming.output.token_ids == []
     monkeypatch.setattr(stored.store, "get", right)
     match end:
         case "served":
@@ -692,7 +682,7 @@ def test_objects_that_do_not_come(
             engine.step()
         case _:
             llm.close()
-    assert coming.finish_reason == "cancelled"
+    assert coming.output.finish_reason == "cancelled"
     assert time.monotonic() - begun < GET_SECONDS / 2
     if end != "close":
         check_store(llm)
@@ -719,18 +709,18 @@ def test_an_end_while_state_comes(
         case "cancel":
             engine.cancel("coming")
             engine.step()
-            assert coming.finish_reason == "cancelled"
+            assert coming.output.finish_reason == "cancelled"
         case "preempt":
-            engine.scheduler.preempt(coming.work)
+            engine.scheduler.preempt(coming)
         case _:
             llm.close()
             assert other.finished
             return
     check_store(llm)
     engine.run([other, coming])
-    assert other.output_ids == llama.greedy(random_tokens(9, seed=2), 20)
+    assert other.output.token_ids == llama.greedy(random_tokens(9, seed=2), 20)
     if end == "preempt":
-        assert coming.output_ids == llama.greedy([*prompt, 3], 5)
+        assert coming.output.token_ids == llama.greedy([*prompt, 3], 5)
     check_store(llm)
 
 
@@ -749,10 +739,10 @@ def test_tiers_that_do_not_answer_are_not_waited_for(
     (other,) = engine.submit(np.array(random_tokens(9, seed=2)), greedy(4))
     for _ in range(3):
         engine.step()
-    assert (len(other.output_ids), asking.output_ids) == (3, [])
+    assert (len(other.output.token_ids), asking.output.token_ids) == (3, [])
     threading.Timer(0.1, lambda: answer.set_result([{} for _ in range(6)])).start()
     engine.run([asking, other])
-    assert asking.output_ids == llama.greedy(random_tokens(40), 4)
+    assert asking.output.token_ids == llama.greedy(random_tokens(40), 4)
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
@@ -846,7 +836,7 @@ def moved_request(llm: LLM, name: str = "victim") -> Any:
     (request,) = engine.submit(np.array(random_tokens(30)), greedy(20), request_id=name)
     for _ in range(4):
         engine.step()
-    engine.scheduler.preempt(request.work)
+    engine.scheduler.preempt(request)
     return request
 
 
@@ -856,10 +846,10 @@ def test_cancel_and_failure_while_moved(make_llm: MakeLLM, llama: Checkpoint) ->
     request = moved_request(llm)
     engine_of(llm).cancel("victim")
     engine_of(llm).step()
-    assert request.finish_reason == "cancelled"
+    assert request.output.finish_reason == "cancelled"
     request = moved_request(llm)
     engine_of(llm).fail_all(QuireError("the engine broke"))
-    assert request.finish_reason == "error"
+    assert request.output.finish_reason == "error"
     check_store(llm)
 
 
@@ -870,7 +860,7 @@ def test_cancelled_sessions_keep_what_fits_them(make_llm: MakeLLM, llama: Checkp
     session = llm.session(random_tokens(30))
     stream = session.stream(greedy(20))
     tokens = [next(stream).token_ids[0] for _ in range(4)]
-    work = session._state.request.work  # type: ignore[union-attr]
+    work = session._state.request  # type: ignore[union-attr]
     engine.scheduler.preempt(work)
     stream.close()
     assert session.tokens == random_tokens(30) + tokens
@@ -882,7 +872,7 @@ def test_cancelled_sessions_keep_what_fits_them(make_llm: MakeLLM, llama: Checkp
         request = engine.submit_run(session._state, np.array(session.tokens + [7] * 40, dtype=np.int32))
     engine.scheduler.limits = type(engine.scheduler.limits)(max_num_seqs=8, max_num_batched_tokens=16)
     engine.step()
-    engine.scheduler.preempt(request.work)
+    engine.scheduler.preempt(request)
     engine.end([request])
     check_store(llm)
     text = session.tokens

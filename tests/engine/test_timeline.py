@@ -13,7 +13,7 @@ import torch
 from quire import LLM, SamplingParams, StructuredOutputs
 from quire.caller_context import NOBODY, Caller, caller, on_behalf_of
 from quire.contracts.executor_calls import DecodeInput, PrefillInput
-from quire.engine.sequence_request import SequenceRequest
+from quire.engine.request import Request
 from quire.engine.views import timeline as module
 from quire.engine.views.timeline import RequestLane
 from quire.engine.views.timeline_reader import latencies, timeline_document
@@ -63,7 +63,7 @@ def test_a_prompt_runs_in_chunks_and_then_decodes(llm: LLM) -> None:
 
 def test_pages_and_queues_are_those_of_the_state(llm: LLM) -> None:
     requests = [llm.engine.submit(np.array(prompt(20, seed)), GREEDY)[0] for seed in (1, 2, 3)]
-    while not all(request.output_ids for request in requests):
+    while not all(request.output.token_ids for request in requests):
         llm.engine.step()
     step, state = llm.engine.timeline.steps()[-1], llm.engine.runner.state
     assert step.pages_free == state.num_pages - state.num_used_pages
@@ -71,7 +71,7 @@ def test_pages_and_queues_are_those_of_the_state(llm: LLM) -> None:
     document = timeline_document(llm.engine.timeline)
     assert document["pages"] == {"total": state.num_pages, "free": step.pages_free}
     live = [lane for lane in document["requests"] if lane["phase"] != "finished"]
-    assert [lane["output_tokens"] for lane in live] == [len(request.output_ids) for request in requests]
+    assert [lane["output_tokens"] for lane in live] == [len(request.output.token_ids) for request in requests]
     llm.engine.end(requests)
     assert [lane.numbers["finish_reason"] for lane in llm.engine.timeline.ended_lanes()][-3:] == ["cancelled"] * 3
 
@@ -96,9 +96,7 @@ def test_a_preempted_request_waits_and_comes_back(memory: int | str, back: list[
         assert capacity is not None
         size = capacity // 2 - 20
         params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-        requests: list[SequenceRequest] = [
-            llm.engine.submit(np.array(prompt(size, seed)), params)[0] for seed in (1, 2)
-        ]
+        requests: list[Request] = [llm.engine.submit(np.array(prompt(size, seed)), params)[0] for seed in (1, 2)]
         llm.engine.run(requests)
         lanes = llm.engine.timeline.ended_lanes()
         (away,) = [lane for lane in lanes if lane.numbers["preemptions"]]
@@ -182,7 +180,7 @@ def test_an_ended_lane_keeps_nothing_of_its_request(llm: LLM) -> None:
     request = llm.engine.submit(np.array(prompt(5)), GREEDY)[0]
     llm.engine.run([request])
     assert last(llm).request_id == request.request_id
-    gone = weakref.ref(request.sampler)
+    gone = weakref.ref(request.output.sampler)
     del request
     gc.collect()
     assert gone() is None

@@ -19,6 +19,7 @@ from tests.executor.test_recurrent_limits import Broken, at, error_of, facts, fa
 from quire.branches.row_extension import extensions
 from quire.branches.running_calls import Operation
 from quire.branches.transaction import Transaction
+from quire.engine.assembly import make_engine
 from quire.engine.engine import Engine
 from quire.engine.step_draft import Limits
 from quire.errors import Cancelled, FailedPrecondition, NotFound, QuireError, ResourceExhausted
@@ -36,7 +37,7 @@ def beside_an_engine(hybrid: Hybrid, **given: Any) -> tuple[Engine, Executor]:
     """Both over one runner, under one lock."""
     runner = make_executor(hybrid, **given).pool.runner
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=64)
-    engine = Engine(runner, limits=limits, max_model_len=48)
+    engine = make_engine(runner, limits=limits, max_model_len=48)
     return engine, Executor(runner, identity=FakeIdentity(hybrid.kind), lock=engine.lock)
 
 
@@ -45,7 +46,7 @@ def generate(engine: Engine, ids: list[int]) -> str | None:
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     requests = engine.submit(np.array(ids, dtype=np.int64), params)
     engine.run(requests)
-    return requests[0].finish_reason
+    return requests[0].output.finish_reason
 
 
 def num_cached(engine: Engine) -> int:

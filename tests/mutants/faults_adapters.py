@@ -36,7 +36,7 @@ MUTANTS = (
     Mutant(
         name="chunks-beyond-a-switch",
         file="engine/step_draft.py",
-        old="            room = min(room, end - request.computed)",
+        old="            room = min(room, end - computed)",
         new="            pass",
         tests=("engine/test_adapters.py::test_a_session_switches", "engine/test_adapters.py::test_saved_histories"),
     ),

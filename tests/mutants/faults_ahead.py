@@ -9,8 +9,8 @@ STEPS, DRAWS, TABLE = "engine/steps.py", "ops/draws.py", "ops/seen_tokens.py"
 MUTANTS = (
     Mutant(
         name="ahead-nothing-is-taken-back",
-        file="engine/request_book.py",
-        old="        self._withdraw(request.work)\n",
+        file="engine/requests.py",
+        old="        self.flights.withdraw(request)\n",
         new="",
         tests=(f"{TESTS}::test_a_stop_is_seen_a_step_late",),
     ),
@@ -38,7 +38,7 @@ MUTANTS = (
     Mutant(
         name="ahead-the-last-token-is-not-known",
         file="engine/sampling_step.py",
-        old="count == params.max_tokens or len(request.work.tokens) + 1 >= request.limit",
+        old="count == params.max_tokens or len(request.branch.tokens) + 1 >= request.asked.limit",
         new="count == params.max_tokens",
         tests=(f"{TESTS}::test_the_context_ends",),
     ),
@@ -59,7 +59,7 @@ MUTANTS = (
     Mutant(
         name="ahead-a-failed-step-leaves-its-tokens",
         file=STEPS,
-        old="            for work in scheduled.requests:\n                self._take_back(work)\n            return\n",
+        old="            for request in scheduled.requests:\n                self.flights.take_back(request)\n            return\n",
         new="            return\n",
         tests=(f"{TESTS}::test_a_step_ahead_that_fails_runs_again",),
     ),

@@ -94,7 +94,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a-divergence-the-other-way-round",
-        file="engine/unsampled_runs.py",
+        file="engine/blend_runs.py",
         old="(full_V.exp() * (full_V - found_V))",
         new="(found_V.exp() * (found_V - full_V))",
         tests=("engine/test_blending.py::test_verification",),

@@ -29,15 +29,15 @@ MUTANTS = (
     Mutant(
         name="samples-of-an-inexact-prompt-are-exact",
         file="engine/steps.py",
-        old="        sibling.work.origin = leader.work.origin\n",
+        old="        branch.origin = parent.origin\n",
         new="",
         tests=("engine/test_inexact.py::test_a_request_that_is_inexact_from_a_token_on",),
     ),
     Mutant(
         name="pinned-prefixes-are-inexact",
         file="engine/prefix_pins.py",
-        old="work.origin.exact_part(min(length, work.computed))",
-        new="min(length, work.computed)",
+        old="prompt.origin.exact_part(min(length, prompt.computed))",
+        new="min(length, prompt.computed)",
         tests=("engine/test_inexact.py::test_pins_hold_the_exact_part",),
     ),
     Mutant(

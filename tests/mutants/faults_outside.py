@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         name="state-kept-after-a-failure",
         file="engine/session_branches.py",
-        old='request.finish_reason == "error" and not (session.pinned or session.modified)',
-        new='request.finish_reason == "error" and False',
+        old='output.finish_reason == "error" and not (session.pinned or session.modified)',
+        new='output.finish_reason == "error" and False',
         tests=("engine/test_sessions.py::test_what_a_failure_left_of_a_session_is_computed_again",),
     ),
     Mutant(

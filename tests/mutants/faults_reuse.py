@@ -56,15 +56,15 @@ MUTANTS = (
     ),
     Mutant(
         name="state-from-memory-counted-as-the-pools",
-        file="engine/scheduled_request.py",
-        old="            self.reuse_note.by_tier |= found.by_tier\n",
+        file="engine/request.py",
+        old="            self.seat.reuse.by_tier |= found.by_tier\n",
         new="",
         tests=("engine/test_reuse.py::test_an_idle_session_comes_back_from_host_memory",),
     ),
     Mutant(
         name="explained-again-after-a-preemption",
         file="engine/miss_search.py",
-        old="if request.admitted or limit < LEAST or",
+        old="if request.seat.admitted or limit < LEAST or",
         new="if limit < LEAST or",
         tests=("engine/test_reuse.py::test_a_preempted_request_says_what_its_first_admission_found",),
     ),

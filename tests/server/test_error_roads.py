@@ -182,7 +182,7 @@ def test_what_fails_behind_a_token_ends_a_stream(
     execute = engine.runner.execute
 
     def broken(step: Any) -> Any:
-        if step.chunks and any(request.output_ids for request in engine._requests.values()):
+        if step.chunks and any(one.output.token_ids for samples in engine.requests.by_id.values() for one in samples):
             raise kind(REASON)
         return execute(step)
 

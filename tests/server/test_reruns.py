@@ -275,17 +275,17 @@ def test_a_request_that_arrives_is_served_at_once(thinking: AsyncLLM) -> None:
     with engine.lock:
         run = engine.submit_prefix(ids, key=("", None), only_idle=True)
         engine.step()
-        assert 0 < run.work.computed <= 256
-        done = run.work.computed
+        assert 0 < run.branch.computed <= 256
+        done = run.branch.computed
         params = SamplingParams(max_tokens=1, temperature=0)
         urgent = engine.submit(np.arange(7, 40), params, key=("", None))[0]
-        assert run.finish_reason == "cancelled"
+        assert run.output.finish_reason == "cancelled"
         engine.step()
         assert urgent.finished
         assert engine.cache is not None
-        assert engine.cache.peek(ids, engine.branches.prefix_key(("", None), run.work.runs)) == done
+        assert engine.cache.peek(ids, engine.branches.prefix_key(("", None), run.branch.runs)) == done
         busy = engine.submit(np.arange(7, 40), params, key=("", None))[0]
-        assert engine.submit_prefix(ids, key=("", None), only_idle=True).finish_reason == "cancelled"
+        assert engine.submit_prefix(ids, key=("", None), only_idle=True).output.finish_reason == "cancelled"
         assert not busy.finished
         engine.step()
     wait_for(lambda: pages_free(thinking))

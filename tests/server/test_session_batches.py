@@ -145,7 +145,7 @@ def test_one_that_fails_leaves_the_others(served: Served, monkeypatch: pytest.Mo
 
     def broken(logits: Any, requests: Any, first: Any) -> Any:
         for row, request in enumerate(requests):
-            if request.session is held and len(request.output_ids) == 2:
+            if request.branch.session is held and len(request.output.token_ids) == 2:
                 logits[row] = float("nan")
         return draw(logits, requests, None)  # the first maxima are those of before
 

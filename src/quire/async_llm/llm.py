@@ -17,8 +17,8 @@ from quire.async_llm.stream import AsyncStream, Prepared
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
 from quire.engine.prompts import Prompt, Prompts, Text
+from quire.engine.request import Request
 from quire.engine.request_outputs import warmed
-from quire.engine.sequence_request import SequenceRequest
 from quire.errors import InvalidArgument
 from quire.hints import CacheHints
 from quire.llm import LLM, Messages
@@ -98,9 +98,9 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     ) -> list[RequestOutput]:
         _check_name(request_id)
         prepared = await self._background.call(verb, prepare)
-        groups: list[list[SequenceRequest]] = []
+        groups: list[list[Request]] = []
 
-        def submit() -> list[SequenceRequest]:
+        def submit() -> list[Request]:
             groups.extend(self._llm.requests.submit(prepared, request_id))
             return [sample for samples in groups for sample in samples]
 
@@ -169,9 +169,9 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         submit = await self._background.call(
             "warm", lambda: self._llm.requests.prepare_warm(segments, adapter=adapter, cache_salt=cache_salt)
         )
-        submitted: list[tuple[int, list[SequenceRequest]]] = []
+        submitted: list[tuple[int, list[Request]]] = []
 
-        def start() -> list[SequenceRequest]:
+        def start() -> list[Request]:
             submitted.extend(submit())
             return [request for _, requests in submitted for request in requests]
 

@@ -16,8 +16,8 @@ from quire.contracts.token_views import ComparisonView
 from quire.engine.chat_turns import ReadAnswer
 from quire.engine.prompt_sessions import PromptsOrSessions
 from quire.engine.prompts import Prompt
+from quire.engine.request import Request
 from quire.engine.request_outputs import request_output
-from quire.engine.sequence_request import SequenceRequest
 from quire.engine.session import Session
 from quire.engine.session_stream import PreparedTurn
 from quire.hints import CacheHints
@@ -103,7 +103,7 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
         async def prepared() -> Prepared:
             start, on_end = await self._background.call(verb, prepare)
 
-            def submit() -> list[SequenceRequest]:
+            def submit() -> list[Request]:
                 with engine.lock:
                     return [start()]
 

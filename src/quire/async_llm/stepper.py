@@ -13,7 +13,7 @@ from quire.caller_context import Caller, caller, on_behalf_of
 from quire.engine.beam import BeamSearch
 from quire.engine.engine import Engine
 from quire.engine.long_texts import given_up_by
-from quire.engine.sequence_request import SequenceRequest
+from quire.engine.request import Request
 from quire.errors import Cancelled, FailedPrecondition, QuireError
 from quire.forks import ParentsLock, in_children
 from quire.interrupts import uninterrupted, wait_for
@@ -39,7 +39,7 @@ class Job:
     def __init__(
         self,
         engine: Engine,
-        submit: Callable[[], list[SequenceRequest]],
+        submit: Callable[[], list[Request]],
         *,
         name: str | None = None,
         streams: bool = False,
@@ -50,7 +50,7 @@ class Job:
         self.over = False
         self.error: BaseException | None = None
         """Why it could not be started, or why its end is unknown."""
-        self.requests: list[SequenceRequest] = []
+        self.requests: list[Request] = []
         self.seen: list[tuple[bool, int, int]] = []
         """(finished, number of tokens, number of pieces of text) of each request after a step."""
         self.listeners: list[Callable[[], None]] = []
@@ -69,7 +69,10 @@ class Job:
         """Look at the results of a step, and return whether all requests are finished."""
         finished = all(request.finished for request in self.requests)
         if self._streams:
-            seen = [(request.finished, len(request.output_ids), len(request.pieces)) for request in self.requests]
+            seen = [
+                (request.finished, len(request.output.token_ids), len(request.output.pieces))
+                for request in self.requests
+            ]
             if seen != self.seen:
                 self.seen = seen
                 self.notify()
@@ -222,7 +225,7 @@ class Stepper:
         if call.job is not None:
             self.cancel(call.job)
 
-    def wait(self, requests: Sequence[SequenceRequest]) -> None:
+    def wait(self, requests: Sequence[Request]) -> None:
         """Wait until the requests are finished. ``Engine.run`` calls it instead of stepping."""
         if threading.current_thread() is self._thread:
             return

@@ -110,21 +110,21 @@ class AsyncStream(AsyncIterator[SampleDelta], AbstractAsyncContextManager["Async
                 continue
             self._taken[index] = seen[index]
             request = job.requests[index]
-            if ended and request.error is not None:
-                self._failure = request.error
+            if ended and request.output.error is not None:
+                self._failure = request.output.error
                 if tokens == first_token:
                     continue
                 ended = False  # the failure ends it, after these tokens
             wanted = request.params is not None and request.params.logprobs is not None
             tokenizer = self._background.llm.tokenizer
-            entries = request.logprobs[first_token:tokens] if wanted else []
+            entries = request.output.logprobs[first_token:tokens] if wanted else []
             self._ready.append(
                 SampleDelta(
-                    text="".join(request.pieces[first_piece:pieces]),
-                    token_ids=request.output_ids[first_token:tokens],
-                    finish_reason=request.finish_reason if ended else None,
-                    stop_reason=request.stop_reason if ended else None,
-                    index=request.index,
+                    text="".join(request.output.pieces[first_piece:pieces]),
+                    token_ids=request.output.token_ids[first_token:tokens],
+                    finish_reason=request.output.finish_reason if ended else None,
+                    stop_reason=request.output.stop_reason if ended else None,
+                    index=request.asked.index,
                     logprobs=[by_token(entry, tokenizer) for entry in entries] if wanted else None,
                 )
             )

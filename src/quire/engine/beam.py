@@ -21,8 +21,9 @@ from torch import Tensor
 from quire.branches.history import TokenHistory
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.engine import Engine
+from quire.engine.request import Request
 from quire.engine.request_outputs import by_token
-from quire.engine.sequence_request import SequenceRequest, SessionBranch
+from quire.engine.session_branch import SessionBranch
 from quire.errors import InvalidArgument, QuireError
 from quire.interrupts import check
 from quire.ops.sampled_tokens import RankedLogprob, TokenLogprobs
@@ -56,7 +57,7 @@ class Beam:
 
     hypothesis: Hypothesis
     branch: SessionBranch
-    request: SequenceRequest | None = None
+    request: Request | None = None
     rows: list[Tensor] = field(default_factory=list)
     """Logits of the next token, float32 ``[V]``, once they are there."""
 
@@ -122,14 +123,14 @@ class BeamSearch:
     def _advance(self) -> None:
         requests = [beam.request for beam in self._beams if beam.request is not None]
         for request in requests:
-            if request.error is not None:
-                raise request.error
-        if any(request.finish_reason == "cancelled" for request in requests):
+            if request.output.error is not None:
+                raise request.output.error
+        if any(request.output.finish_reason == "cancelled" for request in requests):
             self._end("cancelled")
             return
         if self._arrival is None:
-            work = requests[0].work
-            self._arrival, self._num_cached = work.arrival, work.num_cached
+            seat = requests[0].seat
+            self._arrival, self._num_cached = seat.arrival, seat.reuse.cached
             first, branches = self._beams[0].branch, self._engine.branches
             branches.share(first, branches.key_of(first), live=True, keep=True)
         following = self._choose()

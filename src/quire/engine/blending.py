@@ -54,7 +54,7 @@ from quire.types import SeqId
 logger = logging.getLogger("quire.engine")
 
 if TYPE_CHECKING:
-    from quire.engine.scheduled_request import ScheduledRequest
+    from quire.engine.request import Request
     from quire.engine.step_draft import Scheduled
 
 
@@ -384,15 +384,16 @@ class Blending:
         far &= task.positions.numpy() >= origin + sum(window - 1 for window in windows if window)
         return far
 
-    def missing(self, work: ScheduledRequest, blend: PromptBlend) -> list[Ids]:
+    def missing(self, request: Request, blend: PromptBlend) -> list[Ids]:
         """Return the chunks of a prompt, but of the question, that are neither kept nor being
         computed; at most as many as leave ``LATER`` to be computed."""
+        work = request.branch
         if self.refusal or self.retriever is not None or len(work.runs.ids) > 1:
             return []
         keys = self._keys(work.salt, next(iter(work.runs.ids), None))
         marked = [part for part in blend.pieces.marked if part[1] <= blend.question]
         text, found = work.tokens.ids[: blend.length], dict[ObjectKey, Ids]()
-        unmarked = ((ids, False) for ids in self._unmarked(text, blend, work.num_cached, keys))
+        unmarked = ((ids, False) for ids in self._unmarked(text, blend, request.seat.reuse.cached, keys))
         for ids, is_marked in chain(((ids, True) for ids in chunks_of(text, marked)), unmarked):
             if len(found) + len(self.under_way) >= LATER:
                 break
@@ -426,11 +427,11 @@ class Blending:
 
     def forward(self, scheduled: Scheduled) -> BlendedForward | None:
         """Return how a step is blended; None: not at all."""
-        if all(work.blend is None for work in scheduled.requests):
+        if all(one.branch.blend is None for one in scheduled.requests):
             return None
         chunks: list[BlendedChunk | None] = [
             None if work.blend is None else work.blend.chunk(work.computed, len(chunk.tokens))
-            for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True)
+            for work, chunk in zip((one.branch for one in scheduled.requests), scheduled.step.chunks, strict=True)
         ]
         if not any(chunks):
             return None
@@ -454,8 +455,8 @@ class Blending:
 
     def ran(self, scheduled: Scheduled, forward: BlendedForward) -> None:
         """Note what a blended step did, before its tokens count as computed."""
-        for index, work in enumerate(scheduled.requests):
-            chunk = forward.chunks[index]
+        for index, request in enumerate(scheduled.requests):
+            work, chunk = request.branch, forward.chunks[index]
             if chunk is None or work.blend is None:
                 continue
             left_out = forward.left_out(index)
@@ -473,7 +474,7 @@ class Blending:
     def failed(self, scheduled: Scheduled, forward: BlendedForward, error: BlendLoadError) -> None:
         """Give up the chunks of the prompt whose rows did not come; the step runs again without."""
         assert forward.failed is not None
-        blend = scheduled.requests[forward.failed].blend
+        blend = scheduled.requests[forward.failed].branch.blend
         assert blend is not None
         logger.warning("%s; the prompt is computed in full", error)
         blend.end()

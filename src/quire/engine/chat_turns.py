@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from quire.branches.history import Ids, common_prefix
 from quire.engine.detokenizer import IncrementalDetokenizer
-from quire.engine.sequence_request import SequenceRequest
+from quire.engine.request import Request
 from quire.engine.spelled_tokens import SpelledTokens
 from quire.engine.text_places import pieces_of
 from quire.engine.tokenizer import Tokenizer
@@ -183,17 +183,17 @@ class ChatTurns:
         message = {**last.message, "content": last.message["content"] + added}
         return [*self._turns[:-1], Turn(end=len(ids), message=message, is_answer=True)]
 
-    def answered(self, asked: Asked, request: SequenceRequest, length: int) -> None:
+    def answered(self, asked: Asked, request: Request, length: int) -> None:
         """Note the answer, or that there is none, of a session of ``length`` tokens now."""
         if not request.succeeded:
             self.cut(length)
             return
-        text = request.text
+        text = request.output.text
         message = {"role": "assistant", "content": text} if asked.read is None else asked.read(text)
         self._start, self._cut = asked.start, False
         self._turns = [
             *asked.before,
-            *(Turn(end=request.num_prompt, message=one) for one in asked.messages),
+            *(Turn(end=request.asked.num_prompt, message=one) for one in asked.messages),
             Turn(end=length, message=message, is_answer=True),
         ]
 

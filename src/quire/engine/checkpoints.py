@@ -15,43 +15,52 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from quire.engine.scheduled_request import ScheduledRequest
+from quire.engine.request import Request
 from quire.types import DropCheckpoint, Edit, SeqId
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState
 
 
+class AgedSequences(Protocol):
+    """The sequences of an engine, and when each was used."""
+
+    def apply(self, edit: Edit) -> None:
+        """Execute an edit at once."""
+        ...
+
+    def ages(self) -> Mapping[SeqId, int]:
+        """Return the sequences whose checkpoints may be given up, the least recently used one with
+        the lowest number. Others have another owner, or cannot be computed again."""
+        ...
+
+
 class Checkpoints:
     """The decision which states are kept. ``interval``: tokens between two; 0: only where prompts
-    branch. ``ages`` returns the sequences whose checkpoints may be given up, the least recently
-    used one with the lowest number. Others have another owner, or cannot be computed again."""
+    branch."""
 
     def __init__(
         self,
         state: ModelState,
         interval: int,
-        *,
-        apply: Callable[[Edit], None],
-        ages: Callable[[], Mapping[SeqId, int]],
+        sequences: AgedSequences,
     ) -> None:
         self._state = state
         self.interval = interval
-        self._apply = apply
-        self._ages = ages
+        self._sequences = sequences
         self.num_dropped = 0
 
-    def wishes(self, requests: Sequence[ScheduledRequest], counts: Sequence[int]) -> list[tuple[int, ...]]:
+    def wishes(self, requests: Sequence[Request], counts: Sequence[int]) -> list[tuple[int, ...]]:
         """Return, per request, after how many of its next ``counts[i]`` tokens a state is to be
         kept: as many as fit beside the step itself, more valuable ones in place of less valuable
         ones."""
         wanted = [self._wanted(request, count) for request, count in zip(requests, counts, strict=True)]
         if not any(wanted):
             return wanted
-        seqs = [request.seq for request in requests if request.seq is not None]
+        seqs = [request.branch.seq for request in requests if request.branch.seq is not None]
         spare = self._state.spare_states(seqs, counts)
         victims: Victims | None = None
         granted: list[tuple[int, ...]] = []
@@ -69,11 +78,11 @@ class Checkpoints:
             granted.append(tuple(kept))
         return granted
 
-    def _wanted(self, request: ScheduledRequest, count: int) -> tuple[int, ...]:
-        if not request.reusable:
+    def _wanted(self, request: Request, count: int) -> tuple[int, ...]:
+        if not request.branch.reusable:
             return ()
-        start, stop = request.computed, request.computed + count
-        found = {position - start for position in request.partings if start < position <= stop}
+        start, stop = request.branch.computed, request.branch.computed + count
+        found = {position - start for position in request.seat.partings if start < position <= stop}
         if self.interval:
             found.update(
                 position - start
@@ -81,12 +90,12 @@ class Checkpoints:
             )
         return tuple(sorted(found))
 
-    def _saved(self, request: ScheduledRequest, tokens: int, kept: Sequence[int]) -> int:
+    def _saved(self, request: Request, tokens: int, kept: Sequence[int]) -> int:
         """Return how many tokens a state after ``tokens`` new ones saves on going back there."""
         if kept:
             return tokens - kept[-1]
-        position = request.computed + tokens
-        before = [] if request.seq is None else self._state.kept_positions(request.seq)
+        seq, position = request.branch.seq, request.branch.computed + tokens
+        before = [] if seq is None else self._state.kept_positions(seq)
         return position - max((one for one in before if one < position), default=0)
 
     def relieve(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> bool:
@@ -102,14 +111,14 @@ class Checkpoints:
         return self._drop(self._victims())
 
     def _victims(self) -> Victims:
-        return Victims(self._state, self._ages())
+        return Victims(self._state, self._sequences.ages())
 
     def _drop(self, victims: Victims, most: int | None = None) -> bool:
         """Drop one slot's checkpoints, those that save least, at most ``most`` tokens (None:
         any)."""
         holders = victims.take(most)
         for seq, position in holders:
-            self._apply(DropCheckpoint(seq, position))
+            self._sequences.apply(DropCheckpoint(seq, position))
         self.num_dropped += bool(holders)
         return bool(holders)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quire.engine.checkpoints import Checkpoints
-from quire.engine.scheduled_request import ScheduledRequest
+from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
 from quire.engine.step_draft import Scheduled
 from quire.types import Chunk, Step
@@ -30,7 +30,7 @@ class DecodesAhead:
         self._steps = 0
         """Steps in a row beside requests that wait for pages."""
 
-    def step(self, requests: Sequence[ScheduledRequest], running: int) -> Scheduled | None:
+    def step(self, requests: Sequence[Request], running: int) -> Scheduled | None:
         """Return the step of one more token of each of ``requests``; its chunks have token 0. None:
         the tokens are to be known first, for others might run beside them, or room must be made.
         ``running``: requests of the step before that have not ended."""
@@ -39,16 +39,16 @@ class DecodesAhead:
             return None
         if len(scheduler.running) != running or not self._nobody_comes():
             return None
-        seqs = [request.seq for request in requests if request.seq is not None]
+        seqs = [request.branch.seq for request in requests if request.branch.seq is not None]
         counts = [1] * len(seqs)
         if len(seqs) < len(requests) or self._state.missing_pages(seqs, counts):
             return None
         kept = [()] * len(seqs) if self._checkpoints is None else self._checkpoints.wishes(requests, counts)
         chunks = tuple(
-            Chunk(seq, [0], adapter=request.next_adapter, logits="last", checkpoints=positions)
+            Chunk(seq, [0], adapter=request.branch.next_adapter, logits="last", checkpoints=positions)
             for seq, request, positions in zip(seqs, requests, kept, strict=True)
         )
-        scheduler.queues.shares.charge(Counter(request.owner for request in requests))
+        scheduler.queues.shares.charge(Counter(request.asked.owner for request in requests))
         return Scheduled(Step(chunks=chunks), tuple(requests))
 
     def _nobody_comes(self) -> bool:

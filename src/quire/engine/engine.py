@@ -2,7 +2,7 @@
 
 ``submit`` checks and queues. ``step`` runs one forward of what the scheduler chose, samples, turns
 tokens into text and ends what is finished. Continuous batching is the loop over ``step``; nothing
-here knows pages or layers.
+here knows pages or layers. ``quire.engine.assembly`` makes the parts and hands them over.
 
 Any thread may call; one lock serialises. A thread that waits for its own requests steps all.
 """
@@ -11,26 +11,318 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quire.branches.adapter_keys import AdapterKey, users
+from quire.branches.history import Ids, TokenHistory
+from quire.branches.media import NO_MEDIA, Media
+from quire.branches.past_prefixes import PastPrefixes
+from quire.branches.prefix_cache import RadixCache
+from quire.branches.stored_state import StoredState
+from quire.engine.blend_runs import BlendRuns
+from quire.engine.blending import Blending
+from quire.engine.checkpoints import Checkpoints
+from quire.engine.giving_up import EngineGiver
+from quire.engine.grammars import Grammars
 from quire.engine.page_use import OWNERS, PageUse, page_use
-from quire.engine.sequence_request import SequenceRequest
-from quire.engine.steps import EngineSteps
-from quire.interrupts import check, uninterrupted
+from quire.engine.pins import Pins, final_length
+from quire.engine.prefix_pins import PrefixPins
+from quire.engine.prompt_blend import PromptBlend
+from quire.engine.prompt_logprobs import PromptLogprobs
+from quire.engine.request import BACKGROUND, Asked, OnLogits, Output, Request, RequestBranch, Seat
+from quire.engine.request_checks import RequestChecks
+from quire.engine.request_hints import RequestHints
+from quire.engine.requests import Requests, owner_of
+from quire.engine.sample_outputs import SampleOutputs
+from quire.engine.sampling_step import SamplingStep
+from quire.engine.scheduler import Scheduler
+from quire.engine.session_branch import SessionBranch
+from quire.engine.session_branches import SessionBranches, media_of
+from quire.engine.steps import Stepper
+from quire.engine.tokenizer import Tokenizer
+from quire.engine.views.timeline import Timeline
+from quire.errors import FailedPrecondition, InvalidArgument, QuireError
+from quire.finalizers import Orphans
+from quire.hints import NO_HINTS, CacheHints
+from quire.interrupts import Lock, check, uninterrupted
+from quire.metrics import EngineMetrics
+from quire.runner.local import Runner
+from quire.sampling_params import SamplingParams
+from quire.types import BASE
 
 logger = logging.getLogger("quire.engine")
 
 CLOSE_SECONDS = 10.0
 """How long a closing engine waits for state to become durable."""
-MOST_LOST_LOADS = 64
-"""Steps in a row whose state did not come, before their requests end: a fault, not bad luck."""
-ANSWER_SECONDS = 0.02
-"""The longest wait for tiers' answers while nothing can run. Then the engine looks around again."""
+ENDLESS = 2**31 - 1
+"""Tokens of a sequence that nothing else limits."""
 
 
-class Engine(EngineSteps):
+@dataclass(eq=False, kw_only=True)
+class Engine:
     """Continuous batching over one runner."""
+
+    runner: Runner
+    tokenizer: Tokenizer | None
+    eos_ids: frozenset[int]
+    max_model_len: int
+    lock: Lock
+    """Its holder is not interrupted: signals take effect between steps."""
+    orphans: Orphans
+    """Sessions and requests of unreferenced objects. The next step ends them."""
+    requests: Requests
+    scheduler: Scheduler
+    stepper: Stepper
+    outputs: SampleOutputs
+    sampling: SamplingStep
+    branches: SessionBranches
+    cache: RadixCache | None
+    past: PastPrefixes
+    """What the prefix cache had, to tell what prompts missed."""
+    stored: StoredState
+    """State outside of the pool."""
+    checkpoints: Checkpoints | None
+    pins: Pins
+    prefix_pins: PrefixPins
+    blending: Blending
+    blend_runs: BlendRuns
+    grammars: Grammars | None
+    checks: RequestChecks
+    forgets: str
+    """The reason why state at position ``{0}`` may have to be computed again, from ``{1}``."""
+    giver: EngineGiver
+    timeline: Timeline
+    metrics: EngineMetrics
+    wait: Callable[[Sequence[Request]], None] | None = None
+    """Lets ``run`` wait for requests that a background thread steps, which sets it."""
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def checks_of(self, session: SessionBranch | None) -> RequestChecks:
+        """Return the limits for a session's tokens. With a window neither the context nor the pool
+        ends them, if the model rotates keys (of rotations only differences count)."""
+        if session is None or session.window is None or not self.runner.state.endless:
+            return self.checks
+        return replace(self.checks, max_model_len=ENDLESS, pool_tokens=ENDLESS)
+
+    def submit(
+        self,
+        tokens: NDArray[np.int64],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        key: Hashable = None,
+        session: SessionBranch | None = None,
+        adapter: int | None = None,
+        media: Media = NO_MEDIA,
+        hints: CacheHints = NO_HINTS,
+        blend: PromptBlend | None = None,
+    ) -> list[Request]:
+        """Queue a prompt; return one ``Request`` per sample.
+
+        With ``session`` its tokens become ``tokens`` and what follows them, unless the request
+        fails, and its state is used as far as it agrees. ``key`` is the salt; only requests of the
+        same salt and adapters share cached prefixes. ``adapter`` is the id of a loaded adapter
+        for all tokens. A session has both. ``media`` holds the embeddings of ids below 0; those of
+        a session's own tokens are known. ``blend``: how cached state of its segments is used.
+
+        Everything is checked here: ``InvalidArgument``, ``ResourceExhausted`` (never fits),
+        ``Unsupported``, ``NotFound``, ``FailedPrecondition`` (an embedding that must run is gone),
+        and ``QuotaExceeded`` or ``PoolExhausted`` for a pinned session whose account has a limit.
+        """
+        if session is not None and adapter is not None:
+            raise InvalidArgument(f"adapter {adapter} and a session, which has its own; give None", field="adapter")
+        if session is None:
+            self.checks.tokens(tokens, media)
+        else:
+            self.checks.history(tokens)
+            media = media_of(session, tokens, media)
+        self.checks.params(params, in_session=session is not None)
+        self.checks.scored(tokens, params)
+        if params.prompt_logprobs is not None and session is not None and session.modified:
+            raise FailedPrecondition(
+                "prompt_logprobs run all tokens of a session again, and a state that set_kv wrote into cannot be computed "
+                "again; ask for them before set_kv",
+                field="prompt_logprobs",
+            )
+        limit = self.checks_of(session).length(tokens.size, params)
+        with self.lock:
+            self.runner.adapters.check([adapter])
+            if session is not None:
+                self.pins.check(session, final_length(tokens.size, params.max_tokens, limit), session.account)
+            runs = BASE.then(0, adapter)
+            prefix = self.branches.prefix_key(key, runs)
+            asked = Asked(
+                request_id=self.requests.name(request_id),
+                params=params,
+                num_prompt=tokens.size,
+                owner=owner_of(key if session is None else session.key),
+                limit=limit,
+                forgets=self.forgets,
+            )
+            prompt, samples = TokenHistory(tokens, media), list[Request]()
+            for index in range(params.n):
+                branch = RequestBranch(tokens=prompt.fork(), key=prefix, runs=runs, reusable=self.cache is not None)
+                output = self.outputs.make(branch.tokens, params, index)
+                samples.append(Request(replace(asked, index=index), branch, Seat(priority=hints.priority), output))
+            leader = samples[0]
+            leader.asked, leader.seat.siblings = self._hinted(leader.asked, hints), samples[1:]
+            leader.branch.blend = blend
+            if blend is not None:
+                self.blending.ask(key, adapter)
+            if params.prompt_logprobs is not None:
+                scored = PromptLogprobs(tokens, params.prompt_logprobs)
+                output = leader.output
+                output.prompt_logprobs, output.on_logits = scored, scored.take
+                output.wants, output.fresh_from = "all", 0
+            if session is not None:
+                if params.prompt_logprobs is not None:
+                    self.branches.drop(session)
+                self.branches.lend(session, leader)
+            self.requests.queue(samples)
+            return samples
+
+    def _hinted(self, asked: Asked, hints: CacheHints) -> Asked:
+        """Return a request with hints about its state."""
+        if hints is NO_HINTS:
+            return asked
+        found = RequestHints(hints, asked.num_prompt)
+        return replace(asked, hints=found, stops=found.stops if self.runner.state.forgets else ())
+
+    def submit_run(
+        self,
+        session: SessionBranch,
+        tokens: NDArray[np.int64],
+        *,
+        tail: Sequence[int] = (),
+        media: Media = NO_MEDIA,
+        on_logits: OnLogits | None = None,
+        fresh_from: int | None = None,
+        all_logits: bool = False,
+        arrival: int | None = None,
+        blend: PromptBlend | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """Queue a run without sampling, after which the session's tokens are these and ``tail``.
+
+        ``on_logits`` gets the logits of the last token, or with ``all_logits`` of every one that
+        runs: at least those from ``fresh_from`` on. A ``QuireError`` from it ends the request.
+        ``arrival`` is the place in the queue of an earlier request that this one continues.
+        ``media`` is as in ``submit``, of the tail too. ``blend``: what gives rows of some tokens.
+        """
+        media = media_of(session, tokens, media)
+        self.checks_of(session).length(len(tokens) + len(tail), None)
+        with self.lock:
+            self.pins.check(session, len(tokens), session.account)
+            request = Request(
+                Asked(
+                    request_id=self.requests.name(),
+                    num_prompt=len(tokens),
+                    tail=tuple(tail),
+                    owner=owner_of(session.key),
+                ),
+                RequestBranch(tokens=TokenHistory(tokens, media), reusable=True, blend=blend),
+                Seat(priority=priority),
+                Output(
+                    wants="none" if on_logits is None else ("all" if all_logits else "last"),
+                    fresh_from=fresh_from,
+                    on_logits=on_logits,
+                ),
+            )
+            self.branches.lend(session, request)
+            self.requests.queue([request], arrival)
+            return request
+
+    def submit_prefix(
+        self,
+        tokens: NDArray[np.int64],
+        *,
+        key: Hashable = None,
+        adapter: int | None = None,
+        media: Media = NO_MEDIA,
+        hints: CacheHints = NO_HINTS,
+        only_idle: bool = False,
+        most: int | None = None,
+    ) -> Request:
+        """Queue a run without sampling whose state the prefix cache gets, as if it were a finished
+        prompt's. Arguments and errors are those of ``submit``.
+
+        ``only_idle``: it is cancelled as soon as anything else is to run, and takes no room from
+        idle sessions. It is cancelled at once if it cannot begin now, or if more than ``most``
+        tokens of it (None: any number) would have to run.
+        """
+        self.checks.tokens(tokens, media)
+        self.checks.length(tokens.size, None)
+        if self.cache is None:
+            raise FailedPrecondition("the prefix cache is off, which would hold it; set enable_prefix_caching")
+        with self.lock:
+            self.runner.adapters.check([adapter])
+            runs = BASE.then(0, adapter)
+            asked = Asked(request_id=self.requests.name(), num_prompt=len(tokens), owner=owner_of(key))
+            request = Request(
+                self._hinted(asked, hints),
+                RequestBranch(
+                    tokens=TokenHistory(tokens, media),
+                    key=self.branches.prefix_key(key, runs),
+                    runs=runs,
+                    reusable=True,
+                ),
+                Seat(priority=hints.priority or BACKGROUND),
+                Output(wants="none"),
+            )
+            if only_idle:
+                reuse = request.seat.reuse
+                reuse.cached = self.cache.peek(tokens[:-1], request.branch.key)
+                if not self.scheduler.idle or (most is not None and tokens.size - reuse.cached > most):
+                    request.output.finish_reason = "cancelled"
+                    return request
+            self.requests.queue([request])
+            self.requests.yielding = request if only_idle else None
+            return request
+
+    def submit_chunks(
+        self, segments: Sequence[Ids], *, key: Hashable, adapter: int | None
+    ) -> list[tuple[int, list[Request]]]:
+        """Queue the computation of all chunks of segments that the store lacks, or of none. Return,
+        for each segment, its tokens and these requests."""
+        with self.lock:
+            return self.blend_runs.submit_chunks(segments, key=key, adapter=adapter)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request, in any phase, at the next step boundary; return False if there is none."""
+        return self.requests.cancel(request_id)
+
+    def end(self, requests: Iterable[Request]) -> None:
+        """Cancel requests now, not at the next step. Finished ones stay as they are."""
+        with self.lock:
+            self.requests.end(requests)
+
+    def fail_all(self, error: QuireError) -> None:
+        """End all requests with the error of a step whose cause is no single request."""
+        with self.lock:
+            self.requests.fail_all(error)
+
+    def forget(self, session: SessionBranch) -> None:
+        """End what a closed session does, and give its pages back."""
+        with self.lock:
+            for one in (session, session.successor):
+                if one is not None and one.request is not None:
+                    self.requests.finish(one.request, "cancelled")
+            self.branches.forget(session)
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def step(self) -> list[Request]:
+        """Run one forward. Return the requests that got a token or ended."""
+        return self.stepper.step()
+
+    @property
+    def closed(self) -> bool:
+        return self.requests.closed
 
     @property
     def has_work(self) -> bool:
@@ -45,7 +337,7 @@ class Engine(EngineSteps):
         return len(self.scheduler.running)
 
     @uninterrupted
-    def run(self, requests: Iterable[SequenceRequest], on_step: Callable[[], None] | None = None) -> None:
+    def run(self, requests: Iterable[Request], on_step: Callable[[], None] | None = None) -> None:
         """Step until these requests are finished. An interrupt between two steps cancels them."""
         waiting = list(requests)
         try:
@@ -70,10 +362,14 @@ class Engine(EngineSteps):
         would have to run under it again."""
         with self.lock:
             self.orphans.bury()
-            self.give_way()
-            requests = [request for samples in self._by_id.values() for request in samples if not request.finished]
-            plain = {one.request_id for one in requests if one.session is None and adapter_id in one.work.runs.ids}
-            held = [*self.branches.sessions.values(), *(one.session for one in requests if one.session is not None)]
+            self.requests.end_yielding()
+            requests = [
+                request for samples in self.requests.by_id.values() for request in samples if not request.finished
+            ]
+            plain = {
+                one.request_id for one in requests if one.branch.session is None and adapter_id in one.branch.runs.ids
+            }
+            held = [*self.branches.sessions.values(), *(one.branch.session for one in requests if one.branch.session)]
             sessions = {id(one) for one in held if adapter_id in one.runs.ids}
             return users(len(plain), len(sessions))
 
@@ -133,14 +429,14 @@ class Engine(EngineSteps):
 
     def shutdown(self) -> None:
         """Cancel what runs, give all pages back, and accept nothing from now on."""
-        self.closed = True
+        self.requests.closed = True
         if self.grammars is not None:
             self.grammars.close()
         self.flush(CLOSE_SECONDS)
         with self.lock:
-            for samples in list(self._by_id.values()):
-                self.end(samples)
-            self._flight = None
+            for samples in list(self.requests.by_id.values()):
+                self.requests.end(samples)
+            self.stepper.flights.last = None
             self.prefix_pins.clear()
             for session in list(self.branches.sessions.values()):
                 self.forget(session)

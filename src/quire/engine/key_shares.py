@@ -9,7 +9,7 @@ the time of those that do, so idle time is no credit. What it had beyond that st
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 
 TURN = 64
 """Weighted tokens after which a key gives its place to another, if there are more keys than
@@ -44,8 +44,10 @@ class KeyShares:
         for key, tokens in used.items():
             self._times[key] = self.time(key, tokens)
 
-    def contend(self, keys: Collection[str]) -> None:
+    def contend(self, keys: Set[str]) -> None:
         """Begin a step for whose tokens these keys contend."""
+        if len(keys) < 2 and self._contending == keys:
+            return  # One key, or none, goes on: its time is behind that of no other.
         stayed = self._contending.intersection(keys)
         # With no contention there is nothing to be remembered: all start at the latest time.
         now = min(map(self.time, stayed)) if stayed else max(self._times.values(), default=0.0)

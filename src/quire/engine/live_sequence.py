@@ -23,8 +23,9 @@ from quire.engine.chat_turns import ChatTurns
 from quire.engine.engine import Engine
 from quire.engine.progress_bars import run_shown
 from quire.engine.prompts import Prompt, Text, is_segmented, read_prompt
+from quire.engine.request import Request
 from quire.engine.segmented_prompts import read_segments
-from quire.engine.sequence_request import SequenceRequest, SessionBranch
+from quire.engine.session_branch import SessionBranch
 from quire.engine.session_labels import NO_LABELS
 from quire.engine.token_ids import as_token_ids, is_integer
 from quire.engine.tokenizer import Tokenizer
@@ -137,7 +138,7 @@ class LiveSequence:
 
     def submit_first(
         self, tokens: NDArray[Any], length: int, media: Media = NO_MEDIA, *, priority: int = 0
-    ) -> SequenceRequest | None:
+    ) -> Request | None:
         """Queue a run of the first ``length`` tokens; return None if they are computed already. The
         session becomes all of ``tokens``. ``media`` holds embeddings that it does not have yet."""
         state = self.branch
@@ -146,16 +147,16 @@ class LiveSequence:
         tail = tokens[length:].tolist()
         return self.engine.submit_run(state, tokens[:length], tail=tail, media=media, priority=priority)
 
-    def wait(self, request: SequenceRequest, use_tqdm: bool | None = False) -> None:
+    def wait(self, request: Request, use_tqdm: bool | None = False) -> None:
         """Run a request to its end. Raise its error, and ``Cancelled`` for a cancelled run.
         ``use_tqdm`` shows how far its prompt is; None: on a terminal, if it takes long."""
         run_shown(self.engine, request, use_tqdm)
-        if request.error is not None:
-            raise request.error
-        if request.finish_reason == "cancelled" and request.params is None:
+        if request.output.error is not None:
+            raise request.output.error
+        if request.output.finish_reason == "cancelled" and request.params is None:
             raise Cancelled("the session's call was cancelled; the session is as it was before")
 
-    def compute(self, verb: str, *, priority: int = 0, use_tqdm: bool | None = False) -> SequenceRequest | None:
+    def compute(self, verb: str, *, priority: int = 0, use_tqdm: bool | None = False) -> Request | None:
         """Run all tokens but the last one, as far as they are not computed. None: they were."""
         with self.engine.lock:
             request = self.submit_first(self.require_idle(verb).tokens.ids, len(self) - 1, priority=priority)

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from quire.branches.adapter_keys import owner_of, salt_of
 from quire.branches.past_prefixes import LEAST, PastPrefixes
 from quire.branches.prefix_cache import RadixCache
-from quire.engine.scheduled_request import ScheduledRequest
+from quire.engine.request import Request
 from quire.outputs import Miss
 
 KEYS = 16
@@ -33,21 +33,22 @@ class MissSearch:
         self._keys: OrderedDict[Hashable, OrderedDict[Hashable, None]] = OrderedDict()
         """The last keys by owner; both in the order of use."""
 
-    def explain(self, request: ScheduledRequest, limit: int) -> None:
+    def explain(self, request: Request, limit: int) -> None:
         """Note at the first admission of a request which longer match it missed in its first
         ``limit`` tokens, of which ``computed`` were found."""
-        if not request.cacheable:
+        branch, note = request.branch, request.seat.reuse
+        if not branch.cacheable:
             return
-        keys = self._used(request.key)
-        if request.admitted or limit < LEAST or request.computed >= limit:
+        keys = self._used(branch.key)
+        if request.seat.admitted or limit < LEAST or branch.computed >= limit:
             return
-        note, ids_T, key = request.reuse_note, request.tokens.ids[:limit], request.key
-        if request.known > request.computed:
-            note.miss(self.forgets, request.known)
+        ids_T, key, computed = branch.tokens.ids[:limit], branch.key, branch.computed
+        if note.known > computed:
+            note.miss(self.forgets, note.known)
         held, next_held = self._cache.ahead(ids_T, key, QUOTED)
         past, next_past = self._past.ahead(ids_T, key, QUOTED)
-        own = max(held, past, request.known)
-        if past >= max(LEAST, request.computed + 1):
+        own = max(held, past, note.known)
+        if past >= max(LEAST, computed + 1):
             note.miss(Miss.EVICTED, past)
         salt = salt_of(key)
         # Of equals another adapter comes before another salt: that is what its client may mean.
@@ -59,7 +60,7 @@ class MissSearch:
                 note.miss(Miss.OTHER_ADAPTER if salt_of(other) == salt else Miss.OTHER_SALT, found)
         for length, there in ((held, next_held), (past, next_past)):
             # That a prompt parts early is worth a word, too, where all before was reused.
-            worth = length >= LEAST or (length == request.computed > 0)
+            worth = length >= LEAST or (length == computed > 0)
             if length == own and worth and length < limit and there.size:
                 note.miss(Miss.OTHER_TEXT, length, there)
 

@@ -60,7 +60,7 @@ def sequence_owners(state: ModelState, sessions: SessionBranches, cache: RadixCa
         evictable.update(cache.ages())
     pinned = set(written)
     for session in sessions.sessions.values():
-        seq = session.seq if session.request is None else session.request.work.seq
+        seq = session.seq if session.request is None else session.request.branch.seq
         if seq is None:
             continue
         if session.pinned or session.modified:

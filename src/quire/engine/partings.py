@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from itertools import islice
 
 from quire.branches.history import common_prefix
-from quire.engine.scheduled_request import ScheduledRequest
+from quire.engine.request import Request
 
 LEAST = 32
 """Tokens that two prompts have in common at least."""
@@ -19,30 +19,30 @@ class Partings:
     """The requests under way, by their keys and first tokens."""
 
     def __init__(self) -> None:
-        self._alike: dict[tuple[Hashable, bytes], dict[ScheduledRequest, None]] = {}
+        self._alike: dict[tuple[Hashable, bytes], dict[Request, None]] = {}
         """In order of arrival."""
 
     def __len__(self) -> int:
         """Return the number of different beginnings."""
         return len(self._alike)
 
-    def note(self, request: ScheduledRequest) -> None:
+    def note(self, request: Request) -> None:
         """Note where states of a new request are to be kept: where it parts from others, and before
         its last token, which a request of the same tokens runs again (without logits: at its
         end)."""
-        request.partings.add(len(request.tokens) - (request.wants != "none"))
-        if not request.cacheable or len(request.tokens) <= LEAST:
+        request.seat.partings.add(len(request.branch.tokens) - (request.output.wants != "none"))
+        if not request.branch.cacheable or len(request.branch.tokens) <= LEAST:
             return
         alike = self._alike.setdefault(_name(request), {})
         for other in islice(reversed(alike), COMPARED):
-            common = common_prefix(request.tokens.ids, other.tokens.ids)
-            common = min(common, len(request.tokens) - 1, len(other.tokens) - 1)
+            common = common_prefix(request.branch.tokens.ids, other.branch.tokens.ids)
+            common = min(common, len(request.branch.tokens) - 1, len(other.branch.tokens) - 1)
             if common >= LEAST:
-                other.partings.add(common)
-                request.partings.add(common)
+                other.seat.partings.add(common)
+                request.seat.partings.add(common)
         alike[request] = None
 
-    def forget(self, request: ScheduledRequest) -> None:
+    def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
         alike = self._alike.get(_name(request), {})
         alike.pop(request, None)
@@ -50,5 +50,5 @@ class Partings:
             self._alike.pop(_name(request), None)
 
 
-def _name(request: ScheduledRequest) -> tuple[Hashable, bytes]:
-    return request.key, request.tokens.ids[:LEAST].tobytes()
+def _name(request: Request) -> tuple[Hashable, bytes]:
+    return request.branch.key, request.branch.tokens.ids[:LEAST].tobytes()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from quire.engine.sequence_request import SessionBranch
+from quire.engine.session_branch import SessionBranch
 from quire.errors import PoolExhausted, QuotaExceeded
 from quire.hints import PinAccount
 from quire.kv.windows import Window
@@ -75,7 +75,7 @@ class Pins:
 
 def _sequences(session: SessionBranch) -> list[SeqId]:
     request = session.request
-    found = [session.seq] if request is None else [request.work.seq, request.way_back]
+    found = [session.seq] if request is None else [request.branch.seq, request.branch.way_back]
     return [seq for seq in found if seq is not None]
 
 
@@ -85,8 +85,8 @@ def _goal(session: SessionBranch) -> int:
     if request is None:
         return session.computed
     if request.params is None:
-        return len(request.work.tokens)
-    return final_length(request.num_prompt, request.params.max_tokens, request.limit)
+        return len(request.branch.tokens)
+    return final_length(request.asked.num_prompt, request.params.max_tokens, request.asked.limit)
 
 
 def final_length(prompt: int, max_tokens: int | None, limit: int) -> int:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.branches.prefix_cache import RadixCache
+from quire.engine.request import RequestBranch
 from quire.engine.request_hints import PrefixName
-from quire.engine.scheduled_request import ScheduledRequest
-from quire.engine.sequence_request import SessionBranch
+from quire.engine.session_branch import SessionBranch
 from quire.errors import FailedPrecondition
 from quire.hints import PinAccount
 from quire.types import BASE, SeqId
@@ -55,9 +55,7 @@ class PrefixPins:
         """Return the branches that hold the pinned prefixes."""
         return [held.branch for held in self._held.values()]
 
-    def pin(
-        self, work: ScheduledRequest, length: int, ttl: float, account: PinAccount
-    ) -> tuple[int, PrefixName | None]:
+    def pin(self, prompt: RequestBranch, length: int, ttl: float, account: PinAccount) -> tuple[int, PrefixName | None]:
         """Keep the state of the first ``length`` tokens of a request for ``ttl`` seconds. Return
         how many tokens that are, fewer where states forget, and the name of a new pin; None: such a
         pin was there, and lasts as long as the longer one.
@@ -68,21 +66,21 @@ class PrefixPins:
         cache = self._branches.cache
         if cache is None:
             raise FailedPrecondition("the prefix cache is off (enable_prefix_caching), so no prompt would find it")
-        if not work.cacheable:
+        if not prompt.cacheable:
             raise FailedPrecondition("this state is no prefix for others; pin the session")
         self.expire()
-        seq, length = self._source(cache, work, length)
+        seq, length = self._source(cache, prompt, length)
         if seq is None:
             raise FailedPrecondition(f"no state is kept in the first {length} tokens")
-        ids = work.tokens.ids[:length]
+        ids = prompt.tokens.ids[:length]
         digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
-        name, until = (account, work.key, digest), self.clock() + ttl
+        name, until = (account, prompt.key, digest), self.clock() + ttl
         self._soonest = min(self._soonest, until)
         if (held := self._held.get(name)) is not None:
             held.until = max(held.until, until)
             return length, None
-        branch = SessionBranch(key=work.key, pinned=True, account=account)
-        branch.become(work, length, self._branches.fork_of(seq, length))
+        branch = SessionBranch(key=prompt.key, pinned=True, account=account)
+        branch.become(prompt, length, self._branches.fork_of(seq, length))
         branch.runs = BASE  # the key says what it ran under, and its adapter may be unloaded
         assert branch.seq is not None
         try:
@@ -91,19 +89,19 @@ class PrefixPins:
             self._branches.remove(branch.seq)
             raise
         self._branches.hold(branch)
-        self._branches.remove_all(cache.insert(branch.seq, ids, work.key, live=True))
+        self._branches.remove_all(cache.insert(branch.seq, ids, prompt.key, live=True))
         self._held[name] = PinnedPrefix(branch, until)
         return length, name
 
-    def _source(self, cache: RadixCache, work: ScheduledRequest, length: int) -> tuple[SeqId | None, int]:
+    def _source(self, cache: RadixCache, prompt: RequestBranch, length: int) -> tuple[SeqId | None, int]:
         """Return the sequence that can be forked nearest to ``length``, and where; None and the
         length if there is none."""
-        seq, kept = work.seq, 0
+        seq, kept = prompt.seq, 0
         if seq is not None:
             kept = self._branches.runner.state.nearest_reachable(
-                seq, work.origin.exact_part(min(length, work.computed))
+                seq, prompt.origin.exact_part(min(length, prompt.computed))
             )
-        found = cache.find(work.tokens.ids[:length], work.key)
+        found = cache.find(prompt.tokens.ids[:length], prompt.key)
         if found is not None and found[1] > kept:
             seq, kept = found
         return (seq, kept) if kept else (None, length)

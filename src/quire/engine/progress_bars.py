@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.engine.engine import Engine
-    from quire.engine.sequence_request import SequenceRequest
+    from quire.engine.request import Request
     from quire.kv.statefile import StateFile
 
 DELAY = 0.5
@@ -33,13 +33,13 @@ def is_wanted(use_tqdm: bool | None) -> bool:
 class GenerationBar:
     """A bar of answered prompts; while prompts run, also their processed tokens."""
 
-    def __init__(self, requests: Sequence[Sequence[SequenceRequest]], *, show: bool | None, step_tokens: int) -> None:
+    def __init__(self, requests: Sequence[Sequence[Request]], *, show: bool | None, step_tokens: int) -> None:
         """Watch ``requests``, the samples of each prompt.
 
         ``show`` None: on a terminal, for several prompts or more than ``step_tokens`` tokens.
         """
         self._requests = requests
-        self._total = sum(samples[0].num_prompt for samples in requests)
+        self._total = sum(samples[0].asked.num_prompt for samples in requests)
         if show is None:
             show = sys.stderr.isatty() and (len(requests) > 1 or self._total > step_tokens)
         self.shown = show
@@ -77,10 +77,10 @@ class GenerationBar:
 class PromptBar:
     """A bar of the tokens of a prompt that have run, with the time that is left."""
 
-    def __init__(self, request: SequenceRequest, use_tqdm: bool | None) -> None:
+    def __init__(self, request: Request, use_tqdm: bool | None) -> None:
         self._request = request
         self._bar = tqdm(
-            total=request.num_prompt,
+            total=request.asked.num_prompt,
             initial=request.num_prompt_run,
             desc="Prompt",
             unit="token",
@@ -98,10 +98,10 @@ class PromptBar:
         self._bar.close()
 
 
-def run_shown(engine: Engine, request: SequenceRequest, use_tqdm: bool | None) -> None:
+def run_shown(engine: Engine, request: Request, use_tqdm: bool | None) -> None:
     """Run a request to its end, and show how far its prompt is: if that is asked for, or on a
     terminal if it takes several steps. Where a thread of its own steps, nobody could."""
-    several = request.work.remaining > engine.scheduler.limits.max_num_batched_tokens
+    several = request.branch.remaining > engine.scheduler.limits.max_num_batched_tokens
     if engine.wait is not None or not is_wanted(use_tqdm) or not (several or use_tqdm):
         engine.run([request])
         return

@@ -69,7 +69,7 @@ class PromptBlend:
 
     @property
     def dilution(self) -> int:
-        """See ``ScheduledRequest``."""
+        """See ``RequestBranch``."""
         if self.task is None:
             return 1
         running = self.length - (1 - self.ratio) * int(self.valid.sum())

@@ -14,9 +14,9 @@ from quire.engine import beam, blend_calibration
 from quire.engine.progress_bars import GenerationBar
 from quire.engine.prompt_sessions import PreparedPrompts
 from quire.engine.prompts import SegmentedPrompt, Text, naming_prompt
+from quire.engine.request import Request
 from quire.engine.request_outputs import warmed
 from quire.engine.request_preparation import RequestPreparation
-from quire.engine.sequence_request import SequenceRequest
 from quire.errors import InvalidArgument
 from quire.interrupts import SHIELD
 from quire.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
@@ -27,12 +27,12 @@ def run(prepared: PreparedPrompts, requests: RequestPreparation, use_tqdm: bool 
     ``LLM.generate`` is shielded: they may end the checks before it at any line."""
     with SHIELD:
         engine = requests.engine
-        submitted: list[list[SequenceRequest]] = []
+        submitted: list[list[Request]] = []
         try:
             submitted = requests.submit(prepared)
             samples = [sample for samples in submitted for sample in samples]
             _run_shown(requests, submitted, samples, use_tqdm)
-            engine.run([one.verification for one in samples if one.verification is not None])
+            engine.run([one.output.verification for one in samples if one.output.verification is not None])
         finally:
             for samples in submitted:
                 engine.end(samples)
@@ -41,7 +41,7 @@ def run(prepared: PreparedPrompts, requests: RequestPreparation, use_tqdm: bool 
 
 
 def warm(
-    submitted: Sequence[tuple[int, Sequence[SequenceRequest]]], requests: RequestPreparation, use_tqdm: bool | None
+    submitted: Sequence[tuple[int, Sequence[Request]]], requests: RequestPreparation, use_tqdm: bool | None
 ) -> list[WarmedSegment]:
     """Compute the chunks of segments; return the kept tokens of each."""
     runs = [request for _, runs in submitted for request in runs]
@@ -54,8 +54,8 @@ def warm(
 
 def _run_shown(
     requests: RequestPreparation,
-    prompts: Sequence[Sequence[SequenceRequest]],
-    samples: Sequence[SequenceRequest],
+    prompts: Sequence[Sequence[Request]],
+    samples: Sequence[Request],
     use_tqdm: bool | None,
 ) -> None:
     step_tokens = requests.engine.scheduler.limits.max_num_batched_tokens

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import TypeAlias
+from collections.abc import Hashable
+from typing import Protocol, TypeAlias
 
-from quire.engine.scheduled_request import ScheduledRequest
+from quire.engine.request import RequestBranch
 from quire.errors import QuireError
 from quire.hints import CacheHints, HintResult, Pin, PinAccount
 
 PrefixName: TypeAlias = tuple[PinAccount, Hashable, bytes]
 """Account, key and a digest of the tokens of a pinned prefix."""
+
+
+class Pinning(Protocol):
+    """The pinned prefixes of an engine."""
+
+    def pin(self, prompt: RequestBranch, length: int, ttl: float, account: PinAccount) -> tuple[int, PrefixName | None]:
+        """Pin the first ``length`` computed tokens. Return how many are, and the name of the pin,
+        None for an older one. ``QuireError`` if that cannot be."""
+        ...
+
+    def drop(self, name: PrefixName) -> None:
+        """Give up one whose state is broken."""
+        ...
 
 
 class RequestHints:
@@ -31,16 +44,12 @@ class RequestHints:
         """Return the positions at which the state is to be kept, ascending."""
         return tuple(sorted({position for position, _ in self._waiting}))
 
-    def ran(
-        self,
-        work: ScheduledRequest,
-        pin_prefix: Callable[[ScheduledRequest, int, float, PinAccount], tuple[int, PrefixName | None]],
-    ) -> None:
-        """Pin what has been computed by now, by ``PrefixPins.pin``."""
-        while self._waiting and self._waiting[0][0] <= work.computed:
+    def ran(self, branch: RequestBranch, pins: Pinning) -> None:
+        """Pin what has been computed by now."""
+        while self._waiting and self._waiting[0][0] <= branch.computed:
             position, pin = self._waiting.pop(0)
             try:
-                tokens, made = pin_prefix(work, position, pin.ttl, self._wanted.account)
+                tokens, made = pins.pin(branch, position, pin.ttl, self._wanted.account)
             except QuireError as error:
                 self._note(pin, done=False, reason=str(error))
                 continue
@@ -49,22 +58,22 @@ class RequestHints:
             reason = "" if tokens == position else f"no state is kept between {tokens} and {position} tokens"
             self._note(pin, tokens=tokens, ttl=pin.ttl, reason=reason)
 
-    def failed(self, drop: Callable[[PrefixName], None]) -> None:
-        """Give up what was pinned of a state that is not fit to be used, by ``PrefixPins.drop``."""
+    def failed(self, pins: Pinning) -> None:
+        """Give up what was pinned of a state that is not fit to be used."""
         for made in self._made:
-            drop(made)
+            pins.drop(made)
         self.results = [result for result in self.results if result.hint != "pin"]
         self._waiting = [(0, pin) for pin in self._wanted.pins]
         self._refuse("the request failed")
 
-    def ended(self, demote: Callable[[int], int]) -> None:
-        """Do what is to be done at the end of the request. ``demote`` gives up what only it uses
-        from a position on, and returns how many tokens that were."""
+    def ended(self) -> int | None:
+        """Refuse the pins that are left, at the end of the request. Return the position from which
+        its state is to be given up; None: it stays."""
         self._refuse("the prompt did not run that far")
-        start = self._wanted.demote
-        if start is None:
-            return
-        given_up = demote(start)
+        return self._wanted.demote
+
+    def demoted(self, start: int, given_up: int) -> None:
+        """Note that so many tokens from ``start`` on were given up, which only this prompt used."""
         reason = "" if given_up else f"nothing that only this prompt uses is held beyond {start} tokens"
         self.results.append(HintResult(hint="demote", tokens=given_up, reason=reason))
 

@@ -7,90 +7,87 @@ from dataclasses import replace
 
 from quire.blend.chunk_matching import LEAST
 from quire.branches.history import Ids
-from quire.engine.scheduled_request import ScheduledRequest
-from quire.engine.sequence_request import SequenceRequest
+from quire.engine.request import Request
 from quire.engine.tokenizer import Tokenizer
 from quire.ops.sampled_tokens import TokenLogprobs
 from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Reuse, WarmedSegment
 
 
-def request_output(
-    samples: Sequence[SequenceRequest], tokenizer: Tokenizer | None, prompt: str | None = None
-) -> RequestOutput:
+def request_output(samples: Sequence[Request], tokenizer: Tokenizer | None, prompt: str | None = None) -> RequestOutput:
     """Return the output of one prompt with all of its samples."""
     first = samples[0]
-    stamps = [sample.first_token for sample in samples if sample.first_token is not None]
-    ends = [sample.finished_at for sample in samples if sample.finished_at is not None]
-    scored = first.prompt_logprobs
+    stamps = [sample.output.first_token for sample in samples if sample.output.first_token is not None]
+    ends = [sample.output.finished_at for sample in samples if sample.output.finished_at is not None]
+    scored = first.output.prompt_logprobs
     return RequestOutput(
         request_id=first.request_id,
         prompt=prompt,
-        prompt_token_ids=first.work.tokens.media.as_given(first.work.tokens.ids[: first.num_prompt]),
+        prompt_token_ids=first.branch.tokens.media.as_given(first.branch.tokens.ids[: first.asked.num_prompt]),
         outputs=[completion(sample, tokenizer) for sample in samples if sample.params is not None],
         prompt_logprobs=[None, *(by_token(entry, tokenizer) for entry in scored.entries)]
         if scored is not None and scored.complete
         else None,
         finished=all(sample.finished for sample in samples),
-        num_cached_tokens=first.work.num_cached,
-        num_replayed_tokens=first.work.num_replayed,
+        num_cached_tokens=first.seat.reuse.cached,
+        num_replayed_tokens=first.seat.reuse.replayed,
         cache_note=cache_note(first),
-        reuse=reuse_of(first.work, tokenizer),
-        hints=() if first.hints is None else tuple(first.hints.results),
-        blend=None if first.work.blend is None else first.work.blend.report(first.work),
+        reuse=reuse_of(first, tokenizer),
+        hints=() if first.asked.hints is None else tuple(first.asked.hints.results),
+        blend=None if first.branch.blend is None else first.branch.blend.report(first.branch),
         metrics=RequestMetrics(
-            arrival_time=first.arrival,
+            arrival_time=first.asked.arrival,
             first_token_time=min(stamps, default=None),
             finished_time=max(ends, default=None),
-            num_preemptions=sum(sample.work.num_preemptions for sample in samples),
+            num_preemptions=sum(sample.seat.num_preemptions for sample in samples),
         ),
     )
 
 
-def warmed(submitted: Sequence[tuple[int, Sequence[SequenceRequest]]]) -> list[WarmedSegment]:
+def warmed(submitted: Sequence[tuple[int, Sequence[Request]]]) -> list[WarmedSegment]:
     """Return what is kept of segments, by ``RequestPreparation.submit_warm``. Raise the error of a
     request that failed."""
     found = []
     for tokens, requests in submitted:
         for request in requests:
-            if request.error is not None:
-                raise request.error
-        computed = sum(request.num_kept for request in requests)
-        everything = tokens >= LEAST and all(request.num_kept for request in requests)
+            if request.output.error is not None:
+                raise request.output.error
+        computed = sum(request.output.num_kept for request in requests)
+        everything = tokens >= LEAST and all(request.output.num_kept for request in requests)
         kept = tokens if everything else computed
         found.append(WarmedSegment(tokens=tokens, kept=kept, computed=computed))
     return found
 
 
-def prefix_output(request: SequenceRequest, tokenizer: Tokenizer | None, prompt: str | None = None) -> RequestOutput:
+def prefix_output(request: Request, tokenizer: Tokenizer | None, prompt: str | None = None) -> RequestOutput:
     """Return the output of a run for the prefix cache. Its prompt is what the pool holds of it.
     Raise the run's error."""
-    if request.error is not None:
-        raise request.error
-    output, work = request_output([request], tokenizer, prompt), request.work
-    held = output.prompt_token_ids[: max(work.num_cached, work.computed)]
+    if request.output.error is not None:
+        raise request.output.error
+    output = request_output([request], tokenizer, prompt)
+    held = output.prompt_token_ids[: max(request.seat.reuse.cached, request.branch.computed)]
     return replace(output, prompt_token_ids=held, finished=request.succeeded)
 
 
-def cache_note(request: SequenceRequest) -> str:
+def cache_note(request: Request) -> str:
     """Return why not all known tokens of a prompt were reused; empty if they were."""
-    work = request.work
-    if not work.num_replayed:
+    reuse = request.seat.reuse
+    if not reuse.replayed:
         return ""
-    known, kept = work.num_cached + work.num_replayed, work.num_cached
-    return f"{known} tokens of the prompt were known and the first {kept} reused: {request.forgets.format(known, kept)}"
+    known, kept = reuse.cached + reuse.replayed, reuse.cached
+    return f"{known} tokens of the prompt were known and the first {kept} reused: {request.asked.forgets.format(known, kept)}"
 
 
-def reuse_of(work: ScheduledRequest, tokenizer: Tokenizer | None) -> Reuse:
+def reuse_of(request: Request, tokenizer: Tokenizer | None) -> Reuse:
     """Return what was reused at a request's first admission, and what was missed."""
-    note = work.reuse_note
+    note = request.seat.reuse
     quote = ""
     if note.there is not None and note.missed_at is not None:
-        here = work.tokens.ids[note.missed_at : note.missed_at + note.there.size]
+        here = request.branch.tokens.ids[note.missed_at : note.missed_at + note.there.size]
         quote = f" ({_quoted(here, tokenizer)} here, {_quoted(note.there, tokenizer)} there)"
     return Reuse(
-        cached=work.num_cached,
-        by_tier=work.cached_by_tier,
-        replayed=work.num_replayed,
+        cached=note.cached,
+        by_tier=note.cached_by_tier,
+        replayed=note.replayed,
         miss=note.missed,
         missed_at=note.missed_at,
         quote=quote,
@@ -102,19 +99,19 @@ def _quoted(ids: Ids, tokenizer: Tokenizer | None) -> str:
     return str(spoken) if tokenizer is None else repr(tokenizer.decode(spoken, skip_special_tokens=False))
 
 
-def completion(request: SequenceRequest, tokenizer: Tokenizer | None) -> CompletionOutput:
+def completion(request: Request, tokenizer: Tokenizer | None) -> CompletionOutput:
     """Return one sample."""
     wanted = request.params is not None and request.params.logprobs is not None
     return CompletionOutput(
-        index=request.index,
-        text=request.text,
-        token_ids=list(request.output_ids),
-        finish_reason=request.finish_reason,
-        stop_reason=request.stop_reason,
-        cumulative_logprob=sum(entry.chosen.logprob for entry in request.logprobs) if wanted else None,
-        logprobs=[by_token(entry, tokenizer) for entry in request.logprobs] if wanted else None,
-        error=str(request.error) if request.error is not None else None,
-        failure=request.error,
+        index=request.asked.index,
+        text=request.output.text,
+        token_ids=list(request.output.token_ids),
+        finish_reason=request.output.finish_reason,
+        stop_reason=request.output.stop_reason,
+        cumulative_logprob=sum(entry.chosen.logprob for entry in request.output.logprobs) if wanted else None,
+        logprobs=[by_token(entry, tokenizer) for entry in request.output.logprobs] if wanted else None,
+        error=str(request.output.error) if request.output.error is not None else None,
+        failure=request.output.error,
     )
 
 

@@ -20,10 +20,10 @@ from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions, split_sessions
 from quire.engine.prompts import Prompt, Prompts, Text, as_prompts, is_segmented, naming_prompt, read_prompt
+from quire.engine.request import Request
 from quire.engine.request_checks import RequestChecks
 from quire.engine.request_outputs import request_output
 from quire.engine.segmented_prompts import WHOLE, Pieces, read_segments
-from quire.engine.sequence_request import SequenceRequest
 from quire.engine.spelled_tokens import SpelledTokens
 from quire.engine.token_ids import as_token_ids
 from quire.engine.tokenizer import Tokenizer
@@ -162,7 +162,7 @@ class RequestPreparation:
         hints: CacheHints | None,
         only_idle: bool,
         most: int | None,
-    ) -> SequenceRequest:
+    ) -> Request:
         """Check, encode and queue what ``prefetch`` runs."""
         self.require_open("prefetch")
         chosen, hinted = self.adapter_id(adapter), checked_hints(hints)
@@ -181,7 +181,7 @@ class RequestPreparation:
 
     def prepare_warm(
         self, segments: Sequence[Segment | Text], *, adapter: str | None, cache_salt: str | None
-    ) -> Callable[[], list[tuple[int, list[SequenceRequest]]]]:
+    ) -> Callable[[], list[tuple[int, list[Request]]]]:
         """Check and encode segments; return what queues the computation of those that are not kept.
         That returns, for each, its tokens and the requests that compute them."""
         self.require_open("warm")
@@ -197,10 +197,10 @@ class RequestPreparation:
                 self.engine.checks.tokens(ids[-1])
         return partial(self.engine.submit_chunks, ids, key=key, adapter=chosen)
 
-    def submit(self, prepared: PreparedPrompts, request_id: str | None = None) -> list[list[SequenceRequest]]:
+    def submit(self, prepared: PreparedPrompts, request_id: str | None = None) -> list[list[Request]]:
         """Queue prompts, all or none, for the engine's steps; return the samples of each.
         ``request_id`` is the name of a single prompt; several are numbered, as in "name-0"."""
-        requests: list[list[SequenceRequest]] = []
+        requests: list[list[Request]] = []
         count = len(prepared.ids)
         with self.engine.lock:
             # Before any session has a request: threads may have used them since they were checked.
@@ -232,7 +232,7 @@ class RequestPreparation:
                 raise
         return requests
 
-    def outputs(self, prepared: PreparedPrompts, requests: Sequence[Sequence[SequenceRequest]]) -> list[RequestOutput]:
+    def outputs(self, prepared: PreparedPrompts, requests: Sequence[Sequence[Request]]) -> list[RequestOutput]:
         """Return the results of ``submit``'s requests so far."""
         pairs = zip(requests, prepared.texts, strict=True)
         return RequestOutputs(request_output(samples, self.engine.tokenizer, text) for samples, text in pairs)

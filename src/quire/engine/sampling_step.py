@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.engine.grammar_matcher import GrammarMatcher
 from quire.engine.grammars import Grammars, RowGrammars
-from quire.engine.sequence_request import SequenceRequest
+from quire.engine.request import Output, Request
 from quire.errors import QuireError
 from quire.metrics import EngineMetrics
 from quire.ops.draws import Draws
@@ -24,11 +24,15 @@ from quire.outputs import FinishReason
 from quire.sampling_params import SamplingParams
 
 
-class Finish(Protocol):
-    """Ends a request."""
+class Ends(Protocol):
+    """Ends requests."""
 
-    def __call__(self, request: SequenceRequest, reason: FinishReason, stop: str | int | None = None) -> None:
-        """End it; ``stop``: the stop string or token, or "context"."""
+    def finish(self, request: Request, reason: FinishReason, stop: str | int | None = None) -> None:
+        """End a request; ``stop``: the stop string or token, or "context"."""
+        ...
+
+    def fail(self, request: Request, error: QuireError) -> Request:
+        """End a request with an error, and return it."""
         ...
 
 
@@ -36,7 +40,7 @@ class Finish(Protocol):
 class Drawing:
     """One token for each of some requests, drawn and perhaps not read yet."""
 
-    ready: list[SequenceRequest]
+    ready: list[Request]
     made: Draws | SampledTokens
     allowed: RowGrammars | None = None
     is_read: bool = False
@@ -63,8 +67,8 @@ class Drawing:
 
 
 class SamplingStep:
-    """Sampling for requests with logits. ``eos_ids`` end a text; ``finish`` and ``fail`` a
-    request."""
+    """Sampling for requests with logits. ``eos_ids`` end a text, ``ends`` a request. ``gaps`` takes
+    the times between tokens, in seconds."""
 
     def __init__(
         self,
@@ -72,16 +76,14 @@ class SamplingStep:
         eos_ids: frozenset[int],
         grammars: Grammars | None,
         metrics: EngineMetrics,
-        finish: Finish,
-        fail: Callable[[SequenceRequest, QuireError], object],
+        ends: Ends,
+        gaps: deque[float],
     ) -> None:
         self.eos_ids = eos_ids
         self.grammars = grammars
         self.metrics = metrics
-        self._finish = finish
-        self._fail = fail
-        self.gaps: deque[float] = deque(maxlen=1)
-        """Takes the times between tokens, in seconds."""
+        self.ends = ends
+        self._gaps = gaps
         self.kernel: DrawKernel | None = None
         """Draws for rows that need no order; None: PyTorch's operations do."""
         self.seen: SeenTokens | None = None
@@ -94,7 +96,7 @@ class SamplingStep:
     def draw(
         self,
         logits_RV: Tensor,
-        ready: list[SequenceRequest],
+        ready: list[Request],
         first: Sequence[int] | None = None,
         *,
         unread_R: Tensor | None = None,
@@ -103,10 +105,10 @@ class SamplingStep:
         tokens need no value of the host, nothing waits for them. ``first``: as for ``sample``.
         ``unread_R``: as for ``sample_later``."""
         unread = 0 if unread_R is None else 1
-        samplers = [request.sampler for request in ready if request.sampler is not None]
+        samplers = [request.output.sampler for request in ready if request.output.sampler is not None]
         banned: list[tuple[int, ...]] | None = None
         if any(self._is_early(request, unread) for request in ready):
-            banned = [self._ends(one.params) if self._is_early(one, unread) else () for one in ready]
+            banned = [self._end_tokens(one.params) if self._is_early(one, unread) else () for one in ready]
         allowed = self._allowed(ready)
         if allowed is None and (self.later or not logits_RV.is_cpu) and all(map(can_wait, samplers)):
             return Drawing(ready, sample_later(logits_RV, samplers, banned, self.kernel, self.seen, unread_R))
@@ -129,114 +131,116 @@ class SamplingStep:
         for row, (request, token) in enumerate(zip(drawing.ready, drawn.token_ids, strict=True)):
             if row in void or request.finished:
                 continue
-            if allowed is not None and request.matcher is not None and request.session is not None:
-                request.mask_counts.append(allowed.num_allowed(row))
+            matcher = request.output.matcher
+            if allowed is not None and matcher is not None and request.branch.session is not None:
+                request.output.mask_counts.append(allowed.num_allowed(row))
             if row in drawn.failures:
-                matcher = request.matcher
                 if matcher is not None and matcher.over:
                     # The text is whole, and no token that ends it may be drawn (yet).
-                    self._finish(request, "stop")
+                    self.ends.finish(request, "stop")
                 else:
                     problem = None if matcher is None else matcher.problem()
-                    self._fail(request, problem or drawn.failures[row])
+                    self.ends.fail(request, problem or drawn.failures[row])
                 continue
             self._take(request, token, drawn.logprobs[row], now)
 
-    def may_run_ahead(self, request: SequenceRequest) -> bool:
+    def may_run_ahead(self, request: Request) -> bool:
         """Return whether its next token can be drawn before the last one is known. Grammars and
         users' processors look at the tokens before; so do penalties without ``seen``."""
-        sampler = request.sampler
-        if sampler is None or request.matcher is not None or not can_wait(sampler):
+        sampler = request.output.sampler
+        if sampler is None or request.output.matcher is not None or not can_wait(sampler):
             return False
         return sampler.counts is None or self.seen is not None
 
-    def is_last(self, request: SequenceRequest) -> bool:
+    def is_last(self, request: Request) -> bool:
         """Return whether a token that was drawn and is not read yet is a request's last one."""
         params = request.params
         if params is None:
             return True
-        count = len(request.output_ids) + 1
-        return count == params.max_tokens or len(request.work.tokens) + 1 >= request.limit
+        count = len(request.output.token_ids) + 1
+        return count == params.max_tokens or len(request.branch.tokens) + 1 >= request.asked.limit
 
     @staticmethod
-    def _is_early(request: SequenceRequest, unread: int) -> bool:
+    def _is_early(request: Request, unread: int) -> bool:
         """Return whether no token may end the request yet."""
-        return request.params is not None and len(request.output_ids) + unread < request.params.min_tokens
+        return request.params is not None and len(request.output.token_ids) + unread < request.params.min_tokens
 
-    def _ends(self, params: SamplingParams | None) -> tuple[int, ...]:
+    def _end_tokens(self, params: SamplingParams | None) -> tuple[int, ...]:
         """Return the tokens that end a text."""
         if params is None:
             return ()
         return tuple((set() if params.ignore_eos else self.eos_ids) | params.stop_ids)
 
-    def _allowed(self, ready: list[SequenceRequest]) -> RowGrammars | None:
+    def _allowed(self, ready: list[Request]) -> RowGrammars | None:
         """Return what grammars leave, by row."""
-        matchers = {row: request.matcher for row, request in enumerate(ready) if request.matcher is not None}
+        matchers = {
+            row: request.output.matcher for row, request in enumerate(ready) if request.output.matcher is not None
+        }
         if not matchers or self.grammars is None:
             return None
-        ends = {row: self._ends(ready[row].params) for row in matchers}
+        ends = {row: self._end_tokens(ready[row].params) for row in matchers}
         return RowGrammars(self.grammars, matchers, ends)
 
-    def _take(self, request: SequenceRequest, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+    def _take(self, request: Request, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
         """Keep one more token, turn it into text, see whether it ends the request."""
-        params = request.params
+        params, output = request.params, request.output
         if params is None:
             raise QuireError("a token was sampled for a request that samples nothing")
-        if request.first_token is None:
-            request.first_token = now
-            self.metrics.time_to_first_token.observe(now - request.arrival)
+        if output.first_token is None:
+            output.first_token = now
+            self.metrics.time_to_first_token.observe(now - request.asked.arrival)
         else:
-            self.metrics.inter_token_latency.observe(now - request.last_token)
-            self.gaps.append(now - request.last_token)
-        request.last_token = now
-        request.work.tokens.append(token)
-        request.output_ids.append(token)
-        if request.sampler is not None:
-            request.sampler.observe(token)
+            self.metrics.inter_token_latency.observe(now - output.last_token)
+            self._gaps.append(now - output.last_token)
+        output.last_token = now
+        request.branch.tokens.append(token)
+        output.token_ids.append(token)
+        if output.sampler is not None:
+            output.sampler.observe(token)
         if logprobs is not None:
-            request.logprobs.append(logprobs)
-        count = len(request.output_ids)
+            output.logprobs.append(logprobs)
+        count = len(output.token_ids)
         ends = token in params.stop_ids or (token in self.eos_ids and not params.ignore_eos)
         if ends and count > params.min_tokens:
-            request.kept = count - 1
+            output.kept = count - 1
             if params.include_stop_str_in_output:
-                self._add_text(request, token)
-            self._finish(request, "stop", token)
+                self._add_text(output, token)
+            self.ends.finish(request, "stop", token)
             return
-        detokenizer = request.detokenizer
+        detokenizer, matcher = output.detokenizer, output.matcher
         if detokenizer is not None:
-            self._add_text(request, token)
+            self._add_text(output, token)
             if detokenizer.stopped_by is not None:
-                request.kept = detokenizer.tokens_before_stop
-                self._finish(request, "stop", detokenizer.stopped_by)
+                output.kept = detokenizer.tokens_before_stop
+                self.ends.finish(request, "stop", detokenizer.stopped_by)
                 return
-        if request.matcher is not None:
+        if matcher is not None:
             try:
-                seconds = request.matcher.accept(token)
+                seconds = matcher.accept(token)
             except QuireError as error:
-                self._fail(request, error)
+                self.ends.fail(request, error)
                 return
-            if request.matcher.complete:
-                self._finish(request, "stop")
+            if matcher.complete:
+                self.ends.finish(request, "stop")
                 return
         if count == params.max_tokens:
-            self._finish(request, "length")
-        elif len(request.work.tokens) >= request.limit:
-            self._finish(request, "length", "context")
-        elif request.matcher is not None:
-            self._make_ahead(request, request.matcher, seconds)
+            self.ends.finish(request, "length")
+        elif len(request.branch.tokens) >= request.asked.limit:
+            self.ends.finish(request, "length", "context")
+        elif matcher is not None:
+            self._make_ahead(output, matcher, seconds)
 
-    def _make_ahead(self, request: SequenceRequest, matcher: GrammarMatcher, seconds: float) -> None:
+    def _make_ahead(self, output: Output, matcher: GrammarMatcher, seconds: float) -> None:
         """Let a request with a slow grammar wait for its mask; its token took ``seconds``."""
         if not matcher.slow or self.grammars is None:
-            request.work.is_ready = None
+            output.awaits_mask = False
             return
         self.grammars.slow.spent(seconds)
         # First: an interrupt must leave no request that goes on while its mask is being made.
-        request.work.is_ready = lambda: matcher.ready
+        output.awaits_mask = True
         self.grammars.make_ahead(matcher)
 
     @staticmethod
-    def _add_text(request: SequenceRequest, token: int) -> None:
-        if request.detokenizer is not None and (piece := request.detokenizer.push(token)):
-            request.pieces.append(piece)
+    def _add_text(output: Output, token: int) -> None:
+        if output.detokenizer is not None and (piece := output.detokenizer.push(token)):
+            output.pieces.append(piece)

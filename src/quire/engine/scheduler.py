@@ -25,7 +25,8 @@ so that it is not overtaken for ever. The first one always fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
@@ -34,12 +35,12 @@ from quire.branches.prefix_cache import RadixCache
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.miss_search import MissSearch
 from quire.engine.partings import Partings
+from quire.engine.request import BACKGROUND, Request, Status
 from quire.engine.request_queues import RequestQueues
-from quire.engine.scheduled_request import BACKGROUND, ScheduledRequest, Status, no_room
-from quire.engine.step_draft import Failure, Limits, Scheduled, StepDraft, chunk_of
-from quire.errors import QuireError
+from quire.engine.step_draft import Failure, Limits, Pool, Scheduled, StepDraft, chunk_of
+from quire.errors import PoolExhausted, QuireError, ResourceExhausted
 from quire.outputs import Miss
-from quire.types import Add, Edit, Fork, Remove, SeqId, SetWindow, Step
+from quire.types import Add, Fork, Remove, SeqId, SetWindow, Step
 
 if TYPE_CHECKING:
     from quire.branches.tiers import Tier
@@ -62,68 +63,69 @@ RETRY = 16
 
 
 class Scheduler:
-    """The decisions about steps. ``apply`` executes an edit at once. ``reclaim`` gives up something
-    that can be had again, a cached sequence or an idle session's state, and returns whether it did.
-    ``fits`` tells whether one forward can use these adapters together (None: any); one alone must
-    always fit."""
+    """The decisions about steps."""
 
     def __init__(
         self,
         state: ModelState,
         *,
-        limits: Limits,
-        apply: Callable[[Edit], None],
-        reclaim: Callable[[], bool],
-        new_seq: Callable[[], SeqId],
+        queues: RequestQueues,
+        pool: Pool,
         cache: RadixCache | None,
         tier: Tier | None = None,
         checkpoints: Checkpoints | None = None,
-        fits: Callable[[Collection[int]], bool] | None = None,
         misses: MissSearch | None = None,
     ) -> None:
         self._state = state
-        self.limits = limits
-        self._apply = apply
-        self._reclaim = reclaim
-        self._new_seq = new_seq
+        self.queues = queues
+        self.waiting, self.running = queues.waiting, queues.running
+        self._pool = pool
         self._cache = cache
         self._tier = tier
         self._checkpoints = checkpoints
-        self._adapters_fit = fits
         self._misses = misses
         self._arrivals = 0
         self._partings = Partings()
-        self.queues = RequestQueues(lambda: self.limits)
-        self.waiting, self.running = self.queues.waiting, self.queues.running
         self._steps = 0
         self.num_preemptions = 0
         self.lacks_room = False
         """Whether the last look at the queue found no pages for the first one, and nobody has come
         or ended since."""
 
-    def submit(self, request: ScheduledRequest, arrival: int | None = None) -> None:
+    @property
+    def limits(self) -> Limits:
+        return self.queues.limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self.queues.limits = limits
+
+    def submit(self, request: Request, arrival: int | None = None) -> None:
         """Queue a request. One that comes with a sequence keeps it. ``arrival`` is that of an
         earlier request that this one continues, in its place."""
         if arrival is None:
             arrival = self._arrivals
             self._arrivals += 1
-        request.arrival = arrival
+        request.seat.arrival = arrival
         self.lacks_room = False
         self._ask(request)
         if self._checkpoints is not None:
             self._partings.note(request)
         self.queues.wait(request)
 
-    def join(self, request: ScheduledRequest) -> None:
-        """Run a request that has its sequence and all of its state: a fork of a running one."""
-        request.arrival = self._arrivals
+    def join(self, request: Request, leader: Request) -> None:
+        """Run a request that has its sequence and all of its state: a fork of a running one, of
+        which it is a sibling."""
+        leader.seat.siblings.remove(request)
+        request.seat.reuse = replace(leader.seat.reuse)
+        request.seat.arrival = self._arrivals
         self._arrivals += 1
         self.queues.run(request)
 
-    def finish(self, request: ScheduledRequest) -> None:
+    def finish(self, request: Request) -> None:
         """Take it out of the queues; its sequence is the caller's business."""
         self.queues.remove(request)
-        request.status = Status.FINISHED
+        request.seat.status = Status.FINISHED
         self.lacks_room = False
         if self._checkpoints is not None:
             self._partings.forget(request)
@@ -136,23 +138,29 @@ class Scheduler:
         """Return the next step; without chunks if nothing can run."""
         self._settle()
         # Some decodes return to the queue after each token (beams). They wait for no prompt either.
-        coming = sum(one.seq is not None and one.remaining == 1 and not one.num_preemptions for one in self.waiting)
-        batch = StepDraft(self.limits.max_num_batched_tokens, fits=self._adapters_fit)
+        coming = sum(
+            one.branch.seq is not None and one.branch.remaining == 1 and not one.seat.num_preemptions
+            for one in self.waiting
+        )
+        batch = StepDraft(self.limits.max_num_batched_tokens, pool=self._pool)
         if coming:  # One token is left to a prompt: decodes may wait for its pages.
             batch.kept = min(coming, max(0, self.limits.max_num_seqs - self.queues.seated), batch.budget - 1)
         failed: list[Failure] = []
         # Admit adapters in order of arrival: no request waits for later ones.
         for request in self.running:
-            if (adapter := request.next_adapter) is not None and request.ready and batch.has_adapter(request):
+            if (adapter := request.branch.next_adapter) is not None and request.ready and batch.has_adapter(request):
                 batch.adapters.add(adapter)
         # Decodes first: a long prompt fills what they leave of the step and never holds them up.
-        self._fill([running for running in self.running if running.remaining <= 1], batch)
+        self._fill([running for running in self.running if running.branch.remaining <= 1], batch)
+        prompts = [running for running in self.running if running.branch.remaining > 1]
         self._steps += 1
-        self.queues.contend()
+        self.queues.contend(prompts)
         barred: set[str] = set()
-        turns, first = self.queues.turns(batch, barred), None
+        turns, first = self.queues.turns(batch, barred, prompts), None
+        if not prompts and (not self.waiting or self.queues.is_full):
+            turns = iter(())  # There is no room for a request, nor a prompt to share the step with.
         for request in turns:
-            if request.status is Status.WAITING:
+            if request.seat.status is Status.WAITING:
                 first = request
                 break
             self._fill([request], batch)
@@ -170,39 +178,44 @@ class Scheduler:
         self.queues.shares.charge(batch.used)
         return Scheduled(Step(chunks=chunks), tuple(batch.requests), tuple(failed))
 
-    def _fill(self, requests: Iterable[ScheduledRequest], batch: StepDraft) -> None:
+    def _fill(self, requests: Iterable[Request], batch: StepDraft) -> None:
         """Add running requests to a step. More may run than it takes (samples of one prompt)."""
         for request in requests:
             if batch.budget < 1 or len(batch.requests) >= self.limits.max_num_seqs:
                 break
-            adapter = request.next_adapter
+            adapter = request.branch.next_adapter
             if not request.ready or not (adapter is None or adapter in batch.adapters) or self._is_coming(request):
                 continue
             self._add(request, batch)
 
-    def _add(self, request: ScheduledRequest, batch: StepDraft) -> None:
+    def _add(self, request: Request, batch: StepDraft) -> None:
         if count := self._count(request, batch):
             batch.add(request, count)
 
     def computed(self, scheduled: Scheduled) -> None:
         """Note that the step has run."""
         for request, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True):
-            if request.seq is not None:
-                request.computed += len(chunk.tokens)
+            branch = request.branch
+            if branch.seq is not None:
+                branch.computed += len(chunk.tokens)
 
     def _make_room(self, batch: StepDraft, failed: list[Failure]) -> set[str]:
         """Reclaim, then preempt, until running ones fit; return the keys that lost any."""
         lost: set[str] = set()
         while batch.requests and (missing := self._state.missing_pages(batch.seqs, batch.counts)):
-            if self._relieve(batch.seqs, batch.counts) or self._reclaim() or self._reclaim_waiting(displaced=True):
+            if (
+                self._relieve(batch.seqs, batch.counts)
+                or self._pool.make_room()
+                or self._reclaim_waiting(displaced=True)
+            ):
                 continue
-            loose = [request for request in self.running if not request.pinned]
+            loose = [request for request in self.running if not request.branch.pinned]
             youngest = self.queues.youngest(loose or self.running)
             batch_goes_on = bool(loose) and len(self.running) > 1
             if not batch_goes_on and self._reclaim_waiting(youngest):
                 continue
             batch.drop(youngest)
-            lost.add(youngest.owner)
+            lost.add(youngest.asked.owner)
             if batch_goes_on:
                 self.preempt(youngest)
             else:
@@ -214,45 +227,44 @@ class Scheduler:
         """Give up a checkpoint, if that is what is short."""
         return self._checkpoints is not None and self._checkpoints.relieve(seqs, counts)
 
-    def _give_up(self, request: ScheduledRequest, missing: int, failed: list[Failure]) -> None:
+    def _give_up(self, request: Request, missing: int, failed: list[Failure]) -> None:
         """Take a request that can never run out of its queue, and its state away."""
         self.queues.remove(request)
         self._release(request)
         failed.append((request, no_room(request, missing, alone=self._state.empty())))
 
-    def preempt(self, request: ScheduledRequest) -> None:
+    def preempt(self, request: Request) -> None:
         """Give up its state, and let it wait in its old place until that comes back."""
         self._displace(request, keeps=False)
 
-    def _displace(self, request: ScheduledRequest, *, keeps: bool) -> None:
+    def _displace(self, request: Request, *, keeps: bool) -> None:
         """Let a running request wait in its old place. ``keeps``: with its state, until pages are
         short."""
         if not keeps:
             self._set_aside(request)
-        request.num_preemptions += 1
+        request.seat.num_preemptions += 1
         self.num_preemptions += 1
         self.queues.wait(request)
 
-    def _set_aside(self, request: ScheduledRequest) -> None:
+    def _set_aside(self, request: Request) -> None:
         """Release its state, a copy of which may be kept."""
-        if self._tier is not None and not request.pinned:
-            self._tier.save(request)
+        if self._tier is not None and not request.branch.pinned:
+            self._tier.save(request.branch)
         self._release(request)
         self._ask(request)
 
-    def _release(self, request: ScheduledRequest) -> None:
-        if request.pinned:
+    def _release(self, request: Request) -> None:
+        branch = request.branch
+        if branch.pinned:
             return
-        if request.seq is not None:
-            if self._cache is not None and request.seq in self._cache:
-                self._cache.remove(request.seq)
-            self._apply(Remove(request.seq))
-        request.seq = None
-        request.recede(0)
+        if branch.seq is not None:
+            if self._cache is not None and branch.seq in self._cache:
+                self._cache.remove(branch.seq)
+            self._pool.apply(Remove(branch.seq))
+        branch.seq = None
+        branch.recede(0)
 
-    def _admit(
-        self, turns: Iterator[ScheduledRequest], batch: StepDraft, failed: list[Failure], barred: set[str]
-    ) -> bool:
+    def _admit(self, turns: Iterator[Request], batch: StepDraft, failed: list[Failure], barred: set[str]) -> bool:
         """Admit waiting requests, as far as there is room, and add running ones, in their turns;
         return whether the first one lacks pages. ``barred``: keys that have just lost a request."""
         lost, untried, short = frozenset(barred), True, False
@@ -262,8 +274,8 @@ class Scheduler:
         for shared in (True, False):
             full: set[str] = set()
             for request in turns:
-                key, victim = request.owner, None
-                if request.status is Status.RUNNING:
+                key, victim = request.asked.owner, None
+                if request.seat.status is Status.RUNNING:
                     if key not in lost:
                         self._fill([request], batch)
                     continue
@@ -283,32 +295,32 @@ class Scheduler:
                 elif admitted is False:
                     short |= untried
                     barred.add(key)
-                    if request.short_since is None:
-                        request.short_since = self._steps
-                    if self._steps - request.short_since >= OVERTAKING:
+                    if request.seat.short_since is None:
+                        request.seat.short_since = self._steps
+                    if self._steps - request.seat.short_since >= OVERTAKING:
                         return short
                 untried = False
             if not full:
                 break
             barred -= full - lost
-            turns = self.queues.turns(batch, barred, prompts=False)
+            turns = self.queues.turns(batch, barred)
         return short
 
     def _enter(
         self,
-        request: ScheduledRequest,
-        victim: ScheduledRequest | None,
+        request: Request,
+        victim: Request | None,
         batch: StepDraft,
         failed: list[Failure],
         barred: set[str],
     ) -> bool | None:
         """Admit a request, in the place of ``victim``, unless something holds it up (None) or it
         lacks pages (False). Keys that lose requests by that join ``barred``."""
-        duplicates = request.seq is None and self._duplicates(request)
+        duplicates = request.branch.seq is None and self._duplicates(request)
         held_up = duplicates or not request.ready
         if held_up or not (victim or self._count(request, batch)) or batch.waits_for_adapter(request):
             return None
-        attached = request.seq is None
+        attached = request.branch.seq is None
         self._attach(request)
         if attached and batch.waits_for_adapter(request):
             # What was found of it ends within another run of its history.
@@ -322,131 +334,134 @@ class Scheduler:
             if attached:
                 self._detach(request)
             return False
-        if victim is not None and victim.status is Status.RUNNING:
+        if victim is not None and victim.seat.status is Status.RUNNING:
             batch.drop(victim)
-            self._displace(victim, keeps=victim.blend is None)
-            barred.add(victim.owner)
+            self._displace(victim, keeps=victim.branch.blend is None)
+            barred.add(victim.asked.owner)
         self._bring(request, attached)
         self.queues.run(request)
-        request.short_since = None
-        if request.remaining == 1:
+        request.seat.short_since = None
+        if request.branch.remaining == 1:
             batch.kept = max(0, batch.kept - 1)
         # Its stored state may have to come, or end within another adapter's run: then it waits.
         if not self._is_coming(request) and batch.has_adapter(request):
             self._add(request, batch)
         return True
 
-    def _shortage_beside_less(self, request: ScheduledRequest, batch: StepDraft, barred: set[str]) -> int:
+    def _shortage_beside_less(self, request: Request, batch: StepDraft, barred: set[str]) -> int:
         """Preempt requests of keys that hold more, if that can help; return what is then short."""
-        waited = 0 if request.short_since is None else self._steps - request.short_since
+        waited = 0 if request.seat.short_since is None else self._steps - request.seat.short_since
         for other in () if waited % RETRY else self.queues.displaced_for(request, self._is_loose):
             batch.drop(other)
             self.preempt(other)
-            barred.add(other.owner)
+            barred.add(other.asked.owner)
             if not self._shortage(request):
                 return 0
         return self._shortage(request)
 
-    def _is_loose(self, request: ScheduledRequest) -> bool:
+    def _is_loose(self, request: Request) -> bool:
         """Return whether it may be displaced for a request of another key."""
-        return request.ready and not request.pinned and not self._is_coming(request)
+        return request.ready and not request.branch.pinned and not self._is_coming(request)
 
-    def _most(self, request: ScheduledRequest) -> int:
+    def _most(self, request: Request) -> int:
         """Return how many of its tokens a step may take, beside its window if that slides."""
-        if request.window is None:
-            most = self.limits.max_num_batched_tokens * request.dilution
-            return min(most, BACKGROUND_CHUNK) if request.priority == BACKGROUND else most
-        return max(1, self._state.largest_step(request.window.size, request.window.sink))
+        window = request.branch.window
+        if window is None:
+            most = self.limits.max_num_batched_tokens * request.branch.dilution
+            return min(most, BACKGROUND_CHUNK) if request.seat.priority == BACKGROUND else most
+        return max(1, self._state.largest_step(window.size, window.sink))
 
-    def _count(self, request: ScheduledRequest, batch: StepDraft) -> int:
+    def _count(self, request: Request, batch: StepDraft) -> int:
         """Return how many of its tokens the step may still take, all under one adapter."""
         return batch.count(request, self._most(request))
 
-    def _shortage(self, request: ScheduledRequest) -> int:
+    def _shortage(self, request: Request) -> int:
         """Return the pages that it lacks beside all that the running ones still have to compute."""
-        if request.seq is None:
+        branch = request.branch
+        if branch.seq is None:
             raise QuireError("a request was admitted without a sequence")
-        headroom = HEADROOM if request.num_preemptions else 0
-        others = [running for running in self.running if running.seq is not None]
-        seqs = [*(running.seq for running in others if running.seq is not None), request.seq]
-        counts = [*(running.remaining + headroom for running in others), request.remaining]
+        headroom = HEADROOM if request.seat.num_preemptions else 0
+        others = [(one.branch.seq, one.branch.remaining) for one in self.running if one.branch.seq is not None]
+        seqs = [*(seq for seq, _ in others), branch.seq]
+        counts = [*(remaining + headroom for _, remaining in others), branch.remaining]
         most = min(self.limits.max_num_batched_tokens, self._most(request))
         while missing := self._state.shortage_in_steps(seqs, counts, most):
-            if self._relieve(seqs, counts) or self._reclaim() or self._reclaim_waiting(request, displaced=True):
+            if self._relieve(seqs, counts) or self._pool.make_room() or self._reclaim_waiting(request, displaced=True):
                 continue
             if not self.running and self._reclaim_waiting(request):
                 continue
             return missing
         return 0
 
-    def _reclaim_waiting(self, keep: ScheduledRequest | None = None, *, displaced: bool = False) -> bool:
+    def _reclaim_waiting(self, keep: Request | None = None, *, displaced: bool = False) -> bool:
         """Give up the state with which a waiting request came (a session's), or which it has kept
         when it was ``displaced``. It comes back, or is computed again, when it runs."""
         for request in reversed(self.waiting):
-            if displaced and not request.num_preemptions:
+            if displaced and not request.seat.num_preemptions:
                 continue
-            if request is not keep and request.seq is not None and not request.pinned:
+            if request is not keep and request.branch.seq is not None and not request.branch.pinned:
                 self._set_aside(request)
                 return True
         return False
 
-    def _attach(self, request: ScheduledRequest) -> None:
+    def _attach(self, request: Request) -> None:
         """Give it a sequence: a fork of what the cache holds of its tokens, or an empty one."""
-        if request.seq is not None:
+        branch, reuse = request.branch, request.seat.reuse
+        if branch.seq is not None:
             return
-        seq = self._new_seq()
+        seq = self._pool.new_seq()
         limit = self._limit(request)
         found = None
-        if self._cache is not None and request.cacheable and limit > 0:
-            found = self._cache.match(request.tokens.ids[:limit], request.key)
-        if self._cache is not None and request.cacheable and limit > 0:
-            known = self._cache.held(request.tokens.ids[:limit], request.key)
-            request.known = max(request.known, known)
+        if self._cache is not None and branch.cacheable and limit > 0:
+            ids = branch.tokens.ids[:limit]
+            found = self._cache.match(ids, branch.key)
+            reuse.known = max(reuse.known, self._cache.held(ids, branch.key))
         if found is None or not found[1]:
-            self._apply(Add(seq))
-            if request.window is not None:
-                self._apply(SetWindow(seq, request.window.size, request.window.sink))
-            request.computed = 0
+            self._pool.apply(Add(seq))
+            if branch.window is not None:
+                self._pool.apply(SetWindow(seq, branch.window.size, branch.window.sink))
+            branch.computed = 0
         else:
             parent, length = found
-            self._apply(Fork(parent, seq, length))
-            request.computed = length
-        if self._checkpoints is not None and request.computed < request.known:
+            self._pool.apply(Fork(parent, seq, length))
+            branch.computed = length
+        if self._checkpoints is not None and branch.computed < reuse.known:
             # Here this prompt parts from another: the next one with this beginning will find a
             # state.
-            request.partings.add(request.known)
-        request.seq = seq
+            request.seat.partings.add(reuse.known)
+        branch.seq = seq
         request.note_reuse()
 
-    def _bring(self, request: ScheduledRequest, attached: bool) -> None:
+    def _bring(self, request: Request, attached: bool) -> None:
         """Bring back what tiers have of it, if it was just ``attached``; note what was found."""
         limit = self._limit(request)
-        if self._tier is not None and request.question is not None:
+        if self._tier is not None and request.seat.question is not None:
             if attached:
-                request.note_found(self._tier.bring(request, request.question, limit))
-            request.question = None
+                request.note_found(self._tier.bring(request.branch, request.seat.question, limit))
+            request.seat.question = None
             request.note_reuse()
         if self._misses is not None:
             self._misses.explain(request, limit)
 
     @staticmethod
-    def _limit(request: ScheduledRequest) -> int:
+    def _limit(request: Request) -> int:
         """Return how many tokens may be found: the last one, and those with logits, must run."""
-        limit = len(request.tokens) - 1
-        return limit if request.fresh_from is None else min(limit, request.fresh_from)
+        limit = len(request.branch.tokens) - 1
+        return limit if request.output.fresh_from is None else min(limit, request.output.fresh_from)
 
-    def _ask(self, request: ScheduledRequest) -> None:
+    def _ask(self, request: Request) -> None:
         """Ask what tiers have of a request that holds no state, unless it wants none of it."""
-        if self._tier is not None and request.seq is None and (request.cacheable or request.window is not None):
-            request.question = self._tier.ask(request)
+        branch = request.branch
+        if self._tier is not None and branch.seq is None and (branch.cacheable or branch.window is not None):
+            request.seat.question = self._tier.ask(branch)
 
-    def _is_coming(self, request: ScheduledRequest) -> bool:
+    def _is_coming(self, request: Request) -> bool:
         """Return whether some of its state has still to come from a tier."""
-        return self._tier is not None and bool(self._tier.open) and self._tier.is_coming(request.seq)
+        return self._tier is not None and bool(self._tier.open) and self._tier.is_coming(request.branch.seq)
 
-    def _is_followed(self, request: ScheduledRequest) -> bool:
+    def _is_followed(self, request: Request) -> bool:
         """Return whether a forward may run behind its state, which is coming."""
-        return request.ready and self._tier is not None and self._tier.is_near(request.seq)
+        return request.ready and self._tier is not None and self._tier.is_near(request.branch.seq)
 
     def _settle(self) -> None:
         """End loads that are over."""
@@ -454,46 +469,60 @@ class Scheduler:
             for request in [one for one in self.running if not self._is_coming(one)]:
                 self.settle(request)
 
-    def settle(self, request: ScheduledRequest) -> None:
+    def settle(self, request: Request) -> None:
         """End the load of a running request, at once. If its state did not come, it waits again."""
-        length = request.computed
-        if self._tier is not None and (miss := self._tier.settle(request)) is not Miss.NONE:
+        length = request.branch.computed
+        if self._tier is not None and (miss := self._tier.settle(request.branch)) is not Miss.NONE:
             request.note_lost(miss, length)
             self.queues.wait(request)
 
-    def _detach(self, request: ScheduledRequest) -> None:
+    def _detach(self, request: Request) -> None:
         """Take back ``_attach``: a waiting request holds no pages that others cannot take."""
-        if self._cache is not None and request.seq is not None and request.computed and not request.pinned:
+        branch = request.branch
+        if self._cache is not None and branch.seq is not None and branch.computed and not branch.pinned:
             # What it had found may have been evicted in the search for room; it stays findable.
-            found = request.tokens.ids[: request.computed]
-            for redundant in self._cache.insert(request.seq, found, request.key):
-                self._apply(Remove(redundant))
-            request.seq, request.computed = None, 0
+            found = branch.tokens.ids[: branch.computed]
+            for redundant in self._cache.insert(branch.seq, found, branch.key):
+                self._pool.apply(Remove(redundant))
+            branch.seq, branch.computed = None, 0
         else:
             self._release(request)
-        if not request.admitted:
-            request.reuse_note.by_tier.clear()
+        if not request.seat.admitted:
+            request.seat.reuse.by_tier.clear()
         request.note_reuse()
 
-    def _duplicates(self, request: ScheduledRequest) -> bool:
+    def _duplicates(self, request: Request) -> bool:
         """Return whether a running prompt computes a prefix that this request could fork later."""
-        if self._cache is None or not request.cacheable:
+        branch = request.branch
+        if self._cache is None or not branch.cacheable:
             return False
-        ids = request.tokens.ids[: self._limit(request)]
+        ids = branch.tokens.ids[: self._limit(request)]
         held = -1
         for other in self.running:
-            if other.remaining <= 1 or not other.cacheable or other.blend or other.key != request.key:
+            prompt = other.branch
+            if prompt.remaining <= 1 or not prompt.cacheable or prompt.blend or prompt.key != branch.key:
                 continue
-            if other.owner != request.owner:  # Its turn may be late.
+            if other.asked.owner != request.asked.owner:  # Its turn may be late.
                 continue
-            common = other.origin.exact_part(common_prefix(ids, other.tokens.ids))
+            common = prompt.origin.exact_part(common_prefix(ids, prompt.tokens.ids))
             if common < DUPLICATE_PREFIX:
                 continue
             if held < 0:
-                held = self._cache.peek(ids, request.key)
-                if self._tier is not None and request.question is not None:
-                    held = max(held, self._tier.held(request.question, ids.size))
+                held = self._cache.peek(ids, branch.key)
+                if self._tier is not None and request.seat.question is not None:
+                    held = max(held, self._tier.held(request.seat.question, ids.size))
             if common >= held + DUPLICATE_PREFIX:
-                self.queues.hurry(other, request.priority)  # what waits for it makes it as urgent
+                self.queues.hurry(other, request.seat.priority)  # what waits for it makes it as urgent
                 return True
         return False
+
+
+def no_room(request: Request, missing: int, *, alone: bool) -> ResourceExhausted:
+    """Return the error of a request that cannot run; ``alone``: even in an empty pool."""
+    length = len(request.branch.tokens)
+    short = f"a sequence of {length} tokens is short of {missing} pages (of tokens, or of recurrent states)"
+    if alone:
+        return ResourceExhausted(f"{short} of an empty pool; give fewer tokens, or a larger kv_cache_memory")
+    return PoolExhausted(
+        f"{short} with nothing left to give up; close or unpin sessions, release KV caches, or give a larger kv_cache_memory"
+    )

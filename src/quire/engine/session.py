@@ -43,7 +43,7 @@ from quire.engine.chat_turns import ReadAnswer
 from quire.engine.engine import Engine
 from quire.engine.live_sequence import LiveSequence
 from quire.engine.prompts import Prompt, Text
-from quire.engine.sequence_request import SequenceRequest
+from quire.engine.request import Request
 from quire.engine.session_labels import checked_labels, checked_name
 from quire.engine.session_repr import session_repr, session_summary
 from quire.engine.session_stream import PreparedTurn, SessionStream
@@ -287,7 +287,7 @@ class Session:
         with self._engine.lock:
             chosen = session_generation.check(live, "stream", len(self), params)
 
-        def start() -> SequenceRequest:
+        def start() -> Request:
             return session_generation.submit(live, live.require_idle("stream").tokens.ids, chosen, hints=hinted)
 
         return PreparedTurn(start, lambda _: self._keep(wait=False))
@@ -306,7 +306,7 @@ class Session:
 
     def submit_generate(
         self, params: SamplingParams, request_id: str | None = None, hints: CacheHints = NO_HINTS
-    ) -> SequenceRequest:
+    ) -> Request:
         """Queue what ``generate`` runs; the session is generating until steps have run it."""
         with self._engine.lock:
             return session_generation.submit(self._live, self._state.tokens.ids, params, request_id, hints)
@@ -369,11 +369,11 @@ class Session:
         live, hinted = self._live, checked_hints(hints)
         asked, tokens = session_chat.ask(live, messages, params, answer)
 
-        def start() -> SequenceRequest:
+        def start() -> Request:
             live.require_idle("chat")
             return session_generation.submit(live, tokens, params, hints=hinted)
 
-        def end(request: SequenceRequest) -> Future[None] | None:
+        def end(request: Request) -> Future[None] | None:
             live.turns.answered(asked, request, len(live))
             return self._keep(wait=False)
 

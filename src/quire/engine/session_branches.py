@@ -8,7 +8,7 @@ short; a copy of a session's state may go to host memory. The caller holds the e
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -26,8 +26,8 @@ from quire.branches.prefix_cache import LOOKED_AT, RadixCache
 from quire.branches.tiers import Tier
 from quire.engine import layer_memory
 from quire.engine.miss_search import QUOTED
-from quire.engine.scheduled_request import ScheduledRequest
-from quire.engine.sequence_request import SequenceRequest, SessionBranch
+from quire.engine.request import Request
+from quire.engine.session_branch import SessionBranch
 from quire.errors import QuireError, ResourceExhausted
 from quire.metrics import EngineMetrics
 from quire.outputs import Miss
@@ -76,6 +76,18 @@ class SessionBranches:
         self.runner.execute(Step(edits=(edit,)))
         if isinstance(edit, Fork):
             self.metrics.forks.inc()
+
+    def new_seq(self) -> SeqId:
+        """Return an id for a new sequence."""
+        return self.runner.new_seq()
+
+    def make_room(self) -> bool:
+        """Give up one thing that can be had again; return whether there was any."""
+        return self.runner.room.make()
+
+    def fits(self, adapters: Collection[int]) -> bool:
+        """Return whether one forward can use these adapters together."""
+        return self.runner.adapters.fits(adapters)
 
     def remove(self, seq: SeqId) -> None:
         """Forget a sequence everywhere."""
@@ -257,46 +269,46 @@ class SessionBranches:
         session.seq = None
         session.recede(0)
 
-    def lend(self, session: SessionBranch, request: SequenceRequest) -> None:
+    def lend(self, session: SessionBranch, request: Request) -> None:
         """Let the request work on the session's sequence, as far as it agrees; at least one token
         must run. New tokens and the last one run under the session's adapter."""
-        work = request.work
+        work, reuse = request.branch, request.seat.reuse
         common = common_prefix(session.tokens.ids, work.tokens.ids)
-        last = len(work.tokens) + len(request.tail) - 1
+        last = len(work.tokens) + len(request.asked.tail) - 1
         work.runs = session.runs.then(min(common, last), session.adapter)
         work.key = self.prefix_key(session.key, work.runs)
         shared = session.runs.agreed(work.runs, common)
         wanted = min(shared, len(work.tokens) - 1)
-        work.known = min(wanted, session.computed)
+        reuse.known = min(wanted, session.computed)
         if LEAST <= common < min(session.computed, len(work.tokens)):
-            work.reuse_note.miss(Miss.OTHER_TEXT, common, session.tokens.ids[common : common + QUOTED].copy())
+            reuse.miss(Miss.OTHER_TEXT, common, session.tokens.ids[common : common + QUOTED].copy())
         self.rewind(session, wanted)
         self._leave_other_key(session, work.key)
         if session.modified:
             self.anchor(session)
-        self._take_nearer(session, work)
-        request.shared, request.common = shared, common
-        request.session, session.request = session, request
+        self._take_nearer(session, request)
+        work.shared, work.common = shared, common
+        work.session, session.request = session, request
         if session.modified and session.seq is not None and (self.runner.state.forgets or session.window is not None):
-            request.way_back = self.fork_of(session.seq)
+            work.way_back = self.fork_of(session.seq)
         work.seq, work.computed, work.origin = session.seq, session.computed, session.origin
-        work.admitted = session.seq is not None
-        work.num_cached = session.computed
-        work.num_replayed = max(0, work.known - session.computed)
-        if work.num_replayed and work.admitted:
-            work.reuse_note.miss(self.forgets, work.known)
+        request.seat.admitted = session.seq is not None
+        reuse.count(session.computed)
+        if reuse.replayed and request.seat.admitted:
+            reuse.miss(self.forgets, reuse.known)
         work.reusable = True
         # A state that forgets is no prefix for others.
         work.cacheable = not session.modified and session.window is None
         work.window = session.window
         work.pinned = session.pinned or session.modified
 
-    def _take_nearer(self, session: SessionBranch, work: ScheduledRequest) -> None:
+    def _take_nearer(self, session: SessionBranch, request: Request) -> None:
         """Let a session whose tokens change go on from a fork of another sequence, if that has more
         of the new ones."""
         if self.cache is None or session.seq is None or session.modified or session.window is not None:
             return
-        limit = min(len(work.tokens) - 1, len(work.tokens) if work.fresh_from is None else work.fresh_from)
+        work, fresh_from = request.branch, request.output.fresh_from
+        limit = len(work.tokens) - 1 if fresh_from is None else min(len(work.tokens) - 1, fresh_from)
         found = self.cache.find(work.tokens.ids[:limit], work.key, without=session.seq)
         if found is None or found[1] <= session.computed or found[0] == session.seq:
             return
@@ -304,27 +316,27 @@ class SessionBranches:
         self.remove(session.seq)
         session.seq, session.computed, session.origin = fork, found[1], COMPUTED
 
-    def settle(self, session: SessionBranch, request: SequenceRequest) -> None:
+    def settle(self, session: SessionBranch, request: Request) -> None:
         """Give the sequence back to its session; after success the tokens join it."""
-        work = request.work
+        work, output = request.branch, request.output
         session.request = None
         session.seq, work.seq = work.seq, None
         session.origin = work.origin
         session.recede(work.computed if session.seq is not None else 0)
         if request.succeeded:
-            count = len(work.tokens) if request.kept is None else request.num_prompt + request.kept
+            count = len(work.tokens) if output.kept is None else request.asked.num_prompt + output.kept
             tokens = work.tokens.fork(count)
-            tokens.extend(request.tail)
+            tokens.extend(request.asked.tail)
             session.tokens, session.logits = tokens, None
             session.note(request)
             session.runs = runs_of_session(work.runs, len(tokens), session.adapter)
             self._return_to(session, request, work.runs.agreed(session.runs, count))
-        elif request.finish_reason == "error" and not (session.pinned or session.modified):
+        elif output.finish_reason == "error" and not (session.pinned or session.modified):
             # Whatever broke, the state may be broken too.
             self.drop(session)
         else:
-            self._return_to(session, request, request.shared)
-            if session.modified and session.computed < len(session.tokens) - 1 and request.way_back is None:
+            self._return_to(session, request, work.shared)
+            if session.modified and session.computed < len(session.tokens) - 1 and work.way_back is None:
                 # What was taken back was written by ``set_kv`` and cannot be computed again.
                 session.truncate(session.computed)
                 session.logits = None
@@ -332,29 +344,29 @@ class SessionBranches:
                 same = session.runs.agreed(runs, session.computed)
                 session.recede(0 if session.seq is None else self.pop(session.seq, session.computed, same))
                 session.runs = runs
-        if request.way_back is not None:
-            self.remove(request.way_back)
-            request.way_back = None
+        if work.way_back is not None:
+            self.remove(work.way_back)
+            work.way_back = None
         self.hold(session)
         if self.cache is None or session.seq is None or not session.computed:
             return
-        is_end = request.params is not None or len(work.tokens) - work.num_cached >= KEEP_TOKENS
+        is_end = request.params is not None or len(work.tokens) - request.seat.reuse.cached >= KEEP_TOKENS
         if work.cacheable:
             self.share(session, self.key_of(session), live=True, keep=is_end)
         if is_end and (work.cacheable or session.window is not None):
             self.tier.keep(session)
 
-    def _return_to(self, session: SessionBranch, request: SequenceRequest, length: int) -> None:
+    def _return_to(self, session: SessionBranch, request: Request, length: int) -> None:
         """Take back what is computed after ``length``. If a window has let go of what that needs,
         and the tokens cannot bring it back, use the fork made by ``lend``. It never refuses."""
-        way_back = request.way_back
+        way_back = request.branch.way_back
         if way_back is None or session.seq is None or session.computed <= length:
             self.rewind(session, length)
         elif self.runner.state.nearest_reachable(session.seq, length) == length:
             session.recede(self.pop(session.seq, session.computed, length))
         else:
             self.remove(session.seq)
-            session.seq, request.way_back = way_back, None
+            session.seq, request.branch.way_back = way_back, None
             session.computed = self.runner.state.sequence_length(way_back)
 
     def evict(self) -> bool:
@@ -440,7 +452,7 @@ class SessionBranches:
         for session in self.sessions.values():
             if session.modified or session.mark is not None:
                 found.add(session.seq)
-                found.add(None if session.request is None else session.request.way_back)
+                found.add(None if session.request is None else session.request.branch.way_back)
         return {seq for seq in found if seq is not None}
 
     def clear_cache(self) -> None:

@@ -19,7 +19,8 @@ from quire.contracts.executor import ExecutorInputs
 from quire.engine.live_sequence import LiveSequence
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.prompts import Prompt, Text
-from quire.engine.sequence_request import SequenceRequest, SessionBranch
+from quire.engine.request import Request
+from quire.engine.session_branch import SessionBranch
 from quire.engine.text_places import TextPlace, changed_text, pieces_of, place_of, text_of
 from quire.engine.token_ids import is_integer
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
@@ -158,7 +159,7 @@ def replace(
     try:
         if request is not None:
             live.wait(request)
-            replayed = _replayed(request.work.num_cached, len(request.work.tokens), place.start, added.size)
+            replayed = _replayed(request.seat.reuse.cached, len(request.branch.tokens), place.start, added.size)
         with engine.lock:
             _take_over(live, live.require_open("edit"), branch)
             live.turns = turns
@@ -168,7 +169,7 @@ def replace(
             engine.forget(branch)
             _give_back(live, source)
     engine.metrics.tokens_replayed.inc(replayed)
-    done = Blend() if source is None or request is None else source.blend.report(request.work)
+    done = Blend() if source is None or request is None else source.blend.report(request.branch)
     return EditReport(
         removed=place.stop - place.start,
         added=added.size,
@@ -284,7 +285,7 @@ def _edited(live: LiveSequence, verb: str, ids: Ids, place: TextPlace, added: Id
     return branch
 
 
-def _run(live: LiveSequence, branch: SessionBranch, blend: PromptBlend | None) -> SequenceRequest | None:
+def _run(live: LiveSequence, branch: SessionBranch, blend: PromptBlend | None) -> Request | None:
     """Queue a run of all tokens but the last of a branch; None: they are computed."""
     ids, last = branch.tokens.ids, len(branch.tokens) - 1
     if last < 1 or branch.computed >= last:

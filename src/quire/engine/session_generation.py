@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.live_sequence import LiveSequence
+from quire.engine.request import Request
 from quire.engine.request_outputs import request_output
-from quire.engine.sequence_request import SequenceRequest
 from quire.errors import InvalidArgument
 from quire.hints import NO_HINTS, CacheHints
 from quire.outputs import RequestOutput
@@ -42,7 +42,7 @@ def submit(
     params: SamplingParams | None,
     request_id: str | None = None,
     hints: CacheHints = NO_HINTS,
-) -> SequenceRequest:
+) -> Request:
     """Queue a generation after ``tokens``, which the session's become. The caller holds the
     engine's lock."""
     chosen = check(live, "generate", len(tokens), params)
@@ -50,7 +50,7 @@ def submit(
     return live.engine.submit(ids, chosen, request_id=request_id, session=live.branch, hints=hints)[0]
 
 
-def result(live: LiveSequence, request: SequenceRequest) -> RequestOutput:
+def result(live: LiveSequence, request: Request) -> RequestOutput:
     """Run a generation to its end; return its output."""
     live.wait(request)
     return request_output([request], live.engine.tokenizer)

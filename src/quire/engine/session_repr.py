@@ -10,7 +10,7 @@ from quire.drawing.summaries import Summary
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
     from quire.engine.live_sequence import LiveSequence
-    from quire.engine.sequence_request import SessionBranch
+    from quire.engine.session_branch import SessionBranch
 
 SHOWN = 24
 """Characters of each end of a text that are shown."""
@@ -64,7 +64,7 @@ def _pages(engine: Engine, state: SessionBranch) -> list[str]:
     if not engine.lock.acquire(blocking=False):
         return ["generating"] if state.busy else []
     try:
-        seq = state.seq if state.request is None else state.request.work.seq
+        seq = state.seq if state.request is None else state.request.branch.seq
         held, shared = (0, 0) if seq is None else engine.runner.state.sequence_pages(seq)
     finally:
         engine.lock.release()

@@ -20,7 +20,7 @@ def compute(live: LiveSequence, priority: int = 0, use_tqdm: bool | None = None)
     """Run all tokens but the last one; return the reused ones."""
     request = live.compute("compute", priority=priority, use_tqdm=use_tqdm)
     if request is not None:
-        return reuse_of(request.work, live.engine.tokenizer)
+        return reuse_of(request, live.engine.tokenizer)
     computed = live.branch.computed
     return Reuse(cached=computed, by_tier={"pool": computed} if computed else {})
 
@@ -39,7 +39,7 @@ def logits(live: LiveSequence) -> Tensor:
         )
     live.wait(request)
     # Another thread may have changed the session since.
-    work = request.work
+    work = request.branch
     if state.runs == work.runs and np.array_equal(state.tokens.ids, work.tokens.ids):
         state.logits = rows[-1]
     return rows[-1].clone()

@@ -8,14 +8,14 @@ from functools import partial
 from typing import NamedTuple, Self
 
 from quire.engine.engine import Engine
+from quire.engine.request import Request
 from quire.engine.request_outputs import reuse_of
-from quire.engine.sequence_request import SequenceRequest
 from quire.finalizers import unless_exiting
 from quire.interrupts import SHIELD, check
 from quire.outputs import Reuse, StreamDelta
 
-Start = Callable[[], SequenceRequest]
-OnEnd = Callable[[SequenceRequest], "Future[None] | None"]
+Start = Callable[[], Request]
+OnEnd = Callable[[Request], "Future[None] | None"]
 
 
 class PreparedTurn(NamedTuple):
@@ -41,7 +41,7 @@ class SessionStream(Iterator[StreamDelta]):
         stream."""
         self._engine = engine
         self._start = start
-        self._requests: list[SequenceRequest] = []
+        self._requests: list[Request] = []
         """The request under way."""
         self._pieces = self._tokens = 0
         """What of its output has been given."""
@@ -72,19 +72,19 @@ class SessionStream(Iterator[StreamDelta]):
                 check()
             # Another thread may step: read first whether it ended, so that the last delta has all.
             ended = request.finished
-            pieces, tokens = len(request.pieces), len(request.output_ids)
-            if request.error is not None:
-                raise request.error
+            pieces, tokens = len(request.output.pieces), len(request.output.token_ids)
+            if request.output.error is not None:
+                raise request.output.error
             if ended or tokens > self._tokens:
                 delta = StreamDelta(
-                    text="".join(request.pieces[self._pieces : pieces]),
-                    token_ids=request.output_ids[self._tokens : tokens],
-                    finish_reason=request.finish_reason if ended else None,
-                    stop_reason=request.stop_reason if ended else None,
+                    text="".join(request.output.pieces[self._pieces : pieces]),
+                    token_ids=request.output.token_ids[self._tokens : tokens],
+                    finish_reason=request.output.finish_reason if ended else None,
+                    stop_reason=request.output.stop_reason if ended else None,
                 )
                 self._pieces, self._tokens = pieces, tokens
                 if ended:
-                    self.reuse = reuse_of(request.work, self._engine.tokenizer)
+                    self.reuse = reuse_of(request, self._engine.tokenizer)
                     self.close()
                 return delta
 
@@ -108,7 +108,7 @@ class SessionStream(Iterator[StreamDelta]):
         self.close()
 
 
-def _end(engine: Engine, requests: list[SequenceRequest], on_end: OnEnd | None) -> Future[None] | None:
+def _end(engine: Engine, requests: list[Request], on_end: OnEnd | None) -> Future[None] | None:
     durable = None
     if engine.lock.is_parents:
         return None

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
-from quire.engine.scheduled_request import ScheduledRequest
+from quire.engine.request import Request
 from quire.errors import QuireError
-from quire.types import Chunk, LogitsWanted, SeqId, Step
+from quire.types import Chunk, Edit, LogitsWanted, SeqId, Step
 
 ALL_LOGITS_CHUNK = 256
 """Tokens of a step whose logits are all wanted: float32 rows of the whole vocabulary."""
 
-Failure: TypeAlias = tuple[ScheduledRequest, QuireError]
+Failure: TypeAlias = tuple[Request, QuireError]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +29,30 @@ class Scheduled:
     """A step and its requests: ``requests[i]`` runs ``step.chunks[i]``."""
 
     step: Step
-    requests: tuple[ScheduledRequest, ...]
+    requests: tuple[Request, ...]
     failed: tuple[Failure, ...] = ()
     """Requests that can never run, with the reason; they hold nothing any more."""
+
+
+class Pool(Protocol):
+    """The sequences of a KV state, as a scheduler changes them."""
+
+    def new_seq(self) -> SeqId:
+        """Return an id for a new sequence."""
+        ...
+
+    def apply(self, edit: Edit) -> None:
+        """Execute an edit at once."""
+        ...
+
+    def make_room(self) -> bool:
+        """Give up something that can be had again, a cached sequence or an idle session's state;
+        return whether there was any."""
+        ...
+
+    def fits(self, adapters: Collection[int]) -> bool:
+        """Return whether one forward can use these adapters together. One alone always fits."""
+        ...
 
 
 @dataclass(slots=True)
@@ -44,79 +64,81 @@ class StepDraft:
     """Tokens of it that no prompt takes: decodes wait for them."""
     rows: int = ALL_LOGITS_CHUNK
     """Tokens that may still have the logits of each."""
-    requests: list[ScheduledRequest] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     adapters: set[int] = field(default_factory=set)
     """Those that it uses."""
-    fits: Callable[[Collection[int]], bool] | None = None
-    """Tells whether one forward can use these adapters together; None: any."""
+    pool: Pool | None = None
+    """The judge of adapters that one forward is to use together; None: any can."""
     held_back: bool = False
     """Whether a request waits for room for its adapter."""
-    used: Counter[str] = field(default_factory=Counter)
+    used: dict[str, int] = field(default_factory=dict)
     """Tokens of the budget by API key."""
 
-    def add(self, request: ScheduledRequest, count: int) -> None:
+    def add(self, request: Request, count: int) -> None:
         self.requests.append(request)
         self.counts.append(count)
         self._spend(request, count)
-        if (adapter := request.next_adapter) is not None:
+        if (adapter := request.branch.next_adapter) is not None:
             self.adapters.add(adapter)
 
-    def drop(self, request: ScheduledRequest) -> None:
+    def drop(self, request: Request) -> None:
         if request in self.requests:
             index = self.requests.index(request)
             del self.requests[index]
             self._spend(request, -self.counts.pop(index))
-            self.adapters = {one.next_adapter for one in self.requests if one.next_adapter is not None}
+            self.adapters = {one.branch.next_adapter for one in self.requests if one.branch.next_adapter is not None}
 
-    def count(self, request: ScheduledRequest, most: int) -> int:
+    def count(self, request: Request, most: int) -> int:
         """Return how many of a request's tokens it may still take, all under one adapter, and at
         most this many."""
-        remaining = request.remaining
-        if remaining == 1 and request.wants != "all":
+        branch, wants, stops = request.branch, request.output.wants, request.asked.stops
+        remaining, computed = branch.remaining, branch.computed
+        if remaining == 1 and wants != "all":
             return max(0, min(1, self.budget))  # A stop and the end of an adapter's run are behind it.
-        room = (self.budget if remaining == 1 else self.budget - self.kept) * request.dilution
-        if request.wants == "all":
+        room = (self.budget if remaining == 1 else self.budget - self.kept) * branch.dilution
+        if wants == "all":
             room = min(room, self.rows)
-        if (end := request.runs.end(request.computed)) is not None:
-            room = min(room, end - request.computed)
-        if request.stops and (stop := next((one for one in request.stops if one > request.computed), None)):
-            room = min(room, stop - request.computed)
+        if (end := branch.runs.end(computed)) is not None:
+            room = min(room, end - computed)
+        if stops and (stop := next((one for one in stops if one > computed), None)):
+            room = min(room, stop - computed)
         return max(0, min(remaining, room, most))
 
-    def has_adapter(self, request: ScheduledRequest) -> bool:
+    def has_adapter(self, request: Request) -> bool:
         """Return whether the adapter of its next token fits beside those of the step."""
-        adapter, others, fits = request.next_adapter, self.adapters, self.fits
-        if adapter is None or fits is None or not others or adapter in others or fits({*others, adapter}):
+        adapter, others, pool = request.branch.next_adapter, self.adapters, self.pool
+        if adapter is None or pool is None or not others or adapter in others or pool.fits({*others, adapter}):
             return True
         self.held_back = True
         return False
 
-    def waits_for_adapter(self, request: ScheduledRequest) -> bool:
+    def waits_for_adapter(self, request: Request) -> bool:
         """Return whether its adapters, or an earlier request's, lack the room to admit it."""
-        return (self.held_back and bool(request.runs.ids)) or not self.has_adapter(request)
+        return (self.held_back and bool(request.branch.runs.ids)) or not self.has_adapter(request)
 
-    def _spend(self, request: ScheduledRequest, count: int) -> None:
-        spent = -(-abs(count) // request.dilution)
+    def _spend(self, request: Request, count: int) -> None:
+        owner, spent = request.asked.owner, -(-abs(count) // request.branch.dilution)
         spent = spent if count > 0 else -spent
         self.budget -= spent
-        self.used[request.owner] += spent
-        if request.wants == "all":
+        self.used[owner] = self.used.get(owner, 0) + spent
+        if request.output.wants == "all":
             self.rows -= count
 
     @property
     def seqs(self) -> list[SeqId]:
-        return [request.seq for request in self.requests if request.seq is not None]
+        return [request.branch.seq for request in self.requests if request.branch.seq is not None]
 
 
-def chunk_of(request: ScheduledRequest, count: int, checkpoints: tuple[int, ...]) -> Chunk:
+def chunk_of(request: Request, count: int, checkpoints: tuple[int, ...]) -> Chunk:
     """Return the next tokens of a request as a part of a step."""
-    start = request.computed
-    wants: LogitsWanted = request.wants
-    if wants == "last" and count < request.remaining:
+    branch = request.branch
+    start = branch.computed
+    wants: LogitsWanted = request.output.wants
+    if wants == "last" and count < branch.remaining:
         wants = "none"
-    if request.seq is None:
+    if branch.seq is None:
         raise QuireError("a scheduled request has no sequence")
-    ids = request.tokens.ids[start : start + count].copy()
-    adapter = request.next_adapter
-    return Chunk(request.seq, ids, adapter=adapter, logits=wants, checkpoints=checkpoints)  # type: ignore[arg-type]
+    ids = branch.tokens.ids[start : start + count].copy()
+    adapter = branch.next_adapter
+    return Chunk(branch.seq, ids, adapter=adapter, logits=wants, checkpoints=checkpoints)  # type: ignore[arg-type]

@@ -27,7 +27,8 @@ from quire.types import SeqId
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
-    from quire.engine.sequence_request import SequenceRequest, SessionBranch
+    from quire.engine.request import Request
+from quire.engine.session_branch import SessionBranch
 
 NO_TOKENS: Ids = np.empty(0, dtype=np.int64)
 
@@ -169,8 +170,7 @@ def _branches(engine: Engine, names: AdapterNames) -> Iterator[ReadBranch]:
         if session.request is not None:
             seen.add(id(session.request))
             yield from _way_back(engine, session.request)
-    for work in (*engine.scheduler.running, *engine.scheduler.waiting):
-        request = engine.request_of(work)
+    for request in (*engine.scheduler.running, *engine.scheduler.waiting):
         if id(request) not in seen:
             yield _request(names, request)
     yield from _cached(engine, names)
@@ -181,7 +181,7 @@ def _branches(engine: Engine, names: AdapterNames) -> Iterator[ReadBranch]:
 
 def _session(engine: Engine, names: AdapterNames, session: SessionBranch, *, is_prefix: bool) -> ReadBranch:
     user = None if session.user is None else session.user()
-    work = session if session.request is None else session.request.work
+    work = session if session.request is None else session.request.branch
     return ReadBranch(
         kind="session" if session.user is not None else "cached" if is_prefix else "other",
         label=f"{'pin' if is_prefix else ''}{session.number}",
@@ -203,11 +203,11 @@ def _session(engine: Engine, names: AdapterNames, session: SessionBranch, *, is_
     )
 
 
-def _request(names: AdapterNames, request: SequenceRequest) -> ReadBranch:
-    work = request.work
+def _request(names: AdapterNames, request: Request) -> ReadBranch:
+    work = request.branch
     return ReadBranch(
         kind="request",
-        label=request.request_id if not request.index else f"{request.request_id}#{request.index}",
+        label=request.request_id if not request.asked.index else f"{request.request_id}#{request.asked.index}",
         key=work.key,
         pieces=[_ids_of(work.tokens, busy=True)],
         placeholders=work.tokens.media.placeholders,
@@ -223,9 +223,9 @@ def _request(names: AdapterNames, request: SequenceRequest) -> ReadBranch:
     )
 
 
-def _way_back(engine: Engine, request: SequenceRequest) -> Iterator[ReadBranch]:
+def _way_back(engine: Engine, request: Request) -> Iterator[ReadBranch]:
     """Yield the state that a request's session had when it was lent, if that is kept."""
-    session, seq = request.session, request.way_back
+    session, seq = request.branch.session, request.branch.way_back
     if session is not None and seq is not None:
         length = engine.runner.state.sequence_length(seq)
         yield ReadBranch(

@@ -18,11 +18,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from quire.caller_context import Caller, caller
-from quire.engine.scheduled_request import ScheduledRequest, Status
+from quire.engine.request import Request, Status
 from quire.engine.views.view_budget import ViewBudget
 
 if TYPE_CHECKING:
-    from quire.engine.sequence_request import SequenceRequest
+    from quire.engine.request import Request
     from quire.engine.step_draft import Scheduled
     from quire.metrics import EngineMetrics
 
@@ -113,7 +113,7 @@ class RequestLane:
     phases: list[tuple[str, float]]
     """What it does (``waiting``, ``loading`` from a tier, ``prefill``, ``decode``, ``preempted``)
     and since when."""
-    request: SequenceRequest | None
+    request: Request | None
     """While it is under way."""
     chunks: int = 0
     """Pieces in which its tokens ran, decodes aside."""
@@ -142,8 +142,8 @@ class RequestLane:
 class Queues(Protocol):
     """The part of a scheduler that the timeline looks at."""
 
-    waiting: list[ScheduledRequest]
-    running: list[ScheduledRequest]
+    waiting: list[Request]
+    running: list[Request]
     num_preemptions: int
 
 
@@ -189,7 +189,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._steps: deque[StepRecord] = deque(maxlen=STEPS)
         self._ended: deque[RequestLane] = deque(maxlen=LANES)
-        self._live: dict[ScheduledRequest, RequestLane] = {}
+        self._live: dict[Request, RequestLane] = {}
         self._lanes = 0
         self._lanes_of: Counter[str] = Counter()
         self.preempted: Counter[str] = Counter()
@@ -206,27 +206,27 @@ class Timeline:
 
     # -- what the engine calls, under its lock -----------------------------------------------------
 
-    def arrived(self, samples: Iterable[SequenceRequest]) -> None:
+    def arrived(self, samples: Iterable[Request]) -> None:
         """Begin a lane for each sample of a request that is queued."""
         who = caller.get()
         with self._lock:
             for request in samples:
-                work = request.work
+                asked = request.asked
                 self._lanes += 1
-                self._lanes_of[work.owner] += 1
-                kind = "run" if request.params is None else "request" if request.session is None else "turn"
-                adapter = next(iter(work.runs.ids), None)
-                self._live[work] = RequestLane(
+                self._lanes_of[asked.owner] += 1
+                kind = "run" if request.params is None else "request" if request.branch.session is None else "turn"
+                adapter = next(iter(request.branch.runs.ids), None)
+                self._live[request] = RequestLane(
                     self._lanes,
-                    self._lanes_of[work.owner],
+                    self._lanes_of[asked.owner],
                     kind,
-                    work.owner,
+                    asked.owner,
                     who,
-                    request.request_id,
-                    request.index,
+                    asked.request_id,
+                    asked.index,
                     None if adapter is None else self.adapter_name(adapter),
-                    request.arrival - self._zero,
-                    [("waiting", request.arrival - self._zero)],
+                    asked.arrival - self._zero,
+                    [("waiting", asked.arrival - self._zero)],
                     request,
                 )
 
@@ -238,27 +238,26 @@ class Timeline:
         if self._queues.num_preemptions != self._preemptions or self._loading or self._loads.open:
             self._look_aside(now)
         owned = [
-            (lane, len(chunk.tokens), bool(lane.request and lane.request.output_ids) and len(chunk.tokens) == 1)
-            for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True)
-            if work.owner and (lane := live.get(work)) is not None
+            (lane, len(chunk.tokens), bool(lane.request and lane.request.output.token_ids) and len(chunk.tokens) == 1)
+            for request, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True)
+            if request.asked.owner and (lane := live.get(request)) is not None
         ]
         preemptions = self._queues.num_preemptions
         if ahead:
             return StepMark(began - self._zero, now, len(scheduled.requests), (), preemptions, (), tuple(owned))
-        for work, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True):
-            lane = live.get(work)
+        for request, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True):
+            lane = live.get(request)
             size = len(chunk.tokens)
             if lane is None:
                 decodes += size == 1  # of a beam search
                 continue
-            request = lane.request
-            if size == 1 and request is not None and request.output_ids:
+            if size == 1 and request.output.token_ids:
                 decodes += 1
                 if lane.phases[-1][0] != "decode":
-                    lane.enter("decode", request.last_token - self._zero)
+                    lane.enter("decode", request.output.last_token - self._zero)
                     lane.admitted = lane.phases[-1][1] if lane.admitted is None else lane.admitted
                 continue
-            prefills.append((lane.number, work.computed, size))
+            prefills.append((lane.number, request.branch.computed, size))
             filled.append(lane)
             lane.chunks += 1
             if lane.phases[-1][0] != "prefill":
@@ -269,19 +268,19 @@ class Timeline:
     def _look_aside(self, now: float) -> None:
         """Note who was preempted, and whose state is coming."""
         if self._queues.num_preemptions != self._preemptions:
-            for work in self._queues.waiting:
-                lane = self._live.get(work)
+            for request in self._queues.waiting:
+                lane = self._live.get(request)
                 if lane is not None and lane.phases[-1][0] not in ("waiting", "preempted"):
                     lane.enter("preempted", now)
                     self.preempted[lane.owner] += 1
         for lane in self._loading:
-            waits = lane.request is not None and lane.request.work.status is Status.WAITING
+            waits = lane.request is not None and lane.request.seat.status is Status.WAITING
             if waits and lane.phases[-1][0] == "loading":
                 lane.enter("waiting", now)
         self._loading = []
-        for work in self._queues.running if self._loads.open else ():
-            lane = self._live.get(work)
-            if lane is not None and self._loads.is_coming(work.seq):
+        for request in self._queues.running if self._loads.open else ():
+            lane = self._live.get(request)
+            if lane is not None and self._loads.is_coming(request.branch.seq):
                 self._loading.append(lane)
                 if lane.phases[-1][0] != "loading":
                     lane.enter("loading", now)
@@ -299,8 +298,8 @@ class Timeline:
         self._end = now
         for lane in mark.filled:
             request = lane.request
-            if request is not None and request.output_ids and lane.phases[-1][0] == "prefill":
-                lane.enter("decode", request.last_token - self._zero)
+            if request is not None and request.output.token_ids and lane.phases[-1][0] == "prefill":
+                lane.enter("decode", request.output.last_token - self._zero)
         self.count += 1
         record = StepRecord(
             self.count,
@@ -326,13 +325,13 @@ class Timeline:
         """Return what API keys had of a step that is over."""
         tokens_of, decodes, generated = Counter[str](), Counter[str](), Counter[str]()
         for lane, tokens, is_decode in mark.owned:
-            made = lane.numbers["output_tokens"] if lane.request is None else len(lane.request.output_ids)
+            made = lane.numbers["output_tokens"] if lane.request is None else len(lane.request.output.token_ids)
             tokens_of[lane.owner] += tokens
             decodes[lane.owner] += is_decode
             generated[lane.owner] += made - lane.generated
             lane.generated = made
-        running = Counter(work.owner for work in self._queues.running)
-        waiting = Counter(work.owner for work in self._queues.waiting)
+        running = Counter(one.asked.owner for one in self._queues.running)
+        waiting = Counter(one.asked.owner for one in self._queues.waiting)
         shares = {}
         for owner, tokens in tokens_of.items():
             preempted, self._told[owner] = self.preempted[owner] - self._told[owner], self.preempted[owner]
@@ -341,16 +340,17 @@ class Timeline:
             )
         return shares
 
-    def ended(self, request: SequenceRequest) -> None:
+    def ended(self, request: Request) -> None:
         """End the lane of a request."""
         with self._lock:
-            lane = self._live.pop(request.work, None)
+            lane = self._live.pop(request, None)
             if lane is None:
                 return
-            if request.first_token is not None and all(phase != "decode" for phase, _ in lane.phases):
-                lane.enter("decode", request.first_token - self._zero)
+            output = request.output
+            if output.first_token is not None and all(phase != "decode" for phase, _ in lane.phases):
+                lane.enter("decode", output.first_token - self._zero)
                 lane.admitted = lane.phases[-1][1] if lane.admitted is None else lane.admitted
-            end = time.monotonic() if request.finished_at is None else request.finished_at
+            end = time.monotonic() if output.finished_at is None else output.finished_at
             lane.numbers = self._numbers(lane, request)
             lane.finished, lane.request, lane.changed = end - self._zero, None, self.count + 1
             self._ended.append(lane)
@@ -362,50 +362,50 @@ class Timeline:
             except Exception:
                 continue
 
-    def _observe(self, lane: RequestLane, request: SequenceRequest) -> None:
+    def _observe(self, lane: RequestLane, request: Request) -> None:
         """Count a request that sampled and has ended."""
-        metrics = self.metrics
-        metrics.request_prompt_tokens.observe(request.num_prompt)
-        metrics.request_generation_tokens.observe(len(request.output_ids))
+        metrics, output = self.metrics, request.output
+        metrics.request_prompt_tokens.observe(request.asked.num_prompt)
+        metrics.request_generation_tokens.observe(len(output.token_ids))
         if lane.admitted is not None:
             metrics.request_queue_time.observe(max(0.0, lane.admitted - lane.arrival))
-            if request.first_token is not None:
-                first, last = request.first_token - self._zero, request.last_token - self._zero
+            if output.first_token is not None:
+                first, last = output.first_token - self._zero, output.last_token - self._zero
                 metrics.request_prefill_time.observe(max(0.0, first - lane.admitted))
                 metrics.request_decode_time.observe(last - first)
                 metrics.request_inference_time.observe(max(0.0, last - lane.admitted))
 
-    def _numbers(self, lane: RequestLane, request: SequenceRequest) -> dict[str, Any]:
+    def _numbers(self, lane: RequestLane, request: Request) -> dict[str, Any]:
         """Return what is known of a request, under way or ended. Every value is a copy."""
-        work, params = request.work, request.params
-        note, first = work.reuse_note, request.first_token
+        branch, params, output = request.branch, request.params, request.output
+        note, first = request.seat.reuse, output.first_token
         form = None if params is None else params.grammar
         found: dict[str, Any] = {
-            "priority": work.priority,
-            "prompt_tokens": request.num_prompt,
-            "cached_tokens": work.num_cached,
-            "by_tier": dict(work.cached_by_tier),
-            "replayed_tokens": work.num_replayed,
+            "priority": request.seat.priority,
+            "prompt_tokens": request.asked.num_prompt,
+            "cached_tokens": note.cached,
+            "by_tier": dict(note.cached_by_tier),
+            "replayed_tokens": note.replayed,
             "miss": str(note.missed),
             "missed_at": note.missed_at,
-            "computed": work.computed,
-            "output_tokens": len(request.output_ids),
+            "computed": branch.computed,
+            "output_tokens": len(output.token_ids),
             "first_token": None if first is None else first - self._zero,
-            "last_token": None if first is None else request.last_token - self._zero,
+            "last_token": None if first is None else output.last_token - self._zero,
             "chunks": lane.chunks,
-            "preemptions": work.num_preemptions,
+            "preemptions": request.seat.num_preemptions,
             "structured": None if form is None else next(iter(form.forms)),
             "max_tokens": None if params is None else params.max_tokens,
             "temperature": None if params is None else params.temperature,
             "top_p": None if params is None else params.top_p,
             "n": None if params is None else params.n,
-            "finish_reason": request.finish_reason,
+            "finish_reason": output.finish_reason,
             "stop": self._stop(request),
-            "error": None if request.error is None else type(request.error).__name__,
+            "error": None if output.error is None else type(output.error).__name__,
             "blend": None,
         }
-        if work.blend is not None and request.finished:
-            report = work.blend.report(work)
+        if branch.blend is not None and request.finished:
+            report = branch.blend.report(branch)
             found["blend"] = {
                 "blended": report.blended,
                 "recomputed": report.recomputed,
@@ -415,13 +415,13 @@ class Timeline:
             }
         return found
 
-    def _stop(self, request: SequenceRequest) -> str | None:
+    def _stop(self, request: Request) -> str | None:
         """Return the kind of what ended a text: it may itself be a text."""
-        stop = request.stop_reason
+        stop = request.output.stop_reason
         if stop is None:
             return None
         if isinstance(stop, str):
-            return "context" if request.finish_reason == "length" else "stop_string"
+            return "context" if request.output.finish_reason == "length" else "stop_string"
         named = request.params is not None and stop in request.params.stop_ids
         return "eos" if stop in self._eos_ids and not named else "stop_token"
 

@@ -17,7 +17,7 @@ from quire.branches.branch import COMPUTED
 from quire.engine.blend_calibration import run_chunks
 from quire.engine.engine import Engine
 from quire.engine.prompts import embeddings_of
-from quire.engine.sequence_request import SessionBranch
+from quire.engine.session_branch import SessionBranch
 from quire.errors import Cancelled, FailedPrecondition, Unsupported
 from quire.runner.local import Extras
 from quire.types import Add, Chunk, Edit, SetWindow, Step
@@ -128,9 +128,9 @@ def _compute(engine: Engine, fork: SessionBranch, ids: np.ndarray[tuple[int], np
     """Run what is missing of a fork's state, unseen by the prefix cache."""
     with engine.lock:
         request = engine.submit_run(fork, ids)
-        request.work.cacheable = False
+        request.branch.cacheable = False
     engine.run([request])
-    if request.error is not None:
-        raise request.error
-    if request.finish_reason == "cancelled":
+    if request.output.error is not None:
+        raise request.output.error
+    if request.output.finish_reason == "cancelled":
         raise Cancelled(f"{verb} was cancelled; the session is as it was before")

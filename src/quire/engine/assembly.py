@@ -1,0 +1,172 @@
+"""Putting the parts of an engine together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.branches.past_prefixes import PastPrefixes
+from quire.branches.prefix_cache import RadixCache
+from quire.branches.stored_state import StoredState
+from quire.engine.blend_runs import BlendRuns
+from quire.engine.blending import Blending, lead_text_of, start_of
+from quire.engine.checkpoints import Checkpoints
+from quire.engine.decodes_ahead import DecodesAhead
+from quire.engine.engine import Engine
+from quire.engine.flights import Flights
+from quire.engine.giving_up import EngineGiver, EngineSequences
+from quire.engine.grammars import Grammars
+from quire.engine.miss_search import MissSearch
+from quire.engine.pins import Pins
+from quire.engine.prefix_pins import PrefixPins
+from quire.engine.request_checks import RequestChecks
+from quire.engine.request_queues import RequestQueues
+from quire.engine.requests import Requests
+from quire.engine.sample_outputs import SampleOutputs
+from quire.engine.sampling_step import SamplingStep
+from quire.engine.scheduler import Scheduler
+from quire.engine.session_branches import SessionBranches
+from quire.engine.step_draft import Limits
+from quire.engine.steps import Stepper
+from quire.engine.tokenizer import Tokenizer
+from quire.engine.views.timeline import Timeline
+from quire.finalizers import Orphans
+from quire.interrupts import Lock
+from quire.metrics import EngineMetrics
+from quire.runner.local import Runner
+
+
+def make_engine(
+    runner: Runner,
+    *,
+    limits: Limits,
+    max_model_len: int,
+    tokenizer: Tokenizer | None = None,
+    eos_ids: Sequence[int] = (),
+    enable_prefix_caching: bool = True,
+    checkpoint_interval: int = 0,
+    seed: int = 0,
+    stored: StoredState | None = None,
+) -> Engine:
+    """Return an engine over a runner. When pages are short, the runner asks it to give up some."""
+    state, vocab_size = runner.state, runner.model.vocab_size
+    ends = frozenset(eos_ids)
+    grammars = None
+    if tokenizer is not None:
+        grammars = Grammars(tokenizer, vocab_size, threads=state.device.type != "cpu")
+    checks = RequestChecks(
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        pool_tokens=max_model_len if state.capacity is None else state.capacity,
+        tokenizer=tokenizer,
+        grammars=grammars,
+    )
+    # What outlives a request.
+    lock, metrics, past = Lock(), EngineMetrics(), PastPrefixes()
+    orphans = Orphans(lock)
+    cache = RadixCache(state.nearest_reachable if state.forgets else None, past.note) if enable_prefix_caching else None
+    stored = StoredState(runner) if stored is None else stored
+    branches = SessionBranches(runner, cache=cache, tier=stored, metrics=metrics)
+    pins = Pins(state, branches.sessions, limits.max_num_batched_tokens)
+    prefix_pins = PrefixPins(branches, pins)
+    blending = Blending(runner, stored, start_of(tokenizer), lead_text_of(tokenizer, max_model_len), metrics=metrics)
+    # What chooses steps.
+    queues = RequestQueues(limits)
+    checkpoints = None
+    if state.recurrent_ids:
+        checkpoints = Checkpoints(state, checkpoint_interval, EngineSequences(queues, branches, stored))
+    scheduler = Scheduler(
+        state,
+        queues=queues,
+        pool=branches,
+        cache=cache,
+        tier=stored,
+        checkpoints=checkpoints,
+        misses=None if cache is None else MissSearch(cache, past, branches.forgets),
+    )
+    # What runs them.
+    timeline = Timeline(scheduler, stored, state, ends, metrics)
+    flights = Flights(branches)
+    requests = Requests(
+        scheduler=scheduler,
+        flights=flights,
+        branches=branches,
+        stored=stored,
+        blending=blending,
+        prefix_pins=prefix_pins,
+        timeline=timeline,
+        metrics=metrics,
+    )
+    sampling = SamplingStep(eos_ids=ends, grammars=grammars, metrics=metrics, ends=requests, gaps=timeline.gaps)
+    blend_runs = BlendRuns(runner=runner, requests=requests, blending=blending, checks=checks, metrics=metrics)
+    stepper = Stepper(
+        runner=runner,
+        lock=lock,
+        orphans=orphans,
+        requests=requests,
+        scheduler=scheduler,
+        decodes_ahead=DecodesAhead(scheduler, state, checkpoints),
+        flights=flights,
+        sampling=sampling,
+        branches=branches,
+        stored=stored,
+        blending=blending,
+        blend_runs=blend_runs,
+        prefix_pins=prefix_pins,
+        grammars=grammars,
+        timeline=timeline,
+        metrics=metrics,
+    )
+    giver = EngineGiver(
+        requests=requests,
+        flights=flights,
+        branches=branches,
+        stored=stored,
+        checkpoints=checkpoints,
+        prefix_pins=prefix_pins,
+        orphans=orphans,
+    )
+    runner.room.join(giver)
+    return Engine(
+        runner=runner,
+        tokenizer=tokenizer,
+        eos_ids=ends,
+        max_model_len=max_model_len,
+        lock=lock,
+        orphans=orphans,
+        requests=requests,
+        scheduler=scheduler,
+        stepper=stepper,
+        outputs=SampleOutputs(tokenizer, grammars, vocab_size, torch.Generator().manual_seed(seed)),
+        sampling=sampling,
+        branches=branches,
+        cache=cache,
+        past=past,
+        stored=stored,
+        checkpoints=checkpoints,
+        pins=pins,
+        prefix_pins=prefix_pins,
+        blending=blending,
+        blend_runs=blend_runs,
+        grammars=grammars,
+        checks=checks,
+        forgets=_forgets(checkpoints),
+        giver=giver,
+        timeline=timeline,
+        metrics=metrics,
+    )
+
+
+def _forgets(checkpoints: Checkpoints | None) -> str:
+    """Return the reason why state at position ``{0}`` may have to be computed again, from
+    ``{1}``."""
+    if checkpoints is None:
+        return (
+            "windows have let go of what a continuation at {0} would need, and the nearest position that is held is {1}"
+        )
+    every = f" every {checkpoints.interval} tokens and" if checkpoints.interval else ""
+    return (
+        "recurrent layers can go on only where their state was kept, and before {0} that is {1} (states are kept"
+        f"{every} at the ends of prompts and turns, as far as there is room)"
+    )

@@ -1,0 +1,64 @@
+"""Steps in flight: they were queued, and their tokens are not read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.engine.request import Request
+from quire.engine.step_draft import Scheduled
+
+if TYPE_CHECKING:
+    from quire.engine.sampling_step import Drawing
+    from quire.engine.session_branches import SessionBranches
+    from quire.engine.views.timeline import StepMark
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A step that was queued and whose tokens are not read."""
+
+    scheduled: Scheduled
+    drawing: Drawing
+    mark: StepMark
+    launched: float
+    """When, in monotonic time."""
+    changed: list[Request]
+    """The requests that ended, without a token, while it was queued."""
+
+
+class Flights:
+    """The steps of an engine that are in flight."""
+
+    def __init__(self, branches: SessionBranches) -> None:
+        self._branches = branches
+        self.stepping = False
+        """Whether a step is under way."""
+        self.last: Flight | None = None
+        """The last step that was queued, while its tokens are not read."""
+        self.reading: Flight | None = None
+        """The step before it, while its tokens are being read."""
+
+    def withdraw(self, request: Request) -> None:
+        """Take back what a step has run of a request that ends with an earlier token."""
+        if self.reading is not None and self.last is not None and request in self.last.scheduled.requests:
+            self.take_back(request)
+
+    def take_back(self, request: Request) -> None:
+        """Take back what has run of a request beyond what counts as computed."""
+        branch = request.branch
+        if branch.seq is not None:
+            held = self._branches.runner.state.sequence_length(branch.seq)
+            branch.recede(self._branches.pop(branch.seq, held, branch.computed))
+
+    def repair(self, running: Iterable[Request]) -> None:
+        """Correct what requests count as computed, after an interrupted step."""
+        for flight in (self.last, self.reading):
+            if flight is not None:
+                flight.drawing.drop()
+        self.last = self.reading = None
+        for branch in (request.branch for request in running):
+            if branch.seq is not None:
+                held = self._branches.runner.state.sequence_length(branch.seq)
+                branch.recede(self._branches.pop(branch.seq, held, min(held, len(branch.tokens) - 1)))

@@ -1,0 +1,79 @@
+"""What an engine gives up when pages or states are short."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quire.branches.stored_state import StoredState
+from quire.engine.checkpoints import Checkpoints
+from quire.engine.flights import Flights
+from quire.engine.prefix_pins import PrefixPins
+from quire.engine.request_queues import RequestQueues
+from quire.engine.requests import Requests
+from quire.engine.session_branches import SessionBranches
+from quire.finalizers import Orphans
+from quire.runner.room import Rank
+from quire.types import Edit, SeqId
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSequences:
+    """The sequences of an engine, as ``AgedSequences``."""
+
+    queues: RequestQueues
+    branches: SessionBranches
+    stored: StoredState
+
+    def apply(self, edit: Edit) -> None:
+        """Execute an edit at once."""
+        self.branches.apply(edit)
+
+    def ages(self) -> Mapping[SeqId, int]:
+        """Return the sequences and when each was used, without those of written states."""
+        branches = self.branches
+        ages = {} if branches.cache is None else branches.cache.ages()
+        in_use = len(ages)
+        ages |= {one.seq: in_use for one in branches.sessions.values() if one.seq is not None}
+        under_way = (one.branch for one in (*self.queues.running, *self.queues.waiting))
+        ages |= {branch.seq: in_use for branch in under_way if branch.seq is not None}
+        for seq in branches.written():
+            ages.pop(seq, None)
+        return {seq: age for seq, age in ages.items() if not self.stored.is_coming(seq)}
+
+
+@dataclass(eq=False, kw_only=True)
+class EngineGiver:
+    """An engine, as a ``Giver``."""
+
+    requests: Requests
+    flights: Flights
+    branches: SessionBranches
+    stored: StoredState
+    checkpoints: Checkpoints | None
+    prefix_pins: PrefixPins
+    orphans: Orphans
+
+    def give_up(self, rank: Rank) -> bool:
+        """Give up one thing of this rank."""
+        kept = self.checkpoints
+        match rank:
+            case Rank.ORPHANS:
+                # In a step the yielding request is alone, and asks for itself.
+                return self.orphans.bury() or (not self.flights.stepping and self.requests.end_yielding())
+            case Rank.SCARCE_STATES:
+                states = self.branches.runner.state.num_available_states
+                return kept is not None and not states and kept.give_up()
+            case Rank.WRITING:
+                return self.stored.relieve()
+            case Rank.PREFIXES:
+                self.prefix_pins.expire()
+                return self.branches.evict()
+            case Rank.IDLE:
+                return self.requests.yielding is None and self.branches.drop_idle()
+            case Rank.STATES:
+                return kept is not None and kept.give_up()
+
+    def loose(self) -> set[SeqId]:
+        """Return the sequences that it could give up."""
+        return self.branches.loose() | self.stored.forks

@@ -1,0 +1,265 @@
+"""One request, from waiting to finished: what was asked, its branch, the scheduler's notes, and its
+output. No torch at run time.
+
+What is left to run of a request is ``branch.remaining``; one token left is a decode.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from quire.branches.adapter_keys import salt_of
+from quire.branches.branch import Branch
+from quire.branches.tiers import Brought
+from quire.engine.reuse_note import ReuseNote
+from quire.errors import QuireError
+from quire.outputs import FinishReason, Miss
+from quire.sampling_params import SamplingParams
+from quire.types import BASE, LogitsWanted, SeqId
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.blend.chunk_capture import ChunkCapture
+    from quire.engine.detokenizer import IncrementalDetokenizer
+    from quire.engine.grammar_matcher import GrammarMatcher
+    from quire.engine.prompt_blend import PromptBlend
+    from quire.engine.prompt_logprobs import PromptLogprobs
+    from quire.engine.request_hints import RequestHints
+    from quire.engine.session_branch import SessionBranch
+    from quire.ops.request_sampler import RequestSampler
+    from quire.ops.sampled_tokens import TokenLogprobs
+
+OnLogits = Callable[[int, "Tensor"], None]
+"""A callback for the first row's position and float32 logits ``[rows, V]`` of adjacent tokens."""
+
+BACKGROUND = 2**31 - 1
+"""The priority of what runs only if nothing else does: lower than any other."""
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a caller wants. It does not change."""
+
+    request_id: str = ""
+    params: SamplingParams | None = None
+    """None: a run without sampling."""
+    num_prompt: int = 0
+    index: int = 0
+    """The number of the sample among those of its prompt."""
+    tail: tuple[int, ...] = ()
+    """Tokens that join the session after the prompt has been run, without being run themselves."""
+    owner: str = ""
+    """The API key among which steps and places are divided; empty: none."""
+    hints: RequestHints | None = None
+    """The caller's hints about its state, on the first sample of a prompt."""
+    stops: tuple[int, ...] = ()
+    """Positions, ascending, at which a step ends, so that a state that forgets can be kept
+    there."""
+    capture: ChunkCapture | None = None
+    """The taker of the rows of a chunk while it is computed."""
+    limit: int = 0
+    """Length at which the context, or what the empty pool holds, ends."""
+    forgets: str = ""
+    """The reason why state at position ``{0}`` may have to be computed again, from ``{1}``."""
+    arrival: float = field(default_factory=time.monotonic)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class RequestBranch(Branch):
+    """The tokens of a request, and what of them is computed."""
+
+    key: Hashable = None
+    """What may share a prefix: salt and adapters (``quire.branches.adapter_keys``)."""
+    cacheable: bool = True
+    """Whether it may use and feed the prefix cache."""
+    reusable: bool = False
+    """Whether the prefix cache, or a session, may go back into the middle of it."""
+    pinned: bool = False
+    """Its state must not be given up: it was asked to stay, or cannot be computed again
+    (written)."""
+    blend: PromptBlend | None = None
+    """How cached state of its segments is used; None: not at all."""
+    session: SessionBranch | None = None
+    """The owner of the sequence, which gets it back when the request ends."""
+    shared: int = 0
+    """Tokens that the prompt has in common with ``session``, run under the same adapters."""
+    common: int = 0
+    """Tokens that it has in common with ``session``."""
+    way_back: SeqId | None = None
+    """A fork of the session's sequence as it was, if nothing else brings that state back."""
+
+    @property
+    def salt(self) -> Hashable:
+        return salt_of(self.key)
+
+    @property
+    def dilution(self) -> int:
+        """Tokens of it that count as one of a step's: most rows of a blended prompt do not run."""
+        return 1 if self.blend is None else self.blend.dilution
+
+    @property
+    def next_adapter(self) -> int | None:
+        """The adapter under which its next token runs."""
+        return None if self.runs is BASE else self.runs.at(self.computed)
+
+    def recede(self, length: int) -> None:
+        """See ``Branch``. A prompt that goes back to its first token is blended anew later."""
+        Branch.recede(self, length)
+        if self.blend is not None and not length:
+            self.blend.end()
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Seat:
+    """The scheduler's notes of a request. Others read them."""
+
+    status: Status = Status.WAITING
+    priority: int = 0
+    """Lower values are admitted earlier among the requests of a key, and preempted later."""
+    arrival: int = 0
+    """Order of arrival, which decides among equal priorities."""
+    admitted: bool = False
+    """Whether it was ever admitted."""
+    reuse: ReuseNote = field(default_factory=ReuseNote)
+    """Where its state came from at the first admission, and why no more was found."""
+    question: Any = None
+    """The question what tiers have of its tokens; None: it was not asked, or is of no use."""
+    partings: set[int] = field(default_factory=set)
+    """Positions where other prompts part from this one, or where this one parted from others."""
+    num_preemptions: int = 0
+    short_since: int | None = None
+    """The step since which it waits for pages; None: it does not, as far as is known."""
+    siblings: list[Request] = field(default_factory=list)
+    """Further samples of the same prompt, which fork from this one when the prompt is computed."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Output:
+    """What comes of a request: logits that are handed out, tokens, text, and its end."""
+
+    wants: LogitsWanted = "last"
+    """Logits of the last token, once all are computed (``last``), of every token, or of none."""
+    fresh_from: int | None = None
+    """Tokens from here on must run, even if cached: their logits are wanted. None: the last one."""
+    on_logits: OnLogits | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    """The collector of them, on the first sample of a prompt."""
+    sampler: RequestSampler | None = None
+    detokenizer: IncrementalDetokenizer | None = None
+    matcher: GrammarMatcher | None = None
+    awaits_mask: bool = False
+    """Whether it takes part in a step only while ``matcher`` has its next mask."""
+    mask_counts: list[int] = field(default_factory=list)
+    """With a matcher: how many tokens the mask of each output token allowed, or ``UNCOUNTED``."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    """The text, in the pieces in which it became final."""
+    kept: int | None = None
+    """Output tokens before the stop token or stop string; None: all of them, there was no stop."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: QuireError | None = None
+    first_token: float | None = None
+    last_token: float = 0.0
+    finished_at: float | None = None
+    num_kept: int = 0
+    """Tokens of the chunk that the store has taken."""
+    verification: Request | None = None
+    """The full computation of its prompt, to see how far off a blended one is."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A sequence under way: a sample of a prompt, or a run without sampling."""
+
+    asked: Asked
+    branch: RequestBranch
+    seat: Seat = field(default_factory=Seat)
+    output: Output = field(default_factory=Output)
+
+    @property
+    def request_id(self) -> str:
+        return self.asked.request_id
+
+    @property
+    def params(self) -> SamplingParams | None:
+        return self.asked.params
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finish_reason is not None
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether its tokens count. The tokens of a cancelled generation do; a cancelled run is
+        undone."""
+        reason = self.output.finish_reason
+        return reason in ("stop", "length") or (reason == "cancelled" and self.asked.params is not None)
+
+    @property
+    def num_prompt_run(self) -> int:
+        """Tokens of the prompt whose state exists, or did when its first answer was sampled."""
+        num_prompt = self.asked.num_prompt
+        over = self.finished or bool(self.output.token_ids)
+        return num_prompt if over else min(self.branch.computed, num_prompt)
+
+    @property
+    def masked(self) -> bool:
+        """Whether its next mask is being made."""
+        output = self.output
+        return output.awaits_mask and output.matcher is not None and not output.matcher.ready
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can take part in a step. It cannot while its mask is being made, or while
+        tiers have not answered."""
+        question = self.seat.question
+        return (question is None or question.is_answered) and not (self.output.awaits_mask and self.masked)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The key that sorts requests, the next one to run first."""
+        return self.seat.priority, self.seat.arrival
+
+    def admit(self) -> None:
+        """Run from now on; look for rows to be blended with."""
+        self.seat.status, self.seat.admitted = Status.RUNNING, True
+        if self.branch.blend is not None:
+            self.branch.blend.begin(self.branch)
+
+    def note_reuse(self) -> None:
+        """Count what was found of it, until it is admitted."""
+        if not self.seat.admitted:
+            self.seat.reuse.count(self.branch.computed)
+
+    def note_found(self, found: Brought) -> None:
+        """Note what comes from outside of the pool, until it is admitted."""
+        if not self.seat.admitted:
+            self.seat.reuse.by_tier |= found.by_tier
+            if found.miss is not Miss.NONE:
+                self.seat.reuse.miss(found.miss, found.length)
+
+    def note_lost(self, miss: Miss, length: int) -> None:
+        """Note that ``length`` tokens did not come. If that was at its first admission, it does not
+        count as that."""
+        if self.seat.reuse.by_tier:
+            self.seat.reuse.by_tier.clear()
+            self.seat.admitted = False
+            self.seat.reuse.miss(miss, length)
+            self.note_reuse()

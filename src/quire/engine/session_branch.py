@@ -1,0 +1,104 @@
+"""``SessionBranch``: a session between its requests. No torch at run time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+from weakref import ref
+
+from quire.branches.branch import Branch
+from quire.engine.generation_notes import GenerationNote, Notes, counts_of, cut_notes, with_note
+from quire.engine.request import Request
+from quire.hints import PinAccount
+from quire.sampling_params import StructuredOutputs
+from quire.types import BASE, SeqId
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class BranchUser(Protocol):
+    """A session, as readers of its branch see it."""
+
+    @property
+    def name(self) -> str | None:
+        """Return the session's name; None: it has none."""
+
+    @property
+    def last_commit(self) -> str | None:
+        """Return the id of the commit that the session goes on from; None: there is none."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class SessionBranch(Branch):
+    """What a session is between its requests."""
+
+    key: Hashable
+    """What may share a prefix with it, beside the adapters: the salt."""
+    adapter: int | None = None
+    """Under which it goes on, as its last token does; None: the base model."""
+    pinned: bool = False
+    """The state must not be given up."""
+    account: PinAccount | None = None
+    """The account for which it is pinned."""
+    request: Request | None = None
+    """The request that works on the sequence now."""
+    successor: SessionBranch | None = None
+    """The branch that takes its place once it is computed."""
+    logits: Tensor | None = None
+    """Logits of the next token, float32 ``[V]``, if they were asked for."""
+    number: int = field(default_factory=itertools.count(1).__next__)
+    """What tells it from all others of the process."""
+    user: ref[BranchUser] | None = None
+    """The session whose branch it is; None: a call has made it for itself."""
+    notes: Notes = ()
+    """What is noted of generated tokens."""
+
+    def __post_init__(self) -> None:
+        self.runs = BASE.then(0, self.adapter)
+
+    @property
+    def salt(self) -> Hashable:
+        return self.key
+
+    def become(self, other: Branch, length: int, seq: SeqId | None) -> None:
+        """See ``Branch``. The notes of these tokens come with them."""
+        Branch.become(self, other, length, seq)
+        self.notes = cut_notes(other.notes, length) if isinstance(other, SessionBranch) else ()
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` tokens and their notes."""
+        self.tokens.truncate(length)
+        self.notes = cut_notes(self.notes, length)
+
+    def note(self, request: Request) -> None:
+        """Note what a request has made of the session's tokens, which are those of the request."""
+        self.notes = cut_notes(self.notes, request.branch.common)
+        asked, output = request.asked, request.output
+        if asked.params is None or output.finish_reason is None:
+            return
+        kept = len(output.token_ids) if output.kept is None else output.kept
+        given = asked.params.structured_outputs
+        form = given if isinstance(given, StructuredOutputs) else None
+        made = GenerationNote(
+            asked.num_prompt,
+            asked.num_prompt + kept,
+            output.finish_reason,
+            output.stop_reason,
+            "" if form is None else next(iter(form.forms)),
+            counts_of(output.mask_counts),
+        )
+        self.notes = with_note(self.notes, made)
+
+    @property
+    def busy(self) -> bool:
+        """Return whether some call works on it, or on its successor."""
+        return self.request is not None or self.successor is not None
+
+    @property
+    def droppable(self) -> bool:
+        """Return whether its pages may be taken: no request uses them, it is not pinned, and
+        computing gives its state again."""
+        return self.seq is not None and not (self.request is not None or self.pinned or self.modified)
