@@ -471,8 +471,8 @@ def test_what_an_urgent_prompt_waits_for_is_urgent() -> None:
     urgent = world.submit([*tokens, 7])
     world.step()
     assert slow.seat.priority == 0
-    while slow.remaining > 1:
-        done = min(16, slow.remaining)
+    while slow.branch.remaining > 1:
+        done = min(16, slow.branch.remaining)
         scheduled = world.step()
         assert scheduled.requests[0] is slow
         assert len(scheduled.step.chunks[0].tokens) == done

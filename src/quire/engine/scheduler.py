@@ -373,6 +373,8 @@ class Scheduler:
 
     def _count(self, request: Request, batch: StepDraft) -> int:
         """Return how many of its tokens the step may still take, all under one adapter."""
+        if request.branch.remaining == 1 and request.output.wants != "all":
+            return max(0, min(1, batch.budget))  # A stop and the end of an adapter's run are behind it.
         return batch.count(request, self._most(request))
 
     def _shortage(self, request: Request) -> int:

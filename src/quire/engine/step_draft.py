@@ -94,8 +94,6 @@ class StepDraft:
         most this many."""
         branch, wants, stops = request.branch, request.output.wants, request.asked.stops
         remaining, computed = branch.remaining, branch.computed
-        if remaining == 1 and wants != "all":
-            return max(0, min(1, self.budget))  # A stop and the end of an adapter's run are behind it.
         room = (self.budget if remaining == 1 else self.budget - self.kept) * branch.dilution
         if wants == "all":
             room = min(room, self.rows)
@@ -118,8 +116,9 @@ class StepDraft:
         return (self.held_back and bool(request.branch.runs.ids)) or not self.has_adapter(request)
 
     def _spend(self, request: Request, count: int) -> None:
-        owner, spent = request.asked.owner, -(-abs(count) // request.branch.dilution)
-        spent = spent if count > 0 else -spent
+        owner, blend, spent = request.asked.owner, request.branch.blend, count
+        if blend is not None:
+            spent = -(-abs(count) // blend.dilution) * (1 if count > 0 else -1)
         self.budget -= spent
         self.used[owner] = self.used.get(owner, 0) + spent
         if request.output.wants == "all":
