@@ -25,7 +25,7 @@ from tests.engine.conftest import (
 
 from quire import LLM, SamplingParams
 from quire.engine import session_generation
-from quire.engine.generation_notes import MOST_NOTES
+from quire.engine.generations import MOST_GENERATIONS
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.sampling_params import StructuredOutputs
 
@@ -348,9 +348,9 @@ def test_a_request_that_parts_from_the_session_cuts_its_notes(small: LLM) -> Non
 
 def test_notes_stay_few(small: LLM) -> None:
     with small.session([1]) as session:
-        for _ in range(MOST_NOTES + 3):
+        for _ in range(MOST_GENERATIONS + 3):
             session.generate(greedy(1))
-        assert len(session._state.notes) == MOST_NOTES
+        assert len(session._state.generations) == MOST_GENERATIONS
         assert not session.token(1).generated
         assert session.token(len(session) - 1).generated
 

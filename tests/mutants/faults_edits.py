@@ -35,7 +35,7 @@ MUTANTS = (
     ),
     Mutant(
         name="pinned-prefixes-are-inexact",
-        file="engine/prefix_pins.py",
+        file="engine/pins.py",
         old="prompt.origin.exact_part(min(length, prompt.computed))",
         new="min(length, prompt.computed)",
         tests=("engine/test_inexact.py::test_pins_hold_the_exact_part",),

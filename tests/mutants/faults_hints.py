@@ -5,28 +5,28 @@ from tests.mutants.harness import Mutant
 MUTANTS = (
     Mutant(
         name="pins-for-ever",
-        file="engine/prefix_pins.py",
+        file="engine/pins.py",
         old="if held.until <= now]",
         new="if held.until < 0 * now]",
         tests=("engine/test_hints.py::test_a_pin_stays_for_its_time",),
     ),
     Mutant(
         name="pins-beyond-the-share",
-        file="engine/prefix_pins.py",
+        file="engine/pins.py",
         old="            self._pins.check(branch, length, account)\n",
         new="            pass\n",
         tests=("engine/test_hints.py::test_pins_keep_to_their_share",),
     ),
     Mutant(
         name="a-pin-shortens-another",
-        file="engine/prefix_pins.py",
+        file="engine/pins.py",
         old="held.until = max(held.until, until)",
         new="held.until = until",
         tests=("engine/test_hints.py::test_a_pin_of_tokens_that_are_cached_already",),
     ),
     Mutant(
         name="pins-of-all-accounts-are-one",
-        file="engine/prefix_pins.py",
+        file="engine/pins.py",
         old="name, until = (account, prompt.key, digest)",
         new="name, until = (None, prompt.key, digest)",
         tests=("engine/test_hints.py::test_pins_of_one_account_do_not_prolong_those_of_another",),

@@ -362,7 +362,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         name="replayed-tokens-not-counted",
-        file="engine/reuse_note.py",
+        file="engine/request.py",
         old="self.replayed = max(0, self.known - computed)",
         new="self.replayed = 0",
         tests=("engine/test_checkpoints.py::test_a_hit_in_the_middle_of_a_prompt",),

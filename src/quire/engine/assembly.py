@@ -18,8 +18,7 @@ from quire.engine.flights import Flights
 from quire.engine.giving_up import EngineGiver, EngineSequences
 from quire.engine.grammars import Grammars
 from quire.engine.miss_search import MissSearch
-from quire.engine.pins import Pins
-from quire.engine.prefix_pins import PrefixPins
+from quire.engine.pins import Pins, PrefixPins
 from quire.engine.request_checks import RequestChecks
 from quire.engine.request_queues import RequestQueues
 from quire.engine.requests import Requests

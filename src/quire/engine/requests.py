@@ -20,7 +20,7 @@ from quire.outputs import FinishReason
 if TYPE_CHECKING:
     from quire.branches.stored_state import StoredState
     from quire.engine.blending import Blending
-    from quire.engine.prefix_pins import PrefixPins
+    from quire.engine.pins import PrefixPins
     from quire.engine.session_branches import SessionBranches
     from quire.engine.views.timeline import Timeline
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
 from quire.branches.branch import Branch
-from quire.engine.generation_notes import GenerationNote, Notes, counts_of, cut_notes, with_note
+from quire.engine.generations import Generation, Generations, counts_of, cut_generations, with_generation
 from quire.engine.request import Request
 from quire.hints import PinAccount
 from quire.sampling_params import StructuredOutputs
@@ -53,8 +53,8 @@ class SessionBranch(Branch):
     """What tells it from all others of the process."""
     user: ref[BranchUser] | None = None
     """The session whose branch it is; None: a call has made it for itself."""
-    notes: Notes = ()
-    """What is noted of generated tokens."""
+    generations: Generations = ()
+    """The generations that made its tokens."""
 
     def __post_init__(self) -> None:
         self.runs = BASE.then(0, self.adapter)
@@ -64,25 +64,25 @@ class SessionBranch(Branch):
         return self.key
 
     def become(self, other: Branch, length: int, seq: SeqId | None) -> None:
-        """See ``Branch``. The notes of these tokens come with them."""
+        """See ``Branch``. The generations of these tokens come with them."""
         Branch.become(self, other, length, seq)
-        self.notes = cut_notes(other.notes, length) if isinstance(other, SessionBranch) else ()
+        self.generations = cut_generations(other.generations, length) if isinstance(other, SessionBranch) else ()
 
     def truncate(self, length: int) -> None:
-        """Keep the first ``length`` tokens and their notes."""
+        """Keep the first ``length`` tokens and their generations."""
         self.tokens.truncate(length)
-        self.notes = cut_notes(self.notes, length)
+        self.generations = cut_generations(self.generations, length)
 
     def note(self, request: Request) -> None:
         """Note what a request has made of the session's tokens, which are those of the request."""
-        self.notes = cut_notes(self.notes, request.branch.common)
+        self.generations = cut_generations(self.generations, request.branch.common)
         asked, output = request.asked, request.output
         if asked.params is None or output.finish_reason is None:
             return
         kept = len(output.token_ids) if output.kept is None else output.kept
         given = asked.params.structured_outputs
         form = given if isinstance(given, StructuredOutputs) else None
-        made = GenerationNote(
+        made = Generation(
             asked.num_prompt,
             asked.num_prompt + kept,
             output.finish_reason,
@@ -90,7 +90,7 @@ class SessionBranch(Branch):
             "" if form is None else next(iter(form.forms)),
             counts_of(output.mask_counts),
         )
-        self.notes = with_note(self.notes, made)
+        self.generations = with_generation(self.generations, made)
 
     @property
     def busy(self) -> bool:

@@ -29,7 +29,7 @@ from quire.engine.blending import Blending
 from quire.engine.decodes_ahead import DecodesAhead
 from quire.engine.flights import Flight, Flights
 from quire.engine.grammars import Grammars
-from quire.engine.prefix_pins import PrefixPins
+from quire.engine.pins import PrefixPins
 from quire.engine.prompts import embeddings_of
 from quire.engine.request import Request
 from quire.engine.requests import Requests
