@@ -43,6 +43,7 @@ LAYERS = (
     {"contracts"},
     {"drawing"},
     {"ops"},
+    {"weights"},
     {"kernels", "kv", "nn"},
     {"store"},
     {"blend"},
@@ -80,20 +81,6 @@ WITHOUT_TORCH = (
     "engine.page_use",
     "engine.views.timeline",
 )
-SAME_THING = {
-    "attention": "the contract, the reference, the layer",
-    "recurrence": "the contract, the reference, the kernel",
-    "experts": "the reference, the layer",
-    "low_rank": "the reference, the kernel, the layer",
-    "linear": "layer, contract and kernel",
-    "rows": "the contract, the reference, the kernel",
-    "latent": "the layer, and what a KV state stores of it",
-    "executor": "the contract, and who keeps it",
-    "errors": "what is raised, and how clients see it",
-    "llm": "the LLM, and the one that is awaited",
-    "session": "the session, and the one that is awaited",
-}
-"""Names of modules and classes that several packages have, and why: they are about one thing."""
 LEVELS = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 PATHS = {".".join(("quire", *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in PATHS.items()}
@@ -218,38 +205,6 @@ def test_a_circle_is_found() -> None:
     assert circles(graph) == [{"a", "b", "c"}, {"d", "e"}]
 
 
-def named_twice(names: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
-    """Return the modules by each name that several of them have, ``names`` being what each one
-    gives.
-    """
-    found: dict[str, list[str]] = {}
-    for module, given in names.items():
-        for name in given:
-            found.setdefault(name, []).append(module)
-    return {name: modules for name, modules in found.items() if len(modules) > 1}
-
-
-def classes(module: str) -> list[str]:
-    """Return the public classes that a module defines."""
-    found = [node.name for node in tree_of(MODULES[module]).body if isinstance(node, ast.ClassDef)]
-    return [name for name in found if not name.startswith("_")]
-
-
-def test_one_word_means_one_thing() -> None:
-    """No two modules have one name, and no two public classes.
-
-    Benchmarks are no part of the runtime.
-    """
-    plain = [name for name, path in MODULES.items() if path.stem[0] != "_" and not name.startswith("quire.bench.")]
-    found = named_twice({module: [MODULES[module].stem, *classes(module)] for module in plain})
-    assert found.keys() == SAME_THING.keys(), f"call each what it is: {found}"
-
-
-def test_a_name_that_is_given_twice_is_found() -> None:
-    assert "Transaction" in classes("quire.branches.transaction")
-    assert named_twice({"a": ["Row", "x"], "b": ["Row"], "c": ["y"]}) == {"Row": ["a", "b"]}
-
-
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
 def test_bookkeeping_imports_no_torch(name: str) -> None:
     waiting, seen = [f"quire.{name}"], set[str]()
@@ -314,44 +269,3 @@ def test_awaited_verbs_use_no_private_of_what_they_wrap() -> None:
     private = {node.attr for node in nodes if node.attr.startswith("_") and node.attr[-2:] != "__"}
     assert "_session" in private
     assert private <= own
-
-
-def test_function_docstrings_begin_with_a_verb() -> None:
-    """Not with an article, a question word or a number of things.
-
-    Properties are named by what they are.
-    """
-    nouns = {
-        "the",
-        "a",
-        "an",
-        "what",
-        "whether",
-        "as",
-        "one",
-        "all",
-        "how",
-        "why",
-        "where",
-        "when",
-        "which",
-        "who",
-        "whose",
-        "if",
-        "of",
-        "in",
-        "by",
-        "for",
-        "from",
-    }
-    found = []
-    for name, path in MODULES.items():
-        for node in ast.walk(tree_of(path)):
-            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                continue
-            if any("property" in ast.unparse(one) for one in node.decorator_list):
-                continue
-            text = (ast.get_docstring(node) or "Do").removeprefix("(ours) ")
-            if text.split()[0].strip("`,.:;").lower() in nouns:
-                found.append(f"{name}.{node.name}: {text.splitlines()[0]}")
-    assert found == []

@@ -16,7 +16,7 @@ from quire.errors import QuireError
 from quire.kernels.linear import TILES
 from quire.kernels.native_library import native_library, native_problem
 from quire.models.adapter_targets import linears_of
-from quire.ops.packed_weights import pack, unpack
+from quire.weights.packed import pack, unpack
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = ["def fib(n):", "class Stack:\n    def __init__(self):", "import"]

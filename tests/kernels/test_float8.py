@@ -36,7 +36,8 @@ from quire.models.loading import load_model
 from quire.nn.experts import ActivatedGate, ClampedGate, ExpertLinear, Experts
 from quire.nn.packed import KernelLinear
 from quire.ops.experts import mix
-from quire.ops.packed_weights import multiply, multiply_stack, pack, rounded_rows, unpack
+from quire.weights.float8 import rounded_rows
+from quire.weights.packed import multiply, multiply_stack, pack, unpack
 
 pytestmark = [
     pytest.mark.gpu,

@@ -29,8 +29,8 @@ from quire.kernels.rows import native_rows
 from quire.kv.attention_parts import LayerParts
 from quire.kv.state import State
 from quire.ops.logit_edits import first_maxima
-from quire.ops.packed_weights import rows_of
 from quire.ops.rope import RotaryTable
+from quire.weights.packed import rows_of
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason=native_problem())
 

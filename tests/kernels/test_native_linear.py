@@ -14,11 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.contracts.linear import WeightForm, group_of
+from quire.contracts.linear import WeightForm
 from quire.errors import InvalidArgument
 from quire.kernels.linear import EMULATED, FORMS, SLAB, NativeLinear, native_linear
 from quire.kernels.native_library import native_library, native_problem
-from quire.ops.packed_weights import multiply, pack, unpack
+from quire.weights import packed
+from quire.weights.packed import multiply, pack, unpack
 
 LIBRARY = native_library()
 BEST = -1 if LIBRARY is None else NativeLinear(LIBRARY).level
@@ -244,9 +245,9 @@ def test_weights_share_memory_as_long_as_they_live() -> None:
 
 
 def test_groups() -> None:
-    assert [group_of("int8", inputs) for inputs in (64, 96, 48, 8, 12)] == [64, 32, 16, 8, 0]
-    assert [group_of("int4", inputs) for inputs in (64, 96, 48, 8, 12)] == [32, 32, 16, 8, 0]
-    assert group_of("bfloat16", 64) == 0
+    assert [packed.FORMS["int8"].group(inputs) for inputs in (64, 96, 48, 8, 12)] == [64, 32, 16, 8, 0]
+    assert [packed.FORMS["int4"].group(inputs) for inputs in (64, 96, 48, 8, 12)] == [32, 32, 16, 8, 0]
+    assert packed.FORMS["bfloat16"].group(64) == 0
 
 
 def test_the_kernel_is_made_once() -> None:

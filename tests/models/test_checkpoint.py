@@ -13,10 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.errors import CheckpointError, InvalidArgument, QuireError, ResourceExhausted, Unsupported
-from quire.models import checkpoint, loading
-from quire.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, Place, expand, parameter_shapes
+from quire.models import loading
 from quire.models.families import FAMILIES
 from quire.models.loading import load_model
+from quire.weights import late_parameters
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.places import Place, expand, parameter_shapes
+from quire.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, SafetensorsFiles, weight_files
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
@@ -28,7 +31,7 @@ def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("memory was spent on a checkpoint that cannot be loaded")
 
-    monkeypatch.setattr(checkpoint, "allocate", refuse)
+    monkeypatch.setattr(late_parameters, "allocate", refuse)
 
 
 def edit_config(path: Path, **changes: Any) -> None:
@@ -173,7 +176,7 @@ def test_indexes_that_lie(sharded: Path, edit: Callable[[dict[str, Any]], object
 
 @pytest.mark.usefixtures("no_memory")
 def test_shards_that_are_missing_damaged_or_overlap(sharded: Path) -> None:
-    shards = checkpoint.weight_files(sharded)
+    shards = weight_files(sharded)
     assert len(shards) > 2
     content = shards[1].read_bytes()
     shards[1].unlink()
@@ -219,7 +222,7 @@ def test_unknown_arguments_and_too_little_memory(single_file: Path, monkeypatch:
 
 def test_failed_allocation_is_resource_exhausted() -> None:
     with pytest.raises(ResourceExhausted, match="bytes for its weights on cpu"):
-        checkpoint.allocate({"weight": (1 << 30, 1 << 30)}, torch.float32, torch.device("cpu"))
+        late_parameters.allocate({"weight": (1 << 30, 1 << 30)}, torch.float32, torch.device("cpu"))
 
 
 def test_parameters_are_the_checkpoints_rows_in_order(tiny: Any) -> None:
@@ -261,7 +264,7 @@ def test_names_that_are_not_read(make_tiny: Any, single_file: Path) -> None:
 
 def test_float_tensors_of_several_types_become_one(single_file: Path) -> None:
     edit_tensors(single_file, lambda t: t.update({n: w.bfloat16() for n, w in t.items() if "norm" not in n}))
-    with Checkpoint(single_file) as opened:
+    with Checkpoint(SafetensorsFiles(single_file)) as opened:
         values = json.loads((single_file / "config.json").read_text())
         family = FAMILIES.require("LlamaForCausalLM")
         config = family.read_config(values)

@@ -32,7 +32,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from quire.contracts.layers import LatentAttention
 from quire.contracts.model import LatentExpansion
 from quire.errors import CheckpointError, InvalidArgument, QuireError, Unsupported
-from quire.models.checkpoint import SINGLE_FILE
 from quire.models.families import FAMILIES
 from quire.models.loading import load_model
 from quire.nn.experts import MixtureOfExperts, Router
@@ -41,6 +40,7 @@ from quire.nn.mlp import GatedMLP
 from quire.nn.packed import PackedLinear, can_pack
 from quire.ops.experts import Routing, route
 from quire.ops.rope import RotaryTable, rotate
+from quire.weights.safetensors_files import SINGLE_FILE
 
 from . import test_parity as parity
 from .conftest import GEOMETRY, Case, TinyCheckpoint

@@ -15,9 +15,9 @@ from tests.models.conftest import CASES
 
 from quire.errors import CheckpointError, InvalidArgument
 from quire.models import fingerprint
-from quire.models.checkpoint import SINGLE_FILE, weight_files
 from quire.models.fingerprint import ModelFingerprint, cache_file, file_digest, model_fingerprint, weights_digest
 from quire.models.loading import load_model
+from quire.weights.safetensors_files import SINGLE_FILE, weight_files
 
 
 @pytest.fixture(autouse=True)

@@ -21,13 +21,13 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quire.errors import CheckpointError, QuireError, Unsupported
-from quire.models import mxfp4
-from quire.models.checkpoint import SINGLE_FILE
 from quire.models.families import FAMILIES, LoadedModel
 from quire.models.loading import load_model
 from quire.nn.experts import MixtureOfExperts
 from quire.nn.mlp import GatedMLP
 from quire.nn.packed import PackedLinear, can_pack
+from quire.weights.mxfp4 import MXFP4
+from quire.weights.safetensors_files import SINGLE_FILE
 
 from . import test_parity as parity
 from .conftest import FULL, GEOMETRY, Case, TinyCheckpoint
@@ -371,7 +371,7 @@ def test_mxfp4_values(scale: int) -> None:
     expected = [n * 2.0 ** (scale - 127) for byte in range(256) for n in (numbers[byte % 16], numbers[byte // 16])]
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.empty(1, 2, 256, dtype=dtype)
-        mxfp4.unpack("blocks", blocks, torch.full((1, 2, 8), scale, dtype=torch.uint8), out)
+        MXFP4.expand("blocks", {"b": blocks, "s": torch.full((1, 2, 8), scale, dtype=torch.uint8)}, out)
         assert torch.equal(out.double().flatten(), torch.tensor(expected, dtype=torch.float64))
         assert torch.equal(out.signbit().flatten(), torch.tensor(expected).signbit())
 
@@ -380,8 +380,8 @@ def test_mxfp4_values(scale: int) -> None:
 def test_what_float16_cannot_hold_is_refused(scale: int) -> None:
     blocks, out = torch.full((1, 1, 1, 16), 0x11, dtype=torch.uint8), torch.empty(1, 1, 32, dtype=torch.float16)
     with pytest.raises(Unsupported, match="blocks has values that float16 does not hold"):
-        mxfp4.unpack("blocks", blocks, torch.full((1, 1, 1), scale, dtype=torch.uint8), out)
-    mxfp4.unpack("blocks", torch.zeros_like(blocks), torch.full((1, 1, 1), scale, dtype=torch.uint8), out)
+        MXFP4.expand("blocks", {"b": blocks, "s": torch.full((1, 1, 1), scale, dtype=torch.uint8)}, out)
+    MXFP4.expand("blocks", {"b": torch.zeros_like(blocks), "s": torch.full((1, 1, 1), scale, dtype=torch.uint8)}, out)
     assert not out.any()
 
 

@@ -13,12 +13,13 @@ from quire.contracts.block_calls import LayerKernels
 from quire.contracts.linear import Quantization, WeightForm
 from quire.kernels.linear import native_linear
 from quire.kernels.native_library import native_library, native_problem
-from quire.models.checkpoint import Checkpoint, Place
 from quire.models.loading import load_model
 from quire.nn import packed as module
 from quire.nn.embedding import ScaledEmbedding
 from quire.nn.linear import Linear
 from quire.nn.packed import KernelLinear, PackedLinear, can_pack, packed
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.places import Place
 
 needs_library = pytest.mark.skipif(native_library() is None, reason=native_problem())
 CPU = torch.device("cpu")

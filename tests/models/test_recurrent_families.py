@@ -27,11 +27,11 @@ from quire.contracts.layers import FullAttention, LayerSpec, Recurrent
 from quire.contracts.recurrence import RecurrencePlan
 from quire.errors import CheckpointError, QuireError, Unsupported
 from quire.models import granite_moe_hybrid, lfm2, mamba2, qwen3_next
-from quire.models.checkpoint import SINGLE_FILE
 from quire.models.families import FAMILIES, LoadedModel
 from quire.models.loading import load_model
 from quire.models.mamba2 import UNBOUNDED
 from quire.ops.recurrence import ReferenceRecurrence
+from quire.weights.safetensors_files import SINGLE_FILE
 
 from .conftest import GEOMETRY, Case, TinyCheckpoint
 from .conftest import make_checkpoint as make_any_checkpoint

@@ -28,7 +28,7 @@ KERNELS = (
     ),
     Mutant(
         name="eight-bit-floats-of-one-scale",
-        file="ops/packed_weights.py",
+        file="weights/float8.py",
         old="wide.abs().amax(-1, keepdim=True)",
         new="wide.abs().amax().expand(len(wide), 1)",
         tests=("kernels/test_float8.py::test_rows_are_rounded",),

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-import torch
 from torch import Tensor
 
 WeightForm: TypeAlias = Literal["float32", "bfloat16", "int8", "int4", "fp8"]
@@ -94,15 +93,3 @@ class StackKernel(Protocol):
         """Return the maps for activations of the weight's dtype. They hold no reference to the
         weight."""
         ...
-
-
-def group_of(form: WeightForm, inputs: int) -> int:
-    """Return the inputs that share a scale: the largest of 64 ("int8" only), 32, 16 and 8 that
-    divides them; 0 if none does, or for a form without scales."""
-    groups = {"int8": (64, 32, 16, 8), "int4": (32, 16, 8)}.get(form, ())
-    return next((group for group in groups if inputs % group == 0), 0)
-
-
-def values_dtype(form: WeightForm) -> torch.dtype:
-    """Return the dtype of packed values."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.uint8, "int4": torch.uint8}[form]

@@ -21,9 +21,8 @@ from torch import Tensor
 from quire.branches.history import TokenHistory
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.engine import Engine
-from quire.engine.request import Request
+from quire.engine.request import Request, SessionBranch
 from quire.engine.request_outputs import by_token
-from quire.engine.session_branch import SessionBranch
 from quire.errors import InvalidArgument, QuireError
 from quire.interrupts import check
 from quire.ops.sampled_tokens import RankedLogprob, TokenLogprobs

@@ -32,13 +32,12 @@ from quire.engine.page_use import OWNERS, PageUse, page_use
 from quire.engine.pins import Pins, PrefixPins, final_length
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.prompt_logprobs import PromptLogprobs
-from quire.engine.request import BACKGROUND, Asked, OnLogits, Output, Request, RequestBranch, Seat
+from quire.engine.request import BACKGROUND, Asked, OnLogits, Output, Request, RequestBranch, Seat, SessionBranch
 from quire.engine.request_checks import RequestChecks
 from quire.engine.requests import Requests, owner_of
 from quire.engine.sample_outputs import SampleOutputs
 from quire.engine.sampling_step import SamplingStep
 from quire.engine.scheduler import Scheduler
-from quire.engine.session_branch import SessionBranch
 from quire.engine.session_branches import SessionBranches, media_of
 from quire.engine.steps import Stepper
 from quire.engine.tokenizer import Tokenizer

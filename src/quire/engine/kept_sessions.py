@@ -24,9 +24,9 @@ from quire.branches.adapter_keys import is_private, private_salt
 from quire.engine import saved_sessions
 from quire.engine.chat_turns import ChatTurns
 from quire.engine.engine import Engine
+from quire.engine.request import SessionBranch
 from quire.engine.request_preparation import cache_key
 from quire.engine.session import Session
-from quire.engine.session_branch import SessionBranch
 from quire.errors import DataLoss, InvalidArgument, NotDurable, NotFound, QuireError, StoreDamaged
 from quire.kv.sequencefile import IDENTITY, other_length
 from quire.models.fingerprint import ModelIdentity

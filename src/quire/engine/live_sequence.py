@@ -23,9 +23,8 @@ from quire.engine.chat_turns import ChatTurns
 from quire.engine.engine import Engine
 from quire.engine.progress_bars import run_shown
 from quire.engine.prompts import Prompt, Text, is_segmented, read_prompt
-from quire.engine.request import Request
+from quire.engine.request import Request, SessionBranch
 from quire.engine.segmented_prompts import read_segments
-from quire.engine.session_branch import SessionBranch
 from quire.engine.session_labels import NO_LABELS
 from quire.engine.token_ids import as_token_ids, is_integer
 from quire.engine.tokenizer import Tokenizer

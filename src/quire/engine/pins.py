@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.branches.prefix_cache import RadixCache
-from quire.engine.request import RequestBranch
-from quire.engine.session_branch import SessionBranch
+from quire.engine.request import RequestBranch, SessionBranch
 from quire.errors import FailedPrecondition, PoolExhausted, QuotaExceeded
 from quire.hints import PinAccount, PrefixName
 from quire.kv.windows import Window

@@ -14,7 +14,7 @@ from quire.branches.history import Ids, TokenHistory
 from quire.branches.saved_rows import NO_POSITIONS, SESSION, load_row, other_eviction, read_rows
 from quire.engine.engine import Engine
 from quire.engine.progress_bars import byte_bar, counted, verify_shown
-from quire.engine.session_branch import SessionBranch
+from quire.engine.request import SessionBranch
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.kv import sequencefile
 from quire.kv.state_schema import check_metadata

@@ -19,8 +19,7 @@ from quire.contracts.executor import ExecutorInputs
 from quire.engine.live_sequence import LiveSequence
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.prompts import Prompt, Text
-from quire.engine.request import Request
-from quire.engine.session_branch import SessionBranch
+from quire.engine.request import Request, SessionBranch
 from quire.engine.text_places import TextPlace, changed_text, pieces_of, place_of, text_of
 from quire.engine.token_ids import is_integer
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported

@@ -10,7 +10,7 @@ from quire.drawing.summaries import Summary
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
     from quire.engine.live_sequence import LiveSequence
-    from quire.engine.session_branch import SessionBranch
+    from quire.engine.request import SessionBranch
 
 SHOWN = 24
 """Characters of each end of a text that are shown."""

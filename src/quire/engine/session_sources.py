@@ -14,9 +14,9 @@ from quire.engine import saved_sessions, session_scoring, session_state
 from quire.engine.kept_sessions import KeptSessions
 from quire.engine.live_sequence import LiveSequence
 from quire.engine.prompts import Prompt
+from quire.engine.request import SessionBranch
 from quire.engine.request_preparation import RequestPreparation, cache_key
 from quire.engine.session import Session
-from quire.engine.session_branch import SessionBranch
 from quire.engine.session_labels import NO_LABELS, checked_labels, checked_name
 from quire.errors import FailedPrecondition, InvalidArgument
 from quire.models.fingerprint import ModelIdentity

@@ -22,7 +22,7 @@ from quire.contracts.layers import LayerSpec
 from quire.engine import layer_memory
 from quire.engine.engine import Engine
 from quire.engine.live_sequence import LiveSequence
-from quire.engine.session_branch import SessionBranch
+from quire.engine.request import SessionBranch
 from quire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unsupported
 
 if TYPE_CHECKING:

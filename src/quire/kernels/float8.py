@@ -1,5 +1,5 @@
 """Linear maps with weights of 8-bit floats, for GPUs that multiply them. The reference is
-``quire.ops.packed_weights``.
+``quire.weights.packed``.
 
 Letters: T rows, I input, O output features; X maps of a stack, P rows of all of them.
 """
@@ -15,7 +15,8 @@ from quire.contracts.linear import PackedMatrix, WeightForm
 from quire.errors import InvalidArgument
 from quire.kernels.triton_rows import round_rows
 from quire.kernels.triton_support import triton_problem
-from quire.ops.packed_weights import FLOAT8, pack, rounded_rows
+from quire.weights.float8 import FLOAT8, rounded_rows
+from quire.weights.packed import pack
 
 CAPABILITY = (8, 9)
 """Compute capability from which a GPU multiplies 8-bit floats."""

@@ -1,4 +1,4 @@
-"""Linear maps in C++, for CPUs. The reference is ``quire.ops.packed_weights``.
+"""Linear maps in C++, for CPUs. The reference is ``quire.weights.packed``.
 
 Letters: T rows, I input, O output features.
 """
@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.contracts.linear import PackedMatrix, WeightForm, group_of, values_dtype
+from quire.contracts.linear import PackedMatrix, WeightForm
 from quire.errors import InvalidArgument
 from quire.kernels.native_library import NativeLibrary, native_library
+from quire.weights import packed as reference
 
 PANEL = 32
 """Outputs of a panel."""
@@ -102,7 +103,7 @@ class NativeLinear:
         inputs = weight_OI.shape[1]
         if form == "bfloat16" and inputs % 2:
             return f"bfloat16 weights are read in pairs of inputs; there are {inputs} inputs"
-        if form in ("int8", "int4") and not group_of(form, inputs):
+        if form in ("int8", "int4") and not reference.FORMS[form].group(inputs):
             return f"{form} weights have a scale for 8 inputs or more; {inputs} inputs are no multiple of 8"
         return ""
 
@@ -124,15 +125,10 @@ class NativeLinear:
         if weight_OI.stride(1) != 1:
             weight_OI = weight_OI.contiguous()
         outputs, inputs = weight_OI.shape
-        panels, group = -(-outputs // PANEL), group_of(form, inputs)
-        shape = {
-            "float32": (panels, inputs, PANEL),
-            "bfloat16": (panels, inputs // 2, PANEL, 2),
-            "int8": (panels, inputs // 4, 2, 64),
-            "int4": (panels, inputs // 8, 2, 64),
-        }[form]
-        values = self._memory.empty(shape, values_dtype(form))
-        scales = self._memory.empty((panels, inputs // group, PANEL), torch.bfloat16) if group else None
+        packing = reference.FORMS[form]
+        group = packing.group(inputs)
+        values = self._memory.empty(packing.shape(outputs, inputs), packing.dtype)
+        scales = self._memory.empty((len(values), inputs // group, PANEL), torch.bfloat16) if group else None
         self._pack(
             weight_OI.data_ptr(), int(weight_OI.dtype == torch.bfloat16), weight_OI.stride(0), outputs, inputs, FORMS.index(form), group,
             values.data_ptr(), None if scales is None else scales.data_ptr(), torch.get_num_threads(), self._parallel,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation
 from quire.kernels.triton_support import known_dtypes, on_device_of, triton_problem
-from quire.ops.packed_weights import FLOAT8, rounded_rows
 from quire.ops.rows import ReferenceRows
 from quire.ops.uploads import uploaded
+from quire.weights.float8 import FLOAT8, rounded_rows
 
 ACTIVATION_CODES: dict[ActivationName, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 WIDEST = 1 << 15
@@ -133,7 +133,7 @@ def _in_words(pool_LSHD: Tensor) -> bool:
 
 
 def round_rows(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``ops.packed_weights.rounded_rows`` of rows where Triton runs, by one program each."""
+    """Return ``weights.float8.rounded_rows`` of rows where Triton runs, by one program each."""
     from quire.kernels.row_programs import scale_rows
 
     count, width = x_TI.shape

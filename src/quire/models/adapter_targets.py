@@ -143,7 +143,7 @@ def targets_of(model: LoadedModel) -> AdapterTargets:
     for name, place in model.places.items():
         module, _, part = name.rpartition(".")
         if part != "weight":
-            if place.scales or len(place.shape) > 2:  # stacks of matrices have no suffix
+            if len(place.shape) > 2:  # stacks of matrices have no suffix
                 refused[name] = _reason(place.parameter)
             continue
         module = RESPELLED.get(module, module)

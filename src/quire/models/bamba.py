@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from quire.models.checkpoint import NameTable
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import DecoderConfig
 from quire.models.geometry import read_geometry, rope_of
@@ -16,6 +15,7 @@ from quire.models.mamba2 import MambaConfig, check_heads, mamba_names, read_step
 from quire.models.mixture import read_layer_numbers
 from quire.models.tensor_names import Names, name_table
 from quire.nn.mamba import Mamba2Shape
+from quire.weights.places import NameTable
 
 NORMS: Mapping[str, str] = {"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
 SPELLINGS: Mapping[str, str] = {".mlp.": ".feed_forward.", "model.norm.": "model.final_layernorm."}

@@ -34,13 +34,14 @@ from quire.models.blocks import (
     ScaledBlock,
     joined_stack,
 )
-from quire.models.checkpoint import NameTable, late
 from quire.nn.attention import Attention, NormedAttention, WidthNormedAttention
 from quire.nn.embedding import Embedding, ScaledEmbedding
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
 from quire.nn.norm import LayerNorm, LayerNormPerHead, RMSNorm
 from quire.nn.packed import KernelLinear, pack_maps, packed
+from quire.weights.late_parameters import late
+from quire.weights.places import NameTable
 
 AttentionSpec: TypeAlias = FullAttention | WindowedAttention
 NormKind: TypeAlias = Literal["rms", "offset_rms", "layer"]

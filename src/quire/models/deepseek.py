@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from quire.contracts.layers import FullAttention, LatentAttention
-from quire.models.checkpoint import NameTable, Place
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import Decoder, DecoderConfig, MlpBuilder, Parameters, linear
 from quire.models.geometry import MAX_LAYERS, DecoderGeometry, read_geometry, rope_of
@@ -32,6 +31,7 @@ from quire.nn.latent import MultiHeadLatentAttention, QueryUp
 from quire.nn.linear import Linear
 from quire.nn.norm import RMSNorm
 from quire.ops.experts import Routing
+from quire.weights.places import NameTable, Place
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the latents' norms; the authors' code and transformers ignore ``rms_norm_eps``."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from quire.contracts.model import Pass
 from quire.models.bamba import NORMS, SPELLINGS, pass_over_generation, read_mamba_shape
 from quire.models.blocks import FeedForward, Norm
-from quire.models.checkpoint import NameTable
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import read_activation, read_geometry, rope_of
@@ -28,6 +27,7 @@ from quire.nn.attention import Attention
 from quire.nn.mamba import Mamba2Mixer
 from quire.nn.mlp import GatedMLP
 from quire.ops.rows import ACTIVATIONS
+from quire.weights.places import NameTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

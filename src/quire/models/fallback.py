@@ -26,10 +26,12 @@ from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.model import Block, Pass
 from quire.errors import CheckpointError, QuireError, ResourceExhausted, Unsupported
-from quire.models.checkpoint import DTYPES, Checkpoint, NameTable
 from quire.models.config_fields import ConfigFields
 from quire.models.families import canonical_of
 from quire.models.probe import ATTENTION, Probe, watch
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.floats import DTYPES
+from quire.weights.places import NameTable
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +229,7 @@ class Foreign:
             causal, found = self.kind.from_pretrained(
                 None,
                 config=self.config,
-                state_dict=checkpoint.slices(),
+                state_dict=checkpoint.source.slices(),
                 dtype=dtype,
                 attn_implementation="eager",
                 ignore_mismatched_sizes=True,

@@ -19,7 +19,6 @@ from quire.contracts.model import Model
 from quire.errors import CheckpointError, Unsupported
 from quire.models import bamba, deepseek, falcon_h1, gemma, granite_moe_hybrid, lfm2, llama, mamba2, qwen3_next
 from quire.models import dense_families as dense
-from quire.models.checkpoint import NameTable
 from quire.models.config_fields import ConfigReader
 from quire.models.decoder import Decoder, DecoderConfig, gated_mlp
 from quire.models.gpt_oss import gpt_oss_mlp, gpt_oss_spellings, read_gpt_oss_config
@@ -29,6 +28,7 @@ from quire.models.mixture import mixture_mlp
 from quire.models.qwen_moe import qwen_moe_spellings, read_qwen2_moe_config, read_qwen3_moe_config
 from quire.models.tensor_names import LLAMA_NAMES, Names, ignorable_names, name_table
 from quire.registry import Registry
+from quire.weights.places import NameTable
 
 VOLATILE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
 """Fields of config.json that decide no logits in any architecture."""

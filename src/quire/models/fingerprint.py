@@ -20,10 +20,10 @@ from typing import Any, Protocol
 import xxhash
 
 from quire.errors import CheckpointError, InvalidArgument
-from quire.models.checkpoint import weight_files
 from quire.models.config_fields import read_config_file
 from quire.models.families import LoadedModel, canonical_of
 from quire.models.rope_config import LengthRule, length_rule
+from quire.weights.safetensors_files import weight_files
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.errors import Unsupported
-from quire.models import mxfp4
 from quire.models.blocks import FeedForward
-from quire.models.checkpoint import NameTable, Place
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import Parameters
 from quire.models.geometry import read_geometry, read_layer_types, read_window, rope_of, windows_of
@@ -23,8 +21,11 @@ from quire.models.mixture import MixtureConfig, experts_of, pass_over_training, 
 from quire.models.tensor_names import trunk_names
 from quire.nn.experts import ClampedGate, MixtureOfExperts
 from quire.ops.experts import Routing
+from quire.weights.floats import TRANSPOSED
+from quire.weights.mxfp4 import BLOCK, MXFP4
+from quire.weights.places import NameTable, Place
 
-QUANTISATIONS = ("mxfp4",)
+QUANTISATIONS = (MXFP4.name,)
 """Accepted values of ``quant_method`` in ``quantization_config``."""
 
 
@@ -76,7 +77,7 @@ def read_gpt_oss_config(fields: ConfigFields, max_model_len: int | None) -> GptO
 def gpt_oss_spellings(config: GptOssConfig) -> tuple[NameTable, ...]:
     """Return name tables for MXFP4, if the sizes allow it, and for a float type."""
     sizes = (config.hidden_size, config.expert_size)
-    quantised = (True,) if all(size % mxfp4.BLOCK == 0 for size in sizes) else ()
+    quantised = (True,) if all(size % BLOCK == 0 for size in sizes) else ()
     return tuple(_name_table(config, one) for one in (*quantised, False))
 
 
@@ -94,9 +95,9 @@ def _name_table(config: GptOssConfig, quantised: bool) -> dict[str, Place]:
         prefix, shape = f"{layer}mlp.experts.{name}", (count, outs, ins)
         weight = f"{{}}.experts.{parameter}.weight"
         if quantised:
-            table[f"{prefix}_blocks"] = Place(parameter=weight, shape=shape, scales=f"{prefix}_scales")
+            table[f"{prefix}_blocks"] = Place(parameter=weight, shape=shape, format=MXFP4)
         else:
-            table[prefix] = Place(parameter=weight, shape=shape, transposed=True)
+            table[prefix] = Place(parameter=weight, shape=shape, format=TRANSPOSED)
         table[f"{prefix}_bias"] = Place(parameter=f"{{}}.experts.{parameter}.bias", shape=(count, outs))
     return table
 

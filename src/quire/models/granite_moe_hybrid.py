@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from quire.models.bamba import read_mamba_mixers
-from quire.models.checkpoint import NameTable, Place
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import AttentionSpec, DecoderConfig
 from quire.models.dense_families import granite_multipliers
@@ -21,6 +20,7 @@ from quire.models.mamba2 import MambaConfig, mamba_names
 from quire.models.mixture import MixtureConfig, pass_over_training, read_num_experts
 from quire.models.tensor_names import LLAMA_NAMES, name_table, trunk_names
 from quire.ops.experts import Routing
+from quire.weights.places import NameTable, Place
 
 KINDS: Mapping[str, bool] = {"full_attention": True, "attention": True, "linear_attention": False, "mamba": False}
 """Accepted entries of ``layer_types``; True for a block with attention."""

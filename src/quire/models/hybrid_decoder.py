@@ -24,12 +24,12 @@ from quire.contracts.layers import LayerSpec
 from quire.contracts.model import Block
 from quire.models import decoder
 from quire.models.blocks import Mixer, Norm, PreNormBlock, ScaledBlock
-from quire.models.checkpoint import Place
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, Trunk, gated_mlp
 from quire.models.mixture import MixtureConfig, mixture_mlp
 from quire.nn.attention import Attention, NormedAttention
 from quire.nn.mixers import GatedAttention, MixerShape
+from quire.weights.places import Place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

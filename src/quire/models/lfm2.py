@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.models.checkpoint import NameTable, Place
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types, rope_of
@@ -23,6 +22,7 @@ from quire.models.hybrid_decoder import (
 from quire.models.mixture import read_layer_numbers
 from quire.models.tensor_names import Names, name_table
 from quire.nn.short_conv import ShortConv, ShortConvShape
+from quire.weights.places import NameTable, Place
 
 KINDS: Mapping[str, bool] = {"full_attention": True, "conv": False}
 """Accepted entries of ``layer_types``; True for a block with attention."""

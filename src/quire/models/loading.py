@@ -9,22 +9,28 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.linear import Quantization
 from quire.errors import CheckpointError, InvalidArgument, QuireError, ResourceExhausted
-from quire.models.checkpoint import Checkpoint, Place, expand, parameter_shapes
 from quire.models.config_fields import read_config_file
 from quire.models.families import Family, LoadedModel, family_of, is_foreign
 from quire.models.host_memory import free_memory, size_words
 from quire.models.processor import Processor
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.late_parameters import LateParameters
+from quire.weights.packed import FORMS
+from quire.weights.places import Place, expand, parameter_dtypes, parameter_shapes
+from quire.weights.safetensors_files import SafetensorsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +44,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 """Accepted values of ``dtype`` besides "auto"."""
 
 PLAIN = LayerKernels()
-BITS: Mapping[Quantization, float] = {"int8": 8.25, "int4": 4.5, "fp8": 8.0}
-"""Bits of a quantised weight with its share of a scale, at least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +96,7 @@ def load_model(
     except QuireError as error:
         error.about(str(path))
         raise
-    with Checkpoint(path) as checkpoint:
+    with Checkpoint(SafetensorsFiles(path)) as checkpoint:
         num_layers = config.num_layers
         if num_layers > len(checkpoint.tensors):  # Also bounds the table that a damaged config.json could ask for.
             raise CheckpointError(
@@ -114,13 +118,16 @@ def load_model(
                 )
             )
         _check_tied(checkpoint, family, config)
-        weights = checkpoint.weights(places, dtype=resolved, device=device, progress=progress)
-        model = family.build(config, weights, values)
-        model.places = places
-        weights.release()
-        if model.pack(replace(kernels, read=weights.read)):
-            logger.info("%s: weights are laid out for this machine's products", path)
-        weights.settle()
+        total = checkpoint.nbytes(one for name, place in places.items() for one in place.stored(name))
+        hidden = not (progress and sys.stderr.isatty())
+        with tqdm(total=total, unit="B", unit_scale=True, desc=f"loading {path.name}", disable=hidden) as bar:
+            weights = LateParameters(checkpoint, places, resolved, device, bar)
+            model = family.build(config, weights, values)
+            model.places = places
+            weights.release()
+            if model.pack(replace(kernels, read=weights.read)):
+                logger.info("%s: weights are laid out for this machine's products", path)
+            weights.settle()
     return model
 
 
@@ -135,7 +142,7 @@ def _load_foreign(
     from quire.models.fallback import context_length, read_foreign
 
     foreign = read_foreign(path, values)
-    with Checkpoint(path) as checkpoint:
+    with Checkpoint(SafetensorsFiles(path)) as checkpoint:
         resolved = resolve_dtype(dtype, checkpoint.dtype(checkpoint.tensors), device)
         outline = foreign.outline(checkpoint, resolved)
         needed = sum(tensor.nbytes for tensor in (*outline.parameters(), *outline.buffers()))
@@ -150,7 +157,7 @@ class _Placeholders(dict[str, torch.Tensor]):
     """Parameters without values: vectors of zeros, and matrices without memory."""
 
     def __init__(self, places: Mapping[str, Place], dtype: torch.dtype) -> None:
-        kept = {place.parameter: place.dtype for place in places.values() if place.dtype is not None}
+        kept = parameter_dtypes(places)
         super().__init__(
             (name, torch.zeros(shape, dtype=kept.get(name, dtype), device="cpu" if len(shape) == 1 else "meta"))
             for name, shape in parameter_shapes(places).items()
@@ -206,12 +213,12 @@ def _weight_bytes(
 ) -> int:
     """Return the bytes that the parameters take while they are loaded, at least. A CPU quantises
     matrices as they are read, and keeps the embedding; a GPU has all of them first."""
-    kept = {place.parameter: place.dtype for place in places.values() if place.dtype is not None}
+    kept = parameter_dtypes(places)
     total = 0.0
     for name, shape in parameter_shapes(places).items():
         bits = 8.0 * kept.get(name, dtype).itemsize
         if form is not None and device.type == "cpu" and len(shape) > 1 and name != "embed.weight":
-            bits = min(bits, BITS[form])
+            bits = min(bits, FORMS[form].bits)
         total += math.prod(shape) * bits / 8
     return int(total)
 

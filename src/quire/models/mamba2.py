@@ -20,7 +20,6 @@ from torch import Tensor
 from quire.contracts.model import Pass
 from quire.contracts.rows import ActivationName
 from quire.models.blocks import Norm
-from quire.models.checkpoint import NameTable, Place
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import MAX_LAYERS, read_activation
@@ -29,6 +28,7 @@ from quire.models.tensor_names import IgnorableNames
 from quire.nn.mamba import Mamba2Mixer, Mamba2Shape
 from quire.nn.norm import GatedRMSNorm
 from quire.ops.rows import ACTIVATIONS
+from quire.weights.places import NameTable, Place
 
 UNBOUNDED = 1 << 20
 """Longest sequence in tokens of a model without positions and without a configured length."""

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from quire.models.blocks import FeedForward
-from quire.models.checkpoint import Place, late
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, gated_mlp, linear
 from quire.models.tensor_names import mlp_names, trunk_names
 from quire.nn.experts import ActivatedGate, ExpertLinear, Experts, Gate, MixtureOfExperts, Router, SharedExpert
 from quire.ops.experts import Routing
+from quire.weights.late_parameters import late
+from quire.weights.places import Place
 
 MAX_EXPERTS = 4096
 """A bound above any layer's, so that a damaged config.json does not cost memory."""

@@ -34,10 +34,10 @@ from quire.models.adapter_targets import (
     table_of,
     targets_of,
 )
-from quire.models.checkpoint import DTYPES
 from quire.models.families import LoadedModel
 from quire.models.peft_config import CONFIG_FILE, LoraConfig, lora_config_of, read_lora_config, shown
 from quire.models.peft_files import WEIGHTS_FILE, FileWeights, PackedAdapter, PackedWeights, Weights
+from quire.weights.floats import DTYPES
 
 PICKLED_FILE = "adapter_model.bin"
 PREFIX = "base_model.model."

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, deserialize, safe_open
 from torch import Tensor
 
 from quire.errors import CheckpointError, QuireError
-from quire.models.checkpoint import DTYPES
 from quire.models.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, shown, told
+from quire.weights.floats import DTYPES
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_KEY = "adapter_config"

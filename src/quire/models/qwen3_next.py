@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.models.checkpoint import NameTable, Place
 from quire.models.config_fields import ConfigFields, refuse_unsupported
 from quire.models.decoder import DecoderConfig, Parameters, linear
 from quire.models.geometry import DecoderGeometry, read_geometry, read_layer_types, rope_of
@@ -34,6 +33,7 @@ from quire.nn.delta import DeltaShape, GatedDeltaNet
 from quire.nn.norm import GatedRMSNorm
 from quire.ops.experts import Routing
 from quire.ops.rows import ACTIVATIONS
+from quire.weights.places import NameTable, Place
 
 KINDS: Mapping[str, bool] = {"full_attention": True, "linear_attention": False}
 """Accepted entries of ``layer_types``; True for a block with attention."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.models.checkpoint import NameTable
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.geometry import (
     DecoderGeometry,
@@ -28,6 +27,7 @@ from quire.models.mixture import (
     read_num_experts,
 )
 from quire.ops.experts import Routing
+from quire.weights.places import NameTable
 
 
 @config_reader

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from quire.models.checkpoint import Place
 from quire.models.decoder import DecoderConfig, Placement
+from quire.weights.places import Place
 
 PRE_NORMS: Mapping[str, str] = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 """Llama's names for the norms of a block, which most families adopted."""

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.contracts.linear import PackedMatrix
-from quire.ops.packed_weights import rows_of, unpack
+from quire.weights.packed import rows_of, unpack
 
 
 class EmbeddingTerm(Protocol):

@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.linear import LinearMap, WeightForm
 from quire.nn.linear import Linear
-from quire.ops.packed_weights import unpack
+from quire.weights.packed import unpack
 
 LAYERS = ("quire.nn.", "quire.models.")
 """Packages that define the classes of a model's layers."""

@@ -16,7 +16,7 @@ from quire.contracts.token_views import AttentionView, NormsView
 from quire.drawing.heat import Heat
 from quire.engine import layer_memory
 from quire.engine.engine import Engine
-from quire.engine.session_branch import SessionBranch
+from quire.engine.request import SessionBranch
 from quire.engine.views.token_run import require_idle, run_token
 from quire.errors import InvalidArgument, Unsupported
 from quire.types import Remove

@@ -14,7 +14,7 @@ from quire.branches.history import common_prefix
 from quire.contracts.token_views import ChancesView, ComparisonView, MaskView, PartingSide, StopView, TokenChance
 from quire.engine.engine import Engine
 from quire.engine.generations import ended_at, generation_at
-from quire.engine.session_branch import SessionBranch
+from quire.engine.request import SessionBranch
 from quire.engine.views.token_run import TokenRun, require_idle, run_token
 from quire.errors import QuireError
 

@@ -1,0 +1,205 @@
+"""Packed forms in panels of 32 outputs: the definition of ``kernels/cpu/linear.h``.
+
+Outputs up to the next multiple of 32 are 0.
+
+Letters: O output, I input features; G inputs of a group, g groups of a row; p panels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from quire.contracts.linear import PackedMatrix
+
+PANEL = 32
+"""Outputs of a panel."""
+INT4_BITS = torch.tensor([16 * (i % 2) + 4 * (i // 2) for i in range(8)])
+"""First bits of eight inputs in a word."""
+SMALLER_SCALES = (0.95, 0.9, 0.85, 0.8, 0.75)
+"""Factors of an INT4 scale that may be nearer to most values, if the largest is clipped."""
+
+
+def _padded(weight_OI: Tensor) -> Tensor:
+    return F.pad(weight_OI, (0, 0, 0, -weight_OI.shape[0] % PANEL))
+
+
+@dataclass(frozen=True, slots=True)
+class Float32Panels:
+    """float32 ``[p, I, 32]``."""
+
+    name: Literal["float32"] = "float32"
+    bits: float = 32.0
+    dtype: torch.dtype = torch.float32
+
+    def group(self, inputs: int) -> int:
+        """See ``PackedForm``."""
+        del inputs
+        return 0
+
+    def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        """See ``PackedForm``."""
+        return -(-outputs // PANEL), inputs, PANEL
+
+    def pack(self, weight_OI: Tensor) -> PackedMatrix:
+        """See ``PackedForm``."""
+        outputs, inputs = weight_OI.shape
+        values = _padded(weight_OI).float().view(-1, PANEL, inputs).mT.contiguous()
+        return PackedMatrix(self.name, outputs, inputs, 0, values, None)
+
+    def unpack(self, packed: PackedMatrix) -> Tensor:
+        """See ``PackedForm``."""
+        return packed.values.mT.reshape(-1, packed.inputs)[: packed.outputs]
+
+
+@dataclass(frozen=True, slots=True)
+class Bfloat16Panels:
+    """bfloat16 ``[p, I / 2, 32, 2]``: pairs of inputs stand together."""
+
+    name: Literal["bfloat16"] = "bfloat16"
+    bits: float = 16.0
+    dtype: torch.dtype = torch.bfloat16
+
+    def group(self, inputs: int) -> int:
+        """See ``PackedForm``."""
+        del inputs
+        return 0
+
+    def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        """See ``PackedForm``."""
+        return -(-outputs // PANEL), inputs // 2, PANEL, 2
+
+    def pack(self, weight_OI: Tensor) -> PackedMatrix:
+        """See ``PackedForm``."""
+        outputs, inputs = weight_OI.shape
+        pairs = _padded(weight_OI).bfloat16().view(-1, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
+        return PackedMatrix(self.name, outputs, inputs, 0, pairs, None)
+
+    def unpack(self, packed: PackedMatrix) -> Tensor:
+        """See ``PackedForm``."""
+        return packed.values.float().transpose(1, 2).reshape(-1, packed.inputs)[: packed.outputs]
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Panels:
+    """Codes of 8 bits, sign and magnitude, uint8 ``[p, I / 4, 2, 64]``, with a bfloat16 scale for a
+    group of inputs: the largest absolute value over 127."""
+
+    name: Literal["int8"] = "int8"
+    bits: float = 8.25
+    dtype: torch.dtype = torch.uint8
+
+    def group(self, inputs: int) -> int:
+        """See ``PackedForm``."""
+        return next((group for group in (64, 32, 16, 8) if inputs % group == 0), 0)
+
+    def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        """See ``PackedForm``."""
+        return -(-outputs // PANEL), inputs // 4, 2, 64
+
+    def pack(self, weight_OI: Tensor) -> PackedMatrix:
+        """See ``PackedForm``."""
+        outputs, inputs = weight_OI.shape
+        group = self.group(inputs)
+        values_OgG = _padded(weight_OI).float().view(-1, inputs // group, group)
+        scales_Og = (values_OgG.abs().amax(-1) / 127).bfloat16()
+        codes = _codes(values_OgG, scales_Og, -127, 127)
+        laid = _lay((codes.abs() | ((codes < 0) << 7)).view(-1, PANEL, inputs))
+        return PackedMatrix(self.name, outputs, inputs, group, laid.to(torch.uint8), _panels(scales_Og))
+
+    def unpack(self, packed: PackedMatrix) -> Tensor:
+        """See ``PackedForm``."""
+        codes = _read(packed.values.long(), packed.inputs)
+        return _scaled(torch.where(codes >= 128, 128 - codes, codes), packed)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Panels:
+    """Codes of 4 bits, uint8 ``[p, I / 8, 2, 64]``, with a bfloat16 scale for a group of inputs.
+
+    The scale makes the largest value -8, or is one of ``SMALLER_SCALES`` of that: the first with
+    the least squared error.
+    """
+
+    name: Literal["int4"] = "int4"
+    bits: float = 4.5
+    dtype: torch.dtype = torch.uint8
+
+    def group(self, inputs: int) -> int:
+        """See ``PackedForm``."""
+        return next((group for group in (32, 16, 8) if inputs % group == 0), 0)
+
+    def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        """See ``PackedForm``."""
+        return -(-outputs // PANEL), inputs // 8, 2, 64
+
+    def pack(self, weight_OI: Tensor) -> PackedMatrix:
+        """See ``PackedForm``."""
+        outputs, inputs = weight_OI.shape
+        group = self.group(inputs)
+        values_OgG = _padded(weight_OI).float().view(-1, inputs // group, group)
+        scales_Og = _int4_scales(values_OgG)
+        codes = _codes(values_OgG, scales_Og, -8, 7).view(-1, 2, 16, inputs // 8, 8)
+        words = ((codes + 8) << INT4_BITS).sum(-1).transpose(2, 3).transpose(1, 2)
+        laid = torch.stack([words >> bit & 255 for bit in (0, 8, 16, 24)], -1).flatten(3)
+        return PackedMatrix(self.name, outputs, inputs, group, laid.to(torch.uint8), _panels(scales_Og))
+
+    def unpack(self, packed: PackedMatrix) -> Tensor:
+        """See ``PackedForm``."""
+        laid = packed.values.long()
+        words = (laid.view(len(laid), -1, 2, 16, 4) << torch.tensor([0, 8, 16, 24])).sum(-1)
+        codes = words.permute(0, 2, 3, 1).unsqueeze(-1) >> INT4_BITS & 15
+        return _scaled(codes.reshape(len(laid), PANEL, packed.inputs) - 8, packed)
+
+
+def _int4_scales(values_OgG: Tensor) -> Tensor:
+    """Return bfloat16 ``[O, g]``."""
+    largest = values_OgG.gather(-1, values_OgG.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    best = (largest / -8).bfloat16()
+    least = _error(values_OgG, best)
+    for factor in SMALLER_SCALES:
+        other = (largest / -8 * factor).bfloat16()
+        error = _error(values_OgG, other)
+        best, least = torch.where(error < least, other, best), torch.minimum(error, least)
+    return best
+
+
+def _error(values_OgG: Tensor, scales_Og: Tensor) -> Tensor:
+    rest = values_OgG - _codes(values_OgG, scales_Og, -8, 7) * scales_Og.float().unsqueeze(-1)
+    return rest.square().sum(-1)
+
+
+def _codes(values_OgG: Tensor, scales_Og: Tensor, least: int, most: int) -> Tensor:
+    """Return int64 codes; 0 where the scale is 0."""
+    scale = scales_Og.float().unsqueeze(-1)
+    codes = torch.where(scale == 0, 0.0, (values_OgG / scale).round())
+    return codes.clamp(least, most).long()
+
+
+def _panels(scales_Og: Tensor) -> Tensor:
+    """Return scales ``[p, g, 32]``."""
+    return scales_Og.view(-1, PANEL, scales_Og.shape[1]).mT.contiguous()
+
+
+def _scaled(codes_pOI: Tensor, packed: PackedMatrix) -> Tensor:
+    """Return the values ``[O, I]``: codes times scales."""
+    assert packed.scales is not None
+    scales = packed.scales.float().mT.repeat_interleave(packed.group, -1)
+    return (codes_pOI.float() * scales).view(-1, packed.inputs)[: packed.outputs]
+
+
+def _lay(codes_pOI: Tensor) -> Tensor:
+    """Return ``[p, I / 4, 2, 64]`` of codes ``[p, 32, I]``."""
+    panels, _, inputs = codes_pOI.shape
+    words = codes_pOI.view(panels, 2, 16, inputs // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return words.reshape(panels, inputs // 4, 2, 2, 4, 8).transpose(3, 4).reshape(panels, inputs // 4, 2, 64)
+
+
+def _read(laid: Tensor, inputs: int) -> Tensor:
+    """Return codes ``[p, 32, I]`` of ``[p, I / 4, 2, 64]``."""
+    words = laid.view(-1, inputs // 4, 2, 4, 2, 8).transpose(3, 4).reshape(-1, inputs // 4, 2, 2, 16, 2)
+    return words.permute(0, 2, 4, 1, 3, 5).reshape(-1, PANEL, inputs)
