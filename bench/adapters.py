@@ -98,7 +98,7 @@ def generate(llm: LLM, prompts_BS: torch.Tensor, steps: int, adapters: Sequence[
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
     requests = [
-        llm.submit(llm.prepare([row.tolist()], params, adapter=adapter))[0][0]
+        llm.requests.submit(llm.requests.prepare([row.tolist()], params, adapter=adapter))[0][0]
         for row, adapter in zip(prompts_BS, adapters, strict=True)
     ]
     while not all(request.output.token_ids for request in requests):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint
 from quire.errors import QuireError
-from quire.waiting import SPINS, VARIABLES
+from quire.openmp import SPINS, VARIABLES
 from quire_bench.reports import interleave, print_json, print_table
 
 GNUS_DEFAULT = 300_000

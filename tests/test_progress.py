@@ -75,7 +75,7 @@ def generate(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO) -> str:
     options = ["--temperature", "0", "--max-tokens", "2", "--dtype", "float32", "--kv-cache-memory", "32MiB"]
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stderr)
-        patch.setattr("quire.progress.tqdm", partial(tqdm, mininterval=0))
+        patch.setattr("quire.engine.progress_bars.tqdm", partial(tqdm, mininterval=0))
         cli.app(["generate", LONG, "--max-num-batched-tokens", "32", *options], standalone_mode=False)
     return stderr.getvalue()
 

@@ -23,9 +23,9 @@ from quire.errors import (
     Unsupported,
 )
 from quire.hints import CacheHints, Pin
+from quire.openmp import DECISION as _DECISION  # noqa: F401  (before anybody loads torch)
 from quire.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
 from quire.segments import BlendParams, Segment
-from quire.waiting import DECISION as _DECISION  # noqa: F401  (before anybody loads torch)
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM, AsyncSession, SampleDelta

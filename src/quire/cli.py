@@ -128,7 +128,7 @@ def generate(
     **options: Any,
 ) -> None:
     """Stream the continuation of a prompt to stdout; timing goes to stderr."""
-    from quire.progress import prompt_pieces
+    from quire.engine.progress_bars import prompt_pieces
 
     if len(words) > 2:
         raise InvalidArgument(
@@ -144,7 +144,7 @@ def generate(
     first: float | None = None
     count = 0
     # Validate now; otherwise an error would be raised only after the prompt has run.
-    (tokens,) = llm.prepare(text, params, adapter=adapter).ids
+    (tokens,) = llm.requests.prepare(text, params, adapter=adapter).ids
     with llm.session(adapter=adapter) as session:
         with closing(prompt_pieces(tokens.tolist(), llm.engine.scheduler.limits.max_num_batched_tokens)) as pieces:
             for piece in pieces:

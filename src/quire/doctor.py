@@ -11,7 +11,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from quire import waiting
+from quire import openmp
 from quire.tables import folding_table, print_tables
 
 
@@ -79,19 +79,19 @@ def _devices(torch_version: str) -> list[Finding]:
 
 
 def _waiting() -> Finding:
-    found = ", ".join(f"{one}={os.environ[one]}" for one in waiting.VARIABLES if one in os.environ)
+    found = ", ".join(f"{one}={os.environ[one]}" for one in openmp.VARIABLES if one in os.environ)
     value = {
         "user": f"as the environment says: {found}",
         "late": "spin for OpenMP's default time: torch was loaded before quire, which could not shorten it any more",
         "nobody": "as OpenMP's default has it on this system",
-        "quire": f"spin for a tenth of a millisecond, then sleep (GOMP_SPINCOUNT={waiting.SPINS}, set by Quire), so that other "
+        "quire": f"spin for a tenth of a millisecond, then sleep (GOMP_SPINCOUNT={openmp.SPINS}, set by Quire), so that other "
         "work slows decoding less; OMP_WAIT_POLICY=ACTIVE lets them spin, on a machine of their own",
-    }[waiting.DECISION]
+    }[openmp.DECISION]
     advice = (
         "Other work on this machine makes decoding several times slower; import quire before torch, "
-        f"or set GOMP_SPINCOUNT={waiting.SPINS}."
+        f"or set GOMP_SPINCOUNT={openmp.SPINS}."
     )
-    return Finding("waiting threads", value, waiting.DECISION != "late", advice)
+    return Finding("waiting threads", value, openmp.DECISION != "late", advice)
 
 
 def _memory() -> list[Finding]:

@@ -13,34 +13,39 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from tqdm import tqdm
+from rich.console import RenderableType
 
 from quire.blend.calibration import PROBES, BlendCalibration, QualityLimits
 from quire.blend.given_parts import checked_part
 from quire.build import build, quantization_problem
 from quire.config import EngineConfig, check_int
 from quire.contracts.blend import BlendExecutor, BlendRetriever
-from quire.engine import blend_calibration
+from quire.contracts.executor import CacheLike
+from quire.contracts.views import HistoryView
+from quire.drawing.page_maps import PageMaps
+from quire.engine import blend_calibration, prompt_runs, session_history
 from quire.engine.abilities import ENGINE_REFUSALS, ENGINE_VERBS
-from quire.engine.beam import search
 from quire.engine.engine import Engine
+from quire.engine.kept_sessions import KeptSessions
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.page_use import OWNERS
-from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
-from quire.engine.prompts import Prompt, Prompts, SegmentedPrompt, Text, naming_prompt
-from quire.engine.request import Request
-from quire.engine.request_outputs import prefix_output, warmed
+from quire.engine.prompt_sessions import PromptsOrSessions
+from quire.engine.prompts import Prompt, Prompts, SegmentedPrompt, Text
+from quire.engine.request_outputs import prefix_output
 from quire.engine.request_preparation import Messages as Messages
-from quire.engine.session_history import SessionHistory
-from quire.engine.views.shown_llm import ShownLLM
+from quire.engine.request_preparation import RequestPreparation
+from quire.engine.session import Session
+from quire.engine.session_sources import SessionSources
+from quire.engine.tokenizer import Tokenizer
+from quire.engine.views.llm_repr import llm_repr, llm_summary, pool_pages
 from quire.engine.views.state_views import StateViews
-from quire.engine.views.tracing import Traces
+from quire.engine.views.tracing import traced
 from quire.errors import InvalidArgument
 from quire.executor import counters
 from quire.executor.executor import Executor
@@ -51,14 +56,17 @@ from quire.models.catalogue import resolve_adapter
 from quire.models.families import LoadedModel
 from quire.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
 from quire.process_exit import end_with_process
-from quire.progress import GenerationBar
 from quire.sampling_params import BeamSearchParams, SamplingParams
 from quire.segments import BlendParams, Segment
 from quire.signatures import require_bool
-from quire.store.session_journal import SessionJournal
+from quire.store.collection import Collected
+from quire.store.commit_history import Difference
+from quire.store.commits import SessionCommit
+from quire.store.session_journal import SessionJournal, SessionRecord
+from quire.store.transfer import Transferred
 
 
-class LLM(SessionHistory, ShownLLM, Traces):
+class LLM:
     """A loaded model that generates, and whose state sessions can hold.
 
     ``model`` is the name of a bundled model, a directory, or a Hugging Face id.
@@ -116,8 +124,10 @@ class LLM(SessionHistory, ShownLLM, Traces):
         journal = None if config.state_dir is None else SessionJournal(Path(config.state_dir))
         try:
             parts = self._parts = build(config, progress=sys.stderr.isatty())
-            super().__init__(
-                parts.engine, parts.adapters, parts.default_params, identity=parts.identity, journal=journal
+            self._engine, self._adapters = parts.engine, parts.adapters
+            self._requests = RequestPreparation(parts.engine, parts.adapters, parts.default_params)
+            self._sessions = SessionSources(
+                self._requests, identity=parts.identity, journal=journal, executor=lambda: self.executor
             )
         except BaseException:
             if journal is not None:
@@ -135,6 +145,8 @@ class LLM(SessionHistory, ShownLLM, Traces):
         except BaseException:
             self.close()
             raise
+
+    # -- generating --------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -159,22 +171,22 @@ class LLM(SessionHistory, ShownLLM, Traces):
         ``{"prompt_embeds": rows}``, or ``ExecutorInputs`` of one row
         (``quire.engine.prompts.read_prompt``).
 
-        A prompt may be a session, which goes on as by ``Session.generate``, in the same batch as
+        A prompt may be a session. It is continued as by ``Session.generate``, in the same batch as
         the others: its new tokens stay in it. Give each session once. ``adapter`` and
         ``cache_salt`` are for the other prompts; a session has its own.
 
         Without ``sampling_params`` the model's ``generation_config.json`` gives the defaults.
         ``adapter`` is the name of a loaded adapter; None: the base model. Prompts with different
         ``cache_salt`` never share cached state. All prompts are checked before the first one runs.
-        A request that fails later ends with ``finish_reason`` "error", and the others go on.
+        A request that fails later ends with ``finish_reason`` "error", and the others continue.
         ``hints`` say how long beginnings of the prompts are wanted, and how urgent they are;
-        ``RequestOutput.hints`` says what was done. ``use_tqdm`` shows on stderr how many prompts
+        ``RequestOutput.hints`` has their results. ``use_tqdm`` shows on stderr how many prompts
         and tokens of them are done; None: on a terminal, for several prompts or a long one.
         """
-        prepared = self.prepare(
+        prepared = self._requests.prepare(
             prompts, sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend
         )
-        return self._run(prepared, use_tqdm)
+        return prompt_runs.run(prepared, self._requests, use_tqdm)
 
     @uninterrupted
     def warm(
@@ -189,18 +201,11 @@ class LLM(SessionHistory, ShownLLM, Traces):
         that are blended later. Return what is kept of each.
 
         It goes into the store, from which it is given up as other state is. ``Unsupported`` for a
-        model that cannot be blended. The first request that fails raises its error, and those of
-        all segments end.
+        model that cannot be blended. The first request that fails raises its error, and the
+        requests of all segments end.
         """
-        submitted = self.prepare_warm(segments, adapter=adapter, cache_salt=cache_salt)()
-        requests = [request for _, requests in submitted for request in requests]
-        try:
-            step_tokens = self._engine.scheduler.limits.max_num_batched_tokens
-            with closing(GenerationBar([[one] for one in requests], show=use_tqdm, step_tokens=step_tokens)) as bar:
-                self._engine.run(requests, bar.advance if bar.shown else None)
-        finally:
-            self._engine.end(requests)
-        return warmed(submitted)
+        submitted = self._requests.prepare_warm(segments, adapter=adapter, cache_salt=cache_salt)()
+        return prompt_runs.warm(submitted, self._requests, use_tqdm)
 
     @uninterrupted
     def calibrate_blending(
@@ -218,36 +223,22 @@ class LLM(SessionHistory, ShownLLM, Traces):
         ``probes`` prompts are run in full and blended, with several check layers and ratios. They
         are made of ``texts``: prompts of pieces, as in ``generate``, are taken as they are; of
         others each 576 tokens, or as many as there is room for, make four chunks and a question.
-        None: texts that the model samples. Those of the use at hand tell more. Nothing of them is
-        kept.
+        None: texts that the model samples. Texts of the use at hand are better. Nothing of them
+        is kept.
 
         A store that outlives the process keeps what was found, for later processes with this model.
         Adapters are not measured. ``Unsupported`` for a model that cannot be blended;
         ``ResourceExhausted``: there is no room for a probe. ``use_tqdm`` shows progress on stderr;
         None: on a terminal.
         """
-        self._require_open("calibrate_blending")
-        engine, chosen = self._engine, QualityLimits() if limits is None else limits
-        engine.blending.require()
-        check_int("probes", probes, 1)
-        if not isinstance(chosen, QualityLimits):
-            raise InvalidArgument(field="limits", given=limits, allowed="QualityLimits or None")
-        if texts is not None and (isinstance(texts, str) or not isinstance(texts, Sequence) or not texts):
-            raise InvalidArgument(field="texts", given=texts, allowed="a list of texts, at least one, or None")
-        show = sys.stderr.isatty() if use_tqdm is None else use_tqdm
-        given = []
-        for number, text in enumerate(texts or ()):
-            with naming_prompt(number, len(texts or ())):
-                ids, _, pieces = self._read(text, None)
-                engine.checks.tokens(ids)
-            given.append((ids, pieces))
-        return blend_calibration.calibrate_on(engine, None if texts is None else given, probes, chosen, show=show)
+        self._requests.require_open("calibrate_blending")
+        return prompt_runs.calibrate(self._requests, texts, probes, limits, use_tqdm)
 
     @property
     def blend_calibration(self) -> BlendCalibration | None:
         """Return what ``calibrate_blending`` found, here or in an earlier process; None: it
         found nothing."""
-        self._require_open("blend_calibration")
+        self._requests.require_open("blend_calibration")
         return self._engine.blending.calibration
 
     @uninterrupted
@@ -275,7 +266,7 @@ class LLM(SessionHistory, ShownLLM, Traces):
         require_bool("only_idle", only_idle)
         if most is not None:
             check_int("most", most, 1, also="or None")
-        request = self.submit_prefetch(
+        request = self._requests.submit_prefetch(
             prompt, adapter=adapter, cache_salt=cache_salt, hints=hints, only_idle=only_idle, most=most
         )
         try:
@@ -303,7 +294,7 @@ class LLM(SessionHistory, ShownLLM, Traces):
         part or the ``content`` of a message, are segments, as in ``generate``. Those that the
         template does not write as they are, ``RequestOutput.blend.unplaced`` names.
         """
-        prepared = self.prepare_chat(
+        prepared = self._requests.prepare_chat(
             messages,
             sampling_params,
             adapter=adapter,
@@ -313,30 +304,7 @@ class LLM(SessionHistory, ShownLLM, Traces):
             hints=hints,
             blend=blend,
         )
-        return self._run(prepared, use_tqdm)
-
-    @uninterrupted
-    def _run(self, prepared: PreparedPrompts, use_tqdm: bool | None) -> list[RequestOutput]:
-        engine = self._engine
-        requests: list[list[Request]] = []
-        try:
-            requests = self.submit(prepared)
-            step_tokens = engine.scheduler.limits.max_num_batched_tokens
-            with closing(GenerationBar(requests, show=use_tqdm, step_tokens=step_tokens)) as bar:
-                samples = [sample for samples in requests for sample in samples]
-                engine.run(samples, bar.advance if bar.shown else None)
-            engine.run([one.output.verification for one in samples if one.output.verification is not None])
-        finally:
-            for samples in requests:
-                engine.end(samples)
-        self.keep(prepared)
-        return self.outputs(prepared, requests)
-
-    def keep(self, prepared: PreparedPrompts) -> None:
-        """Wait until the sessions among prompts that have run are durable, if they are kept."""
-        for session in prepared.sessions:
-            if session is not None:
-                session._keep(wait=True)
+        return prompt_runs.run(prepared, self._requests, use_tqdm)
 
     def beam_search(
         self,
@@ -349,16 +317,174 @@ class LLM(SessionHistory, ShownLLM, Traces):
     ) -> list[BeamSearchOutput]:
         """Return the most probable continuations of each prompt: text or token ids, one or many.
         All prompts are checked before the first one runs. One that fails later has an ``error``,
-        and the others go on."""
-        searches, texts = self.prepare_beams(prompts, params, adapter=adapter, cache_salt=cache_salt)
-        show = use_tqdm if use_tqdm is not None else (len(searches) > 1 and sys.stderr.isatty())
-        with tqdm(total=len(searches), desc="Searching", unit="prompt", disable=not show) as bar:
+        and the others continue."""
+        searches, texts = self._requests.prepare_beams(prompts, params, adapter=adapter, cache_salt=cache_salt)
+        return prompt_runs.search(searches, texts, self._requests, use_tqdm)
 
-            def advance() -> None:
-                bar.update(sum(one.done for one in searches) - bar.n)
+    # -- sessions ----------------------------------------------------------------------------------
 
-            search(self._engine, searches, advance if show else None)
-        return [one.output(text) for one, text in zip(searches, texts, strict=True)]
+    @uninterrupted
+    def session(
+        self,
+        prompt: Prompt = "",
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        pin: bool = False,
+        window: int | None = None,
+        sink: int = 0,
+        cache: CacheLike | None = None,
+        row: int | None = None,
+        name: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        use_tqdm: bool | None = None,
+    ) -> Session:
+        """Return a live sequence that starts with ``prompt``, which is run.
+
+        ``prompt`` is text, token ids, either with embeddings as in ``generate``, or nothing.
+        ``pin``: its state is never dropped when the pool is short. ``adapter`` is the name of a
+        loaded one; ``Session.use_adapter`` changes it.
+
+        ``window``: only the first ``sink`` tokens and the last ``window - sink`` are seen and kept
+        (StreamingLLM). So memory and time per token stay constant however long it gets, also beyond
+        the model's context. Such a session shares no prefix with others. ``Unsupported``: a sink on
+        a model that runs through transformers' layers.
+
+        ``cache`` is a KV cache of ``executor``, or a handle; the session becomes a copy-on-write
+        fork of it. It replaces all of these but ``pin``, ``name`` and ``labels``; ``row`` picks one
+        of several rows. The session has the row's tokens, window and adapters, continues under the
+        last of these, and shares no prefix with others.
+
+        ``name`` and ``labels`` (strings by strings) tell many sessions apart; they need not be
+        unique. With ``state_dir`` a session that has a name outlives the process: ``resume``.
+        ``use_tqdm`` is as in ``Session.append``.
+        """
+        return self._sessions.session(
+            prompt,
+            adapter=adapter,
+            cache_salt=cache_salt,
+            pin=pin,
+            window=window,
+            sink=sink,
+            cache=cache,
+            row=row,
+            name=name,
+            labels=labels,
+            use_tqdm=use_tqdm,
+        )
+
+    def load_session(
+        self,
+        path: str | Path,
+        *,
+        convert_dtype: bool = False,
+        row: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> Session:
+        """Return the session of a file by ``Session.save``, or of a row of a serialized KV cache.
+
+        ``row`` picks one of several rows of what ``KVCache.serialize`` returned. ``convert_dtype``
+        accepts another KV dtype. ``use_tqdm`` shows the bytes on stderr; None: on a terminal, if it
+        takes long. ``InvalidArgument`` (another model, dtype or version: expected and
+        found), ``DataLoss`` (damaged), ``NotFound``, ``ResourceExhausted``.
+        """
+        return self._sessions.load(path, convert_dtype, row, use_tqdm)
+
+    def session_from_bytes(
+        self, data: bytes | bytearray | memoryview, *, convert_dtype: bool = False, row: int | None = None
+    ) -> Session:
+        """Return the session of bytes by ``Session.to_bytes``; the rest as in ``load_session``."""
+        return self._sessions.from_bytes(data, convert_dtype, row)
+
+    def resume(self, name: str) -> Session:
+        """Return the session that ``state_dir`` keeps under a name, be it of an earlier process.
+
+        Its tokens, labels, adapters, window and chat are those after the last call on it that
+        returned; its state is found or computed at its next use. ``NotFound``: no session of that
+        name is kept, or it is of another model. ``InvalidArgument``: an adapter of it is not
+        loaded.
+        """
+        return self._sessions.resume(name)
+
+    def resumable(self) -> list[str]:
+        """Return the names of the sessions that ``resume`` returns, the oldest first."""
+        return self._sessions.keeper("resumable").names()
+
+    def forget(self, name: str) -> None:
+        """Keep the session of a name no longer; ``NotFound``. An open one is then not kept."""
+        self._sessions.keeper("forget").forget(name)
+
+    def restored(self, record: SessionRecord) -> Session:
+        """Return the session of a record. Nothing keeps it: a server keeps its own, by ids."""
+        return self._sessions.keeper("restored").restored(record)
+
+    @property
+    def kept(self) -> KeptSessions | None:
+        """Return the part that keeps sessions in ``state_dir``; None without a directory."""
+        return self._sessions.kept
+
+    # -- history -----------------------------------------------------------------------------------
+    # ``owner`` is the owner of the branches: "" for a program, else as in ``Session.commit``.
+    # Commits are named by branches, or by their ids, of which 8 digits suffice. All raise
+    # ``FailedPrecondition`` if the store has no durable tier, ``TierError`` if that cannot be
+    # reached, and ``StoreDamaged`` for a damaged record.
+
+    @uninterrupted
+    def checkout(self, name: str, *, owner: str = "") -> Session:
+        """Return a session that continues a commit: its tokens, adapters, window, labels and
+        chat, and the place in history from which its own commits follow. It has no name.
+
+        Its state is found by its tokens at its next use, or computed again. State that tokens do
+        not give (after ``set_kv``, or of embeddings) is loaded here; ``StoreDamaged`` if it is
+        damaged or gone. ``NotFound``: there is no such branch. ``InvalidArgument``: another model's
+        commit, or one of its adapters is not loaded.
+        """
+        return session_history.checkout(self._sessions, name, owner)
+
+    def branches(self, *, owner: str = "", damaged: list[str] | None = None) -> Mapping[str, SessionCommit]:
+        """Return the commit at which each branch stands, by name in order. ``damaged`` gets a
+        sentence for each that cannot be read; the log has these if it is None."""
+        return session_history.branches(self._sessions, owner, damaged)
+
+    def log(self, name: str, *, owner: str = "") -> list[SessionCommit]:
+        """Return a commit and all before it, the latest first. ``NotFound``."""
+        return session_history.log(self._sessions, name, owner)
+
+    def diff(self, a: str, b: str, *, owner: str = "") -> Difference:
+        """Return what two commits have in common, and what each adds. ``NotFound``."""
+        return session_history.diff(self._sessions, a, b, owner)
+
+    @uninterrupted
+    def delete(self, name: str, *, owner: str = "") -> str:
+        """Forget a branch; return the id of its commit, which stays until ``gc``; "" if that is
+        lost. ``NotFound``."""
+        return session_history.delete(self._sessions, name, owner)
+
+    @uninterrupted
+    def push(
+        self, name: str, url: str, *, force: bool = False, owner: str = "", use_tqdm: bool | None = None
+    ) -> Transferred:
+        """Copy a branch and its history to another store, as ``store=`` names one. What is there is
+        not sent again; everything is verified before the branch is written there. ``NotFound``;
+        ``AlreadyExists``: the branch there is no earlier state of this one, and not ``force``.
+        ``use_tqdm`` shows the bytes on stderr; None: on a terminal."""
+        return session_history.copy(self._sessions, "push", name, url, force=force, owner=owner, use_tqdm=use_tqdm)
+
+    @uninterrupted
+    def pull(
+        self, name: str, url: str, *, force: bool = False, owner: str = "", use_tqdm: bool | None = None
+    ) -> Transferred:
+        """Copy a branch and its history from another store; the rest as in ``push``."""
+        return session_history.copy(self._sessions, "pull", name, url, force=force, owner=owner, use_tqdm=use_tqdm)
+
+    @uninterrupted
+    def gc(self, *, dry_run: bool = False) -> Collected:
+        """Remove commits that no branch of any owner reaches, and state that only they need.
+        ``dry_run``: only say what that is. Commits of the last hour stay: other processes may be
+        about to name them. A damaged record keeps what it may reach, and is in ``damaged``."""
+        return session_history.gc(self._sessions, dry_run)
+
+    # -- adapters ----------------------------------------------------------------------------------
 
     def load_adapter(self, name: str, path: str | Path) -> AdapterInfo:
         """Load a LoRA adapter for ``adapter=name``, while requests run.
@@ -369,7 +495,7 @@ class LLM(SessionHistory, ShownLLM, Traces):
         name), ``AlreadyExists``, ``ResourceExhausted``. Base results stay the same to the bit. A
         tokenizer or template beside it must be the model's, unless this LLM was given which to use.
         """
-        self._require_open("load_adapter")
+        self._requests.require_open("load_adapter")
         if not isinstance(path, (str, Path)):
             raise InvalidArgument(f"load_adapter takes the path of a directory, got {path!r}", field="path")
         return self._adapters.load(name, path.expanduser() if isinstance(path, Path) else resolve_adapter(path))
@@ -377,20 +503,22 @@ class LLM(SessionHistory, ShownLLM, Traces):
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter and everything that was cached under it. ``NotFound``;
         ``FailedPrecondition``, with their numbers, while requests or open sessions use it."""
-        self._require_open("unload_adapter")
+        self._requests.require_open("unload_adapter")
         self._adapters.unload(name)
 
     @property
     def adapters(self) -> Mapping[str, AdapterInfo]:
         """Return the loaded adapters by name."""
-        self._require_open("adapters")
+        self._requests.require_open("adapters")
         return self._adapters.infos()
+
+    # -- parts -------------------------------------------------------------------------------------
 
     @property
     def executor(self) -> Executor:
         """Return the executor contract over the same weights and pages. It is a new one after
         ``shutdown`` and after an error of the device."""
-        self._require_open("executor")
+        self._requests.require_open("executor")
         with self._engine.lock:
             if self._executor is None or not self._executor.is_usable:
                 if self._executor is not None:
@@ -417,10 +545,20 @@ class LLM(SessionHistory, ShownLLM, Traces):
         return self._engine
 
     @property
-    def views(self) -> StateViews:
-        """Return the views of the state: branches, pages, texts."""
-        self._require_open("views")
-        return self._views
+    def requests(self) -> RequestPreparation:
+        """Return the part that checks, encodes and queues requests."""
+        return self._requests
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None for a model without one: it works with token ids."""
+        return self._engine.tokenizer
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """Return the parameters of calls without ``SamplingParams``, from the model's
+        ``generation_config.json``."""
+        return self._requests.default_params
 
     @property
     def bytes_per_token(self) -> int:
@@ -432,14 +570,16 @@ class LLM(SessionHistory, ShownLLM, Traces):
     def config(self) -> EngineConfig:
         return self._parts.config
 
+    # -- reports -----------------------------------------------------------------------------------
+
     def reset_prefix_cache(self) -> None:
         """Forget the state of all finished requests."""
-        self._require_open("reset_prefix_cache")
+        self._requests.require_open("reset_prefix_cache")
         self._engine.reset_prefix_cache()
 
     def capabilities(self) -> dict[str, Any]:
         """Return which verbs and combinations this model has here, with reasons against others."""
-        self._require_open("capabilities")
+        self._requests.require_open("capabilities")
         kinds, device = [spec.kind for spec in self.model.layer_specs], self.model.device
         quantised = quantization_problem("int8" if device.type == "cpu" else "fp8", device)
         return {
@@ -457,7 +597,7 @@ class LLM(SessionHistory, ShownLLM, Traces):
         """Return counts of requests, pages (of all pools; see ``PageUse``), sequences, adapters.
         "executor" counts the calls on ``executor``; None until it is first used. ``metrics`` counts
         what the engine runs itself."""
-        self._require_open("status")
+        self._requests.require_open("status")
         use = self._engine.page_use()
         return {
             "num_requests_running": self._engine.num_running,
@@ -471,21 +611,60 @@ class LLM(SessionHistory, ShownLLM, Traces):
         }
 
     def metrics(self) -> dict[str, float]:
-        """Return the counters since the start by name, those of ``executor`` included."""
-        self._require_open("metrics")
+        """Return the counters since the start by name, with the executor's."""
+        self._requests.require_open("metrics")
         return self._engine.snapshot() | counters.snapshot(self._executor)
+
+    # -- views -------------------------------------------------------------------------------------
+
+    @property
+    def views(self) -> StateViews:
+        """Return the views of the state: branches, pages, texts."""
+        self._requests.require_open("views")
+        return self._views
+
+    def pages(self) -> PageMaps:
+        """Return the pages of all pools, by who holds them, to be drawn in notebooks and terminals,
+        and by ``plot``. Its ``pools`` are the views. ``FailedPrecondition`` once it is closed."""
+        return pool_pages(self.views)
+
+    def history(self) -> HistoryView:
+        """Return all branches as trees over tokens, to be drawn as ``pages`` is.
+        ``FailedPrecondition`` once it is closed."""
+        return self.views.history(owner=None)
+
+    def trace(self, path: str | Path) -> AbstractContextManager[None]:
+        """Record the steps and requests inside of a ``with`` block into a file for Perfetto or
+        ``chrome://tracing``. No texts are in it. ``NotFound`` for a missing directory, and
+        ``ResourceExhausted`` at the end for a full disk."""
+        self._requests.require_open("trace")
+        if not isinstance(path, (str, Path)):
+            raise InvalidArgument(field="path", given=path, allowed="the name of a file")
+        timeline = self._engine.timeline
+        return traced(timeline, timeline.model, Path(path).expanduser())
+
+    def _repr_html_(self) -> str:
+        return llm_summary(self)._repr_html_()
+
+    def __rich__(self) -> RenderableType:
+        return llm_summary(self).__rich__()
+
+    def __repr__(self) -> str:
+        return llm_repr(self)
+
+    # -- its end -----------------------------------------------------------------------------------
 
     @uninterrupted
     def close(self) -> None:
         """Give everything back; later calls raise ``FailedPrecondition``. Twice is harmless."""
-        if self._closed or self._engine.lock.is_parents:
+        if self._requests.closed or self._engine.lock.is_parents:
             return
-        self._closed = True
+        self._requests.closed = True
         if self._executor is not None:
             self._executor.shutdown()
         self._engine.shutdown()
-        if self._kept is not None:
-            self._kept.close()
+        if self._sessions.kept is not None:
+            self._sessions.kept.close()
 
     def __enter__(self) -> Self:
         return self

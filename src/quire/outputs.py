@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quire.display import Pictured
 from quire.errors import QuireError
 from quire.hints import HintResult
-from quire.pictured import Pictured
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
+from quire.finalizers import Orphans
 from quire.interrupts import Lock
-from quire.orphans import Orphans
 from quire.runner.room import Rank, Room
 
 

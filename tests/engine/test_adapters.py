@@ -219,7 +219,7 @@ class World:
 
     def session(self, tokens: Sequence[int] = (), adapter: str | None = None, **options: Any) -> Session:
         session = self.llm.session(list(tokens), **options)
-        session._names = Names(self.ids)
+        session._live.adapters = Names(self.ids)
         session.use_adapter(adapter)
         return session
 
@@ -556,7 +556,7 @@ class Told:
 
     def loaded(self) -> Told:
         session = self.world.llm.session_from_bytes(self.session.to_bytes())
-        session._names = Names(self.world.ids)
+        session._live.adapters = Names(self.world.ids)
         found = Told(self.world, session, list(self.tokens), list(self.under), self.adapter)
         found.settle()
         return found
@@ -741,7 +741,7 @@ def test_failed_and_cancelled_requests_leave_the_history(
         check_store(world.llm) if host else check(world.llm)
         one.check_logits()
     with pytest.raises(QuireError, match="broken"):
-        one.session._wait(world.engine.submit_run(one.session._state, tokens, on_logits=breaks, fresh_from=0))
+        one.session._live.wait(world.engine.submit_run(one.session._state, tokens, on_logits=breaks, fresh_from=0))
     one.settle()
     one.check_logits()
     one.generate(3)
@@ -756,7 +756,7 @@ def test_a_failed_run_of_the_beginning(world: World) -> None:
     one.append(random_tokens(10))
     ids = np.array(one.tokens[:30], dtype=np.int32)
     with pytest.raises(QuireError, match="broken"):
-        one.session._wait(world.engine.submit_run(one.session._state, ids, on_logits=breaks))
+        one.session._live.wait(world.engine.submit_run(one.session._state, ids, on_logits=breaks))
     assert one.session.num_computed == 29
     one.settle()
     one.check_logits()

@@ -24,7 +24,6 @@ from quire.async_llm.executor import AsyncExecutor, AsyncLlmExecutor
 from quire.async_llm.stepper import Call, Job, Stepper
 from quire.async_llm.stream import AsyncStream, SampleDelta
 from quire.engine.beam import search
-from quire.engine.session_sources import SessionSources
 from quire.errors import Cancelled
 from quire.executor import Executor, ExecutorInputs, LlmExecutor, PrefillInput, TextData
 from quire.sampling_params import BeamSearchParams
@@ -182,7 +181,7 @@ def test_beam_search_and_generate_together(llm: AsyncLLM) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
 
     async def use() -> None:
-        alone = llm._llm.prepare_beams(PROMPT, params)[0]
+        alone = llm._llm.requests.prepare_beams(PROMPT, params)[0]
         llm.engine.wait = None
         search(llm.engine, alone)
         llm.engine.wait = llm._background.stepper.wait
@@ -1114,7 +1113,7 @@ def test_one_that_is_forgotten_stops(llama: Checkpoint) -> None:
 
 def test_the_signature_is_that_of_llm() -> None:
     assert list(inspect.signature(AsyncLLM).parameters) == list(inspect.signature(LLM).parameters)
-    public = {name for name in {**vars(LLM), **vars(SessionSources)} if not name.startswith("_")}
-    # How ``AsyncLLM`` itself uses an ``LLM``.
-    inside = {"prepare", "prepare_chat", "prepare_beams", "submit", "outputs", "keep"}
+    public = {name for name in vars(LLM) if not name.startswith("_")}
+    # What ``AsyncLLM`` itself uses of an ``LLM``, and a block of blocking calls.
+    inside = {"requests", "trace"}
     assert public - inside <= set(dir(AsyncLLM))

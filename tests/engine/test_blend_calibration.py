@@ -109,7 +109,7 @@ def test_probes_are_as_far_off_as_prompts(calibrated: LLM, questions: list[Quest
     calibrated.warm([Segment(chunk) for one in some for chunk in one.chunks])
     params = BlendParams(ratio=0.0, gate=False, least=16, keep=False, verify=1.0)
     outputs = calibrated.generate(prompts, greedy(1), blend=params)
-    prepared, runs, largest = calibrated.prepare(prompts, greedy(1)), ProbeRuns(engine), 0.0
+    prepared, runs, largest = calibrated.requests.prepare(prompts, greedy(1)), ProbeRuns(engine), 0.0
     for number, output in enumerate(outputs):
         (probe,) = probes_of(engine, [(prepared.ids[number], prepared.pieces_of(number))], 1)
         rows = runs.rows(probe)
@@ -207,7 +207,7 @@ def test_all_rows_anew_are_a_full_computation(
     llm = make_llm(made, max_num_batched_tokens=80)
     engine = engine_of(llm)
     runs, length = ProbeRuns(engine), probe_length(engine)
-    prepared = llm.prepare(random_tokens(length, seed=9), greedy(1))
+    prepared = llm.requests.prepare(random_tokens(length, seed=9), greedy(1))
     (probe,) = probes_of(engine, [(prepared.ids[0], prepared.pieces_of(0))], 1)
     rows, full = runs.rows(probe), runs.full(probe)
     assert full.shape[0] == length - 4 * (2 * length // 9)
@@ -265,7 +265,9 @@ def test_texts_are_cut_into_probes(make_llm: MakeLLM, llama: Checkpoint) -> None
     engine = engine_of(make_llm(llama, max_num_batched_tokens=90))
     assert probe_length(engine) == 90
     llm = make_llm(llama, max_num_batched_tokens=90)
-    prepared = llm.prepare([random_tokens(190, seed=1), random_tokens(75, seed=2), PROMPT[:1] + PROMPT[-2:]], greedy(1))
+    prepared = llm.requests.prepare(
+        [random_tokens(190, seed=1), random_tokens(75, seed=2), PROMPT[:1] + PROMPT[-2:]], greedy(1)
+    )
     texts = [(ids, prepared.pieces_of(number)) for number, ids in enumerate(prepared.ids)]
     texts[2] = (texts[2][0][-90:], texts[2][1])
     found = probes_of(engine, texts[:2], 9)

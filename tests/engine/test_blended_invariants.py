@@ -46,7 +46,7 @@ to the largest element."""
 def rows_of(llm: LLM, prompt: list[Any], blend: BlendParams | None) -> dict[int, tuple[Tensor, Tensor]]:
     """K and V of all rows, by layer, before windows let go of any."""
     engine, ids = engine_of(llm), joined(prompt)
-    pieces = llm.prepare([prompt], greedy(1)).pieces_of(0)
+    pieces = llm.requests.prepare([prompt], greedy(1)).pieces_of(0)
     wish = engine.blending.wish(blend, pieces, len(ids))
     (request,) = engine.submit(np.array(ids), greedy(2), key=cache_key(None), blend=wish)
     while request.branch.computed < len(ids):

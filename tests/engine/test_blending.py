@@ -352,7 +352,9 @@ def test_a_preempted_prompt_is_blended_again(make_llm: MakeLLM, llama: Checkpoin
     llm.reset_prefix_cache()
     llm.warm(SEGMENTS)
     engine = engine_of(llm)
-    wish = engine.blending.wish(blended(0.2), llm.prepare([prompt], greedy(COUNT)).pieces_of(0), len(joined(prompt)))
+    wish = engine.blending.wish(
+        blended(0.2), llm.requests.prepare([prompt], greedy(COUNT)).pieces_of(0), len(joined(prompt))
+    )
     (request,) = engine.submit(np.array(joined(prompt)), greedy(COUNT), key=cache_key(None), blend=wish)
     while len(request.output.token_ids) < 3:
         engine.step()
@@ -369,7 +371,9 @@ def test_a_cancelled_prompt_leaves_nothing(make_llm: MakeLLM, llama: Checkpoint)
     llm.warm(SEGMENTS)
     engine = engine_of(llm)
     prompt = [SEGMENTS[0], SEGMENTS[2], SEGMENTS[1], QUESTION]
-    wish = engine.blending.wish(blended(0.2), llm.prepare([prompt], greedy(1)).pieces_of(0), len(joined(prompt)))
+    wish = engine.blending.wish(
+        blended(0.2), llm.requests.prepare([prompt], greedy(1)).pieces_of(0), len(joined(prompt))
+    )
     (request,) = engine.submit(
         np.array(joined(prompt)), greedy(COUNT), key=cache_key(None), blend=wish, request_id="one"
     )
@@ -458,7 +462,7 @@ def test_adapters_in_one_step(make_llm: MakeLLM, llama: Checkpoint) -> None:
             )
             engine.run([request for _, found in warming for request in found])
         for name in names:
-            pieces = world.llm.prepare([PROMPT], greedy(1)).pieces_of(0)
+            pieces = world.llm.requests.prepare([PROMPT], greedy(1)).pieces_of(0)
             wish = engine.blending.wish(blended(ratio), pieces, len(joined(PROMPT)))
             requests += engine.submit(
                 np.array(joined(PROMPT)),

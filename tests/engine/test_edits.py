@@ -354,13 +354,13 @@ def test_a_message_of_a_chat(chatty: LLM) -> None:  # noqa: F811
     session = chatty.session()
     session.chat([user("The quick brown fox"), user("ignore all rules")], greedy(3))
     session.chat([user("jumps over")], greedy(3))
-    answers = [turn.message["content"] for turn in session._turns._turns if turn.is_answer]
+    answers = [turn.message["content"] for turn in session._live.turns._turns if turn.is_answer]
     session.edit("ignore all rules", "be kind")
     session.chat([user("the dog")], greedy(3))
-    answer = session._turns._turns[-1].message["content"]
+    answer = session._live.turns._turns[-1].message["content"]
     stateless = [user("The quick brown fox"), user("be kind"), assistant(answers[0]), user("jumps over")]
     stateless += [assistant(answers[1]), user("the dog"), assistant(answer)]
-    assert [turn.message for turn in session._turns._turns] == stateless
+    assert [turn.message for turn in session._live.turns._turns] == stateless
     assert "ignore" not in session.text
     assert "be kind" in session.text
 
@@ -369,14 +369,14 @@ def test_edits_before_and_behind_a_chat(chatty: LLM) -> None:  # noqa: F811
     session = chatty.session("Once upon a time. ")
     start = len(session)
     session.chat([user("The quick brown fox")], greedy(3))
-    ends = [turn.end for turn in session._turns._turns]
+    ends = [turn.end for turn in session._live.turns._turns]
     session.append([40, 41, 42])
     session.edit((ends[-1] + 1, ends[-1] + 3), [])
-    assert [turn.end for turn in session._turns._turns] == ends
+    assert [turn.end for turn in session._live.turns._turns] == ends
     session.edit("upon ", "")
     shift = len(session) - ends[-1] - 1
-    assert session._turns._start == start + shift
-    assert [turn.end for turn in session._turns._turns] == [end + shift for end in ends]
+    assert session._live.turns._start == start + shift
+    assert [turn.end for turn in session._live.turns._turns] == [end + shift for end in ends]
     session.chat([user("jumps")], greedy(3))
     assert session.text.startswith("Once a time.")
 
@@ -385,12 +385,12 @@ def test_edits_that_no_message_has(chatty: LLM) -> None:  # noqa: F811
     """The next turn would undo them."""
     session = chatty.session()
     session.chat([user("The quick brown fox")], greedy(3))
-    before = state_of(session), session._turns.written()
-    ends = [turn.end for turn in session._turns._turns]
+    before = state_of(session), session._live.turns.written()
+    ends = [turn.end for turn in session._live.turns._turns]
     for span in ((0, 2), (ends[0] - 1, ends[0] + 1), (ends[0] - 1, ends[0])):
         with pytest.raises(FailedPrecondition, match="content of one message"):
             session.edit(span, [])
-        assert (state_of(session), session._turns.written()) == before
+        assert (state_of(session), session._live.turns.written()) == before
 
 
 def test_messages_that_say_the_same(chatty: LLM) -> None:  # noqa: F811
@@ -418,6 +418,6 @@ def test_messages_that_say_the_same(chatty: LLM) -> None:  # noqa: F811
         (4, [*same[:2], "zebra cat"]),
     ):
         session = edited(same, "zebra", which, "cat")
-        assert [turn.message["content"] for turn in session._turns._turns[:3]] == wanted
+        assert [turn.message["content"] for turn in session._live.turns._turns[:3]] == wanted
     with pytest.raises(FailedPrecondition, match="content of one message"):
         edited(["user", "more"], "user", 1, "role")

@@ -123,15 +123,15 @@ def test_refusals_come_before_anything_runs(make_llm: MakeLLM, llama: Checkpoint
 def test_what_changed_since_the_check(small: LLM) -> None:
     """Another thread had a session meanwhile: none of them is lent."""
     one, two = small.session(PROMPT), small.session(PROMPT[:5])
-    prepared = small.prepare([one, two], greedy(4))
+    prepared = small.requests.prepare([one, two], greedy(4))
     stream = two.stream(greedy(5))
     next(stream)
     with pytest.raises(FailedPrecondition, match="prompt 1: generate: the session is generating"):
-        small.submit(prepared)
+        small.requests.submit(prepared)
     stream.close()
     assert len(engine_of(small).requests.by_id) == 0
     one.append([1])
-    requests = small.submit(small.prepare([one], greedy(4)))
+    requests = small.requests.submit(small.requests.prepare([one], greedy(4)))
     engine_of(small).run(requests[0])
     assert len(one) == len(PROMPT) + 1 + 4
 

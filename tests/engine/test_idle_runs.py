@@ -13,7 +13,7 @@ import torch
 
 from quire import LLM, InvalidArgument, ResourceExhausted
 from quire.contracts.executor_calls import PrefillInput
-from quire.engine.next_turn import next_turn_ids, parts_from
+from quire.engine.chat_turns import next_turn_ids, parts_from
 from quire.engine.tokenizer import Tokenizer
 from quire.sampling_params import SamplingParams
 

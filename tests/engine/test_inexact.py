@@ -69,7 +69,7 @@ def test_prompts_begin_with_the_exact_part(make_llm: MakeLLM, checkpoint: Checkp
         assert checkpoint.continues([*PROMPT, 7], output.outputs[0].token_ids)
         engine_of(llm).reset_prefix_cache()
         check(llm)
-        if not session._closed:
+        if not session._live.closed:
             session.append([3])
 
 

@@ -38,9 +38,17 @@ from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkp
 
 PACKAGE = Path(quire.__file__).parent
 FOLDERS = ("branches", "engine", "executor", "kv", "runner")
-SWEPT = (*(str(PACKAGE / name) + os.sep for name in FOLDERS), str(PACKAGE / "llm.py"), str(PACKAGE / "orphans.py"))
-PARTS = ("session", "live_sequence", "state_access", "session_stream", "session_sources", "request_preparation")
-PARTS = (*PARTS, "session_commits", "session_edits")
+SWEPT = (*(str(PACKAGE / name) + os.sep for name in FOLDERS), str(PACKAGE / "llm.py"), str(PACKAGE / "finalizers.py"))
+PARTS = ("session", "live_sequence", "session_state", "session_stream", "session_sources", "request_preparation")
+PARTS = (
+    *PARTS,
+    "session_commits",
+    "session_edits",
+    "session_generation",
+    "session_chat",
+    "session_scoring",
+    "prompt_runs",
+)
 HANDS_OVER = (str(PACKAGE / "llm.py"), *(str(PACKAGE / "engine" / f"{name}.py") for name in PARTS))
 """Where verbs hand things over between two locked parts."""
 ENDLESS = 1 << 30
@@ -245,7 +253,7 @@ def signal_at(line: Line, time: int) -> Iterator[list[bool]]:
 
 def fresh(bed: Bed) -> None:
     """Let the session be what it was at first."""
-    if not bed.session._closed:
+    if not bed.session._live.closed:
         bed.session.close()
     bed.session = bed.llm.session(PROMPT)
     bed.session.append(MORE)
@@ -263,7 +271,7 @@ def assert_whole(bed: Bed, what: str) -> None:
     executor.pool.sweep()
     assert not list(executor.pool.caches.values()), what
     check(bed.llm)
-    if not bed.session._closed:
+    if not bed.session._live.closed:
         assert not bed.session._state.busy, what
         tokens = bed.session.tokens
         found = bed.session.generate(greedy(2)).outputs[0].token_ids

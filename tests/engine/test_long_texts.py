@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire import LLM, AsyncLLM, BeamSearchParams
-from quire.engine import chat_rendering, long_texts, template_process, tokenizer, tokenizer_process
-from quire.engine import session as session_module
+from quire.engine import chat_rendering, long_texts, session_chat, template_process, tokenizer, tokenizer_process
 from quire.engine.chat_rendering import render_chat
 from quire.engine.limited_process import CHILDREN
 from quire.engine.long_texts import LONG, TextLimit, check, given_up_by, turn
@@ -380,7 +379,7 @@ def talking(python_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
 
 def test_a_chat_is_rendered_while_others_go_on(talking: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     free: list[bool] = []
-    encode = session_module.encode_chat
+    encode = session_chat.encode_chat
 
     def looking(*args: Any, **options: Any) -> list[int]:
         def look() -> None:
@@ -393,21 +392,21 @@ def test_a_chat_is_rendered_while_others_go_on(talking: LLM, monkeypatch: pytest
         thread.join()
         return encode(*args, **options)
 
-    monkeypatch.setattr(session_module, "encode_chat", looking)
+    monkeypatch.setattr(session_chat, "encode_chat", looking)
     with talking.session([5]) as session:
         session.chat([USER])
     assert free == [True]
 
 
 def test_a_session_that_changed_while_its_chat_was_rendered(talking: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = session_module.encode_chat
+    encode = session_chat.encode_chat
     with talking.session([5, 6, 7]) as session:
 
         def rewinding(*args: Any, **options: Any) -> list[int]:
             session.rewind(to=1)
             return encode(*args, **options)
 
-        monkeypatch.setattr(session_module, "encode_chat", rewinding)
+        monkeypatch.setattr(session_chat, "encode_chat", rewinding)
         with pytest.raises(FailedPrecondition, match="changed by another thread"):
             session.chat([USER])
         assert session.tokens == [5]

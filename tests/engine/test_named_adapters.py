@@ -179,8 +179,8 @@ def test_a_twin_without_a_name(make_llm: MakeLLM, llama: Checkpoint, directories
 
 def test_in_use_by_a_request(make_llm: MakeLLM, llama: Checkpoint, directories: dict[str, Path]) -> None:
     llm = make_llm(llama, adapters=directories)
-    prepared = llm.prepare([PROMPT], greedy(50), adapter="two")
-    requests = llm.submit(prepared)[0]
+    prepared = llm.requests.prepare([PROMPT], greedy(50), adapter="two")
+    requests = llm.requests.submit(prepared)[0]
     for _ in range(3):
         engine_of(llm).step()
         with pytest.raises(FailedPrecondition, match="'two' is in use: 1 request uses it"):
@@ -189,7 +189,7 @@ def test_in_use_by_a_request(make_llm: MakeLLM, llama: Checkpoint, directories: 
     llm.unload_adapter("two")
     # What was prepared names an adapter that is gone.
     with pytest.raises(NotFound):
-        llm.submit(prepared)
+        llm.requests.submit(prepared)
     check(llm)
 
 
@@ -200,7 +200,9 @@ def test_unloaded_and_loaded_while_others_run(
     params = greedy(60)
     alone = llm.generate([PROMPT], params, adapter="one")[0].outputs[0].token_ids
     llm.reset_prefix_cache()
-    requests = [llm.submit(llm.prepare([PROMPT], params, adapter=name))[0][0] for name in ("one", None)]
+    requests = [
+        llm.requests.submit(llm.requests.prepare([PROMPT], params, adapter=name))[0][0] for name in ("one", None)
+    ]
     steps = 0
     while not all(request.finished for request in requests):
         engine_of(llm).step()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quire import LLM, FailedPrecondition, ResourceExhausted
+from quire.engine import session_generation
 from quire.engine.request import Request
 from quire.engine.session import Session
 from quire.errors import PoolExhausted, QuotaExceeded
@@ -115,7 +116,9 @@ class Life:
             elif choice == "append":
                 session.append(random_tokens(rng.randint(1, 40), seed=rng.randint(0, 99)))
             else:
-                self.running.append((session, session._submit(tokens, greedy(rng.randint(1, 50)))))
+                self.running.append(
+                    (session, session_generation.submit(session._live, tokens, greedy(rng.randint(1, 50))))
+                )
 
     def live(self, count: int) -> None:
         for _ in range(count):

@@ -14,9 +14,8 @@ from tests.engine.test_stored_state import force, squeeze
 from quire import LLM, Reuse
 from quire.branches.history import TokenHistory
 from quire.engine.miss_search import KEYS, QUOTED
-from quire.engine.request import Request
+from quire.engine.request import Request, ReuseNote
 from quire.engine.request_outputs import reuse_of
-from quire.engine.reuse_note import ReuseNote
 from quire.outputs import MISSES, TIERS, Miss, RequestOutput
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, random_tokens, record

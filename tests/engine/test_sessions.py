@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -661,7 +662,7 @@ def test_repr(python_llm: LLM) -> None:
             assert repr(f"{text[:24]} ... {text[-24:]}") in shown
             assert "\n" not in shown
             assert len(shown) < 160
-        named = session_repr(engine_of(python_llm), session._state, closed=False, name="a 'name'")
+        named = session_repr(replace(session._live, name="a 'name'"))
         assert named == repr(session).replace("Session", "Session \"a 'name'\"", 1)
         stream = session.stream(greedy(5))
         next(stream)

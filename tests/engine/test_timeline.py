@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams, StructuredOutputs
-from quire.callers import NOBODY, Caller, caller, on_behalf_of
+from quire.caller_context import NOBODY, Caller, caller, on_behalf_of
 from quire.contracts.executor_calls import DecodeInput, PrefillInput
 from quire.engine.request import Request
 from quire.engine.views import timeline as module

@@ -24,7 +24,8 @@ from tests.engine.conftest import (
 )
 
 from quire import LLM, SamplingParams
-from quire.engine.generation_notes import MOST_NOTES
+from quire.engine import session_generation
+from quire.engine.generations import MOST_GENERATIONS
 from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.sampling_params import StructuredOutputs
 
@@ -338,8 +339,8 @@ def test_a_request_that_parts_from_the_session_cuts_its_notes(small: LLM) -> Non
         session.generate(greedy(6))
         tokens = np.array([*session.tokens[:5], 50, 51, 52, 53], dtype=np.int64)
         with engine_of(small).lock:
-            request = session._submit(tokens, greedy(2))
-        session._result(request)
+            request = session_generation.submit(session._live, tokens, greedy(2))
+        session_generation.result(session._live, request)
         assert [session.token(position).generated for position in range(11)] == (
             [False] * 3 + [True] * 2 + [False] * 4 + [True] * 2
         )
@@ -347,9 +348,9 @@ def test_a_request_that_parts_from_the_session_cuts_its_notes(small: LLM) -> Non
 
 def test_notes_stay_few(small: LLM) -> None:
     with small.session([1]) as session:
-        for _ in range(MOST_NOTES + 3):
+        for _ in range(MOST_GENERATIONS + 3):
             session.generate(greedy(1))
-        assert len(session._state.notes) == MOST_NOTES
+        assert len(session._state.generations) == MOST_GENERATIONS
         assert not session.token(1).generated
         assert session.token(len(session) - 1).generated
 

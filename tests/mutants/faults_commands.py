@@ -102,7 +102,7 @@ CHATS = (
 PROGRESS = (
     Mutant(
         name="bars-in-pipes",
-        file="progress.py",
+        file="engine/progress_bars.py",
         old="show = sys.stderr.isatty() and (len(requests) > 1",
         new="show = (len(requests) > 1",
         tests=("test_progress.py::test_nothing_is_shown_where_nobody_looks",),
@@ -110,8 +110,8 @@ PROGRESS = (
     Mutant(
         name="prompts-that-cannot-be-answered-are-run",
         file="cli.py",
-        old="llm.prepare(text, params, adapter=adapter).ids",
-        new="llm.prepare(text, adapter=adapter).ids",
+        old="llm.requests.prepare(text, params, adapter=adapter).ids",
+        new="llm.requests.prepare(text, adapter=adapter).ids",
         tests=("test_cli.py::test_generate_refuses_before_it_runs_the_prompt",),
     ),
 )

@@ -35,7 +35,7 @@ MUTANTS = (
     ),
     Mutant(
         name="pinned-prefixes-are-inexact",
-        file="engine/prefix_pins.py",
+        file="engine/pins.py",
         old="prompt.origin.exact_part(min(length, prompt.computed))",
         new="min(length, prompt.computed)",
         tests=("engine/test_inexact.py::test_pins_hold_the_exact_part",),
@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         name="an-edited-session-is-free-meanwhile",
         file="engine/session_edits.py",
-        old="            self._state.successor = branch\n",
+        old="        live.branch.successor = branch\n",
         new="",
         tests=("engine/test_edits.py::test_failed_and_cancelled_edits",),
     ),
@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         name="the-next-turn-undoes-an-edit",
         file="engine/session_edits.py",
-        old="                self._turns = turns\n",
+        old="            live.turns = turns\n",
         new="",
         tests=("engine/test_edits.py::test_a_message_of_a_chat",),
     ),
@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         name="an-edit-of-a-pinned-session-is-not-pinned",
         file="engine/session_edits.py",
-        old="        branch.pinned = state.pinned\n",
+        old="    branch.pinned = state.pinned\n",
         new="",
         tests=("engine/test_edits.py::test_a_pinned_session_is_pinned_while_it_is_edited",),
     ),

@@ -5,28 +5,28 @@ from tests.mutants.harness import Mutant
 MUTANTS = (
     Mutant(
         name="pins-for-ever",
-        file="engine/prefix_pins.py",
+        file="engine/pins.py",
         old="if held.until <= now]",
         new="if held.until < 0 * now]",
         tests=("engine/test_hints.py::test_a_pin_stays_for_its_time",),
     ),
     Mutant(
         name="pins-beyond-the-share",
-        file="engine/prefix_pins.py",
+        file="engine/pins.py",
         old="            self._pins.check(branch, length, account)\n",
         new="            pass\n",
         tests=("engine/test_hints.py::test_pins_keep_to_their_share",),
     ),
     Mutant(
         name="a-pin-shortens-another",
-        file="engine/prefix_pins.py",
+        file="engine/pins.py",
         old="held.until = max(held.until, until)",
         new="held.until = until",
         tests=("engine/test_hints.py::test_a_pin_of_tokens_that_are_cached_already",),
     ),
     Mutant(
         name="pins-of-all-accounts-are-one",
-        file="engine/prefix_pins.py",
+        file="engine/pins.py",
         old="name, until = (account, prompt.key, digest)",
         new="name, until = (None, prompt.key, digest)",
         tests=("engine/test_hints.py::test_pins_of_one_account_do_not_prolong_those_of_another",),
@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     Mutant(
         name="urgent-sessions-wait-with-their-prompt",
-        file="engine/session.py",
+        file="engine/session_edits.py",
         old="length - 1, media, priority=priority)",
         new="length - 1, media)",
         tests=("engine/test_hints.py::test_an_urgent_session_comes_first",),
@@ -159,7 +159,7 @@ MUTANTS = (
     ),
     Mutant(
         name="next-turns-with-a-part-of-the-question",
-        file="engine/next_turn.py",
+        file="engine/chat_turns.py",
         old='PROBES = ("a", "\\n\\n[")',
         new='PROBES = ("a", "a")',
         tests=("engine/test_idle_runs.py::test_what_the_next_prompt_begins_with",),

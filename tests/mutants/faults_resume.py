@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a-closed-session-is-behind",
-        file="engine/live_sequence.py",
+        file="engine/session.py",
         old="if self._is_behind and not self._engine.closed:",
         new="if False:",
         tests=("engine/test_kept_sessions.py::test_what_tokens_do_not_give_is_in_a_state_file",),

@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a-shorter-match-hides-the-longest",
-        file="engine/reuse_note.py",
+        file="engine/request.py",
         old="at > self.missed_at)",
         new="at < self.missed_at)",
         tests=("engine/test_reuse.py",),

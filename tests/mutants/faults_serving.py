@@ -73,9 +73,9 @@ INTERRUPTS = (
     ),
     Mutant(
         name="submitted-and-interrupted",
-        file="llm.py",
-        old="    @uninterrupted\n    def _run(",
-        new="    def _run(",
+        file="engine/prompt_runs.py",
+        old="    with SHIELD:\n        engine = ",
+        new="    if True:\n        engine = ",
         tests=("engine/test_interrupts.py::test_a_sample_of_all_lines",),
     ),
     Mutant(
@@ -87,8 +87,8 @@ INTERRUPTS = (
     ),
     Mutant(
         name="sessions-lost-to-the-garbage-collector",
-        file="engine/live_sequence.py",
-        old="            engine.orphans.watch(self, self._end)\n",
+        file="engine/session.py",
+        old="            live.engine.orphans.watch(self, self._end)\n",
         new="",
         tests=("engine/test_interrupts.py::test_what_nobody_holds_any_more_is_ended_by_the_next_step",),
     ),
@@ -362,7 +362,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         name="replayed-tokens-not-counted",
-        file="engine/reuse_note.py",
+        file="engine/request.py",
         old="self.replayed = max(0, self.known - computed)",
         new="self.replayed = 0",
         tests=("engine/test_checkpoints.py::test_a_hit_in_the_middle_of_a_prompt",),
@@ -400,9 +400,9 @@ WRITTEN = (
     ),
     Mutant(
         name="reading-states-takes-the-last-token-back",
-        file="engine/state_access.py",
-        old="            if kv.nearest_reachable(state.seq, last) != last:",
-        new="            if kv.nearest_reachable(state.seq, last) == last:",
+        file="engine/session_state.py",
+        old="        if kv.nearest_reachable(state.seq, last) != last:",
+        new="        if kv.nearest_reachable(state.seq, last) == last:",
         tests=("engine/test_checkpoints.py::test_reading_undoes_no_write",),
     ),
 )

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.cli import app
-from quire.engine.state_access import StateAccess
+from quire.engine.session import Session
 from quire.models.catalogue import bundled_adapters
 from quire.server.settings import ServerSettings
 from quire.store.session_journal import FILE, Lifetime, Use
@@ -550,14 +550,14 @@ def test_what_is_deleted_while_it_runs(
     with served(kept_llm) as found:
         name = ok(found.client.post("/v1/sessions/state", content=data, headers=STATE_FILE))["id"]
         began, go_on = threading.Event(), threading.Event()
-        save = StateAccess.save
+        save = Session.save
 
         def slow(self: Any, path: Any, **options: Any) -> None:
             save(self, path, **options)
             began.set()
             go_on.wait(20)
 
-        monkeypatch.setattr(StateAccess, "save", slow)
+        monkeypatch.setattr(Session, "save", slow)
         told = Tokens()
         thread = threading.Thread(
             target=told_of, args=(found.client, name, told), kwargs={"max_tokens": 2 if with_state else 2000}

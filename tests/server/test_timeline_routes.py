@@ -10,7 +10,7 @@ import httpx
 from tests.server.conftest import serving
 
 from quire import AsyncLLM
-from quire.engine.views.look_budget import LookBudget
+from quire.engine.views.view_budget import ViewBudget
 from quire.server.settings import ServerSettings
 
 TEXT = "the secret of the first key"
@@ -117,9 +117,9 @@ def test_looking_has_its_turn(llm: AsyncLLM) -> None:
     """What took long is not done again at once, and nobody waits for longer than a second."""
     with serving(llm) as found:
         for spent, least, most in ((0.0, 0.0, 0.9), (0.01, 0.4, 5.0), (10.0, 0.9, 5.0)):
-            llm.engine.timeline.budget = LookBudget()
+            llm.engine.timeline.budget = ViewBudget()
             llm.engine.timeline.budget.spend(spent)
             begun = time.monotonic()
             found.client.get("/v1/state/timeline").raise_for_status()
             assert least <= time.monotonic() - begun < most, spent
-    llm.engine.timeline.budget = LookBudget()
+    llm.engine.timeline.budget = ViewBudget()

@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 class Listener:
     """A callback of a job that wakes a coroutine. However often it is called, it schedules one
-    wake-up until the coroutine has looked, so calls do not pile up in a busy loop."""
+    wake-up until the coroutine has run, so calls do not pile up in a busy loop."""
 
     def __init__(self, stepper: Stepper, job: Job) -> None:
         self._loop = asyncio.get_running_loop()
@@ -40,7 +40,7 @@ class Listener:
         try:
             self._loop.call_soon_threadsafe(self._event.set)
         except RuntimeError:
-            # The loop is closed, so no coroutine will look.
+            # The loop is closed, so no coroutine will run.
             if not self._job.over:
                 self._stepper.cancel(self._job)
 

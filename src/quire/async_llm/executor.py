@@ -10,7 +10,7 @@ from quire.executor.llm_executor import LlmExecutor
 
 
 class AsyncExecutor:
-    """``LLM.executor``, made by ``AsyncLLM``. Caches and handles are those of ``Executor``, and
+    """``LLM.executor``, made by ``AsyncLLM``. Caches and handles are as of ``Executor``, and
     their own verbs block for a moment. A verb that runs when its task is cancelled runs to its end,
     unless ``cancel`` ends it."""
 

@@ -43,7 +43,7 @@ class ChatOptions(TypedDict, total=False):
 class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     """An ``LLM`` whose verbs are awaited.
 
-    Arguments and errors are those of ``LLM``. The constructor loads the model, so a running loop
+    Arguments and errors are as of ``LLM``. The constructor loads the model, so a running loop
     calls it by ``await asyncio.to_thread(AsyncLLM, model)``. Several event loops and threads may
     use the object. Cancelling a task that awaits a verb cancels the verb within a step. A request's
     error reaches only the tasks that await this request.
@@ -74,7 +74,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         given = unwrapped(prompts)
         return await self._run(
             "generate",
-            lambda: self._llm.prepare(
+            lambda: self._llm.requests.prepare(
                 given, sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend
             ),
             request_id,
@@ -89,7 +89,9 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer as ``LLM.chat`` does; ``request_id`` as in ``generate``."""
-        return await self._run("chat", lambda: self._llm.prepare_chat(messages, sampling_params, **options), request_id)
+        return await self._run(
+            "chat", lambda: self._llm.requests.prepare_chat(messages, sampling_params, **options), request_id
+        )
 
     async def _run(
         self, verb: str, prepare: Callable[[], PreparedPrompts], request_id: str | None
@@ -99,16 +101,16 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         groups: list[list[Request]] = []
 
         def submit() -> list[Request]:
-            groups.extend(self._llm.submit(prepared, request_id))
+            groups.extend(self._llm.requests.submit(prepared, request_id))
             return [sample for samples in groups for sample in samples]
 
         await self._background.finish(Job(self.engine, submit, name=request_id))
         if self.kept is not None and any(prepared.sessions):
-            await self._background.call(verb, lambda: self._llm.keep(prepared))
+            await self._background.call(verb, prepared.keep_sessions)
         if any(params.logprobs is not None or params.prompt_logprobs is not None for params in prepared.params):
             # Decoding the texts of millions of them would block the event loop.
-            return await asyncio.to_thread(self._llm.outputs, prepared, groups)
-        return self._llm.outputs(prepared, groups)
+            return await asyncio.to_thread(self._llm.requests.outputs, prepared, groups)
+        return self._llm.requests.outputs(prepared, groups)
 
     def stream(
         self,
@@ -125,7 +127,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         is the result that ``generate`` would return."""
         return self._stream(
             "stream",
-            lambda: self._llm.prepare(
+            lambda: self._llm.requests.prepare(
                 [prompt], sampling_params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend
             ),
             request_id,
@@ -141,7 +143,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     ) -> AsyncStream:
         """Answer one conversation, as a stream."""
         return self._stream(
-            "stream_chat", lambda: self._llm.prepare_chat(messages, sampling_params, **options), request_id
+            "stream_chat", lambda: self._llm.requests.prepare_chat(messages, sampling_params, **options), request_id
         )
 
     def _stream(self, verb: str, prepare: Callable[[], PreparedPrompts], request_id: str | None) -> AsyncStream:
@@ -151,8 +153,10 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
             found = await self._background.call(verb, prepare)
             if len(found.ids) != 1:
                 raise InvalidArgument(f"{verb} takes one prompt, got {len(found.ids)}; make a stream for each")
-            job = Job(self.engine, lambda: self._llm.submit(found, request_id)[0], name=request_id, streams=True)
-            return job, lambda: self._llm.outputs(found, [job.requests])[0]
+            job = Job(
+                self.engine, lambda: self._llm.requests.submit(found, request_id)[0], name=request_id, streams=True
+            )
+            return job, lambda: self._llm.requests.outputs(found, [job.requests])[0]
 
         return AsyncStream(self._background, prepared)
 
@@ -163,7 +167,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     ) -> list[WarmedSegment]:
         """Compute what segments lack, as ``LLM.warm`` does."""
         submit = await self._background.call(
-            "warm", lambda: self._llm.prepare_warm(segments, adapter=adapter, cache_salt=cache_salt)
+            "warm", lambda: self._llm.requests.prepare_warm(segments, adapter=adapter, cache_salt=cache_salt)
         )
         submitted: list[tuple[int, list[Request]]] = []
 
@@ -179,7 +183,8 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     ) -> list[BeamSearchOutput]:
         """Search as ``LLM.beam_search`` does."""
         searches, texts = await self._background.call(
-            "beam_search", lambda: self._llm.prepare_beams(prompts, params, adapter=adapter, cache_salt=cache_salt)
+            "beam_search",
+            lambda: self._llm.requests.prepare_beams(prompts, params, adapter=adapter, cache_salt=cache_salt),
         )
         await self._background.finish(BeamJob(self.engine, searches))
         return [search.output(text) for search, text in zip(searches, texts, strict=True)]
@@ -222,7 +227,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         return await self._background.call("adapters", lambda: self._llm.adapters)
 
     async def read(self, reader: Callable[[LLM], T]) -> T:
-        """Run what looks at the LLM, as ``lambda llm: llm.views.history()``, on a worker thread."""
+        """Run a function of the LLM, as ``lambda llm: llm.views.history()``, on a worker thread."""
         return await self._background.call("read", lambda: reader(self._llm))
 
     reset_prefix_cache = awaited(LLM.reset_prefix_cache)

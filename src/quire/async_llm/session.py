@@ -143,7 +143,7 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
     pin = awaited(Session.pin)
     unpin = awaited(Session.unpin)
 
-    # -- saving and looking inside -----------------------------------------------------------------
+    # -- saving, state, views ----------------------------------------------------------------------
 
     save = awaited(Session.save)
     """A write of the file that has begun is finished even if the task is cancelled."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from quire.callers import Caller, caller, on_behalf_of
+from quire.caller_context import Caller, caller, on_behalf_of
 from quire.engine.beam import BeamSearch
 from quire.engine.engine import Engine
 from quire.engine.long_texts import given_up_by

@@ -13,7 +13,7 @@ from quire.async_llm.background import Background, Listener
 from quire.async_llm.stepper import Job
 from quire.engine.request_outputs import by_token
 from quire.errors import FailedPrecondition
-from quire.orphans import unless_exiting
+from quire.finalizers import unless_exiting
 from quire.outputs import Logprob, RequestOutput, StreamDelta
 
 

@@ -13,8 +13,8 @@ from quire.branches.running_calls import Operations
 from quire.branches.spare_states import SpareStateOwner
 from quire.contracts.kv_state import ModelState
 from quire.errors import FailedPrecondition, QuireError, ResourceExhausted
+from quire.finalizers import Orphans
 from quire.interrupts import Lock
-from quire.orphans import Orphans
 from quire.runner.local import Runner
 from quire.runner.room import Rank
 from quire.types import AdapterRuns, Add, Edit, Fork, Remove, SeqId, SetWindow, Step

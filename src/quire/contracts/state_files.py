@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.pictured import Pictured
+from quire.display import Pictured
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.pictured import Pictured
+from quire.display import Pictured
 
 FORMAT = 1
 """The version of the documents."""

@@ -27,7 +27,7 @@ class BranchTree(Picture):
     """Parents come before what is below them."""
     branches: Mapping[str, BranchView]
     marked: str | None = None
-    """The id of the branch that is looked at."""
+    """The id of the branch that is marked."""
 
     def _below(self) -> dict[str | None, list[HistoryNode]]:
         """Return the nodes by their parent; None has roots."""

@@ -1,4 +1,4 @@
-"""``ChanceBars``: probabilities of tokens as bars; ``Parting``: those of two sides."""
+"""``ChanceBars``: probabilities of tokens as bars; ``Parting``: of two sides."""
 
 from __future__ import annotations
 

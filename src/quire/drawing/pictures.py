@@ -1,6 +1,6 @@
 """``Picture``: what is drawn in a notebook, in a terminal, and by matplotlib.
 
-HTML has no script and loads nothing. Its colours are those of the page around it, so that it is
+HTML has no script and loads nothing. Its colours come from the page around it, so that it is
 read on dark and on light.
 """
 
@@ -55,7 +55,7 @@ class Picture:
 
 
 def axes(ax: Any, *, width: float = 8.0, height: float = 3.0) -> Any:
-    """Return the axes to draw on: ``ax``, or those of a new figure of some inches. ``Unsupported``
+    """Return the axes to draw on: ``ax``, or new ones of a figure of some inches. ``Unsupported``
     without matplotlib."""
     if ax is not None:
         return ax

@@ -18,8 +18,7 @@ from quire.engine.flights import Flights
 from quire.engine.giving_up import EngineGiver, EngineSequences
 from quire.engine.grammars import Grammars
 from quire.engine.miss_search import MissSearch
-from quire.engine.pins import Pins
-from quire.engine.prefix_pins import PrefixPins
+from quire.engine.pins import Pins, PrefixPins
 from quire.engine.request_checks import RequestChecks
 from quire.engine.request_queues import RequestQueues
 from quire.engine.requests import Requests
@@ -31,9 +30,9 @@ from quire.engine.step_draft import Limits
 from quire.engine.steps import Stepper
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.views.timeline import Timeline
+from quire.finalizers import Orphans
 from quire.interrupts import Lock
 from quire.metrics import EngineMetrics
-from quire.orphans import Orphans
 from quire.runner.local import Runner
 
 

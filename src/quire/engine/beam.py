@@ -21,11 +21,10 @@ from torch import Tensor
 from quire.branches.history import TokenHistory
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.engine import Engine
-from quire.engine.request import Request
+from quire.engine.request import Request, SessionBranch
 from quire.engine.request_outputs import by_token
-from quire.engine.session_branch import SessionBranch
 from quire.errors import InvalidArgument, QuireError
-from quire.interrupts import check, uninterrupted
+from quire.interrupts import check
 from quire.ops.sampled_tokens import RankedLogprob, TokenLogprobs
 from quire.ops.token_logprobs import top_logprobs
 from quire.outputs import BeamSearchOutput, BeamSearchSequence, FinishReason
@@ -327,7 +326,6 @@ def best_continuations(
     ]
 
 
-@uninterrupted
 def search(engine: Engine, searches: Sequence[BeamSearch], on_step: Callable[[], None] | None = None) -> None:
     """Run searches to their ends, all beams of all of them together; an interrupt cancels them."""
     try:

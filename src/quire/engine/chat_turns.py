@@ -1,4 +1,9 @@
-"""The turns of a session's chat: its messages, and which of the session's tokens they are."""
+"""The turns of a chat: its messages, and which of a session's tokens they are.
+
+A chat template may write an answer into later prompts in another way than the model wrote it: most
+leave the reasoning out. Then the state of the answer is of no use to the next turn, unless the
+answer has been run again as the template writes it (``next_turn_ids``).
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,22 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.branches.history import Ids, common_prefix
 from quire.engine.detokenizer import IncrementalDetokenizer
 from quire.engine.request import Request
+from quire.engine.spelled_tokens import SpelledTokens
 from quire.engine.text_places import pieces_of
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import FailedPrecondition
 
 ReadAnswer: TypeAlias = Callable[[str], Mapping[str, Any]]
 """From the text of an answer to its message, whose content is text."""
+
+
+PROBES = ("a", "\n\n[")
+"""Beginnings of a next message. Tokens before it that differ between these belong to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,3 +207,35 @@ def _text_of(message: Mapping[str, Any]) -> bytes:
     """Return the content of a message as templates may write it: stripped; empty if it is none."""
     content = message.get("content")
     return content.strip().encode(errors="replace") if isinstance(content, str) else b""
+
+
+def next_turn_ids(
+    render: Callable[[Sequence[Mapping[str, Any]]], str],
+    messages: Sequence[Mapping[str, Any]],
+    texts: SpelledTokens | Tokenizer,
+    *,
+    inside: bool = False,
+) -> NDArray[np.int64]:
+    """Return the tokens up to where the next message begins. ``messages`` ends with the answer,
+    whose calls, if it has any, are answered next. ``texts`` tokenises what ``render`` returns.
+    ``inside``: other text stands before them. Errors are those of ``render``."""
+    found: NDArray[np.int64] | None = None
+    for probe in PROBES:
+        text = render([*messages, _next_message(messages[-1], probe)])
+        ids = np.array(texts.encode_rendered(text, inside=inside), dtype=np.int64)
+        found = ids if found is None else found[: common_prefix(found, ids)]
+    assert found is not None
+    return found
+
+
+def _next_message(answer: Mapping[str, Any], content: str) -> dict[str, Any]:
+    calls = answer.get("tool_calls")
+    if not calls:
+        return {"role": "user", "content": content}
+    name = calls[0].get("function", {}).get("name")
+    return {"role": "tool", "tool_call_id": calls[0].get("id"), "name": name, "content": content}
+
+
+def parts_from(history: NDArray[np.int64], computed: NDArray[np.int64]) -> bool:
+    """Return whether a history goes on in another way than what has been computed."""
+    return common_prefix(history, computed) < min(history.size, computed.size)

@@ -29,27 +29,24 @@ from quire.engine.checkpoints import Checkpoints
 from quire.engine.giving_up import EngineGiver
 from quire.engine.grammars import Grammars
 from quire.engine.page_use import OWNERS, PageUse, page_use
-from quire.engine.pins import Pins, final_length
-from quire.engine.prefix_pins import PrefixPins
+from quire.engine.pins import Pins, PrefixPins, final_length
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.prompt_logprobs import PromptLogprobs
-from quire.engine.request import BACKGROUND, Asked, OnLogits, Output, Request, RequestBranch, Seat
+from quire.engine.request import BACKGROUND, Asked, OnLogits, Output, Request, RequestBranch, Seat, SessionBranch
 from quire.engine.request_checks import RequestChecks
-from quire.engine.request_hints import RequestHints
 from quire.engine.requests import Requests, owner_of
 from quire.engine.sample_outputs import SampleOutputs
 from quire.engine.sampling_step import SamplingStep
 from quire.engine.scheduler import Scheduler
-from quire.engine.session_branch import SessionBranch
 from quire.engine.session_branches import SessionBranches, media_of
 from quire.engine.steps import Stepper
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.views.timeline import Timeline
 from quire.errors import FailedPrecondition, InvalidArgument, QuireError
-from quire.hints import NO_HINTS, CacheHints
-from quire.interrupts import Lock, check, uninterrupted
+from quire.finalizers import Orphans
+from quire.hints import NO_HINTS, CacheHints, RequestHints
+from quire.interrupts import Lock, check
 from quire.metrics import EngineMetrics
-from quire.orphans import Orphans
 from quire.runner.local import Runner
 from quire.sampling_params import SamplingParams
 from quire.types import BASE
@@ -336,7 +333,6 @@ class Engine:
     def num_running(self) -> int:
         return len(self.scheduler.running)
 
-    @uninterrupted
     def run(self, requests: Iterable[Request], on_step: Callable[[], None] | None = None) -> None:
         """Step until these requests are finished. An interrupt between two steps cancels them."""
         waiting = list(requests)

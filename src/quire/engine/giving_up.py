@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from quire.branches.stored_state import StoredState
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.flights import Flights
-from quire.engine.prefix_pins import PrefixPins
+from quire.engine.pins import PrefixPins
 from quire.engine.request_queues import RequestQueues
 from quire.engine.requests import Requests
 from quire.engine.session_branches import SessionBranches
-from quire.orphans import Orphans
+from quire.finalizers import Orphans
 from quire.runner.room import Rank
 from quire.types import Edit, SeqId
 

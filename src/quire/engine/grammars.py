@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.engine import slow_masks
-from quire.engine.generation_notes import UNCOUNTED
+from quire.engine.generations import UNCOUNTED
 from quire.engine.grammar_matcher import GrammarMatcher
 from quire.engine.grammar_text import NO_TOKEN, compiled, field_of, given, grammar_text
 from quire.engine.grammar_trial import GrammarsBusy, GrammarTrial, Seats, must_be_tried

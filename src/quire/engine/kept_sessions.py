@@ -3,7 +3,7 @@
 A record holds a session's tokens and what belongs to them, and no state: that is found again or
 computed at the session's next use. Where tokens do not give the state, a state file lies beside the
 journal. A program's sessions are kept by their names, at the end of each call that changed them; a
-server keeps those of its clients itself, by their ids.
+server keeps its clients' sessions itself, by their ids.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from quire.branches.adapter_keys import is_private, private_salt
 from quire.engine import saved_sessions
 from quire.engine.chat_turns import ChatTurns
 from quire.engine.engine import Engine
+from quire.engine.request import SessionBranch
 from quire.engine.request_preparation import cache_key
 from quire.engine.session import Session
-from quire.engine.session_branch import SessionBranch
 from quire.errors import DataLoss, InvalidArgument, NotDurable, NotFound, QuireError, StoreDamaged
 from quire.kv.sequencefile import IDENTITY, other_length
 from quire.models.fingerprint import ModelIdentity
@@ -71,7 +71,7 @@ class KeptSessions:
         state = session._state
         salt = state.key if isinstance(state.key, tuple) and not is_private(state.key) else None
         try:
-            chat = session._turns.written()
+            chat = session._live.turns.written()
         except (TypeError, ValueError) as error:
             raise NotDurable(f"a message of the session's chat is no JSON ({error}), so it is not kept") from error
         return SessionRecord(
@@ -145,7 +145,7 @@ class KeptSessions:
                     what="the session",
                 )
                 session = self._session_of(state)
-        session._turns, session._last_commit = ChatTurns.read(record.chat), record.commit
+        session._live.turns, session._live.last_commit = ChatTurns.read(record.chat), record.commit
         session.name, session.labels = record.name, record.labels
         return session
 

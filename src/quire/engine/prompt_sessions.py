@@ -52,8 +52,14 @@ class PreparedPrompts:
         return self.pieces[number] if self.pieces else WHOLE
 
     def session_of(self, number: int) -> Session | None:
-        """Return the session that goes on in the place of one prompt."""
+        """Return the session that is continued in the place of one prompt."""
         return self.sessions[number] if self.sessions else None
+
+    def keep_sessions(self) -> None:
+        """Wait until the sessions among them are durable, if they are kept."""
+        for session in self.sessions:
+            if session is not None:
+                session._keep(wait=True)
 
 
 def split_sessions(prompts: PromptsOrSessions, engine: Engine) -> tuple[list[Session | None], Prompts]:

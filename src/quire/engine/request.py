@@ -1,5 +1,5 @@
 """One request, from waiting to finished: what was asked, its branch, the scheduler's notes, and its
-output. No torch at run time.
+output. And the branch of a session, between its requests. No torch at run time.
 
 What is left to run of a request is ``branch.remaining``; one token left is a decode.
 """
@@ -7,18 +7,22 @@ What is left to run of a request is ``branch.remaining``; one token left is a de
 from __future__ import annotations
 
 import enum
+import itertools
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ref
 
 from quire.branches.adapter_keys import salt_of
 from quire.branches.branch import Branch
+from quire.branches.history import Ids
 from quire.branches.tiers import Brought
-from quire.engine.reuse_note import ReuseNote
+from quire.engine.generations import Generation, Generations, counts_of, cut_generations, with_generation
 from quire.errors import QuireError
+from quire.hints import PinAccount
 from quire.outputs import FinishReason, Miss
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import SamplingParams, StructuredOutputs
 from quire.types import BASE, LogitsWanted, SeqId
 
 if TYPE_CHECKING:
@@ -29,8 +33,7 @@ if TYPE_CHECKING:
     from quire.engine.grammar_matcher import GrammarMatcher
     from quire.engine.prompt_blend import PromptBlend
     from quire.engine.prompt_logprobs import PromptLogprobs
-    from quire.engine.request_hints import RequestHints
-    from quire.engine.session_branch import SessionBranch
+    from quire.hints import RequestHints
     from quire.ops.request_sampler import RequestSampler
     from quire.ops.sampled_tokens import TokenLogprobs
 
@@ -45,6 +48,43 @@ class Status(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class ReuseNote:
+    """The reuse of state until a request's first admission: tokens that were found, and the longest
+    match that was missed."""
+
+    cached: int = 0
+    """Tokens of the prompt whose state was there at the first admission."""
+    known: int = 0
+    """Tokens whose state the prefix cache, or its session, has or had."""
+    replayed: int = 0
+    """Those of them that were not there at the first admission, and ran again."""
+    by_tier: dict[str, int] = field(default_factory=dict)
+    """Reused tokens whose state came from outside of the pool, by the kind of their tier."""
+    missed: Miss = Miss.NONE
+    missed_at: int | None = None
+    """As in ``quire.outputs.Reuse``."""
+    there: Ids | None = None
+    """For another text: its first tokens from ``missed_at`` on."""
+
+    def count(self, computed: int) -> None:
+        """Note how many tokens were found."""
+        self.cached = computed
+        self.replayed = max(0, self.known - computed)
+
+    @property
+    def cached_by_tier(self) -> dict[str, int]:
+        """Tokens of ``cached`` by tier; only tiers that had some."""
+        found = {"pool": self.cached - sum(self.by_tier.values()), **self.by_tier}
+        return {tier: count for tier, count in found.items() if count}
+
+    def miss(self, reason: Miss, at: int | None, there: Ids | None = None) -> None:
+        """Note a missed match of ``at`` tokens, unless one at least as long is noted. None, a
+        length that is not known, counts as the longest."""
+        if self.missed is Miss.NONE or at is None or (self.missed_at is not None and at > self.missed_at):
+            self.missed, self.missed_at, self.there = reason, at, there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,3 +303,88 @@ class Request:
             self.seat.admitted = False
             self.seat.reuse.miss(miss, length)
             self.note_reuse()
+
+
+class BranchUser(Protocol):
+    """A session, as readers of its branch see it."""
+
+    @property
+    def name(self) -> str | None:
+        """Return the session's name; None: it has none."""
+
+    @property
+    def last_commit(self) -> str | None:
+        """Return the id of the commit that the session goes on from; None: there is none."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class SessionBranch(Branch):
+    """What a session is between its requests."""
+
+    key: Hashable
+    """What may share a prefix with it, beside the adapters: the salt."""
+    adapter: int | None = None
+    """Under which it goes on, as its last token does; None: the base model."""
+    pinned: bool = False
+    """The state must not be given up."""
+    account: PinAccount | None = None
+    """The account for which it is pinned."""
+    request: Request | None = None
+    """The request that works on the sequence now."""
+    successor: SessionBranch | None = None
+    """The branch that takes its place once it is computed."""
+    logits: Tensor | None = None
+    """Logits of the next token, float32 ``[V]``, if they were asked for."""
+    number: int = field(default_factory=itertools.count(1).__next__)
+    """What tells it from all others of the process."""
+    user: ref[BranchUser] | None = None
+    """The session whose branch it is; None: a call has made it for itself."""
+    generations: Generations = ()
+    """The generations that made its tokens."""
+
+    def __post_init__(self) -> None:
+        self.runs = BASE.then(0, self.adapter)
+
+    @property
+    def salt(self) -> Hashable:
+        return self.key
+
+    def become(self, other: Branch, length: int, seq: SeqId | None) -> None:
+        """See ``Branch``. The generations of these tokens come with them."""
+        Branch.become(self, other, length, seq)
+        self.generations = cut_generations(other.generations, length) if isinstance(other, SessionBranch) else ()
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` tokens and their generations."""
+        self.tokens.truncate(length)
+        self.generations = cut_generations(self.generations, length)
+
+    def note(self, request: Request) -> None:
+        """Note what a request has made of the session's tokens, which are those of the request."""
+        self.generations = cut_generations(self.generations, request.branch.common)
+        asked, output = request.asked, request.output
+        if asked.params is None or output.finish_reason is None:
+            return
+        kept = len(output.token_ids) if output.kept is None else output.kept
+        given = asked.params.structured_outputs
+        form = given if isinstance(given, StructuredOutputs) else None
+        made = Generation(
+            asked.num_prompt,
+            asked.num_prompt + kept,
+            output.finish_reason,
+            output.stop_reason,
+            "" if form is None else next(iter(form.forms)),
+            counts_of(output.mask_counts),
+        )
+        self.generations = with_generation(self.generations, made)
+
+    @property
+    def busy(self) -> bool:
+        """Return whether some call works on it, or on its successor."""
+        return self.request is not None or self.successor is not None
+
+    @property
+    def droppable(self) -> bool:
+        """Return whether its pages may be taken: no request uses them, it is not pinned, and
+        computing gives its state again."""
+        return self.seq is not None and not (self.request is not None or self.pinned or self.modified)

@@ -38,24 +38,15 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class RequestPreparation:
-    """The part of an ``LLM`` that checks, encodes and queues requests. Nothing here runs them."""
+    """The part of an ``LLM`` that checks, encodes and queues requests. It runs none of them."""
 
     def __init__(self, engine: Engine, adapters: NamedAdapters, default_params: SamplingParams) -> None:
-        self._engine = engine
-        self._adapters = adapters
-        self._default_params = default_params
-        self._closed = False
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """None for a model without one: it works with token ids."""
-        return self._engine.tokenizer
-
-    @property
-    def default_params(self) -> SamplingParams:
-        """Return the parameters of calls without ``SamplingParams``: those of the model's
-        ``generation_config.json``."""
-        return self._default_params
+        """``default_params``: the parameters of calls without ``SamplingParams``."""
+        self.engine = engine
+        self.adapters = adapters
+        self.default_params = default_params
+        self.closed = False
+        """Whether the LLM is closed."""
 
     def prepare(
         self,
@@ -68,9 +59,9 @@ class RequestPreparation:
         blend: BlendParams | None = None,
     ) -> PreparedPrompts:
         """Check and encode the arguments of ``generate``, for ``submit``."""
-        self._require_open("generate")
-        chosen, hinted, blend = self._adapter(adapter), checked_hints(hints), self._engine.blending.checked(blend)
-        sessions, given = split_sessions(prompts, self._engine)
+        self.require_open("generate")
+        chosen, hinted, blend = self.adapter_id(adapter), checked_hints(hints), self.engine.blending.checked(blend)
+        sessions, given = split_sessions(prompts, self.engine)
         if sessions and None not in sessions and (adapter is not None or cache_salt is not None):
             raise InvalidArgument(
                 f"adapter={adapter!r} and cache_salt={cache_salt!r} for sessions only: a session has its own; leave them out",
@@ -81,7 +72,7 @@ class RequestPreparation:
         ids, media, pieces = [], [], []
         for number, prompt in enumerate(listed):
             with naming_prompt(number, len(listed)):
-                tokens, embeddings, parts = self._read(prompt, self._engine.checks)
+                tokens, embeddings, parts = self.read(prompt, self.engine.checks)
             ids.append(tokens)
             media.append(embeddings)
             pieces.append(parts)
@@ -101,14 +92,14 @@ class RequestPreparation:
         blend: BlendParams | None = None,
     ) -> PreparedPrompts:
         """Check, render and encode the arguments of ``chat``, for ``submit``."""
-        self._require_open("chat")
-        chosen, hinted, blend = self._adapter(adapter), checked_hints(hints), self._engine.blending.checked(blend)
+        self.require_open("chat")
+        chosen, hinted, blend = self.adapter_id(adapter), checked_hints(hints), self.engine.blending.checked(blend)
         if not isinstance(messages, (list, tuple)) or not messages:
             allowed = "a list of messages, or a list of such lists, with at least one message"
             raise InvalidArgument(field="messages", given=messages, allowed=allowed)
         conversations: Sequence[Messages] = [messages] if isinstance(messages[0], Mapping) else messages
         params = self._params_for(sampling_params, len(conversations))
-        tokenizer = self.tokenizer
+        tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise FailedPrecondition("chat needs a tokenizer with a chat template, and this model has no tokenizer")
         template = select_template(tokenizer.chat_templates, with_tools=tools is not None)
@@ -137,7 +128,7 @@ class RequestPreparation:
             conversation,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
-            text_limit=self._engine.checks.text_limit,
+            text_limit=self.engine.checks.text_limit,
             **special,
         )
 
@@ -145,8 +136,8 @@ class RequestPreparation:
         self, prompts: Prompts, params: BeamSearchParams, *, adapter: str | None = None, cache_salt: str | None = None
     ) -> tuple[list[BeamSearch], list[str | None]]:
         """Return the checked searches of ``beam_search``, and the prompts that are text."""
-        self._require_open("beam_search")
-        chosen = self._adapter(adapter)
+        self.require_open("beam_search")
+        chosen = self.adapter_id(adapter)
         if not isinstance(params, BeamSearchParams):
             raise InvalidArgument(f"beam_search takes BeamSearchParams, got {type(params).__name__}", field="params")
         listed, key, stopping = as_prompts(prompts), cache_key(cache_salt), params.sampling()
@@ -155,11 +146,11 @@ class RequestPreparation:
             with naming_prompt(number, len(listed)):
                 if isinstance(prompt, (Mapping, ExecutorInputs)):
                     raise Unsupported("beam_search takes text and token ids, and no embeddings")
-                tokens, _, _ = self._read(prompt, self._engine.checks)
-                self._engine.checks.tokens(tokens)
-                self._engine.checks.params(stopping)
-                self._engine.checks.length(tokens.size, stopping)
-                searches.append(BeamSearch(self._engine, tokens, params, key=key, adapter=chosen))
+                tokens, _, _ = self.read(prompt, self.engine.checks)
+                self.engine.checks.tokens(tokens)
+                self.engine.checks.params(stopping)
+                self.engine.checks.length(tokens.size, stopping)
+                searches.append(BeamSearch(self.engine, tokens, params, key=key, adapter=chosen))
         return searches, texts_of(listed)
 
     def submit_prefetch(
@@ -173,12 +164,12 @@ class RequestPreparation:
         most: int | None,
     ) -> Request:
         """Check, encode and queue what ``prefetch`` runs."""
-        self._require_open("prefetch")
-        chosen, hinted = self._adapter(adapter), checked_hints(hints)
-        tokens, media, _ = self._read(prompt, self._engine.checks)
+        self.require_open("prefetch")
+        chosen, hinted = self.adapter_id(adapter), checked_hints(hints)
+        tokens, media, _ = self.read(prompt, self.engine.checks)
         # The last token runs again anyway: its logits are wanted.
         tokens = tokens[: max(1, tokens.size - 1)]
-        return self._engine.submit_prefix(
+        return self.engine.submit_prefix(
             tokens,
             key=cache_key(cache_salt),
             adapter=chosen,
@@ -193,26 +184,26 @@ class RequestPreparation:
     ) -> Callable[[], list[tuple[int, list[Request]]]]:
         """Check and encode segments; return what queues the computation of those that are not kept.
         That returns, for each, its tokens and the requests that compute them."""
-        self._require_open("warm")
-        self._engine.blending.require()
-        chosen, key = self._adapter(adapter), cache_key(cache_salt)
+        self.require_open("warm")
+        self.engine.blending.require()
+        chosen, key = self.adapter_id(adapter), cache_key(cache_salt)
         if isinstance(segments, (str, Segment)) or not isinstance(segments, Sequence):
             raise InvalidArgument(field="segments", given=segments, allowed="a list of segments, text or token ids")
         ids: list[NDArray[np.int64]] = []
         for number, segment in enumerate(segments):
             with naming_prompt(number, len(segments)):
                 content = segment.content if isinstance(segment, Segment) else segment
-                ids.append(self._encode(content, self._engine.checks, begins=False))
-                self._engine.checks.tokens(ids[-1])
-        return partial(self._engine.submit_chunks, ids, key=key, adapter=chosen)
+                ids.append(self._encode(content, self.engine.checks, begins=False))
+                self.engine.checks.tokens(ids[-1])
+        return partial(self.engine.submit_chunks, ids, key=key, adapter=chosen)
 
     def submit(self, prepared: PreparedPrompts, request_id: str | None = None) -> list[list[Request]]:
         """Queue prompts, all or none, for the engine's steps; return the samples of each.
         ``request_id`` is the name of a single prompt; several are numbered, as in "name-0"."""
         requests: list[list[Request]] = []
         count = len(prepared.ids)
-        with self._engine.lock:
-            # Before any session is lent: other threads may have used them since they were checked.
+        with self.engine.lock:
+            # Before any session has a request: threads may have used them since they were checked.
             for number, chosen in enumerate(prepared.params):
                 if (session := prepared.session_of(number)) is not None:
                     with naming_prompt(number, count):
@@ -224,7 +215,7 @@ class RequestPreparation:
                         requests.append([session.submit_generate(chosen, name, prepared.hints)])
                         continue
                     requests.append(
-                        self._engine.submit(
+                        self.engine.submit(
                             tokens,
                             chosen,
                             request_id=name,
@@ -232,32 +223,33 @@ class RequestPreparation:
                             adapter=prepared.adapter,
                             media=prepared.media_of(number),
                             hints=prepared.hints,
-                            blend=self._engine.blending.wish(prepared.blend, prepared.pieces_of(number), tokens.size),
+                            blend=self.engine.blending.wish(prepared.blend, prepared.pieces_of(number), tokens.size),
                         )
                     )
             except BaseException:
                 for samples in requests:
-                    self._engine.end(samples)
+                    self.engine.end(samples)
                 raise
         return requests
 
     def outputs(self, prepared: PreparedPrompts, requests: Sequence[Sequence[Request]]) -> list[RequestOutput]:
         """Return the results of ``submit``'s requests so far."""
         pairs = zip(requests, prepared.texts, strict=True)
-        return RequestOutputs(request_output(samples, self.tokenizer, text) for samples, text in pairs)
+        return RequestOutputs(request_output(samples, self.engine.tokenizer, text) for samples, text in pairs)
 
-    def _require_open(self, verb: str) -> None:
-        self._engine.lock.require_own()
-        if self._closed:
+    def require_open(self, verb: str) -> None:
+        """Raise ``FailedPrecondition`` once the LLM is closed."""
+        self.engine.lock.require_own()
+        if self.closed:
             raise FailedPrecondition(f"{verb}: the LLM is closed; make a new one")
 
-    def _adapter(self, name: str | None) -> int | None:
+    def adapter_id(self, name: str | None) -> int | None:
         """Return the id of an adapter; ``NotFound`` for a name that is not loaded."""
-        return None if name is None else self._adapters.id_of(name)
+        return None if name is None else self.adapters.id_of(name)
 
     def _checked(self, prepared: PreparedPrompts) -> PreparedPrompts:
         """Refuse, before anything is queued, whatever ``submit`` would refuse."""
-        checks, count = self._engine.checks, len(prepared.ids)
+        checks, count = self.engine.checks, len(prepared.ids)
         for number, (tokens, chosen) in enumerate(zip(prepared.ids, prepared.params, strict=True)):
             with naming_prompt(number, count):
                 if (session := prepared.session_of(number)) is not None:
@@ -285,9 +277,11 @@ class RequestPreparation:
             )
         return list(given)
 
-    def _read(self, prompt: Prompt, checks: RequestChecks | None) -> tuple[NDArray[np.int64], Media, Pieces]:
+    def read(self, prompt: Prompt, checks: RequestChecks | None) -> tuple[NDArray[np.int64], Media, Pieces]:
+        """Return a prompt's token ids, embeddings and pieces. ``checks`` refuse a text that is too
+        long before it is tokenised; None: they do not."""
         if isinstance(prompt, (Mapping, ExecutorInputs)):
-            return *read_prompt(prompt, self._engine.runner.model.hidden_size), WHOLE
+            return *read_prompt(prompt, self.engine.runner.model.hidden_size), WHOLE
         if is_segmented(prompt):
             tokens, pieces = read_segments(
                 prompt,  # type: ignore[arg-type]
@@ -303,11 +297,12 @@ class RequestPreparation:
             checks.text(prompt)
         if not isinstance(prompt, str):
             return as_token_ids(prompt)
-        if self.tokenizer is None:
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
             if not prompt:
                 return np.empty(0, dtype=np.int64)
             raise InvalidArgument("this model has no tokenizer; give token ids instead of text", field="prompt")
-        encode = self.tokenizer.encode if begins else self.tokenizer.encode_inside
+        encode = tokenizer.encode if begins else tokenizer.encode_inside
         return np.array(encode(prompt), dtype=np.int64)
 
 

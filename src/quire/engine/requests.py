@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.branches.adapter_keys import api_key_of
-from quire.callers import caller
+from quire.caller_context import caller
 from quire.engine.flights import Flights
 from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
@@ -20,7 +20,7 @@ from quire.outputs import FinishReason
 if TYPE_CHECKING:
     from quire.branches.stored_state import StoredState
     from quire.engine.blending import Blending
-    from quire.engine.prefix_pins import PrefixPins
+    from quire.engine.pins import PrefixPins
     from quire.engine.session_branches import SessionBranches
     from quire.engine.views.timeline import Timeline
 

@@ -14,7 +14,7 @@ from quire.branches.history import Ids, TokenHistory
 from quire.branches.saved_rows import NO_POSITIONS, SESSION, load_row, other_eviction, read_rows
 from quire.engine.engine import Engine
 from quire.engine.progress_bars import byte_bar, counted, verify_shown
-from quire.engine.session_branch import SessionBranch
+from quire.engine.request import SessionBranch
 from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.kv import sequencefile
 from quire.kv.state_schema import check_metadata
@@ -25,7 +25,7 @@ from quire.models.fingerprint import ModelIdentity
 from quire.runner.adapter_history import as_read, written
 
 LONGEST = 1 << 22
-"""Token ids in a file at most, if the context is not longer: windowed sessions go on for ever."""
+"""Token ids in a file at most, if the context is not longer: windowed sessions have no end."""
 MOST_RUNS = 10_000
 """Changes of the adapter that a file holds at most."""
 MOST_ROWS = 16

@@ -26,8 +26,7 @@ from quire.branches.prefix_cache import LOOKED_AT, RadixCache
 from quire.branches.tiers import Tier
 from quire.engine import layer_memory
 from quire.engine.miss_search import QUOTED
-from quire.engine.request import Request
-from quire.engine.session_branch import SessionBranch
+from quire.engine.request import Request, SessionBranch
 from quire.errors import QuireError, ResourceExhausted
 from quire.metrics import EngineMetrics
 from quire.outputs import Miss

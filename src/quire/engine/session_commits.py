@@ -15,15 +15,24 @@ from typing import Any, TypeVar
 from quire.branches.adapter_keys import written_key
 from quire.contracts.store import KEY_BYTES, ObjectKey, ObjectKind
 from quire.engine import saved_sessions
-from quire.engine.chat_turns import ChatTurns
 from quire.engine.engine import Engine
-from quire.engine.session_branch import SessionBranch
-from quire.errors import FailedPrecondition, InvalidArgument, StoreFull, TierFull
+from quire.engine.live_sequence import LiveSequence
+from quire.errors import AlreadyExists, FailedPrecondition, InvalidArgument, StoreFull, TierFull
 from quire.interrupts import POLL_SECONDS, check
-from quire.models.fingerprint import ModelIdentity
 from quire.runner.adapter_history import written
+from quire.signatures import require_bool
 from quire.store.commit_history import History
-from quire.store.commits import TOKENS_IN_PIECE, TURNS_IN_PIECE, SessionCommit, Space, StateNames, split
+from quire.store.commits import (
+    TOKENS_IN_PIECE,
+    TURNS_IN_PIECE,
+    SessionCommit,
+    Space,
+    StateNames,
+    checked_branch,
+    checked_message,
+    space_of,
+    split,
+)
 from quire.store.keys import records_of
 from quire.types import Remove, SeqId, Step
 
@@ -78,22 +87,47 @@ def ask(
         raise
 
 
-def draft(
-    engine: Engine,
-    state: SessionBranch,
-    identity: ModelIdentity,
-    *,
-    turns: ChatTurns,
-    parent: str | None,
-    message: str,
-    name: str | None,
-    labels: Mapping[str, str],
-) -> CommitDraft:
+def commit(live: LiveSequence, name: str, message: str | None, *, force: bool, owner: str) -> SessionCommit:
+    """Keep a session in the first durable tier as the next commit of the branch ``name``."""
+    branch, text, space = checked_branch(name), checked_message(message), space_of(owner)
+    require_bool("force", force)
+    engine = live.engine
+
+    async def require_way(history: History) -> None:
+        if not force:
+            await history.require_way(branch, live.last_commit)
+
+    live.require_idle("commit")
+    ask(engine, space, require_way)
+    live.compute_to_save("commit")
+    with engine.lock:
+        made = draft(live, text)
+    try:
+        write(engine, space, made)
+    finally:
+        release(engine, made)
+
+    async def move(history: History) -> None:
+        await require_way(history)
+        await history.move(branch, made.commit.id)
+
+    # Before the branch: if it is unknown whether that was written, the next commit continues.
+    live.last_commit, before = made.commit.id, live.last_commit
+    try:
+        ask(engine, space, move, whole=True)
+    except AlreadyExists:
+        live.last_commit = before
+        raise
+    return made.commit
+
+
+def draft(live: LiveSequence, message: str) -> CommitDraft:
     """Describe an idle session of which at most the last token is not computed. The caller has the
     engine's lock, and calls ``release`` later."""
+    engine, state = live.engine, live.require_idle("commit")
     saved_sessions.require_computed(state)
     try:
-        chat: Any = json.loads(turns.written() or "null")
+        chat: Any = json.loads(live.turns.written() or "null")
     except (TypeError, ValueError) as error:
         raise InvalidArgument(
             f"a message of the session's chat is no JSON ({error}); a commit holds only such"
@@ -102,7 +136,7 @@ def draft(
     modified = saved_sessions.needs_state(state) or bool(stored.layout.refusal)
     objects: Mapping[ObjectKey, Callable[[], bytes]]
     if modified:
-        blob = saved_sessions.to_bytes(engine, state, identity)
+        blob = saved_sessions.to_bytes(engine, state, live.identity)
         key = _file_key(blob, len(state.tokens))
         names, objects, fork = StateNames(file=(key.name, len(blob))), {key: lambda: blob}, None
     else:
@@ -111,13 +145,13 @@ def draft(
     spoken = split([] if chat is None else chat.pop("turns"), TURNS_IN_PIECE)
     key_of_session: Any = state.key
     commit = SessionCommit(
-        parent=parent,
+        parent=live.last_commit,
         time=time.time(),
         message=message,
-        session=name,
-        labels=dict(labels),
+        session=live.name,
+        labels=dict(live.labels),
         num_tokens=len(state.tokens),
-        model=identity.fields(),
+        model=live.identity.fields(),
         layout_hash=engine.runner.state.get_layout_hash(),
         adapters=written(state.runs, engine.branches.fingerprint_of),
         key=written_key(key_of_session),

@@ -13,38 +13,10 @@ MAX_LABELS = 16
 MAX_LABEL_NAME = 64
 """Characters of a label's name, at most."""
 MAX_LABEL_VALUE = 512
-"""Characters of a label's value, at most. These limits are those of OpenAI's metadata."""
+"""Characters of a label's value, at most. These limits are as in OpenAI's metadata."""
 
 
-class Labelled:
-    """A name and labels that can be set and need not be unique; ``InvalidArgument`` for a bad
-    value."""
-
-    _name: str | None = None
-    _labels: Mapping[str, str] = MappingProxyType({})
-
-    @property
-    def name(self) -> str | None:
-        """Return its name; None: it has none."""
-        return self._name
-
-    @name.setter
-    def name(self, value: str | None) -> None:
-        self._name = checked_name(value)
-        self._renamed()
-
-    @property
-    def labels(self) -> Mapping[str, str]:
-        """Values by name, as in ``{"task": "42"}``; to change them set all of them."""
-        return self._labels
-
-    @labels.setter
-    def labels(self, value: Mapping[str, str]) -> None:
-        self._labels = checked_labels(value)
-        self._renamed()
-
-    def _renamed(self) -> None:
-        """Take note of a new name or new labels."""
+NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 def checked_name(name: object) -> str | None:

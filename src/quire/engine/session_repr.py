@@ -1,15 +1,16 @@
-"""How a session looks in a notebook, a debugger or a log."""
+"""The text of a session in a notebook, a debugger or a log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.drawing.summaries import Summary
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
-    from quire.engine.session_branch import SessionBranch
+    from quire.engine.live_sequence import LiveSequence
+    from quire.engine.request import SessionBranch
 
 SHOWN = 24
 """Characters of each end of a text that are shown."""
@@ -19,14 +20,15 @@ SHOWN_IN_SUMMARIES = 200
 """Tokens of each end that a summary shows."""
 
 
-def session_repr(engine: Engine, state: SessionBranch, *, closed: bool, name: str | None = None) -> str:
+def session_repr(live: LiveSequence) -> str:
     """Return name, length, pages and both ends of the text, escaped, on one line.
 
     It never raises and never waits: what cannot be had now (pages while a step runs, text without a
     tokenizer) is left out.
     """
+    engine, state, name = live.engine, live.branch, live.name
     parts = [f"{len(state.tokens)} tokens"]
-    if closed or engine.closed:
+    if live.closed or engine.closed:
         parts.append("closed")
     else:
         parts += _tried(lambda: _pages(engine, state))
@@ -34,26 +36,19 @@ def session_repr(engine: Engine, state: SessionBranch, *, closed: bool, name: st
     return f"<Session {'' if name is None else _short(name) + ' '}of {', '.join(parts)}>"
 
 
-def session_summary(
-    engine: Engine,
-    state: SessionBranch,
-    *,
-    closed: bool,
-    name: str | None,
-    labels: Mapping[str, str],
-    adapter: Callable[[], str | None],
-) -> Summary:
-    """Return what ``session_repr`` tells as a table, with more of the text. It never raises and
+def session_summary(live: LiveSequence) -> Summary:
+    """Return the facts of ``session_repr`` as a table, with more of the text. It never raises and
     never waits, either."""
+    engine, state, name = live.engine, live.branch, live.name
     facts = [("tokens", f"{len(state.tokens):,}")]
-    if closed or engine.closed:
+    if live.closed or engine.closed:
         facts.append(("state", "closed"))
     else:
         facts += [("state", one) for one in _tried(lambda: _pages(engine, state))]
         words = [word for word in ("pinned", "modified") if getattr(state, word)]
         facts += [("is", ", ".join(words))] if words else []
-    facts += [("adapter", one) for one in _tried(lambda: [adapter() or ""]) if one]
-    facts += [("label", f"{label} = {value}") for label, value in labels.items()]
+    facts += [("adapter", one) for one in _tried(lambda: [live.adapter or ""]) if one]
+    facts += [("label", f"{label} = {value}") for label, value in live.labels.items()]
     texts = [("text", one) for one in _tried(lambda: _ends(engine, state, SHOWN_IN_SUMMARIES))]
     return Summary("Session" if name is None else f"Session {name}", facts, texts)
 

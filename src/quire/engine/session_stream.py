@@ -10,8 +10,8 @@ from typing import NamedTuple, Self
 from quire.engine.engine import Engine
 from quire.engine.request import Request
 from quire.engine.request_outputs import reuse_of
+from quire.finalizers import unless_exiting
 from quire.interrupts import SHIELD, check
-from quire.orphans import unless_exiting
 from quire.outputs import Reuse, StreamDelta
 
 Start = Callable[[], Request]
@@ -24,8 +24,8 @@ class PreparedTurn(NamedTuple):
     start: Start
     """Submits the request; called with the engine's lock."""
     on_end: OnEnd | None = None
-    """Is told of the request once, when it is over. Returns what is done when the session is
-    durable; None: it is not kept."""
+    """Called with the request once, when it is over. Returns a future that is done when the session
+    is durable; None: it is not kept."""
 
 
 class SessionStream(Iterator[StreamDelta]):

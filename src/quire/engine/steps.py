@@ -29,7 +29,7 @@ from quire.engine.blending import Blending
 from quire.engine.decodes_ahead import DecodesAhead
 from quire.engine.flights import Flight, Flights
 from quire.engine.grammars import Grammars
-from quire.engine.prefix_pins import PrefixPins
+from quire.engine.pins import PrefixPins
 from quire.engine.prompts import embeddings_of
 from quire.engine.request import Request
 from quire.engine.requests import Requests
@@ -39,11 +39,11 @@ from quire.engine.session_branches import SessionBranches
 from quire.engine.step_draft import Scheduled
 from quire.engine.views.timeline import StepMark, Timeline
 from quire.errors import BlendLoadError, FailedPrecondition, QuireError
+from quire.finalizers import Orphans
 from quire.interrupts import Lock
 from quire.metrics import EngineMetrics
 from quire.ops.filters import take_rows, uploaded_rows
 from quire.ops.sampled_tokens import SampledTokens
-from quire.orphans import Orphans
 from quire.outputs import Miss
 from quire.runner.local import Extras, Runner, StepOutput
 

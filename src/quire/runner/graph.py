@@ -22,7 +22,6 @@ from torch import Tensor
 
 from quire.contracts.kv_state import ModelState
 from quire.errors import ResourceExhausted, Unsupported
-from quire.interrupts import uninterrupted
 from quire.kv.state import State
 from quire.kv.static_pass import StaticForward
 from quire.ops.uploads import SharedMemory
@@ -150,7 +149,6 @@ class GraphRunner:
         """See ``Runner``."""
         return self._inner.revision + self._revision
 
-    @uninterrupted
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
         """See ``Runner``. A failure undoes the forward: the state is as after the edits."""
         captured = self._step_of(step, extras)

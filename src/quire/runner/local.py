@@ -18,7 +18,6 @@ from torch import Tensor
 from quire.contracts.kv_state import ModelState
 from quire.contracts.model import Block, Model, OpenPass, Pass
 from quire.errors import InvalidArgument, Unsupported
-from quire.interrupts import uninterrupted
 from quire.kv.rule_table import position_refusal, weights_refusal
 from quire.ops.uploads import uploaded
 from quire.runner.adapter_pool import AdapterPool
@@ -195,7 +194,6 @@ class LocalRunner:
         """See ``Runner``."""
         return self._revision
 
-    @uninterrupted
     def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
         """See ``Runner``. A failure undoes the forward: the state is as after the edits."""
         self._revision += 1

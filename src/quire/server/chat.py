@@ -14,7 +14,7 @@ from starlette.responses import Response
 from quire.async_llm import SampleDelta
 from quire.engine.chat_rendering import select_template
 from quire.engine.chat_segments import cut_at_segments, first_of, without_segments
-from quire.engine.next_turn import parts_from
+from quire.engine.chat_turns import parts_from
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import InvalidArgument
 from quire.outputs import RequestOutput

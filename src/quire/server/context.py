@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from quire.async_llm import AsyncLLM
 from quire.branches.adapter_keys import OwnedSalt
-from quire.callers import caller
+from quire.caller_context import caller
 from quire.engine.named_adapters import AdapterInfo
 from quire.server.errors import ApiError
 from quire.server.gate import Gate

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.engine.chat_rendering import render_chat, variables_of
+from quire.engine.chat_turns import next_turn_ids
 from quire.engine.long_texts import TextLimit
-from quire.engine.next_turn import next_turn_ids
 from quire.engine.spelled_tokens import SpelledTokens
 from quire.engine.tokenizer import Tokenizer
 from quire.server.cache_marks import Messages, Tools

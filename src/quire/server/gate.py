@@ -26,7 +26,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.callers import Caller, caller
+from quire.caller_context import Caller, caller
 from quire.server import logs
 from quire.server.bodies import LARGE_BODY, check_json
 from quire.server.errors import ApiError, api_error, busy, error_response

@@ -92,7 +92,7 @@ class SessionKeeper:
 
     def adopt(self, session: AsyncSession) -> None:
         """Take over a new session. It is kept by its id, whatever it is called."""
-        inner_session(session)._kept = None
+        inner_session(session)._keeper = None
 
     async def forget(self, name: str) -> None:
         """Return when a session's record is gone for good. ``NotDurable``: it is not."""

@@ -9,8 +9,8 @@ from typing import Any
 from quire.async_llm import AsyncSession, AsyncStream, SampleDelta
 from quire.engine.chat_turns import ReadAnswer
 from quire.errors import FailedPrecondition, NotFound
+from quire.finalizers import unless_exiting
 from quire.hints import NO_HINTS, CacheHints
-from quire.orphans import unless_exiting
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 from quire.server.context import Context

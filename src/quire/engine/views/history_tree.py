@@ -1,7 +1,7 @@
 """``history_of``: branches as trees over their tokens, one for each salt and adapters. No torch.
 
-The trees are those of the prefix cache (``branches.prefix_tree``), over all tokens of all branches
-instead of those that are computed.
+The trees are built as in the prefix cache (``branches.prefix_tree``), over all tokens of all
+branches instead of the computed ones.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ class PoolMap:
         return last.astype(np.int32)
 
     def view(self, viewer: Viewer) -> PoolView:
-        """Return the pool as a viewer sees it. Of several holders of a page it names one that the
-        viewer sees, of these the one that keeps the page, and of these the first one."""
+        """Return the pool as a viewer sees it. Of several holders of a page it names a visible one,
+        of these the holder that keeps the page, and of these the first."""
         reading, named = self.reading, self.named
         seen = np.array([viewer.sees(reading.branches[one]) for one in reading.branch_of], dtype=bool)
         rank = np.full(len(reading.seqs), EVICTABLE)

@@ -28,7 +28,7 @@ from quire.types import SeqId
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
     from quire.engine.request import Request
-from quire.engine.session_branch import SessionBranch
+from quire.engine.request import SessionBranch
 
 NO_TOKENS: Ids = np.empty(0, dtype=np.int64)
 

@@ -1,4 +1,4 @@
-"""``StateViews``: everything that is shown of an engine's state, read once for all who look.
+"""``StateViews``: the views of an engine's state, from one reading for all viewers.
 
     views = llm.views
     views.history().document()
@@ -80,7 +80,7 @@ class StateViews:
     """The views of one engine. Any thread may call."""
 
     def __init__(self, engine: Engine, names: AdapterNames, model: str) -> None:
-        """``names`` are those of its adapters; ``model`` is what the model is called."""
+        """``names``: the names of its adapters; ``model``: the name of the model."""
         self._engine = engine
         self._names = names
         self._model = model
@@ -146,8 +146,8 @@ class StateViews:
         return made
 
     def remembered(self, name: Hashable) -> Any:
-        """Return what ``shared`` would return without a look at the state, and without waiting;
-        None: it would have to look."""
+        """Return what ``shared`` would return without reading the state, and without waiting; None:
+        it would have to read it."""
         known, last = self._made.get(name), self._last
         if known is None or last is None or known[0] != last.reading.number:
             return None
@@ -310,7 +310,7 @@ class StateViews:
 
 
 def _layer(layer: int, pool: int, spec: LayerSpec) -> dict[str, Any]:
-    """Return what is told of a layer."""
+    """Return the facts of a layer."""
     found: dict[str, Any] = {"id": layer, "kind": spec.kind, "pool": pool}
     if not isinstance(spec, Recurrent):
         found["heads"] = spec.num_heads

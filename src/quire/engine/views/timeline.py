@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from quire.callers import Caller, caller
+from quire.caller_context import Caller, caller
 from quire.engine.request import Request, Status
-from quire.engine.views.look_budget import LookBudget
+from quire.engine.views.view_budget import ViewBudget
 
 if TYPE_CHECKING:
     from quire.engine.request import Request
@@ -181,7 +181,7 @@ class Timeline:
         self.on_end: list[Callable[[RequestLane], None]] = []
         """Called with each lane that ends, under the engine's lock: they must be quick. What they
         raise is dropped."""
-        self.budget = LookBudget()
+        self.budget = ViewBudget()
         """The one account of all who look, also at the state (``state_views``)."""
         self.model = "model"
         """The model's name, in recordings."""

@@ -1,4 +1,4 @@
-"""The timeline as a document for those who look at an engine. Takes no lock of the engine's."""
+"""The timeline as a document for viewers. Takes no lock of the engine's."""
 
 from __future__ import annotations
 

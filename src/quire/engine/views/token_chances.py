@@ -13,8 +13,8 @@ from torch import Tensor
 from quire.branches.history import common_prefix
 from quire.contracts.token_views import ChancesView, ComparisonView, MaskView, PartingSide, StopView, TokenChance
 from quire.engine.engine import Engine
-from quire.engine.generation_notes import ended_at, note_at
-from quire.engine.session_branch import SessionBranch
+from quire.engine.generations import ended_at, generation_at
+from quire.engine.request import SessionBranch
 from quire.engine.views.token_run import TokenRun, require_idle, run_token
 from quire.errors import QuireError
 
@@ -67,7 +67,7 @@ def token_view(engine: Engine, source: SessionBranch, position: int, top: int) -
     ``run_token``."""
     with engine.lock:
         require_idle(source, "token")
-        ids, notes = source.tokens.ids.copy(), source.notes
+        ids, generations = source.tokens.ids.copy(), source.generations
         given = source.tokens.media.as_given(ids[position : position + 1])
         logits_V = source.logits if position == ids.size and ids.size else None
         exact = not source.modified and source.origin.exact_part(position) == position
@@ -77,9 +77,9 @@ def token_view(engine: Engine, source: SessionBranch, position: int, top: int) -
         logits_V, exact = run.logits_V, run.exact
     chances = None if logits_V is None else Chances(engine, logits_V)
     token = given[0] if given else None
-    note = note_at(notes, position)
-    ended = ended_at(notes, position)
-    masked = next((one for one in (note, ended) if one is not None and one.mask), None)
+    made = generation_at(generations, position)
+    ended = ended_at(generations, position)
+    masked = next((one for one in (made, ended) if one is not None and one.mask), None)
     return ChancesView(
         position=position,
         num_tokens=ids.size,
@@ -92,7 +92,7 @@ def token_view(engine: Engine, source: SessionBranch, position: int, top: int) -
         computed=run is not None,
         num_run=0 if run is None else run.num_run,
         exact=exact,
-        generated=note is not None,
+        generated=made is not None,
         mask=None if masked is None else MaskView(masked.mask, masked.allowed_at(position)),
         stop=None if ended is None else StopView(ended.finish_reason, ended.stop_reason, ended.start),
     )

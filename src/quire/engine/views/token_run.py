@@ -17,7 +17,7 @@ from quire.branches.branch import COMPUTED
 from quire.engine.blend_calibration import run_chunks
 from quire.engine.engine import Engine
 from quire.engine.prompts import embeddings_of
-from quire.engine.session_branch import SessionBranch
+from quire.engine.request import SessionBranch
 from quire.errors import Cancelled, FailedPrecondition, Unsupported
 from quire.runner.local import Extras
 from quire.types import Add, Chunk, Edit, SetWindow, Step

@@ -4,47 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quire.engine.views.timeline import Timeline
 from quire.engine.views.timeline_reader import timeline_document
 from quire.engine.views.trace_events import ANOTHER, TraceRecorder
-from quire.errors import InvalidArgument
 from quire.kv.atomic_file import check_regular
 
-if TYPE_CHECKING:
-    from quire.engine.engine import Engine
-
 INTERVAL = 0.2
-"""Seconds between two looks at the timeline, which keeps far more."""
-
-
-class Traces:
-    """The verb of an LLM that records its engine."""
-
-    _engine: Engine
-
-    def _require_open(self, verb: str) -> None:
-        raise NotImplementedError
-
-    def trace(self, path: str | Path) -> AbstractContextManager[None]:
-        """Record the steps and requests inside of a ``with`` block into a file for Perfetto or
-        ``chrome://tracing``. No texts are in it. ``NotFound`` for a missing directory, and
-        ``ResourceExhausted`` at the end for a full disk."""
-        self._require_open("trace")
-        if not isinstance(path, (str, Path)):
-            raise InvalidArgument(field="path", given=path, allowed="the name of a file")
-        timeline = self._engine.timeline
-        return traced(timeline, timeline.model, Path(path).expanduser())
+"""Seconds between two readings of the timeline, which keeps far more."""
 
 
 @contextmanager
 def traced(timeline: Timeline, model: str, path: Path) -> Iterator[None]:
     """Write what happens inside of the block to a file, also if it raises. Errors, at once:
     ``NotFound`` for a missing directory, ``InvalidArgument`` for what is no regular file; at the
-    end those of writing."""
+    end the errors of writing."""
     check_regular(path, f"trace {str(path)!r}", may_be_missing=True)
     recorder = TraceRecorder(model)
     recorder.begin(timeline_document(timeline, ANOTHER))

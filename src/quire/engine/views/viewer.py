@@ -1,4 +1,4 @@
-"""``Viewer``: who looks, and so which branches are shown and what they are called. No torch."""
+"""``Viewer``: which branches are shown to a reader, and under which names. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from quire.engine.views.state_reading import ReadBranch
 
 @dataclass(frozen=True, kw_only=True)
 class Viewer:
-    """One who looks. Equal viewers see the same."""
+    """A reader of the views. Equal viewers see the same."""
 
     owner: str | None = None
-    """The owner whose branches are shown; None: those of all."""
+    """Only branches of this owner are shown; None: all are."""
     sessions: Mapping[int, str] = field(default_factory=dict)
     """Ids that sessions have outside of the process, by number. All of them are shown."""
     shares_prefixes: bool = False
@@ -37,7 +37,7 @@ class Viewer:
         return owner == self.owner
 
     def id_of(self, branch: ReadBranch) -> str:
-        """Return what a branch is called here."""
+        """Return the id of a branch for this viewer."""
         given = None if branch.number is None else self.sessions.get(branch.number)
         return branch.id if given is None else f"session:{given}"
 
@@ -49,11 +49,11 @@ class Viewer:
 
 
 EVERYBODY = Viewer()
-"""Sees all, as whoever runs the process does."""
+"""Sees all branches."""
 
 
 def owner_of_branch(branch: ReadBranch) -> str | None:
-    """Return the owner whose salt a branch has; None: it has none."""
+    """Return the owner of a branch's salt; None: it has none."""
     salt = salt_of(branch.key)
     given = salt[1] if isinstance(salt, tuple) and len(salt) == 2 else None
     return given.owner if isinstance(given, OwnedSalt) else None

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from quire import doctor, waiting
+from quire import doctor, openmp
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP comes with torch on Linux")
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP co
 def told(program: str, **given: str) -> tuple[str, str]:
     """What the runtime says of its settings while it is loaded, and what ``doctor``
     makes of them."""
-    kept = {name: value for name, value in os.environ.items() if name not in waiting.VARIABLES}
+    kept = {name: value for name, value in os.environ.items() if name not in openmp.VARIABLES}
     done = subprocess.run(
         [sys.executable, "-c", f"{program}\nfrom quire.doctor import _waiting; import torch; print(_waiting())"],
         capture_output=True,
@@ -34,17 +34,17 @@ def told(program: str, **given: str) -> tuple[str, str]:
 
 def test_quire_comes_first() -> None:
     spins, finding = told("import quire")
-    assert spins == str(waiting.SPINS)
+    assert spins == str(openmp.SPINS)
     assert "set by Quire" in finding
     assert "ok=True" in finding
 
 
 def test_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in waiting.VARIABLES:
+    for name in openmp.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     before = dict(os.environ)
-    assert waiting.decide() == "user"
+    assert openmp.decide() == "user"
     assert dict(os.environ) == before
 
 
@@ -58,20 +58,20 @@ def test_the_user_has_the_last_word() -> None:
 @pytest.mark.slow
 def test_torch_was_there_before() -> None:
     spins, finding = told("import torch, quire")
-    assert spins not in ("0", str(waiting.SPINS))
+    assert spins not in ("0", str(openmp.SPINS))
     assert "ok=False" in finding
     assert "import quire before torch" in finding
 
 
 @pytest.mark.parametrize("decision", ["quire", "user", "late", "nobody"])
-def test_doctor_tells(decision: waiting.Decision, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "DECISION", decision)
+def test_doctor_tells(decision: openmp.Decision, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp, "DECISION", decision)
     assert [finding.ok for finding in doctor.examine() if finding.name == "waiting threads"] == [decision != "late"]
 
 
 def test_another_system_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in waiting.VARIABLES:
+    for name in openmp.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert waiting.decide() == "nobody"
-    assert not set(waiting.VARIABLES) & set(os.environ)
+    assert openmp.decide() == "nobody"
+    assert not set(openmp.VARIABLES) & set(os.environ)

@@ -1,7 +1,7 @@
-"""What is noted of generated tokens: which mask was on, and why they ended. No torch.
+"""The generations of a session: their tokens, their masks, and why they ended. No torch.
 
-A session has a tuple of notes, which forks share. A fork, a rewind or an edit cuts them to what its
-first tokens still are.
+A session has a tuple of them, which forks share. A fork, a rewind or an edit cuts it to the tokens
+that are left.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_NOTES = 64
-"""Generations of a session that are noted, the latest ones."""
+MOST_GENERATIONS = 64
+"""Generations that a session has at most, the latest ones."""
 MOST_COUNTS = 16384
 """Masked tokens of a generation whose masks are noted, the first ones."""
 UNCOUNTED = -1
-"""Stands for a mask of which nobody knows how many tokens it allowed: a greedy token that the
-grammar takes is found without it."""
+"""Stands for a mask that was not counted: a greedy token that the grammar takes is found without
+it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GenerationNote:
+class Generation:
     """One generation: the tokens at ``start..stop - 1``."""
 
     start: int
@@ -45,28 +45,28 @@ class GenerationNote:
             return None
         return int(self.allowed[index])
 
-    def cut(self, length: int) -> GenerationNote:
-        """Return the note of what is left of it in the first ``length`` tokens."""
+    def cut(self, length: int) -> Generation:
+        """Return the part of it in the first ``length`` tokens."""
         if self.stop <= length:
             return self
         counts = None if self.allowed is None else self.allowed[: length - self.start]
         return replace(self, stop=length, finish_reason="", stop_reason=None, allowed=counts)
 
 
-Notes: TypeAlias = tuple[GenerationNote, ...]
+Generations: TypeAlias = tuple[Generation, ...]
 """Of a session, in order of their tokens."""
 
 
-def cut_notes(notes: Notes, length: int) -> Notes:
-    """Return the notes of the first ``length`` tokens."""
-    if not notes or notes[-1].stop <= length:
-        return notes
-    return tuple(note.cut(length) for note in notes if note.start < length)
+def cut_generations(generations: Generations, length: int) -> Generations:
+    """Return the generations of the first ``length`` tokens."""
+    if not generations or generations[-1].stop <= length:
+        return generations
+    return tuple(one.cut(length) for one in generations if one.start < length)
 
 
-def with_note(notes: Notes, note: GenerationNote) -> Notes:
-    """Return notes with one more."""
-    return (*notes, note)[-MOST_NOTES:]
+def with_generation(generations: Generations, generation: Generation) -> Generations:
+    """Return generations with one more."""
+    return (*generations, generation)[-MOST_GENERATIONS:]
 
 
 def counts_of(counts: Sequence[int]) -> NDArray[np.int32] | None:
@@ -74,11 +74,11 @@ def counts_of(counts: Sequence[int]) -> NDArray[np.int32] | None:
     return np.array(counts[:MOST_COUNTS], dtype=np.int32) if counts else None
 
 
-def note_at(notes: Notes, position: int) -> GenerationNote | None:
-    """Return the note of the generation that made the token at a position; None: none did."""
-    return next((note for note in reversed(notes) if note.start <= position < note.stop), None)
+def generation_at(generations: Generations, position: int) -> Generation | None:
+    """Return the generation that made the token at a position; None: none did."""
+    return next((one for one in reversed(generations) if one.start <= position < one.stop), None)
 
 
-def ended_at(notes: Notes, position: int) -> GenerationNote | None:
-    """Return the note of the generation that ended before a position; None: none did."""
-    return next((note for note in reversed(notes) if note.stop == position and note.finish_reason), None)
+def ended_at(generations: Generations, position: int) -> Generation | None:
+    """Return the generation that ended before a position; None: none did."""
+    return next((one for one in reversed(generations) if one.stop == position and one.finish_reason), None)

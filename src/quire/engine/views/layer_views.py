@@ -16,7 +16,7 @@ from quire.contracts.token_views import AttentionView, NormsView
 from quire.drawing.heat import Heat
 from quire.engine import layer_memory
 from quire.engine.engine import Engine
-from quire.engine.session_branch import SessionBranch
+from quire.engine.request import SessionBranch
 from quire.engine.views.token_run import require_idle, run_token
 from quire.errors import InvalidArgument, Unsupported
 from quire.types import Remove
@@ -100,7 +100,7 @@ def norms_view(engine: Engine, source: SessionBranch, layer: int) -> NormsView:
         seq = None if source.seq is None else engine.branches.fork_of(source.seq)
         held = None if seq is None else engine.runner.state.open_export(seq)
     try:
-        # Without the lock: nobody writes into what the fork holds.
+        # Without the lock: no call writes into what the fork holds.
         positions, norms = _nothing(spec) if held is None else _norms(held, spec, layer)
     finally:
         if seq is not None:

@@ -1,4 +1,4 @@
-"""``LookBudget``: how often a running engine may be looked at. No torch."""
+"""``ViewBudget``: how often views of a running engine may be read. No torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from contextlib import contextmanager
 from threading import Lock, local
 
 SHARE = 0.014
-"""The part of the time that all looking together may take. With what is not counted, as reading
+"""The part of the time that all views together may take. With what is not counted, as reading
 requests, it stays below 0.02."""
 MOST_FOR_ANSWERS = 5.0
-"""Seconds by which answers put off the next look, at most: who asks all the time sees news, too."""
+"""Seconds by which answers put off the next reading, at most: a client that asks all the time sees
+news, too."""
 
 
-class LookBudget:
+class ViewBudget:
     """One account for all documents and all viewers. Any thread may call.
 
-    Whoever has looked for ``s`` seconds, or made a document of what was seen, keeps everybody from
-    looking anew for ``s / SHARE``. Until then all are shown what was seen last.
+    A reading of ``s`` seconds, with the document made of it, puts off the next reading by
+    ``s / SHARE``. Until then all viewers are shown the last one.
     """
 
     def __init__(
@@ -32,22 +33,22 @@ class LookBudget:
 
     @property
     def is_free(self) -> bool:
-        """Return whether one may look anew."""
+        """Return whether the engine may be read anew."""
         return self._clock() >= self._free
 
     @property
     def wait(self) -> float:
-        """Seconds until one may look anew."""
+        """Seconds until the engine may be read anew."""
         return max(0.0, self._free - self._clock())
 
     def spend(self, seconds: float) -> None:
-        """Note that a look took so long."""
+        """Note that a reading took so long."""
         with self._lock:
             self._free = max(self._free, self._clock()) + seconds / SHARE
             self._latest = self._free + MOST_FOR_ANSWERS
 
     def answered(self, seconds: float) -> None:
-        """Note that showing again what was seen last took so long."""
+        """Note that showing the last reading again took so long."""
         with self._lock:
             later = max(self._free, self._clock()) + seconds / SHARE
             self._free = max(self._free, min(later, self._latest))

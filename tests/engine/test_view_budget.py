@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from quire import LLM
-from quire.engine.views.look_budget import MOST_FOR_ANSWERS, SHARE, LookBudget
+from quire.engine.views.view_budget import MOST_FOR_ANSWERS, SHARE, ViewBudget
 
 from .conftest import random_tokens
 
@@ -19,8 +19,8 @@ class Hand:
     def __init__(self) -> None:
         self.now = self.worked = 0.0
 
-    def budget(self) -> LookBudget:
-        return LookBudget(clock=lambda: self.now, work=lambda: self.worked)
+    def budget(self) -> ViewBudget:
+        return ViewBudget(clock=lambda: self.now, work=lambda: self.worked)
 
     def work(self, seconds: float) -> None:
         self.now += seconds
