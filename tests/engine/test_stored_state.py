@@ -521,6 +521,7 @@ def test_hybrids_are_cut_at_kept_states(make_llm: MakeLLM, hybrid: Checkpoint, t
     check_store(llm)
 
 
+@pytest.mark.turns(1)
 def test_states_for_which_there_is_no_room_stay_behind(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
     """What comes back takes no slots that the next forward needs; checkpoints give way, the
     earliest first.
