@@ -790,6 +790,7 @@ def test_a_move_that_fails_is_computed_again(
     check_store(llm)
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("fault", ["flipped", "cut", "swapped", "gone"])
 def test_damaged_objects_are_misses(make_llm: MakeLLM, checkpoint: Checkpoint, fault: str) -> None:
     """No object that is not what its key says gives a token; it is dropped."""
