@@ -408,6 +408,7 @@ def commands(app: typer.Typer, *path: str) -> dict[tuple[str, ...], Any]:
     return found
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("width", [60, 80, 119])
 def test_help_is_never_cut(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """All of each text is there, at any width of the terminal; in the lists of commands their first

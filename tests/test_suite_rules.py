@@ -5,11 +5,13 @@ the same examples again.
 from __future__ import annotations
 
 import ast
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tests.conftest import TURNS
 
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.rglob("*.py"))
@@ -79,6 +81,21 @@ def test_of_a_product_one_case_of_n_is_quick(first: str, second: str, request: p
     """Among the slow ones this tells that the others are slow."""
     slow = request.node.get_closest_marker("slow") is not None
     assert slow == ((first == "a") != (second == "c"))
+
+
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("kind", "abc")
+def test_of_kinds_that_take_turns_one_is_quick(kind: str, request: pytest.FixtureRequest) -> None:
+    """The name of the test says which: among the slow ones this tells that the others are slow."""
+    begin = zlib.crc32(b"test_of_kinds_that_take_turns_one_is_quick")
+    assert (request.node.get_closest_marker("slow") is None) == ((begin + "abc".index(kind)) % 3 == 0)
+
+
+@pytest.mark.turns(1)
+@pytest.mark.parametrize("checkpoint", "ab")
+def test_all_kinds_may_be_kept(checkpoint: str, request: pytest.FixtureRequest) -> None:
+    assert "checkpoint" in TURNS
+    assert request.node.get_closest_marker("slow") is None
 
 
 @pytest.mark.parametrize(

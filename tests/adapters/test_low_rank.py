@@ -234,7 +234,7 @@ def forward_and_compare(
         assert torch.equal(linear(on[name]).cpu(), base[name]), "the base model is back"
 
 
-@pytest.mark.product(6)
+@pytest.mark.product(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])

@@ -168,6 +168,7 @@ def test_the_call_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same(kept.there(0), kept.rows, LENGTH)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("seed", range(30))
 def test_a_flipped_bit_is_never_seen(road: str, seed: int) -> None:
     """The load ends, the object is named, and no slot has changed but to rows that are right."""

@@ -66,7 +66,7 @@ def near(one: Tensor, other: Tensor) -> bool:
     return float((one - other).abs().max()) <= ROUNDING * float(other.abs().max())
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", BLENDABLE)
 def test_every_family(
     name: str,

@@ -207,6 +207,7 @@ def test_checkpoints_go_before_cached_sequences(make_llm: MakeLLM, hybrid: Check
     assert llm.generate([*first, 1], greedy(1))[0].num_cached_tokens == 100
 
 
+@pytest.mark.turns(1)
 def test_sessions_that_were_written_into_keep_their_states(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
     llm = make_llm(hybrid, kv_cache_memory="4MiB", checkpoint_interval=INTERVAL)
     layer = attention_layer(llm)

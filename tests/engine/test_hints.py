@@ -339,6 +339,7 @@ def test_what_is_no_hints_is_refused(small: LLM) -> None:
 # -- demotion --------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(1)
 def test_what_is_demoted_goes(make_llm: MakeLLM, checkpoint: Checkpoint) -> None:
     llm = make_llm(checkpoint, host_memory=0)
     prompt = random_tokens(60)

@@ -306,7 +306,7 @@ def bed(make_llm: MakeLLM, model: Checkpoint, tmp_path: Path) -> Bed:
 def sweep(
     bed: Bed, verb: Callable[[Bed], None], stride: int, closer: tuple[str, ...] = (), *, first_time: bool = False
 ) -> int:
-    """Interrupt a verb at every ``stride``-th of its lines, and at every 16th of the files
+    """Interrupt a verb at every ``stride``-th of its lines, and at every eighth of the files
     ``closer``; how often that took effect.
 
     Which lines these are differs from verb to verb. A line that runs several times is interrupted
@@ -323,7 +323,7 @@ def sweep(
     raised, stride = 0, min(stride, len(counts) // 4)
     first = rng.randrange(stride)
     for number, line in enumerate(counts):
-        if number % stride != first and (line[0].co_filename not in closer or number % 16 != first % 16):
+        if number % stride != first and (line[0].co_filename not in closer or number % 8 != first % 8):
             continue
         fresh(bed)
         what = f"{verb.__name__}, interrupted at {line[0].co_filename}:{line[1]}"
@@ -337,7 +337,7 @@ def sweep(
     return raised
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(2)
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
 def test_a_sample_of_all_lines(bed: Bed, verb: Callable[[Bed], None]) -> None:
     plain = bed.model.path.name == "llama"

@@ -157,6 +157,7 @@ def test_a_session_with_a_window_is_written_while_it_goes_on(
         check_store(second)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("what", ["weights", "rope", "dtype", "salt", "version", "chunk"])
 def test_what_differs_is_not_found(
     start: Callable[..., LLM],
@@ -349,6 +350,7 @@ def of_version(number: int) -> Callable[[Path, random.Random], None]:
     return change
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("fault", [flipped, cut, emptied, gone, swapped, of_version(0), of_version(2)])
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_damaged_files_are_misses(
@@ -431,7 +433,7 @@ def killed(start: Callable[..., LLM], model: Checkpoint, directory: Path, times:
 
 
 def test_killed_at_random_moments(start: Callable[..., LLM], llama: Checkpoint, directory: Path) -> None:
-    assert killed(start, llama, directory, 3, random.Random(1)) > 0
+    assert killed(start, llama, directory, 2, random.Random(1)) > 0
 
 
 @pytest.mark.slow

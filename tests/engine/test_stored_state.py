@@ -511,6 +511,7 @@ def test_hybrids_are_cut_at_kept_states(make_llm: MakeLLM, hybrid: Checkpoint, t
     check_store(llm)
 
 
+@pytest.mark.turns(1)
 def test_states_for_which_there_is_no_room_stay_behind(make_llm: MakeLLM, hybrid: Checkpoint) -> None:
     """What comes back takes no slots that the next forward needs; checkpoints give way, the
     earliest first.
@@ -779,6 +780,7 @@ def test_a_move_that_fails_is_computed_again(
     check_store(llm)
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("fault", ["flipped", "cut", "swapped", "gone"])
 def test_damaged_objects_are_misses(make_llm: MakeLLM, checkpoint: Checkpoint, fault: str) -> None:
     """No object that is not what its key says gives a token; it is dropped."""

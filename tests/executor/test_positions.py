@@ -69,6 +69,7 @@ def logits(output: Any) -> Tensor:
 # -- exactness -------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("positions", [JUMPS, ANYWHERE, REPEATED, SHIFTED], ids=["jumps", "any", "repeated", "shifted"])
 def test_prefill_and_what_follows_are_those_of_transformers(
     tiny: Tiny, executor: Executor, positions: list[int]

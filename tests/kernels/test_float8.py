@@ -82,6 +82,7 @@ def test_rows_of_zeros_and_of_what_is_no_number() -> None:
     assert torch.equal(found[3], x[3])
 
 
+@pytest.mark.turns(2)
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 16), (1, 16), (5, 48), (3, 300), (2, 5000)])

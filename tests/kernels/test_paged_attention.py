@@ -158,6 +158,7 @@ def test_lengths(backend: NativeAttention, dtype: torch.dtype) -> None:
     Batch(LENGTHS, [min(n, 1 + n // 3) for n in LENGTHS], dtype=dtype, page_size=5).check(backend)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 7), (24, 40), (64, 64), (80, 80), (96, 33), (128, 128), (256, 192)])
 def test_sizes_of_heads(backend: NativeAttention, dtype: torch.dtype, sizes: tuple[int, int]) -> None:

@@ -95,7 +95,7 @@ LONG = [Entry(kind="chain", past=past, count=count) for past, count in ((200, 1)
 
 @pytest.mark.parametrize(("heads", "sizes"), [((1, 4), (64, 64)), ((2, 3), (80, 96)), ((1, 24), (16, 16))])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.product(3)
+@pytest.mark.product(2)
 def test_sizes_of_models(
     heads: tuple[int, int], sizes: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +157,7 @@ def test_other_types_take_pytorchs_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 # -- work ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("size", [64, 128])
 def test_items_meet_each_key_once(feature: str, size: int) -> None:

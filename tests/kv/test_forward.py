@@ -26,6 +26,7 @@ PAGE_SIZES = (1, 2, 4, 5, 16)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_prompts_in_pieces_mixed_with_decodes(page_size: int) -> None:
     pair = Pair(page_size=page_size, capacity=900)

@@ -249,6 +249,7 @@ class TestIsolation:
         twins.forward([1, 0], [1, 1])
         twins.forward([0, 1], [18, 1])
 
+    @pytest.mark.turns(3)
     @pytest.mark.parametrize("layer_window", [None, 6])
     def test_windows(self, bad: float, page_size: int, layer_window: int | None) -> None:
         """What a sequence gives up goes to others, and null pages are read by nobody."""

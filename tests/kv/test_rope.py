@@ -425,6 +425,7 @@ def test_columns_that_stand_still_pass_to_the_bit(rows: int, interleaved: bool) 
     assert (out[..., turning] != x[..., turning]).any(-1).all()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("spec", [FAR[0], FAR[1], *SCALED], ids=lambda spec: f"{spec.scaling}-{spec.interleaved}")
 @pytest.mark.parametrize("rows", [3, 80])
 def test_rotations_compose_and_turn_back(spec: RopeSpec, rows: int) -> None:

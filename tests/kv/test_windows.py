@@ -29,6 +29,7 @@ WINDOWS = ((20, 6), (25, 4), (30, 8), (35, 3), (40, 7))
 # -- the examples ----------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_five_forwards(eviction: Eviction, page_size: int) -> None:
@@ -200,6 +201,7 @@ def test_forks_of_windowed_parents(pos: int, eviction: Eviction) -> None:
     pair.finish()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_forks_after_sliding_at_every_reachable_position(page_size: int) -> None:
     pair = Pair(page_size=page_size, capacity=600)

@@ -225,6 +225,7 @@ def test_failed_allocation_is_resource_exhausted() -> None:
         late_parameters.allocate({"weight": (1 << 30, 1 << 30)}, torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.turns(3)
 def test_parameters_are_the_checkpoints_rows_in_order(tiny: Any) -> None:
     """Each slice of each parameter is the tensor that the name table says, whatever file
     it was in."""

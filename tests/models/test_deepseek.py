@@ -195,6 +195,7 @@ def named(name: str) -> Case:
 test_float32_logits = parity.test_float32_logits_are_as_close_to_float64_as_those_of_transformers
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", ALL_CHOSEN, ids=lambda case: case.name)
 def test_half_precision(make_tiny: Callable[[Case], TinyCheckpoint], case: Case, dtype: str) -> None:

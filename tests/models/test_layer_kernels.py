@@ -173,6 +173,7 @@ def test_bfloat16_results_do_not_depend_on_the_batch(tiny: TinyCheckpoint, level
         assert torch.equal(logits_of(tiny.path, cut, others, level=level), alone)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.skipif(native_library() is None, reason="the products are PyTorch's here")
 @pytest.mark.parametrize(("module", "name"), OTHERS[:4], ids=lambda given: given if isinstance(given, str) else "")
 def test_bfloat16_results_of_mixtures_do_not_either(module: Any, name: str, tmp_path: Path) -> None:

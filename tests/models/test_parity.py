@@ -126,6 +126,7 @@ def test_float32_logits_are_as_close_to_float64_as_those_of_transformers(tiny: A
         assert torch.equal(ours.argmax(-1), exact.argmax(-1)), name
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("tokens", "length"), [(16, 16), (9, 3), (17, 17), (40, 128), (17, None)])
 @pytest.mark.parametrize("name", ["phi3-longrope", "phi3-longrope-partial"])
 def test_longrope_takes_the_factors_that_the_longest_sequence_needs(

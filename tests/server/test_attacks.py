@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -37,6 +36,7 @@ from quire.server import (
 from quire.server import serving as serving_module
 from quire.server.events import JsonAnswer, encode_json
 from quire.server.generation import MAX_STOP_CHARACTERS, MAX_STOPS
+from quire.server.serving import most_connections, raise_descriptor_limit
 from quire.server.settings import ServerSettings
 
 from .conftest import Served, pages_free, serving, wait_for
@@ -151,14 +151,16 @@ def test_the_longest_idle_connection_goes_when_descriptors_are_short(
         assert busy.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
-def test_the_limit_of_descriptors_is_raised() -> None:
-    program = (
-        "import resource; from quire.server.serving import most_connections, raise_descriptor_limit\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 600)); raise_descriptor_limit()\n"
-        "print(resource.getrlimit(resource.RLIMIT_NOFILE), most_connections())"
-    )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert said == "(600, 600) 344\n"
+def test_the_limit_of_descriptors_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+        raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (600, 600))
+    assert most_connections() == 344
 
 
 def test_an_open_connection_is_used_again(small: Served) -> None:

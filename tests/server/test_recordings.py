@@ -66,7 +66,7 @@ def test_there_are_recordings_of_each_protocol() -> None:
     assert not any(MADE.search(json.dumps(one)) for one in asked)
 
 
-@pytest.mark.product(2)
+@pytest.mark.product(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_requests_are_answered(recorded_server: Served, name: str) -> None:
     recording = json.loads((RECORDINGS / f"{name}.json").read_text(encoding="utf-8"))
