@@ -187,7 +187,7 @@ def responses(task: Task) -> Abilities:
         )
 
     def kept(url: str) -> Any:
-        """What the server keeps: a conversation that goes on, and goes."""
+        """Continue a stored response, read it, and delete it."""
         api = client(url)
         first = api.responses.create(**brief)
         items = [first.output[0].model_dump(exclude_none=True), {"role": "user", "content": "more"}]

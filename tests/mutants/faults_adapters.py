@@ -92,7 +92,7 @@ MUTANTS = (
     Mutant(
         name="the-first-used-stays",
         file="runner/adapter_pool.py",
-        old="            self._first[one] = self._first.pop(one)  # to the end: it is the one used last",
+        old="            self._first[one] = self._first.pop(one)  # move it to the end: it is the most recently used",
         new="            pass",
         tests=("adapters/test_adapter_pool.py::test_the_one_used_longest_ago_gives_way",),
     ),

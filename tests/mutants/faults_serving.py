@@ -95,7 +95,7 @@ INTERRUPTS = (
     Mutant(
         name="caches-lost-to-the-garbage-collector",
         file="branches/cache_rows.py",
-        old="        pool.orphans.watch(self, end)  # noted first, for it comes last\n",
+        old="        pool.orphans.watch(self, end)  # registered last, so that its callback runs first\n",
         new="",
         tests=("engine/test_interrupts.py::test_what_nobody_holds_any_more_is_ended_by_the_next_step",),
     ),

@@ -32,7 +32,7 @@ class Tier(Protocol):
     """Keeps copies of states, and loads them again."""
 
     open: Collection[SeqId]
-    """The sequences with a load that is running, or has ended without ``settle``."""
+    """The sequences with a load that is running, or ended and not yet passed to ``settle``."""
     ahead: dict[SeqId, int]
     """The sequences that were saved ahead of an eviction, with their lengths then. Callers write
     it."""
