@@ -266,7 +266,9 @@ def test_a_model_that_is_not_calibrated_warns(
     found = [told(llm.generate([PROMPT], greedy(1), blend=blended(ratio))[0]) for ratio in (0.2, 0.4, 1.0)]
     assert [one.warning for one in found] == [UNCALIBRATED, UNCALIBRATED, ""]
     assert sum(UNCALIBRATED in record.message for record in caplog.records) == 1
-    quality = BlendQuality(layer=1, ratio=0.0, mean_kl=0.0, agreement=1.0, worst_agreement=1.0, cost=0.5)
+    quality = BlendQuality(
+        layer=1, ratio=0.0, mean_kl=0.0, agreement=1.0, worst_agreement=1.0, equal_texts=1.0, cost=0.5
+    )
     engine_of(llm).blending.calibration = BlendCalibration(
         layer=1, probes=1, sampled=False, limits=QualityLimits(), qualities=(quality,)
     )
@@ -276,4 +278,4 @@ def test_a_model_that_is_not_calibrated_warns(
 def test_the_defaults_are_those_that_were_measured() -> None:
     """On a real model (``docs/blend.md``)."""
     assert (AUTO, DEFAULT_RATIO) == ("v_or_question", 0.3)
-    assert QualityLimits().mean_kl == 0.05
+    assert (QualityLimits().mean_kl, QualityLimits().equal_texts) == (0.05, 0.9)

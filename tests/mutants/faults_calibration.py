@@ -31,8 +31,8 @@ MUTANTS = (
     Mutant(
         name="gate-open-where-divergence-is-no-number",
         file="blend/calibration.py",
-        old="return self.mean_kl <= limits.mean_kl and",
-        new="return not self.mean_kl > limits.mean_kl and",
+        old="self.mean_kl <= limits.mean_kl\n",
+        new="not self.mean_kl > limits.mean_kl\n",
         tests=(f"{NUMBERS}::TestCalibration::test_limits",),
     ),
     Mutant(
@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         name="no-gate",
         file="engine/blending.py",
-        old="return found.refusal(ratio) or ratio",
+        old="return reason or ratio",
         new="return ratio",
         tests=(f"{ENGINE}::test_the_gate",),
     ),

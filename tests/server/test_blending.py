@@ -304,7 +304,9 @@ def test_a_target(chat_served: Served) -> None:
     blending, limits = chat_served.llm.engine.blending, QualityLimits()
     layer = blending.check_layer
     qualities = tuple(
-        BlendQuality(layer=layer, ratio=ratio, mean_kl=kl, agreement=1.0, worst_agreement=1.0, cost=0.5)
+        BlendQuality(
+            layer=layer, ratio=ratio, mean_kl=kl, agreement=1.0, worst_agreement=1.0, equal_texts=1.0, cost=0.5
+        )
         for ratio, kl in ((0.0, 0.5), (0.5, 0.05))
     )
     blending.calibration = BlendCalibration(layer=layer, probes=32, sampled=False, limits=limits, qualities=qualities)

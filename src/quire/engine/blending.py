@@ -156,7 +156,7 @@ class Blending:
         self.under_way: set[ObjectKey] = set()
         """Chunks that are to be computed."""
         self._seen = SeenText()
-        self._warned = False
+        self._warned: set[str] = set()
         self._refusal: str | None = None
 
     @property
@@ -213,7 +213,7 @@ class Blending:
         if params is None:
             return None
         ratio = self._ratio(params)
-        self._warn()
+        self._warn(self.warning)
         if isinstance(ratio, str):
             reason, params = ratio, replace(params, keep=False)
             return PromptBlend(params, pieces, length, 1.0, self._score(params), 1, lambda work, blend: reason)
@@ -226,11 +226,11 @@ class Blending:
         """Return what a reader of blended answers should know; empty: nothing."""
         return UNCALIBRATED if self.calibration is None else ""
 
-    def _warn(self) -> None:
-        """Log the warning once."""
-        if self.warning and not self._warned:
-            self._warned = True
-            logger.warning("blending: %s", self.warning)
+    def _warn(self, message: str) -> None:
+        """Log a message once; not an empty one."""
+        if message and message not in self._warned:
+            self._warned.add(message)
+            logger.warning("blending: %s", message)
 
     def _ratio(self, params: BlendParams) -> float | str:
         """Return how much of what could be reused is computed anew, or why nothing is reused."""
@@ -247,7 +247,9 @@ class Blending:
         is_measured = self._score(params) == AUTO and params.threshold is None
         if found is None or not params.gate or not is_measured or ratio == 1:
             return ratio
-        return found.refusal(ratio) or ratio
+        if reason := found.refusal(ratio):
+            self._warn(f"{reason}; such prompts are computed in full")
+        return reason or ratio
 
     def is_verified(self, blend: PromptBlend) -> bool:
         """Return whether it is a blended prompt's turn to be computed in full, too."""
