@@ -36,6 +36,27 @@ MUTANTS = (
         tests=(f"{NUMBERS}::TestCalibration::test_limits",),
     ),
     Mutant(
+        name="gate-open-for-other-texts",
+        file="blend/calibration.py",
+        old="            and self.equal_texts >= limits.equal_texts\n",
+        new="",
+        tests=(f"{NUMBERS}::TestCalibration::test_limits",),
+    ),
+    Mutant(
+        name="only-the-first-token-of-a-text-is-compared",
+        file="blend/calibration.py",
+        old="same[rows - 1 :]",
+        new="same[rows - 1 : rows]",
+        tests=(f"{NUMBERS}::TestDeviation::test_a_text_is_equal_if_each_of_its_tokens_is_the_most_likely_one",),
+    ),
+    Mutant(
+        name="the-text-of-a-probe-has-no-end",
+        file="engine/blend_calibration.py",
+        old=" and text[-1] not in engine.eos_ids",
+        new="",
+        tests=(f"{ENGINE}::test_the_text_of_a_probe_is_the_greedy_one",),
+    ),
+    Mutant(
         name="quality-of-a-higher-ratio",
         file="blend/calibration.py",
         old="[one for one in self.ratios if one.ratio <= ratio][-1]",

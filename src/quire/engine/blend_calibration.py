@@ -214,8 +214,8 @@ class ProbeRuns:
         return ProbeRows(layout, len(probe.ids), len(lead), found)
 
     def blended(self, probe: BlendProbe, rows: ProbeRows, layer: int, ratio: float, text: Sequence[int] = ()) -> Tensor:
-        """Return the logits of the question's rows behind blended chunks, float32 ``[Q, M]``, and of
-        all but the last token of a ``text`` behind the question."""
+        """Return logits behind blended chunks, float32 ``[Q, M]``: of the question's rows, and of
+        all but the last token of a ``text`` behind them."""
         length = len(probe.ids)
         blend = PromptBlend(BlendParams(), probe.pieces, length, ratio, AUTO, 1, lambda work, blend: rows)
         blend.task, blend.valid = rows, rows.valid_mask.numpy() != 0
