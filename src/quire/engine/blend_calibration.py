@@ -201,7 +201,7 @@ class ProbeRuns:
     def rows(self, probe: BlendProbe) -> ProbeRows:
         """Return the rows of a probe's chunks."""
         blending, found = self._engine.blending, dict[tuple[int, int], dict[int, RowsPiece]]()
-        lead, layout = np.array(blending.lead, dtype=np.int64), blending.layout
+        lead, layout = np.array(blending.lead_of(probe.ids), dtype=np.int64), blending.layout
         for begin, end in probe.chunks:
             ids = np.concatenate((lead, probe.ids[begin:end]))
             with self._sequence(ids) as seq:

@@ -213,7 +213,7 @@ class RequestBook:
             leader.siblings = samples[1:]
             leader.work.blend = blend
             if blend is not None:
-                self.blending.ask(key, adapter)
+                self.blending.ask(key, adapter, tokens)
             for sample in samples:
                 sample.work.priority = hints.priority
             self._take_hints(leader, hints)

@@ -226,7 +226,7 @@ class EngineSteps(UnsampledRuns):
                 continue
             if request.params is None:
                 if request.capture is not None and request.capture.store():
-                    request.num_kept = request.num_prompt - len(self.blending.lead)
+                    request.num_kept = request.capture.key.count
                 self._finish(request, "stop")
                 changed.append(request)
                 continue
