@@ -277,6 +277,8 @@ def test_chunks_behind_what_prompts_begin_with(make_llm: MakeLLM, llama: Checkpo
     assert "0 tokens have a state" in told(missed).reason
     (earlier,) = llm.generate([[begin, SEGMENTS[1], QUESTION]], greedy(COUNT), blend=blended(0.0))
     assert told(earlier).blended == 33
+    (most,) = llm.generate([[begin, *SEGMENTS[1:3], QUESTION]], greedy(COUNT), blend=blended(0.0))
+    assert told(most).exact > 52, "52 tokens behind the beginning are more than 33 without"
     # What is kept in idle time is computed behind the beginning, too.
     llm.generate([[begin, SEGMENTS[0], QUESTION]], greedy(COUNT), blend=blended(0.0, keep=True))
     while engine.blending.under_way:

@@ -322,10 +322,13 @@ class Blending:
             return self._retrieved(prompts, indices, work, blend, end)
         lead = self.lead_of(work.tokens.ids[: blend.length])
         task, count = self._chunks(work, blend, lead, prompts, indices, end)
-        if count < params.least and lead != self.lead:
-            task.close()
-            lead = self.lead
-            task, count = self._chunks(work, blend, lead, prompts, indices, end)
+        marked = sum(max(0, min(stop, end) - max(start, work.computed)) for start, stop in blend.pieces.marked)
+        if lead != self.lead and count < max(params.least, marked):
+            # Some segments were computed without: take what has more of them.
+            other, others = self._chunks(work, blend, self.lead, prompts, indices, end)
+            (task if others > count else other).close()
+            if others > count:
+                task, count, lead = other, others, self.lead
         reason = ""
         if count < params.least:
             reason = f"{count} tokens have a state to be reused; at least {params.least} must have one"
