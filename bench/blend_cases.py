@@ -153,7 +153,7 @@ class Method:
 
 NAIVE = Method("random", (0,))
 """With a ratio of 0: cached rows unchanged, only the question is computed."""
-DEFAULT = "v c=2"
+DEFAULT = "v_or_question c=2"
 METHODS: dict[str, Method] = {
     "random": Method("random"),
     "first": Method("first"),

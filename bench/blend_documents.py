@@ -5,10 +5,11 @@ Five documents of 550 to 700 tokens in one prompt, 20 questions with known answe
 asked after all five, by the chat template if the model has one. Compared are the distribution of
 the first token (KL in nats from the full prefill's), the greedy texts, and whether they contain the
 known answer. *anew* is the share of the documents that was computed anew, *seconds* the time to the
-first token.
+first token. *lead* is what a document is computed behind: the start of a sequence (start), that and
+a text (text, the default), or the beginning of the prompts (prompt).
 
 ``python bench/blend_documents.py --model DIR [--ratios 0.15,0.3,0.5] [--select v,v_or_question]
-[--lead text,start] [--questions 20] [--order 0,1,2,3,4] [--dtype float32] [--tokens 24]``
+[--lead text,start,prompt] [--questions 20] [--order 0,1,2,3,4] [--dtype float32] [--tokens 24]``
 """
 
 from __future__ import annotations
@@ -44,6 +45,13 @@ class Asker:
         encode = llm.tokenizer.encode
         self._common = sum(len(encode(one, add_special_tokens=False)) for one in self.documents) - 16
         self.questions: list[tuple[str, str]] = data["questions"][:: max(1, len(data["questions"]) // count)][:count]
+
+    @property
+    def beginning(self) -> str | list[dict[str, str]]:
+        """Return what all prompts begin with."""
+        if not self.llm.tokenizer.chat_templates:
+            return self.system + "\n\n"
+        return [{"role": "system", "content": self.system}]
 
     def ask(self, question: str, blend: BlendParams) -> tuple[RequestOutput, Tensor]:
         """Return the answer to a blended prompt, and the logits of its first token."""
@@ -123,7 +131,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--ratios", default="0.15,0.3,0.5")
     parser.add_argument("--select", default="v,v_or_question")
-    parser.add_argument("--lead", default="text", help="text: as the engine has it; start: chunks behind BOS alone")
+    parser.add_argument("--lead", default="text", help="text, start, prompt: what chunks are computed behind")
     parser.add_argument("--questions", type=int, default=20)
     parser.add_argument("--order", default="0,1,2,3,4")
     parser.add_argument("--dtype", default="float32")
@@ -145,7 +153,7 @@ def main() -> None:
         blending, lead = llm.engine.blending, llm.engine.blending.lead
         for kind in given.lead.split(","):
             blending.lead = blending.start if kind == "start" else lead
-            llm.warm([Segment(one) for one in asker.documents])
+            llm.warm([Segment(one) for one in asker.documents], behind=asker.beginning if kind == "prompt" else None)
             for select in given.select.split(","):
                 for ratio in map(float, given.ratios.split(",")):
                     found = asker.row(truth, BlendParams(ratio=ratio, select=select, keep=False))

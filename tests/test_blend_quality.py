@@ -14,7 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -45,6 +45,8 @@ from blend_cases import (
     summary,
 )
 from plain_llama import PlainLlama
+from quire import LLM, BlendParams, SamplingParams, Segment
+from quire.segments import SelectName
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "recipes/chunk_recall/model"
@@ -244,6 +246,32 @@ class TestQuality:
         kls = [row["kl"] for row in rows]
         assert kls == sorted(kls, reverse=True)
         assert abs(kls[-1]) < ROUNDING
+
+
+class TestEngine:
+    @pytest.mark.parametrize("select", get_args(SelectName)[1:])
+    def test_computes_what_plain_torch_does(self, model: PlainLlama, cases: list[Case], select: SelectName) -> None:
+        """The same number of rows, the same answers; of cached rows that are wrong."""
+        off = 0.0
+        with LLM(KEPT, dtype="float32", device="cpu", kv_cache_memory="64MiB", max_model_len=512) as llm:
+            llm.engine.stored.is_worth = lambda tokens, nbytes: True  # whatever the machine is busy with
+            for case in cases[45::15]:
+                made, first = case.question, list[torch.Tensor]()
+                assert made is not None
+                prompt = [[BOS, *made.chunks[0]], *map(Segment, made.chunks[1:]), list(made.ask)]
+                llm.warm(prompt[1:-1])
+                greedy = SamplingParams(
+                    temperature=0, max_tokens=1, logits_processors=[lambda _, row, to=first: to.append(row) or row]
+                )
+                params = BlendParams(ratio=0.3, select=select, least=16, keep=False)
+                (output,) = llm.generate([prompt], greedy, blend=params)
+                plain = answer_plainly(model, case, Method(select, (2,)), 0.3)
+                assert output.blend is not None
+                assert plain.run is not None
+                assert output.blend.recomputed == len(plain.run.kept) - len(made.ask)
+                torch.testing.assert_close(first[0].float().flatten(), plain.logits[-1], atol=ROUNDING, rtol=0)
+                off = max(off, float((plain.logits[-1] - case.full.logits[-1]).abs().max()))
+        assert off > 100 * ROUNDING, "the full prefill is another"
 
 
 class TestCommand:

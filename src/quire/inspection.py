@@ -207,11 +207,20 @@ def print_calibration(found: BlendCalibration, *, kept: bool, as_json: bool) -> 
             f"{one.mean_kl:.3g}",
             f"{one.agreement:.1%}",
             f"{one.worst_agreement:.0%}",
+            f"{one.equal_texts:.0%}",
             f"{one.cost:.2f}",
         )
         for one in found.qualities
     ]
-    columns = ("check layer", "ratio", "mean KL (nats)", "top token agrees", "in the worst probe", "cost")
+    columns = (
+        "check layer",
+        "ratio",
+        "mean KL (nats)",
+        "top token agrees",
+        "in the worst probe",
+        "equal texts",
+        "cost",
+    )
     print_tables(folding_table(*columns, rows=rows, title="Blended answers beside full computations"))
     print(f"blending: {calibration_told(found)}")
     if found.sampled:

@@ -193,6 +193,7 @@ class LLM:
         self,
         segments: Sequence[Segment | Text],
         *,
+        behind: Text | SegmentedPrompt | Messages | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
         use_tqdm: bool | None = None,
@@ -200,11 +201,17 @@ class LLM:
         """Compute the state that segments have by themselves, as far as it is not kept, for prompts
         that are blended later. Return what is kept of each.
 
+        ``behind`` is what these prompts begin with: text, token ids, messages of a chat (its
+        system message), or a whole prompt, of which the part before its first segment counts. The
+        state is then computed behind the first 512 tokens of that and is much nearer to what it is
+        in prompts that begin so (``docs/blend.md``). Give it in each process, which remembers the
+        last 256. Other prompts use what was computed without.
+
         It goes into the store, from which it is given up as other state is. ``Unsupported`` for a
         model that cannot be blended. The first request that fails raises its error, and the
         requests of all segments end.
         """
-        submitted = self._requests.prepare_warm(segments, adapter=adapter, cache_salt=cache_salt)()
+        submitted = self._requests.prepare_warm(segments, behind=behind, adapter=adapter, cache_salt=cache_salt)()
         return prompt_runs.warm(submitted, self._requests, use_tqdm)
 
     @uninterrupted

@@ -27,9 +27,11 @@ from quire.errors import InvalidArgument
 
 
 def quality(
-    layer: int = 2, ratio: float = 0.15, kl: float = 0.01, worst: float = 1.0, cost: float = 0.5
+    layer: int = 2, ratio: float = 0.15, kl: float = 0.01, worst: float = 1.0, equal: float = 1.0, cost: float = 0.5
 ) -> BlendQuality:
-    return BlendQuality(layer=layer, ratio=ratio, mean_kl=kl, agreement=1.0, worst_agreement=worst, cost=cost)
+    return BlendQuality(
+        layer=layer, ratio=ratio, mean_kl=kl, agreement=1.0, worst_agreement=worst, equal_texts=equal, cost=cost
+    )
 
 
 def calibration(*qualities: BlendQuality, limits: QualityLimits | None = None) -> BlendCalibration:
@@ -51,18 +53,29 @@ class TestDeviation:
         true_kl = 0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5)
         assert found.kl == pytest.approx(true_kl / 2, rel=1e-5)  # logits are float32
         assert deviation(torch.stack((sure, sure)), torch.stack((sure, sure.flip(0)))).agreement == 0.5
-        assert deviation(sure[None], sure[None]) == Deviation(0.0, 1.0)
+        assert deviation(sure[None], sure[None]) == Deviation(0.0, 1.0, True)
 
     def test_what_no_model_says_does_not_count_and_what_is_no_number_is_the_worst(self) -> None:
         never = torch.tensor([[1.0, 0.0, -torch.inf]])
-        assert deviation(never, never) == Deviation(0.0, 1.0)
+        assert deviation(never, never) == Deviation(0.0, 1.0, True)
         assert deviation(never, torch.tensor([[-torch.inf, 0.0, -torch.inf]])).kl == MOST_KL
         assert deviation(never, torch.full((1, 3), torch.nan)).kl == MOST_KL
         assert deviation(torch.full((1, 3), torch.nan), never).kl == MOST_KL
 
+    def test_a_text_is_equal_if_each_of_its_tokens_is_the_most_likely_one(self) -> None:
+        """From the question's last row on; rows of the text count in nothing else."""
+        one, other = torch.tensor([2.0, 0.0]), torch.tensor([0.0, 2.0])
+        true = torch.stack((one, one, other, one))
+        for wrong, is_equal, agreement in ((0, True, 0.5), (1, False, 0.5), (2, False, 1.0), (3, False, 1.0)):
+            ours = true.clone()
+            ours[wrong] = ours[wrong].flip(0)
+            found = deviation(true, ours, text=3)
+            assert (found.is_equal, found.agreement) == (is_equal, agreement)
+            assert (found.kl > 0) == (wrong < 2)
+
     def test_of_many_probes(self) -> None:
-        found = BlendQuality.of([Deviation(0.25, 1.0), Deviation(0.75, 0.5)], 10, 2, 0.1)
-        assert (found.mean_kl, found.agreement, found.worst_agreement) == (0.5, 0.75, 0.5)
+        found = BlendQuality.of([Deviation(0.25, 1.0, True), Deviation(0.75, 0.5, False)], 10, 2, 0.1)
+        assert (found.mean_kl, found.agreement, found.worst_agreement, found.equal_texts) == (0.5, 0.75, 0.5, 0.5)
         assert (found.layer, found.ratio, found.cost) == (2, 0.1, linear_cost(10, 2, 0.1))
 
 
@@ -110,11 +123,18 @@ class TestCalibration:
         assert "32 probes at a ratio of 0.05, mean KL 0.3 nats (limit 0.05)" in TABLE.refusal(0.1)
 
     @pytest.mark.parametrize(
-        ("mean_kl", "worst", "enough"),
-        [(0.05, 0.5, True), (0.06, 0.5, False), (0.05, 0.49, False), (math.nan, 1.0, False), (math.inf, 1.0, False)],
+        ("mean_kl", "worst", "equal", "enough"),
+        [
+            (0.05, 0.5, 18 / 20, True),
+            (0.06, 0.5, 1.0, False),
+            (0.05, 0.49, 1.0, False),
+            (0.05, 0.5, 17 / 20, False),
+            (math.nan, 1.0, 1.0, False),
+            (math.inf, 1.0, 1.0, False),
+        ],
     )
-    def test_limits(self, mean_kl: float, worst: float, enough: bool) -> None:
-        assert quality(kl=mean_kl, worst=worst).passes(QualityLimits()) == enough
+    def test_limits(self, mean_kl: float, worst: float, equal: float, enough: bool) -> None:
+        assert quality(kl=mean_kl, worst=worst, equal=equal).passes(QualityLimits()) == enough
 
     def test_it_is_read_as_it_was_written(self) -> None:
         limited = calibration(quality(), limits=QualityLimits(mean_kl=0.2, worst_agreement=0.1))
@@ -130,3 +150,5 @@ class TestCalibration:
             QualityLimits(mean_kl=math.nan)
         with pytest.raises(InvalidArgument, match="worst_agreement"):
             QualityLimits(worst_agreement=1.5)
+        with pytest.raises(InvalidArgument, match="equal_texts"):
+            QualityLimits(equal_texts=-0.1)

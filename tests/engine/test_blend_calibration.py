@@ -16,15 +16,17 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import pytest
 from recipes.chunk_recall.task import BOS, Kind, Question, make_question
 
 from quire import LLM, BlendParams, InvalidArgument, QualityLimits, ResourceExhausted, Segment, Unsupported
-from quire.blend.calibration import RATIOS, BlendCalibration, deviation
+from quire.blend.calibration import RATIOS, TEXT_TOKENS, BlendCalibration, deviation
 from quire.blend.chunk_catalog import ChunkCatalog
 from quire.contracts.store import ObjectKind
 from quire.engine import blend_calibration
 from quire.engine.blend_calibration import ProbeRuns, probe_length, probes_of
+from quire.engine.segmented_prompts import Pieces
 from quire.errors import QuireError
 from quire.outputs import Blend, RequestOutput
 from quire.runner.local import NO_EXTRAS, Extras
@@ -113,7 +115,8 @@ def test_probes_are_as_far_off_as_prompts(calibrated: LLM, questions: list[Quest
     for number, output in enumerate(outputs):
         (probe,) = probes_of(engine, [(prepared.ids[number], prepared.pieces_of(number))], 1)
         rows = runs.rows(probe)
-        last = deviation(runs.full(probe)[-1:], runs.blended(probe, rows, 2, 0.0)[-1:])
+        asked = len(probe.ids) - probe.asks
+        last = deviation(runs.full(probe).logits_QM[asked - 1 : asked], runs.blended(probe, rows, 2, 0.0)[-1:])
         divergence = told(output).divergence
         assert divergence is not None
         # Sums of float32 in other orders: one step runs several prompts.
@@ -147,7 +150,9 @@ def test_a_target(calibrated: LLM, found: BlendCalibration, questions: list[Ques
         assert "no calibrated ratio has a mean KL of at most 1e-09 nats: 16 probes" in one.reason
 
 
-def test_the_gate(calibrated: LLM, found: BlendCalibration, questions: list[Question]) -> None:
+def test_the_gate(
+    calibrated: LLM, found: BlendCalibration, questions: list[Question], caplog: pytest.LogCaptureFixture
+) -> None:
     prompt = prompt_of(questions[0])
     calibrated.warm([Segment(chunk) for chunk in questions[0].chunks])
     blending, before = engine_of(calibrated).blending, len(engine_of(calibrated).blending.under_way)
@@ -158,24 +163,52 @@ def test_the_gate(calibrated: LLM, found: BlendCalibration, questions: list[Ques
         return told(calibrated.generate([prompt], greedy(1), blend=BlendParams(**{"least": 16, **params}))[0])
 
     assert run().blended > 0
-    assert run(ratio=0.2).blended > 0
+    assert run(ratio=0.4).blended > 0
     assert found.at(0.15).mean_kl < found.at(0.05).mean_kl
-    limits = QualityLimits(mean_kl=found.at(0.15).mean_kl, worst_agreement=0.0)
+    limits = QualityLimits(mean_kl=found.at(0.15).mean_kl, worst_agreement=0.0, equal_texts=0.0)
     blending.calibration = strict = replace(found, limits=limits)
     assert run().blended > 0
     assert run(ratio=0.3).blended > 0
     refused = run(ratio=0.06)
     assert refused.blended == 0
     assert refused.reason == f"the model's calibration refuses it: {strict.told(found.at(0.05))}"
+    assert run(ratio=0.06).blended == 0
+    assert sum(refused.reason in record.message for record in caplog.records) == 1, "the log says it once"
     assert len(blending.under_way) == before, "chunks that are of no use are not computed"
     assert run(ratio=0.06, gate=False).blended > 0
     assert run(ratio=0.06, select="v").blended > 0, "the calibration does not tell of it"
     assert run(ratio=0.06, select="v", threshold=1e-9).blended > 0
     assert run(ratio=1.0).reason == "", "all of it is exact"
+    # Too few equal texts close it, however small the KL.
+    unequal = tuple(replace(one, equal_texts=0.85) for one in found.qualities)
+    blending.calibration = replace(found, qualities=unequal)
+    assert "equal texts 85% (limit 90%)" in run().reason
     # With the other check layer nothing passes.
     blending.calibration = replace(found, layer=1)
     assert "mean KL" in run(ratio=0.15).reason
     assert run(ratio=0.15, gate=False).blended > 0
+
+
+def test_the_text_of_a_probe_is_the_greedy_one(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """That of a request with the same prompt, up to an end of the text, and as long as there is
+    room."""
+    llm = make_llm(llama)
+    engine = engine_of(llm)
+    runs = ProbeRuns(engine)
+    (probe,) = probes_of(engine, [(np.array(TEXT), Pieces())], 1)
+    (expected,) = llm.generate([probe.ids.tolist()], greedy(TEXT_TOKENS))
+    answer = runs.full(probe)
+    assert answer.text == expected.outputs[0].token_ids
+    assert answer.logits_QM.shape[0] == len(probe.ids) - probe.asks + TEXT_TOKENS - 1
+    # All rows computed anew give the same rows behind the question.
+    found = deviation(answer.logits_QM, runs.blended(probe, runs.rows(probe), 1, 1.0, answer.text), TEXT_TOKENS)
+    assert found.is_equal
+    assert found.kl <= 1e-9
+    engine.eos_ids = frozenset({answer.text[2]})
+    assert runs.full(probe).text == answer.text[: answer.text.index(answer.text[2]) + 1]
+    engine.max_model_len = len(probe.ids) + 1
+    assert runs.full(probe).text == answer.text[:2]
+    check(llm)
 
 
 def test_the_check_layer_is_that_of_the_calibration(
@@ -209,7 +242,7 @@ def test_all_rows_anew_are_a_full_computation(
     runs, length = ProbeRuns(engine), probe_length(engine)
     prepared = llm.requests.prepare(random_tokens(length, seed=9), greedy(1))
     (probe,) = probes_of(engine, [(prepared.ids[0], prepared.pieces_of(0))], 1)
-    rows, full = runs.rows(probe), runs.full(probe)
+    rows, full = runs.rows(probe), runs.full(probe).logits_QM[: length - probe.asks]
     assert full.shape[0] == length - 4 * (2 * length // 9)
     assert deviation(full, runs.blended(probe, rows, 1, 1.0)).kl <= 1e-9  # rounding of float32, squared
     assert deviation(full, runs.blended(probe, rows, 0, 0.0)).kl > 1e-6, "cached rows are read"

@@ -18,6 +18,7 @@ from quire.blend import forward as forward_module
 from quire.blend.calibration import BlendQuality
 from quire.blend.forward import BlendedForward
 from quire.blend.scores import StatedScore, score_of
+from quire.engine import blending as blending_module
 from quire.engine.blending import ASKING, LEAD_TEXT, UNCALIBRATED, Blending, lead_text_of, start_of
 from quire.engine.step_draft import Scheduled
 from quire.engine.tokenizer import Tokenizer
@@ -257,6 +258,65 @@ def test_the_lead_is_what_a_chunk_has_read(make_llm: MakeLLM, llama: Checkpoint)
     check(llm)
 
 
+def test_chunks_behind_what_prompts_begin_with(make_llm: MakeLLM, llama: Checkpoint) -> None:
+    """The first segment is exact. Prompts that begin otherwise, and segments that were computed
+    without, use and keep what they did before."""
+    llm = make_llm(llama)
+    engine, begin, other = engine_of(llm), random_tokens(21, seed=30), random_tokens(21, seed=31)
+    llm.warm([SEGMENTS[1]])
+    prompt = [begin, SEGMENTS[2], QUESTION]
+    for behind, computed in ((prompt, 52), (begin, 0), ([begin, SEGMENTS[0], SEGMENTS[2]], 0)):
+        assert [one.computed for one in llm.warm([SEGMENTS[2]], behind=behind)] == [computed]
+
+    (home,) = llm.generate([prompt], greedy(COUNT), blend=blended(0.0))
+    assert (told(home).blended, told(home).exact) == (0, len(joined(prompt)))
+    assert home.outputs[0].token_ids == llama.greedy(joined(prompt), COUNT)
+    (behind,) = llm.generate([[begin, [5], SEGMENTS[2], QUESTION]], greedy(COUNT), blend=blended(0.0))
+    assert told(behind).blended == 52
+    (missed,) = llm.generate([[other, SEGMENTS[2], QUESTION]], greedy(COUNT), blend=blended(0.0))
+    assert "0 tokens have a state" in told(missed).reason
+    (earlier,) = llm.generate([[begin, SEGMENTS[1], QUESTION]], greedy(COUNT), blend=blended(0.0))
+    assert told(earlier).blended == 33
+    (most,) = llm.generate([[begin, *SEGMENTS[1:3], QUESTION]], greedy(COUNT), blend=blended(0.0))
+    assert told(most).exact > 52, "52 tokens behind the beginning are more than 33 without"
+    # What is kept in idle time is computed behind the beginning, too.
+    llm.generate([[begin, SEGMENTS[0], QUESTION]], greedy(COUNT), blend=blended(0.0, keep=True))
+    while engine.blending.under_way:
+        llm.generate([[1]], greedy(1))
+    assert [one.computed for one in llm.warm([SEGMENTS[0]], behind=begin)] == [0]
+    check(llm)
+
+
+def test_chunks_behind_a_chat() -> None:
+    """Messages without a segment are followed by a user's."""
+    llm = LLM("tiny-python", kv_cache_memory="32MiB", device="cpu")
+    engine_of(llm).stored.is_worth = lambda tokens, nbytes: True
+    system, text = {"role": "system", "content": "Geometry."}, "def area(width, height):\n    return width\n\n" * 4
+    parts = [{"type": "text", "text": text, "segment": True}, {"type": "text", "text": "def volume("}]
+    chat = [system, {"role": "user", "content": parts}]
+    assert [one.computed > 0 for one in llm.warm([Segment(text)], behind=[system])] == [True]
+    assert [one.computed for one in llm.warm([Segment(text)], behind=chat)] == [0]
+    (output,) = llm.chat(chat, greedy(2), blend=blended(0.0))
+    assert told(output).exact == len(output.prompt_token_ids), "it stands where it was computed"
+    assert told(output).by_tier
+    assert [one.computed > 0 for one in llm.warm([Segment(text)])] == [True]
+    llm.close()
+
+
+def test_beginnings_are_bounded(make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In number and in length; the longest counts."""
+    blending = engine_of(make_llm(llama)).blending
+    monkeypatch.setattr(blending_module, "LEADS", 2)
+    monkeypatch.setattr(blending_module, "LEAD_TOKENS", 4)
+    text = np.arange(1, 9)
+    assert blending.lead_of(text) == blending.add_lead(text[:0]) == blending.lead
+    assert blending.add_lead(text) == blending.lead_of(text) == (1, 2, 3, 4)
+    assert blending.add_lead(text[:2]) == blending.lead_of(np.array([1, 2, 9])) == (1, 2)
+    assert blending.lead_of(text) == (1, 2, 3, 4)
+    blending.add_lead(text[3:])
+    assert blending.lead_of(text) == (1, 2)
+
+
 def test_a_model_that_is_not_calibrated_warns(
     make_llm: MakeLLM, llama: Checkpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -266,7 +326,9 @@ def test_a_model_that_is_not_calibrated_warns(
     found = [told(llm.generate([PROMPT], greedy(1), blend=blended(ratio))[0]) for ratio in (0.2, 0.4, 1.0)]
     assert [one.warning for one in found] == [UNCALIBRATED, UNCALIBRATED, ""]
     assert sum(UNCALIBRATED in record.message for record in caplog.records) == 1
-    quality = BlendQuality(layer=1, ratio=0.0, mean_kl=0.0, agreement=1.0, worst_agreement=1.0, cost=0.5)
+    quality = BlendQuality(
+        layer=1, ratio=0.0, mean_kl=0.0, agreement=1.0, worst_agreement=1.0, equal_texts=1.0, cost=0.5
+    )
     engine_of(llm).blending.calibration = BlendCalibration(
         layer=1, probes=1, sampled=False, limits=QualityLimits(), qualities=(quality,)
     )
@@ -276,4 +338,4 @@ def test_a_model_that_is_not_calibrated_warns(
 def test_the_defaults_are_those_that_were_measured() -> None:
     """On a real model (``docs/blend.md``)."""
     assert (AUTO, DEFAULT_RATIO) == ("v_or_question", 0.3)
-    assert QualityLimits().mean_kl == 0.05
+    assert (QualityLimits().mean_kl, QualityLimits().equal_texts) == (0.05, 0.9)

@@ -6,6 +6,27 @@ from tests.mutants.harness import Mutant
 
 MUTANTS = (
     Mutant(
+        name="the-shortest-beginning-of-a-prompt",
+        file="engine/blending.py",
+        old="return max(found, key=len, default=self.lead)",
+        new="return min(found, key=len, default=self.lead)",
+        tests=("engine/test_blended_questions.py::test_beginnings_are_bounded",),
+    ),
+    Mutant(
+        name="idle-chunks-behind-another-beginning",
+        file="engine/unsampled_runs.py",
+        old="adapter=adapter, priority=BACKGROUND, lead=lead)",
+        new="adapter=adapter, priority=BACKGROUND)",
+        tests=("engine/test_blended_questions.py::test_chunks_behind_what_prompts_begin_with",),
+    ),
+    Mutant(
+        name="chunks-of-another-beginning-are-not-found",
+        file="engine/blending.py",
+        old="if lead != self.lead and count < max(params.least, marked):",
+        new="if False:",
+        tests=("engine/test_blended_questions.py::test_chunks_behind_what_prompts_begin_with",),
+    ),
+    Mutant(
         name="sinks-of-all-rows-for-those-that-run",
         file="kv/plans.py",
         old="evicted=None if batch.evicted is None else batch.evicted[rows]",

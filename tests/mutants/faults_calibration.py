@@ -31,9 +31,30 @@ MUTANTS = (
     Mutant(
         name="gate-open-where-divergence-is-no-number",
         file="blend/calibration.py",
-        old="return self.mean_kl <= limits.mean_kl and",
-        new="return not self.mean_kl > limits.mean_kl and",
+        old="self.mean_kl <= limits.mean_kl\n",
+        new="not self.mean_kl > limits.mean_kl\n",
         tests=(f"{NUMBERS}::TestCalibration::test_limits",),
+    ),
+    Mutant(
+        name="gate-open-for-other-texts",
+        file="blend/calibration.py",
+        old="            and self.equal_texts >= limits.equal_texts\n",
+        new="",
+        tests=(f"{NUMBERS}::TestCalibration::test_limits",),
+    ),
+    Mutant(
+        name="only-the-first-token-of-a-text-is-compared",
+        file="blend/calibration.py",
+        old="same[rows - 1 :]",
+        new="same[rows - 1 : rows]",
+        tests=(f"{NUMBERS}::TestDeviation::test_a_text_is_equal_if_each_of_its_tokens_is_the_most_likely_one",),
+    ),
+    Mutant(
+        name="the-text-of-a-probe-has-no-end",
+        file="engine/blend_calibration.py",
+        old=" and text[-1] not in engine.eos_ids",
+        new="",
+        tests=(f"{ENGINE}::test_the_text_of_a_probe_is_the_greedy_one",),
     ),
     Mutant(
         name="quality-of-a-higher-ratio",
@@ -99,7 +120,7 @@ MUTANTS = (
     Mutant(
         name="no-gate",
         file="engine/blending.py",
-        old="return found.refusal(ratio) or ratio",
+        old="return reason or ratio",
         new="return ratio",
         tests=(f"{ENGINE}::test_the_gate",),
     ),

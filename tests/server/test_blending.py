@@ -304,7 +304,9 @@ def test_a_target(chat_served: Served) -> None:
     blending, limits = chat_served.llm.engine.blending, QualityLimits()
     layer = blending.check_layer
     qualities = tuple(
-        BlendQuality(layer=layer, ratio=ratio, mean_kl=kl, agreement=1.0, worst_agreement=1.0, cost=0.5)
+        BlendQuality(
+            layer=layer, ratio=ratio, mean_kl=kl, agreement=1.0, worst_agreement=1.0, equal_texts=1.0, cost=0.5
+        )
         for ratio, kl in ((0.0, 0.5), (0.5, 0.05))
     )
     blending.calibration = BlendCalibration(layer=layer, probes=32, sampled=False, limits=limits, qualities=qualities)
@@ -390,10 +392,29 @@ def test_warm(chat_served: Served) -> None:
     assert "/v1/warm" in chat_served.client.get("/openapi.json").json()["paths"]
 
 
+def test_warm_behind_what_prompts_begin_with(chat_served: Served) -> None:
+    """It is tokenised as the beginning of a prompt, and prompts that begin so use it."""
+    begin, document = "Notes on the yard.\n", DOCUMENTS[0]
+    ids = chat_served.llm.tokenizer.encode(begin)
+    for behind, computes in ((begin, True), (ids, False), ([*ids, 5], True)):
+        (one,) = warm(chat_served, document, behind=behind, cache_salt="behind")
+        assert (one["computed"] > 0) == computes
+    body = {
+        "prompt": [{"text": begin}, {"text": document, "segment": True}, {"text": "It"}],
+        "blend": {"ratio": 0, "least": 1, "keep": False},
+    }
+    found = post(chat_served, "completions", **body, cache_salt="behind", **LIMITS)["quire"]["blend"]
+    assert (found["blended"], found["recomputed"]) == (0, 0)
+    assert found["by_tier"] == {"memory": one["tokens"]}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({}, "segments"),
+        ({"segments": ["a"], "behind": [99_999]}, "behind"),
+        ({"segments": ["a"], "behind": {}}, "behind"),
+        ({"segments": ["a"], "behind": "x" * 900_000}, "behind"),
         ({"segments": []}, "segments"),
         ({"segments": "text"}, "segments"),
         ({"segments": ["a"] * 1025}, "segments"),

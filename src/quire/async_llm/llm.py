@@ -16,7 +16,7 @@ from quire.async_llm.stepper import BeamJob, Job
 from quire.async_llm.stream import AsyncStream, Prepared
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
-from quire.engine.prompts import Prompt, Prompts, Text
+from quire.engine.prompts import Prompt, Prompts, SegmentedPrompt, Text
 from quire.engine.request import Request
 from quire.engine.request_outputs import warmed
 from quire.errors import InvalidArgument
@@ -163,11 +163,19 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
     prefetch = awaited(LLM.prefetch)
 
     async def warm(
-        self, segments: Sequence[Segment | Text], *, adapter: str | None = None, cache_salt: str | None = None
+        self,
+        segments: Sequence[Segment | Text],
+        *,
+        behind: Text | SegmentedPrompt | Messages | None = None,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
     ) -> list[WarmedSegment]:
         """Compute what segments lack, as ``LLM.warm`` does."""
         submit = await self._background.call(
-            "warm", lambda: self._llm.requests.prepare_warm(segments, adapter=adapter, cache_salt=cache_salt)
+            "warm",
+            lambda: self._llm.requests.prepare_warm(
+                segments, behind=behind, adapter=adapter, cache_salt=cache_salt
+            ),
         )
         submitted: list[tuple[int, list[Request]]] = []
 

@@ -28,6 +28,8 @@ RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 LAYER_RATIO = 0.15
 """The ratio at which layers are compared."""
 LAYERS_TRIED = 4
+TEXT_TOKENS = 24
+"""Tokens of a greedy text that are compared, at most."""
 MOST_KL = 1e6
 """Nats. It stands for all larger values and for non-numbers, which JSON does not have."""
 
@@ -39,15 +41,23 @@ class Deviation(NamedTuple):
     """KL divergence in nats from the true answers to ours, on average over Q."""
     agreement: float
     """Share of Q with the same most likely token."""
+    is_equal: bool
+    """Whether the greedy text is the same."""
 
 
-def deviation(true_QM: Tensor, ours_QM: Tensor) -> Deviation:
-    """Compare two sets of logits."""
-    true, ours = (logits.double().log_softmax(-1) for logits in (true_QM, ours_QM))
+def deviation(true_QM: Tensor, ours_QM: Tensor, text: int = 1) -> Deviation:
+    """Compare two sets of logits: those of the question, and behind its last row ``text - 1`` rows
+    of the true greedy text, which has ``text`` tokens. KL and agreement are those of the question.
+    """
+    same = true_QM.argmax(-1) == ours_QM.argmax(-1)
+    rows = len(true_QM) - text + 1
+    true, ours = (logits[:rows].double().log_softmax(-1) for logits in (true_QM, ours_QM))
     # A token with logit -inf in both adds 0 * (-inf + inf) = NaN, which nansum skips.
     kl = math.nan if (true.isnan() | ours.isnan()).any() else float((true.exp() * (true - ours)).nansum(-1).mean())
-    agreement = float((true.argmax(-1) == ours.argmax(-1)).double().mean())
-    return Deviation(max(0.0, kl) if kl < MOST_KL else MOST_KL, agreement)
+    # Ours is the true text if each of its tokens is the most likely one behind those before it.
+    return Deviation(
+        max(0.0, kl) if kl < MOST_KL else MOST_KL, float(same[:rows].double().mean()), bool(same[rows - 1 :].all())
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +68,14 @@ class QualityLimits:
     """Largest mean KL divergence in nats from a full computation's answers to blended ones."""
     worst_agreement: float = 0.5
     """Least share of a question's rows with the same most likely token, in each probe."""
+    equal_texts: float = 0.9
+    """Least share of probes with the greedy text of a full computation."""
 
     def __post_init__(self) -> None:
         if not self.mean_kl >= 0:
             raise InvalidArgument(field="mean_kl", given=self.mean_kl, allowed="a number >= 0")
         check_ratio("worst_agreement", self.worst_agreement)
+        check_ratio("equal_texts", self.equal_texts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +90,9 @@ class BlendQuality:
     """Share of questions' rows with the same most likely token, on average over probes."""
     worst_agreement: float
     """The least of these shares over the probes."""
+    equal_texts: float
+    """Share of probes whose greedy text, of at most ``TEXT_TOKENS`` tokens, is that of a full
+    computation."""
     cost: float
     """Linear work of the model, relative to a full computation."""
 
@@ -90,12 +106,17 @@ class BlendQuality:
             mean_kl=fmean(one.kl for one in found),
             agreement=fmean(shares),
             worst_agreement=min(shares),
+            equal_texts=fmean(one.is_equal for one in found),
             cost=linear_cost(layers, layer, ratio),
         )
 
     def passes(self, limits: QualityLimits) -> bool:
         """Return True if the quality is within ``limits``."""
-        return self.mean_kl <= limits.mean_kl and self.worst_agreement >= limits.worst_agreement
+        return (
+            self.mean_kl <= limits.mean_kl
+            and self.worst_agreement >= limits.worst_agreement
+            and self.equal_texts >= limits.equal_texts
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +156,8 @@ class BlendCalibration:
         """Describe a quality beside its limits."""
         return (
             f"{self.probes} probes at a ratio of {found.ratio:g}, mean KL {found.mean_kl:.3g} nats (limit "
-            f"{self.limits.mean_kl:g}), worst agreement {found.worst_agreement:.0%} (limit {self.limits.worst_agreement:.0%})"
+            f"{self.limits.mean_kl:g}), worst agreement {found.worst_agreement:.0%} (limit {self.limits.worst_agreement:.0%}), "
+            f"equal texts {found.equal_texts:.0%} (limit {self.limits.equal_texts:.0%})"
         )
 
     def document(self) -> dict[str, Any]:

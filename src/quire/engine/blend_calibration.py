@@ -23,6 +23,7 @@ from tqdm import tqdm
 from quire.blend.calibration import (
     LAYER_RATIO,
     RATIOS,
+    TEXT_TOKENS,
     BlendCalibration,
     BlendQuality,
     Deviation,
@@ -59,7 +60,7 @@ LONGEST = 128
 """Tokens of such a chunk, at most."""
 ASKING = 64
 """The last rows of a question, at most, whose answers are compared."""
-KIND, VERSION = "blend calibration", 1
+KIND, VERSION = "blend calibration", 2
 """Of records."""
 
 Advance = Callable[[int], object]
@@ -148,6 +149,16 @@ def _probe(start: Ids, ids: Ids) -> BlendProbe:
     return BlendProbe(np.concatenate((start, ids)), Pieces(tuple(ends), tuple(itertools.pairwise(ends))))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ProbeAnswer:
+    """What a probe is answered in a full computation."""
+
+    logits_QM: Tensor
+    """float32: of the question's rows, and of all but the last token of ``text``."""
+    text: list[int]
+    """The greedy text: at least one token, at most ``TEXT_TOKENS``."""
+
+
 class ProbeRows(RowsTask):
     """The rows of chunks that were computed by themselves."""
 
@@ -171,15 +182,26 @@ class ProbeRuns:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def full(self, probe: BlendProbe) -> Tensor:
-        """Return the logits of the question's rows, float32 ``[Q, M]``, computed in full."""
+    def full(self, probe: BlendProbe) -> ProbeAnswer:
+        """Return the answer to a probe that is computed in full. Its text is shorter where a
+        sequence or a step has no room for more."""
+        engine = self._engine
+        room = min(
+            min(engine.max_model_len, engine.checks.pool_tokens) - len(probe.ids),
+            engine.scheduler.limits.max_num_batched_tokens - (len(probe.ids) - probe.asks),
+        )
         with self._sequence(probe.ids[: probe.asks]) as seq:
-            return self._asked(seq, probe)
+            rows = [self._run(seq, probe.ids[probe.asks :].tolist())]
+            text = [int(rows[0][-1].argmax())]
+            while len(text) < min(TEXT_TOKENS, 1 + room) and text[-1] not in engine.eos_ids:
+                rows.append(self._run(seq, text[-1:]))
+                text.append(int(rows[-1][-1].argmax()))
+        return ProbeAnswer(torch.cat(rows), text)
 
     def rows(self, probe: BlendProbe) -> ProbeRows:
         """Return the rows of a probe's chunks."""
         blending, found = self._engine.blending, dict[tuple[int, int], dict[int, RowsPiece]]()
-        lead, layout = np.array(blending.lead, dtype=np.int64), blending.layout
+        lead, layout = np.array(blending.lead_of(probe.ids), dtype=np.int64), blending.layout
         for begin, end in probe.chunks:
             ids = np.concatenate((lead, probe.ids[begin:end]))
             with self._sequence(ids) as seq:
@@ -191,8 +213,9 @@ class ProbeRuns:
                 }
         return ProbeRows(layout, len(probe.ids), len(lead), found)
 
-    def blended(self, probe: BlendProbe, rows: ProbeRows, layer: int, ratio: float) -> Tensor:
-        """Return the logits of the question's rows, float32 ``[Q, M]``, behind blended chunks."""
+    def blended(self, probe: BlendProbe, rows: ProbeRows, layer: int, ratio: float, text: Sequence[int] = ()) -> Tensor:
+        """Return logits behind blended chunks, float32 ``[Q, M]``: of the question's rows, and of
+        all but the last token of a ``text`` behind them."""
         length = len(probe.ids)
         blend = PromptBlend(BlendParams(), probe.pieces, length, ratio, AUTO, 1, lambda work, blend: rows)
         blend.task, blend.valid = rows, rows.valid_mask.numpy() != 0
@@ -202,7 +225,7 @@ class ProbeRuns:
             # A forward of some rows has no logits but the last one's. The question runs once more,
             # over the state that it had.
             self._engine.runner.execute(Step(edits=(Pop(seq, length - probe.asks),)))
-            return self._asked(seq, probe)
+            return self._run(seq, [*probe.ids[probe.asks :].tolist(), *text[:-1]])
 
     @contextmanager
     def _sequence(self, ids: Ids, extras: Extras = NO_EXTRAS) -> Iterator[SeqId]:
@@ -218,8 +241,8 @@ class ProbeRuns:
             finally:
                 self._engine.runner.execute(Step(edits=(Remove(seq),)))
 
-    def _asked(self, seq: SeqId, probe: BlendProbe) -> Tensor:
-        return run_chunks(self._engine, [Chunk(seq, probe.ids[probe.asks :].tolist(), logits="all")]).rows(0)
+    def _run(self, seq: SeqId, ids: list[int]) -> Tensor:
+        return run_chunks(self._engine, [Chunk(seq, ids, logits="all")]).rows(0)
 
 
 def run_chunks(engine: Engine, chunks: Sequence[Chunk], extras: Extras = NO_EXTRAS) -> StepOutput:
@@ -310,9 +333,10 @@ def _measure(
     """Return the quality of each way to blend, a layer and a ratio."""
     found: list[list[Deviation]] = [[] for _ in ways]
     for probe in probes:
-        true_QM, rows = runs.full(probe), runs.rows(probe)
+        true, rows = runs.full(probe), runs.rows(probe)
         for deviations, (layer, ratio) in zip(found, ways, strict=True):
-            deviations.append(deviation(true_QM, runs.blended(probe, rows, layer, ratio)))
+            ours_QM = runs.blended(probe, rows, layer, ratio, true.text)
+            deviations.append(deviation(true.logits_QM, ours_QM, len(true.text)))
         advance(1)
     return [BlendQuality.of(one, layers, *way) for one, way in zip(found, ways, strict=True)]
 

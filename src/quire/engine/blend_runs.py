@@ -32,11 +32,20 @@ class BlendRuns:
     checks: RequestChecks
     metrics: EngineMetrics
 
-    def submit_chunk(self, ids: Ids, *, key: Hashable, adapter: int | None, priority: int = 0) -> Request | None:
-        """Queue the computation of a chunk's tokens by themselves, whose rows the store gets; None:
-        it has them. ``key`` is the salt. ``Unsupported``, ``NotFound``, ``ResourceExhausted``."""
+    def submit_chunk(
+        self,
+        ids: Ids,
+        *,
+        key: Hashable,
+        adapter: int | None,
+        priority: int = 0,
+        lead: tuple[int, ...] | None = None,
+    ) -> Request | None:
+        """Queue the computation of a chunk's tokens behind a lead (``Blending.capture``), whose
+        rows the store gets; None: it has them. ``key`` is the salt. ``Unsupported``, ``NotFound``,
+        ``ResourceExhausted``."""
         self.runner.adapters.check([adapter])
-        capture = self.blending.capture(ids, key, adapter)
+        capture = self.blending.capture(ids, key, adapter, lead)
         if capture.is_stored:
             return None
         tokens = np.array(capture.ids, dtype=np.int64)
@@ -53,16 +62,18 @@ class BlendRuns:
         return request
 
     def submit_chunks(
-        self, segments: Sequence[Ids], *, key: Hashable, adapter: int | None
+        self, segments: Sequence[Ids], *, key: Hashable, adapter: int | None, behind: Ids | None = None
     ) -> list[tuple[int, list[Request]]]:
         """Queue the computation of all chunks of segments that the store lacks, or of none. Return,
-        for each segment, its tokens and these requests."""
+        for each segment, its tokens and these requests. ``behind``: the beginning of the prompts.
+        """
+        lead = None if behind is None else self.blending.add_lead(behind)
         found: list[tuple[int, list[Request]]] = []
         try:
             for ids in segments:
                 found.append((ids.size, []))
                 for chunk in chunks_of(ids, [(0, ids.size)]):
-                    if (request := self.submit_chunk(chunk, key=key, adapter=adapter)) is not None:
+                    if (request := self.submit_chunk(chunk, key=key, adapter=adapter, lead=lead)) is not None:
                         found[-1][1].append(request)
         except BaseException:
             self.requests.end(request for _, requests in found for request in requests)
@@ -74,9 +85,10 @@ class BlendRuns:
         branch, blend = request.branch, request.branch.blend
         if blend is None or not blend.params.keep:
             return
+        lead, adapter = self.blending.lead_of(branch.tokens.ids[: blend.length]), next(iter(branch.runs.ids), None)
         for ids in self.blending.missing(request, blend):
             try:
-                self.submit_chunk(ids, key=branch.salt, adapter=next(iter(branch.runs.ids), None), priority=BACKGROUND)
+                self.submit_chunk(ids, key=branch.salt, adapter=adapter, priority=BACKGROUND, lead=lead)
             except QuireError as error:
                 logger.debug("a chunk of %d tokens is not kept: %s", ids.size, error)
                 return

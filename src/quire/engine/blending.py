@@ -82,6 +82,10 @@ text of the collection. It begins with its own heading or its own first sentence
 """
 """What a chunk reads before it, as a text in the middle of a prompt has read others. One that has
 read nothing has other K and V, above all in its first hundred tokens."""
+LEAD_TOKENS = 512
+"""Of a beginning of prompts, at most, that chunks are computed behind."""
+LEADS = 256
+"""Such beginnings that are known at a time."""
 LEAD_SHARE = 16
 """The lead text is left out if this many of it are longer than the longest sequence."""
 
@@ -142,7 +146,10 @@ class Blending:
         self._runner, self._stored = runner, stored
         self.start = tuple(start)
         self.lead = (*start, *text)
-        """What stands before each chunk when it is computed."""
+        """What stands before a chunk when it is computed, unless the beginning of its prompts is
+        known."""
+        self._leads: dict[tuple[int, ...], None] = {}
+        """Beginnings of prompts, in order of their last use, that chunks are computed behind."""
         self.retriever: BlendRetriever | None = None
         """Finds rows of prompts in the place of the store's chunks; None: these are used."""
         self.executor: BlendExecutor | None = None
@@ -156,7 +163,7 @@ class Blending:
         self.under_way: set[ObjectKey] = set()
         """Chunks that are to be computed."""
         self._seen = SeenText()
-        self._warned = False
+        self._warned: set[str] = set()
         self._refusal: str | None = None
 
     @property
@@ -204,16 +211,36 @@ class Blending:
         if self.refusal:
             raise Unsupported(f"blending: {self.refusal}", field="blend")
 
-    def ask(self, salt: Hashable, adapter: int | None) -> None:
-        """Ask tiers which chunks there are, so that a prompt need not wait when it is admitted."""
-        self.catalog.ask(self._keys(salt, adapter).parent)
+    def add_lead(self, ids: Ids) -> tuple[int, ...]:
+        """Note what prompts begin with, and return what their chunks are computed behind: its first
+        ``LEAD_TOKENS``. Chunks of prompts that begin so are found and kept behind that."""
+        if not ids.size:
+            return self.lead
+        lead = tuple(ids[:LEAD_TOKENS].tolist())
+        self._leads.pop(lead, None)
+        self._leads[lead] = None
+        if len(self._leads) > LEADS:
+            del self._leads[next(iter(self._leads))]
+        return lead
+
+    def lead_of(self, ids_S: Ids) -> tuple[int, ...]:
+        """Return what the chunks of a prompt are computed behind: the longest known beginning that
+        is the prompt's, or what all other chunks are."""
+        head = tuple(ids_S[:LEAD_TOKENS].tolist()) if self._leads else ()
+        found = [lead for lead in self._leads if head[: len(lead)] == lead]
+        return max(found, key=len, default=self.lead)
+
+    def ask(self, salt: Hashable, adapter: int | None, ids_S: Ids) -> None:
+        """Ask tiers which chunks of a prompt there are, so that it need not wait when it is
+        admitted."""
+        self.catalog.ask(self._keys(salt, adapter, self.lead_of(ids_S)).parent)
 
     def wish(self, params: BlendParams | None, pieces: Pieces, length: int) -> PromptBlend | None:
         """Return what a request of ``length`` tokens wishes; None: nothing."""
         if params is None:
             return None
         ratio = self._ratio(params)
-        self._warn()
+        self._warn(self.warning)
         if isinstance(ratio, str):
             reason, params = ratio, replace(params, keep=False)
             return PromptBlend(params, pieces, length, 1.0, self._score(params), 1, lambda work, blend: reason)
@@ -226,11 +253,11 @@ class Blending:
         """Return what a reader of blended answers should know; empty: nothing."""
         return UNCALIBRATED if self.calibration is None else ""
 
-    def _warn(self) -> None:
-        """Log the warning once."""
-        if self.warning and not self._warned:
-            self._warned = True
-            logger.warning("blending: %s", self.warning)
+    def _warn(self, message: str) -> None:
+        """Log a message once; not an empty one."""
+        if message and message not in self._warned:
+            self._warned.add(message)
+            logger.warning("blending: %s", message)
 
     def _ratio(self, params: BlendParams) -> float | str:
         """Return how much of what could be reused is computed anew, or why nothing is reused."""
@@ -247,7 +274,9 @@ class Blending:
         is_measured = self._score(params) == AUTO and params.threshold is None
         if found is None or not params.gate or not is_measured or ratio == 1:
             return ratio
-        return found.refusal(ratio) or ratio
+        if reason := found.refusal(ratio):
+            self._warn(f"{reason}; such prompts are computed in full")
+        return reason or ratio
 
     def is_verified(self, blend: PromptBlend) -> bool:
         """Return whether it is a blended prompt's turn to be computed in full, too."""
@@ -262,16 +291,12 @@ class Blending:
     def scope(self) -> str:
         """Return a digest of the model and of all else that public chunks depend on, beside their
         tokens."""
-        return self._keys(None, None).parent.hex()
+        return self._keys(None, None, self.lead).parent.hex()
 
-    def _keys(self, salt: Hashable, adapter: int | None) -> ChunkKeys:
-        """Return the keys of the chunks of one salt and adapter."""
+    def _keys(self, salt: Hashable, adapter: int | None, lead: tuple[int, ...]) -> ChunkKeys:
+        """Return the keys of the chunks of one salt, adapter and lead."""
         fingerprint = None if adapter is None else self._runner.adapters.get(adapter).fingerprint
-        return self._stored.chunk_keys(salt, fingerprint, self.lead)
-
-    def _retriever(self, salt: Hashable, adapter: int | None) -> ChunkRetriever:
-        state = self._runner.state
-        return ChunkRetriever(self.catalog, self.layout, self._keys(salt, adapter), device=state.device)
+        return self._stored.chunk_keys(salt, fingerprint, lead)
 
     @cached_property
     def catalog(self) -> ChunkCatalog:
@@ -295,13 +320,15 @@ class Blending:
         prompts, indices = [torch.from_numpy(work.tokens.ids[: blend.length].copy())], [list(blend.pieces.offsets)]
         if self.retriever is not None:
             return self._retrieved(prompts, indices, work, blend, end)
-        task = self._retriever(work.salt, next(iter(work.runs.ids), None)).new_request(
-            prompts,
-            indices,
-            wanted=[range(work.computed, end)],
-            first_layer=0 if blend.score == "v_or_question" else self.check_layer,
-        )
-        count = int(task.valid_mask.sum())
+        lead = self.lead_of(work.tokens.ids[: blend.length])
+        task, count = self._chunks(work, blend, lead, prompts, indices, end)
+        marked = sum(max(0, min(stop, end) - max(start, work.computed)) for start, stop in blend.pieces.marked)
+        if lead != self.lead and count < max(params.least, marked):
+            # Some segments were computed without: take what has more of them.
+            other, others = self._chunks(work, blend, self.lead, prompts, indices, end)
+            (task if others > count else other).close()
+            if others > count:
+                task, count, lead = other, others, self.lead
         reason = ""
         if count < params.least:
             reason = f"{count} tokens have a state to be reused; at least {params.least} must have one"
@@ -316,12 +343,33 @@ class Blending:
         blend.by_tier = dict(task.tokens_by_tier)
         if work.window is not None:
             return task  # a chunk by itself has seen what the window hides
-        blend.exact = self._far_rows(task, len(self.lead))
-        if tuple(work.tokens.ids[: len(self.lead)].tolist()) == self.lead:
+        blend.exact = self._far_rows(task, len(lead))
+        if tuple(work.tokens.ids[: len(lead)].tolist()) == lead:
             # A chunk behind its lead, where it was computed, has read there what it reads here.
             at_home = task.positions.numpy() == np.arange(blend.length)
             blend.exact |= at_home & (task.valid_mask.numpy() != 0)
         return task
+
+    def _chunks(
+        self,
+        work: Branch,
+        blend: PromptBlend,
+        lead: tuple[int, ...],
+        prompts: list[Tensor],
+        indices: list[list[int]],
+        end: int,
+    ) -> tuple[ChunkTask, int]:
+        """Look for a prompt's chunks behind one lead; return what brings their rows, and how many
+        they are."""
+        keys = self._keys(work.salt, next(iter(work.runs.ids), None), lead)
+        retriever = ChunkRetriever(self.catalog, self.layout, keys, device=self._runner.state.device)
+        task = retriever.new_request(
+            prompts,
+            indices,
+            wanted=[range(work.computed, end)],
+            first_layer=0 if blend.score == "v_or_question" else self.check_layer,
+        )
+        return task, int(task.valid_mask.sum())
 
     def _retrieved(
         self, prompts: list[Tensor], indices: list[list[int]], work: Branch, blend: PromptBlend, end: int
@@ -390,7 +438,8 @@ class Blending:
         work = request.branch
         if self.refusal or self.retriever is not None or len(work.runs.ids) > 1:
             return []
-        keys = self._keys(work.salt, next(iter(work.runs.ids), None))
+        lead = self.lead_of(work.tokens.ids[: blend.length])
+        keys = self._keys(work.salt, next(iter(work.runs.ids), None), lead)
         marked = [part for part in blend.pieces.marked if part[1] <= blend.question]
         text, found = work.tokens.ids[: blend.length], dict[ObjectKey, Ids]()
         unmarked = ((ids, False) for ids in self._unmarked(text, blend, request.seat.reuse.cached, keys))
@@ -419,9 +468,13 @@ class Blending:
             cuts = content_cuts(ids_S[low:high], to_end=high < end or bool(pieces.offsets))
             yield from chunks_of(ids_S[low:high], cuts)
 
-    def capture(self, ids: Ids, salt: Hashable, adapter: int | None) -> ChunkCapture:
-        """Return what takes the rows of a chunk while it is computed behind the lead."""
-        return ChunkCapture(self.catalog, self.layout, self._keys(salt, adapter), ids.tolist())
+    def capture(
+        self, ids: Ids, salt: Hashable, adapter: int | None, lead: tuple[int, ...] | None = None
+    ) -> ChunkCapture:
+        """Return what takes the rows of a chunk while it is computed behind a lead; None: the one
+        of prompts whose beginning is not known."""
+        keys = self._keys(salt, adapter, self.lead if lead is None else lead)
+        return ChunkCapture(self.catalog, self.layout, keys, ids.tolist())
 
     # -- steps -------------------------------------------------------------------------------------
 

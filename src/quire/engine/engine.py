@@ -170,7 +170,7 @@ class Engine:
             leader.asked, leader.seat.siblings = self._hinted(leader.asked, hints), samples[1:]
             leader.branch.blend = blend
             if blend is not None:
-                self.blending.ask(key, adapter)
+                self.blending.ask(key, adapter, tokens)
             if params.prompt_logprobs is not None:
                 scored = PromptLogprobs(tokens, params.prompt_logprobs)
                 output = leader.output
@@ -282,12 +282,13 @@ class Engine:
             return request
 
     def submit_chunks(
-        self, segments: Sequence[Ids], *, key: Hashable, adapter: int | None
+        self, segments: Sequence[Ids], *, key: Hashable, adapter: int | None, behind: Ids | None = None
     ) -> list[tuple[int, list[Request]]]:
         """Queue the computation of all chunks of segments that the store lacks, or of none. Return,
-        for each segment, its tokens and these requests."""
+        for each segment, its tokens and these requests. ``behind``: the beginning of the prompts.
+        """
         with self.lock:
-            return self.blend_runs.submit_chunks(segments, key=key, adapter=adapter)
+            return self.blend_runs.submit_chunks(segments, key=key, adapter=adapter, behind=behind)
 
     def cancel(self, request_id: str) -> bool:
         """End a request, in any phase, at the next step boundary; return False if there is none."""

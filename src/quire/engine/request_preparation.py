@@ -19,7 +19,16 @@ from quire.engine.chat_segments import cut_at_segments, without_segments
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
 from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions, split_sessions
-from quire.engine.prompts import Prompt, Prompts, Text, as_prompts, is_segmented, naming_prompt, read_prompt
+from quire.engine.prompts import (
+    Prompt,
+    Prompts,
+    SegmentedPrompt,
+    Text,
+    as_prompts,
+    is_segmented,
+    naming_prompt,
+    read_prompt,
+)
 from quire.engine.request import Request
 from quire.engine.request_checks import RequestChecks
 from quire.engine.request_outputs import request_output
@@ -180,7 +189,12 @@ class RequestPreparation:
         )
 
     def prepare_warm(
-        self, segments: Sequence[Segment | Text], *, adapter: str | None, cache_salt: str | None
+        self,
+        segments: Sequence[Segment | Text],
+        *,
+        behind: Text | SegmentedPrompt | Messages | None,
+        adapter: str | None,
+        cache_salt: str | None,
     ) -> Callable[[], list[tuple[int, list[Request]]]]:
         """Check and encode segments; return what queues the computation of those that are not kept.
         That returns, for each, its tokens and the requests that compute them."""
@@ -195,7 +209,23 @@ class RequestPreparation:
                 content = segment.content if isinstance(segment, Segment) else segment
                 ids.append(self._encode(content, self.engine.checks, begins=False))
                 self.engine.checks.tokens(ids[-1])
-        return partial(self.engine.submit_chunks, ids, key=key, adapter=chosen)
+        begun = None if behind is None else self._beginning(behind)
+        return partial(self.engine.submit_chunks, ids, key=key, adapter=chosen, behind=begun)
+
+    def _beginning(self, prompt: Text | SegmentedPrompt | Messages) -> NDArray[np.int64]:
+        """Return the ids of a prompt before its first segment: without segments, all of them; of
+        messages, those before the text of a user's message that follows."""
+        prepared: PreparedPrompts
+        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
+            messages = list(prompt)
+            if not without_segments(messages)[1]:
+                parts = [{"type": "text", "text": "text", "segment": True}, {"type": "text", "text": "?"}]
+                messages.append({"role": "user", "content": parts})
+            prepared = self.prepare_chat(messages, blend=BlendParams())
+        else:
+            prepared = self.prepare([prompt])
+        marked = prepared.pieces_of(0).marked
+        return prepared.ids[0][: marked[0][0]] if marked else prepared.ids[0]
 
     def submit(self, prepared: PreparedPrompts, request_id: str | None = None) -> list[list[Request]]:
         """Queue prompts, all or none, for the engine's steps; return the samples of each.

@@ -238,7 +238,7 @@ class Stepper:
                 continue
             if asked.params is None:
                 if asked.capture is not None and asked.capture.store():
-                    wanted.num_kept = asked.num_prompt - len(self.blending.lead)
+                    wanted.num_kept = asked.capture.key.count
                 self.requests.finish(request, "stop")
                 changed.append(request)
                 continue

@@ -23,6 +23,8 @@ class WarmBody(StrictBody):
 
     segments: list[Prompt]
     """Texts, or lists of token ids."""
+    behind: Prompt | None = None
+    """What the prompts begin with; none: anything."""
     model: str | None = None
     """The model's name or an adapter's; the base model if it is missing."""
     cache_salt: str | None = None
@@ -44,9 +46,17 @@ async def warm(request: Request, body: WarmBody) -> Response:
     for number, segment in enumerate(body.segments):
         with naming({}, f"segments.{number}"):
             checks.text(segment)
+    with naming({}, "behind"):
+        checks.text(body.behind or "")
+    begun: list[Any] = []
 
     def encode_all() -> list[Any]:
         found = []
+        if body.behind is not None:
+            with naming({}, "behind"):
+                ids = encode(context.llm.tokenizer, body.behind)
+                checks.tokens(ids)
+                begun.append(ids.tolist())
         for number, segment in enumerate(body.segments):
             with naming({}, f"segments.{number}"):
                 found.append(encode(context.llm.tokenizer, segment, inside=True))
@@ -54,8 +64,10 @@ async def warm(request: Request, body: WarmBody) -> Response:
                 checks.length(found[-1].size, None)
         return found
 
-    ids = await in_texts(context, request, sum(map(len, body.segments)), encode_all)
+    ids = await in_texts(context, request, sum(map(len, [*body.segments, body.behind or ""])), encode_all)
     request.state.tokens = {"prompt": sum(one.size for one in ids)}
     salt = context.salt(request.state.owner, body.cache_salt)
-    kept = await unless_gone(request, context.llm.warm(ids, adapter=adapter, cache_salt=salt))
+    kept = await unless_gone(
+        request, context.llm.warm(ids, behind=begun[0] if begun else None, adapter=adapter, cache_salt=salt)
+    )
     return JsonAnswer({"model": body.model or context.model_name, "segments": [asdict(one) for one in kept]})
