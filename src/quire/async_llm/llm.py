@@ -173,9 +173,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         """Compute what segments lack, as ``LLM.warm`` does."""
         submit = await self._background.call(
             "warm",
-            lambda: self._llm.requests.prepare_warm(
-                segments, behind=behind, adapter=adapter, cache_salt=cache_salt
-            ),
+            lambda: self._llm.requests.prepare_warm(segments, behind=behind, adapter=adapter, cache_salt=cache_salt),
         )
         submitted: list[tuple[int, list[Request]]] = []
 
