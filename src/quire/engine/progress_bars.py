@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +107,17 @@ def run_shown(engine: Engine, request: Request, use_tqdm: bool | None) -> None:
         return
     with closing(PromptBar(request, use_tqdm)) as bar:
         engine.run([request], on_step=bar.advance)
+
+
+@contextmanager
+def generation_bar(
+    engine: Engine, prompts: Sequence[Sequence[Request]], use_tqdm: bool | None
+) -> Iterator[Callable[[], None] | None]:
+    """Show a ``GenerationBar`` of prompts that run in the block. Give the function to be called
+    after each step; None: nothing is shown."""
+    step_tokens = engine.scheduler.limits.max_num_batched_tokens
+    with closing(GenerationBar(prompts, show=use_tqdm, step_tokens=step_tokens)) as bar:
+        yield bar.advance if bar.shown else None
 
 
 def prompt_pieces(tokens: Sequence[int], step_tokens: int) -> Generator[Sequence[int], None, None]:

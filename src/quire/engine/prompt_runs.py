@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 
 from tqdm import tqdm
 
 from quire.blend.calibration import BlendCalibration, QualityLimits
 from quire.config import check_int
 from quire.engine import beam, blend_calibration
-from quire.engine.progress_bars import GenerationBar
+from quire.engine.progress_bars import generation_bar
 from quire.engine.prompt_sessions import PreparedPrompts
 from quire.engine.prompts import SegmentedPrompt, Text, naming_prompt
 from quire.engine.request import Request
@@ -31,7 +30,8 @@ def run(prepared: PreparedPrompts, requests: RequestPreparation, use_tqdm: bool 
         try:
             submitted = requests.submit(prepared)
             samples = [sample for samples in submitted for sample in samples]
-            _run_shown(requests, submitted, samples, use_tqdm)
+            with generation_bar(engine, submitted, use_tqdm) as on_step:
+                engine.run(samples, on_step)
             engine.run([one.output.verification for one in samples if one.output.verification is not None])
         finally:
             for samples in submitted:
@@ -46,21 +46,11 @@ def warm(
     """Compute the chunks of segments; return the kept tokens of each."""
     runs = [request for _, runs in submitted for request in runs]
     try:
-        _run_shown(requests, [[one] for one in runs], runs, use_tqdm)
+        with generation_bar(requests.engine, [[one] for one in runs], use_tqdm) as on_step:
+            requests.engine.run(runs, on_step)
     finally:
         requests.engine.end(runs)
     return warmed(submitted)
-
-
-def _run_shown(
-    requests: RequestPreparation,
-    prompts: Sequence[Sequence[Request]],
-    samples: Sequence[Request],
-    use_tqdm: bool | None,
-) -> None:
-    step_tokens = requests.engine.scheduler.limits.max_num_batched_tokens
-    with closing(GenerationBar(prompts, show=use_tqdm, step_tokens=step_tokens)) as bar:
-        requests.engine.run(samples, bar.advance if bar.shown else None)
 
 
 def search(

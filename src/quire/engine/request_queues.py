@@ -98,8 +98,8 @@ class RequestQueues:
                     heapq.heappush(turns, (one.seat.priority == BACKGROUND, time, load, key, one, line))
                     return
 
-        for found in merged.values():
-            queue(found)
+        for waiting in merged.values():
+            queue(waiting)
         while turns:
             *_, one, line = heapq.heappop(turns)
             if not is_out(one):
