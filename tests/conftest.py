@@ -19,9 +19,9 @@ from hypothesis import settings
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The same examples in every run, 25 unless a test says otherwise, so that a change is red or green
+# The same examples in every run, 40 unless a test says otherwise, so that a change is red or green
 # for everybody. How long one takes says how busy the machine is.
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25)
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40)
 # Others in every run, for `make test-all`.
 settings.register_profile("random", deadline=None)
 settings.load_profile("ci")

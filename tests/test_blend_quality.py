@@ -73,6 +73,7 @@ def cases(model: PlainLlama) -> list[Case]:
         return make_cases(model, Kind(), 40, 1)
 
 
+@pytest.mark.slow
 class TestPlainForward:
     def test_full_equals_transformers(self, model: PlainLlama, cases: list[Case]) -> None:
         peer = LlamaForCausalLM.from_pretrained(KEPT, dtype=torch.float32)
@@ -146,6 +147,7 @@ class TestPlainForward:
         assert case.context + case.asks == len(case.tokens) - 2
 
 
+@pytest.mark.slow
 class TestTable:
     def test_means(self) -> None:
         def outcome(hops: int, kl: float, right: bool) -> Outcome:
@@ -227,6 +229,7 @@ class TestTable:
         assert wrong.kl > 1.0
 
 
+@pytest.mark.slow
 class TestQuality:
     def test_the_default_reaches_its_goals(self, model: PlainLlama, cases: list[Case]) -> None:
         """At 15 %: KL at most 0.1, 0.92 right, and 5 times less KL than the method as published."""
@@ -240,7 +243,6 @@ class TestQuality:
         assert default["recovered"] >= 0.95
         assert max(rows["reuse alone"]["acc1"], rows["reuse alone"]["acc2"]) < 0.6
 
-    @pytest.mark.slow
     def test_more_rows_are_better(self, model: PlainLlama, cases: list[Case]) -> None:
         rows = compare(partial(answer_plainly, model), cases, {DEFAULT: METHODS[DEFAULT]}, [0.1, 0.3, 1.0])
         kls = [row["kl"] for row in rows]

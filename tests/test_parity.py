@@ -344,6 +344,7 @@ def test_ragged_batch_of_prompts_chunks_and_decodes(llm: LLM, model: Model) -> N
         assert_same(found.rows(index), model, start)
 
 
+@pytest.mark.turns(2)
 def test_after_fork_at_every_position(llm: LLM, model: Model) -> None:
     state, parent = llm.engine.runner.state, new(llm)
     run(llm, parent, model.tokens[:10])
@@ -368,6 +369,7 @@ def test_after_fork_at_every_position(llm: LLM, model: Model) -> None:
     state.check()
 
 
+@pytest.mark.turns(2)
 def test_after_rewind_to_every_position(llm: LLM, model: Model) -> None:
     """Each rewind lies before the forward of the one before it: with windows, much is
     gone by then."""
@@ -392,6 +394,7 @@ def test_after_rewind_to_every_position(llm: LLM, model: Model) -> None:
     state.check()
 
 
+@pytest.mark.turns(2)
 def test_rewinds_of_a_decoded_sequence_are_exact_or_refused(llm: LLM, model: Model) -> None:
     state, seq = llm.engine.runner.state, new(llm)
     for token in model.tokens:
@@ -409,6 +412,7 @@ def test_rewinds_of_a_decoded_sequence_are_exact_or_refused(llm: LLM, model: Mod
     state.check()
 
 
+@pytest.mark.turns(2)
 def test_verify_then_truncate(llm: LLM, model: Model) -> None:
     """Drafts, most of them wrong, run in one forward; the state after taking them back goes on
     rightly.
@@ -425,6 +429,7 @@ def test_verify_then_truncate(llm: LLM, model: Model) -> None:
             run(llm, seq, model.tokens[kept : position + 1])
 
 
+@pytest.mark.turns(2)
 def test_verify_trees_then_commit(llm: LLM, model: Model) -> None:
     """A tree with the right tokens on one path; what follows a commit is as if they had come one by
     one.
@@ -448,6 +453,7 @@ def test_verify_trees_then_commit(llm: LLM, model: Model) -> None:
     llm.engine.runner.state.check()
 
 
+@pytest.mark.turns(2)
 def test_after_save_and_load_into_another_page_size(llm: LLM, model: Model, tmp_path: Path) -> None:
     other = LLM(model.path, dtype="float32", page_size=7, kv_cache_memory="8MiB")
     for length in (2, 7, 16, LENGTH):

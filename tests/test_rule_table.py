@@ -101,6 +101,7 @@ def test_models_are_of_their_combination(bed: Bed) -> None:
     assert rules["state"] == {verb: state_cell(verb, bed.combination) for verb in rules["state"]}
 
 
+@pytest.mark.turns(2)
 @pytest.mark.product(5)
 @pytest.mark.parametrize("use", USE_ROWS)
 def test_use_cells(bed: Bed, use: str) -> None:

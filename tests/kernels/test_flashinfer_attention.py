@@ -45,9 +45,15 @@ def check(case: Case, backend: FlashInferAttention, patch: pytest.MonkeyPatch) -
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.product(3)
-@pytest.mark.parametrize("dtype", WIDE)
-@pytest.mark.parametrize("feature", UNCAPPED)
+EACH_FEATURE = [
+    pytest.param(feature, dtype, marks=() if turn == 0 or (number + turn) % 6 == 0 else pytest.mark.slow)
+    for number, feature in enumerate(UNCAPPED)
+    for turn, dtype in enumerate(WIDE)
+]
+"""Each in float32, and some in half precision."""
+
+
+@pytest.mark.parametrize(("feature", "dtype"), EACH_FEATURE)
 def test_each_feature(feature: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     entries, _, learned = FEATURES[feature]
     for (key_size, _), page_size, fragmented in POOLS if dtype == torch.float32 else POOLS[:1]:

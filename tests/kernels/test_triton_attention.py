@@ -47,13 +47,14 @@ def check(case: Case, *backends: CarriedAttention, patch: pytest.MonkeyPatch) ->
 
 
 QUICK_FEATURES = [
-    pytest.param(feature, dtype, marks=() if (number + turn) % len(DTYPES) == 0 else pytest.mark.slow)
+    pytest.param(feature, dtype, marks=() if usual and (number + turn) % len(DTYPES) == 0 else pytest.mark.slow)
     for number, feature in enumerate(FEATURES)
+    # Every other one, and those with learned logits.
+    for usual in [number % 2 == 0 or FEATURES[feature][2]]
     for turn, dtype in enumerate(DTYPES)
 ]
 
 
-@pytest.mark.turns(2)
 @pytest.mark.parametrize(("feature", "dtype"), QUICK_FEATURES)
 def test_each_feature(feature: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     entries, softcap, learned = FEATURES[feature]

@@ -46,7 +46,7 @@ WANTED = chain_plan([150, 4, 66, 1, 9], [0, 1, 62, 63, 64, 100, 149, 150, 153, 2
 # -- linear attention ------------------------------------------------------------------------------
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_ragged_batches(decay: str, delta: bool) -> None:
