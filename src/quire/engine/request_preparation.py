@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -215,15 +215,14 @@ class RequestPreparation:
     def _beginning(self, prompt: Text | SegmentedPrompt | Messages) -> NDArray[np.int64]:
         """Return the ids of a prompt before its first segment: without segments, all of them; of
         messages, those before the text of a user's message that follows."""
-        prepared: PreparedPrompts
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
-            messages = list(prompt)
+            messages = cast("list[Mapping[str, Any]]", list(prompt))
             if not without_segments(messages)[1]:
                 parts = [{"type": "text", "text": "text", "segment": True}, {"type": "text", "text": "?"}]
                 messages.append({"role": "user", "content": parts})
             prepared = self.prepare_chat(messages, blend=BlendParams())
         else:
-            prepared = self.prepare([prompt])
+            prepared = self.prepare(cast("list[Prompt]", [prompt]))
         marked = prepared.pieces_of(0).marked
         return prepared.ids[0][: marked[0][0]] if marked else prepared.ids[0]
 
