@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire.contracts.attention import AttentionBackend, ForwardPlan, Scoring
-from quire.kernels.paged_attention import NativeAttention
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.cpu_attention import NativeAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.storage import lazy_zeros
 from quire_bench.hardware import measure
 from quire_bench.reports import Comparison, Spread, interleave, print_json, print_table

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from quire import LLM, RequestOutput, SamplingParams, Session
+from quire.base.segments import BlendParams, Segment
 from quire.blend.calibration import deviation
-from quire.segments import BlendParams, Segment
 from quire_bench.reports import print_json, print_table
 
 DATA = Path(__file__).with_name("blend_questions.json")

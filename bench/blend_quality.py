@@ -28,7 +28,7 @@ from recipes.chunk_recall.task import VARIANTS, Kind
 from blend_cases import METHODS, answer_plainly, compare, make_cases, make_edit, rank_correlations
 from blend_text import BUNDLED, compare_text, text_cases
 from plain_llama import PlainLlama
-from quire.errors import InvalidArgument
+from quire.base.errors import InvalidArgument
 from quire_bench.reports import print_json, print_table
 
 MODEL = Path(__file__).resolve().parents[1] / "recipes/chunk_recall/model"

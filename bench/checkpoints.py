@@ -39,8 +39,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument, NotFound
 from quire.contracts.layers import RopeSpec
-from quire.errors import InvalidArgument, NotFound
 from quire.ops.rope import inverse_frequencies
 
 DEFAULT_DIRECTORY = Path("~/.cache/quire/bench")

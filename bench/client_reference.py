@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from quire.base.sampling_params import SamplingParams
 from quire.llm import LLM
-from quire.sampling_params import SamplingParams
 
 PROMPT = "def fib(n):"
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": PROMPT}]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.server.errors import busy, error_response
+from quire.server.http.errors import busy, error_response
 
 PREFIX = re.compile(r"^/at/([^/]+)/([^/]+)(/.*)$")
 MADE = re.compile(r"\b(?:resp|call|fc|msg|rs)_[0-9a-f]{16,}")

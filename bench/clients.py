@@ -37,11 +37,11 @@ from client_reference import CONTINUATIONS, FORM, GREEDY, MESSAGES, PROMPT, STOP
 from client_watch import REFUSED_ONCE, Seen, Watch, recording, write_recording
 from fuzz import chat_copy
 from quire.async_llm import AsyncLLM
-from quire.errors import InvalidArgument, QuireError
+from quire.base.errors import InvalidArgument, QuireError
 from quire.models.catalogue import bundled_models
-from quire.server.app import create_app
-from quire.server.serving import Server, bind, url_of
-from quire.server.settings import ServerSettings
+from quire.server.http.app import create_app
+from quire.server.http.serving import Server, bind, url_of
+from quire.server.http.settings import ServerSettings
 from quire_bench.reports import print_json, print_table
 
 NAME = "under-test"

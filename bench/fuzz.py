@@ -32,8 +32,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from quire.client import HttpFailure
-from quire.errors import QuireError, Unsupported
+from quire.base.errors import QuireError, Unsupported
+from quire.cli.client import HttpFailure
 from quire.models.catalogue import bundled_models
 from quire_bench.reports import print_json, print_table
 from quire_bench.serve_client import ServeClient

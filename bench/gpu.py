@@ -55,11 +55,11 @@ from gpu_recurrence import recurrences
 from quire import LLM, SamplingParams
 from quire.contracts.attention import AttentionBackend, ForwardPlan, Scoring
 from quire.contracts.layers import FullAttention
-from quire.kernels import triton_attention
-from quire.kernels.flashinfer_attention import FlashInferAttention, flashinfer_problem
-from quire.kernels.float8 import Float8Linear, float8_problem
-from quire.kernels.sdpa import SdpaAttention
-from quire.kernels.triton_attention import Settings, TritonAttention
+from quire.kernels.attention import triton_attention
+from quire.kernels.attention.flashinfer_attention import FlashInferAttention, flashinfer_problem
+from quire.kernels.attention.sdpa import SdpaAttention
+from quire.kernels.attention.triton_attention import Settings, TritonAttention
+from quire.kernels.linear.float8 import Float8Linear, float8_problem
 from quire.kernels.triton_support import triton_problem
 from quire_bench.hardware import Hardware, free_bytes
 from quire_bench.latency import run_latency, synchronize

@@ -15,11 +15,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from quire import SamplingParams
-from quire.kernels.float8 import Float8Linear
-from quire.kernels.triton_draw import TritonDraw
-from quire.kernels.triton_rows import TritonRows, round_rows
-from quire.ops.filters import KernelDraws, candidates
+from quire.kernels.draw.triton_draw import TritonDraw
+from quire.kernels.linear.float8 import Float8Linear
+from quire.kernels.rows.triton_rows import TritonRows, round_rows
 from quire.ops.rows import REFERENCE_ROWS
+from quire.sampling.filters import KernelDraws, candidates
 
 Timer: TypeAlias = Callable[[Callable[[], object], int], float]
 """Returns the median seconds of a call over a number of rounds."""

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from quire.contracts.recurrence import PooledRecurrence, RecurrenceBackend, RecurrencePlan, StatePlaces
-from quire.kernels.recurrence import ChunkedRecurrence
-from quire.kernels.triton_recurrence import TritonRecurrence
+from quire.kernels.recurrence.chunked import ChunkedRecurrence
+from quire.kernels.recurrence.triton_recurrence import TritonRecurrence
 
 
 @dataclass(frozen=True)

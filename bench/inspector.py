@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import IO
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.server.app import create_app
-from quire.server.serving import Server, bind, url_of
+from quire.server.http.app import create_app
+from quire.server.http.serving import Server, bind, url_of
 from quire.server.state_answers import encoded_document
 from quire_bench.reports import Spread, interleave, print_json, print_table
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from quire.config import parse_bytes
-from quire.errors import QuireError
+from quire.base.config import parse_bytes
+from quire.base.errors import QuireError
 from quire_bench.hardware import measure
 from quire_bench.latent import CellResult, lines, measure_cell
 from quire_bench.latent_forms import GEOMETRIES, Cell

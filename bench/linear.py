@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from quire.base.errors import QuireError, Unsupported
 from quire.contracts.linear import WeightForm
-from quire.errors import QuireError, Unsupported
-from quire.kernels.linear import FORMS, native_linear
+from quire.kernels.linear.cpu_linear import FORMS, native_linear
 from quire.kernels.native_library import native_problem
 from quire_bench.hardware import measure
 from quire_bench.reports import interleave, print_json, print_table

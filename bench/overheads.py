@@ -30,19 +30,19 @@ import torch
 from torch import Tensor
 
 import quire.engine.sampling_step
-import quire.ops.logit_edits
-import quire.ops.sampling
+import quire.sampling.logit_edits
+import quire.sampling.sampler
 from checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint, text_tokenizer
 from quire import LLM, SamplingParams
-from quire.engine.detokenizer import IncrementalDetokenizer
+from quire.base.errors import QuireError
 from quire.engine.engine import Engine
-from quire.engine.grammar_matcher import GrammarMatcher
-from quire.engine.grammars import Grammars
 from quire.engine.request import Request
-from quire.errors import QuireError
+from quire.grammars.grammars import Grammars
+from quire.grammars.matcher import GrammarMatcher
 from quire.kv.state_pass import StatePass
-from quire.ops.request_sampler import RequestSampler
-from quire.ops.sampled_tokens import SampledTokens
+from quire.sampling.request_sampler import RequestSampler
+from quire.sampling.sampled_tokens import SampledTokens
+from quire.text.detokenizer import IncrementalDetokenizer
 from quire_bench.latency import synchronize
 from quire_bench.reports import Spread, interleave, print_json, print_table, random_prompts
 
@@ -255,8 +255,8 @@ def clocks_of(llm: LLM) -> Clocks:
         *((one.storage, ("copy", "blank"), "page copies") for one in state.parts.paged.classes),
         (engine.runner, ("execute",), "model"),
         (Grammars, ("allowed",), "grammar masks"),
-        (quire.ops.logit_edits, ("mask_out",), "grammar masks applied"),
-        (quire.ops.sampling, ("first_allowed",), "grammar masks applied"),
+        (quire.sampling.logit_edits, ("mask_out",), "grammar masks applied"),
+        (quire.sampling.sampler, ("first_allowed",), "grammar masks applied"),
         (GrammarMatcher, ("accept",), "grammar state"),
         (quire.engine.sampling_step, ("sample",), SAMPLING),
         (IncrementalDetokenizer, ("push",), DETOKENIZER),

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.base.config import EngineConfig
+from quire.base.errors import QuireError, Unsupported
+from quire.base.types import Add, Chunk, Remove, Step
 from quire.build import Parts, build
-from quire.config import EngineConfig
-from quire.errors import QuireError, Unsupported
-from quire.types import Add, Chunk, Remove, Step
 from quire_bench.reports import print_json, print_table
 
 LENGTH = 300

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan
-from quire.kernels.recurrence import CHUNK, ChunkedRecurrence
+from quire.kernels.recurrence.chunked import CHUNK, ChunkedRecurrence
 from quire.ops.recurrence import ReferenceRecurrence
 from quire_bench.latency import synchronize
 from quire_bench.reports import Comparison, Spread, interleave, print_json, print_table

@@ -25,12 +25,12 @@ from PIL import Image
 from rich.console import Console
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.errors import NotFound
-from quire.remote_chat import Link
+from quire.base.errors import NotFound
+from quire.cli.remote_chat import Link
 from quire.remote_top import Watch, screen
-from quire.server.app import create_app
-from quire.server.serving import Server, bind, url_of
-from quire.server.settings import ServerSettings
+from quire.server.http.app import create_app
+from quire.server.http.serving import Server, bind, url_of
+from quire.server.http.settings import ServerSettings
 from screenshot_scene import MODULE, Scene
 
 if TYPE_CHECKING:
@@ -328,7 +328,7 @@ def of_still(album: Album, store: Path) -> None:
     import subprocess
     import sys
 
-    command = [sys.executable, "-m", "quire.cli", "inspect", str(store), "--open", "--no-browser"]
+    command = [sys.executable, "-m", "quire.cli.main", "inspect", str(store), "--open", "--no-browser"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -1,7 +1,7 @@
 """Cost of a slow grammar for others: a stream beside requests whose grammar is highly ambiguous.
 
 Three ways in turn: the stream alone; beside ``--slow`` such requests, whose masks are made beside
-the engine (``quire.engine.slow_masks``); and beside them with their masks made in the engine's
+the engine (``quire.grammars.slow_masks``); and beside them with their masks made in the engine's
 steps, as if no grammar counted as slow. For each the median and the longest time between two tokens
 of the stream, its tokens per second, and the number of rounds with the same tokens as alone. The
 slow requests are sent again whenever they reach the limit of their grammar.
@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quire import AsyncLLM, SamplingParams
-from quire.engine import slow_masks
-from quire.errors import ResourceExhausted
+from quire.base.errors import ResourceExhausted
+from quire.grammars import slow_masks
 from quire_bench.reports import print_json, print_table
 
 ALONE, BESIDE, WITHIN = "alone", "masks beside the engine", "masks in the steps"

@@ -28,10 +28,10 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.client import BrokenAnswer, HttpFailure
-from quire.errors import QuireError
+from quire.base.errors import QuireError
+from quire.base.sampling_params import SamplingParams
+from quire.cli.client import BrokenAnswer, HttpFailure
 from quire.llm import LLM
-from quire.sampling_params import SamplingParams
 from quire_bench.reports import print_json, print_table
 from quire_bench.serve_client import ServeClient
 from quire_bench.serve_process import ServerProcess, server_process

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from checkpoints import DEFAULT_DIRECTORY, checkpoint
-from quire.errors import QuireError
+from quire.base.errors import QuireError
 from quire_bench.state import run_state, start_rows
 
 

@@ -34,7 +34,7 @@ import torch
 from agent_trace import AgentTrace, Played
 from checkpoints import DEFAULT_DIRECTORY, DRAWN, SHAPES, checkpoint, drawn
 from quire import LLM, SamplingParams
-from quire.errors import QuireError
+from quire.base.errors import QuireError
 from quire_bench.hardware import measure
 from quire_bench.reports import Spread, interleave, print_json, print_table, random_prompts
 

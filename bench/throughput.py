@@ -21,8 +21,8 @@ import torch
 from checkpoints import DEFAULT_DIRECTORY, checkpoint
 from peer_process import PeerFailed
 from peers import started
-from quire.config import parse_bytes
-from quire.errors import QuireError
+from quire.base.config import parse_bytes
+from quire.base.errors import QuireError
 from quire_bench.latency import PEERS
 from quire_bench.throughput import LONGEST, PEER_BATCHES, Outcome, PeerWay, Workload, run_throughput
 

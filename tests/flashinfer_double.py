@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from quire.kernels.flashinfer_attention import FlashInferAttention
+from quire.kernels.attention.flashinfer_attention import FlashInferAttention
 
 HALVES = (torch.float16, torch.bfloat16)
 HEAD_SIZES = (64, 128, 256)

@@ -21,11 +21,11 @@ from tests.test_parity import FAMILIES, SIZES
 from torch import Tensor
 
 from quire import LLM
-from quire.engine.token_bytes import TokenBytes
-from quire.errors import Unsupported
+from quire.base.errors import Unsupported
+from quire.base.types import Add, Chunk, Remove, Step, TokenTree
 from quire.kv.rule_table import Combination
 from quire.runner.local import Extras
-from quire.types import Add, Chunk, Remove, Step, TokenTree
+from quire.text.token_bytes import TokenBytes
 from small_tokenizers import saved
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -20,8 +20,8 @@ from tests.rule_beds import OPTIONS, PROMPT, Bed, causal_mask, refused
 from torch import Tensor
 
 from quire import AsyncLLM, BeamSearchParams, BlendParams, SamplingParams, Segment, StructuredOutputs
+from quire.base.types import Commit, Fork, Pop, Step, TokenTree
 from quire.engine.layer_memory import read
-from quire.types import Commit, Fork, Pop, Step, TokenTree
 
 
 def generate(bed: Bed) -> None:

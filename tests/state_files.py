@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from quire.kv.statefile import plan_of, read_state, to_bytes
+from quire.statefile.container import plan_of, read_state, to_bytes
 
 MISSING = object()
 """In place of a value: the field is not there."""

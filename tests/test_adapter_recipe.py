@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from quire.errors import InvalidArgument
+from quire.base.errors import InvalidArgument
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

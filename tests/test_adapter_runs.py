@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.types import BASE, AdapterRuns
+from quire.base.types import BASE, AdapterRuns
 
 LENGTH = 12
 SWITCHES = st.lists(st.tuples(st.integers(0, LENGTH - 1), st.sampled_from([None, 0, 1])), max_size=5)

@@ -26,13 +26,13 @@ from tests.flashinfer_double import doubled
 from tests.triton_machine import DEVICE, CarriedAttention, needs_triton
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument
 from quire.contracts.attention import AttentionBackend, AttentionState, ForwardPlan, KeyRule, Scoring
 from quire.contracts.layers import FullAttention, LatentAttention, WindowedAttention
-from quire.errors import InvalidArgument
-from quire.kernels import group_attention, lse_attention, row_blocks, sdpa
-from quire.kernels.attention_groups import Keys
-from quire.kernels.paged_attention import NativeAttention
-from quire.kernels.sdpa import PartGroups, SdpaAttention, SdpaPlan
+from quire.kernels.attention import group_calls, lse_attention, row_blocks, sdpa
+from quire.kernels.attention.cpu_attention import NativeAttention
+from quire.kernels.attention.groups import Keys
+from quire.kernels.attention.sdpa import PartGroups, SdpaAttention, SdpaPlan
 from quire.ops.attention import ReferenceAttention, attention_weights
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
@@ -603,7 +603,7 @@ def check_feature(
         use_small_blocks(monkeypatch, 8, 16, 5)
     if way == "no kernel with log-sum-exp":
         # As on a GPU.
-        for module in (lse_attention, group_attention):
+        for module in (lse_attention, group_calls):
             monkeypatch.setattr(module, "has_lse_kernel", lambda *args: False)
     entries, softcap, learned = FEATURES[feature]
     for sizes, page_size, fragmented in pools:

@@ -18,8 +18,9 @@ import pytest
 import torch
 from bench.checkpoints import LAG, SHAPES, checkpoint, predicted_text, variant, windowed_config
 
-from quire import LLM, cli
-from quire.errors import InvalidArgument, Unsupported
+from quire import LLM
+from quire.base.errors import InvalidArgument, Unsupported
+from quire.cli import main as cli
 from quire_bench import state, throughput
 from quire_bench.hardware import Hardware
 from quire_bench.peers import TransformersPeer

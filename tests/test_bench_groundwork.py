@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound
 from quire.contracts.layers import RopeSpec
-from quire.errors import FailedPrecondition, InvalidArgument, NotFound
 from quire_bench import hardware
 from quire_bench.peers import TransformersPeer
 from quire_bench.reports import (

@@ -31,13 +31,13 @@ from bench.checkpoints import (
 )
 
 from quire import LLM, SamplingParams
+from quire.base.errors import InvalidArgument, NotFound, QuireError, Unsupported
 from quire.branches.prefix_cache import RadixCache
 from quire.contracts.layers import FullAttention, WindowedAttention
-from quire.engine.tokenizer import Tokenizer
-from quire.errors import InvalidArgument, NotFound, QuireError, Unsupported
 from quire.kernels.native_library import native_problem
 from quire.kv.state import State
 from quire.models.families import FAMILIES
+from quire.text.tokenizer import Tokenizer
 from quire_bench import latent, latent_forms, reuse, states
 from quire_bench.hardware import Hardware, measure
 from quire_bench.peers import TransformersPeer

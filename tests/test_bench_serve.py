@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.client import BrokenAnswer, EventParser, HttpFailure, ServerAddress
-from quire.errors import InvalidArgument, NotFound, QuireError
+from quire.base.errors import InvalidArgument, NotFound, QuireError
+from quire.cli.client import BrokenAnswer, EventParser, HttpFailure, ServerAddress
 from quire_bench.serve_client import ServeClient
 from quire_bench.serve_load import LoadResult, Record, Target, compare, percentile, run_serve, send_load
 from quire_bench.serve_trace import (

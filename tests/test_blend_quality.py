@@ -46,7 +46,7 @@ from blend_cases import (
 )
 from plain_llama import PlainLlama
 from quire import LLM, BlendParams, SamplingParams, Segment
-from quire.segments import SelectName
+from quire.base.segments import SelectName
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "recipes/chunk_recall/model"

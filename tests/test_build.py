@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from quire import LLM, InvalidArgument, ResourceExhausted, SamplingParams, pool_budget
+from quire import LLM, InvalidArgument, ResourceExhausted, SamplingParams
+from quire.base import host_memory
+from quire.base.config import ExecutorConfig, MemoryConfig
 from quire.build import EXECUTOR_FACTORY
-from quire.config import ExecutorConfig, MemoryConfig
-from quire.models import checkpoint, host_memory, loading
+from quire.models import checkpoint, loading
+from quire.runner import pool_budget
 
 
 @pytest.mark.parametrize(("max_model_len", "page_size"), [(40, 16), (8, 16), (33, 32), (7, 1)])

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import tokenizers
 
-from quire.engine.chat_prompts import encode_chat
-from quire.engine.chat_rendering import render_chat, select_template
-from quire.engine.tokenizer import Tokenizer
-from quire.errors import InvalidArgument
+from quire.base.errors import InvalidArgument
+from quire.text.chat_prompts import encode_chat
+from quire.text.chat_rendering import render_chat, select_template
+from quire.text.tokenizer import Tokenizer
 from small_tokenizers import byte_level, saved
 
 CHATML = """

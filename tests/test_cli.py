@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import typer
 
-from quire import LLM, FailedPrecondition, InvalidArgument, QuireError, SamplingParams, cli
-from quire.cli_options import read_config
-from quire.other_names import COMMANDS, OPTIONS
-from quire.terminal_chat import LocalBackend, TerminalChat
+from quire import LLM, FailedPrecondition, InvalidArgument, QuireError, SamplingParams
+from quire.base.other_names import COMMANDS, OPTIONS
+from quire.cli import main as cli
+from quire.cli.chat import LocalBackend, TerminalChat
+from quire.cli.options import read_config
 
 RECALL = "# module base\nport = 8031\nhost = 1276\n# module other\nalias = port\n# checks\nassert alias =="
 GREEDY = ["--temperature", "0", "--max-tokens", "6", "--dtype", "float32"]
@@ -74,11 +75,11 @@ def test_stores_and_the_state_directory_are_flags_of_the_server(
 ) -> None:
     """In the order in which they are given."""
     import quire.async_llm
-    import quire.server.serving
+    import quire.server.http.serving
 
     seen: list[Any] = []
     monkeypatch.setattr(quire.async_llm, "AsyncLLM", lambda model, **options: (model, options))
-    monkeypatch.setattr(quire.server.serving, "serve", lambda llm, settings: seen.append(llm))
+    monkeypatch.setattr(quire.server.http.serving, "serve", lambda llm, settings: seen.append(llm))
     urls = ["memory://4GiB", f"file://{tmp_path}/quire?size=200GiB", "redis://localhost"]
     flags = [word for url in urls for word in ("--store", url)]
     assert run("serve", "tiny-python", *flags, "--state-dir", str(tmp_path), monkeypatch=monkeypatch) == 0
@@ -258,7 +259,7 @@ def test_bench_without_its_package(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_text_that_the_pipe_cannot_hold() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8:strict"}
-    command = [sys.executable, "-m", "quire.cli", "generate", "-"]
+    command = [sys.executable, "-m", "quire.cli.main", "generate", "-"]
     done = subprocess.run(command, input=b"\xff\xfe", capture_output=True, env=environment)
     assert done.returncode == 2
     assert b"encoding" in done.stderr
@@ -282,7 +283,7 @@ def test_text_that_the_pipe_cannot_hold() -> None:
 def test_inspect_of_metadata_that_makes_no_sense(
     metadata: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from quire.kv.statefile import write_state
+    from quire.statefile.container import write_state
 
     path = tmp_path / "odd.quire"
     write_state(path, metadata, [], iter(()))
@@ -295,7 +296,7 @@ def test_inspect_of_metadata_that_makes_no_sense(
 def test_inspect_prints_brackets_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from quire.kv.statefile import write_state
+    from quire.statefile.container import write_state
 
     path = tmp_path / "odd.quire"
     metadata = {
@@ -365,7 +366,7 @@ def test_models_doctor_capabilities_version(
 
 def test_capabilities_of_the_state_are_true(llm: LLM) -> None:
     """What the table refuses raises ``Unsupported`` with the reason of the table."""
-    from quire.errors import Unsupported
+    from quire.base.errors import Unsupported
     from quire.kv.rules import PAGED_REFUSALS
 
     state = llm.engine.runner.state
@@ -451,7 +452,7 @@ import sys
 from quire.__main__ import main
 class Interrupts:
     def find_spec(self, name, *_):
-        if name == "quire.cli_options":
+        if name == "quire.cli.options":
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupts())
 main()
@@ -574,7 +575,7 @@ def test_loaded_text_is_shown(
     chat = TerminalChat(LocalBackend(llm, SamplingParams(temperature=0, max_tokens=4)))
     assert chat.take(f"/load {saved}")
     assert f"{RECALL}\nnow in recall, " in capsys.readouterr().err
-    monkeypatch.setattr("quire.terminal_chat.SHOWN", 12)
+    monkeypatch.setattr("quire.cli.chat.SHOWN", 12)
     assert chat.take(f"/load {saved}")
     shown = f"[{len(RECALL) - 12} characters before; /text shows them]\n{RECALL[-12:]}\nnow in recall', "
     assert shown in capsys.readouterr().err
@@ -665,7 +666,7 @@ def test_generate_refuses_before_it_runs_the_prompt(
 def test_interrupt_is_quiet(tmp_path: Path) -> None:
     """Ctrl-C ends a generation with exit code 130 and no traceback."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "quire.cli", "generate", "x = 1\n", "--max-tokens", "4000", "--ignore-eos"]
+    command = [sys.executable, "-m", "quire.cli.main", "generate", "x = 1\n", "--max-tokens", "4000", "--ignore-eos"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         process.stdout.read(1)
@@ -680,7 +681,7 @@ def test_interrupt_is_quiet(tmp_path: Path) -> None:
 def test_closed_pipe_is_quiet() -> None:
     """``quire generate ... | head -c 1`` ends without a traceback."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "quire.cli", "generate", "x = 1\n", "--max-tokens", "300", "--ignore-eos"]
+    command = [sys.executable, "-m", "quire.cli.main", "generate", "x = 1\n", "--max-tokens", "300", "--ignore-eos"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         process.stdout.read(1)
@@ -697,14 +698,14 @@ def test_closed_pipe_is_quiet() -> None:
 def test_tables_end_as_texts_do_at_a_closed_pipe() -> None:
     pipe, closed = os.pipe()
     os.close(pipe)
-    command = [sys.executable, "-m", "quire.cli", "doctor"]
+    command = [sys.executable, "-m", "quire.cli.main", "doctor"]
     with open(closed, "wb") as out:
         done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_a_closed_stdout_is_told(saved: Path) -> None:
-    command = f"{sys.executable} -m quire.cli inspect {saved} --json >&-"
+    command = f"{sys.executable} -m quire.cli.main inspect {saved} --json >&-"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (2, b"quire: output cannot be written: stdout is closed\n")
 
@@ -722,7 +723,7 @@ def test_output_that_cannot_be_written(arguments: list[str]) -> None:
     """Whether it fails while printing or in the last flush: one sentence."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "quire.cli", *arguments]
+        command = [sys.executable, "-m", "quire.cli.main", *arguments]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment)
     assert done.returncode == 2
     assert done.stderr == b"quire: output cannot be written: No space left on device\n"

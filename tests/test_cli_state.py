@@ -13,8 +13,8 @@ import pytest
 from tests.test_cli import run
 
 from quire import LLM, NotFound
+from quire.cli.store_tables import fact_for_people
 from quire.server import known_tokenizers
-from quire.store_tables import fact_for_people
 
 
 @pytest.fixture(scope="module")

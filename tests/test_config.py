@@ -18,7 +18,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.config import (
+from quire.base.config import (
     AttentionConfig,
     EngineConfig,
     ExecutorConfig,
@@ -27,7 +27,7 @@ from quire.config import (
     field_help,
     parse_bytes,
 )
-from quire.errors import InvalidArgument, QuireError, Unsupported
+from quire.base.errors import InvalidArgument, QuireError, Unsupported
 
 # The signature of LLM(...), as users rely on it.
 LLM_ARGUMENTS = {
@@ -443,7 +443,7 @@ def test_options_are_copied() -> None:
 
 def test_bookkeeping_needs_no_torch() -> None:
     code = (
-        "import sys, quire.config, quire.metrics, quire.branches.prefix_cache; "
-        "quire.config.EngineConfig(model='m'); assert 'torch' not in sys.modules"
+        "import sys, quire.base.config, quire.base.metrics, quire.branches.prefix_cache; "
+        "quire.base.config.EngineConfig(model='m'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.base.errors import InvalidArgument, ResourceExhausted
 from quire.contracts.kv_cache import BlockTable, CacheHandleStats
-from quire.errors import InvalidArgument, ResourceExhausted
 
 
 @given(st.integers(0, 200), st.integers(1, 40), st.integers(0, 6), st.integers(0, 50))

@@ -20,14 +20,14 @@ from tests.models.conftest import Case
 from tests.models.test_moe_families import QWEN3, make_checkpoint
 
 from quire import LLM, SamplingParams
-from quire.kernels.float8 import STACK_CAPABILITY
-from quire.kernels.triton_draw import TritonDraw
-from quire.memory_profile import run_greatest_step
-from quire.ops.host_link import host_link
+from quire.base.host_link import host_link
+from quire.base.sampling_params import StructuredOutputs
+from quire.base.types import Add, Chunk, Step
+from quire.kernels.draw.triton_draw import TritonDraw
+from quire.kernels.linear.float8 import STACK_CAPABILITY
 from quire.runner.graph import GraphRunner, usual_sizes
 from quire.runner.local import Extras
-from quire.sampling_params import StructuredOutputs
-from quire.types import Add, Chunk, Step
+from quire.runner.memory_profile import run_greatest_step
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quire.engine.detokenizer import IncrementalDetokenizer, StopMatcher
-from quire.engine.tokenizer import Tokenizer
-from quire.errors import FailedPrecondition, InvalidArgument
+from quire.base.errors import FailedPrecondition, InvalidArgument
+from quire.text.detokenizer import IncrementalDetokenizer, StopMatcher
+from quire.text.tokenizer import Tokenizer
 from small_tokenizers import BUILDERS, LINES
 from test_tokenizer import BUNDLED, load, tokenizer_of
 

@@ -23,17 +23,17 @@ from rich.console import Console
 
 import quire
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams, describe
+from quire.base.display import picture_of
+from quire.base.errors import InvalidArgument, QuireError, Unsupported
+from quire.base.outputs import CompletionOutput
 from quire.contracts.token_views import AttentionView, ChancesView, NormsView, TokenChance
 from quire.contracts.views import BranchView, HistoryNode, HistoryView, PoolView
-from quire.display import picture_of
 from quire.drawing.branch_tree import MOST_NODES, tree_of
 from quire.drawing.heat import MOST_COLUMNS, MOST_ROWS, Heat, pooled
 from quire.drawing.page_maps import PageMaps, cells_of
 from quire.drawing.pictures import axes
 from quire.drawing.shown_text import in_html, short, visible
 from quire.drawing.summaries import Summary
-from quire.errors import InvalidArgument, QuireError, Unsupported
-from quire.outputs import CompletionOutput
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -378,7 +378,7 @@ def test_what_is_shown_without_arguments(llm: LLM) -> None:
 def test_a_heat_map_has_as_many_rows_as_are_not_too_large(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with llm.session([5] * 100) as session:
         heads = llm.model.layer_specs[0].num_heads  # type: ignore[union-attr]
-        monkeypatch.setattr("quire.engine.views.layer_views.MOST_WEIGHTS", 7 * heads * len(session))
+        monkeypatch.setattr("quire.sessions.layer_views.MOST_WEIGHTS", 7 * heads * len(session))
         assert session.heat().values.shape == (7, len(session))
         with pytest.raises(InvalidArgument, match="give fewer queries"):
             session.heat(queries=8)

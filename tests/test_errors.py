@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-import quire.client
-import quire.engine.grammar_trial  # which have errors of their own
+import quire.cli.client
+import quire.grammars.trial  # which have errors of their own
 from quire import SamplingParams
-from quire.config import AttentionConfig, EngineConfig, ExecutorConfig
+from quire.base.config import AttentionConfig, EngineConfig, ExecutorConfig
+from quire.base.errors import MAX_SHOWN, Cancelled, InvalidArgument, QuireError
+from quire.base.sampling_params import BeamSearchParams
 from quire.contracts.executor import DecodeInput, TextData
-from quire.engine.chat_rendering import render_chat
 from quire.engine.prompts import as_prompts, read_prompt
-from quire.engine.session_labels import checked_labels
-from quire.errors import MAX_SHOWN, Cancelled, InvalidArgument, QuireError
-from quire.sampling_params import BeamSearchParams
-from quire.server.settings import ServerSettings
-from quire.server.tools import schema_for
+from quire.server.http.settings import ServerSettings
+from quire.server.tools.tools import schema_for
+from quire.sessions.labels import checked_labels
+from quire.text.chat_rendering import render_chat
 
 
 def classes(kind: type[QuireError] = QuireError) -> Iterator[type[QuireError]]:
@@ -70,7 +70,7 @@ def test_copies_and_pickles_are_whole(kind: type[QuireError], carry: Callable[[Q
 def test_what_classes_add_is_carried_too() -> None:
     cancelled = pickle.loads(pickle.dumps(Cancelled("the call was cancelled", [1, 2])))
     assert (str(cancelled), cancelled.token_ids, cancelled.field) == ("the call was cancelled", [1, 2], None)
-    failure = quire.client.HttpFailure("the server answered 400", 400, param="n", code="invalid_argument")
+    failure = quire.cli.client.HttpFailure("the server answered 400", 400, param="n", code="invalid_argument")
     found = pickle.loads(pickle.dumps(failure))
     assert (found.status, found.param, found.code, str(found)) == (400, "n", "invalid_argument", str(failure))
 
@@ -88,7 +88,7 @@ def test_errors_cross_threads_and_processes() -> None:
     with ThreadPoolExecutor(1) as pool:
         error = pool.submit(SamplingParams, temperature=-1).exception()
     program = (
-        "import pickle, sys\nfrom quire.sampling_params import SamplingParams\n"
+        "import pickle, sys\nfrom quire.base.sampling_params import SamplingParams\n"
         "try:\n    SamplingParams(temperature=-1)\n"
         "except ValueError as error:\n    sys.stdout.buffer.write(pickle.dumps(error))\n"
     )

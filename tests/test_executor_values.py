@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.base.errors import InvalidArgument, NotFound
 from quire.contracts.executor import (
     AttentionMechanism,
     AudioData,
@@ -35,7 +36,6 @@ from quire.contracts.executor import (
     VisionData,
 )
 from quire.contracts.kv_cache import CacheHandle
-from quire.errors import InvalidArgument, NotFound
 
 
 class Carried(CacheHandle):

@@ -40,8 +40,8 @@ cache = llm.executor.create_kv_cache()
 ASYNC_PROGRAM = """
 import asyncio
 from quire import AsyncLLM, SamplingParams
-from quire.server.app import create_app
-from quire.server.serving import Server
+from quire.server.http.app import create_app
+from quire.server.http.serving import Server
 
 loop = asyncio.new_event_loop()
 async_llm = AsyncLLM("tiny-python", device="cpu", dtype="float32", kv_cache_memory="16MiB")

@@ -20,7 +20,7 @@ import asyncio, multiprocessing, os, sys, threading
 import torch
 from quire import LLM, AsyncLLM, QuireError, SamplingParams
 from quire.build import EXECUTOR_FACTORY
-from quire.config import ExecutorConfig
+from quire.base.config import ExecutorConfig
 
 folder = sys.argv[1]
 torch.set_num_threads(2)  # of which one is the parent's alone

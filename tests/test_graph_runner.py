@@ -20,16 +20,17 @@ from tests.models import test_deepseek, test_moe_families, test_recurrent_famili
 from tests.triton_machine import INTERPRETED, needs_triton
 
 from quire import SamplingParams, build
-from quire.config import EngineConfig
+from quire.base.config import EngineConfig
+from quire.base.errors import InvalidArgument, QuireError, ResourceExhausted, Unsupported
+from quire.base.types import Add, Chunk, Commit, Edit, Fork, Pop, Remove, SetWindow, Step, TokenTree
 from quire.contracts.layers import Recurrent
 from quire.engine.assembly import make_engine
 from quire.engine.step_draft import Limits
-from quire.errors import InvalidArgument, QuireError, ResourceExhausted, Unsupported
-from quire.kernels.recurrence import ChunkedRecurrence
-from quire.kernels.sdpa import SdpaAttention
-from quire.kernels.triton_attention import TritonAttention
-from quire.kernels.triton_recurrence import TritonRecurrence
-from quire.kernels.triton_rows import TritonRows
+from quire.kernels.attention.sdpa import SdpaAttention
+from quire.kernels.attention.triton_attention import TritonAttention
+from quire.kernels.recurrence.chunked import ChunkedRecurrence
+from quire.kernels.recurrence.triton_recurrence import TritonRecurrence
+from quire.kernels.rows.triton_rows import TritonRows
 from quire.kv.recurrent import RecurrentStorage
 from quire.kv.state import State
 from quire.models.catalogue import resolve_model
@@ -38,7 +39,6 @@ from quire.nn.packed import LayerKernels
 from quire.runner import graph
 from quire.runner.graph import GraphRunner
 from quire.runner.local import Extras, LocalRunner
-from quire.types import Add, Chunk, Commit, Edit, Fork, Pop, Remove, SetWindow, Step, TokenTree
 
 pytestmark = [needs_triton, pytest.mark.skipif(not INTERPRETED, reason="captured work is real on a GPU")]
 LONGEST, PAGE, VOCAB = 100, 4, 97

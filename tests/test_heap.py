@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from quire.kernels import heap
+from quire.kernels import malloc
 
 SCRIPT = """
 import resource, torch
-from quire.kernels.heap import keep_freed_memory
+from quire.kernels.malloc import keep_freed_memory
 if {keeps}:
     print(keep_freed_memory())
 for _ in range(6):
@@ -32,21 +32,21 @@ def faults(keeps: bool) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is asked to keep freed memory")
 def test_blocks_are_not_taken_again_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in heap.CHOSEN:
+    for name in malloc.CHOSEN:
         monkeypatch.delenv(name, raising=False)
     # Ten times 40 MiB are 102,400 pages of 4 KiB, or fewer of more.
     assert faults(keeps=True) < 200
-    assert heap.keep_freed_memory()
+    assert malloc.keep_freed_memory()
 
 
-@pytest.mark.parametrize("name", heap.CHOSEN)
+@pytest.mark.parametrize("name", malloc.CHOSEN)
 def test_a_choice_of_the_user_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
-    assert not heap.keep_freed_memory()
+    assert not malloc.keep_freed_memory()
 
 
 def test_without_glibc_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in heap.CHOSEN:
+    for name in malloc.CHOSEN:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: object())
-    assert not heap.keep_freed_memory()
+    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda name: object())
+    assert not malloc.keep_freed_memory()

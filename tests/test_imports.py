@@ -118,7 +118,7 @@ def imports(module: str) -> dict[str, bool]:
 
 def test_there_are_modules_to_check() -> None:
     assert len(MODULES) > 40
-    assert {"quire", "quire.kv.state", "quire.kernels.sdpa", "quire.contracts.layers"} <= set(MODULES)
+    assert {"quire", "quire.kv.state", "quire.kernels.attention.sdpa", "quire.contracts.layers"} <= set(MODULES)
     assert "quire.kv.import_verbs" in imports("quire.kv.state")
     assert imports("quire.contracts.kv_state")["quire.contracts.model"] is False
 
@@ -151,7 +151,7 @@ def test_only_the_command_line_measures_and_only_when_it_is_asked_to() -> None:
         for name, loaded in imports(module).items()
         if name.partition(".")[0] == "quire_bench"
     }
-    assert users == {("quire.cli_bench", False)}
+    assert users == {("quire.cli.bench", False)}
 
 
 def test_engine_and_executor_meet_in_branches() -> None:
@@ -220,7 +220,7 @@ def test_bookkeeping_imports_no_torch(name: str) -> None:
             if loaded:
                 waiting.append(imported)
     assert f"quire.{name}" in seen
-    assert "quire.errors" in seen
+    assert "quire.base.errors" in seen
 
 
 def loaded_by(statement: str) -> set[str]:

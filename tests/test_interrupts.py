@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from quire.interrupts import SHIELD, Lock, check, exposed, uninterrupted, wait_for
+from quire.base.interrupts import SHIELD, Lock, check, exposed, uninterrupted, wait_for
 
 
 class Heard(BaseException):

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import pytest
 
-from quire.line_input import LineInput, history_file, paths
+from quire.cli.line_input import LineInput, history_file, paths
 
 SCRIPT = """
 import sys
 {before}
-from quire.line_input import LineInput
+from quire.cli.line_input import LineInput
 with LineInput(lambda line: ["/stats", "/save", "/switch"] if " " not in line else ["main"]) as lines:
     while True:
         try:

@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition
+from quire.base.types import Add, Chunk, Fork, Remove, Step
 from quire.contracts.layers import (
     FullAttention,
     LatentAttention,
@@ -28,13 +30,11 @@ from quire.contracts.layers import (
     WindowedAttention,
 )
 from quire.contracts.model import Block, LatentExpansion, Pass
-from quire.errors import FailedPrecondition
-from quire.kernels.recurrence import ChunkedRecurrence
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
+from quire.kernels.recurrence.chunked import ChunkedRecurrence
 from quire.kv.exports import SequenceExport
 from quire.kv.state import State
 from quire.runner.local import Extras, LocalRunner
-from quire.types import Add, Chunk, Fork, Remove, Step
 
 H, D, R, DR, W, VOCAB = 2, 8, 12, 4, 3, 31
 E = H * D

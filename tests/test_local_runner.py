@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument, QuireError, Unsupported
+from quire.base.types import Add, Chunk, Commit, Fork, Pop, SetWindow, Step, TokenTree
 from quire.contracts.layers import FullAttention, LayerSpec
 from quire.contracts.model import Block, Pass
-from quire.errors import InvalidArgument, QuireError, Unsupported
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.state import State
 from quire.runner.local import Extras, LocalRunner
-from quire.types import Add, Chunk, Commit, Fork, Pop, SetWindow, Step, TokenTree
 
 HEADS, DIM, VOCAB = 2, 4, 11
 SPEC = FullAttention(num_heads=HEADS, num_kv_heads=HEADS, head_dim=DIM, value_dim=DIM)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire import errors
-from quire.errors import InvalidArgument
-from quire.metrics import (
+from quire.base import errors
+from quire.base.errors import InvalidArgument
+from quire.base.metrics import (
     FINISH_REASONS,
     FIRST_TOKEN_BUCKETS,
     INTER_TOKEN_BUCKETS,

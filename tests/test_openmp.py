@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from quire import doctor, openmp
+from quire.base import openmp
+from quire.cli import doctor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP comes with torch on Linux")
 
@@ -20,7 +21,7 @@ def told(program: str, **given: str) -> tuple[str, str]:
     makes of them."""
     kept = {name: value for name, value in os.environ.items() if name not in openmp.VARIABLES}
     done = subprocess.run(
-        [sys.executable, "-c", f"{program}\nfrom quire.doctor import _waiting; import torch; print(_waiting())"],
+        [sys.executable, "-c", f"{program}\nfrom quire.cli.doctor import _waiting; import torch; print(_waiting())"],
         capture_output=True,
         text=True,
         check=True,

@@ -19,8 +19,8 @@ from tests.exact import Float32Bound, run_exactly
 from torch import Tensor
 
 from quire import LLM
-from quire.errors import FailedPrecondition
-from quire.types import Add, Chunk, Commit, Fork, Pop, Remove, Step, TokenTree
+from quire.base.errors import FailedPrecondition
+from quire.base.types import Add, Chunk, Commit, Fork, Pop, Remove, Step, TokenTree
 
 VOCAB, LENGTH, LAYERS, WIDTH = 101, 26, 3, 48
 SIZES = {

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.branches.history import checked_ids
+from quire.base.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, QuireError
+from quire.base.token_history import checked_ids
 from quire.branches.prefix_cache import RadixCache
-from quire.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, QuireError
 
 
 @dataclass

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from quire import LLM, AsyncLLM, SamplingParams, cli
+from quire import LLM, AsyncLLM, SamplingParams
+from quire.base.errors import DataLoss, InvalidArgument
+from quire.cli import main as cli
 from quire.engine import progress_bars
-from quire.errors import DataLoss, InvalidArgument
 from quire.models import catalogue
 
 LONG = "x = 1\n" * 40

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams
-from quire.errors import InvalidArgument
+from quire.base.errors import InvalidArgument
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from quire.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
+from quire.base.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from tests.triton_machine import CarriedRecurrence
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument
 from quire.contracts.recurrence import Recurred, RecurrenceBackend, RecurrencePlan
-from quire.errors import InvalidArgument
-from quire.kernels import decays
-from quire.kernels import recurrence as kernel
-from quire.kernels.decays import weigh
-from quire.kernels.recurrence import CACHED, CHUNK, PIECE, ChunkedRecurrence
-from quire.kernels.recurrence_groups import cut
+from quire.kernels.recurrence import chunked as kernel
+from quire.kernels.recurrence import decays
+from quire.kernels.recurrence.chunked import CACHED, CHUNK, PIECE, ChunkedRecurrence
+from quire.kernels.recurrence.decays import weigh
+from quire.kernels.recurrence.groups import cut
 from quire.ops.recurrence import ReferenceRecurrence
 
 BACKENDS: dict[str, RecurrenceBackend] = {"reference": ReferenceRecurrence(), "torch": ChunkedRecurrence()}

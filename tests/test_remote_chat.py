@@ -25,12 +25,13 @@ from tests.server.conftest import (
 )
 from tests.test_bench_serve import Request, answer, chunked, stub, text_event
 
-from quire import LLM, AsyncLLM, SamplingParams, cli
-from quire.client import BrokenAnswer, HttpFailure
-from quire.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted
-from quire.remote_chat import Link, RemoteBackend, RemoteModel, run_remote_chat
-from quire.server.settings import ServerSettings
-from quire.terminal_chat import LocalBackend, TerminalChat, usual_fields
+from quire import LLM, AsyncLLM, SamplingParams
+from quire.base.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted
+from quire.cli import main as cli
+from quire.cli.chat import LocalBackend, TerminalChat, usual_fields
+from quire.cli.client import BrokenAnswer, HttpFailure
+from quire.cli.remote_chat import Link, RemoteBackend, RemoteModel, run_remote_chat
+from quire.server.http.settings import ServerSettings
 
 __all__ = ["chat_folder", "chat_llm", "plain_folder", "plain_llm"]
 
@@ -371,7 +372,7 @@ def test_the_length_of_answers_goes_to_the_server(
     options: list[str], sent: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr("quire.remote_chat.run_remote_chat", lambda url, **given: asked.append(given["sampling"]))
+    monkeypatch.setattr("quire.cli.remote_chat.run_remote_chat", lambda url, **given: asked.append(given["sampling"]))
     with pytest.raises(SystemExit) as ended:
         cli.app(["chat", "--url", "http://127.0.0.1:1", *options])
     assert not ended.value.code
@@ -387,7 +388,7 @@ def test_a_model_with_a_template_ends_its_answers_itself(model: str, templated: 
 
 def test_the_window_goes_to_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr("quire.remote_chat.run_remote_chat", lambda url, **given: asked.append(given))
+    monkeypatch.setattr("quire.cli.remote_chat.run_remote_chat", lambda url, **given: asked.append(given))
     with pytest.raises(SystemExit) as ended:
         cli.app(["chat", "--url", "http://127.0.0.1:1", "--window", "512", "--sink", "4"])
     assert not ended.value.code

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from quire.contracts.layers import RopeSpec
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowKernels
-from quire.kernels import rows as kernel_rows
 from quire.kernels.native_library import native_problem
-from quire.kernels.rows import NativeRows, native_rows, threads_for
-from quire.kernels.triton_rows import TritonRows
+from quire.kernels.rows import cpu_rows as kernel_rows
+from quire.kernels.rows.cpu_rows import NativeRows, native_rows, threads_for
+from quire.kernels.rows.triton_rows import TritonRows
 from quire.ops.rope import RotaryTable
 from quire.ops.rows import REFERENCE_ROWS
 
@@ -164,7 +164,7 @@ def test_copies_of_slots(kernels: RowKernels, dtype: torch.dtype, moves: list[li
 def test_copies_of_slots_are_one_launch_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no slot is read and written; otherwise PyTorch copies."""
     pools = [torch.zeros(3, 10, 2, 8, device=triton_machine.DEVICE) for _ in range(2)]
-    programs, grids = importlib.import_module("quire.kernels.row_programs"), []
+    programs, grids = importlib.import_module("quire.kernels.rows.row_programs"), []
 
     class Seen:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:

@@ -18,13 +18,14 @@ from tests import rule_executors, rule_uses
 from tests.engine.conftest import assert_empty
 from tests.rule_beds import KINDS, PROMPT, Bed
 
-from quire import LLM, cli
+from quire import LLM
+from quire.base.errors import Unsupported
 from quire.build import resolve_device
+from quire.cli import main as cli
+from quire.cli.inspection import rules_page
 from quire.contracts.executor import LlmExecutorInterface, ModelExecutor
 from quire.contracts.kv_cache import CacheHandle, KVCacheInterface
-from quire.errors import Unsupported
-from quire.inspection import rules_page
-from quire.kernels.lse_attention import has_lse_kernel
+from quire.kernels.attention.lse_attention import has_lse_kernel
 from quire.kv.rule_table import (
     COMBINATIONS,
     DEVICE_ROWS,

@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.errors import FailedPrecondition, InvalidArgument, QuireError
-from quire.ops import filters, logit_edits, sampling
-from quire.ops.filters import Candidates, GivenMasks, Words, candidates, mask_out, num_words, zero_bits
-from quire.ops.logit_edits import FAILED
-from quire.ops.request_sampler import RequestSampler, make_generator
-from quire.ops.sampling import probabilities, sample, sample_later
-from quire.ops.token_logprobs import logprobs_of
-from quire.sampling_params import SamplingParams
+from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError
+from quire.base.sampling_params import SamplingParams
+from quire.sampling import filters, logit_edits
+from quire.sampling import sampler as sampling
+from quire.sampling.filters import Candidates, GivenMasks, Words, candidates, mask_out, num_words, zero_bits
+from quire.sampling.logit_edits import FAILED
+from quire.sampling.request_sampler import RequestSampler, make_generator
+from quire.sampling.sampler import probabilities, sample, sample_later
+from quire.sampling.token_logprobs import logprobs_of
 
 F32 = 2.0**-24
 """Rounding error of one float32 operation, relative."""

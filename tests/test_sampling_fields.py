@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from quire import InvalidArgument, SamplingParams, sampling_params
-from quire.sampling_fields import Surface, declarations_on
+from quire import InvalidArgument, SamplingParams
+from quire.base import sampling_params
+from quire.base.sampling_fields import Surface, declarations_on
 
 ADDED = """
     swing: float | None = declared(
@@ -27,17 +28,17 @@ from importlib.util import spec_from_file_location
 
 class Changed:
     def find_spec(self, name, path=None, target=None):
-        return spec_from_file_location(name, sys.argv[1]) if name == "quire.sampling_params" else None
+        return spec_from_file_location(name, sys.argv[1]) if name == "quire.base.sampling_params" else None
 
 sys.meta_path.insert(0, Changed())
 
 import typer
 from quire import SamplingParams, cli
-from quire.errors import InvalidArgument
-from quire.server.errors import ApiError
-from quire.server.generation import sampling_params
-from quire.server.protocol import ChatRequest, CompletionRequest
-from quire.server.session_bodies import GenerateBody, GenerateManyBody
+from quire.base.errors import InvalidArgument
+from quire.server.http.errors import ApiError
+from quire.server.openai.generation import sampling_params
+from quire.server.openai.protocol import ChatRequest, CompletionRequest
+from quire.server.sessions.bodies import GenerateBody, GenerateManyBody
 
 assert SamplingParams(swing=1).swing == 1.0
 assert SamplingParams().swing is None

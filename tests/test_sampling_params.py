@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.errors import InvalidArgument
-from quire.sampling_params import MAX_CHOICES, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
+from quire.base.errors import InvalidArgument
+from quire.base.sampling_params import MAX_CHOICES, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
 
 FLOAT_RANGES: dict[str, tuple[list[Any], list[Any]]] = {  # field: (accepted, refused)
     "temperature": ([0, 0.7, 1e-300, 1e6], [-1e-9, -1]),
@@ -165,7 +165,7 @@ def test_any_value_is_accepted_or_refused_in_our_words(fields: dict[str, Any]) -
 
 
 def test_imports_no_torch() -> None:
-    code = "import sys, quire.sampling_params; sys.exit('torch' in sys.modules)"
+    code = "import sys, quire.base.sampling_params; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -14,13 +14,13 @@ from tests.triton_machine import DEVICE, needs_triton
 from torch import Tensor
 
 from quire import SamplingParams
-from quire.errors import InvalidArgument
-from quire.kernels import triton_penalties
-from quire.kernels.triton_penalties import TritonPenalties, fastest_penalties
-from quire.ops.logit_edits import _penalise
-from quire.ops.request_sampler import RequestSampler
-from quire.ops.sampling import sample, sample_later
-from quire.ops.seen_tokens import PenaltyKernel, ReferencePenalties, SeenTokens
+from quire.base.errors import InvalidArgument
+from quire.kernels.draw import triton_penalties
+from quire.kernels.draw.triton_penalties import TritonPenalties, fastest_penalties
+from quire.sampling.logit_edits import _penalise
+from quire.sampling.request_sampler import RequestSampler
+from quire.sampling.sampler import sample, sample_later
+from quire.sampling.seen_tokens import PenaltyKernel, ReferencePenalties, SeenTokens
 
 VOCAB = 97
 PENALTIES: list[dict[str, float]] = [

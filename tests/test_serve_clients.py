@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.server.conftest import plain_folder
 
-from quire.errors import InvalidArgument
+from quire.base.errors import InvalidArgument
 
 __all__ = ["plain_folder"]
 

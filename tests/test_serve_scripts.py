@@ -19,8 +19,8 @@ from bench import fuzz, next_turn, slow_grammars, soak
 from tests.server.conftest import serving
 
 from quire import AsyncLLM
-from quire.engine import slow_masks
-from quire.errors import InvalidArgument, QuireError, Unsupported
+from quire.base.errors import InvalidArgument, QuireError, Unsupported
+from quire.grammars import slow_masks
 from quire_bench.serve_process import ServerProcess, resident_bytes, server_process
 
 BENCH = Path(__file__).parents[1] / "bench"

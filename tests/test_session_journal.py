@@ -22,10 +22,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from quire.errors import InvalidArgument, NotDurable
-from quire.forks import Forked
+from quire.base.errors import InvalidArgument, NotDurable
+from quire.base.forks import Forked
+from quire.store.journal import FILE, Change, End, Lifetime, Moment, SessionJournal, SessionRecord, Use
 from quire.store.journal_writer import JournalWriter
-from quire.store.session_journal import FILE, Change, End, Lifetime, Moment, SessionJournal, SessionRecord, Use
 
 MODEL = {"architecture": "Llama", "weights": "1"}
 NOW = Moment("boot", 1000.0, 5000.0)
@@ -369,7 +369,7 @@ def test_a_damaged_log_loses_its_end_only(whole: tuple[Path, dict[str, Any]], tm
 def test_one_process_at_a_time(journal: SessionJournal) -> None:
     with pytest.raises(InvalidArgument, match="in use by another LLM of this process"):
         SessionJournal(journal.directory)
-    code = f"from pathlib import Path; from quire.store.session_journal import SessionJournal as J; J(Path({str(journal.directory)!r}))"
+    code = f"from pathlib import Path; from quire.store.journal import SessionJournal as J; J(Path({str(journal.directory)!r}))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"is in use by another process (id {os.getpid()})" in other.stderr
     journal.close()

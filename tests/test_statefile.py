@@ -32,7 +32,7 @@ from safetensors import safe_open
 from safetensors.torch import save as safetensors_save
 from torch import Tensor
 
-from quire.errors import (
+from quire.base.errors import (
     DataLoss,
     FailedPrecondition,
     InvalidArgument,
@@ -40,9 +40,10 @@ from quire.errors import (
     QuireError,
     ResourceExhausted,
 )
-from quire.kv import atomic_file, state_header
-from quire.kv.state_header import dtypes
-from quire.kv.statefile import TensorSpec, plan_of, read_state, to_bytes, write_state
+from quire.statefile import atomic_file
+from quire.statefile import header as state_header
+from quire.statefile.container import TensorSpec, plan_of, read_state, to_bytes, write_state
+from quire.statefile.header import dtypes
 
 DOC = (Path(__file__).parents[1] / "docs" / "statefile.md").read_text()
 PREFIX = b'{"__metadata__":{"header_checksum":"'

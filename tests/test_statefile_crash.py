@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.errors import NotFound
-from quire.kv.statefile import plan_of, read_state, write_state
+from quire.base.errors import NotFound
+from quire.statefile.container import plan_of, read_state, write_state
 
 ROUNDS = 25
 LAUNCHER = """
 import os, random, signal, sys, time
 import torch
-from quire.errors import NotFound
-from quire.kv.statefile import TensorSpec, read_state, write_state
+from quire.base.errors import NotFound
+from quire.statefile.container import TensorSpec, read_state, write_state
 
 path, rounds = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)

@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quire
-from quire.engine.detokenizer import IncrementalDetokenizer
-from quire.engine.tokenizer import Tokenizer
-from quire.errors import CheckpointError, InvalidArgument, NotFound
+from quire.base.errors import CheckpointError, InvalidArgument, NotFound
+from quire.text.detokenizer import IncrementalDetokenizer
+from quire.text.tokenizer import Tokenizer
 from small_tokenizers import BUILDERS, LINES, add_bos, byte_level, saved, sentencepiece
 
 BUNDLED = Path(quire.__file__).parent / "data" / "tiny-python"
@@ -386,5 +386,5 @@ def test_check_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_transformers_is_not_imported() -> None:
-    code = "import sys, quire.engine.tokenizer, quire.engine.chat_rendering, quire.engine.detokenizer; print('transformers' in sys.modules)"
+    code = "import sys, quire.text.tokenizer, quire.text.chat_rendering, quire.text.detokenizer; print('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

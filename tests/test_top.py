@@ -24,10 +24,10 @@ from rich.console import Console
 from tests.server.conftest import Served, llm, served, serving, wait_for
 
 from quire import AsyncLLM, remote_top
-from quire.errors import InvalidArgument
-from quire.remote_chat import Link
+from quire.base.errors import InvalidArgument
+from quire.cli.remote_chat import Link
 from quire.remote_top import Watch, clean, facts, page_bar, run_top, screen, sparkline
-from quire.server.settings import ServerSettings
+from quire.server.http.settings import ServerSettings
 
 __all__ = ["llm", "served"]
 

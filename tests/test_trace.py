@@ -18,9 +18,9 @@ import pytest
 from tests.server.conftest import Served, llm, served, serving, wait_for
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.engine.views.timeline import Timeline
+from quire.base.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted
+from quire.engine.timeline import Timeline
 from quire.engine.views.trace_events import TraceRecorder
-from quire.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted
 from quire.remote_trace import record_trace
 from quire.server import state_routes
 

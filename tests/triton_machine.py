@@ -19,9 +19,9 @@ from torch import Tensor
 from quire.contracts.attention import AttentionState, ForwardPlan
 from quire.contracts.recurrence import Recurred, RecurrencePlan, StatePlaces
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation
-from quire.kernels.triton_attention import TritonAttention
-from quire.kernels.triton_recurrence import TritonRecurrence
-from quire.kernels.triton_rows import TritonRows
+from quire.kernels.attention.triton_attention import TritonAttention
+from quire.kernels.recurrence.triton_recurrence import TritonRecurrence
+from quire.kernels.rows.triton_rows import TritonRows
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")

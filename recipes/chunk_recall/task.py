@@ -14,7 +14,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from quire.errors import InvalidArgument
+from quire.base.errors import InvalidArgument
 
 SPECIAL = ("<bos>", "<eos>", "->", "=", ";", "?")
 BOS, EOS, ARROW, EQUALS, END, ASK = range(6)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from quire.errors import AlreadyExists, FailedPrecondition, InvalidArgument, QuireError
+from quire.base.errors import AlreadyExists, FailedPrecondition, InvalidArgument, QuireError
 
 if TYPE_CHECKING:  # --help needs no torch.
     from .data import Function

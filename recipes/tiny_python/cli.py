@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from quire.errors import AlreadyExists, QuireError
+from quire.base.errors import AlreadyExists, QuireError
 
 from .settings import PRESETS, Recipe, Workplace
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from quire.errors import FailedPrecondition, InvalidArgument, NotFound
+from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound
 
 from .files import replaced_file, require, require_new, write_json
 from .settings import Recipe, Workplace

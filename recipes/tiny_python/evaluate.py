@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quire.errors import FailedPrecondition, InvalidArgument
+from quire.base.errors import FailedPrecondition, InvalidArgument
 
 from . import synthetic
 from .files import write_json

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from quire.errors import AlreadyExists, FailedPrecondition
+from quire.base.errors import AlreadyExists, FailedPrecondition
 from quire.models.catalogue import bundled_models
 
 from .files import read_json, replaced_directory, require

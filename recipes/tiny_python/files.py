@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quire.errors import AlreadyExists, FailedPrecondition
+from quire.base.errors import AlreadyExists, FailedPrecondition
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quire.errors import FailedPrecondition
+from quire.base.errors import FailedPrecondition
 
 from .settings import Recipe
 from .vocabulary import END_ID, PAD_ID

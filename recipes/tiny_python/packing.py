@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from quire.errors import FailedPrecondition
+from quire.base.errors import FailedPrecondition
 
 from . import synthetic
 from .corpus import read_documents

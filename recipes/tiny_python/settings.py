@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.errors import InvalidArgument
+from quire.base.errors import InvalidArgument
 
 
 def _option(default: Any, text: str) -> Any:

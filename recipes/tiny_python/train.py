@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from quire.errors import AlreadyExists, FailedPrecondition, InvalidArgument
+from quire.base.errors import AlreadyExists, FailedPrecondition, InvalidArgument
 
 from .files import replaced_file, require
 from .network import Optimizers, build_model, learning_rate_scale, select_device

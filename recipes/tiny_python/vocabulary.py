@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from quire.errors import FailedPrecondition
+from quire.base.errors import FailedPrecondition
 
 from .corpus import read_documents
 from .files import replaced_file, require, require_new

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from quire.errors import (
+from quire.base.errors import (
     AlreadyExists,
     BlendLoadError,
     Cancelled,
@@ -22,20 +22,14 @@ from quire.errors import (
     ResourceExhausted,
     Unsupported,
 )
-from quire.hints import CacheHints, Pin
-from quire.openmp import DECISION as _DECISION  # noqa: F401  (before anybody loads torch)
-from quire.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
-from quire.segments import BlendParams, Segment
+from quire.base.hints import CacheHints, Pin
+from quire.base.openmp import DECISION as _DECISION  # noqa: F401  (before anybody loads torch)
+from quire.base.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
+from quire.base.segments import BlendParams, Segment
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM, AsyncSession, SampleDelta
-    from quire.blend.calibration import BlendCalibration, QualityLimits
-    from quire.engine.session import Session
-    from quire.executor.executor import Executor
-    from quire.executor.llm_executor import LlmExecutor
-    from quire.inspection import describe
-    from quire.llm import LLM
-    from quire.outputs import (
+    from quire.base.outputs import (
         BeamSearchOutput,
         Blend,
         CompletionOutput,
@@ -44,6 +38,12 @@ if TYPE_CHECKING:
         Reuse,
         WarmedSegment,
     )
+    from quire.blend.calibration import BlendCalibration, QualityLimits
+    from quire.cli.inspection import describe
+    from quire.executor.executor import Executor
+    from quire.executor.llm_executor import LlmExecutor
+    from quire.llm import LLM
+    from quire.sessions.session import Session
 
 try:
     __version__ = version("quire")
@@ -55,19 +55,19 @@ _LAZY = {
     "AsyncSession": "quire.async_llm",
     "SampleDelta": "quire.async_llm",
     "LLM": "quire.llm",
-    "Session": "quire.engine.session",
+    "Session": "quire.sessions.session",
     "Executor": "quire.executor.executor",
     "LlmExecutor": "quire.executor.llm_executor",
-    "RequestOutput": "quire.outputs",
-    "BeamSearchOutput": "quire.outputs",
-    "CompletionOutput": "quire.outputs",
-    "EditReport": "quire.outputs",
-    "Reuse": "quire.outputs",
-    "Blend": "quire.outputs",
+    "RequestOutput": "quire.base.outputs",
+    "BeamSearchOutput": "quire.base.outputs",
+    "CompletionOutput": "quire.base.outputs",
+    "EditReport": "quire.base.outputs",
+    "Reuse": "quire.base.outputs",
+    "Blend": "quire.base.outputs",
     "BlendCalibration": "quire.blend.calibration",
     "QualityLimits": "quire.blend.calibration",
-    "WarmedSegment": "quire.outputs",
-    "describe": "quire.inspection",
+    "WarmedSegment": "quire.base.outputs",
+    "describe": "quire.cli.inspection",
 }
 
 __all__ = [

@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Run the command ``quire``, with handling of Ctrl-C while its modules are imported."""
     try:
-        from quire.cli import main as run
+        from quire.cli.main import main as run
     except KeyboardInterrupt:
         print("\nquire: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -13,42 +13,51 @@ from typing import Any, cast
 
 import torch
 
+from quire.adapters.peft import read_adapter
+from quire.adapters.pool import AdapterPool
+from quire.adapters.targets import embedding_of, linears_of, low_rank_refusal
+from quire.adapters.texts import check_adapter_texts
+from quire.base.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
+from quire.base.errors import CheckpointError, InvalidArgument, Unsupported
+from quire.base.host_memory import free_memory
+from quire.base.sampling_params import SamplingParams
 from quire.branches.stored_state import StoredState
-from quire.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, parse_bytes
 from quire.contracts.adapters import Adapter
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.linear import Quantization
-from quire.engine.adapter_texts import check_adapter_texts
 from quire.engine.assembly import make_engine
-from quire.engine.chat_templates import with_chosen_template
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import NamedAdapters
 from quire.engine.step_draft import Limits
-from quire.engine.tokenizer import Tokenizer
-from quire.errors import CheckpointError, InvalidArgument, Unsupported
 from quire.executor.executor import Executor
 from quire.executor.factory import Choices, Factory, check_flash, check_heads, check_length
 from quire.executor.reports import dtype_name
 from quire.kernels.block import native_blocks
 from quire.kernels.cores import limit_threads
-from quire.kernels.float8 import Float8Linear, float8_problem
-from quire.kernels.heap import keep_freed_memory
-from quire.kernels.linear import TILES, native_linear
-from quire.kernels.low_rank import native_low_rank
+from quire.kernels.draw.triton_draw import fastest_draw
+from quire.kernels.draw.triton_penalties import fastest_penalties
+from quire.kernels.linear.cpu_linear import TILES, native_linear
+from quire.kernels.linear.float8 import Float8Linear, float8_problem
+from quire.kernels.linear.low_rank import native_low_rank
+from quire.kernels.malloc import keep_freed_memory
 from quire.kernels.native_library import native_problem
-from quire.kernels.rows import native_rows
-from quire.kernels.triton_draw import fastest_draw
-from quire.kernels.triton_penalties import fastest_penalties
-from quire.kernels.triton_recurrence import fastest_recurrence
-from quire.kernels.triton_rows import TritonRows
+from quire.kernels.recurrence.triton_recurrence import fastest_recurrence
+from quire.kernels.rows.cpu_rows import native_rows
+from quire.kernels.rows.triton_rows import TritonRows
 from quire.kernels.triton_support import attention_problem, triton_problem
 from quire.kv.forward_need import pages_for
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
 from quire.kv.storage import bytes_per_token
-from quire.memory_profile import (
+from quire.models.catalogue import resolve_model, resolve_tokenizer
+from quire.models.families import LoadedModel
+from quire.models.fingerprint import length_rule_of, model_fingerprint
+from quire.models.loading import Outline, load_model, resolve_dtype
+from quire.runner.graph import CudaCapture, GraphRunner, usual_sizes
+from quire.runner.local import LocalRunner, Runner
+from quire.runner.memory_profile import (
     capture_usual,
     captured_bytes,
     device_memory,
@@ -56,15 +65,7 @@ from quire.memory_profile import (
     measured_budget,
     run_greatest_step,
 )
-from quire.models.adapter_targets import embedding_of, linears_of, low_rank_refusal
-from quire.models.catalogue import resolve_model, resolve_tokenizer
-from quire.models.families import LoadedModel
-from quire.models.fingerprint import length_rule_of, model_fingerprint
-from quire.models.host_memory import free_memory
-from quire.models.loading import Outline, load_model, resolve_dtype
-from quire.models.peft import read_adapter
-from quire.ops.seen_tokens import SeenTokens
-from quire.pool_budget import (
+from quire.runner.pool_budget import (
     ATTENTION,
     LEAST_STATES,
     STATE_SHARE,
@@ -79,13 +80,12 @@ from quire.pool_budget import (
     pool_sizes,
     short_pool,
 )
-from quire.runner.adapter_pool import AdapterPool
-from quire.runner.graph import CudaCapture, GraphRunner, usual_sizes
-from quire.runner.local import LocalRunner, Runner
-from quire.sampling_params import SamplingParams
+from quire.sampling.seen_tokens import SeenTokens
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
 from quire.store.urls import open_tiers, state_tier
+from quire.text.chat_templates import with_chosen_template
+from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire")
 

@@ -21,56 +21,57 @@ from typing import Any, Self
 import torch
 from rich.console import RenderableType
 
+from quire.base.config import EngineConfig, check_int
+from quire.base.errors import InvalidArgument
+from quire.base.hints import CacheHints
+from quire.base.interrupts import uninterrupted
+from quire.base.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
+from quire.base.process_exit import end_with_process
+from quire.base.sampling_params import BeamSearchParams, SamplingParams
+from quire.base.segments import BlendParams, Segment
+from quire.base.signatures import require_bool
 from quire.blend.calibration import PROBES, BlendCalibration, QualityLimits
 from quire.blend.given_parts import checked_part
 from quire.build import build, quantization_problem
-from quire.config import EngineConfig, check_int
 from quire.contracts.blend import BlendExecutor, BlendRetriever
 from quire.contracts.executor import CacheLike
 from quire.contracts.views import HistoryView
 from quire.drawing.page_maps import PageMaps
-from quire.engine import blend_calibration, prompt_runs, session_history
 from quire.engine.abilities import ENGINE_REFUSALS, ENGINE_VERBS
 from quire.engine.engine import Engine
-from quire.engine.kept_sessions import KeptSessions
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.page_use import OWNERS
-from quire.engine.prompt_sessions import PromptsOrSessions
 from quire.engine.prompts import Prompt, Prompts, SegmentedPrompt, Text
 from quire.engine.request_outputs import prefix_output
-from quire.engine.request_preparation import Messages as Messages
-from quire.engine.request_preparation import RequestPreparation
-from quire.engine.session import Session
-from quire.engine.session_sources import SessionSources
-from quire.engine.tokenizer import Tokenizer
 from quire.engine.views.llm_repr import llm_repr, llm_summary, pool_pages
 from quire.engine.views.state_views import StateViews
 from quire.engine.views.tracing import traced
-from quire.errors import InvalidArgument
 from quire.executor import counters
 from quire.executor.executor import Executor
-from quire.hints import CacheHints
-from quire.interrupts import uninterrupted
 from quire.kv.rules import verbs_of
 from quire.models.catalogue import resolve_adapter
 from quire.models.families import LoadedModel
-from quire.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
-from quire.process_exit import end_with_process
-from quire.sampling_params import BeamSearchParams, SamplingParams
-from quire.segments import BlendParams, Segment
-from quire.signatures import require_bool
+from quire.sessions import blend_calibration, prompt_runs
+from quire.sessions import history as session_history
+from quire.sessions.durable import KeptSessions
+from quire.sessions.preparation import Messages as Messages
+from quire.sessions.preparation import RequestPreparation
+from quire.sessions.prompts import PromptsOrSessions
+from quire.sessions.session import Session
+from quire.sessions.sources import SessionSources
 from quire.store.collection import Collected
-from quire.store.commit_history import Difference
 from quire.store.commits import SessionCommit
-from quire.store.session_journal import SessionJournal, SessionRecord
+from quire.store.history import Difference
+from quire.store.journal import SessionJournal, SessionRecord
 from quire.store.transfer import Transferred
+from quire.text.tokenizer import Tokenizer
 
 
 class LLM:
     """A loaded model that generates, and whose state sessions can hold.
 
     ``model`` is the name of a bundled model, a directory, or a Hugging Face id.
-    ``quire.config.EngineConfig`` describes the keywords, as does ``quire generate --help``.
+    ``quire.base.config.EngineConfig`` describes the keywords, as does ``quire generate --help``.
     ``chat_template`` may also be Jinja text, or the name of one of the model's templates.
     ``blend_retriever`` and ``blend_executor`` take the places of the store's chunks and of the
     built-in selection in prompts with ``blend``; their interfaces are in ``quire.blend``. Raises

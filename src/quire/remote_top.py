@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from quire.client import HttpFailure
-from quire.config import check_real
+from quire.base.config import check_real
+from quire.base.errors import QuireError
+from quire.cli.client import HttpFailure
+from quire.cli.remote_chat import Link
 from quire.engine.page_use import OWNERS
-from quire.errors import QuireError
-from quire.remote_chat import Link
 from quire.remote_trace import document_of, model_of
 
 if TYPE_CHECKING:

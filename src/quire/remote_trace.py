@@ -9,11 +9,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from quire.config import check_real
+from quire.base.config import check_real
+from quire.base.errors import QuireError
+from quire.cli.remote_chat import Link
 from quire.engine.views.trace_events import ANOTHER, TraceRecorder
-from quire.errors import QuireError
-from quire.kv.atomic_file import check_regular
-from quire.remote_chat import Link
+from quire.statefile.atomic_file import check_regular
 
 INTERVAL = 0.25
 """Seconds between two requests. A server keeps 2,048 steps."""

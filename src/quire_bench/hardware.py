@@ -20,7 +20,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from quire.errors import FailedPrecondition, InvalidArgument
+from quire.base.errors import FailedPrecondition, InvalidArgument
 
 GEMM_SIZES = (1024, 2048, 4096, 8192)
 """Sides of the square matrices; large ones that would take too long are skipped."""

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument, Unsupported
+from quire.base.sampling_params import SamplingParams
 from quire.contracts.layers import FullAttention, LatentAttention
-from quire.errors import InvalidArgument, Unsupported
 from quire.llm import LLM
 from quire.models.catalogue import resolve_model
-from quire.sampling_params import SamplingParams
 from quire_bench.hardware import Hardware, measure
 from quire_bench.reports import interleave, print_json, print_table, random_prompts
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument
 from quire.contracts.model import LatentExpansion
-from quire.errors import InvalidArgument
 from quire_bench.hardware import Hardware
 from quire_bench.latent_forms import FORMS, GEOMETRIES, Cell, Geometry, Inputs, expand
 from quire_bench.reports import Spread, interleave

@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from quire.contracts.layers import FullAttention, LatentAttention
 from quire.contracts.model import LatentExpansion
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.state import State
 from quire.kv.state_pass import StatePass
 from quire_bench.latency import synchronize

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
-from quire.errors import InvalidArgument, Unsupported
+from quire.base.errors import InvalidArgument, Unsupported
 from quire_bench.reports import random_prompts
 
 CONTINUOUS_PAGE = 256

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.errors import InvalidArgument
+from quire.base.errors import InvalidArgument
 
 
 def random_prompts(batch: int, prompt_len: int, vocab_size: int, *, seed: int = 0) -> Tensor:

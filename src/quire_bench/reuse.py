@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.errors import QuireError
-from quire.outputs import RequestOutput
+from quire.base.errors import QuireError
+from quire.base.outputs import RequestOutput
 from quire_bench.reports import Spread, interleave
 from quire_bench.states import Sizes, Subject, greedy
 

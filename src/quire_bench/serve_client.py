@@ -16,8 +16,8 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
-from quire.client import DONE, BrokenAnswer, EventParser, ServerAddress, check_key, event_object, failure
-from quire.errors import InvalidArgument, NotFound
+from quire.base.errors import InvalidArgument, NotFound
+from quire.cli.client import DONE, BrokenAnswer, EventParser, ServerAddress, check_key, event_object, failure
 
 LARGEST_HEAD = 64 * 1024
 """Bytes of a status line with its headers."""

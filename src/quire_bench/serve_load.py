@@ -19,8 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from quire.client import BrokenAnswer, HttpFailure
-from quire.errors import InvalidArgument, QuireError
+from quire.base.errors import InvalidArgument, QuireError
+from quire.cli.client import BrokenAnswer, HttpFailure
 from quire_bench.reports import Spread, print_json, print_table
 from quire_bench.serve_client import ServeClient
 from quire_bench.serve_trace import Planned, TraceRow, random_requests, read_trace, trace_requests

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.errors import QuireError
+from quire.base.errors import QuireError
 
-COMMAND = (sys.executable, "-c", "from quire.cli import main; main()", "serve")
+COMMAND = (sys.executable, "-c", "from quire.cli.main import main; main()", "serve")
 ADDRESS = re.compile(r"\bat (https?://\S+)")
 STOP_SECONDS = 60.0
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from quire.errors import InvalidArgument, NotFound
+from quire.base.errors import InvalidArgument, NotFound
 
 BLOCK = 512
 """Tokens of one entry of ``hash_ids``."""

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
+from quire.base.sampling_params import SamplingParams
 from quire.contracts.executor import ExecutorInputs, TextData
-from quire.engine.session import Session
-from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.executor.llm_executor import LlmExecutor
 from quire.llm import LLM
-from quire.sampling_params import SamplingParams
+from quire.sessions.session import Session
 from quire_bench.latency import synchronize
 from quire_bench.reports import print_json, print_table, random_prompts
 
@@ -279,7 +279,7 @@ def start_rows(rounds: int, model: str | None = None) -> list[Row]:
     and beyond a process that imports torch alone, in turns."""
     alone = "import time; t = time.perf_counter(); import quire; print(time.perf_counter() - t)"
     after = "import time, torch; t = time.perf_counter(); import quire; from quire import LLM; print(time.perf_counter() - t)"
-    generate = [sys.executable, "-m", "quire.cli", "generate", "def main():", "--max-tokens", "4"]
+    generate = [sys.executable, "-m", "quire.cli.main", "generate", "def main():", "--max-tokens", "4"]
     generate += [] if model is None else ["--model", model]
     torch_alone = [sys.executable, "-c", "import torch; print()"]
     imports: dict[str, list[float]] = {alone: [], after: []}

@@ -15,15 +15,15 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument, QuireError, Unsupported
+from quire.base.sampling_params import SamplingParams
+from quire.base.types import Add, Chunk, SeqId, Step
 from quire.contracts.layers import Recurrent
 from quire.engine.checkpoints import Checkpoints
-from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
 from quire.llm import LLM
 from quire.runner.local import NO_EXTRAS, Extras, Runner, StepOutput
-from quire.sampling_params import SamplingParams
-from quire.types import Add, Chunk, SeqId, Step
 from quire_bench.reports import Spread, random_prompts
 from quire_bench.state import LEAST_TOKENS, Row, Timer, held_sequence, possible, state_rows
 

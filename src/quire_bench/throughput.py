@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from quire.base.errors import InvalidArgument, QuireError, Unsupported
+from quire.base.sampling_params import SamplingParams
 from quire.contracts.layers import FullAttention, LatentAttention, WindowedAttention
-from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.llm import LLM
 from quire.models.catalogue import resolve_model
-from quire.sampling_params import SamplingParams
 from quire_bench import latency
 from quire_bench.hardware import Hardware, measure
 from quire_bench.latency import matrix_parameters, synchronize

@@ -20,8 +20,8 @@ from tests.test_parity import FAMILIES, SIZES, VOCAB
 from torch import Tensor
 
 from quire import LLM
-from quire.models.peft import PREFIX
-from quire.types import Add, Chunk, Step
+from quire.adapters.peft import PREFIX
+from quire.base.types import Add, Chunk, Step
 
 LENGTH, RANK, ALPHA = 18, 3, 5.0
 TOKENS_T = torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7))

@@ -16,11 +16,11 @@ import torch
 from tests.adapters.test_low_rank import SIZES, VOCABULARY, WIDTH, Bed, bed, forward_and_compare, random_adapter
 from torch import Tensor
 
+from quire.adapters.low_rank import RankRows
+from quire.adapters.pool import AdapterPool
+from quire.adapters.rank_rows import arrange
+from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unsupported
 from quire.contracts.adapters import Adapter, LowRankUpdate
-from quire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unsupported
-from quire.nn.low_rank import RankRows
-from quire.runner.adapter_memory import arrange
-from quire.runner.adapter_pool import AdapterPool
 
 
 def adapter(rank: int = 4, name: str = "0.out", seed: int = 0, row: int = 0, outputs: int | None = None) -> Adapter:

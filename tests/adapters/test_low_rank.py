@@ -20,15 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quire.adapters import low_rank as fast
+from quire.adapters.low_rank import Share, plan_parts, product_dtype
+from quire.adapters.pool import AdapterPool
+from quire.base.errors import InvalidArgument
 from quire.contracts.adapters import Adapter, LowRankUpdate
-from quire.errors import InvalidArgument
-from quire.kernels.low_rank import native_low_rank
-from quire.nn import low_rank as fast
+from quire.kernels.linear.low_rank import native_low_rank
 from quire.nn.embedding import Embedding, ScaledEmbedding
 from quire.nn.linear import Linear
-from quire.nn.low_rank import Share, plan_parts, product_dtype
 from quire.ops.low_rank import add_low_rank, embed_under, replace_products
-from quire.runner.adapter_pool import AdapterPool
 
 VOCABULARY, WIDTH = 50, 24
 SIZES = {"0.qkv": (WIDTH, 40), "0.out": (20, WIDTH), "head": (WIDTH, VOCABULARY)}

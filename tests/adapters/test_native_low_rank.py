@@ -22,8 +22,9 @@ from torch import Tensor
 
 from quire.build import make_adapters
 from quire.contracts.adapters import Adapter, LowRankUpdate, RankedRows, RankPiece
-from quire.kernels import low_rank, native_library
-from quire.kernels.low_rank import MOST_ROWS, NativeLowRank, native_low_rank
+from quire.kernels import native_library
+from quire.kernels.linear import low_rank
+from quire.kernels.linear.low_rank import MOST_ROWS, NativeLowRank, native_low_rank
 from quire.kernels.native_library import VERSION, native_problem
 from quire.models.catalogue import resolve_model
 from quire.models.loading import load_model

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from quire.errors import CheckpointError, Unsupported
-from quire.models import peft_config, peft_patterns
-from quire.models.peft_config import HARMLESS, REFUSED, parse_lora_config
+from quire.adapters import peft_config, peft_patterns
+from quire.adapters.peft_config import HARMLESS, REFUSED, parse_lora_config
+from quire.base.errors import CheckpointError, Unsupported
 
 
 def test_every_field_of_peft_is_known() -> None:

@@ -29,9 +29,9 @@ from tests.adapters.peft_models import (
 from tests.exact import Float32Bound, run_exactly
 from torch import Tensor
 
-from quire.models.adapter_targets import EMBED, spelled, targets_of
-from quire.models.peft import read_adapter
-from quire.types import Chunk, Step
+from quire.adapters.peft import read_adapter
+from quire.adapters.targets import EMBED, spelled, targets_of
+from quire.base.types import Chunk, Step
 
 pytest.importorskip("peft")
 

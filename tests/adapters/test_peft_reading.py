@@ -31,13 +31,13 @@ from tests.adapters.peft_models import (
 from tests.test_parity import VOCAB, WIDTH
 from torch import Tensor
 
+from quire.adapters import peft, peft_files
+from quire.adapters.assets import read_assets
+from quire.adapters.peft import PREFIX, read_adapter
+from quire.adapters.targets import ENCODERS, embedding_of, linears_of, low_rank_refusal, targets_of
+from quire.base.errors import CheckpointError, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.contracts.executor import ModelAssets
-from quire.errors import CheckpointError, NotFound, QuireError, ResourceExhausted, Unsupported
-from quire.executor.adapter_assets import read_assets
-from quire.models import peft, peft_files
-from quire.models.adapter_targets import ENCODERS, embedding_of, linears_of, low_rank_refusal, targets_of
 from quire.models.loading import load_model
-from quire.models.peft import PREFIX, read_adapter
 from quire.nn.packed import PackedLinear, can_pack
 
 FAMILY = "llama-mqa"

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.base.errors import InvalidArgument
 from quire.blend.calibration import (
     MOST_KL,
     RATIOS,
@@ -23,7 +24,6 @@ from quire.blend.calibration import (
     layers_to_try,
     linear_cost,
 )
-from quire.errors import InvalidArgument
 
 
 def quality(

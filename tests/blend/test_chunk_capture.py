@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 import torch
 
+from quire.adapters.keys import private_salt
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.blend import chunk_catalog
 from quire.blend.chunk_capture import ChunkCapture
 from quire.blend.chunk_catalog import ChunkCatalog, store_of_chunks
 from quire.blend.chunk_matching import LEAST, MOST
 from quire.blend.chunks import ChunkKeys, ChunkLayout, refusal
 from quire.blend.sequence_rows import Move, SequenceRetriever
-from quire.branches.adapter_keys import private_salt
 from quire.branches.stored_state import StoredState
 from quire.contracts.layers import CrossAttention, Recurrent, StateTensor
 from quire.contracts.store import ObjectKind
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.state import State
-from quire.kv.statefile import read_state
+from quire.statefile.container import read_state
 from quire.store.collection import collect
 from quire.store.files import FileTier
 from quire.store.memory import MemoryTier

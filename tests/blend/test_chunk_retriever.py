@@ -22,13 +22,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.store.servers import RedisServer
 
+from quire.base.errors import BlendLoadError, FailedPrecondition, InvalidArgument
 from quire.blend import chunk_catalog
 from quire.blend.chunk_matching import LEAST
 from quire.blend.retriever import ChunkTask
 from quire.contracts.blend import BlendRetriever, BlendRetrieverTask
 from quire.contracts.store import StoreTier
-from quire.errors import BlendLoadError, FailedPrecondition, InvalidArgument
-from quire.kv.statefile import read_state
+from quire.statefile.container import read_state
 from quire.store import stack
 from quire.store.files import FileTier
 from quire.store.memory import MemoryTier

@@ -14,9 +14,9 @@ from tests.blend.small_model import KINDS, LONG, YARN, SmallModel, rope
 from tests.exact import Float64
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument
 from quire.blend.rotation import KeyMove
 from quire.contracts.layers import RopeSpec
-from quire.errors import InvalidArgument
 from quire.ops.rope import RotaryTable, inverse_frequencies
 
 EPS = torch.finfo(torch.float32).eps

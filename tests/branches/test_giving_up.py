@@ -10,9 +10,9 @@ import threading
 
 import pytest
 
-from quire.finalizers import Orphans
-from quire.interrupts import Lock
-from quire.runner.room import Rank, Room
+from quire.base.finalizers import Orphans
+from quire.base.interrupts import Lock
+from quire.runner.reclaim import Rank, Room
 
 
 class Owner:

@@ -6,10 +6,10 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
+from quire.base.media import Media
+from quire.base.token_history import UNKNOWN, TokenHistory
+from quire.base.types import BASE
 from quire.branches.branch import COMPUTED, Branch, Origin
-from quire.branches.history import UNKNOWN, TokenHistory
-from quire.branches.media import Media
-from quire.types import BASE
 
 IDS = st.lists(st.integers(0, 96), max_size=40)
 VERBS = st.sampled_from(["write", "append", "extend", "cut", "fork", "fork of the first"])

@@ -20,8 +20,8 @@ from quire.branches.object_rows import ObjectRows
 from quire.contracts.kv_state import TensorPlan
 from quire.contracts.layers import FullAttention, LatentAttention
 from quire.contracts.store import ObjectKind
-from quire.kernels.checked_rows import checked_rows
 from quire.kernels.native_library import native_problem
+from quire.kernels.rows.checked_rows import checked_rows
 from quire.kv.state import State
 from quire.store.keys import Chain, StoredPiece
 from quire.store.objects import Contents, pack, tensor_name, unpack
@@ -223,8 +223,8 @@ def test_a_checksum_that_is_none(road: str, told: Any, monkeypatch: pytest.Monke
 
 
 def verify_by_checksums(self: Any, *names: str) -> None:
-    from quire.errors import DataLoss
-    from quire.kv.state_header import checksum
+    from quire.base.errors import DataLoss
+    from quire.statefile.header import checksum
 
     for name in names:
         begin, end = self._span(name)

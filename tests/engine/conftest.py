@@ -15,8 +15,8 @@ import torch
 import transformers
 
 from quire import LLM, SamplingParams
+from quire.base.types import Step
 from quire.engine.engine import Engine
-from quire.types import Step
 
 VOCAB = 97
 CONTEXT = 256

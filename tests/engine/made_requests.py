@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from quire.branches.history import TokenHistory
+from quire.base.token_history import TokenHistory
 from quire.engine.request import Asked, Output, Request, RequestBranch, Seat
 
 

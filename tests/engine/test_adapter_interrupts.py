@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from quire import LLM
+from quire.adapters.pool import AdapterPool
+from quire.adapters.targets import linears_of
+from quire.base.types import Add, Chunk, Remove, Step
 from quire.contracts.adapters import Adapter, LowRankUpdate
-from quire.models.adapter_targets import linears_of
-from quire.runner.adapter_pool import AdapterPool
-from quire.types import Add, Chunk, Remove, Step
 
 from .conftest import Checkpoint, MakeLLM, engine_of, greedy, random_tokens
 
@@ -40,7 +40,7 @@ def interrupted_at(line: int, names: tuple[str, ...]) -> Iterator[list[int]]:
 
     def tracer(frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
-        return within if code.co_filename.endswith("runner/adapter_pool.py") and code.co_name in names else None
+        return within if code.co_filename.endswith("adapters/pool.py") and code.co_name in names else None
 
     before = sys.gettrace()
     sys.settrace(tracer)

@@ -22,18 +22,18 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from quire import LLM, BeamSearchParams, SamplingParams, Session
-from quire.branches.adapter_keys import AdapterKey, fingerprint_runs, prefix_key, runs_of_session, users
+from quire.adapters.keys import AdapterKey, fingerprint_runs, prefix_key, runs_of_session, users
+from quire.adapters.pool import AdapterPool
+from quire.adapters.targets import embedding_of, linears_of
+from quire.base.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, QuireError
+from quire.base.types import BASE, AdapterRuns, Add, Chunk, Remove, Step
 from quire.contracts.adapters import Adapter, LowRankUpdate
 from quire.engine.beam import BeamSearch, search
 from quire.engine.engine import Engine
 from quire.engine.request import Request
-from quire.engine.request_preparation import cache_key
-from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, QuireError
-from quire.kernels.low_rank import native_low_rank
-from quire.kv.statefile import read_state, to_bytes
-from quire.models.adapter_targets import embedding_of, linears_of
-from quire.runner.adapter_pool import AdapterPool
-from quire.types import BASE, AdapterRuns, Add, Chunk, Remove, Step
+from quire.kernels.linear.low_rank import native_low_rank
+from quire.sessions.preparation import cache_key
+from quire.statefile.container import read_state, to_bytes
 
 from .conftest import GEOMETRY, Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, record
 from .test_stored_state import CHUNK, check_store, force, squeeze

@@ -23,11 +23,11 @@ from quire import LLM, AsyncLLM, FailedPrecondition, InvalidArgument, QuireError
 from quire.async_llm.executor import AsyncExecutor, AsyncLlmExecutor
 from quire.async_llm.stepper import Call, Job, Stepper
 from quire.async_llm.stream import AsyncStream, SampleDelta
+from quire.base.errors import Cancelled
+from quire.base.sampling_params import BeamSearchParams
+from quire.base.segments import BlendParams, Segment
 from quire.engine.beam import search
-from quire.errors import Cancelled
 from quire.executor import Executor, ExecutorInputs, LlmExecutor, PrefillInput, TextData
-from quire.sampling_params import BeamSearchParams
-from quire.segments import BlendParams, Segment
 from small_tokenizers import saved
 
 from .conftest import (

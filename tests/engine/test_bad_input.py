@@ -24,8 +24,8 @@ from quire import (
     SamplingParams,
     Unsupported,
 )
-from quire.config import EngineConfig
-from quire.engine.token_ids import as_token_ids
+from quire.base.config import EngineConfig
+from quire.text.token_ids import as_token_ids
 from small_tokenizers import saved
 
 from .conftest import CONTEXT, VOCAB, Checkpoint, MakeLLM, check, greedy, random_tokens, record

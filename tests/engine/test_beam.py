@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from quire import LLM, BeamSearchParams, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unsupported
+from quire.base.outputs import BeamSearchOutput
 from quire.engine.beam import BeamSearch, best_continuations, search
-from quire.ops.token_logprobs import logprobs_of, top_logprobs
-from quire.outputs import BeamSearchOutput
+from quire.sampling.token_logprobs import logprobs_of, top_logprobs
 
 from .conftest import (
     CONTEXT,

@@ -21,16 +21,16 @@ import pytest
 from recipes.chunk_recall.task import BOS, Kind, Question, make_question
 
 from quire import LLM, BlendParams, InvalidArgument, QualityLimits, ResourceExhausted, Segment, Unsupported
+from quire.base.errors import QuireError
+from quire.base.outputs import Blend, RequestOutput
+from quire.base.types import Step
 from quire.blend.calibration import RATIOS, TEXT_TOKENS, BlendCalibration, deviation
 from quire.blend.chunk_catalog import ChunkCatalog
 from quire.contracts.store import ObjectKind
-from quire.engine import blend_calibration
-from quire.engine.blend_calibration import ProbeRuns, probe_length, probes_of
 from quire.engine.segmented_prompts import Pieces
-from quire.errors import QuireError
-from quire.outputs import Blend, RequestOutput
 from quire.runner.local import NO_EXTRAS, Extras
-from quire.types import Step
+from quire.sessions import blend_calibration
+from quire.sessions.blend_calibration import ProbeRuns, probe_length, probes_of
 
 from .conftest import (
     Checkpoint,

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire import LLM
+from quire.base.segments import BlendParams, Segment
 from quire.blend.retriever import ChunkRetriever
 from quire.blend.rotation import KeyMove
-from quire.engine.request_preparation import cache_key
 from quire.ops.rope import RotaryTable
-from quire.segments import BlendParams, Segment
+from quire.sessions.preparation import cache_key
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, record
 from .test_blending import (

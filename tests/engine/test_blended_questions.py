@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire import LLM, BlendCalibration, QualityLimits
+from quire.base.segments import AUTO, DEFAULT_RATIO, Segment
 from quire.blend import forward as forward_module
 from quire.blend.calibration import BlendQuality
 from quire.blend.forward import BlendedForward
@@ -21,8 +22,7 @@ from quire.blend.scores import StatedScore, score_of
 from quire.engine import blending as blending_module
 from quire.engine.blending import ASKING, LEAD_TEXT, UNCALIBRATED, Blending, lead_text_of, start_of
 from quire.engine.step_draft import Scheduled
-from quire.engine.tokenizer import Tokenizer
-from quire.segments import AUTO, DEFAULT_RATIO, Segment
+from quire.text.tokenizer import Tokenizer
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 from .test_blending import (

@@ -18,6 +18,9 @@ import torch
 from tests.test_parity import FAMILIES as EVERY
 
 from quire import LLM, InvalidArgument, Session, Unsupported
+from quire.base.errors import BlendLoadError
+from quire.base.outputs import Blend, RequestOutput
+from quire.base.segments import BlendParams, Segment, SelectName
 from quire.blend.forward import BlendedForward
 from quire.blend.retriever import ChunkTask
 from quire.blend.rotation import KeyMove
@@ -27,11 +30,8 @@ from quire.contracts.model import OpenPass, RehearsalPass
 from quire.engine import prompt_blend
 from quire.engine.blending import Blending
 from quire.engine.prompt_blend import PromptBlend
-from quire.engine.request_preparation import cache_key
-from quire.errors import BlendLoadError
 from quire.ops.rope import RotaryTable
-from quire.outputs import Blend, RequestOutput
-from quire.segments import BlendParams, Segment, SelectName
+from quire.sessions.preparation import cache_key
 
 from .conftest import (
     BYTES_PER_TOKEN,

@@ -14,13 +14,13 @@ import torch
 from tests.executor.conftest import forget_tokens
 
 from quire import LLM, AsyncLLM, DataLoss, FailedPrecondition, InvalidArgument, LlmExecutor, NotFound, ResourceExhausted
+from quire.base.errors import QuireError, Unsupported
 from quire.contracts.executor import DecodeInput, ExecutorInputs, PrefillInput, TextData
-from quire.engine.session import Session
-from quire.errors import QuireError, Unsupported
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
 from quire.executor.handle import handle_of
-from quire.kv.statefile import plan_of, read_state, to_bytes
+from quire.sessions.session import Session
+from quire.statefile.container import plan_of, read_state, to_bytes
 
 from .conftest import VOCAB, Checkpoint, MakeLLM, engine_of, greedy, make_family, random_tokens, record
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire import LLM, BlendParams, InvalidArgument
-from quire.engine.chat_rendering import Message, render_chat
-from quire.engine.chat_segments import SIGN, cut_at_segments, first_of, without_segments
-from quire.segments import Segment
+from quire.base.segments import Segment
+from quire.text.chat_rendering import Message, render_chat
+from quire.text.chat_segments import SIGN, cut_at_segments, first_of, without_segments
 
 from .conftest import greedy
 from .test_session_chat import chatty, folder  # noqa: F401 - fixtures

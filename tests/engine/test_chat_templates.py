@@ -10,12 +10,12 @@ import pytest
 from tests.server.conftest import OPTIONS
 
 from quire import LLM, AsyncLLM, InvalidArgument, NotFound, SamplingParams
-from quire.config import CHAT_TEMPLATES, EngineConfig
-from quire.engine.chat_rendering import render_chat
-from quire.engine.chat_templates import built_in_template, with_chosen_template
-from quire.engine.tokenizer import Tokenizer
+from quire.base.config import CHAT_TEMPLATES, EngineConfig
 from quire.models.catalogue import bundled_models
-from quire.server.tools import parser_for
+from quire.server.tools.tools import parser_for
+from quire.text.chat_rendering import render_chat
+from quire.text.chat_templates import built_in_template, with_chosen_template
+from quire.text.tokenizer import Tokenizer
 from small_tokenizers import byte_level
 
 BUNDLED = bundled_models()["tiny-python"]

@@ -13,11 +13,11 @@ import pytest
 from tests.engine.test_recurrent_models import tokens_run
 
 from quire import LLM
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.base.types import Add, Chunk, DropCheckpoint, Edit, SeqId, Step
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.request import Request
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.state import State
-from quire.types import Add, Chunk, DropCheckpoint, Edit, SeqId, Step
 
 from .conftest import (
     Checkpoint,

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire import InvalidArgument, StructuredOutputs
-from quire.engine.closed_objects import close_objects
-from quire.engine.grammar_text import grammar_text
+from quire.grammars.closed_objects import close_objects
+from quire.grammars.formats import grammar_text
 
 NAMES = ("a", "b", "c")
 VALUES = [

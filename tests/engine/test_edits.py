@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from quire import LLM, AsyncLLM, Session
+from quire.base.errors import Cancelled, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
+from quire.base.outputs import EditMode
 from quire.engine.page_use import PageUse
-from quire.engine.text_places import TextPlace, place_of
-from quire.errors import Cancelled, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
-from quire.outputs import EditMode
+from quire.text.text_spans import TextPlace, place_of
 
 from .conftest import Checkpoint, MakeLLM, attention_layer, check, engine_of, greedy, random_tokens, record
 from .test_media import image, rows_of

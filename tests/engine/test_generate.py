@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.errors import InvalidArgument, QuireError
+from quire.base.errors import InvalidArgument, QuireError
 
 from .conftest import CONTEXT, EOS, Checkpoint, MakeLLM, assert_near, check, engine_of, greedy, random_tokens, token_ids
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, AsyncLLM, FailedPrecondition, InvalidArgument, SamplingParams
-from quire.errors import QuireError
-from quire.sampling_params import BeamSearchParams
+from quire.base.errors import QuireError
+from quire.base.sampling_params import BeamSearchParams
 
 from .conftest import CONTEXT, Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, record
 from .test_async import MakeAsync, make  # noqa: F401  (a fixture)

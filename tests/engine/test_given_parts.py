@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quire import LLM, InvalidArgument, Segment
+from quire.base.errors import BlendLoadError
 from quire.blend import BlendOutput, BlendPolicy, BlendRetrieverResult, TensorBlender
-from quire.errors import BlendLoadError
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 from .test_blending import TrueRows, blended, told

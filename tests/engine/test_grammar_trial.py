@@ -23,12 +23,12 @@ import pytest
 
 import quire
 from quire import InvalidArgument, QuireError, ResourceExhausted, StructuredOutputs
-from quire.engine import grammar_trial
-from quire.engine.grammar_matcher import GrammarMatcher
-from quire.engine.grammar_text import compiled, grammar_text
-from quire.engine.grammar_trial import SEATS, GrammarsBusy, GrammarTrial, Seats, must_be_tried, thread_stack
-from quire.engine.grammars import Grammars, _Compiling
-from quire.engine.tokenizer import Tokenizer
+from quire.grammars import trial as grammar_trial
+from quire.grammars.formats import compiled, grammar_text
+from quire.grammars.grammars import Grammars, _Compiling
+from quire.grammars.matcher import GrammarMatcher
+from quire.grammars.trial import SEATS, GrammarsBusy, GrammarTrial, Seats, must_be_tried, thread_stack
+from quire.text.tokenizer import Tokenizer
 from small_tokenizers import saved
 
 
@@ -244,7 +244,7 @@ def test_refusals_are_remembered(
     assert len(asked) == 1
     assert len({id(error) for error in errors}) == 3
     assert len({str(error) for error in errors}) == 1
-    monkeypatch.setattr("quire.engine.grammars.MAX_REFUSED", 2)
+    monkeypatch.setattr("quire.grammars.grammars.MAX_REFUSED", 2)
     for count in (3001, 3002, 3003):
         with pytest.raises(InvalidArgument):
             grammars.check(StructuredOutputs(grammar=rules(count)))
@@ -313,7 +313,7 @@ IN_A_THREAD = """
 import sys, threading
 from quire import StructuredOutputs
 from quire.engine import grammar_trial
-from quire.engine.grammar_text import compiled, grammar_text
+from quire.grammars.formats import compiled, grammar_text
 threading.stack_size(1 << 20)
 wanted = StructuredOutputs(**{sys.argv[1]: sys.stdin.read()})
 assert not grammar_trial.must_be_tried(wanted)
@@ -348,7 +348,7 @@ def test_what_is_small_has_room(wanted: dict[str, str]) -> None:
 
 
 def test_the_child_is_light() -> None:
-    code = "import sys, quire.engine.grammar_trial; print([n for n in ('torch', 'numpy', 'tokenizers') if n in sys.modules])"
+    code = "import sys, quire.grammars.trial; print([n for n in ('torch', 'numpy', 'tokenizers') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_environment(), check=True)
     assert done.stdout == "[]\n"
 
@@ -771,7 +771,7 @@ def test_large_ones_are_kept_up_to_a_sum(grammars: Grammars, monkeypatch: pytest
         return found
 
     monkeypatch.setattr(GrammarTrial, "text", heavy)
-    monkeypatch.setattr("quire.engine.grammars.MAX_HELD_MEMORY", 2 << 30)  # all of them are still asked for
+    monkeypatch.setattr("quire.grammars.grammars.MAX_HELD_MEMORY", 2 << 30)  # all of them are still asked for
     small = StructuredOutputs(regex="a")
     wanted = [StructuredOutputs(regex=f"a{{{i}}}") for i in range(5)]
     for one in (wanted[0], small, *wanted[1:]):
@@ -790,7 +790,7 @@ def test_what_was_checked_is_there_while_it_is_asked_for(
     """The engine's thread compiles nothing large, whatever others ask for between the check and the
     beginning.
     """
-    monkeypatch.setattr("quire.engine.grammars.MAX_COMPILED", 1)
+    monkeypatch.setattr("quire.grammars.grammars.MAX_COMPILED", 1)
     first, second = copy_of(wanted), copy_of(wanted)
     grammars.check(first)
     grammars.check(second)
@@ -819,7 +819,7 @@ def test_what_is_held_has_a_limit(grammars: Grammars, monkeypatch: pytest.Monkey
         return found
 
     monkeypatch.setattr(GrammarTrial, "text", heavy)
-    monkeypatch.setattr("quire.engine.grammars.MAX_HELD_MEMORY", 300)
+    monkeypatch.setattr("quire.grammars.grammars.MAX_HELD_MEMORY", 300)
     one, two, three = (StructuredOutputs(regex=f"{letter}{{1,3}}") for letter in "abc")
     again = StructuredOutputs(regex=one.regex)
     for wanted in (one, again, two):

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from quire import LLM, CacheHints, InvalidArgument, Pin, Session
+from quire.base.errors import FailedPrecondition
+from quire.base.hints import HintResult, PinAccount
+from quire.base.outputs import RequestOutput
+from quire.base.types import BASE
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.request import BACKGROUND
 from quire.engine.requests import Requests
-from quire.errors import FailedPrecondition
-from quire.hints import HintResult, PinAccount
-from quire.outputs import RequestOutput
-from quire.types import BASE
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, token_ids
 from .test_scheduler import World

@@ -19,8 +19,7 @@ import torch
 from tests.store.servers import RedisServer
 
 from quire import LLM, AlreadyExists, AsyncLLM, InvalidArgument, NotFound, Session
-from quire.contracts.store import ObjectKey, ObjectKind, StoreTier
-from quire.errors import (
+from quire.base.errors import (
     DataLoss,
     FailedPrecondition,
     QuireError,
@@ -29,12 +28,13 @@ from quire.errors import (
     StoreFull,
     TierError,
 )
+from quire.contracts.store import ObjectKey, ObjectKind, StoreTier
 from quire.models.catalogue import bundled_adapters
 from quire.store import collection
 from quire.store import files as store_files
-from quire.store.commit_history import History
 from quire.store.commits import SessionCommit, space_key, space_of
 from quire.store.files import FileTier
+from quire.store.history import History
 from quire.store.records import pack_record, unpack_record
 from small_tokenizers import saved
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from quire import LLM, InvalidArgument, ResourceExhausted
+from quire.base.sampling_params import SamplingParams
 from quire.contracts.executor_calls import PrefillInput
-from quire.engine.chat_turns import next_turn_ids, parts_from
-from quire.engine.tokenizer import Tokenizer
-from quire.sampling_params import SamplingParams
+from quire.sessions.chat_turns import next_turn_ids, parts_from
+from quire.text.tokenizer import Tokenizer
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens, record
 

@@ -16,10 +16,10 @@ import torch
 
 from quire import LLM, CacheHints, DataLoss, Pin, Session
 from quire.branches.branch import Origin
+from quire.cli.inspection import facts_of, print_description
 from quire.contracts.executor import PrefillInput
 from quire.engine import layer_memory
-from quire.engine.request_preparation import cache_key
-from quire.inspection import facts_of, print_description
+from quire.sessions.preparation import cache_key
 
 from .conftest import Checkpoint, MakeLLM, assert_near, check, engine_of, greedy, random_tokens
 from .test_bridge import altered, free_pages

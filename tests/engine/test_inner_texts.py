@@ -19,8 +19,8 @@ from tests.examples import examples
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from quire import LLM, SamplingParams, Segment
-from quire.engine.detokenizer import IncrementalDetokenizer
-from quire.engine.tokenizer import Tokenizer
+from quire.text.detokenizer import IncrementalDetokenizer
+from quire.text.tokenizer import Tokenizer
 from small_tokenizers import add_bos
 
 from .conftest import make_checkpoint

@@ -27,12 +27,13 @@ import pytest
 import torch
 
 import quire
-from quire import LLM, AsyncLLM, BeamSearchParams, CacheHints, Pin, interrupts
+from quire import LLM, AsyncLLM, BeamSearchParams, CacheHints, Pin
+from quire.base import interrupts
+from quire.base.errors import QuireError
 from quire.contracts.executor_calls import PrefillInput
-from quire.engine.session import Session
-from quire.engine.session_stream import SessionStream
-from quire.errors import QuireError
 from quire.kv.contract import ContractState
+from quire.sessions.session import Session
+from quire.sessions.stream import SessionStream
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, make_family, random_tokens
 

@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, AsyncLLM, InvalidArgument, NotFound, Session, interrupts
-from quire.errors import FailedPrecondition, NotDurable
+from quire import LLM, AsyncLLM, InvalidArgument, NotFound, Session
+from quire.base import interrupts
+from quire.base.errors import FailedPrecondition, NotDurable
 from quire.models.catalogue import bundled_adapters
 from small_tokenizers import saved
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire import LLM
-from quire.caller_context import Caller, on_behalf_of
+from quire.base.caller_context import Caller, on_behalf_of
 from quire.engine.key_shares import KeyShares
 from quire.engine.request import Request, Status
 from quire.engine.request_queues import LAG

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire import LLM, AsyncLLM, BeamSearchParams
-from quire.engine import chat_rendering, long_texts, session_chat, template_process, tokenizer, tokenizer_process
-from quire.engine.chat_rendering import render_chat
-from quire.engine.limited_process import CHILDREN
-from quire.engine.long_texts import LONG, TextLimit, check, given_up_by, turn
-from quire.engine.text_bounds import longest_token
-from quire.engine.tokenizer import Tokenizer
-from quire.errors import Cancelled, FailedPrecondition, InvalidArgument
+from quire.base.errors import Cancelled, FailedPrecondition, InvalidArgument
+from quire.sessions import chat as session_chat
+from quire.text import chat_rendering, long_texts, template_process, tokenizer, tokenizer_process
+from quire.text.chat_rendering import render_chat
+from quire.text.limited_process import CHILDREN
+from quire.text.long_texts import LONG, TextLimit, check, given_up_by, turn
+from quire.text.token_bounds import longest_token
+from quire.text.tokenizer import Tokenizer
 from small_tokenizers import BUILDERS, byte_level, saved
 
 BOUNDED = ("byte_level", "sentencepiece", "gemma")

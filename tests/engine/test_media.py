@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from quire import LLM, AsyncLLM, BeamSearchParams, FailedPrecondition, InvalidArgument, SamplingParams, Unsupported
-from quire.branches.media import NO_MEDIA
+from quire.base.errors import QuireError
+from quire.base.media import NO_MEDIA
 from quire.contracts.executor import AudioData, ExecutorInputs, TextData, VisionData
 from quire.engine.prompts import read_prompt
-from quire.errors import QuireError
 from quire.executor.llm_executor import LlmExecutor
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_family, random_tokens, record, token_ids

@@ -15,8 +15,10 @@ import torch
 from tests.engine.conftest import Checkpoint, make_checkpoint
 
 from quire import LLM, ResourceExhausted, SamplingParams, build
+from quire.base.types import Step
 from quire.kv.state import State
-from quire.memory_profile import (
+from quire.runner.local import LocalRunner
+from quire.runner.memory_profile import (
     MemoryUse,
     capture_usual,
     captured_bytes,
@@ -24,8 +26,6 @@ from quire.memory_profile import (
     measured_budget,
     run_greatest_step,
 )
-from quire.runner.local import LocalRunner
-from quire.types import Step
 
 MIB = 1 << 20
 

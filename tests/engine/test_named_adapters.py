@@ -21,9 +21,10 @@ from tests.adapters.peft_models import linear_names, merged, write_adapter
 from tokenizers import Tokenizer
 
 from quire import LLM, SamplingParams
+from quire.adapters.pool import AdapterPool
+from quire.adapters.targets import linears_of
 from quire.async_llm import AsyncLLM
-from quire.contracts.executor import ModelAssets
-from quire.errors import (
+from quire.base.errors import (
     AlreadyExists,
     CheckpointError,
     FailedPrecondition,
@@ -33,9 +34,8 @@ from quire.errors import (
     ResourceExhausted,
     Unsupported,
 )
-from quire.models.adapter_targets import linears_of
+from quire.contracts.executor import ModelAssets
 from quire.models.catalogue import bundled_adapters, bundled_models
-from quire.runner.adapter_pool import AdapterPool
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 

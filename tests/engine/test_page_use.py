@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from quire import LLM
+from quire.base.types import SeqId
 from quire.engine.page_use import PageUse
-from quire.types import SeqId
 
 from .conftest import WINDOW, Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from quire import LLM, FailedPrecondition, ResourceExhausted
-from quire.engine import session_generation
+from quire.base.errors import PoolExhausted, QuotaExceeded
+from quire.base.hints import PinAccount
 from quire.engine.request import Request
-from quire.engine.session import Session
-from quire.errors import PoolExhausted, QuotaExceeded
-from quire.hints import PinAccount
+from quire.sessions import generation
+from quire.sessions.session import Session
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 
@@ -116,9 +116,7 @@ class Life:
             elif choice == "append":
                 session.append(random_tokens(rng.randint(1, 40), seed=rng.randint(0, 99)))
             else:
-                self.running.append(
-                    (session, session_generation.submit(session._live, tokens, greedy(rng.randint(1, 50))))
-                )
+                self.running.append((session, generation.submit(session._live, tokens, greedy(rng.randint(1, 50)))))
 
     def live(self, count: int) -> None:
         for _ in range(count):

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams, Unsupported
+from quire.adapters.targets import linears_of
+from quire.base.errors import QuireError
 from quire.build import layer_kernels
-from quire.errors import QuireError
-from quire.kernels.linear import TILES
+from quire.kernels.linear.cpu_linear import TILES
 from quire.kernels.native_library import native_library, native_problem
-from quire.models.adapter_targets import linears_of
 from quire.weights.packed import pack, unpack
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

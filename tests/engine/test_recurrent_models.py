@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
+from quire.base.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
+from quire.base.types import Add, Chunk, Fork, Pop, Remove, Step
 from quire.kv.recurrent import bytes_per_state
 from quire.runner.local import Extras
-from quire.types import Add, Chunk, Fork, Pop, Remove, Step
 
 from .conftest import Checkpoint, MakeLLM, attention_layer, engine_of, greedy, random_tokens
 
@@ -155,7 +155,7 @@ def test_a_saved_state_of_another_kind(
 
 
 def test_inspection_shows_states(make_llm: MakeLLM, hybrid: Checkpoint, tmp_path: Path, capsys: Any) -> None:
-    from quire.inspection import facts_of, print_description
+    from quire.cli.inspection import facts_of, print_description
 
     llm = make_llm(hybrid, kv_cache_memory="4MiB")
     llm.session(random_tokens(9)).save(tmp_path / "one.quire")

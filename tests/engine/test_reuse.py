@@ -12,11 +12,11 @@ from tests.engine.test_session_chat import folder, user
 from tests.engine.test_stored_state import force, squeeze
 
 from quire import LLM, Reuse
-from quire.branches.history import TokenHistory
+from quire.base.outputs import MISSES, TIERS, Miss, RequestOutput
+from quire.base.token_history import TokenHistory
 from quire.engine.miss_search import KEYS, QUOTED
 from quire.engine.request import Request, ReuseNote
 from quire.engine.request_outputs import reuse_of
-from quire.outputs import MISSES, TIERS, Miss, RequestOutput
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, random_tokens, record
 from .made_requests import made_request

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quire import LLM, DataLoss, InvalidArgument, NotFound, ResourceExhausted
-from quire.errors import QuireError
-from quire.kv.statefile import plan_of, read_state, to_bytes
+from quire.base.errors import QuireError
+from quire.statefile.container import plan_of, read_state, to_bytes
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, random_tokens, record
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import pytest
 
-from quire.branches.history import common_prefix
+from quire.base.errors import ResourceExhausted
+from quire.base.token_history import common_prefix
+from quire.base.types import BASE, AdapterRuns, Add, Edit, Fork, Pop, Remove
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.request import Request, Status
 from quire.engine.request_queues import RequestQueues
 from quire.engine.scheduler import Scheduler
 from quire.engine.step_draft import Limits, Scheduled
-from quire.errors import ResourceExhausted
-from quire.types import BASE, AdapterRuns, Add, Edit, Fork, Pop, Remove
 
 from .made_requests import MaskInTheMaking, made_request
 

@@ -17,8 +17,8 @@ import llguidance
 import pytest
 
 from quire import InvalidArgument, StructuredOutputs
-from quire.engine import schema_guard
-from quire.engine.grammar_text import grammar_text
+from quire.grammars import schema_guard
+from quire.grammars.formats import grammar_text
 
 BYTES = llguidance.LLTokenizer("byte")
 END = 1 << BYTES.eos_token

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from quire import LLM, FailedPrecondition, InvalidArgument, ResourceExhausted, SamplingParams, Unsupported
-from quire.engine.session_repr import session_repr
-from quire.errors import Cancelled, QuireError
+from quire.base.errors import Cancelled, QuireError
+from quire.sessions.display import session_repr
 
 from .conftest import (
     CONTEXT,

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from quire import AsyncLLM, SamplingParams, StructuredOutputs
-from quire.engine import slow_masks
 from quire.engine.engine import Engine
-from quire.engine.grammar_matcher import GRAMMAR_ENDED, GrammarMatcher
-from quire.engine.grammars import Grammars
 from quire.engine.request import Request
-from quire.engine.slow_masks import SHARE, Coming, SlowMasks
-from quire.engine.tokenizer import Tokenizer
-from quire.ops.filters import Words
+from quire.grammars import slow_masks
+from quire.grammars.grammars import Grammars
+from quire.grammars.matcher import GRAMMAR_ENDED, GrammarMatcher
+from quire.grammars.slow_masks import SHARE, Coming, SlowMasks
+from quire.sampling.filters import Words
+from quire.text.tokenizer import Tokenizer
 
 from .conftest import MakeLLM, check, engine_of, greedy, random_tokens, record
 from .test_structured import LANGUAGES, Spelled, mixed, samples, spell
@@ -120,7 +120,7 @@ def test_a_grammar_that_ends_beside_the_engine_ends_its_request(
     make_llm: MakeLLM, model: Spelled, monkeypatch: pytest.MonkeyPatch, all_slow: None
 ) -> None:
     """With the reason, while others go on."""
-    monkeypatch.setattr("quire.engine.grammar_text.MASK_ITEMS", 300)
+    monkeypatch.setattr("quire.grammars.formats.MASK_ITEMS", 300)
     only_a = {model.id(b"a"): 100.0}
     llm = make_llm(model.checkpoint)
     plain = greedy(50)
@@ -140,7 +140,7 @@ def test_slow_is_what_takes_long(make_llm: MakeLLM, model: Spelled, monkeypatch:
     """By the time of its thread, mask and token together; and no longer than that."""
     clock = iter(range(1000))
     step = [0.0]
-    monkeypatch.setattr("quire.engine.grammar_matcher.time.thread_time", lambda: next(clock) * step[0])
+    monkeypatch.setattr("quire.grammars.matcher.time.thread_time", lambda: next(clock) * step[0])
     tokenizer = Tokenizer.from_directory(model.checkpoint.path)
     assert tokenizer is not None
     grammars = Grammars(tokenizer, model.vocab_size, threads=False)
@@ -386,7 +386,7 @@ def test_what_raises_is_raised_where_it_is_wanted() -> None:
 def test_the_end_of_a_process_does_not_wait_for_a_rest() -> None:
     """A rest of an hour, and somebody who wants the mask after it."""
     script = (
-        "from quire.engine.slow_masks import Coming, SlowMasks\n"
+        "from quire.grammars.slow_masks import Coming, SlowMasks\n"
         "masks = SlowMasks()\n"
         "masks.shared = True\n"
         "masks.spent(900.0)\n"

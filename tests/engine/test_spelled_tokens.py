@@ -13,10 +13,10 @@ from tests.examples import examples
 from tokenizers import AddedToken, normalizers
 
 from quire import LLM, BlendParams
-from quire.engine.chat_prompts import encode_chat
-from quire.engine.chat_rendering import render_chat
-from quire.engine.spelled_tokens import SpelledTokens
-from quire.engine.tokenizer import Tokenizer
+from quire.text.chat_prompts import encode_chat
+from quire.text.chat_rendering import render_chat
+from quire.text.spelled_tokens import SpelledTokens
+from quire.text.tokenizer import Tokenizer
 from small_tokenizers import byte_level, sentencepiece
 
 from .conftest import MakeLLM, greedy, make_checkpoint

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from quire import LLM
-from quire.engine import saved_sessions
-from quire.errors import DataLoss, InvalidArgument, QuireError, ResourceExhausted, Unsupported
-from quire.inspection import describe
-from quire.kv.statefile import read_state
+from quire.base.errors import DataLoss, InvalidArgument, QuireError, ResourceExhausted, Unsupported
+from quire.cli.inspection import describe
+from quire.sessions import saving as saved_sessions
+from quire.statefile.container import read_state
 from state_files import MISSING, NOT_A_NUMBER, VALUES, changed, fields, metadata_of, of_metadata
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from quire import LLM, Session
-from quire.branches.history import TokenHistory, common_prefix
+from quire.base.errors import FailedPrecondition
+from quire.base.token_history import TokenHistory, common_prefix
+from quire.base.types import SeqId
 from quire.contracts.executor import PrefillInput
 from quire.contracts.views import OWNER_NAMES, HistoryNode, HistoryView, PoolView
 from quire.engine.views.state_reading import ReadBranch, _ids_of
 from quire.engine.views.state_views import ReadState
 from quire.engine.views.viewer import EVERYBODY
-from quire.errors import FailedPrecondition
-from quire.types import SeqId
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_family, random_tokens
 from .test_page_use import Traffic, kinds_of_pages
@@ -345,8 +345,8 @@ def test_a_commit_of_a_session_that_is_shown_is_shown(stored: LLM) -> None:
 
 
 def test_a_tier_that_fails_hides_no_session(stored: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.engine import session_commits
-    from quire.errors import TierError
+    from quire.base.errors import TierError
+    from quire.sessions import commits as session_commits
 
     with stored.session(random_tokens(40)) as session:
         made = session.commit("main")

@@ -20,16 +20,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.base.errors import InvalidArgument, QuireError
+from quire.base.sampling_params import StructuredOutputs
+from quire.base.types import Add, Chunk, Step
 from quire.engine.decodes_ahead import PATIENCE, DecodesAhead
-from quire.errors import InvalidArgument, QuireError
-from quire.ops import filters
-from quire.ops.draws import Draws
-from quire.ops.request_sampler import RequestSampler
-from quire.ops.sampling import sample, sample_later
-from quire.ops.seen_tokens import SeenTokens
 from quire.runner.local import Extras
-from quire.sampling_params import StructuredOutputs
-from quire.types import Add, Chunk, Step
+from quire.sampling import filters
+from quire.sampling.draws import Draws
+from quire.sampling.request_sampler import RequestSampler
+from quire.sampling.sampler import sample, sample_later
+from quire.sampling.seen_tokens import SeenTokens
 
 from .conftest import (
     CONTEXT,

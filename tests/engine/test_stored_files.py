@@ -22,10 +22,10 @@ import xxhash
 from tests.store.servers import RedisServer
 
 from quire import LLM, InvalidArgument
+from quire.base.outputs import TIERS
 from quire.branches.stored_state import StoredState
 from quire.contracts.store import ObjectKey
-from quire.kv.statefile import read_state
-from quire.outputs import TIERS
+from quire.statefile.container import read_state
 from quire.store import keys
 from quire.store.files import FileTier
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.branches.history import TokenHistory
+from quire.base.errors import QuireError
+from quire.base.token_history import TokenHistory
 from quire.branches.move_costs import TO_MEMORY, MoveCosts, Rate
 from quire.branches.object_writer import ObjectWriter, WriteJob
 from quire.branches.state_loads import GET_SECONDS, StateLoad, StateLoader
@@ -25,9 +26,8 @@ from quire.branches.stored_state import StoredState
 from quire.contracts.store import ObjectKind
 from quire.engine.request import RequestBranch
 from quire.engine.request_outputs import request_output
-from quire.engine.request_preparation import cache_key
-from quire.errors import QuireError
 from quire.kv.recurrent import bytes_per_state
+from quire.sessions.preparation import cache_key
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
 

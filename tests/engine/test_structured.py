@@ -19,10 +19,10 @@ import pytest
 import tokenizers
 
 from quire import LLM, InvalidArgument, QuireError, SamplingParams, StructuredOutputs, Unsupported
-from quire.engine.grammar_matcher import GrammarMatcher
-from quire.engine.grammar_text import grammar_text
-from quire.engine.grammars import Grammars, RowGrammars
-from quire.engine.token_bytes import TokenBytes
+from quire.grammars.formats import grammar_text
+from quire.grammars.grammars import Grammars, RowGrammars
+from quire.grammars.matcher import GrammarMatcher
+from quire.text.token_bytes import TokenBytes
 from small_tokenizers import saved
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, random_tokens, record
@@ -647,7 +647,7 @@ def test_grammars_are_compiled_once(
         return compiling(self, wanted)
 
     monkeypatch.setattr(Grammars, "_compile", counting)
-    monkeypatch.setattr("quire.engine.grammars.MAX_COMPILED", 3)
+    monkeypatch.setattr("quire.grammars.grammars.MAX_COMPILED", 3)
     schema = {"type": "boolean"}
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -664,7 +664,7 @@ def test_grammars_are_compiled_once(
 def test_masks_of_many_are_those_of_each(spelled: Callable[[str], Spelled], threads: bool) -> None:
     """Words, padding bits included, however many matchers go at a time."""
     model = spelled("byte_level")
-    from quire.engine.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_directory(model.checkpoint.path)
     assert tokenizer is not None
@@ -692,7 +692,7 @@ def test_what_is_accepted_is_what_masks_allow(spelled: Callable[[str], Spelled],
     more.
     """
     model = spelled(spelling)
-    from quire.engine.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_directory(model.checkpoint.path)
     assert tokenizer is not None
@@ -725,7 +725,7 @@ def test_all_choices_can_be_written(spelled: Callable[[str], Spelled], choices: 
     among all.
     """
     model = spelled("byte_level")
-    from quire.engine.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_directory(model.checkpoint.path)
     assert tokenizer is not None
@@ -754,9 +754,9 @@ def test_a_first_mask_that_is_too_much_is_refused(
     spelled: Callable[[str], Spelled], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Known when the request is submitted, in the words of the limit."""
-    monkeypatch.setattr("quire.engine.grammar_text.MASK_ITEMS", 5_000)
+    monkeypatch.setattr("quire.grammars.formats.MASK_ITEMS", 5_000)
     model = spelled("byte_level")
-    from quire.engine.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_directory(model.checkpoint.path)
     assert tokenizer is not None
@@ -774,8 +774,8 @@ def test_a_first_mask_that_is_too_much_is_refused(
 
 def test_an_object_of_many_optional_properties_can_be_written() -> None:
     """With tokens of several letters a mask looks far into all their names."""
-    from quire.engine.tokenizer import Tokenizer
     from quire.models.catalogue import resolve_model
+    from quire.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_directory(resolve_model("tiny-python"))
     assert tokenizer is not None

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams, StructuredOutputs
-from quire.caller_context import NOBODY, Caller, caller, on_behalf_of
+from quire.base.caller_context import NOBODY, Caller, caller, on_behalf_of
 from quire.contracts.executor_calls import DecodeInput, PrefillInput
+from quire.engine import timeline as module
 from quire.engine.request import Request
-from quire.engine.views import timeline as module
-from quire.engine.views.timeline import RequestLane
+from quire.engine.timeline import RequestLane
 from quire.engine.views.timeline_reader import latencies, timeline_document
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -24,10 +24,10 @@ from tests.engine.conftest import (
 )
 
 from quire import LLM, SamplingParams
-from quire.engine import session_generation
-from quire.engine.generations import MOST_GENERATIONS
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.sampling_params import StructuredOutputs
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.base.sampling_params import StructuredOutputs
+from quire.sampling.generations import MOST_GENERATIONS
+from quire.sessions import generation
 
 LENGTH = 30
 EPS = float(torch.finfo(torch.float32).eps)
@@ -339,8 +339,8 @@ def test_a_request_that_parts_from_the_session_cuts_its_notes(small: LLM) -> Non
         session.generate(greedy(6))
         tokens = np.array([*session.tokens[:5], 50, 51, 52, 53], dtype=np.int64)
         with engine_of(small).lock:
-            request = session_generation.submit(session._live, tokens, greedy(2))
-        session_generation.result(session._live, request)
+            request = generation.submit(session._live, tokens, greedy(2))
+        generation.result(session._live, request)
         assert [session.token(position).generated for position in range(11)] == (
             [False] * 3 + [True] * 2 + [False] * 4 + [True] * 2
         )

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from quire import LLM, Segment
+from quire.base.outputs import RequestOutput
+from quire.base.segments import BlendParams
 from quire.blend.unmarked_text import LONGEST, content_cuts
 from quire.branches.move_costs import MoveCosts
 from quire.engine.blending import ASKING, LATER
-from quire.outputs import RequestOutput
-from quire.segments import BlendParams
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_checkpoint, random_tokens, token_ids
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from quire import LLM
-from quire.engine.views.view_budget import MOST_FOR_ANSWERS, SHARE, ViewBudget
+from quire.engine.view_budget import MOST_FOR_ANSWERS, SHARE, ViewBudget
 
 from .conftest import random_tokens
 

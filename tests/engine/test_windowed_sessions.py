@@ -13,10 +13,10 @@ from torch import Tensor
 
 from quire import LLM, DataLoss, InvalidArgument
 from quire.contracts.rows import HeadNormWeights
-from quire.kv.statefile import read_state
 from quire.ops.attention import attend
 from quire.ops.rope import inverse_frequencies
 from quire.ops.rows import REFERENCE_ROWS, normed_heads
+from quire.statefile.container import read_state
 
 from .conftest import CONTEXT, Checkpoint, MakeLLM, check, engine_of, greedy, random_tokens
 

@@ -20,14 +20,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from quire.branches.history import UNKNOWN, TokenHistory
-from quire.branches.row import Row
+from quire.base.errors import QuireError
+from quire.base.token_history import UNKNOWN, TokenHistory
 from quire.contracts.executor import DecodeInput, ExecutorInputs, PrefillInput, TextData
-from quire.errors import QuireError
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
-from quire.kernels.sdpa import SdpaAttention
+from quire.executor.row import Row
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.state import State
 from quire.models.families import LoadedModel
 from quire.models.loading import load_model

@@ -23,8 +23,8 @@ from quire.contracts.executor import DecodeInput, PrefillInput
 from quire.contracts.layers import Recurrent
 from quire.executor.executor import Executor
 from quire.executor.handle import Handle
-from quire.kernels.recurrence import ChunkedRecurrence
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
+from quire.kernels.recurrence.chunked import ChunkedRecurrence
 from quire.kv.state import State
 from quire.models.families import LoadedModel
 from quire.models.loading import load_model

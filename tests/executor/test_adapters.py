@@ -37,9 +37,9 @@ from tests.executor.recurrent import Hybrid
 from tests.executor.test_serialize import rewritten
 from torch import Tensor
 
-from quire.contracts.adapters import Adapter, LowRankUpdate
-from quire.contracts.executor import ModelAssets
-from quire.errors import (
+from quire.adapters.pool import AdapterPool
+from quire.adapters.targets import embedding_of, linears_of
+from quire.base.errors import (
     CheckpointError,
     DataLoss,
     FailedPrecondition,
@@ -48,21 +48,21 @@ from quire.errors import (
     ResourceExhausted,
     Unsupported,
 )
+from quire.base.types import AdapterRuns
+from quire.contracts.adapters import Adapter, LowRankUpdate
+from quire.contracts.executor import ModelAssets
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
 from quire.executor.handle import Handle
 from quire.executor.llm_executor import LlmExecutor
-from quire.kernels.low_rank import native_low_rank
-from quire.kernels.recurrence import ChunkedRecurrence
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
+from quire.kernels.linear.low_rank import native_low_rank
+from quire.kernels.recurrence.chunked import ChunkedRecurrence
 from quire.kv.state import State
-from quire.kv.statefile import read_state
-from quire.models.adapter_targets import embedding_of, linears_of
 from quire.models.families import LoadedModel
 from quire.models.loading import load_model
-from quire.runner.adapter_pool import AdapterPool
 from quire.runner.local import LocalRunner
-from quire.types import AdapterRuns
+from quire.statefile.container import read_state
 
 RANK = 4
 

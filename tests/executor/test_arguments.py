@@ -17,8 +17,11 @@ import pytest
 import torch
 from tests.executor.conftest import FakeIdentity, Tiny, check_pages, inputs, make_executor, prompt, token
 
+from quire.base.config import ExecutorConfig
+from quire.base.errors import FailedPrecondition, QuireError, Unsupported
+from quire.base.sampling_params import SamplingParams
+from quire.base.signatures import shown
 from quire.build import EXECUTOR_FACTORY
-from quire.config import ExecutorConfig
 from quire.contracts.executor import (
     AudioData,
     DecodeInput,
@@ -30,7 +33,6 @@ from quire.contracts.executor import (
     VisionData,
 )
 from quire.contracts.layers import FullAttention, LatentAttention, Recurrent, StateTensor
-from quire.errors import FailedPrecondition, QuireError, Unsupported
 from quire.executor.executor import Executor
 from quire.executor.factory import Factory
 from quire.executor.handle import Handle
@@ -38,8 +40,6 @@ from quire.executor.llm_executor import LlmExecutor
 from quire.executor.named_executors import NamedExecutors
 from quire.executor.request_sampling import ParamsSampling
 from quire.kv.state import State
-from quire.sampling_params import SamplingParams
-from quire.signatures import shown
 
 WRONG: dict[str, Any] = {
     "None": None,

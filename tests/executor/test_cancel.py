@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.executor.conftest import Tiny, assert_close, inputs, make_executor, prompt, some_ids, token
 
+from quire.base.errors import Cancelled
 from quire.contracts.executor import ExecutorState
-from quire.errors import Cancelled
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
 

@@ -25,11 +25,8 @@ from tests.executor.conftest import (
     token,
 )
 
-from quire.build import EXECUTOR_FACTORY as FACTORY
-from quire.build import fastest_attention
-from quire.config import AttentionConfig, ExecutorConfig, MemoryConfig, OptimizationConfig
-from quire.contracts.executor import AttentionMechanism, ExecutorType
-from quire.errors import (
+from quire.base.config import AttentionConfig, ExecutorConfig, MemoryConfig, OptimizationConfig
+from quire.base.errors import (
     AlreadyExists,
     CheckpointError,
     InvalidArgument,
@@ -38,6 +35,9 @@ from quire.errors import (
     ResourceExhausted,
     Unsupported,
 )
+from quire.build import EXECUTOR_FACTORY as FACTORY
+from quire.build import fastest_attention
+from quire.contracts.executor import AttentionMechanism, ExecutorType
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
 from quire.executor.named_executors import NamedExecutors

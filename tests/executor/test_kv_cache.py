@@ -25,14 +25,14 @@ from tests.executor.conftest import (
     token,
 )
 
-from quire.branches.history import TokenHistory
+from quire.base.errors import InvalidArgument, NotFound, ResourceExhausted
+from quire.base.token_history import TokenHistory
 from quire.branches.model_facts import ModelFacts
-from quire.branches.row import Row
 from quire.contracts.layers import FullAttention, LatentAttention
-from quire.errors import InvalidArgument, NotFound, ResourceExhausted
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
+from quire.executor.row import Row
 
 
 def filled(ex: Executor, *rows: list[int], **kwargs: object) -> KVCache:

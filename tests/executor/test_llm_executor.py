@@ -21,12 +21,12 @@ from tests.executor.conftest import (
 )
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
+from quire.base.sampling_params import SamplingParams
 from quire.contracts.executor import AudioData, ExecutorInputs, ModelAssets, TextData, VisionData
-from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
 from quire.executor.request_sampling import ParamsSampling, draw_from
-from quire.sampling_params import SamplingParams
 
 
 def greedy(tiny: Tiny, ids: list[int], steps: int) -> list[int]:

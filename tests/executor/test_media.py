@@ -23,8 +23,8 @@ from tests.executor.conftest import (
 )
 from torch import Tensor
 
-from quire.branches.forward_packing import pack
-from quire.branches.row_media import image_blocks, image_mask
+from quire.base.errors import Cancelled, InvalidArgument, ResourceExhausted, Unsupported
+from quire.base.sampling_params import SamplingParams
 from quire.contracts.executor import (
     AUDIO_PLACEHOLDER,
     END_OF_AUDIO,
@@ -35,10 +35,10 @@ from quire.contracts.executor import (
     TextData,
     VisionData,
 )
-from quire.errors import Cancelled, InvalidArgument, ResourceExhausted, Unsupported
 from quire.executor.executor import Executor
+from quire.executor.forward_packing import pack
 from quire.executor.llm_executor import LlmExecutor
-from quire.sampling_params import SamplingParams
+from quire.executor.row_media import image_blocks, image_mask
 
 
 def rows_of(count: int, seed: int = 0) -> Tensor:

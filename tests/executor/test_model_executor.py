@@ -22,9 +22,7 @@ from tests.executor.conftest import (
     token,
 )
 
-from quire.branches.forward_packing import pack
-from quire.contracts.executor import DecodeInput, ExecutorState, ModelAssets, PrefillInput
-from quire.errors import (
+from quire.base.errors import (
     FailedPrecondition,
     InvalidArgument,
     NotFound,
@@ -32,8 +30,10 @@ from quire.errors import (
     ResourceExhausted,
     Unsupported,
 )
+from quire.contracts.executor import DecodeInput, ExecutorState, ModelAssets, PrefillInput
 from quire.executor.executor import Executor
-from quire.runner.room import Rank
+from quire.executor.forward_packing import pack
+from quire.runner.reclaim import Rank
 
 # -- equalities ------------------------------------------------------------------------------------
 

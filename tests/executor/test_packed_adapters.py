@@ -23,11 +23,11 @@ from safetensors.torch import load_file, save
 from tests.executor.conftest import Tiny, refused
 from tests.executor.test_adapters import RANK, executor_of
 
+from quire.adapters import assets as adapter_assets
+from quire.adapters import peft_files
+from quire.base.errors import CheckpointError, InvalidArgument, QuireError, Unsupported
 from quire.contracts.executor import ModelAssets
-from quire.errors import CheckpointError, InvalidArgument, QuireError, Unsupported
-from quire.executor import adapter_assets
 from quire.executor.executor import Executor
-from quire.models import peft_files
 
 CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
 

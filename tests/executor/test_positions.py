@@ -34,13 +34,13 @@ from tests.executor.test_adapters import executor_of
 from tests.executor.test_serialize import rewritten
 from torch import Tensor
 
-from quire.errors import DataLoss, InvalidArgument, ResourceExhausted, Unsupported
+from quire.base.errors import DataLoss, InvalidArgument, ResourceExhausted, Unsupported
+from quire.base.types import Add, Chunk, Remove, Step
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
 from quire.kv.rule_table import POSITIONS_OF_RECURRENT, POSITIONS_OF_WINDOWS
-from quire.kv.statefile import read_state
 from quire.runner.local import Extras
-from quire.types import Add, Chunk, Remove, Step
+from quire.statefile.container import read_state
 
 IDS = some_ids(17, seed=4)
 JUMPS = [*range(5), *range(40, 46), *range(9, 15)]

@@ -16,18 +16,18 @@ from tests.executor.recurrent import LENGTH, Hybrid, check, make_executor, promp
 from tests.executor.test_memory import few_rows, peak_of
 
 from quire import LLM
-from quire.branches.forward_packing import Piece
-from quire.branches.replay import states_needed
+from quire.base.config import ExecutorConfig
+from quire.base.errors import Cancelled, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
+from quire.base.sampling_params import SamplingParams
 from quire.build import EXECUTOR_FACTORY
-from quire.config import ExecutorConfig
 from quire.contracts.executor import AttentionMechanism, ExecutorInputs, TextData, VisionData
-from quire.errors import Cancelled, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
+from quire.executor.forward_packing import Piece
 from quire.executor.handle import Handle
 from quire.executor.llm_executor import LlmExecutor
+from quire.executor.replay import states_needed
 from quire.kv.recurrent import bytes_per_state
-from quire.sampling_params import SamplingParams
 
 
 def at(handle: Handle, length: int) -> Handle:

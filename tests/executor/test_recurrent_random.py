@@ -13,7 +13,7 @@ from tests.executor.conftest import inputs
 from tests.executor.recurrent import Hybrid, check, make_executor, prompt, token
 from tests.test_parity import VOCAB
 
-from quire.errors import ResourceExhausted
+from quire.base.errors import ResourceExhausted
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
 from quire.executor.handle import Handle

@@ -23,12 +23,12 @@ from tests.executor.recurrent import (
 )
 from tests.test_parity import VOCAB
 
-from quire.errors import FailedPrecondition, InvalidArgument
+from quire.base.errors import FailedPrecondition, InvalidArgument
+from quire.base.sampling_params import SamplingParams
 from quire.executor.executor import Executor
 from quire.executor.handle import Handle
 from quire.executor.llm_executor import LlmExecutor
 from quire.executor.request_sampling import ParamsSampling
-from quire.sampling_params import SamplingParams
 
 
 def replayed(executor: Executor, make: Callable[[], Any]) -> tuple[Any, int]:

@@ -24,6 +24,8 @@ from tests.executor.conftest import (
 from tests.executor.recurrent import Hybrid
 from tests.executor.recurrent import make_executor as make_recurrent
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
+from quire.base.sampling_params import SamplingParams
 from quire.contracts.executor import (
     AttentionMechanism,
     AudioData,
@@ -33,11 +35,9 @@ from quire.contracts.executor import (
     ModelAssets,
     VisionData,
 )
-from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
 from quire.llm import LLM
-from quire.sampling_params import SamplingParams
 
 
 def test_info(tiny: Tiny, executor: Executor) -> None:

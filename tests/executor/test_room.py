@@ -16,18 +16,18 @@ from tests.executor.conftest import PAGE, FakeIdentity
 from tests.executor.recurrent import LENGTH, Hybrid, check, fresh, make_executor, prompt, token
 from tests.executor.test_recurrent_limits import Broken, at, error_of, facts, failing, untouched
 
-from quire.branches.row_extension import extensions
-from quire.branches.running_calls import Operation
-from quire.branches.transaction import Transaction
+from quire.base.errors import Cancelled, FailedPrecondition, NotFound, QuireError, ResourceExhausted
+from quire.base.sampling_params import SamplingParams
+from quire.base.types import SeqId
 from quire.engine.assembly import make_engine
 from quire.engine.engine import Engine
 from quire.engine.step_draft import Limits
-from quire.errors import Cancelled, FailedPrecondition, NotFound, QuireError, ResourceExhausted
 from quire.executor.executor import Executor
+from quire.executor.row_extension import extensions
+from quire.executor.running_calls import Operation
+from quire.executor.transaction import Transaction
 from quire.kv.recurrent_states import NULL
-from quire.runner.room import Rank
-from quire.sampling_params import SamplingParams
-from quire.types import SeqId
+from quire.runner.reclaim import Rank
 
 NEW = 3
 """Tokens of a request of the engine."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from quire.base.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from quire.base.sampling_params import SamplingParams
 from quire.executor.llm_executor import LlmExecutor
-from quire.sampling_params import SamplingParams
 
 from .conftest import Tiny, check_pages, forget_tokens, inputs, make_executor, refused, some_ids
 

@@ -12,11 +12,11 @@ import torch
 from tests.executor.conftest import CONTEXT, Tiny, inputs, make_executor, prompt, refused, some_ids
 from tests.executor.test_kv_cache import content, filled, same
 
-from quire.errors import DataLoss, InvalidArgument, QuireError, ResourceExhausted
+from quire.base.errors import DataLoss, InvalidArgument, QuireError, ResourceExhausted
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
-from quire.kv.statefile import plan_of, read_state, to_bytes
+from quire.statefile.container import plan_of, read_state, to_bytes
 
 
 def rewritten(data: bytes, change: Any = None, tensors: Any = None) -> bytes:

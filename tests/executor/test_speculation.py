@@ -11,11 +11,11 @@ from tests.executor.conftest import CONTEXT, VOCAB, Tiny, assert_close, prompt, 
 from tests.executor.test_llm_executor import greedy
 from torch import Tensor
 
-from quire.errors import InvalidArgument, ResourceExhausted
+from quire.base.errors import InvalidArgument, ResourceExhausted
+from quire.base.sampling_params import SamplingParams
 from quire.executor.executor import Executor
 from quire.executor.request_sampling import ParamsSampling, draw_from
 from quire.executor.speculation import judge_by_sampling, judge_by_threshold
-from quire.sampling_params import SamplingParams
 
 
 def test_full_partial_and_no_acceptance(tiny: Tiny, executor: Executor) -> None:

@@ -26,8 +26,8 @@ from tests.executor.conftest import (
 )
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
 from quire.contracts.executor import AttentionMechanism
-from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
 

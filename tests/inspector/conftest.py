@@ -21,7 +21,7 @@ import pytest
 from tests.server.conftest import OPTIONS, Served, chat_folder, serving
 
 from quire import AsyncLLM
-from quire.server.settings import ServerSettings
+from quire.server.http.settings import ServerSettings
 
 if TYPE_CHECKING:
     from pathlib import Path

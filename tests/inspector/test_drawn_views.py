@@ -12,10 +12,10 @@ from tests.inspector.conftest import Visit, engine
 from tests.inspector.page_use import PROMPT, close_all, expect, findings, made, sideways, told
 from tests.server.conftest import Served, serving, wait_for
 
+from quire.base.outputs import MISSES
 from quire.contracts.views import OWNER_NAMES, unpacked
-from quire.outputs import MISSES
+from quire.server.http.settings import ServerSettings
 from quire.server.page_routes import FOLDER
-from quire.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ from tests.inspector.conftest import Visit, engine
 from tests.inspector.page_use import close_all, expect, findings, made, open_view, row, sideways, told
 from tests.server.conftest import Served, serving, wait_for
 
-from quire.server.settings import ServerSettings
+from quire.server.http.settings import ServerSettings
 
 VIEWS = ("History", "Pages", "Time", "Token", "Playground")
 HOSTILE = (

@@ -128,18 +128,14 @@ CASES: dict[str, tuple[list[int], list[int], tuple[int, int, int, int], bool]] =
 
 def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     """Return what a model's layers launch in bfloat16: case, program, arguments."""
-    from quire.kernels import (
-        attention_programs,
-        draw_programs,
-        penalty_programs,
-        recurrence_programs,
-        row_programs,
-        triton_recurrence,
-    )
-    from quire.kernels import triton_rows as rows_module
-    from quire.kernels.triton_attention import TritonAttention
-    from quire.kernels.triton_draw import TritonDraw
-    from quire.kernels.triton_penalties import TritonPenalties
+    from quire.kernels.attention import attention_programs
+    from quire.kernels.attention.triton_attention import TritonAttention
+    from quire.kernels.draw import draw_programs, penalty_programs
+    from quire.kernels.draw.triton_draw import TritonDraw
+    from quire.kernels.draw.triton_penalties import TritonPenalties
+    from quire.kernels.recurrence import recurrence_programs, triton_recurrence
+    from quire.kernels.rows import row_programs
+    from quire.kernels.rows import triton_rows as rows_module
 
     names = {
         attention_programs: ("attend_items", "merge_states"),
@@ -211,7 +207,7 @@ RECURRENCES: dict[str, tuple[int, int, int, int, bool]] = {
 def recur(heads: int, keys: int, values: int, decays: int, delta: bool) -> None:
     """Launch what a layer does with a long chain and a decode, and with decodes alone."""
     from quire.contracts.recurrence import RecurrencePlan
-    from quire.kernels.triton_recurrence import TritonRecurrence
+    from quire.kernels.recurrence.triton_recurrence import TritonRecurrence
 
     backend = TritonRecurrence()
     for lengths in ([200, 1], [1, 1]):

@@ -19,9 +19,9 @@ from quire.contracts.executor_calls import PrefillInput
 from quire.contracts.linear import WeightForm
 from quire.contracts.rows import ActivationName
 from quire.kernels.block import MOST_ROWS, NativeBlock, NativeBlocks, NativeStack, NativeTail, native_blocks
-from quire.kernels.linear import EMULATED, NativeLinear, NativeMap
+from quire.kernels.linear.cpu_linear import EMULATED, NativeLinear, NativeMap
 from quire.kernels.native_library import native_library, native_problem
-from quire.kernels.rows import NativeRows, native_rows
+from quire.kernels.rows.cpu_rows import NativeRows, native_rows
 from quire.models.blocks import PreNormBlock
 from quire.models.decoder import Decoder
 

@@ -10,8 +10,8 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from quire.kernels.checked_rows import SHORTEST, CheckedPieces, CheckedRows, RowRuns, checked_rows
 from quire.kernels.native_library import native_problem
+from quire.kernels.rows.checked_rows import SHORTEST, CheckedPieces, CheckedRows, RowRuns, checked_rows
 
 SIZES = (*range(SHORTEST, 340), 1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049, 2112, 5000, 98304)
 """In bytes. XXH3 goes by stripes of 64 and blocks of 1,024, the last stripe by itself."""

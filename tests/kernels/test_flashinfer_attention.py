@@ -19,13 +19,19 @@ from tests.triton_machine import there
 from torch import Tensor
 
 from quire import LLM, SamplingParams, build
-from quire.config import ATTENTION_CLASSES
+from quire.base.config import ATTENTION_CLASSES
+from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
 from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, LayerSpec, WindowedAttention
-from quire.errors import InvalidArgument, Unsupported
-from quire.kernels import flashinfer_attention
-from quire.kernels.flashinfer_attention import HEAD_SIZES, FlashInferAttention, FlashPlan, Form, flashinfer_problem
-from quire.kernels.sdpa import SdpaPlan
+from quire.kernels.attention import flashinfer_attention
+from quire.kernels.attention.flashinfer_attention import (
+    HEAD_SIZES,
+    FlashInferAttention,
+    FlashPlan,
+    Form,
+    flashinfer_problem,
+)
+from quire.kernels.attention.sdpa import SdpaPlan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 UNCAPPED = [name for name, (_, softcap, _) in FEATURES.items() if softcap is None]

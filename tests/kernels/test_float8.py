@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from quire import LLM, SamplingParams, Unsupported
+from quire.adapters.targets import linears_of
+from quire.base.errors import InvalidArgument
 from quire.contracts.block_calls import LayerKernels
-from quire.errors import InvalidArgument
-from quire.kernels import float8
-from quire.kernels.float8 import STACK_CAPABILITY, Float8Linear, Float8Map, Float8Stack, float8_problem
-from quire.kernels.triton_rows import round_rows
-from quire.models.adapter_targets import linears_of
+from quire.kernels.linear import float8
+from quire.kernels.linear.float8 import STACK_CAPABILITY, Float8Linear, Float8Map, Float8Stack, float8_problem
+from quire.kernels.rows.triton_rows import round_rows
 from quire.models.loading import load_model
 from quire.nn.experts import ActivatedGate, ClampedGate, ExpertLinear, Experts
 from quire.nn.packed import KernelLinear

@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from tests.gpu_suite import SUITES
 
 from quire import LLM, SamplingParams
-from quire.kernels import flashinfer_attention
+from quire.kernels.attention import flashinfer_attention
 
 ROOT = Path(__file__).parents[2]
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -20,16 +20,16 @@ from quire.contracts.attention import Scoring
 from quire.contracts.block_calls import LayerKernels, ModelEnds, NormWeight, StackParts
 from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention
 from quire.contracts.linear import WeightForm
-from quire.kernels import attention_calls
+from quire.kernels.attention import cpu_calls
+from quire.kernels.attention.cpu_attention import NativeAttention
 from quire.kernels.block import NativeBlocks, NativeStack, native_blocks
-from quire.kernels.linear import NativeLinear, NativeMap, native_linear
+from quire.kernels.linear.cpu_linear import NativeLinear, NativeMap, native_linear
 from quire.kernels.native_library import native_library, native_problem
-from quire.kernels.paged_attention import NativeAttention
-from quire.kernels.rows import native_rows
+from quire.kernels.rows.cpu_rows import native_rows
 from quire.kv.attention_parts import LayerParts
 from quire.kv.state import State
-from quire.ops.logit_edits import first_maxima
 from quire.ops.rope import RotaryTable
+from quire.sampling.logit_edits import first_maxima
 from quire.weights.packed import rows_of
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason=native_problem())
@@ -304,7 +304,7 @@ def test_what_is_no_plain_decode_is_planned_anew(monkeypatch: pytest.MonkeyPatch
     twins.forward([0, 1], [1, 1])
     monkeypatch.undo()
     twins = Twins(monkeypatch)
-    monkeypatch.setattr(attention_calls, "MOST_KEPT", 1)
+    monkeypatch.setattr(cpu_calls, "MOST_KEPT", 1)
     twins.add_sequence(0)
     twins.forward([0], [5])
     twins.forward([0], [1])

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.base.errors import InvalidArgument
 from quire.contracts.linear import WeightForm
-from quire.errors import InvalidArgument
-from quire.kernels.linear import EMULATED, FORMS, SLAB, NativeLinear, native_linear
+from quire.kernels.linear.cpu_linear import EMULATED, FORMS, SLAB, NativeLinear, native_linear
 from quire.kernels.native_library import native_library, native_problem
 from quire.weights import packed
 from quire.weights.packed import multiply, pack, unpack

@@ -31,13 +31,14 @@ from tests.test_parity import SIZES as MODEL
 from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.attention import AttentionState, ForwardPlan, KeyRule, Scoring
 from quire.contracts.layers import FullAttention
-from quire.errors import InvalidArgument, Unsupported
-from quire.kernels import native_library, paged_attention
+from quire.kernels import native_library
+from quire.kernels.attention import cpu_attention
+from quire.kernels.attention.cpu_attention import LEVELS, NativeAttention, shapes_of
+from quire.kernels.attention.sdpa import SdpaPlan
 from quire.kernels.native_library import native_problem
-from quire.kernels.paged_attention import LEVELS, NativeAttention, shapes_of
-from quire.kernels.sdpa import SdpaPlan
 from quire.ops.attention import ReferenceAttention
 
 pytestmark = pytest.mark.skipif(bool(native_problem()), reason=native_problem() or "the C++ kernels are there")
@@ -57,7 +58,7 @@ def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Also for little work."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
-    monkeypatch.setattr(paged_attention, "ONE_THREAD", 0)
+    monkeypatch.setattr(cpu_attention, "ONE_THREAD", 0)
     yield
     torch.set_num_threads(before)
 
@@ -146,7 +147,7 @@ class Batch:
         assert found.out.is_contiguous()
 
 
-BLOCK = paged_attention.BLOCK
+BLOCK = cpu_attention.BLOCK
 LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 1024, 1100]
 """Around a page, a block and a split."""
 
@@ -417,8 +418,8 @@ def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     if NativeAttention().level != LEVELS[-1]:
         with pytest.raises(Unsupported, match="this processor has portable"):
             NativeAttention(LEVELS[-1])
-    monkeypatch.setattr(paged_attention, "native_library", lambda: None)
-    monkeypatch.setattr(paged_attention, "native_problem", lambda: "not built")
+    monkeypatch.setattr(cpu_attention, "native_library", lambda: None)
+    monkeypatch.setattr(cpu_attention, "native_problem", lambda: "not built")
     spec = FullAttention(num_heads=2, num_kv_heads=1, head_dim=8, value_dim=8)
     assert NativeAttention().refusal(spec, torch.device("cpu")) == "not built"
     with pytest.raises(Unsupported, match="not built"):

@@ -92,7 +92,7 @@ from quire.kernels import native_library
 native_library._load = lambda: found
 import torch
 from tests.kernels.test_paged_attention import Batch
-from quire.kernels.paged_attention import NativeAttention
+from quire.kernels.attention.cpu_attention import NativeAttention
 batch = Batch([64], [1])
 batch.k_SHD = batch.k_SHD.clone()[: int(batch.tables[0].max()) * 16 + 15].clone()
 NativeAttention().run(NativeAttention().plan(batch.plan(), torch.float32), batch.q_THD, None, batch.k_SHD, batch.v_SHD, batch.scoring)

@@ -21,15 +21,15 @@ from tests.test_attention_kernel import CHUNKS, DECODES, FEATURES, KINDS, SIZES,
 from tests.triton_machine import DEVICE, DTYPES, MISSING, CarriedAttention, needs_triton
 
 from quire import LLM, SamplingParams, build
+from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.attention import Scoring
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import FullAttention
-from quire.errors import InvalidArgument, Unsupported
 from quire.kernels import triton_support
-from quire.kernels.attention_tiles import ITEM_FIELDS, MERGE_FIELDS, reach_of, sight_of, split_size, tiles_of, work_of
-from quire.kernels.triton_attention import Shape, TritonAttention, key_blocks, most_rows, power, settings
-from quire.kernels.triton_rows import TritonRows
-from quire.kernels.visibility import sink_part, window_part
+from quire.kernels.attention.tiles import ITEM_FIELDS, MERGE_FIELDS, reach_of, sight_of, split_size, tiles_of, work_of
+from quire.kernels.attention.triton_attention import Shape, TritonAttention, key_blocks, most_rows, power, settings
+from quire.kernels.attention.visibility import sink_part, window_part
+from quire.kernels.rows.triton_rows import TritonRows
 
 pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")]
 CUT = CarriedAttention(least_split=32, programs=1000)

@@ -11,11 +11,11 @@ from tests.triton_machine import DEVICE, needs_triton
 from torch import Tensor
 
 from quire import SamplingParams
-from quire.kernels import triton_draw
-from quire.kernels.triton_draw import TritonDraw, fastest_draw
-from quire.ops.filters import KernelDraws, candidates
-from quire.ops.request_sampler import RequestSampler
-from quire.ops.sampling import sample_later
+from quire.kernels.draw import triton_draw
+from quire.kernels.draw.triton_draw import TritonDraw, fastest_draw
+from quire.sampling.filters import KernelDraws, candidates
+from quire.sampling.request_sampler import RequestSampler
+from quire.sampling.sampler import sample_later
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 TEMPERATURES = (1.0, 0.05, 7.0, 0.6)

@@ -28,13 +28,13 @@ from tests.test_recurrence import (
 )
 from tests.triton_machine import DTYPES, CarriedRecurrence, needs_triton
 
+from quire.base.errors import InvalidArgument
 from quire.contracts.recurrence import Recurred, RecurrencePlan, StatePlaces
-from quire.errors import InvalidArgument
-from quire.kernels import triton_recurrence
-from quire.kernels.recurrence import ChunkedRecurrence
-from quire.kernels.recurrence_groups import cut
-from quire.kernels.recurrence_steps import Steps, steps_of
-from quire.kernels.triton_recurrence import ROWS, TritonRecurrence, alone
+from quire.kernels.recurrence import triton_recurrence
+from quire.kernels.recurrence.chunked import ChunkedRecurrence
+from quire.kernels.recurrence.groups import cut
+from quire.kernels.recurrence.steps import Steps, steps_of
+from quire.kernels.recurrence.triton_recurrence import ROWS, TritonRecurrence, alone
 
 pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")]
 BACKEND = CarriedRecurrence()

@@ -17,10 +17,10 @@ import torch
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 from torch import Tensor
 
+from quire.base.errors import QuireError
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import FullAttention, RopeSpec, WindowedAttention
-from quire.errors import QuireError
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.contract import ContractState
 from quire.ops.attention import ReferenceAttention
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from torch import Tensor
 
-from quire.errors import InvalidArgument
+from quire.base.errors import InvalidArgument
 from quire.kv.exchange import checksum
 from quire.kv.exports import SequenceExport
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from torch import Tensor
 
-from quire.errors import InvalidArgument, QuireError, Unsupported
+from quire.base.errors import InvalidArgument, QuireError, Unsupported
 
 from .machine import BACKENDS, DTYPES, GEOMETRIES, IDS, PAGES, Machine
 from .oracle_forward import States

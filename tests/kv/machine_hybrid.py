@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument, QuireError, Unsupported
 from quire.contracts.layers import StateTensor
-from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.kv.contract import ContractState
 from quire.kv.exchange import checksum
 

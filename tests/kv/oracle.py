@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 
 from .oracle_attention import ForwardVerbs
 from .oracle_exchange import ExchangeVerbs, Export

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
+from quire.base.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 
 from .oracle_forward import Entry, ModelForward, Scope, States, addresses
 from .oracle_pages import Pages, Table

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted
+from quire.base.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted
 
 from .oracle_pages import Pages, page_count
 from .oracle_refusals import Faults, raise_first

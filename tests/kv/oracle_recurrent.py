@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.base.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.contracts.layers import Recurrent
-from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 
 from .oracle import Oracle, Parents
 from .oracle_exchange import Export

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.contracts.layers import Recurrent
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 
 from .oracle_forward import ModelForward
 from .oracle_refusals import Faults, raise_first

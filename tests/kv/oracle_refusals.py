@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quire.errors import (
+from quire.base.errors import (
     DataLoss,
     FailedPrecondition,
     InvalidArgument,

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.base.errors import QuireError
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import FullAttention, RopeMode, RopeSpec, WindowedAttention
-from quire.errors import QuireError
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.forward_need import SlotCopy
 
 from .faces import contract

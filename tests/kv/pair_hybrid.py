@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quire.contracts.layers import Recurrent, StateTensor
-from quire.kernels.recurrence import ChunkedRecurrence
+from quire.kernels.recurrence.chunked import ChunkedRecurrence
 from quire.kv.contract import ContractState
 from quire.ops.recurrence import ReferenceRecurrence
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.rule_table import SINK_OF_OWN_ROTATION, Combination
 
 from .rule_stories import Story, encoded, expected, given, recurrent_state

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.layers import FullAttention, WindowedAttention
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 
 from .faces import contract
 

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend, AttentionState, ForwardPlan, Scoring
-from quire.kernels import lse_attention as lse_module
-from quire.kernels.attention_groups import MAX_WASTE, BatchRows, CausalGroup, PagedGroup, is_run, waste_bounded
-from quire.kernels.lse_attention import lse_attention
-from quire.kernels.sdpa import SHORT_CHUNK, VIEW_KEYS, SdpaAttention, SdpaPlan
+from quire.kernels.attention import lse_attention as lse_module
+from quire.kernels.attention.groups import MAX_WASTE, BatchRows, CausalGroup, PagedGroup, is_run, waste_bounded
+from quire.kernels.attention.lse_attention import lse_attention
+from quire.kernels.attention.sdpa import SHORT_CHUNK, VIEW_KEYS, SdpaAttention, SdpaPlan
 from quire.ops.attention import ReferenceAttention, attend, merge
 
 from .oracle import attend_one, attention_bound, unit

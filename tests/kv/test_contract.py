@@ -124,9 +124,7 @@ def reaches(module: str, tree: ast.Module) -> Iterator[str]:
 def test_what_is_hidden() -> None:
     assert hidden() >= {"sequences", "parts", "begin_static", "current_pass", "open_tokens", "_begin"}
     assert not hidden() & {"geometry", "window", "check", "page_size", "begin_forward", "fork_sequence"}
-    assert {"runner/local.py", "branches/cache_pool.py", "engine/session_state.py", "build.py", "llm.py"} <= set(
-        OUTSIDE
-    )
+    assert {"runner/local.py", "executor/cache_pool.py", "sessions/state.py", "build.py", "llm.py"} <= set(OUTSIDE)
     assert {path.stem for path in (ROOT / "kv").glob("*.py")} >= INTERNAL
 
 
@@ -152,7 +150,7 @@ def test_no_module_reaches_behind_the_contract() -> None:
     ],
 )
 def test_a_reach_is_found(line: str) -> None:
-    assert len(list(reaches("branches/cache_pool.py", ast.parse(line)))) == 1
+    assert len(list(reaches("executor/cache_pool.py", ast.parse(line)))) == 1
 
 
 @pytest.mark.parametrize(
@@ -168,5 +166,5 @@ def test_a_reach_is_found(line: str) -> None:
     ],
 )
 def test_what_is_no_reach(line: str) -> None:
-    assert not list(reaches("branches/cache_pool.py", ast.parse(line)))
+    assert not list(reaches("executor/cache_pool.py", ast.parse(line)))
     assert not list(reaches("build.py", ast.parse("from quire.kv.state import State")))

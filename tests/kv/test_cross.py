@@ -17,9 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.contracts.attention import ForwardPlan
-from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, LayerSpec, Recurrent, StateTensor
-from quire.errors import (
+from quire.base.errors import (
     DataLoss,
     FailedPrecondition,
     InvalidArgument,
@@ -28,14 +26,16 @@ from quire.errors import (
     ResourceExhausted,
     Unsupported,
 )
-from quire.kernels.paged_attention import NativeAttention
-from quire.kernels.sdpa import SdpaAttention, SdpaPlan
+from quire.contracts.attention import ForwardPlan
+from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, LayerSpec, Recurrent, StateTensor
+from quire.kernels.attention.cpu_attention import NativeAttention
+from quire.kernels.attention.sdpa import SdpaAttention, SdpaPlan
 from quire.kv import sequencefile
 from quire.kv.contract import ContractState
 from quire.kv.state_pass import StatePass
-from quire.kv.statefile import read_state, to_bytes
 from quire.ops.attention import ReferenceAttention
 from quire.ops.recurrence import ReferenceRecurrence
+from quire.statefile.container import read_state, to_bytes
 
 from .faces import contract
 from .oracle_values import Exact, scores_of, softmax_state, state_bounds
@@ -1047,7 +1047,7 @@ def test_the_count_finds_damage() -> None:
 
 
 def test_inspection_shows_the_rows_of_encoders() -> None:
-    from quire.inspection import _sequence
+    from quire.cli.inspection import _sequence
 
     layer = CrossAttention(num_heads=2, num_kv_heads=1, head_dim=8, value_dim=8)
     state = contract([layer, layer], capacity=8, cross_capacity=32, backend=SdpaAttention())

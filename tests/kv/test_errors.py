@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.contracts.kv_state import AttentionKVCache, RNNState
 from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, Recurrent, RopeSpec, StateTensor
-from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.contract import ContractState
 from quire.kv.rules import PAGED_REFUSALS, PAGED_VERBS
 

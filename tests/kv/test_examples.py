@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 import torch
 
+from quire.base.errors import InvalidArgument, ResourceExhausted
 from quire.contracts.layers import FullAttention, RopeSpec
-from quire.errors import InvalidArgument, ResourceExhausted
 from quire.kv.forward_need import SlotCopy
 
 from .pair import Pair, attention, refused, same_bits, split_columns, zeros

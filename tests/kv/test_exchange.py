@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.base.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted
 from quire.contracts.layers import FullAttention, RopeSpec
-from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.contract import ContractState
 from quire.kv.exchange import FORMAT_VERSION
 from quire.ops.attention import ReferenceAttention

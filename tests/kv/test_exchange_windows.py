@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.contracts.attention import AttentionBackend
-from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.ops.attention import ReferenceAttention
 
 from .oracle_values import Spec

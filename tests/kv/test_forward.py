@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.errors import FailedPrecondition, InvalidArgument
-from quire.kernels.sdpa import SdpaAttention
+from quire.base.errors import FailedPrecondition, InvalidArgument
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.contract import ContractState
 
 from .faces import contract

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.base.host_link import HostLink, host_link
 from quire.contracts.kv_state import Export
 from quire.contracts.layers import FullAttention
-from quire.kv import statefile, storage
+from quire.kv import storage
 from quire.kv.contract import ContractState
 from quire.kv.rule_table import Combination
-from quire.ops.host_link import HostLink, host_link
+from quire.statefile import container as statefile
 
 from .pair import same_bits
 from .rule_stories import Story, encoded

@@ -21,6 +21,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
+from quire.base.errors import (
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    QuireError,
+    ResourceExhausted,
+    Unsupported,
+)
 from quire.contracts.layers import (
     FullAttention,
     LatentAttention,
@@ -30,15 +39,6 @@ from quire.contracts.layers import (
     WindowedAttention,
 )
 from quire.contracts.model import LatentExpansion
-from quire.errors import (
-    DataLoss,
-    FailedPrecondition,
-    InvalidArgument,
-    NotFound,
-    QuireError,
-    ResourceExhausted,
-    Unsupported,
-)
 from quire.kv.contract import ContractState
 from quire.kv.rules import LAYER_VERBS, PAGED_REFUSALS, PAGED_VERBS, RECURRENT_VERBS, layer_refusal, verbs_of
 from quire.ops.attention import ReferenceAttention

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from quire.errors import (
+from quire.base.errors import (
     DataLoss,
     FailedPrecondition,
     InvalidArgument,

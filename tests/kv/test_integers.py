@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from quire.base.errors import InvalidArgument, NotFound
 from quire.contracts.layers import FullAttention, Recurrent, StateTensor
-from quire.errors import InvalidArgument, NotFound
 from quire.kv.contract import ContractState
 
 from .faces import contract

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.contract import ContractState
 
 from .faces import contract

@@ -16,16 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.layers import LatentAttention, Recurrent, RopeSpec, StateTensor
 from quire.contracts.model import LatentExpansion
-from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv import sequencefile
 from quire.kv.contract import ContractState
 from quire.kv.rules import LAYER_VERBS, PAGED_REFUSALS, PAGED_VERBS, layer_refusal, verbs_of
-from quire.kv.statefile import read_state, to_bytes
 from quire.ops.attention import ReferenceAttention
+from quire.statefile.container import read_state, to_bytes
 
 from .faces import contract
 from .oracle_latent import NaiveLatent, NaiveSequence, turned

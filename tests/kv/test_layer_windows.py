@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.contracts.layers import FullAttention, RopeSpec, WindowedAttention
-from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 
 from .faces import contract
 from .oracle_pages import page_count

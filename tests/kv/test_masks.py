@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from quire.errors import FailedPrecondition, InvalidArgument
+from quire.base.errors import FailedPrecondition, InvalidArgument
 
 from .machine import GEOMETRIES
 from .pair import Pair, refused, split_columns

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.errors import InvalidArgument
+from quire.base.errors import InvalidArgument
 
 from .pair import Pair, refused, same_bits
 

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.contracts.layers import CrossAttention, Recurrent, StateTensor
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
-from quire.kernels import row_blocks
-from quire.kernels.paged_attention import NativeAttention
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention import row_blocks
+from quire.kernels.attention.cpu_attention import NativeAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv import latent as latent_forms
 from quire.ops.attention import ReferenceAttention
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.contracts.layers import FullAttention, RopeSpec, WindowedAttention
-from quire.errors import FailedPrecondition, InvalidArgument, QuireError
 
 from .oracle import Oracle, Window
 from .oracle_forward import parts_of

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.errors import QuireError, ResourceExhausted
+from quire.base.errors import QuireError, ResourceExhausted
 from quire.kv.forward_need import SlotRange, pages_for, slot_index, slots_of
 from quire.kv.pages import NULL_PAGE, PagePool, PageTable
 from quire.kv.sequence_table import SequenceTable

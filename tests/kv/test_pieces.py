@@ -15,9 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.contracts.kv_state import Export
-from quire.contracts.layers import FullAttention, WindowedAttention
-from quire.errors import (
+from quire.base.errors import (
     DataLoss,
     FailedPrecondition,
     InvalidArgument,
@@ -26,7 +24,9 @@ from quire.errors import (
     ResourceExhausted,
     Unsupported,
 )
-from quire.kernels.sdpa import SdpaAttention
+from quire.contracts.kv_state import Export
+from quire.contracts.layers import FullAttention, WindowedAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv import storage
 from quire.kv.contract import ContractState
 from quire.kv.rule_table import COMBINATIONS, Combination

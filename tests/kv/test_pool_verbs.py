@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from quire.base.errors import NotFound, ResourceExhausted, Unsupported
 from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, LayerSpec, Recurrent, StateTensor
 from quire.contracts.layers import WindowedAttention as Windowed
 from quire.contracts.pool_verbs import SequenceUse, SequenceWindow, Shortage, StateRole
-from quire.errors import NotFound, ResourceExhausted, Unsupported
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.contract import ContractState
 
 from .faces import contract

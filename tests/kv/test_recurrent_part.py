@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
 from quire.contracts.layers import Recurrent, StateTensor
-from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
 from quire.kv.recurrent import RecurrentPart, RecurrentPass, RecurrentStorage, bytes_per_state
 from quire.kv.recurrent_states import NULL
 from quire.ops.recurrence import ReferenceRecurrence

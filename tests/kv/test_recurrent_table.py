@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
+from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
 from quire.kv.recurrent_states import NULL, rounds
 from quire.kv.recurrent_table import RecurrentTable
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.contracts.layers import Recurrent, StateTensor
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.ops import attention as attention_module
 from quire.ops.attention import ReferenceAttention
 

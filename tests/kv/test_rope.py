@@ -25,9 +25,9 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 
+from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.layers import FullAttention, RopeMode, RopeSpec
-from quire.errors import InvalidArgument, Unsupported
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.contract import ContractState
 from quire.ops.rope import RotaryTable, inverse_frequencies, rotate
 

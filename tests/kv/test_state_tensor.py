@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.contracts.layers import FullAttention, Recurrent, StateTensor
-from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from quire.kv.contract import ContractState
 from quire.kv.state import State
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
 
 from .machine import GEOMETRIES
 from .oracle_forward import States

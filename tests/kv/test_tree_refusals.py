@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 
 from .pair import Pair, attention, num_columns, refused, same_bits
 from .test_trees import SEVEN, chain

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from quire.errors import ResourceExhausted
+from quire.base.errors import ResourceExhausted
 from quire.kv.windows import Window, window_pages
 
 from .oracle_pages import page_count

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.layers import FullAttention, RopeMode, RopeSpec
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 
 from .faces import contract
 from .oracle_values import scores_of, softmax_state, state_bounds, turned

@@ -10,8 +10,8 @@ from typing import Literal
 import pytest
 import torch
 
-from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from quire.kernels.sdpa import SdpaAttention
+from quire.base.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from quire.kernels.attention.sdpa import SdpaAttention
 
 from .faces import contract
 from .pair import Pair, attention, refused, split_columns

@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from quire.errors import InvalidArgument, NotFound
+from quire.base.errors import InvalidArgument, NotFound
 from quire.models import catalogue
 from quire.models.catalogue import (
     ADAPTER_FILES,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.errors import CheckpointError, InvalidArgument, QuireError, ResourceExhausted, Unsupported
+from quire.base.errors import CheckpointError, InvalidArgument, QuireError, ResourceExhausted, Unsupported
 from quire.models import loading
 from quire.models.families import FAMILIES
 from quire.models.loading import load_model

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.base.errors import CheckpointError, InvalidArgument, Unsupported
 from quire.contracts.layers import FullAttention, WindowedAttention
-from quire.errors import CheckpointError, InvalidArgument, Unsupported
 from quire.models.config_fields import HARMLESS, NEUTRAL
 from quire.models.decoder import DecoderConfig
 from quire.models.families import family_of

@@ -29,9 +29,9 @@ from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
+from quire.base.errors import CheckpointError, InvalidArgument, QuireError, Unsupported
 from quire.contracts.layers import LatentAttention
 from quire.contracts.model import LatentExpansion
-from quire.errors import CheckpointError, InvalidArgument, QuireError, Unsupported
 from quire.models.families import FAMILIES
 from quire.models.loading import load_model
 from quire.nn.experts import MixtureOfExperts, Router

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from tests.exact import Float32Bound, run_exactly
 
 from quire import LLM, SamplingParams
+from quire.base.errors import CheckpointError, InvalidArgument, ResourceExhausted, Unsupported
+from quire.base.types import Add, Chunk, Fork, Pop, Step
 from quire.contracts.layers import FullAttention, sink_refusal
-from quire.errors import CheckpointError, InvalidArgument, ResourceExhausted, Unsupported
 from quire.kv.exchange import layer_metadata
 from quire.models.config_fields import read_config_file
 from quire.models.fallback import read_foreign
 from quire.models.loading import load_model
 from quire.models.probe import ProbeCache
-from quire.types import Add, Chunk, Fork, Pop, Step
 
 LAYERS, WIDTH, LENGTH, VOCAB = 4, 48, 26, 101
 SIZES: dict[str, Any] = {

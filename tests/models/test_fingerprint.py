@@ -13,7 +13,7 @@ import pytest
 import xxhash
 from tests.models.conftest import CASES
 
-from quire.errors import CheckpointError, InvalidArgument
+from quire.base.errors import CheckpointError, InvalidArgument
 from quire.models import fingerprint
 from quire.models.fingerprint import ModelFingerprint, cache_file, file_digest, model_fingerprint, weights_digest
 from quire.models.loading import load_model

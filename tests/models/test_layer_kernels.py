@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.base.types import Add, Chunk, Step
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import Recurrent
 from quire.contracts.rows import RowKernels
+from quire.kernels.attention.cpu_attention import NativeAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kernels.block import native_blocks
-from quire.kernels.linear import EMULATED, NativeLinear, native_linear
+from quire.kernels.linear.cpu_linear import EMULATED, NativeLinear, native_linear
 from quire.kernels.native_library import NativeLibrary, native_library, native_problem
-from quire.kernels.paged_attention import NativeAttention
-from quire.kernels.recurrence import ChunkedRecurrence
-from quire.kernels.rows import NativeRows, native_rows
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.recurrence.chunked import ChunkedRecurrence
+from quire.kernels.rows.cpu_rows import NativeRows, native_rows
 from quire.kv.state import State
 from quire.models.loading import load_model
 from quire.runner.local import LocalRunner
-from quire.types import Add, Chunk, Step
 
 from . import test_deepseek, test_moe_families, test_recurrent_families
 from .conftest import Case, TinyCheckpoint

@@ -20,7 +20,7 @@ from tests.exact import EqualSums, Float32Bound, run_exactly, run_transformers
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from quire.errors import CheckpointError, QuireError, Unsupported
+from quire.base.errors import CheckpointError, QuireError, Unsupported
 from quire.models.families import FAMILIES, LoadedModel
 from quire.models.loading import load_model
 from quire.nn.experts import MixtureOfExperts

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.contracts.layers import LatentAttention
 from quire.contracts.model import Model
-from quire.kernels.sdpa import SdpaAttention
+from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.state import State
 from quire.models.loading import load_model
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.linear import Quantization, WeightForm
-from quire.kernels.linear import native_linear
+from quire.kernels.linear.cpu_linear import native_linear
 from quire.kernels.native_library import native_library, native_problem
 from quire.models.loading import load_model
 from quire.nn import packed as module

@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 from tests.exact import Float32Bound, run_exactly, run_transformers
 from torch import Tensor
 
+from quire.base.errors import CheckpointError, QuireError, Unsupported
 from quire.contracts.layers import FullAttention, LayerSpec, Recurrent
 from quire.contracts.recurrence import RecurrencePlan
-from quire.errors import CheckpointError, QuireError, Unsupported
 from quire.models import granite_moe_hybrid, lfm2, mamba2, qwen3_next
 from quire.models.families import FAMILIES, LoadedModel
 from quire.models.loading import load_model

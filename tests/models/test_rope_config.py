@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from quire.base.errors import CheckpointError, InvalidArgument, Unsupported
 from quire.contracts.layers import RopeSpec
-from quire.errors import CheckpointError, InvalidArgument, Unsupported
 from quire.models.config_fields import ConfigFields
 from quire.models.rope_config import ROPE_SCALINGS, read_rope, yarn_magnitude
 from quire.ops.rope import RotaryTable, inverse_frequencies

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.harness import Mutant
 
 TESTS, SEEN = "engine/test_steps_ahead.py", "test_seen_tokens.py"
-STEPS, DRAWS, TABLE = "engine/steps.py", "ops/draws.py", "ops/seen_tokens.py"
+STEPS, DRAWS, TABLE = "engine/steps.py", "sampling/draws.py", "sampling/seen_tokens.py"
 MUTANTS = (
     Mutant(
         name="ahead-nothing-is-taken-back",
@@ -100,7 +100,7 @@ MUTANTS = (
     ),
     Mutant(
         name="penalties-nothing-bounds-them",
-        file="kernels/penalty_programs.py",
+        file="kernels/draw/penalty_programs.py",
         old="new_B = tl.where(new_B > LARGEST, LARGEST, new_B)",
         new="new_B = new_B",
         tests=(f"{SEEN}::test_requests_come_and_go",),

@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     Mutant(
         name="approximate-state-is-moved-again",
-        file="engine/session_edits.py",
+        file="sessions/edits.py",
         old="exact = state.origin.exact_part(state.computed)",
         new="exact = state.computed",
         tests=("engine/test_blending.py::test_a_blended_edit_is_marked",),

@@ -51,7 +51,7 @@ MUTANTS = (
     ),
     Mutant(
         name="the-text-of-a-probe-has-no-end",
-        file="engine/blend_calibration.py",
+        file="sessions/blend_calibration.py",
         old=" and text[-1] not in engine.eos_ids",
         new="",
         tests=(f"{ENGINE}::test_the_text_of_a_probe_is_the_greedy_one",),
@@ -65,21 +65,21 @@ MUTANTS = (
     ),
     Mutant(
         name="probes-keep-the-question-of-the-blended-forward-twice",
-        file="engine/blend_calibration.py",
+        file="sessions/blend_calibration.py",
         old="self._engine.runner.execute(Step(edits=(Pop(seq, length - probe.asks),)))",
         new="pass",
         tests=(f"{ENGINE}::test_probes_are_as_far_off_as_prompts",),
     ),
     Mutant(
         name="rows-of-the-lead-are-the-chunk",
-        file="engine/blend_calibration.py",
+        file="sessions/blend_calibration.py",
         old="export.rows(one, len(lead), len(ids))",
         new="export.rows(one, 0, len(ids) - len(lead))",
         tests=(f"{ENGINE}::test_probes_are_as_far_off_as_prompts",),
     ),
     Mutant(
         name="sequences-of-interrupted-probes-stay",
-        file="engine/blend_calibration.py",
+        file="sessions/blend_calibration.py",
         old="""    finally:
         with engine.lock:
 """,
@@ -92,7 +92,7 @@ MUTANTS = (
     ),
     Mutant(
         name="sequences-of-failed-probes-stay",
-        file="engine/blend_calibration.py",
+        file="sessions/blend_calibration.py",
         old="""                yield seq
             finally:
 """,
@@ -105,7 +105,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a-calibration-of-any-model",
-        file="engine/blend_calibration.py",
+        file="sessions/blend_calibration.py",
         old="{VERSION}/{AUTO}/{blending.scope}",
         new="{VERSION}/{AUTO}",
         tests=(f"{ENGINE}::test_a_restart",),

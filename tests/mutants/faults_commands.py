@@ -38,21 +38,21 @@ LIMITS = (
 TEMPLATES = (
     Mutant(
         name="end-of-a-turn-ends-no-answer",
-        file="engine/chat_templates.py",
+        file="text/chat_templates.py",
         old="ends=() if end_id is None else (end_id,)",
         new="ends=()",
         tests=("engine/test_chat_templates.py::test_a_built_in_template_ends_answers_where_the_model_has_its_token",),
     ),
     Mutant(
         name="template-for-tools-stays",
-        file="engine/tokenizer.py",
+        file="text/tokenizer.py",
         old='other.chat_templates = {"default": template}',
         new='other.chat_templates = {**self.chat_templates, "default": template}',
         tests=("engine/test_chat_templates.py::test_a_built_in_template_ends_answers_where_the_model_has_its_token",),
     ),
     Mutant(
         name="any-text-is-a-template",
-        file="engine/chat_rendering.py",
+        file="text/chat_rendering.py",
         old='    if "messages" not in _loaded(_tree(source, name)):\n',
         new="    if not source:\n",
         tests=(

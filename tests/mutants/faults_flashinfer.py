@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.harness import Mutant
 
 TESTS = "kernels/test_flashinfer_attention.py"
-FILE = "kernels/flashinfer_attention.py"
+FILE = "kernels/attention/flashinfer_attention.py"
 MUTANTS = (
     Mutant(
         name="flashinfer-lse-to-base-2",

@@ -8,7 +8,7 @@ ENGINE = "engine/test_history.py::"
 MUTANTS = (
     Mutant(
         name="branches-without-a-way-to-them",
-        file="store/commit_history.py",
+        file="store/history.py",
         old="        while head is not None and at != head:",
         new="        while False:",
         tests=(ENGINE + "test_log_and_branches",),
@@ -64,14 +64,14 @@ MUTANTS = (
     ),
     Mutant(
         name="branches-before-their-state",
-        file="engine/session_commits.py",
+        file="sessions/commits.py",
         old="        if not there[key]:",
         new="        if False:",
         tests=(ENGINE + "test_a_checkout_goes_on_as_if_nothing_had_happened",),
     ),
     Mutant(
         name="whole-states-that-are-not-looked-at",
-        file="engine/session_history.py",
+        file="sessions/history.py",
         old="    if hashlib.blake2b(blob, digest_size=KEY_BYTES).digest() != ",
         new="    if b'' == ",
         tests=(ENGINE + "test_what_tokens_do_not_give_is_kept_whole",),
@@ -85,14 +85,14 @@ MUTANTS = (
     ),
     Mutant(
         name="objects-of-a-commit-are-not-pinned",
-        file="store/commit_history.py",
+        file="store/history.py",
         old="await self.pin([*named, *objects])",
         new="await self.pin(named)",
         tests=("engine/test_history.py::test_what_is_committed_outlives_evictions",),
     ),
     Mutant(
         name="the-space-of-a-branch-is-not-pinned",
-        file="store/commit_history.py",
+        file="store/history.py",
         old="await self.pin([space, key])",
         new="await self.pin([key])",
         tests=("engine/test_history.py::test_what_is_committed_outlives_evictions",),

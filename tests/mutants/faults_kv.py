@@ -366,7 +366,7 @@ STATES = (
     ),
     Mutant(
         name="recurrence-decays-after-the-token",
-        file="kernels/decays.py",
+        file="kernels/recurrence/decays.py",
         old=".tril_(-1)",
         new=".tril_()",
         tests=(

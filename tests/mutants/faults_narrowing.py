@@ -59,14 +59,14 @@ MUTANTS = (
     ),
     Mutant(
         name="blocks-as-if-rows-were-neighbours",
-        file="kernels/row_blocks.py",
+        file="kernels/attention/row_blocks.py",
         old="rows = width * (stop - start - 1) // (4 * moved)",
         new="rows = width // 4",
         tests=(COST,),
     ),
     Mutant(
         name="keys-gathered-for-each-block",
-        file="kernels/group_attention.py",
+        file="kernels/attention/group_calls.py",
         old="if block.keys is not keys:",
         new="if True:",
         tests=(COST,),

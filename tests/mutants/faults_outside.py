@@ -7,7 +7,7 @@ from tests.mutants.harness import Mutant
 MUTANTS = (
     Mutant(
         name="streams-of-the-server-without-their-salt",
-        file="server/replies.py",
+        file="server/openai/replies.py",
         old="llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend)",
         new="llm.stream(prompt, params, adapter=adapter, hints=hints, blend=blend)",
         tests=("server/test_completions.py::test_cached_tokens",),
@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         name="chats-without-their-salt",
-        file="engine/request_preparation.py",
+        file="sessions/preparation.py",
         old="key = cache_key(cache_salt)\n        return",
         new="key = cache_key(None)\n        return",
         tests=("engine/test_async.py::test_chats",),
@@ -63,21 +63,21 @@ MUTANTS = (
     ),
     Mutant(
         name="ignored-stop-strings-are-held-back",
-        file="engine/detokenizer.py",
+        file="text/detokenizer.py",
         old="depth[state] if self._next[state] else self._held[fallback]",
         new="depth[state]",
         tests=("test_detokenizer.py::test_of_a_stop_string_that_came_too_early_only_its_end_is_held_back",),
     ),
     Mutant(
         name="the-end-of-an-ignored-stop-string-is-not-held-back",
-        file="engine/detokenizer.py",
+        file="text/detokenizer.py",
         old="depth[state] if self._next[state] else self._held[fallback]",
         new="depth[state] if self._next[state] else 0",
         tests=("test_detokenizer.py::test_of_a_stop_string_that_came_too_early_only_its_end_is_held_back",),
     ),
     Mutant(
         name="starts-of-a-failed-call-stay-kept",
-        file="branches/transaction.py",
+        file="executor/transaction.py",
         old="            self._undo(part)\n        self._drop_starts()\n",
         new="            self._undo(part)\n",
         tests=("executor/test_recurrent_limits.py::test_a_failing_call_keeps_no_state_of_where_it_began",),

@@ -7,7 +7,7 @@ from tests.mutants.harness import Mutant
 TESTS = "kernels/test_triton_attention.py"
 SIZES = "test_graph_runner.py::test_no_more_sizes_are_kept_than_asked_for"
 STATIC = "kv/static_pass.py"
-PROGRAMS = "kernels/attention_programs.py"
+PROGRAMS = "kernels/attention/attention_programs.py"
 MUTANTS = (
     Mutant(
         name="triton-rows-see-the-key-behind-them",
@@ -46,14 +46,14 @@ MUTANTS = (
     ),
     Mutant(
         name="triton-middle-of-an-item-begins-too-early",
-        file="kernels/attention_tiles.py",
+        file="kernels/attention/tiles.py",
         old="plain_first = -(-np.maximum(reach.plain_first_N[tile], first) // block) * block",
         new="plain_first = np.maximum(reach.plain_first_N[tile], first) // block * block",
         tests=(f"{TESTS}::test_items_meet_each_key_once",),
     ),
     Mutant(
         name="triton-every-layer-uploads",
-        file="kernels/triton_attention.py",
+        file="kernels/attention/triton_attention.py",
         old="found = prepared.bound[shape] = self._bind(prepared, shape)",
         new="found = prepared.bound[(*shape, len(prepared.bound))] = self._bind(prepared, shape)",
         tests=(f"{TESTS}::test_a_forward_is_bound_once_for_layers_of_one_shape",),
@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     Mutant(
         name="captured-plans-stay",
-        file="kernels/triton_attention.py",
+        file="kernels/attention/triton_attention.py",
         old="            parts.fill(self._numbers(prepared, shape), prepared, prepared.memory)",
         new="            prepared.memory.append(self._numbers(prepared, shape).tables)",
         tests=(SIZES,),
@@ -102,42 +102,42 @@ MUTANTS = (
     ),
     Mutant(
         name="triton-keys-turn-without-their-norm",
-        file="kernels/row_programs.py",
+        file="kernels/rows/row_programs.py",
         old="weight_HW += tl.load(k_weight + there_HW",
         new="weight_HW += 0 * tl.load(k_weight + there_HW",
         tests=("test_row_kernels.py::test_heads_are_placed",),
     ),
     Mutant(
         name="triton-chunks-forget-the-state-that-fades",
-        file="kernels/recurrence_programs.py",
+        file="kernels/recurrence/recurrence_programs.py",
         old="state_KW = state_KW * tl.load(since + last * HEADS + h)",
         new="state_KW = state_KW * 0 * tl.load(since + last * HEADS + h)",
         tests=("kernels/test_triton_recurrence.py::test_ragged_batches",),
     ),
     Mutant(
         name="triton-blocks-of-the-inverse-are-not-joined",
-        file="kernels/recurrence_programs.py",
+        file="kernels/recurrence/recurrence_programs.py",
         old="(side[:, None] > side[None, :])",
         new="(side[:, None] > side[None, :] + 1)",
         tests=("kernels/test_triton_recurrence.py::test_systems_far_from_the_identity",),
     ),
     Mutant(
         name="triton-left-halves-fade-too-early",
-        file="kernels/recurrence_programs.py",
+        file="kernels/recurrence/recurrence_programs.py",
         old="until_CK += tl.where(right[:, None], 0.0, right_BK)",
         new="until_CK += tl.where(right[:, None], right_BK, 0.0)",
         tests=("kernels/test_triton_recurrence.py::test_wanted_rows_within_chunks",),
     ),
     Mutant(
         name="triton-branches-start-from-the-row-before",
-        file="kernels/recurrence_programs.py",
+        file="kernels/recurrence/recurrence_programs.py",
         old="if source < -1:",
         new="if source < -100:",
         tests=("kernels/test_triton_recurrence.py::test_trees",),
     ),
     Mutant(
         name="triton-every-recurrent-layer-uploads",
-        file="kernels/triton_recurrence.py",
+        file="kernels/recurrence/triton_recurrence.py",
         old="if held is None or held[0] is not plan or held[1] != device:",
         new="if held is None or held[0] is plan or held[1] != device:",
         tests=("kernels/test_triton_recurrence.py::test_layers_of_a_forward_share_what_is_uploaded",),

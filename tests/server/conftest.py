@@ -29,10 +29,10 @@ from tests.slow_steps import slow_steps
 
 from quire import AsyncLLM
 from quire.models.catalogue import bundled_models
-from quire.server.app import create_app
-from quire.server.context import Context
-from quire.server.serving import Server, bind, url_of
-from quire.server.settings import ServerSettings
+from quire.server.http.app import create_app
+from quire.server.http.context import Context
+from quire.server.http.serving import Server, bind, url_of
+from quire.server.http.settings import ServerSettings
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "64MiB", "max_num_seqs": 32}
 TEMPLATE = (

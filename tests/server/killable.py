@@ -21,8 +21,8 @@ import httpx
 import torch
 
 from quire.async_llm import AsyncLLM
-from quire.server.serving import serve
-from quire.server.settings import ServerSettings
+from quire.server.http.serving import serve
+from quire.server.http.settings import ServerSettings
 
 START_SECONDS = 120.0
 
@@ -63,7 +63,7 @@ def killable(
     """A server over a model. At the end it is killed, if it still runs."""
     context = multiprocessing.get_context("forkserver")
     # Not this module: the server that forks has no path to the tests.
-    context.set_forkserver_preload(["quire.server.serving", "quire.build"])
+    context.set_forkserver_preload(["quire.server.http.serving", "quire.build"])
     state_dir.parent.mkdir(parents=True, exist_ok=True)
     said = state_dir.parent / f"said-{time.monotonic_ns()}"
     process = context.Process(

@@ -13,9 +13,9 @@ import pytest
 
 from quire import AsyncLLM, SamplingParams
 from quire.models.catalogue import bundled_adapters, bundled_models
-from quire.server.adapter_routes import allowed_path
-from quire.server.errors import ApiError
-from quire.server.settings import ServerSettings
+from quire.server.http.errors import ApiError
+from quire.server.http.settings import ServerSettings
+from quire.server.openai.adapter_routes import allowed_path
 
 from .conftest import OPTIONS, Served, serving
 

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.anthropic_blocks import BlockTurns
+from quire.server.anthropic.blocks import BlockTurns
 
 TEXT = st.fixed_dictionaries({"type": st.just("text"), "text": st.text("ab", max_size=3)})
 MARKED = st.builds(lambda block, mark: {**block, "cache_control": {"type": mark}}, TEXT, st.text("xyz", min_size=1))

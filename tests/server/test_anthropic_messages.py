@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from quire import AsyncLLM
-from quire.server.gate import KeyPortions
-from quire.server.settings import ServerSettings
+from quire.server.http.gate import KeyPortions
+from quire.server.http.settings import ServerSettings
 
 from .conftest import Served, serving
 from .test_chat import CALL, WEATHER, capable, says

@@ -13,11 +13,11 @@ import pytest
 from fastapi import FastAPI
 from pydantic import BaseModel, StrictInt
 
-from quire.errors import InvalidArgument, QuireError
-from quire.other_names import PATHS
-from quire.server.app import create_app
-from quire.server.errors import ApiError, api_error, error_response, install, validation_error
-from quire.server.settings import ServerSettings
+from quire.base.errors import InvalidArgument, QuireError
+from quire.base.other_names import PATHS
+from quire.server.http.app import create_app
+from quire.server.http.errors import ApiError, api_error, error_response, install, validation_error
+from quire.server.http.settings import ServerSettings
 
 from .conftest import Served
 

@@ -19,25 +19,17 @@ import httpx
 import pytest
 
 from quire import AsyncLLM
-from quire.server import (
-    adapter_routes,
-    anthropic_messages,
-    bodies,
-    branch_routes,
-    chat,
-    completions,
-    gate,
-    responses,
-    session_routes,
-    status,
-    tokens,
-    warm_routes,
-)
-from quire.server import serving as serving_module
-from quire.server.events import JsonAnswer, encode_json
-from quire.server.generation import MAX_STOP_CHARACTERS, MAX_STOPS
-from quire.server.serving import most_connections, raise_descriptor_limit
-from quire.server.settings import ServerSettings
+from quire.server.anthropic import routes as anthropic_messages
+from quire.server.http import bodies, gate, status
+from quire.server.http import serving as serving_module
+from quire.server.http.events import JsonAnswer, encode_json
+from quire.server.http.serving import most_connections, raise_descriptor_limit
+from quire.server.http.settings import ServerSettings
+from quire.server.openai import adapter_routes, chat, completions, tokens, warm_routes
+from quire.server.openai.generation import MAX_STOP_CHARACTERS, MAX_STOPS
+from quire.server.responses import routes as responses
+from quire.server.sessions import branch_routes
+from quire.server.sessions import routes as session_routes
 
 from .conftest import Served, pages_free, serving, wait_for
 
@@ -133,8 +125,8 @@ def test_the_longest_idle_connection_goes_when_descriptors_are_short(
     small: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that has sent a request keeps its connection."""
-    monkeypatch.setattr("quire.server.serving.HEAD_SECONDS", 60.0)
-    monkeypatch.setattr("quire.server.serving.most_connections", lambda: 4)
+    monkeypatch.setattr("quire.server.http.serving.HEAD_SECONDS", 60.0)
+    monkeypatch.setattr("quire.server.http.serving.most_connections", lambda: 4)
     body = json.dumps({"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}).encode()
     with ExitStack() as opened:
         busy = opened.enter_context(connected(small, head("/v1/completions", len(body)) + body))

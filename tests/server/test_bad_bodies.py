@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.foreign_fields import UNSUPPORTED
+from quire.server.http.foreign_fields import UNSUPPORTED
 
 from .conftest import Served
 

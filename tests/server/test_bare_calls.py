@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from quire.server.messages import MessageFormat, MessageReader, message_of
-from quire.server.reasoning import reasoning_for
-from quire.server.tools import StreamingToolParser
+from quire.server.tools.messages import MessageFormat, MessageReader, message_of
+from quire.server.tools.reasoning import reasoning_for
+from quire.server.tools.tools import StreamingToolParser
 
 from .test_tools import CALLS, JSON, NAMES, STRINGS, Calls, cut, dumps, format_of, parsed, streamed, tool
 

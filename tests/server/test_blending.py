@@ -19,8 +19,8 @@ from quire import AsyncLLM, BlendCalibration, BlendParams, QualityLimits, Sampli
 from quire.blend.calibration import BlendQuality
 from quire.blend.retriever import ChunkTask
 from quire.engine.blending import UNCALIBRATED
-from quire.server.blend_fields import EncodedPrompt, blend_body
-from quire.server.settings import ServerSettings
+from quire.server.http.settings import ServerSettings
+from quire.server.openai.blend_fields import EncodedPrompt, blend_body
 
 from .conftest import Served, pages_free, serving, wait_for
 from .test_prefix_salts import KEYS, headers

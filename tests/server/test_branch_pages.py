@@ -9,7 +9,7 @@ import pytest
 
 from quire import AsyncLLM
 from quire.contracts.views import unpacked
-from quire.server.settings import ServerSettings
+from quire.server.http.settings import ServerSettings
 
 from .conftest import Served, serving
 from .test_state_routes import fresh, got, session

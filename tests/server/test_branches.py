@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from quire import AsyncLLM
-from quire.server.errors import STORE_UNAVAILABLE
-from quire.server.settings import ServerSettings
+from quire.server.http.errors import STORE_UNAVAILABLE
+from quire.server.http.settings import ServerSettings
 
 from .conftest import OPTIONS, Served, serving
 

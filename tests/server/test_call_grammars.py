@@ -14,9 +14,9 @@ import llguidance
 import pytest
 
 from quire import InvalidArgument, StructuredOutputs
-from quire.engine.grammar_text import grammar_text
-from quire.server.call_grammars import calls_or_answer
-from quire.server.tools import StreamingToolParser, schema_for
+from quire.grammars.formats import grammar_text
+from quire.server.tools.call_grammars import calls_or_answer
+from quire.server.tools.tools import StreamingToolParser, schema_for
 
 from .test_tools import NAMES, WRITERS, Calls, format_of, glm, granite, lfm2, lfm2_json, mistral, parsed, qwen_coder
 

@@ -16,13 +16,13 @@ import pytest
 from tests.exact import TINY_PYTHON
 
 from quire import AsyncLLM, RequestOutput, SamplingParams
-from quire.engine.chat_rendering import render_chat
-from quire.server import chat
-from quire.server.messages import MessageFormat, MessageReader, message_of
-from quire.server.reasoning import reasoning_for
-from quire.server.settings import ServerSettings
-from quire.server.tool_reader import Delta
-from quire.server.tools import parser_for
+from quire.server.http.settings import ServerSettings
+from quire.server.openai import chat
+from quire.server.tools.messages import MessageFormat, MessageReader, message_of
+from quire.server.tools.reader import Delta
+from quire.server.tools.reasoning import reasoning_for
+from quire.server.tools.tools import parser_for
+from quire.text.chat_rendering import render_chat
 
 from .conftest import OPTIONS, TEMPLATE, Served, pages_free, serving, shallow_copy, wait_for
 from .test_completions import events
@@ -593,7 +593,7 @@ def test_what_stands_around_an_answer_stays_out_of_the_next_turn(
         "<|END_RESPONSE|>{% endif %}{% endfor %}{#" + COMMAND + "#}"
     )
     monkeypatch.setattr(chat, "select_template", lambda templates, **_: template)
-    monkeypatch.setattr("quire.engine.chat_prompts.select_template", lambda *_, **__: template)
+    monkeypatch.setattr("quire.text.chat_prompts.select_template", lambda *_, **__: template)
     session = capable.client.post("/v1/sessions", json={}).json()["id"]
     for text in ("Yes.", "No."):
         says(f"<|START_RESPONSE|>{text}<|END_RESPONSE|>")

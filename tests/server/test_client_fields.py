@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from quire import AsyncLLM
-from quire.server.conversations import thinking_variables
-from quire.server.errors import ApiError
-from quire.server.protocol import ChatRequest
+from quire.server.http.errors import ApiError
+from quire.server.openai.conversations import thinking_variables
+from quire.server.openai.protocol import ChatRequest
 
 from .conftest import OPTIONS, Served, serving
 from .test_chat import MESSAGES, ask

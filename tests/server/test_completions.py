@@ -17,9 +17,9 @@ import pytest
 from tests.exact import TINY_PYTHON
 
 from quire import AsyncLLM, RequestOutput, SamplingParams
+from quire.base.outputs import Logprob
 from quire.models.catalogue import bundled_models
-from quire.outputs import Logprob
-from quire.server.logprobs import Offsets, completion_logprobs
+from quire.server.openai.logprobs import Offsets, completion_logprobs
 
 from .conftest import OPTIONS, Served, pages_free, serving, wait_for
 

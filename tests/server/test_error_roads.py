@@ -11,10 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.branches.state_loads import LoadFailed
-from quire.engine.grammar_trial import GrammarsBusy
-from quire.engine.views.state_views import StateViews
-from quire.errors import (
+from quire.base.errors import (
     AlreadyExists,
     BlendLoadError,
     Cancelled,
@@ -34,9 +31,12 @@ from quire.errors import (
     TierFull,
     Unsupported,
 )
-from quire.forks import Forked
-from quire.sampling_params import BeamSearchParams
-from quire.server.errors import RETRY_AFTER, STATUSES, STORE_UNAVAILABLE, api_error
+from quire.base.forks import Forked
+from quire.base.sampling_params import BeamSearchParams
+from quire.branches.state_loads import LoadFailed
+from quire.engine.views.state_views import StateViews
+from quire.grammars.trial import GrammarsBusy
+from quire.server.http.errors import RETRY_AFTER, STATUSES, STORE_UNAVAILABLE, api_error
 from quire.store.records import Unfit
 
 from .conftest import Served, pages_free, wait_for
@@ -107,7 +107,7 @@ def classes(kind: type[QuireError] = QuireError) -> Iterator[type[QuireError]]:
     """All classes of errors that an engine or a server may raise; clients have their own, and tests
     may have.
     """
-    if kind.__module__.startswith("quire.") and kind.__module__ != "quire.client":
+    if kind.__module__.startswith("quire.") and kind.__module__ != "quire.cli.client":
         yield kind
     for one in kind.__subclasses__():
         yield from classes(one)

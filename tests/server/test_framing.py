@@ -12,10 +12,10 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from quire import AsyncLLM
-from quire.server import gate
-from quire.server.errors import ApiError
-from quire.server.gate import Arrivals
-from quire.server.settings import ServerSettings
+from quire.server.http import gate
+from quire.server.http.errors import ApiError
+from quire.server.http.gate import Arrivals
+from quire.server.http.settings import ServerSettings
 
 from .conftest import STATE_FILE, Served, serving, wait_for
 from .test_attacks import connected, received

@@ -20,10 +20,10 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from quire import AsyncLLM
-from quire.server.bodies import MAX_DEPTH, check_json
-from quire.server.errors import ApiError
-from quire.server.gate import Gate, GateMiddleware, KeyPortions
-from quire.server.settings import ServerSettings
+from quire.server.http.bodies import MAX_DEPTH, check_json
+from quire.server.http.errors import ApiError
+from quire.server.http.gate import Gate, GateMiddleware, KeyPortions
+from quire.server.http.settings import ServerSettings
 
 from .conftest import Served, serving, wait_for
 

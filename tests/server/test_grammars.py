@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from quire import StructuredOutputs
-from quire.engine.grammar_text import grammar_text
-from quire.engine.grammar_trial import SEATS, GrammarTrial
+from quire.grammars.formats import grammar_text
+from quire.grammars.trial import SEATS, GrammarTrial
 
 from .conftest import Served, wait_for
 

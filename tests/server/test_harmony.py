@@ -19,12 +19,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire import AsyncLLM
-from quire.engine.chat_rendering import render_chat
-from quire.errors import FailedPrecondition
-from quire.server import chat
-from quire.server.harmony import MARKERS, HarmonyReader, in_reasoning, is_harmony
-from quire.server.messages import MessageFormat, MessageReader, message_of
-from quire.server.tool_reader import Delta
+from quire.base.errors import FailedPrecondition
+from quire.server.openai import chat
+from quire.server.tools.harmony import MARKERS, HarmonyReader, in_reasoning, is_harmony
+from quire.server.tools.messages import MessageFormat, MessageReader, message_of
+from quire.server.tools.reader import Delta
+from quire.text.chat_rendering import render_chat
 
 from .conftest import OPTIONS, Served, serving, shallow_copy
 from .test_chat import ask, refused, same, streamed

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from quire import AsyncLLM
-from quire.engine.tokenizer import Tokenizer
-from quire.server.settings import ServerSettings
+from quire.server.http.settings import ServerSettings
+from quire.text.tokenizer import Tokenizer
 
 from .conftest import Served, pages_free, serving, wait_for
 

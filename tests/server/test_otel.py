@@ -23,10 +23,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from quire import AsyncLLM, SamplingParams
-from quire.errors import InvalidArgument, Unsupported
-from quire.server import app, spans
-from quire.server.settings import ServerSettings
-from quire.server.spans import RequestSpans, exporter_for, traces_url
+from quire.base.errors import InvalidArgument, Unsupported
+from quire.server.http import app, spans
+from quire.server.http.settings import ServerSettings
+from quire.server.http.spans import RequestSpans, exporter_for, traces_url
 
 from .conftest import OPTIONS, Served, serving, wait_for
 
@@ -299,7 +299,7 @@ def test_without_any_configuration_nothing_is_imported(plain: pytest.MonkeyPatch
             assert exporter_for(None) is None
     assert exporter_for(None) is not None
     code = (
-        "import sys, quire.server.app; from quire.server.spans import exporter_for; assert exporter_for(None) is None; "
+        "import sys, quire.server.http.app; from quire.server.http.spans import exporter_for; assert exporter_for(None) is None; "
         "assert not {'opentelemetry.sdk', 'opentelemetry.exporter', 'google.protobuf'} & set(sys.modules)"
     )
     plain.delenv("OTEL_EXPORTER_OTLP_ENDPOINT")

@@ -12,12 +12,12 @@ import llguidance
 import pytest
 
 from popular_templates import TEMPLATES
-from quire.engine.chat_rendering import render_chat
-from quire.server.call_forms import CallForm, ItemForm, _derived
-from quire.server.harmony import is_harmony
-from quire.server.messages import MessageFormat, MessageReader, message_of
-from quire.server.reasoning import reasoning_for
-from quire.server.tools import ToolFormat, functions_of, parser_for
+from quire.server.tools.call_forms import CallForm, ItemForm, _derived
+from quire.server.tools.harmony import is_harmony
+from quire.server.tools.messages import MessageFormat, MessageReader, message_of
+from quire.server.tools.reasoning import reasoning_for
+from quire.server.tools.tools import ToolFormat, functions_of, parser_for
+from quire.text.chat_rendering import render_chat
 
 from .test_tools import tool
 

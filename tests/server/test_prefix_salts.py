@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from quire import AsyncLLM
-from quire.branches.adapter_keys import AdapterKey
+from quire.adapters.keys import AdapterKey
 from quire.contracts.store import ObjectKey
-from quire.server.settings import ServerSettings
+from quire.server.http.settings import ServerSettings
 from quire.store.memory import MemoryTier
 from quire.store.stack import Store
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from quire import AsyncLLM, InvalidArgument
-from quire.server.errors import ApiError
-from quire.server.sessions import StoredBytes
-from quire.server.settings import ServerSettings
+from quire.server.http.errors import ApiError
+from quire.server.http.settings import ServerSettings
+from quire.server.sessions.held import StoredBytes
 
 from .conftest import OPTIONS, STATE_FILE, Served, pages_free, serving, wait_for
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.errors import FailedPrecondition
-from quire.server.reasoning import ReasoningFormat, StreamingReasoning, reasoning_for
+from quire.base.errors import FailedPrecondition
+from quire.server.tools.reasoning import ReasoningFormat, StreamingReasoning, reasoning_for
 
 THINK = ReasoningFormat(name="think", opener="<think>", closer="</think>")
 BRACKETS = ReasoningFormat(name="mistral", opener="[THINK]", closer="[/THINK]")

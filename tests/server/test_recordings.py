@@ -16,7 +16,7 @@ from typing import Any, get_args
 import pytest
 
 from quire import AsyncLLM
-from quire.server.settings import ServerSettings
+from quire.server.http.settings import ServerSettings
 
 from .conftest import OPTIONS, Served, serving, shallow_copy
 from .test_disconnects import until_free

@@ -85,7 +85,7 @@ def test_clients_of_others_may_send_what_nobody_knows(served: Served) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_cannot_go_on(served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever gave it is told why; it is nobody else's fault."""
-    monkeypatch.setattr("quire.engine.grammar_text.MASK_ITEMS", 300)  # 50,000 take half a minute
+    monkeypatch.setattr("quire.grammars.formats.MASK_ITEMS", 300)  # 50,000 take half a minute
     body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "structured_outputs": {"grammar": AMBIGUOUS}}
     answer = served.client.post("/v1/completions", json={**body, "stream": stream}, timeout=120)
     if stream:

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from quire import AsyncLLM, SamplingParams
-from quire.errors import FailedPrecondition
-from quire.outputs import RequestOutput
-from quire.server import reasoning, reruns
-from quire.server.reruns import EndedTurn, Reruns
-from quire.server.settings import ServerSettings
+from quire.base.errors import FailedPrecondition
+from quire.base.outputs import RequestOutput
+from quire.server.http.settings import ServerSettings
+from quire.server.openai import reruns
+from quire.server.openai.reruns import EndedTurn, Reruns
+from quire.server.tools import reasoning
 
 from .conftest import OPTIONS, Served, pages_free, serving, shallow_copy, wait_for
 

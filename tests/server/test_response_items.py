@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quire.server.errors import ApiError
-from quire.server.messages import message_of
-from quire.server.response_events import OutputItems
-from quire.server.response_items import messages_of, read_items
+from quire.server.http.errors import ApiError
+from quire.server.responses.events import OutputItems
+from quire.server.responses.items import messages_of, read_items
+from quire.server.tools.messages import message_of
 
 USER = {"role": "user", "content": "u"}
 THOUGHT = {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}

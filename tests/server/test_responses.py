@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from quire import AsyncLLM
-from quire.errors import NotDurable
-from quire.server.settings import ServerSettings
+from quire.base.errors import NotDurable
+from quire.server.http.settings import ServerSettings
 
 from .conftest import OPTIONS, Served, serving
 from .test_chat import CALL, WEATHER, capable, says

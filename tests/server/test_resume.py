@@ -21,11 +21,11 @@ import pytest
 from typer.testing import CliRunner
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.cli import app
-from quire.engine.session import Session
+from quire.cli.main import app
 from quire.models.catalogue import bundled_adapters
-from quire.server.settings import ServerSettings
-from quire.store.session_journal import FILE, Lifetime, Use
+from quire.server.http.settings import ServerSettings
+from quire.sessions.session import Session
+from quire.store.journal import FILE, Lifetime, Use
 
 from .conftest import OPTIONS, STATE_FILE, Served, serving, wait_for
 from .killable import Killable, killable

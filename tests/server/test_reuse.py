@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.server.test_prefix_salts import KEYS, call, headers, leave, made
 
 from quire import AsyncLLM
-from quire.outputs import Miss
-from quire.server.settings import ServerSettings
+from quire.base.outputs import Miss
+from quire.server.http.settings import ServerSettings
 
 from .conftest import Served, pages_free, serving, wait_for
 

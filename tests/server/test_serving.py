@@ -19,10 +19,10 @@ import httpx
 import pytest
 
 from quire import AsyncLLM, SamplingParams
-from quire.errors import InvalidArgument
-from quire.server import logs
-from quire.server.serving import bind, exposure, load, report_load, url_of
-from quire.server.settings import ServerSettings
+from quire.base.errors import InvalidArgument
+from quire.server.http import logs
+from quire.server.http.serving import bind, exposure, load, report_load, url_of
+from quire.server.http.settings import ServerSettings
 
 from .conftest import Served, pages_free, serving, wait_for
 
@@ -120,8 +120,8 @@ def test_streams_are_cut_at_the_deadline(llm: AsyncLLM) -> None:
 
 SCRIPT = """
 from quire import AsyncLLM
-from quire.server.serving import serve
-from quire.server.settings import ServerSettings
+from quire.server.http.serving import serve
+from quire.server.http.settings import ServerSettings
 llm = AsyncLLM("tiny-python", device="cpu", dtype="float32", kv_cache_memory="16MiB")
 serve(llm, ServerSettings(port=0, drain_seconds=600))
 assert not llm._background.stepper._thread.is_alive()

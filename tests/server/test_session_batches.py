@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.server.session_batches import SessionBatch
-from quire.server.settings import ServerSettings
+from quire.server.http.settings import ServerSettings
+from quire.server.sessions.batches import SessionBatch
 
 from .conftest import Served, serving, wait_for
 from .test_sessions import GREEDY, LONG, PROMPT, made, nothing_is_left, ok, plain, post, refused  # noqa: F401

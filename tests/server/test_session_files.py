@@ -17,11 +17,11 @@ import pytest
 
 from engine.conftest import make_checkpoint
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.errors import DataLoss
-from quire.server.errors import hiding
-from quire.server.session_files import StateFileResponse, TemporaryFile
-from quire.server.sessions import StoredBytes
-from quire.server.settings import ServerSettings
+from quire.base.errors import DataLoss
+from quire.server.http.errors import hiding
+from quire.server.http.settings import ServerSettings
+from quire.server.sessions.files import StateFileResponse, TemporaryFile
+from quire.server.sessions.held import StoredBytes
 from state_files import MISSING, NOT_A_NUMBER, changed, fields, metadata_of, of_metadata
 
 from .conftest import OPTIONS, STATE_FILE, Served, pages_free, serving, wait_for
@@ -240,14 +240,14 @@ def test_a_disk_that_is_full(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(folder / "quire-state-x" / "state.quire"))
 
-    monkeypatch.setattr("quire.kv.atomic_file.os.fsync", full)
+    monkeypatch.setattr("quire.statefile.atomic_file.os.fsync", full)
     answer = client.get(f"/v1/sessions/{name}/state")
     assert answer.status_code >= 400
     assert "No space left" in answer.json()["error"]["message"]
     assert str(tmp_path) not in answer.text
     monkeypatch.undo()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr("quire.server.session_files._write", full)
+    monkeypatch.setattr("quire.server.sessions.files._write", full)
     answer = upload(client, state)
     assert answer.json()["error"]["code"] == "resource_exhausted"
     assert str(tmp_path) not in answer.text

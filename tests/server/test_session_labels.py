@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from quire import AsyncLLM, InvalidArgument
-from quire.engine.session_labels import checked_labels, checked_name
+from quire.sessions.labels import checked_labels, checked_name
 
 from .conftest import STATE_FILE, Served, pages_free, wait_for
 

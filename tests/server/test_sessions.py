@@ -18,9 +18,9 @@ import pytest
 from tests.exact import TINY_PYTHON
 
 from quire import LLM, AsyncLLM, FailedPrecondition, NotFound, SamplingParams
-from quire.server.errors import ApiError
-from quire.server.sessions import HeldSession, Sessions
-from quire.server.settings import ServerSettings
+from quire.server.http.errors import ApiError
+from quire.server.http.settings import ServerSettings
+from quire.server.sessions.held import HeldSession, Sessions
 
 from .conftest import OPTIONS, STATE_FILE, Served, pages_free, serving, wait_for
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from quire.server.errors import ApiError
-from quire.server.settings import ServerSettings
-from quire.server.sites import STATELESS, Sites
+from quire.server.http.errors import ApiError
+from quire.server.http.settings import ServerSettings
+from quire.server.http.sites import STATELESS, Sites
 
 from .conftest import STATE_FILE, Served, serving
 

@@ -23,13 +23,13 @@ from tests.executor.conftest import prompt
 from tests.test_cli import run
 
 from quire import LLM
+from quire.base.errors import NotFound
 from quire.contracts.views import unpacked
-from quire.errors import NotFound
-from quire.kv.statefile import read_state
 from quire.server.file_snapshot import PAGE, file_snapshot
 from quire.server.snapshot import Snapshot
 from quire.server.snapshot_server import FileSource, SnapshotSource, StoreSource, create_snapshot_app
 from quire.server.store_snapshot import store_snapshot
+from quire.statefile.container import read_state
 from quire.store.files import FileTier
 from quire.store.survey import survey
 
@@ -403,7 +403,7 @@ def test_a_store_is_read_again_when_it_has_changed(llm: LLM, store: Path, monkey
 
 
 def test_the_command_prints_an_address_and_ends_with_the_first_signal(session_file: Path) -> None:
-    command = [sys.executable, "-m", "quire.cli", "inspect", str(session_file), "--open", "--no-browser"]
+    command = [sys.executable, "-m", "quire.cli.main", "inspect", str(session_file), "--open", "--no-browser"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -447,7 +447,7 @@ def test_mistakes_are_one_sentence(
             assert told in err
             assert (out, err.count("\n")) == ("", 1)
     # In another process: modules that were imported without it would stay with other tests.
-    code = "import sys; sys.modules['uvicorn'] = None; sys.argv[0] = 'quire'; from quire.cli import main; main()"
+    code = "import sys; sys.modules['uvicorn'] = None; sys.argv[0] = 'quire'; from quire.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "inspect", str(session_file), "--open", "--no-browser"],
         capture_output=True,

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.settings import ServerSettings
+from quire.server.http.settings import ServerSettings
 
 from .conftest import Served, serving
 

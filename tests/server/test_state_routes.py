@@ -21,8 +21,8 @@ import pytest
 from quire import AsyncLLM, SamplingParams
 from quire.contracts.views import OWNER_NAMES, unpacked
 from quire.server import state_events
+from quire.server.http.settings import ServerSettings
 from quire.server.page_routes import FOLDER, POLICY
-from quire.server.settings import ServerSettings
 from quire.server.state_events import StateEvents, events_of
 
 from .conftest import OPTIONS, Served, serving, wait_for

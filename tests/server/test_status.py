@@ -12,10 +12,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire import AsyncLLM, SamplingParams
+from quire.base.metrics import EngineMetrics
 from quire.executor.counters import HELP
-from quire.metrics import EngineMetrics
-from quire.server import status
-from quire.server.settings import ServerSettings
+from quire.server.http import status
+from quire.server.http.settings import ServerSettings
 
 from .conftest import OPTIONS, Served, serving
 

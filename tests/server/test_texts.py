@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.engine import long_texts, tokenizer
-from quire.engine.long_texts import LONG
-from quire.errors import Cancelled
-from quire.server.text_threads import SHORT_THREADS, Lane, Texts
+from quire.base.errors import Cancelled
+from quire.server.http.text_threads import SHORT_THREADS, Lane, Texts
+from quire.text import long_texts, tokenizer
+from quire.text.long_texts import LONG
 
 from .conftest import Served, wait_for
 from .test_attacks import connected, head

@@ -10,8 +10,8 @@ import httpx
 from tests.server.conftest import serving
 
 from quire import AsyncLLM
-from quire.engine.views.view_budget import ViewBudget
-from quire.server.settings import ServerSettings
+from quire.engine.view_budget import ViewBudget
+from quire.server.http.settings import ServerSettings
 
 TEXT = "the secret of the first key"
 

@@ -13,7 +13,7 @@ import pytest
 from tests.server.conftest import Served, serving
 
 from quire import AsyncLLM
-from quire.server.settings import ServerSettings
+from quire.server.http.settings import ServerSettings
 
 
 def made(client: httpx.Client, **body: Any) -> str:

@@ -28,8 +28,8 @@ from tests.server.test_tools import (
     tools_of,
 )
 
-from quire.server.messages import MessageFormat, MessageReader, message_of
-from quire.server.tools import StreamingToolParser, ToolFormat, forced_format, parser_for
+from quire.server.tools.messages import MessageFormat, MessageReader, message_of
+from quire.server.tools.tools import StreamingToolParser, ToolFormat, forced_format, parser_for
 
 STREAMED = [write for write in WRITERS if write not in TRANSLATED and write is not granite]
 """Whose arguments are passed on as they are written. What Granite writes has the name last."""

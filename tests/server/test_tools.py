@@ -18,9 +18,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.examples import examples
 
-from quire.errors import FailedPrecondition, InvalidArgument
-from quire.server.tool_reader import MAX_DEPTH, Malformed, Reader, ToolCall
-from quire.server.tools import StreamingToolParser, ToolFormat, forced_format, parser_for, schema_for
+from quire.base.errors import FailedPrecondition, InvalidArgument
+from quire.server.tools.reader import MAX_DEPTH, Malformed, Reader, ToolCall
+from quire.server.tools.tools import StreamingToolParser, ToolFormat, forced_format, parser_for, schema_for
 
 NAMES = (
     "hermes",

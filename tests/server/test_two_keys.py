@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from quire import AsyncLLM
-from quire.server.settings import ServerSettings
+from quire.server.http.settings import ServerSettings
 
 from .conftest import OPTIONS, TEMPLATE, Served, serving
 

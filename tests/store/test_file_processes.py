@@ -12,7 +12,7 @@ import pytest
 PROCESS = """
 import asyncio, os, random, signal, sys, time
 from quire.store.files import FileTier
-from quire.errors import TierError
+from quire.base.errors import TierError
 from tests.store.oracle import KEYS, PARENTS
 
 directory, capacity = sys.argv[1], 200_000

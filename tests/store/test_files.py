@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import pytest
 from tests.store.oracle import KEYS, PARENTS, digest, rows, stop
 
+from quire.base.errors import InvalidArgument, TierError, TierFull
 from quire.contracts.store import ObjectKey, StoreTier
-from quire.errors import InvalidArgument, TierError, TierFull
 from quire.store import file_index, files
 from quire.store.files import FileTier
 from quire.store.keys import record_key

@@ -14,8 +14,8 @@ import pytest
 from tests.store.oracle import KEYS, PARENTS, digest, rows
 from tests.store.servers import RedisServer
 
+from quire.base.errors import TierError
 from quire.contracts.store import StoreTier
-from quire.errors import TierError
 from quire.store import redis as redis_tier
 from quire.store import remote
 from quire.store.keys import record_key

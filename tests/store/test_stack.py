@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.store.oracle import KEYS, PARENTS, digest, rows, stop
 
+from quire.base.errors import InvalidArgument, TierError
 from quire.contracts.store import Blob, ObjectKey, ObjectKind, ObjectPart, StoreTier, TierStat
-from quire.errors import InvalidArgument, TierError
 from quire.store import stack, tier_guard
 from quire.store.files import FileTier
 from quire.store.keys import record_key

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.errors import InvalidArgument, QuireError, Unsupported
+from quire.base.errors import InvalidArgument, QuireError, Unsupported
 from quire.store.files import FileTier
 from quire.store.urls import ACCEPTED, open_tiers
 

@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 from quire.async_llm.stepper import Call, Job, Stepper
-from quire.errors import FailedPrecondition
+from quire.base.errors import FailedPrecondition
 from quire.llm import LLM
 
 SPARE_WORKERS = 32

@@ -14,17 +14,17 @@ from quire.async_llm.executor import AsyncExecutor
 from quire.async_llm.session import AsyncSession, unwrapped
 from quire.async_llm.stepper import BeamJob, Job
 from quire.async_llm.stream import AsyncStream, Prepared
+from quire.base.errors import InvalidArgument
+from quire.base.hints import CacheHints
+from quire.base.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
+from quire.base.sampling_params import BeamSearchParams, SamplingParams
+from quire.base.segments import BlendParams, Segment
 from quire.engine.named_adapters import AdapterInfo
-from quire.engine.prompt_sessions import PreparedPrompts, PromptsOrSessions
 from quire.engine.prompts import Prompt, Prompts, SegmentedPrompt, Text
 from quire.engine.request import Request
 from quire.engine.request_outputs import warmed
-from quire.errors import InvalidArgument
-from quire.hints import CacheHints
 from quire.llm import LLM, Messages
-from quire.outputs import BeamSearchOutput, RequestOutput, WarmedSegment
-from quire.sampling_params import BeamSearchParams, SamplingParams
-from quire.segments import BlendParams, Segment
+from quire.sessions.prompts import PreparedPrompts, PromptsOrSessions
 
 T = TypeVar("T")
 

@@ -12,16 +12,16 @@ from torch import Tensor
 from quire.async_llm.background import Background, awaited, shared
 from quire.async_llm.stepper import Job
 from quire.async_llm.stream import AsyncStream, Prepared
+from quire.base.hints import CacheHints
+from quire.base.sampling_params import SamplingParams
 from quire.contracts.token_views import ComparisonView
-from quire.engine.chat_turns import ReadAnswer
-from quire.engine.prompt_sessions import PromptsOrSessions
 from quire.engine.prompts import Prompt
 from quire.engine.request import Request
 from quire.engine.request_outputs import request_output
-from quire.engine.session import Session
-from quire.engine.session_stream import PreparedTurn
-from quire.hints import CacheHints
-from quire.sampling_params import SamplingParams
+from quire.sessions.chat_turns import ReadAnswer
+from quire.sessions.prompts import PromptsOrSessions
+from quire.sessions.session import Session
+from quire.sessions.stream import PreparedTurn
 
 
 class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):

@@ -9,16 +9,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from quire.caller_context import Caller, caller, on_behalf_of
+from quire.base.caller_context import Caller, caller, on_behalf_of
+from quire.base.errors import Cancelled, FailedPrecondition, QuireError
+from quire.base.forks import ParentsLock, in_children
+from quire.base.interrupts import uninterrupted, wait_for
+from quire.base.process_exit import end_with_process, leave_running
 from quire.engine.beam import BeamSearch
 from quire.engine.engine import Engine
-from quire.engine.long_texts import given_up_by
 from quire.engine.request import Request
-from quire.errors import Cancelled, FailedPrecondition, QuireError
-from quire.forks import ParentsLock, in_children
-from quire.interrupts import uninterrupted, wait_for
 from quire.llm import LLM
-from quire.process_exit import end_with_process, leave_running
+from quire.text.long_texts import given_up_by
 
 logger = logging.getLogger("quire.async")
 

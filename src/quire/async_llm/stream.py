@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 from quire.async_llm.background import Background, Listener
 from quire.async_llm.stepper import Job
+from quire.base.errors import FailedPrecondition
+from quire.base.finalizers import unless_exiting
+from quire.base.outputs import Logprob, RequestOutput, StreamDelta
 from quire.engine.request_outputs import by_token
-from quire.errors import FailedPrecondition
-from quire.finalizers import unless_exiting
-from quire.outputs import Logprob, RequestOutput, StreamDelta
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from quire.base.errors import FailedPrecondition
+from quire.base.types import SeqId
 from quire.blend.chunk_catalog import ChunkCatalog
 from quire.blend.chunks import ChunkKeys, ChunkLayout
-from quire.errors import FailedPrecondition
-from quire.types import SeqId
 
 
 class ChunkCapture:

@@ -18,13 +18,13 @@ from typing import Self
 
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument, Unsupported
 from quire.blend.chunk_matching import LEAST, MOST
 from quire.blend.token_sums import Ids, TokenSums
 from quire.contracts.kv_state import ModelState, TensorPlan
 from quire.contracts.layers import LatentAttention
 from quire.contracts.store import Blob, ObjectKey
-from quire.errors import InvalidArgument, Unsupported
-from quire.kv.statefile import StateFile
+from quire.statefile.container import StateFile
 from quire.store.keys import root_key
 from quire.store.objects import Contents, pack, read_tensors, tensor_name, unpack
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from quire.process_exit import end_with_process
+from quire.base.process_exit import end_with_process
 
 logger = logging.getLogger("quire.blend")
 

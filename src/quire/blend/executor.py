@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.blend.rotation import KeyMove
 from quire.blend.scores import ScoreInputs, score_of
 from quire.blend.selection import BlendedRows, BlendPolicy, Selection
@@ -31,7 +32,6 @@ from quire.contracts.layers import (
     RopeSpec,
     WindowedAttention,
 )
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.ops.rope import RotaryTable
 
 

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.errors import BlendLoadError, QuireError, Unsupported
 from quire.blend.rotation import KeyMove
 from quire.blend.rows_task import RowsPiece
 from quire.blend.scores import ScoreInputs, score_of
@@ -28,7 +29,6 @@ from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import KeyValueAttention, LatentAttention, RopeSpec
 from quire.contracts.model import Block, LatentExpansion, OpenPass, Pass, RehearsalPass
 from quire.contracts.rows import HeadNormWeights
-from quire.errors import BlendLoadError, QuireError, Unsupported
 from quire.ops.rope import RotaryTable
 from quire.ops.rows import REFERENCE_ROWS, normed_heads
 

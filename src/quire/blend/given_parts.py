@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.errors import BlendLoadError, InvalidArgument
 from quire.blend.forward import BlendedChunk, BlendedForward, ProjectionPass, project
 from quire.blend.rows_task import RowsPiece
 from quire.blend.selection import BlendPolicy
@@ -21,7 +22,6 @@ from quire.contracts.blend import BlendExecutor, BlendOutput, BlendRetrieverTask
 from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import RopeSpec
 from quire.contracts.model import Block, OpenPass
-from quire.errors import BlendLoadError, InvalidArgument
 from quire.ops.rope import RotaryTable
 
 

@@ -26,14 +26,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.base.errors import BlendLoadError, FailedPrecondition, InvalidArgument, QuireError
 from quire.blend.chunk_catalog import ChunkCatalog
 from quire.blend.chunk_matching import Placement
 from quire.blend.chunks import ChunkKeys, ChunkLayout
 from quire.blend.rows_task import Order, RowsPiece, RowsTask
 from quire.blend.token_sums import Ids
 from quire.contracts.store import ObjectKey
-from quire.errors import BlendLoadError, FailedPrecondition, InvalidArgument, QuireError
-from quire.kv.statefile import StateFile, header_size
+from quire.statefile.container import StateFile, header_size
 from quire.store.objects import Contents
 from quire.store.records import Unfit
 from quire.store.stack import Found

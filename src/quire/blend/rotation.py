@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.errors import InvalidArgument
+from quire.base.errors import InvalidArgument
 from quire.ops.rope import RotaryTable, rotate, rotate_last
 
 

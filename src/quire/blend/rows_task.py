@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument
 from quire.blend.chunks import ChunkLayout
 from quire.contracts.blend import BlendRetrieverResult
-from quire.errors import InvalidArgument
 
 Order: TypeAlias = Literal["NHD", "HND"]
 """The order of the dimensions of a result."""

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument
+from quire.base.registry import Registry
 from quire.blend.selection import Selection
-from quire.errors import InvalidArgument
-from quire.registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

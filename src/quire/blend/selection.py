@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from quire.errors import FailedPrecondition, InvalidArgument
+from quire.base.errors import FailedPrecondition, InvalidArgument
 
 SLACK = 1e-9
 """Subtracted from a budget before it is rounded up, so that 0.15 times 20 is 3 rows in spite of

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from quire.base.errors import FailedPrecondition, InvalidArgument
 from quire.blend.chunks import ChunkLayout
 from quire.blend.rows_task import Order, RowsPiece, RowsTask
 from quire.contracts.kv_state import Export
-from quire.errors import FailedPrecondition, InvalidArgument
 
 
 class Move(NamedTuple):

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
-from quire.branches.history import TokenHistory
+from quire.base.token_history import TokenHistory
+from quire.base.types import BASE, AdapterRuns, SeqId
 from quire.kv.windows import Window
-from quire.types import BASE, AdapterRuns, SeqId
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from typing import Self, cast
 
 import torch
 
-from quire.config import check_int
+from quire.base.config import check_int
+from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.layers import KeyValueAttention, LatentAttention, LayerSpec, sink_refusal, window_refusal
-from quire.errors import InvalidArgument, Unsupported
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS, position_refusal
 from quire.kv.windows import Window
 from quire.models.families import LoadedModel

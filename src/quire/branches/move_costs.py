@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from quire.metrics import Counter, Gauge, LabelledGauge, MetricGroup
-from quire.outputs import TIERS
+from quire.base.metrics import Counter, Gauge, LabelledGauge, MetricGroup
+from quire.base.outputs import TIERS
 
 TO_MEMORY = "out"
 """Name of the transfer path from the pool; the other paths are named after their source tiers."""

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from quire.base.types import SeqId
 from quire.contracts.kv_state import Export, ModelState, TensorPlan
 from quire.contracts.layers import CrossAttention
 from quire.contracts.store import ObjectKind
 from quire.store.keys import CHUNK, Chain, StoredPiece
 from quire.store.objects import tensor_name
-from quire.types import SeqId
 
 
 class ObjectLayout:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.kv_state import TensorPlan
-from quire.kernels.checked_rows import SHORTEST, CheckedPieces, RowRuns, checked_rows
-from quire.kv.statefile import StateFile
+from quire.kernels.rows.checked_rows import SHORTEST, CheckedPieces, RowRuns, checked_rows
+from quire.statefile.container import StateFile
 from quire.store.keys import StoredPiece
 from quire.store.objects import read_tensors, tensor_name
 from quire.store.records import Unfit

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from quire.base.process_exit import end_with_process
+from quire.base.types import SeqId
 from quire.contracts.store import Blob, ObjectKey
-from quire.process_exit import end_with_process
 from quire.store.stack import Store
-from quire.types import SeqId
 
 logger = logging.getLogger("quire.engine")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 
-from quire.branches.history import Ids
+from quire.base.token_history import Ids
 from quire.branches.prefix_cache import RadixCache
 
 LEAST = 32

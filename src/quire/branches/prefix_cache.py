@@ -22,10 +22,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.branches.history import Ids, checked_ids
+from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound
+from quire.base.token_history import Ids, checked_ids
+from quire.base.types import SeqId
 from quire.branches.prefix_tree import HeldPrefix, PrefixNode, expect
-from quire.errors import FailedPrecondition, InvalidArgument, NotFound
-from quire.types import SeqId
 
 Reach: TypeAlias = Callable[[SeqId, int], int]
 """From a sequence and a position to the last position, at most the given one, where it can be

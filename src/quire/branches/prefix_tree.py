@@ -6,9 +6,9 @@ from collections.abc import Hashable, Iterator
 
 import numpy as np
 
-from quire.branches.history import Ids, common_prefix
-from quire.errors import AlreadyExists, QuireError
-from quire.types import SeqId
+from quire.base.errors import AlreadyExists, QuireError
+from quire.base.token_history import Ids, common_prefix
+from quire.base.types import SeqId
 
 
 class PrefixNode:

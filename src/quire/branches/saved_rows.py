@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
+from quire.adapters.history import as_read
+from quire.base.errors import DataLoss, InvalidArgument, Unsupported
+from quire.base.token_history import LAST_PLACEHOLDER, UNKNOWN, Ids, TokenHistory
+from quire.base.types import BASE, AdapterRuns
 from quire.branches.branch import Branch, Origin
-from quire.branches.history import LAST_PLACEHOLDER, UNKNOWN, Ids, TokenHistory
 from quire.contracts.kv_state import ModelState
-from quire.errors import DataLoss, InvalidArgument, Unsupported
 from quire.kv import sequencefile
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS
-from quire.kv.statefile import StateFile
 from quire.kv.windows import Window
 from quire.models.fingerprint import ModelIdentity
-from quire.runner.adapter_history import as_read
 from quire.runner.local import Runner
-from quire.types import BASE, AdapterRuns
+from quire.statefile.container import StateFile
 
 KV_CACHE = "kv_cache"
 KV_CACHE_WITH_POSITIONS = "kv_cache_with_positions"

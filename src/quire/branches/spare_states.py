@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+from quire.base.types import DropCheckpoint, KeepCheckpoint, SeqId, Step
 from quire.contracts.kv_state import ModelState
 from quire.runner.local import Runner
-from quire.types import DropCheckpoint, KeepCheckpoint, SeqId, Step
 
 
 class SpareStateOwner(Protocol):

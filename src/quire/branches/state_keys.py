@@ -9,13 +9,13 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 
+from quire.adapters.history import FingerprintRuns, fingerprint_runs
+from quire.adapters.keys import is_private
+from quire.base.token_history import Ids
 from quire.blend.chunks import ChunkKeys
-from quire.branches.adapter_keys import is_private
 from quire.branches.branch import Branch
-from quire.branches.history import Ids
 from quire.branches.object_layout import ObjectLayout
 from quire.models.fingerprint import ModelIdentity
-from quire.runner.adapter_history import FingerprintRuns, fingerprint_runs
 from quire.runner.local import Runner
 from quire.store.keys import Chain, StoredPiece, root_key
 from quire.store.objects import Contents

@@ -19,19 +19,19 @@ from typing import Any
 
 from torch import Tensor
 
+from quire.base.errors import QuireError
+from quire.base.outputs import Miss
+from quire.base.process_exit import end_with_process
+from quire.base.types import SeqId
 from quire.branches.object_layout import ObjectLayout
 from quire.branches.object_rows import ObjectRows
 from quire.contracts.kv_state import ModelState, TensorPlan
 from quire.contracts.store import ObjectKey, ObjectKind
-from quire.errors import QuireError
-from quire.kv.statefile import StateFile
-from quire.outputs import Miss
-from quire.process_exit import end_with_process
+from quire.statefile.container import StateFile
 from quire.store.keys import StoredPiece
 from quire.store.objects import Contents, read_tensors, unpack
 from quire.store.records import Unfit
 from quire.store.stack import Found, Store
-from quire.types import SeqId
 
 logger = logging.getLogger("quire.engine")
 

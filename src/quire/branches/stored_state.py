@@ -18,9 +18,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from quire.branches.adapter_keys import is_private
+from quire.adapters.history import FingerprintRuns
+from quire.adapters.keys import is_private
+from quire.base.errors import DataLoss, InvalidArgument, ResourceExhausted
+from quire.base.metrics import MetricFamily
+from quire.base.outputs import Miss
+from quire.base.token_history import UNKNOWN, Ids
+from quire.base.types import Fork, Remove, SeqId, Step
 from quire.branches.branch import Branch
-from quire.branches.history import UNKNOWN, Ids
 from quire.branches.move_costs import TO_MEMORY, MoveCosts
 from quire.branches.object_writer import ObjectWriter, WriteJob
 from quire.branches.state_keys import StateKeys
@@ -29,19 +34,14 @@ from quire.branches.stored_match import Match, Question, find_match
 from quire.branches.tiers import Brought
 from quire.contracts.kv_state import Export, TensorPlan
 from quire.contracts.store import ObjectKey, ObjectKind
-from quire.errors import DataLoss, InvalidArgument, ResourceExhausted
 from quire.kv.sequencefile import with_groups
-from quire.metrics import MetricFamily
 from quire.models.fingerprint import ModelIdentity
-from quire.outputs import Miss
-from quire.runner.adapter_history import FingerprintRuns
 from quire.runner.local import Runner
 from quire.store.commits import StateNames
 from quire.store.keys import Chain, StoredPiece
 from quire.store.objects import pack, unpack
 from quire.store.records import Unfit
 from quire.store.stack import Store
-from quire.types import Fork, Remove, SeqId, Step
 
 logger = logging.getLogger("quire.engine")
 

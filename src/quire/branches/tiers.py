@@ -10,11 +10,11 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from quire.adapters.history import FingerprintRuns
+from quire.base.outputs import Miss
+from quire.base.token_history import Ids
+from quire.base.types import SeqId
 from quire.branches.branch import Branch
-from quire.branches.history import Ids
-from quire.outputs import Miss
-from quire.runner.adapter_history import FingerprintRuns
-from quire.types import SeqId
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """LoRA adapters (arXiv:2106.09685) as values: the content of a file, checked against a model.
 
 An adapter adds low-rank terms to linear maps, ``W + s B A``. It may also bring its own tables for
-the embedding and the head. ``quire.models.peft`` reads files into ``Adapter`` values;
-``quire.runner.adapter_pool`` holds them under ids.
+the embedding and the head. ``quire.adapters.peft`` reads files into ``Adapter`` values;
+``quire.adapters.pool`` holds them under ids.
 
 Letters: R rank; I and O input and output features of the updated piece of a linear map; V
 vocabulary; E model width; T rows of a forward; S rank rows of all adapters on the device, in order.
@@ -89,7 +89,7 @@ class AddProducts(Protocol):
 
 
 class LowRankKernel(Protocol):
-    """Computes the terms of many adapters at once; ``quire.nn.low_rank`` does so with PyTorch."""
+    """Computes the terms of many adapters at once. ``quire.adapters.low_rank`` uses PyTorch."""
 
     name: str
 

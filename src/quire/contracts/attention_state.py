@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from quire.types import SeqId
+from quire.base.types import SeqId
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,11 +16,11 @@ from typing import Self, TypeAlias
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument, NotFound
+from quire.base.signatures import checks_arguments
+from quire.base.types import LogitsWanted
 from quire.contracts.executor_inputs import check_token_ids
 from quire.contracts.kv_cache import CacheHandle, KVCacheInterface
-from quire.errors import InvalidArgument, NotFound
-from quire.signatures import checks_arguments
-from quire.types import LogitsWanted
 
 CacheLike: TypeAlias = CacheHandle | KVCacheInterface
 """A handle, or a KV cache, which stands for its present content."""

@@ -23,8 +23,8 @@ from typing import BinaryIO, ClassVar, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from quire.errors import InvalidArgument, NotFound
-from quire.signatures import checks_arguments
+from quire.base.errors import InvalidArgument, NotFound
+from quire.base.signatures import checks_arguments
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from quire.errors import FailedPrecondition, InvalidArgument
-from quire.metrics import OperationSummary
-from quire.signatures import checks_arguments
+from quire.base.errors import FailedPrecondition, InvalidArgument
+from quire.base.metrics import OperationSummary
+from quire.base.signatures import checks_arguments
 
 
 def _require_at_least(value: Any, lowest: int, *names: str) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, Self
 
-from quire.errors import InvalidArgument, ResourceExhausted
+from quire.base.errors import InvalidArgument, ResourceExhausted
 
 if TYPE_CHECKING:
     import torch

@@ -54,10 +54,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from quire.base.types import SeqId
 from quire.contracts.attention_state import AttentionVerbs, StoredRows
 from quire.contracts.pool_verbs import Eviction, PoolVerbs, TokenTreeParents
 from quire.contracts.recurrent_state import RecurrentVerbs, StoredStates
-from quire.types import SeqId
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import InvalidArgument
-from quire.signatures import checks_arguments
+from quire.base.errors import InvalidArgument
+from quire.base.signatures import checks_arguments
 
 RopeMode: TypeAlias = Literal["none", "normal", "inline"]
 RopeScaling: TypeAlias = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]

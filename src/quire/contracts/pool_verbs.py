@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
+from quire.base.types import SeqId
 from quire.contracts.layers import KeyValueAttention, LatentAttention, LayerSpec
-from quire.types import SeqId
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from quire.types import SeqId
+from quire.base.types import SeqId
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.display import Pictured
+from quire.base.display import Pictured
 
 
 @dataclass(frozen=True, slots=True)

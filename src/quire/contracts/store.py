@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self, TypeAlias
 
-from quire.errors import InvalidArgument
+from quire.base.errors import InvalidArgument
 
 KEY_BYTES = 20
 """Bytes of a digest."""

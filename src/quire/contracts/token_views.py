@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.display import Pictured
+from quire.base.display import Pictured
 
 FORMAT = 1
 """The version of the documents."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.display import Pictured
+from quire.base.display import Pictured
 
 FORMAT = 1
 """The format of all documents. It is raised when a field changes its meaning or is removed."""

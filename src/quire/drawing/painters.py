@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from quire.base.errors import Unsupported
+from quire.base.outputs import CompletionOutput, RequestOutput, RequestOutputs
 from quire.contracts.state_files import StateFileView
 from quire.contracts.token_views import AttentionView, ChancesView, ComparisonView, NormsView
 from quire.contracts.views import HistoryView, PoolView
@@ -16,8 +18,6 @@ from quire.drawing.heat import Heat
 from quire.drawing.page_maps import PageMaps
 from quire.drawing.pictures import Picture
 from quire.drawing.summaries import Summary, TextTable
-from quire.errors import Unsupported
-from quire.outputs import CompletionOutput, RequestOutput, RequestOutputs
 
 
 def attention_picture(view: AttentionView) -> Heat:

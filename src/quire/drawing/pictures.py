@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
+from quire.base.errors import Unsupported
 from quire.drawing.shown_text import in_html
-from quire.errors import Unsupported
 
 WIDTH = 100
 """Columns of a text that is not written to a terminal."""

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.base.finalizers import Orphans
+from quire.base.interrupts import Lock
+from quire.base.metrics import EngineMetrics
 from quire.branches.past_prefixes import PastPrefixes
 from quire.branches.prefix_cache import RadixCache
 from quire.branches.stored_state import StoredState
@@ -16,7 +19,6 @@ from quire.engine.decodes_ahead import DecodesAhead
 from quire.engine.engine import Engine
 from quire.engine.flights import Flights
 from quire.engine.giving_up import EngineGiver, EngineSequences
-from quire.engine.grammars import Grammars
 from quire.engine.miss_search import MissSearch
 from quire.engine.pins import Pins, PrefixPins
 from quire.engine.request_checks import RequestChecks
@@ -28,12 +30,10 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.session_branches import SessionBranches
 from quire.engine.step_draft import Limits
 from quire.engine.steps import Stepper
-from quire.engine.tokenizer import Tokenizer
-from quire.engine.views.timeline import Timeline
-from quire.finalizers import Orphans
-from quire.interrupts import Lock
-from quire.metrics import EngineMetrics
+from quire.engine.timeline import Timeline
+from quire.grammars.grammars import Grammars
 from quire.runner.local import Runner
+from quire.text.tokenizer import Tokenizer
 
 
 def make_engine(

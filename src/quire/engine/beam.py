@@ -18,17 +18,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.branches.history import TokenHistory
-from quire.engine.detokenizer import IncrementalDetokenizer
+from quire.base.errors import InvalidArgument, QuireError
+from quire.base.interrupts import check
+from quire.base.outputs import BeamSearchOutput, BeamSearchSequence, FinishReason
+from quire.base.sampling_params import BeamSearchParams
+from quire.base.token_history import TokenHistory
 from quire.engine.engine import Engine
 from quire.engine.request import Request, SessionBranch
 from quire.engine.request_outputs import by_token
-from quire.errors import InvalidArgument, QuireError
-from quire.interrupts import check
-from quire.ops.sampled_tokens import RankedLogprob, TokenLogprobs
-from quire.ops.token_logprobs import top_logprobs
-from quire.outputs import BeamSearchOutput, BeamSearchSequence, FinishReason
-from quire.sampling_params import BeamSearchParams
+from quire.sampling.sampled_tokens import RankedLogprob, TokenLogprobs
+from quire.sampling.token_logprobs import top_logprobs
+from quire.text.detokenizer import IncrementalDetokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from quire.branches.history import Ids, TokenHistory
+from quire.base.errors import QuireError
+from quire.base.metrics import EngineMetrics
+from quire.base.token_history import Ids, TokenHistory
+from quire.base.types import BASE
 from quire.engine.blending import Blending, chunks_of
 from quire.engine.request import BACKGROUND, Asked, Output, Request, RequestBranch, Seat
 from quire.engine.request_checks import RequestChecks
 from quire.engine.requests import Requests, owner_of
-from quire.errors import QuireError
-from quire.metrics import EngineMetrics
 from quire.runner.local import Runner
-from quire.types import BASE
 
 logger = logging.getLogger("quire.engine")
 

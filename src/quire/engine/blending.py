@@ -21,6 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.errors import BlendLoadError, InvalidArgument, Unsupported
+from quire.base.metrics import EngineMetrics
+from quire.base.segments import AUTO, DEFAULT_RATIO, BlendParams
+from quire.base.token_history import Ids
+from quire.base.types import SeqId
 from quire.blend.calibration import BlendCalibration, default_layer
 from quire.blend.chunk_capture import ChunkCapture
 from quire.blend.chunk_catalog import ChunkCatalog, store_of_chunks
@@ -34,22 +39,17 @@ from quire.blend.selection import BlendPolicy
 from quire.blend.sequence_rows import Move, SequenceRetriever
 from quire.blend.unmarked_text import SeenText, content_cuts, gaps
 from quire.branches.branch import Branch
-from quire.branches.history import Ids
 from quire.branches.stored_state import StoredState
 from quire.contracts.blend import BlendExecutor, BlendRetriever
 from quire.contracts.layers import KeyValueAttention, RopeSpec
 from quire.contracts.store import ObjectKey
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.segmented_prompts import Pieces
-from quire.engine.tokenizer import Tokenizer
-from quire.errors import BlendLoadError, InvalidArgument, Unsupported
 from quire.kv.rule_table import blending_refusal
 from quire.kv.windows import intersection
-from quire.metrics import EngineMetrics
 from quire.ops.rope import RotaryTable
 from quire.runner.local import Runner
-from quire.segments import AUTO, DEFAULT_RATIO, BlendParams
-from quire.types import SeqId
+from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire.engine")
 

@@ -18,8 +18,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from quire.base.types import DropCheckpoint, Edit, SeqId
 from quire.engine.request import Request
-from quire.types import DropCheckpoint, Edit, SeqId
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState

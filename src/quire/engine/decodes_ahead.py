@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from quire.base.types import Chunk, Step
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
 from quire.engine.step_draft import Scheduled
-from quire.types import Chunk, Step
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState

@@ -17,9 +17,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.branches.adapter_keys import AdapterKey, users
-from quire.branches.history import Ids, TokenHistory
-from quire.branches.media import NO_MEDIA, Media
+from quire.adapters.keys import AdapterKey, users
+from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError
+from quire.base.finalizers import Orphans
+from quire.base.hints import NO_HINTS, CacheHints, RequestHints
+from quire.base.interrupts import Lock, check
+from quire.base.media import NO_MEDIA, Media
+from quire.base.metrics import EngineMetrics
+from quire.base.sampling_params import SamplingParams
+from quire.base.token_history import Ids, TokenHistory
+from quire.base.types import BASE
 from quire.branches.past_prefixes import PastPrefixes
 from quire.branches.prefix_cache import RadixCache
 from quire.branches.stored_state import StoredState
@@ -27,7 +34,6 @@ from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.giving_up import EngineGiver
-from quire.engine.grammars import Grammars
 from quire.engine.page_use import OWNERS, PageUse, page_use
 from quire.engine.pins import Pins, PrefixPins, final_length
 from quire.engine.prompt_blend import PromptBlend
@@ -40,16 +46,10 @@ from quire.engine.sampling_step import SamplingStep
 from quire.engine.scheduler import Scheduler
 from quire.engine.session_branches import SessionBranches, media_of
 from quire.engine.steps import Stepper
-from quire.engine.tokenizer import Tokenizer
-from quire.engine.views.timeline import Timeline
-from quire.errors import FailedPrecondition, InvalidArgument, QuireError
-from quire.finalizers import Orphans
-from quire.hints import NO_HINTS, CacheHints, RequestHints
-from quire.interrupts import Lock, check
-from quire.metrics import EngineMetrics
+from quire.engine.timeline import Timeline
+from quire.grammars.grammars import Grammars
 from quire.runner.local import Runner
-from quire.sampling_params import SamplingParams
-from quire.types import BASE
+from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire.engine")
 

@@ -12,7 +12,7 @@ from quire.engine.step_draft import Scheduled
 if TYPE_CHECKING:
     from quire.engine.sampling_step import Drawing
     from quire.engine.session_branches import SessionBranches
-    from quire.engine.views.timeline import StepMark
+    from quire.engine.timeline import StepMark
 
 
 @dataclass(slots=True, eq=False)

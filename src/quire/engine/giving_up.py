@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from quire.base.finalizers import Orphans
+from quire.base.types import Edit, SeqId
 from quire.branches.stored_state import StoredState
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.flights import Flights
@@ -12,9 +14,7 @@ from quire.engine.pins import PrefixPins
 from quire.engine.request_queues import RequestQueues
 from quire.engine.requests import Requests
 from quire.engine.session_branches import SessionBranches
-from quire.finalizers import Orphans
-from quire.runner.room import Rank
-from quire.types import Edit, SeqId
+from quire.runner.reclaim import Rank
 
 
 @dataclass(frozen=True, slots=True)

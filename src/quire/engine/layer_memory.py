@@ -13,12 +13,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, InvalidArgument
+from quire.base.types import SeqId
 from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import LayerSpec, Recurrent
-from quire.errors import FailedPrecondition, InvalidArgument
 from quire.kv.recurrent import initial_of
 from quire.kv.windows import describe_ranges
-from quire.types import SeqId
 
 
 def names_of(spec: LayerSpec) -> tuple[str, ...]:

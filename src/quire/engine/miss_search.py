@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
-from quire.branches.adapter_keys import owner_of, salt_of
+from quire.adapters.keys import owner_of, salt_of
+from quire.base.outputs import Miss
 from quire.branches.past_prefixes import LEAST, PastPrefixes
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.request import Request
-from quire.outputs import Miss
 
 KEYS = 16
 """Keys of an owner in which a longer match is looked for, those used last."""

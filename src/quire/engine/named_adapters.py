@@ -3,7 +3,7 @@
 A name stands for an id as long as it is loaded. Loaded again, from any files, it stands for another
 id; state computed under the old one is known by its fingerprint and never taken for the new one's.
 
-A name belongs to the API key on whose behalf it was loaded (``quire.caller_context``), and is there
+A name belongs to the API key on whose behalf it was loaded (``base.caller_context``), and is there
 for calls of that key alone. Names that a program loads itself are there for all.
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.caller_context import caller
+from quire.base.caller_context import caller
+from quire.base.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 from quire.contracts.adapters import Adapter
 from quire.engine.engine import Engine
-from quire.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.base.types import SeqId
 from quire.branches.prefix_cache import RadixCache
-from quire.types import SeqId
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState

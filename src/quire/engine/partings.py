@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from itertools import islice
 
-from quire.branches.history import common_prefix
+from quire.base.token_history import common_prefix
 from quire.engine.request import Request
 
 LEAST = 32

@@ -18,12 +18,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.base.errors import FailedPrecondition, PoolExhausted, QuotaExceeded
+from quire.base.hints import PinAccount, PrefixName
+from quire.base.types import BASE, SeqId
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.request import RequestBranch, SessionBranch
-from quire.errors import FailedPrecondition, PoolExhausted, QuotaExceeded
-from quire.hints import PinAccount, PrefixName
 from quire.kv.windows import Window
-from quire.types import BASE, SeqId
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState

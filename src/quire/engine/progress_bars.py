@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from quire.engine.engine import Engine
     from quire.engine.request import Request
-    from quire.kv.statefile import StateFile
+    from quire.statefile.container import StateFile
 
 DELAY = 0.5
 """Seconds that a call takes before its bar is shown, unless one is asked for."""

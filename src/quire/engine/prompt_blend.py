@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.outputs import Blend
+from quire.base.segments import BlendParams
 from quire.blend.forward import BlendedChunk
 from quire.blend.given_parts import RetrievedRows
 from quire.blend.rows_task import RowsTask
 from quire.blend.selection import BlendedRows
 from quire.branches.branch import Branch
 from quire.engine.segmented_prompts import Pieces
-from quire.outputs import Blend
-from quire.segments import BlendParams
 
 MOST_ASKING = 1 / 3
 """Part of a step's tokens up to which the rows that must run do so twice, the first time to tell

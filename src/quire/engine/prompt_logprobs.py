@@ -11,9 +11,9 @@ from typing import Any
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.errors import QuireError
-from quire.ops.sampled_tokens import TokenLogprobs
-from quire.ops.token_logprobs import logprobs_of
+from quire.base.errors import QuireError
+from quire.sampling.sampled_tokens import TokenLogprobs
+from quire.sampling.token_logprobs import logprobs_of
 
 
 class PromptLogprobs:

@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.branches.media import NO_MEDIA, Media
-from quire.branches.row_media import media_of_rows, recorded_ids
-from quire.config import MODALITIES
+from quire.base.config import MODALITIES
+from quire.base.errors import InvalidArgument, QuireError, Unsupported
+from quire.base.media import NO_MEDIA, Media
+from quire.base.segments import Segment
 from quire.contracts.executor import VISION_PLACEHOLDER, AudioData, ExecutorInputs, TextData, VisionData
-from quire.errors import InvalidArgument, QuireError, Unsupported
-from quire.segments import Segment
+from quire.executor.row_media import media_of_rows, recorded_ids
 
 KEYS = ("prompt_token_ids", "multi_modal_data", "prompt_embeds")
 KINDS: dict[str, type[VisionData] | type[AudioData]] = {"image": VisionData, "audio": AudioData}

@@ -14,28 +14,28 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
-from quire.branches.adapter_keys import salt_of
+from quire.adapters.keys import salt_of
+from quire.base.errors import QuireError
+from quire.base.hints import PinAccount
+from quire.base.outputs import FinishReason, Miss
+from quire.base.sampling_params import SamplingParams, StructuredOutputs
+from quire.base.token_history import Ids
+from quire.base.types import BASE, LogitsWanted, SeqId
 from quire.branches.branch import Branch
-from quire.branches.history import Ids
 from quire.branches.tiers import Brought
-from quire.engine.generations import Generation, Generations, counts_of, cut_generations, with_generation
-from quire.errors import QuireError
-from quire.hints import PinAccount
-from quire.outputs import FinishReason, Miss
-from quire.sampling_params import SamplingParams, StructuredOutputs
-from quire.types import BASE, LogitsWanted, SeqId
+from quire.sampling.generations import Generation, Generations, counts_of, cut_generations, with_generation
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quire.base.hints import RequestHints
     from quire.blend.chunk_capture import ChunkCapture
-    from quire.engine.detokenizer import IncrementalDetokenizer
-    from quire.engine.grammar_matcher import GrammarMatcher
     from quire.engine.prompt_blend import PromptBlend
     from quire.engine.prompt_logprobs import PromptLogprobs
-    from quire.hints import RequestHints
-    from quire.ops.request_sampler import RequestSampler
-    from quire.ops.sampled_tokens import TokenLogprobs
+    from quire.grammars.matcher import GrammarMatcher
+    from quire.sampling.request_sampler import RequestSampler
+    from quire.sampling.sampled_tokens import TokenLogprobs
+    from quire.text.detokenizer import IncrementalDetokenizer
 
 OnLogits = Callable[[int, "Tensor"], None]
 """A callback for the first row's position and float32 logits ``[rows, V]`` of adjacent tokens."""
@@ -65,7 +65,7 @@ class ReuseNote:
     """Reused tokens whose state came from outside of the pool, by the kind of their tier."""
     missed: Miss = Miss.NONE
     missed_at: int | None = None
-    """As in ``quire.outputs.Reuse``."""
+    """As in ``quire.base.outputs.Reuse``."""
     there: Ids | None = None
     """For another text: its first tokens from ``missed_at`` on."""
 
@@ -120,7 +120,7 @@ class RequestBranch(Branch):
     """The tokens of a request, and what of them is computed."""
 
     key: Hashable = None
-    """What may share a prefix: salt and adapters (``quire.branches.adapter_keys``)."""
+    """What may share a prefix: salt and adapters (``quire.adapters.keys``)."""
     cacheable: bool = True
     """Whether it may use and feed the prefix cache."""
     reusable: bool = False

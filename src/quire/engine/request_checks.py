@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.branches.history import LAST_PLACEHOLDER
-from quire.branches.media import NO_MEDIA, Media
-from quire.engine.long_texts import TextLimit
-from quire.errors import CONTEXT_FULL, InvalidArgument, ResourceExhausted, Unsupported, context_full
-from quire.sampling_params import SamplingParams
+from quire.base.errors import CONTEXT_FULL, InvalidArgument, ResourceExhausted, Unsupported, context_full
+from quire.base.media import NO_MEDIA, Media
+from quire.base.sampling_params import SamplingParams
+from quire.base.token_history import LAST_PLACEHOLDER
+from quire.text.long_texts import TextLimit
 
 if TYPE_CHECKING:
-    from quire.engine.grammars import Grammars
-    from quire.engine.tokenizer import Tokenizer
+    from quire.grammars.grammars import Grammars
+    from quire.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from quire.base.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Reuse, WarmedSegment
+from quire.base.token_history import Ids
 from quire.blend.chunk_matching import LEAST
-from quire.branches.history import Ids
 from quire.engine.request import Request
-from quire.engine.tokenizer import Tokenizer
-from quire.ops.sampled_tokens import TokenLogprobs
-from quire.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Reuse, WarmedSegment
+from quire.sampling.sampled_tokens import TokenLogprobs
+from quire.text.tokenizer import Tokenizer
 
 
 def request_output(samples: Sequence[Request], tokenizer: Tokenizer | None, prompt: str | None = None) -> RequestOutput:

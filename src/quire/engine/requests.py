@@ -8,21 +8,21 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.branches.adapter_keys import api_key_of
-from quire.caller_context import caller
+from quire.adapters.keys import api_key_of
+from quire.base.caller_context import caller
+from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError
+from quire.base.metrics import EngineMetrics
+from quire.base.outputs import FinishReason
 from quire.engine.flights import Flights
 from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
-from quire.errors import FailedPrecondition, InvalidArgument, QuireError
-from quire.metrics import EngineMetrics
-from quire.outputs import FinishReason
 
 if TYPE_CHECKING:
     from quire.branches.stored_state import StoredState
     from quire.engine.blending import Blending
     from quire.engine.pins import PrefixPins
     from quire.engine.session_branches import SessionBranches
-    from quire.engine.views.timeline import Timeline
+    from quire.engine.timeline import Timeline
 
 
 def owner_of(salt: Hashable) -> str:

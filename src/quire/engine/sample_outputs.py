@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.branches.history import TokenHistory
-from quire.engine.detokenizer import IncrementalDetokenizer
-from quire.engine.grammars import Grammars
+from quire.base.sampling_params import SamplingParams
+from quire.base.token_history import TokenHistory
 from quire.engine.request import Output
-from quire.engine.tokenizer import Tokenizer
-from quire.ops.request_sampler import RequestSampler
-from quire.sampling_params import SamplingParams
+from quire.grammars.grammars import Grammars
+from quire.sampling.request_sampler import RequestSampler
+from quire.text.detokenizer import IncrementalDetokenizer
+from quire.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

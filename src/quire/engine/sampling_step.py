@@ -10,18 +10,18 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quire.engine.grammar_matcher import GrammarMatcher
-from quire.engine.grammars import Grammars, RowGrammars
+from quire.base.errors import QuireError
+from quire.base.metrics import EngineMetrics
+from quire.base.outputs import FinishReason
+from quire.base.sampling_params import SamplingParams
 from quire.engine.request import Output, Request
-from quire.errors import QuireError
-from quire.metrics import EngineMetrics
-from quire.ops.draws import Draws
-from quire.ops.filters import DrawKernel
-from quire.ops.sampled_tokens import SampledTokens, TokenLogprobs
-from quire.ops.sampling import can_wait, sample, sample_later
-from quire.ops.seen_tokens import SeenTokens
-from quire.outputs import FinishReason
-from quire.sampling_params import SamplingParams
+from quire.grammars.grammars import Grammars, RowGrammars
+from quire.grammars.matcher import GrammarMatcher
+from quire.sampling.draws import Draws
+from quire.sampling.filters import DrawKernel
+from quire.sampling.sampled_tokens import SampledTokens, TokenLogprobs
+from quire.sampling.sampler import can_wait, sample, sample_later
+from quire.sampling.seen_tokens import SeenTokens
 
 
 class Ends(Protocol):

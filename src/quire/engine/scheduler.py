@@ -30,7 +30,10 @@ from dataclasses import replace
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
-from quire.branches.history import common_prefix
+from quire.base.errors import PoolExhausted, QuireError, ResourceExhausted
+from quire.base.outputs import Miss
+from quire.base.token_history import common_prefix
+from quire.base.types import Add, Fork, Remove, SeqId, SetWindow, Step
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.miss_search import MissSearch
@@ -38,9 +41,6 @@ from quire.engine.partings import Partings
 from quire.engine.request import BACKGROUND, Request, Status
 from quire.engine.request_queues import RequestQueues
 from quire.engine.step_draft import Failure, Limits, Pool, Scheduled, StepDraft, chunk_of
-from quire.errors import PoolExhausted, QuireError, ResourceExhausted
-from quire.outputs import Miss
-from quire.types import Add, Fork, Remove, SeqId, SetWindow, Step
 
 if TYPE_CHECKING:
     from quire.branches.tiers import Tier

@@ -12,9 +12,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import InvalidArgument
+from quire.base.segments import Segment
 from quire.engine.prompts import SegmentedPrompt, Text
-from quire.errors import InvalidArgument
-from quire.segments import Segment
 
 Encode: TypeAlias = Callable[[Text, bool], NDArray[np.int64]]
 """Returns the ids of a text, with the tokens that begin a prompt or without them, or of ids."""

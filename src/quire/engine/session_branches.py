@@ -15,23 +15,23 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.adapters.keys import AdapterKey, prefix_key, runs_of_session
+from quire.base.errors import QuireError, ResourceExhausted
+from quire.base.media import Media
+from quire.base.metrics import EngineMetrics
+from quire.base.outputs import Miss
+from quire.base.token_history import common_prefix
+from quire.base.types import AdapterRuns, DropCheckpoint, Edit, Fork, Pop, Remove, SeqId, Step
 from quire.branches import spare_states
-from quire.branches.adapter_keys import AdapterKey, prefix_key, runs_of_session
 from quire.branches.branch import COMPUTED, Branch
-from quire.branches.going_back import nearest
-from quire.branches.history import common_prefix
-from quire.branches.media import Media
 from quire.branches.past_prefixes import LEAST
 from quire.branches.prefix_cache import LOOKED_AT, RadixCache
+from quire.branches.replay_needs import nearest
 from quire.branches.tiers import Tier
 from quire.engine import layer_memory
 from quire.engine.miss_search import QUOTED
 from quire.engine.request import Request, SessionBranch
-from quire.errors import QuireError, ResourceExhausted
-from quire.metrics import EngineMetrics
-from quire.outputs import Miss
 from quire.runner.local import Runner
-from quire.types import AdapterRuns, DropCheckpoint, Edit, Fork, Pop, Remove, SeqId, Step
 
 AHEAD = 4
 """A pool is nearly full if less than one in so many pages is free. As many are copied ahead."""

@@ -6,9 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+from quire.base.errors import QuireError
+from quire.base.types import Chunk, Edit, LogitsWanted, SeqId, Step
 from quire.engine.request import Request
-from quire.errors import QuireError
-from quire.types import Chunk, Edit, LogitsWanted, SeqId, Step
 
 ALL_LOGITS_CHUNK = 256
 """Tokens of a step whose logits are all wanted: float32 rows of the whole vocabulary."""

@@ -21,6 +21,11 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from functools import partial
 
+from quire.base.errors import BlendLoadError, FailedPrecondition, QuireError
+from quire.base.finalizers import Orphans
+from quire.base.interrupts import Lock
+from quire.base.metrics import EngineMetrics
+from quire.base.outputs import Miss
 from quire.blend.forward import BlendedForward
 from quire.branches.state_loads import LoadFailed
 from quire.branches.stored_state import StoredState
@@ -28,7 +33,6 @@ from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending
 from quire.engine.decodes_ahead import DecodesAhead
 from quire.engine.flights import Flight, Flights
-from quire.engine.grammars import Grammars
 from quire.engine.pins import PrefixPins
 from quire.engine.prompts import embeddings_of
 from quire.engine.request import Request
@@ -37,15 +41,11 @@ from quire.engine.sampling_step import Drawing, SamplingStep
 from quire.engine.scheduler import Scheduler
 from quire.engine.session_branches import SessionBranches
 from quire.engine.step_draft import Scheduled
-from quire.engine.views.timeline import StepMark, Timeline
-from quire.errors import BlendLoadError, FailedPrecondition, QuireError
-from quire.finalizers import Orphans
-from quire.interrupts import Lock
-from quire.metrics import EngineMetrics
-from quire.ops.filters import take_rows, uploaded_rows
-from quire.ops.sampled_tokens import SampledTokens
-from quire.outputs import Miss
+from quire.engine.timeline import StepMark, Timeline
+from quire.grammars.grammars import Grammars
 from quire.runner.local import Extras, Runner, StepOutput
+from quire.sampling.filters import take_rows, uploaded_rows
+from quire.sampling.sampled_tokens import SampledTokens
 
 logger = logging.getLogger("quire.engine")
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quire.config import AttentionConfig, ExecutorConfig, MemoryConfig, OptimizationConfig
+    from quire.base.config import AttentionConfig, ExecutorConfig, MemoryConfig, OptimizationConfig
     from quire.contracts.executor import (
         AUDIO_PLACEHOLDER,
         END_OF_AUDIO,
@@ -71,7 +71,7 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
-    **dict.fromkeys(("AttentionConfig", "ExecutorConfig", "MemoryConfig", "OptimizationConfig"), "quire.config"),
+    **dict.fromkeys(("AttentionConfig", "ExecutorConfig", "MemoryConfig", "OptimizationConfig"), "quire.base.config"),
     "NamedExecutors": "quire.executor.named_executors",
     "CacheHandle": "quire.contracts.kv_cache",
     "Executor": "quire.executor.executor",

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.branches.cache_pool import CachePool
-from quire.branches.forward_packing import LOGITS_ONLY, WantedOutputs
-from quire.branches.history import Ids
+from quire.base.errors import InvalidArgument, QuireError, Unsupported
+from quire.base.token_history import Ids
 from quire.branches.model_facts import ModelFacts
-from quire.branches.row_extension import require_vocabulary
 from quire.contracts.executor import DecodeInput, PrefillInput
-from quire.errors import InvalidArgument, QuireError, Unsupported
 from quire.executor.cache import KVCache
+from quire.executor.cache_pool import CachePool
+from quire.executor.forward_packing import LOGITS_ONLY, WantedOutputs
 from quire.executor.handle import Handle
+from quire.executor.row_extension import require_vocabulary
 from quire.runner.local import Runner
 
 T = TypeVar("T")

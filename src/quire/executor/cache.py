@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.branches import serialized
-from quire.branches.cache_pool import NO_PAGES, CachePool
-from quire.branches.cache_rows import CacheRows, locked
-from quire.branches.history import Ids
+from quire.base.errors import InvalidArgument, ResourceExhausted, Unsupported
+from quire.base.signatures import checks_arguments
+from quire.base.token_history import Ids
 from quire.contracts.kv_cache import CacheHandleStats, KVCacheInterface
 from quire.contracts.layers import KeyValueAttention
-from quire.errors import InvalidArgument, ResourceExhausted, Unsupported
-from quire.signatures import checks_arguments
+from quire.executor import serialized
+from quire.executor.cache_pool import NO_PAGES, CachePool
+from quire.executor.cache_rows import CacheRows, locked
 
 _TENSOR_NAME: Final = re.compile(r"kv_cache_[kv]_(0|[1-9][0-9]{0,8})")
 

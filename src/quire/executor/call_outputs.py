@@ -12,12 +12,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from quire.branches.cache_pool import CachePool
-from quire.branches.forward_packing import RowOutput, batched, batched_weights, rows_wanted, stacked
+from quire.base.types import LogitsWanted
 from quire.contracts.executor import DecodeOutput, PrefillOutput
 from quire.executor.arguments import CallItem
+from quire.executor.cache_pool import CachePool
+from quire.executor.forward_packing import RowOutput, batched, batched_weights, rows_wanted, stacked
 from quire.executor.handle import Handle
-from quire.types import LogitsWanted
 
 Places: TypeAlias = tuple[list[Tensor | None], list[Tensor]]
 

@@ -16,14 +16,16 @@ from typing import cast
 
 from torch import Tensor
 
-from quire.branches import rewinding
-from quire.branches.cache_pool import CachePool
+from quire.adapters.assets import read_assets
+from quire.base.config import MODALITIES
+from quire.base.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
+from quire.base.interrupts import SHIELD, Lock
+from quire.base.metrics import OperationMetrics
+from quire.base.process_exit import end_with_process
+from quire.base.sampling_params import SamplingParams
+from quire.base.signatures import checks_arguments
+from quire.base.types import LogitsWanted
 from quire.branches.model_facts import ModelFacts
-from quire.branches.row_extension import packed
-from quire.branches.row_media import check_modalities
-from quire.branches.running_calls import Operation, Stopwatch
-from quire.branches.transaction import Transaction
-from quire.config import MODALITIES
 from quire.contracts.executor import (
     CacheLike,
     DecodeInput,
@@ -40,9 +42,7 @@ from quire.contracts.executor import (
     RequestSampling,
     SpeculativeOutput,
 )
-from quire.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
-from quire.executor import executor_types, reports, verification, warmup
-from quire.executor.adapter_assets import read_assets
+from quire.executor import executor_types, reports, rewinding, verification, warmup
 from quire.executor.arguments import (
     CallItem,
     decode_item,
@@ -54,19 +54,18 @@ from quire.executor.arguments import (
     union,
 )
 from quire.executor.cache import KVCache
+from quire.executor.cache_pool import CachePool
 from quire.executor.call_outputs import decode_output, places_for_logits, prefill_output
 from quire.executor.handle import Handle, handle_of
 from quire.executor.item_placement import place, rows_to_extend
-from quire.interrupts import SHIELD, Lock
+from quire.executor.row_extension import packed
+from quire.executor.row_media import check_modalities
+from quire.executor.running_calls import Operation, Stopwatch
+from quire.executor.transaction import Transaction
 from quire.kv.sequences import check_integer
-from quire.metrics import OperationMetrics
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import ModelIdentity
-from quire.process_exit import end_with_process
 from quire.runner.local import Runner
-from quire.sampling_params import SamplingParams
-from quire.signatures import checks_arguments
-from quire.types import LogitsWanted
 
 
 @checks_arguments()

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakSet
 
+from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.executor import ExecutorType
-from quire.errors import InvalidArgument, Unsupported
 from quire.executor.cache import KVCache
 
 SUPPORTED_TYPES = (ExecutorType.SEQUENTIAL, ExecutorType.BATCH, ExecutorType.CONTINUOUS_BATCH)

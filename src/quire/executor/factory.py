@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from quire.config import ExecutorConfig
+from quire.base.config import ExecutorConfig
+from quire.base.errors import InvalidArgument, NotFound, Unsupported
+from quire.base.signatures import checks_arguments
 from quire.contracts.executor import AttentionMechanism, ExecutorType
 from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import KeyValueAttention, LatentAttention
-from quire.errors import InvalidArgument, NotFound, Unsupported
 from quire.executor.executor import Executor
 from quire.executor.executor_types import BATCHING_TYPES, SUPPORTED_TYPES, check_type
 from quire.executor.reports import computable_dtypes, dtype_name, mechanism_of
@@ -27,7 +28,6 @@ from quire.models.catalogue import HUB_NAME, bundled_models
 from quire.models.config_fields import read_config_file
 from quire.models.families import family_of, is_foreign
 from quire.models.loading import DTYPES
-from quire.signatures import checks_arguments
 
 NOT_CAPTURED = "executors neither compile nor capture decode in this release"
 NOT_TUNED = "nothing is tuned, and sums keep their precision, in this release"

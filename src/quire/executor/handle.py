@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.branches import rewinding
-from quire.branches.row import Pending
+from quire.base.errors import FailedPrecondition, InvalidArgument
+from quire.base.signatures import checks_arguments
 from quire.contracts.kv_cache import BlockTable, CacheHandleStats
-from quire.errors import FailedPrecondition, InvalidArgument
+from quire.executor import rewinding
 from quire.executor.cache import KVCache, require_kv_layer
+from quire.executor.row import Pending
 from quire.kv.forward_need import pages_for
-from quire.signatures import checks_arguments
 
 
 @checks_arguments()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire.branches.cache_pool import CachePool
-from quire.branches.forward_packing import LOGITS_ONLY
-from quire.branches.prefix_sharing import shared_rows
-from quire.branches.row_extension import Extension, extensions
+from quire.base.types import LogitsWanted
 from quire.executor.arguments import CallItem
 from quire.executor.cache import KVCache
-from quire.types import LogitsWanted
+from quire.executor.cache_pool import CachePool
+from quire.executor.forward_packing import LOGITS_ONLY
+from quire.executor.prefix_sharing import shared_rows
+from quire.executor.row_extension import Extension, extensions
 
 
 def place(pool: CachePool, item: CallItem, wanted: LogitsWanted, *, share: bool) -> tuple[CallItem, KVCache]:

@@ -13,17 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.branches.forward_packing import Piece, stacked
-from quire.branches.history import Ids
-from quire.branches.row_extension import Extension, extensions, packed, require_vocabulary
-from quire.branches.row_media import media_of_rows
-from quire.branches.running_calls import Stopwatch
-from quire.branches.transaction import Transaction
+from quire.base.errors import Cancelled, InvalidArgument, Unsupported
+from quire.base.sampling_params import SamplingParams
+from quire.base.signatures import checks_arguments
+from quire.base.token_history import Ids
 from quire.contracts.executor import CacheLike, ExecutorInputs, ModelAssets, RequestSampling
-from quire.errors import Cancelled, InvalidArgument, Unsupported
 from quire.executor.arguments import NO_MASKS, require_adapter, resolve_cache, to_ids
 from quire.executor.cache import KVCache
 from quire.executor.executor import Executor
+from quire.executor.forward_packing import Piece, stacked
 from quire.executor.request_sampling import (
     Draw,
     ParamsSampling,
@@ -32,9 +30,11 @@ from quire.executor.request_sampling import (
     drawing,
     history_for,
 )
+from quire.executor.row_extension import Extension, extensions, packed, require_vocabulary
+from quire.executor.row_media import media_of_rows
+from quire.executor.running_calls import Stopwatch
+from quire.executor.transaction import Transaction
 from quire.kv.sequences import check_integer
-from quire.sampling_params import SamplingParams
-from quire.signatures import checks_arguments
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from quire.base.registry import Registry
+from quire.base.signatures import checks_arguments
 from quire.contracts.executor import ExecutorMetrics, ModelExecutor
-from quire.registry import Registry
-from quire.signatures import checks_arguments
 
 
 @checks_arguments()

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.branches.history import Ids
+from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
+from quire.base.sampling_fields import Surface, declarations_on
+from quire.base.sampling_params import SamplingParams
+from quire.base.signatures import checks_arguments
+from quire.base.token_history import Ids
 from quire.contracts.executor import RequestSampling
-from quire.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
-from quire.ops.request_sampler import RequestSampler, TokenCounts
-from quire.ops.sampling import probabilities, sample
-from quire.sampling_fields import Surface, declarations_on
-from quire.sampling_params import SamplingParams
-from quire.signatures import checks_arguments
+from quire.sampling.request_sampler import RequestSampler, TokenCounts
+from quire.sampling.sampler import probabilities, sample
 
 Draw: TypeAlias = Callable[[Tensor], int]
 """From logits ``[1, V]`` to the next id of one row, which joins the row's output."""

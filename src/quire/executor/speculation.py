@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument, QuireError
 from quire.contracts.executor import RequestSampling
-from quire.errors import InvalidArgument, QuireError
 
 
 @dataclass(frozen=True, slots=True)

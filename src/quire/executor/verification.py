@@ -14,16 +14,11 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument, Unsupported
+from quire.base.sampling_params import SamplingParams
+from quire.base.token_history import Ids
 from quire.branches import spare_states
-from quire.branches.cache_pool import CachePool
-from quire.branches.forward_packing import LOGITS_ONLY, RowOutput, WantedOutputs
-from quire.branches.history import Ids
-from quire.branches.row import path_to
-from quire.branches.row_extension import Extension, extensions, placed, require_vocabulary
-from quire.branches.running_calls import Operation
-from quire.branches.transaction import Transaction
 from quire.contracts.executor import CacheLike, DecodeInput, DecodeOutput, RequestSampling, SpeculativeOutput
-from quire.errors import InvalidArgument, Unsupported
 from quire.executor import speculation
 from quire.executor.arguments import (
     CallItem,
@@ -35,8 +30,13 @@ from quire.executor.arguments import (
     union,
 )
 from quire.executor.cache import KVCache
+from quire.executor.cache_pool import CachePool
+from quire.executor.forward_packing import LOGITS_ONLY, RowOutput, WantedOutputs
 from quire.executor.handle import Handle, handle_of
-from quire.sampling_params import SamplingParams
+from quire.executor.row import path_to
+from quire.executor.row_extension import Extension, extensions, placed, require_vocabulary
+from quire.executor.running_calls import Operation
+from quire.executor.transaction import Transaction
 
 PARAMS_OF_A_REQUEST = (
     "a RequestSampling, whose generator and tokens live as long as its request: make one with "

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
-from quire.branches.cache_pool import CachePool
-from quire.branches.running_calls import Stopwatch
+from quire.base.host_memory import free_memory
+from quire.base.types import Chunk, SeqId, Step
+from quire.executor.cache_pool import CachePool
+from quire.executor.running_calls import Stopwatch
 from quire.kv.forward_need import pages_for
-from quire.models.host_memory import free_memory
 from quire.runner.local import NO_EXTRAS, Extras
-from quire.types import Chunk, SeqId, Step
 
 LONG_CHUNK, SHORT_CHUNK = 128, 32
 """Tokens of the two forwards whose peaks give a slope and an intercept."""

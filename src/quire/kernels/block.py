@@ -31,9 +31,9 @@ from quire.contracts.block_calls import (
 )
 from quire.contracts.linear import LinearMap
 from quire.contracts.rows import ActivationName
-from quire.kernels.linear import NativeMap
+from quire.kernels.linear.cpu_linear import NativeMap
 from quire.kernels.native_library import NativeLibrary, native_library
-from quire.kernels.rows import ACTIVATION_NUMBERS, TYPES
+from quire.kernels.rows.cpu_rows import ACTIVATION_NUMBERS, TYPES
 
 MOST_ROWS = 64
 """Most rows of a call. With more rows, the overhead of separate calls is small beside their

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.ops.uploads import uploaded
+from quire.base.uploads import uploaded
 
 LEAST_CAPABILITY = (8, 0)
 """Compute capability from which a GPU multiplies bfloat16 and copies asynchronously without

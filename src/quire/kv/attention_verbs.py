@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.contracts.attention import AttentionState, Scoring
 from quire.contracts.attention_state import AttentionScope
 from quire.contracts.layers import CrossAttention, LatentAttention
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.layer_classes import key_value_spec
 from quire.kv.plans import Masks, check_mask, cut_mask
 from quire.kv.rules import refuse_layer

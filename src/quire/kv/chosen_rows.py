@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv.parts import StateParts
 from quire.kv.plans import Batch
 

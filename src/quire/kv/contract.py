@@ -11,12 +11,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
+from quire.base.interrupts import uninterrupted
+from quire.base.signatures import checked
 from quire.contracts.pool_verbs import PoolFacts, StateGeometry
-from quire.interrupts import uninterrupted
 from quire.kv import attention_verbs, recurrent_verbs
 from quire.kv.rules import refuse
 from quire.kv.state import State
-from quire.signatures import checked
 
 P = ParamSpec("P")
 R = TypeVar("R")

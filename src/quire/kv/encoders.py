@@ -18,9 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, QuireError, ResourceExhausted
+from quire.base.types import SeqId
 from quire.contracts.attention import AttentionBackend, AttentionState, Scoring
 from quire.contracts.layers import CrossAttention
-from quire.errors import FailedPrecondition, QuireError, ResourceExhausted
 from quire.kv import plans
 from quire.kv.forward_need import SlotCopy, pages_for, slots_of
 from quire.kv.pages import PageIds, PagePool
@@ -29,7 +30,6 @@ from quire.kv.plans import Batch, Prepared
 from quire.kv.sequence_table import SequenceTable
 from quire.kv.storage import LayerRows, PagedStorage
 from quire.ops.attention import attention_weights
-from quire.types import SeqId
 
 
 @dataclass(slots=True, eq=False)

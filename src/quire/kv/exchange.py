@@ -18,18 +18,18 @@ import torch
 import xxhash
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, InvalidArgument
+from quire.base.types import SeqId
 from quire.contracts.kv_state import TensorPlan
 from quire.contracts.layers import CrossAttention, LatentAttention
-from quire.errors import FailedPrecondition, InvalidArgument
 from quire.kv.exports import SequenceExport, group_tensors
 from quire.kv.metadata_checks import hash_of, ranges_of
 from quire.kv.parts import StateParts
 from quire.kv.recurrent import RecurrentPart, dtype_of
 from quire.kv.sequences import Sequence
-from quire.kv.state_schema import FORMAT_VERSION
-from quire.kv.statefile import bytes_of
 from quire.kv.storage import StoredSpec, check_tensor
-from quire.types import SeqId
+from quire.statefile.container import bytes_of
+from quire.statefile.schema import FORMAT_VERSION
 
 
 def get_layout_hash(state: StateParts) -> str:

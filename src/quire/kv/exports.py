@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument, Unsupported
+from quire.base.signatures import checks_arguments
+from quire.base.types import SeqId
 from quire.contracts.layers import LatentAttention
-from quire.errors import InvalidArgument, Unsupported
 from quire.kv.forward_need import slots_of
 from quire.kv.pages import PageIds
 from quire.kv.parts import StateParts
 from quire.kv.storage import LayerRows, StoredSpec
 from quire.kv.windows import describe_ranges
-from quire.signatures import checks_arguments
-from quire.types import SeqId
 
 
 @checks_arguments()

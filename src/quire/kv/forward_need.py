@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.types import SeqId
 from quire.kv.pages import PageIds, PagePool
 from quire.kv.sequences import Sequence
 from quire.kv.trees import Tree
 from quire.kv.windows import Window, floors, leaving, sink_pages
-from quire.types import SeqId
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.errors import DataLoss, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
+from quire.base.types import SeqId
 from quire.contracts.kv_state import RowPieces, TensorPlan
 from quire.contracts.layers import LatentAttention
-from quire.errors import DataLoss, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
 from quire.kv.exchange import (
     checksum,
     counts_of,
@@ -37,7 +38,6 @@ from quire.kv.parts import StateParts
 from quire.kv.sequences import check_id, check_integer
 from quire.kv.stored_rows import require_held
 from quire.kv.windows import describe_ranges
-from quire.types import SeqId
 
 
 def plan_import(state: StateParts, metadata: Mapping[str, Any]) -> dict[int, dict[str, TensorPlan]]:

@@ -14,7 +14,7 @@ from quire.kv.forward_need import slots_of
 from quire.kv.pages import PageIds
 
 if TYPE_CHECKING:
-    from quire.ops.host_link import Event, HostLink
+    from quire.base.host_link import Event, HostLink
 
 
 @dataclass(slots=True, eq=False)

@@ -20,9 +20,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument
 from quire.contracts.layers import LatentAttention
 from quire.contracts.model import LatentExpansion
-from quire.errors import InvalidArgument
 from quire.kv.plans import Batch
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.attention import AttentionBackend, Scoring
 from quire.contracts.layers import (
     CrossAttention,
@@ -17,7 +18,6 @@ from quire.contracts.layers import (
     RopeSpec,
     WindowedAttention,
 )
-from quire.errors import InvalidArgument, Unsupported
 from quire.kv.rules import refuse_layer
 from quire.kv.storage import KeyValueSpec, PagedSpec, PagedStorage, StoredSpec
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from quire.base.errors import InvalidArgument
 from quire.contracts.kv_state import TensorPlan
-from quire.errors import InvalidArgument
 from quire.kv.parts import StateParts
-from quire.kv.state_schema import CROSS, EXTENT, FORMAT_VERSION, Fault, nullable
 from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, visibility
+from quire.statefile.schema import CROSS, EXTENT, FORMAT_VERSION, Fault, nullable
 
 
 def hash_of(layout: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
+from quire.base.types import SeqId
 from quire.contracts.attention import AttentionBackend, Scoring
 from quire.contracts.layers import LatentAttention, RopeSpec
 from quire.contracts.rows import RowKernels
@@ -23,7 +24,6 @@ from quire.kv.sequence_table import SequenceTable
 from quire.kv.sequences import Sequence
 from quire.kv.storage import PagedSpec, PagedStorage
 from quire.ops.rope import RotaryTable
-from quire.types import SeqId
 
 
 class PagedPart(Part):

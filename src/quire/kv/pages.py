@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import QuireError
+from quire.base.errors import QuireError
 
 PageIds = NDArray[np.int32]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from quire.base.types import SeqId
 from quire.kv.forward_need import ForwardNeed
 from quire.kv.sequence_table import SequenceTable
 from quire.kv.sequences import Sequence
-from quire.types import SeqId
 
 
 class Part:

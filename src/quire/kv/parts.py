@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
+from quire.base.errors import InvalidArgument, Unsupported
+from quire.base.host_link import host_link
+from quire.base.types import SeqId
 from quire.contracts.layers import LayerSpec, StateTensor
-from quire.errors import InvalidArgument, Unsupported
 from quire.kv.encoders import EncoderPart
 from quire.kv.imports import Import
 from quire.kv.layer_classes import Layer, describe_ids
@@ -17,8 +19,6 @@ from quire.kv.recurrent import RecurrentPart
 from quire.kv.rules import RECURRENT_REFUSAL, layer_refusal, refuse_layer
 from quire.kv.sequences import check_integer
 from quire.kv.storage import StoredSpec
-from quire.ops.host_link import host_link
-from quire.types import SeqId
 
 
 class StateParts:

@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument
+from quire.base.uploads import uploaded
 from quire.contracts.attention import ForwardPlan, KeyRule
-from quire.errors import InvalidArgument
 from quire.kv.forward_need import ForwardNeed, pages_for, slots_of
 from quire.kv.pages import PageIds
 from quire.kv.trees import Tree
 from quire.kv.windows import Window, visibility
-from quire.ops.uploads import uploaded
 
 Keys: TypeAlias = Literal["fused", "past", "own"]
 """Which keys: all stored ones, those from before this forward, the new tokens only."""

@@ -20,9 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
+from quire.base.types import SeqId
+from quire.base.uploads import uploaded
 from quire.contracts.layers import InitialValues, Recurrent, StateTensor
 from quire.contracts.recurrence import PooledRecurrence, Recurred, RecurrenceBackend, RecurrencePlan, StatePlaces
-from quire.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.kv.forward_need import ForwardNeed
 from quire.kv.part import Part
 from quire.kv.recurrent_states import NULL, OpenRecurrent, RecurrentNeed, Slots
@@ -30,8 +32,6 @@ from quire.kv.recurrent_table import RecurrentTable
 from quire.kv.sequence_table import SequenceTable
 from quire.kv.sequences import Sequence as Tokens
 from quire.kv.storage import allocate, check_tensor, copy_rows
-from quire.ops.uploads import uploaded
-from quire.types import SeqId
 
 
 def bytes_per_state(specs: Sequence[Recurrent]) -> int:

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.errors import QuireError
+from quire.base.errors import QuireError
+from quire.base.types import SeqId
 from quire.kv.pages import PageIds
-from quire.types import SeqId
 
 Slots = NDArray[np.int64]
 

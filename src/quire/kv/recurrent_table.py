@@ -13,8 +13,9 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
+from quire.base.types import SeqId
 from quire.contracts.pool_verbs import StateRole
-from quire.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
 from quire.kv.pages import PageIds, PagePool
 from quire.kv.recurrent_states import (
     NULL,
@@ -25,7 +26,6 @@ from quire.kv.recurrent_states import (
     check_recurrent_states,
     rounds,
 )
-from quire.types import SeqId
 
 
 class RecurrentTable:

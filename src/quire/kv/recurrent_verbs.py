@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quire.errors import InvalidArgument, Unsupported
+from quire.base.errors import InvalidArgument, Unsupported
 from quire.kv.recurrent import dtype_of
 from quire.kv.state import State
 from quire.kv.storage import check_tensor

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NoReturn
 
+from quire.base.errors import Unsupported
 from quire.contracts.attention_state import AttentionVerbs, StoredRows
 from quire.contracts.kv_state import KVState
 from quire.contracts.layers import Recurrent, window_refusal
-from quire.errors import Unsupported
 
 _NOT_BUILT = "this release of Quire does not have it"
 RECURRENT_REFUSAL = "the state has no recurrent layers"

@@ -16,8 +16,9 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted
+from quire.base.types import SeqId
 from quire.contracts.pool_verbs import TokenTreeParents
-from quire.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted
 from quire.kv.forward_need import (
     ClassNeed,
     ForwardNeed,
@@ -43,7 +44,6 @@ from quire.kv.windows import (
     visibility,
     window_pages,
 )
-from quire.types import SeqId
 
 
 class SequenceTable:

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.base.errors import DataLoss, InvalidArgument
+from quire.base.interrupts import check as check_interrupts
+from quire.base.types import SeqId
 from quire.contracts.kv_state import ModelState, TensorPlan
 from quire.contracts.layers import Recurrent
-from quire.errors import DataLoss, InvalidArgument
-from quire.interrupts import check as check_interrupts
 from quire.kv import exchange
 from quire.kv.metadata_checks import hash_of
 from quire.kv.recurrent import bytes_per_state
-from quire.kv.state_header import MAX_CONTAINERS, MAX_HEADER_BYTES, MAX_RANK, HeaderLimits
-from quire.kv.statefile import StateFile, TensorSpec
-from quire.types import SeqId
+from quire.statefile.container import StateFile, TensorSpec
+from quire.statefile.header import MAX_CONTAINERS, MAX_HEADER_BYTES, MAX_RANK, HeaderLimits
 
 IDENTITY = ("architecture", "config", "weights")
 """What tells models apart in a state's metadata."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.errors import InvalidArgument
+from quire.base.errors import InvalidArgument
+from quire.base.types import SeqId
 from quire.kv.pages import PageTable
 from quire.kv.trees import Tree
 from quire.kv.windows import Hole, Window
-from quire.types import SeqId
 
 
 @dataclass(slots=True)

@@ -18,6 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.base.signatures import checks_arguments
+from quire.base.types import SeqId
+from quire.base.uploads import SharedMemory
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.kv_state import RowPieces, TensorPlan
 from quire.contracts.layers import CrossAttention, LayerSpec, Recurrent, sink_refusal, window_refusal
@@ -33,7 +37,6 @@ from quire.contracts.pool_verbs import (
 )
 from quire.contracts.recurrence import RecurrenceBackend
 from quire.contracts.rows import RowKernels
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv import exchange, import_verbs, state_room, stored_rows
 from quire.kv.encoders import EncoderPart
 from quire.kv.exports import SequenceExport
@@ -51,9 +54,6 @@ from quire.kv.windows import Window
 from quire.ops.attention import ReferenceAttention
 from quire.ops.recurrence import ReferenceRecurrence
 from quire.ops.rows import REFERENCE_ROWS
-from quire.ops.uploads import SharedMemory
-from quire.signatures import checks_arguments
-from quire.types import SeqId
 
 
 @checks_arguments(only=("__init__",))
@@ -69,14 +69,14 @@ class State:
     ``window_capacity``: the same for classes with a window, which need less (None: as many).
     ``cross_capacity``: rows of encoders over all sequences, needed if and only if there are cross
     layers. ``backend``: computes attention; None: the reference, which is exact and slow
-    (``quire.kernels.sdpa.SdpaAttention`` is fast).
+    (``quire.kernels.attention.sdpa.SdpaAttention`` is fast).
 
     ``num_states``: slots for recurrent states, kept ones included, needed if and only if there are
     recurrent layers; a sequence needs one, and one more in a forward (``num_states_for`` adds up).
     ``ring``: how many of the last states before the present one are kept while there is room.
     ``checkpoint_interval``: tokens between checkpoints that are kept by themselves, a multiple of
     ``page_size``; 0: none. ``recurrence``: computes recurrences; None: the reference
-    (``quire.kernels.recurrence.ChunkedRecurrence`` is fast).
+    (``quire.kernels.recurrence.chunked.ChunkedRecurrence`` is fast).
 
     ``rows``: rotates queries and keys and writes K and V; None: PyTorch's operations. ``padding``:
     whether forwards over memory that keeps its place are possible (``static_pass``); these need a

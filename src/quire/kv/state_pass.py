@@ -16,12 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.base.types import SeqId
+from quire.base.uploads import uploaded
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
 from quire.contracts.block_calls import AttentionParts, StackParts
 from quire.contracts.layers import LatentAttention, RopeSpec
 from quire.contracts.model import LatentExpansion
 from quire.contracts.rows import HeadNormWeights, Rotation
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.kv import latent, plans
 from quire.kv.attention_parts import ForwardPart, LayerPart, LayerParts
 from quire.kv.chosen_rows import ChosenRows, narrow_refusal
@@ -38,8 +40,6 @@ from quire.kv.storage import check_tensor, geometry
 from quire.ops.attention import attention_weights, merge, visible_keys, weight_sums
 from quire.ops.rope import rotate, rotate_last
 from quire.ops.rows import normed_heads
-from quire.ops.uploads import uploaded
-from quire.types import SeqId
 
 MaskedKeys: TypeAlias = Literal["masked past", "masked own"]
 """The latter two of ``Keys`` under the mask of the forward."""

@@ -11,6 +11,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import Unsupported
+from quire.base.types import SeqId
 from quire.contracts.pool_verbs import (
     Holding,
     PoolFacts,
@@ -20,12 +22,10 @@ from quire.contracts.pool_verbs import (
     StateGeometry,
     TokenTreeParents,
 )
-from quire.errors import Unsupported
 from quire.kv.forward_need import pages_for
 from quire.kv.pages import PageIds, PagePool
 from quire.kv.parts import StateParts
 from quire.kv.windows import Window
-from quire.types import SeqId
 
 NO_ENCODING = np.empty(0, dtype=np.int32)
 NO_POSITIONS = np.empty(0, dtype=np.int64)

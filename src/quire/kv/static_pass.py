@@ -18,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.errors import Unsupported
+from quire.base.uploads import SharedMemory, StaticInputs
 from quire.contracts.attention import ForwardPlan
 from quire.contracts.layers import LatentAttention, RopeSpec
 from quire.contracts.recurrence import RecurrencePlan
 from quire.contracts.rows import Rotation
-from quire.errors import Unsupported
 from quire.kv import plans
 from quire.kv.chosen_rows import ChosenRows
 from quire.kv.forward_need import ForwardNeed, pages_for
@@ -31,7 +32,6 @@ from quire.kv.plans import Batch, Prepared
 from quire.kv.recurrent import RecurrentMemory, RecurrentPart, RecurrentPass
 from quire.kv.recurrent_states import NULL
 from quire.kv.state_pass import StatePass
-from quire.ops.uploads import SharedMemory, StaticInputs
 
 
 @runtime_checkable

@@ -18,12 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument, ResourceExhausted
+from quire.base.uploads import uploaded
 from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, WindowedAttention
 from quire.contracts.rows import RowKernels
-from quire.errors import InvalidArgument, ResourceExhausted
 from quire.kv.forward_need import SlotCopy, SlotRange, slot_index
 from quire.ops.rows import REFERENCE_ROWS
-from quire.ops.uploads import uploaded
 
 KeyValueSpec: TypeAlias = FullAttention | WindowedAttention
 """Layers that keep K and V of every token."""

@@ -11,7 +11,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from quire.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
+from quire.base.types import SeqId
 from quire.kv.encoders import EncoderPart
 from quire.kv.layer_classes import Layer
 from quire.kv.parts import StateParts
@@ -21,7 +22,6 @@ from quire.kv.sequences import check_integer
 from quire.kv.storage import LayerRows, geometry
 from quire.kv.tensor_checks import check_out, check_type, filled
 from quire.kv.windows import describe_ranges
-from quire.types import SeqId
 
 
 def set_cross_kv(state: StateParts, layer_id: int, seq_id: SeqId, k: Tensor, v: Tensor) -> None:

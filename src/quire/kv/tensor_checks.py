@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument
 from quire.contracts.attention import AttentionState
-from quire.errors import InvalidArgument
 from quire.kv.parts import StateParts
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import InvalidArgument
 from quire.contracts.pool_verbs import TokenTreeParents
-from quire.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)

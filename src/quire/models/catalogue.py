@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from quire.errors import InvalidArgument, NotFound
+from quire.base.errors import InvalidArgument, NotFound
 from quire.models.families import FAMILIES
 
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")

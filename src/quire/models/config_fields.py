@@ -17,7 +17,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from quire.errors import CheckpointError, Unsupported
+from quire.base.errors import CheckpointError, Unsupported
 
 logger = logging.getLogger(__name__)
 

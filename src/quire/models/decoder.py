@@ -17,11 +17,11 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention
 from quire.contracts.model import Block
 from quire.contracts.rows import ActivationName
-from quire.errors import InvalidArgument
 from quire.models.blocks import (
     DecoderBlock,
     FeedForward,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.errors import Unsupported
+from quire.base.errors import Unsupported
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import DecoderConfig
 from quire.models.geometry import (

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.base.errors import CheckpointError, QuireError, ResourceExhausted, Unsupported
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.model import Block, Pass
-from quire.errors import CheckpointError, QuireError, ResourceExhausted, Unsupported
 from quire.models.config_fields import ConfigFields
 from quire.models.families import canonical_of
 from quire.models.probe import ATTENTION, Probe, watch

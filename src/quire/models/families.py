@@ -14,9 +14,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from quire.base.errors import CheckpointError, Unsupported
+from quire.base.registry import Registry
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.model import Model
-from quire.errors import CheckpointError, Unsupported
 from quire.models import bamba, deepseek, falcon_h1, gemma, granite_moe_hybrid, lfm2, llama, mamba2, qwen3_next
 from quire.models import dense_families as dense
 from quire.models.config_fields import ConfigReader
@@ -27,7 +28,6 @@ from quire.models.mixtral import mixtral_spellings, read_mixtral_config
 from quire.models.mixture import mixture_mlp
 from quire.models.qwen_moe import qwen_moe_spellings, read_qwen2_moe_config, read_qwen3_moe_config
 from quire.models.tensor_names import LLAMA_NAMES, Names, ignorable_names, name_table
-from quire.registry import Registry
 from quire.weights.places import NameTable
 
 VOLATILE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from quire.errors import CheckpointError, InvalidArgument
+from quire.base.errors import CheckpointError, InvalidArgument
 from quire.models.config_fields import read_config_file
 from quire.models.families import LoadedModel, canonical_of
 from quire.models.rope_config import LengthRule, length_rule

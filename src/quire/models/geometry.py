@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.base.errors import CheckpointError, Unsupported
 from quire.contracts.layers import FullAttention, RopeSpec, WindowedAttention
 from quire.contracts.rows import ActivationName
-from quire.errors import CheckpointError, Unsupported
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import AttentionSpec
 from quire.models.rope_config import DEFAULT_ROPE_THETA, read_rope

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.errors import Unsupported
+from quire.base.errors import Unsupported
 from quire.models.blocks import FeedForward
 from quire.models.config_fields import ConfigFields, config_reader
 from quire.models.decoder import Parameters

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from quire.base.errors import CheckpointError, InvalidArgument, QuireError, ResourceExhausted
+from quire.base.host_memory import free_memory, size_words
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.layers import LayerSpec
 from quire.contracts.linear import Quantization
-from quire.errors import CheckpointError, InvalidArgument, QuireError, ResourceExhausted
 from quire.models.config_fields import read_config_file
 from quire.models.families import Family, LoadedModel, family_of, is_foreign
-from quire.models.host_memory import free_memory, size_words
 from quire.models.processor import Processor
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.late_parameters import LateParameters

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.base.errors import CheckpointError, Unsupported
 from quire.contracts.attention import Scoring
 from quire.contracts.layers import FullAttention, WindowedAttention
 from quire.contracts.model import Model
-from quire.errors import CheckpointError, Unsupported
 from quire.ops.attention import masked_scores, weigh
 
 ATTENTION = "quire"

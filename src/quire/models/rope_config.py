@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+from quire.base.errors import CheckpointError, InvalidArgument, Unsupported
 from quire.contracts.layers import RopeScaling, RopeSpec
-from quire.errors import CheckpointError, InvalidArgument, Unsupported
 from quire.models.config_fields import ConfigFields
 
 DEFAULT_ROPE_THETA = 10_000.0

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from quire.base.errors import Unsupported
 from quire.contracts.block_calls import LayerKernels
 from quire.contracts.linear import LinearStack, StackKernel
 from quire.contracts.rows import ActivationName, RowKernels
-from quire.errors import Unsupported
 from quire.nn.linear import Linear
 from quire.nn.mlp import GatedMLP
 from quire.nn.packed import pack_maps, packed

@@ -32,7 +32,7 @@ class Linear:
 
     ``name``: the model's parameter without ``.weight``, by which adapters find the map; "":
     adapters cannot change it. ``low_rank``: the adapters' term, set and removed by
-    ``quire.runner.adapter_pool``.
+    ``quire.adapters.pool``.
     """
 
     __slots__ = ("bias", "low_rank", "name", "weight")

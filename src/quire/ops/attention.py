@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
 from quire.contracts.layers import LayerSpec
-from quire.errors import InvalidArgument
 
 
 def attend(

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from quire.errors import InvalidArgument
+from quire.base.errors import InvalidArgument
 
 Expert: TypeAlias = Callable[[Tensor], Tensor]
 """Maps ``[R, E]`` to a fresh ``[R, E]``, each row by itself."""

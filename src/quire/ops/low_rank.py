@@ -2,7 +2,7 @@
 
 A row under a low-rank adapter (LoRA, arXiv:2106.09685) gets ``x A^T B^T`` added to some columns of
 its result. If the adapter has its own table, the row gets that table's result instead of the
-model's. Rows of the base model are unchanged. ``quire.nn.low_rank`` must give the same results.
+model's. Rows of the base model are unchanged. ``adapters.low_rank`` must give the same results.
 
 Letters: T rows; I input, O output features of the whole map; R rank; V vocabulary; E model width.
 """

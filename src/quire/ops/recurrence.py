@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument
 from quire.contracts.recurrence import Recurred, RecurrencePlan
-from quire.errors import InvalidArgument
 
 
 def promoted(*tensors: Tensor) -> torch.dtype:

@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.layers import RopeSpec
-from quire.errors import InvalidArgument, Unsupported
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:

@@ -14,9 +14,9 @@ import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.uploads import uploaded
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowKernels
 from quire.ops.rope import rotate
-from quire.ops.uploads import uploaded
 
 MANY_ELEMENTS = 1 << 16
 """Least number of elements for which temporaries cost more than calls."""

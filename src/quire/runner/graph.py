@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.base.errors import ResourceExhausted, Unsupported
+from quire.base.types import Add, Chunk, Remove, SeqId, Step
+from quire.base.uploads import SharedMemory
 from quire.contracts.kv_state import ModelState
-from quire.errors import ResourceExhausted, Unsupported
 from quire.kv.state import State
 from quire.kv.static_pass import StaticForward
-from quire.ops.uploads import SharedMemory
 from quire.runner.local import NO_EXTRAS, Extras, LocalRunner, StepOutput, check_chunks, check_drawn
-from quire.types import Add, Chunk, Remove, SeqId, Step
 
 logger = logging.getLogger("quire")
 

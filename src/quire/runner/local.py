@@ -15,14 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.contracts.kv_state import ModelState
-from quire.contracts.model import Block, Model, OpenPass, Pass
-from quire.errors import InvalidArgument, Unsupported
-from quire.kv.rule_table import position_refusal, weights_refusal
-from quire.ops.uploads import uploaded
-from quire.runner.adapter_pool import AdapterPool
-from quire.runner.room import Room
-from quire.types import (
+from quire.adapters.pool import AdapterPool
+from quire.base.errors import InvalidArgument, Unsupported
+from quire.base.types import (
     Add,
     Chunk,
     Commit,
@@ -36,6 +31,11 @@ from quire.types import (
     SetWindow,
     Step,
 )
+from quire.base.uploads import uploaded
+from quire.contracts.kv_state import ModelState
+from quire.contracts.model import Block, Model, OpenPass, Pass
+from quire.kv.rule_table import position_refusal, weights_refusal
+from quire.runner.reclaim import Room
 
 
 class RowChoice(Protocol):

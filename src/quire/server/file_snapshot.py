@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.branches.adapter_keys import NO_SALT, AdapterKey
-from quire.branches.history import UNKNOWN
+from quire.adapters.keys import NO_SALT, AdapterKey
+from quire.base.errors import DataLoss
+from quire.base.token_history import UNKNOWN
 from quire.contracts.token_views import NormsView
 from quire.contracts.views import BranchKind, BranchView, HeldRows, PageHolder, TiersView, TierView
 from quire.engine.views.token_texts import TextReader
-from quire.errors import DataLoss
-from quire.kv.state_schema import check_metadata
-from quire.kv.statefile import StateFile, read_state
 from quire.kv.windows import Hole, Window, intersection, reachable
 from quire.server.known_tokenizers import tokenizer_of
 from quire.server.snapshot import FREE, HELD, Snapshot, StoredBranch, StoredPage, StoredPool, require_layer
 from quire.server.stored_norms import NormParts
+from quire.statefile.container import StateFile, read_state
+from quire.statefile.schema import check_metadata
 
 PAGE = 16
 """Positions of a page."""

@@ -11,10 +11,10 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from quire.engine.tokenizer import Tokenizer
-from quire.errors import QuireError
+from quire.base.errors import QuireError
 from quire.models.catalogue import bundled_models
 from quire.models.fingerprint import digested_directories, weights_digest
+from quire.text.tokenizer import Tokenizer
 
 
 @cache

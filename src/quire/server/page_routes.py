@@ -9,7 +9,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.server.errors import ApiError
+from quire.server.http.errors import ApiError
 
 router = APIRouter(include_in_schema=False)
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import NotFound
 from quire.contracts.token_views import ComparisonView, NormsView, PartingSide
 from quire.contracts.views import (
     FORMAT,
@@ -37,7 +38,6 @@ from quire.engine.views.history_tree import history_of
 from quire.engine.views.state_reading import ReadBranch
 from quire.engine.views.token_texts import TextReader
 from quire.engine.views.viewer import EVERYBODY
-from quire.errors import NotFound
 
 FREE, HELD, PINNED = (OWNER_NAMES.index(name) for name in ("free", "held", "pinned"))
 SHOWN_BEFORE = 16

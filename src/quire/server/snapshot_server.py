@@ -26,13 +26,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.config import check_int
+from quire.base.config import check_int
+from quire.base.errors import InvalidArgument, QuireError, TierError
 from quire.contracts.store import StoreTier
-from quire.errors import InvalidArgument, QuireError, TierError
 from quire.server import page_routes
-from quire.server.errors import ApiError, api_error, error_response
 from quire.server.file_snapshot import file_snapshot
-from quire.server.serving import Connection, bind, url_of
+from quire.server.http.errors import ApiError, api_error, error_response
+from quire.server.http.serving import Connection, bind, url_of
 from quire.server.snapshot import Snapshot
 from quire.server.state_answers import json_answer
 from quire.server.store_snapshot import store_snapshot

@@ -18,10 +18,10 @@ from quire.engine.views.state_reading import ReadBranch
 from quire.engine.views.state_views import ReadState, StateViews
 from quire.engine.views.viewer import Viewer
 from quire.llm import LLM
-from quire.server.context import Context
-from quire.server.errors import naming
-from quire.server.events import encoded_in_pieces
-from quire.server.sessions import Sessions
+from quire.server.http.context import Context
+from quire.server.http.errors import naming
+from quire.server.http.events import encoded_in_pieces
+from quire.server.sessions.held import Sessions
 
 T = TypeVar("T")
 

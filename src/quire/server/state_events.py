@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 
 from quire.contracts.views import FORMAT
 from quire.llm import LLM
-from quire.server.context import Context
-from quire.server.events import Chunk
+from quire.server.http.context import Context
+from quire.server.http.events import Chunk
 
 PERIOD = 0.5
 """Seconds between two events, at least."""

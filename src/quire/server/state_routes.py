@@ -12,12 +12,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from quire.base.errors import InvalidArgument, NotFound
 from quire.contracts.views import TextView, TiersView
+from quire.engine.timeline import Timeline
 from quire.engine.views.state_views import ReadState, StateViews
-from quire.engine.views.timeline import Timeline
 from quire.engine.views.timeline_reader import timeline_document
-from quire.errors import InvalidArgument, NotFound
-from quire.server.events import STREAMED, EventStream
+from quire.server.http.events import STREAMED, EventStream
 from quire.server.state_answers import context_of, count_answer, own_answer, shared_answer, viewer_of
 from quire.server.state_events import events_of
 

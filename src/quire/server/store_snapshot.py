@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from quire.branches.adapter_keys import AdapterKey, read_key
+from quire.adapters.keys import AdapterKey, read_key
+from quire.base.errors import DataLoss, NotFound
 from quire.contracts.store import ObjectKey, ObjectKind, StoreTier
 from quire.contracts.token_views import NormsView
 from quire.contracts.views import BranchView, HeldRows, PageHolder, TiersView, TierView
 from quire.engine.views.token_texts import TextReader
-from quire.errors import DataLoss, NotFound
-from quire.kv.state_schema import KINDS, check_metadata
-from quire.kv.statefile import StateFile, read_state
 from quire.server.known_tokenizers import tokenizer_of
 from quire.server.snapshot import FREE, PINNED, Snapshot, StoredBranch, StoredPage, StoredPool, require_layer
 from quire.server.stored_norms import NormParts, layers_in
+from quire.statefile.container import StateFile, read_state
+from quire.statefile.schema import KINDS, check_metadata
 from quire.store.keys import StoredPiece
 from quire.store.survey import SurveyedCommit, survey
 

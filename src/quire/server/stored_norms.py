@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.errors import DataLoss
 from quire.contracts.token_views import NormsView
-from quire.errors import DataLoss
-from quire.kv.statefile import StateFile
+from quire.statefile.container import StateFile
 
 ROWS = ("k", "v", "latent")
 ROWS_AT_ONCE = 4096

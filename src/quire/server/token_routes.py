@@ -12,11 +12,11 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from quire.async_llm import AsyncSession
-from quire.engine.views.token_chances import MOST_ALTERNATIVES
-from quire.errors import FailedPrecondition, Unsupported
-from quire.server.context import Context
-from quire.server.errors import bad_field, naming
-from quire.server.events import long_answer, unless_gone
+from quire.base.errors import FailedPrecondition, Unsupported
+from quire.server.http.context import Context
+from quire.server.http.errors import bad_field, naming
+from quire.server.http.events import long_answer, unless_gone
+from quire.sessions.token_chances import MOST_ALTERNATIVES
 
 router = APIRouter(prefix="/v1/state", tags=["state"])
 

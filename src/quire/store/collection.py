@@ -12,10 +12,10 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from quire.base.errors import DataLoss, StoreDamaged
 from quire.contracts.store import ObjectKey, StoreTier
-from quire.errors import DataLoss, StoreDamaged
-from quire.store.commit_history import AT_ONCE, History
 from quire.store.commits import SPACES, SessionCommit, Space
+from quire.store.history import AT_ONCE, History
 from quire.store.records import Unfit, unpack_record
 
 SPARED_SECONDS = 3600.0

@@ -20,8 +20,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import InvalidArgument, StoreDamaged, Unsupported
 from quire.contracts.store import KEY_BYTES, ObjectKey, ObjectKind
-from quire.errors import InvalidArgument, StoreDamaged, Unsupported
 from quire.store.keys import Chain, StoredPiece, record_key, records_of
 
 VERSION = 1

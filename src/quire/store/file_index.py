@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
+from quire.base.forks import in_children, keep_open
 from quire.contracts.store import ObjectKey, TierStat
-from quire.forks import in_children, keep_open
 
 VERSION = 1
 BUSY_SECONDS = 10.0

@@ -26,10 +26,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
+from quire.base.errors import InvalidArgument, QuireError, TierError, TierFull
+from quire.base.forks import ParentsLock, in_children
 from quire.contracts.store import Blob, ObjectKey, ObjectKind, ObjectPart, TierStat
-from quire.errors import InvalidArgument, QuireError, TierError, TierFull
-from quire.forks import ParentsLock, in_children
-from quire.kv.atomic_file import remove_stale, replacing, sync_directory
+from quire.statefile.atomic_file import remove_stale, replacing, sync_directory
 from quire.store.file_index import FileIndex, is_damage
 from quire.store.keys import checked_name
 from quire.store.memory import cut

@@ -7,10 +7,10 @@ from concurrent.futures import Future, wait
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from quire.errors import NotDurable
-from quire.forks import ParentsLock, in_children
-from quire.process_exit import end_with_process
-from quire.store.session_journal import Change, SessionJournal
+from quire.base.errors import NotDurable
+from quire.base.forks import ParentsLock, in_children
+from quire.base.process_exit import end_with_process
+from quire.store.journal import Change, SessionJournal
 
 CLOSE_SECONDS = 30.0
 """Most seconds that ``close`` waits for pending writes."""

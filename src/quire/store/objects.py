@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
+from quire.base.errors import QuireError
 from quire.contracts.kv_state import TensorPlan
 from quire.contracts.store import Blob, ObjectKey
-from quire.errors import QuireError
-from quire.kv.state_schema import check_metadata
-from quire.kv.statefile import StateFile, TensorSpec, read_state, to_bytes
+from quire.statefile.container import StateFile, TensorSpec, read_state, to_bytes
+from quire.statefile.schema import check_metadata
 from quire.store.records import Unfit
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.base.errors import DataLoss, QuireError
 from quire.contracts.store import Blob, ObjectKey, ObjectKind
-from quire.errors import DataLoss, QuireError
-from quire.kv.state_header import VERSION, HeaderDraft, read_header
-from quire.kv.state_schema import check_metadata
+from quire.statefile.header import VERSION, HeaderDraft, read_header
+from quire.statefile.schema import check_metadata
 
 
 class Unfit(QuireError):

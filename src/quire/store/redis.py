@@ -14,8 +14,8 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from quire.base.errors import InvalidArgument, TierError, Unsupported
 from quire.contracts.store import Blob, ObjectKey, ObjectKind, ObjectPart, TierStat
-from quire.errors import InvalidArgument, TierError, Unsupported
 from quire.store.keys import checked_name
 
 PREFIX = "quire:"

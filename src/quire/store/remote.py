@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
+from quire.base.errors import InvalidArgument, TierError, Unsupported
 from quire.contracts.store import Blob, ObjectKey, ObjectKind, ObjectPart, TierStat
-from quire.errors import InvalidArgument, TierError, Unsupported
 from quire.store.keys import checked_name
 
 if TYPE_CHECKING:

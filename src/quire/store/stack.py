@@ -16,11 +16,11 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from quire.base.errors import FailedPrecondition, InvalidArgument
+from quire.base.forks import ParentsLock, in_children
+from quire.base.metrics import MetricFamily
+from quire.base.process_exit import end_with_process
 from quire.contracts.store import Blob, ObjectKey, ObjectKind, StoreTier, TierStat
-from quire.errors import FailedPrecondition, InvalidArgument
-from quire.forks import ParentsLock, in_children
-from quire.metrics import MetricFamily
-from quire.process_exit import end_with_process
 from quire.store.arriving_blob import ArrivingBlob
 from quire.store.memory import MemoryTier
 from quire.store.store_metrics import DAMAGE, StoreMetrics

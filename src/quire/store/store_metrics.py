@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.metrics import Counter, Gauge, LabelledCounter, LabelledGauge, MetricGroup
+from quire.base.metrics import Counter, Gauge, LabelledCounter, LabelledGauge, MetricGroup
 
 DAMAGE = ("header", "checksum", "key", "layout", "version", "other")
 """Reasons for which objects from tiers are unusable."""

@@ -14,11 +14,11 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import DataLoss, Unsupported
 from quire.contracts.store import Blob, ObjectKey, StoreTier, TierStat
-from quire.errors import DataLoss, Unsupported
 from quire.store.collection import spaces_of
-from quire.store.commit_history import AT_ONCE, History
 from quire.store.commits import SessionCommit, Space
+from quire.store.history import AT_ONCE, History
 from quire.store.keys import StoredPiece
 from quire.store.records import Unfit, unpack_record
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from quire.forks import ParentsLock, in_children
+from quire.base.forks import ParentsLock, in_children
 
 R = TypeVar("R")
 

@@ -9,8 +9,8 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
+from quire.base.errors import TierError
 from quire.contracts.store import Blob, ObjectKey, ObjectPart, StoreTier, TierStat
-from quire.errors import TierError
 from quire.store.store_metrics import StoreMetrics
 
 R = TypeVar("R")

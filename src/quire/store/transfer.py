@@ -14,10 +14,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from quire.base.errors import NotFound, QuireError, StoreDamaged, StoreFull
 from quire.contracts.store import KEY_BYTES, Blob, ObjectKey, StoreTier
-from quire.errors import NotFound, QuireError, StoreDamaged, StoreFull
-from quire.store.commit_history import AT_ONCE, History
 from quire.store.commits import SessionCommit, checked_branch
+from quire.store.history import AT_ONCE, History
 
 PARALLEL = 4
 """Objects that are sent concurrently."""
@@ -139,7 +139,7 @@ def _is_whole(key: ObjectKey, blob: Blob, *, file: bool) -> bool:
     """Return True if an object matches its key and all checksums."""
     if file:
         return hashlib.blake2b(blob, digest_size=KEY_BYTES).digest() == key.digest
-    from quire.kv.statefile import read_state  # with torch
+    from quire.statefile.container import read_state  # with torch
 
     try:
         with read_state(blob) as found:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from quire.config import parse_bytes
+from quire.base.config import parse_bytes
+from quire.base.errors import InvalidArgument, NotFound
 from quire.contracts.store import StoreTier
-from quire.errors import InvalidArgument, NotFound
 from quire.store.files import FileTier
 from quire.store.memory import MemoryTier
 from quire.store.redis import RedisTier

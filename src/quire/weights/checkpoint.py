@@ -15,8 +15,8 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from quire.base.errors import CheckpointError
 from quire.contracts.weights import StoredTensor, WeightSource
-from quire.errors import CheckpointError
 from quire.weights.floats import DTYPES
 from quire.weights.places import Place
 from quire.weights.safetensors_files import some

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from quire.errors import ResourceExhausted
+from quire.base.errors import ResourceExhausted
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.places import Place, parameter_dtypes, parameter_shapes
 

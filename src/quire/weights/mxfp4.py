@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.base.errors import CheckpointError, Unsupported
 from quire.contracts.weights import StoredTensor
-from quire.errors import CheckpointError, Unsupported
 
 BLOCK = 32
 """Numbers that share a scale."""

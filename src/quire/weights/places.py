@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import torch
 
+from quire.base.errors import QuireError
 from quire.contracts.weights import StoredTensor, WeightFormat
-from quire.errors import QuireError
 from quire.weights.floats import FLOATS
 
 

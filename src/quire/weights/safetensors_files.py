@@ -11,8 +11,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from quire.base.errors import CheckpointError
 from quire.contracts.weights import TensorHeader
-from quire.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from quire.branches.adapter_keys import AdapterKey, read_key
-from quire.branches.history import Ids
-from quire.engine import session_commits
+from quire.adapters.keys import AdapterKey, read_key
+from quire.base.errors import DataLoss, QuireError, Unsupported
+from quire.base.token_history import Ids
 from quire.engine.views.state_reading import ReadBranch
-from quire.errors import DataLoss, QuireError, Unsupported
-from quire.store.commit_history import History
+from quire.sessions import commits as session_commits
 from quire.store.commits import SessionCommit, space_of
+from quire.store.history import History
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine

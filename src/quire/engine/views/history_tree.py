@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from quire.branches.adapter_keys import NO_SALT, AdapterKey, OwnedSalt, is_private, salt_of
+from quire.adapters.keys import NO_SALT, AdapterKey, OwnedSalt, is_private, salt_of
 from quire.branches.prefix_tree import PrefixNode
 from quire.contracts.views import BranchView, HistoryNode, HistoryView
 from quire.engine.views.state_reading import NO_TOKENS, ReadBranch

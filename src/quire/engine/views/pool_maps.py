@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import NotFound
+from quire.base.types import SeqId
 from quire.contracts.pool_verbs import StateRole
 from quire.contracts.views import (
     NOBODY,
@@ -22,8 +24,6 @@ from quire.contracts.views import (
 from quire.engine.views.state_reading import ReadBranch, StateReading
 from quire.engine.views.token_texts import TextReader
 from quire.engine.views.viewer import Viewer
-from quire.errors import NotFound
-from quire.types import SeqId
 
 FREE, EVICTABLE, HELD, PINNED = range(len(OWNER_NAMES))
 STATE_TOKENS = 16

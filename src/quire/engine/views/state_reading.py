@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.branches.adapter_keys import NO_SALT, AdapterKey, AdapterNames, api_key_of, salt_of
+from quire.adapters.keys import NO_SALT, AdapterKey, AdapterNames, api_key_of, salt_of
+from quire.base.token_history import UNKNOWN, Ids, TokenHistory
+from quire.base.types import SeqId
 from quire.branches.branch import Branch
-from quire.branches.cache_pool import CachePool
-from quire.branches.history import UNKNOWN, Ids, TokenHistory
-from quire.branches.row import Row
 from quire.contracts.pool_verbs import PoolFacts, SequencePages
 from quire.contracts.views import BranchKind
 from quire.engine.page_use import SequenceOwners, sequence_owners
-from quire.types import SeqId
+from quire.executor.cache_pool import CachePool
+from quire.executor.row import Row
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine

@@ -16,7 +16,8 @@ from importlib import metadata
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quire.branches.adapter_keys import AdapterNames
+from quire.adapters.keys import AdapterNames
+from quire.base.errors import NotFound
 from quire.contracts.layers import CrossAttention, LatentAttention, LayerSpec, Recurrent
 from quire.contracts.views import (
     OWNER_NAMES,
@@ -37,7 +38,6 @@ from quire.engine.views.pool_maps import PoolMap
 from quire.engine.views.state_reading import ReadBranch, StateReading, read_state
 from quire.engine.views.token_texts import TextReader
 from quire.engine.views.viewer import EVERYBODY, Viewer
-from quire.errors import NotFound
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.engine.views.timeline import RequestLane, StepRecord, Timeline
+from quire.engine.timeline import RequestLane, StepRecord, Timeline
 
 FORMAT = 1
 RATE_SECONDS = 10.0

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from threading import Lock
 
-from quire.branches.history import Ids
+from quire.base.errors import InvalidArgument
+from quire.base.token_history import Ids
 from quire.contracts.views import MOST_TEXT, ShownToken, TextView
-from quire.engine.tokenizer import Tokenizer
 from quire.engine.views.state_reading import ReadBranch
 from quire.engine.views.viewer import Viewer
-from quire.errors import InvalidArgument
+from quire.text.tokenizer import Tokenizer
 
 MOST_TOKENS = 2048
 """Tokens of one ``TextView``, at most."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.kv.atomic_file import os_errors, replacing
+from quire.statefile.atomic_file import os_errors, replacing
 
 MOST_STEPS = 500_000
 """Steps of a recording; earlier ones are dropped."""

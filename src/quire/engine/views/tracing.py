@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quire.engine.views.timeline import Timeline
+from quire.engine.timeline import Timeline
 from quire.engine.views.timeline_reader import timeline_document
 from quire.engine.views.trace_events import ANOTHER, TraceRecorder
-from quire.kv.atomic_file import check_regular
+from quire.statefile.atomic_file import check_regular
 
 INTERVAL = 0.2
 """Seconds between two readings of the timeline, which keeps far more."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from quire.branches.adapter_keys import OwnedSalt, salt_of
+from quire.adapters.keys import OwnedSalt, salt_of
 from quire.engine.views.state_reading import ReadBranch
 
 

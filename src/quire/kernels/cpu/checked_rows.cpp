@@ -1,6 +1,6 @@
 // Rows of pieces that are what their checksums say, to the slots of a pool.
 //
-// The reference is what quire/kv does without: the checksum of quire/kv/state_header.py (XXH3, 128 bits, seed 0), then a copy.
+// The reference is what quire/kv does without: the checksum of quire/statefile/header.py (XXH3, 128 bits, seed 0), then a copy.
 // A piece is read from memory once: it is copied from the cache in which its checksum has left it. The copy goes past the
 // cache, which belongs to those that compute meanwhile. Pieces have more than 240 bytes; XXH3 has other forms for shorter ones.
 #include "common.h"

@@ -1,4 +1,4 @@
-// Linear maps over packed weights: what a call is, and how the weights lie. quire/kernels/linear.py has the same structure,
+// Linear maps over packed weights: what a call is, and how the weights lie. quire/kernels/linear/cpu_linear.py has the same structure,
 // quire/weights/panels.py the same layouts in PyTorch.
 //
 // A panel is 32 outputs. In it the weights lie input by input, so that a panel is read from its first to its last byte:

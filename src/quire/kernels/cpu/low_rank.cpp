@@ -1,6 +1,6 @@
 // Low-rank products of a ragged batch on a CPU: y[row] += (x[row] A^T) B for rows under adapters, in float32.
 //
-// The reference is quire/ops/low_rank.py; quire/kernels/low_rank.py calls this through ctypes and says what the arguments are.
+// The reference is quire/ops/low_rank.py; quire/kernels/linear/low_rank.py calls this through ctypes and says what the arguments are.
 // A row's sums are made in one order, whatever other rows there are: over the inputs in LANES sums side by side, over the rank
 // one after the other. So a row's result does not depend on the batch, to the bit.
 //
@@ -80,7 +80,7 @@ INLINE void add(T* y, const float* sum, int64_t count) {
 
 }  // namespace
 
-// -- what Python hands in (quire/kernels/low_rank.py has the same structures) -------------------------------------------
+// -- what Python hands in (quire/kernels/linear/low_rank.py has the same structures) -------------------------------------------
 
 extern "C" {
 

@@ -1,6 +1,6 @@
 // Attention over pages on a CPU: shares a batch out into items of work, and runs them. See paged_attention.h.
 //
-// The reference is quire/ops/attention.py; quire/kernels/paged_attention.py calls this through ctypes.
+// The reference is quire/ops/attention.py; quire/kernels/attention/cpu_attention.py calls this through ctypes.
 
 #include "paged_attention.h"
 

@@ -1,4 +1,4 @@
-// Attention over pages on a CPU: what the planner, the kernels of each machine and Python (quire/kernels/paged_attention.py) share.
+// Attention over pages on a CPU: what the planner, the kernels of each machine and Python (quire/kernels/attention/cpu_attention.py) share.
 //
 // Letters: T rows (new tokens) of the batch; B entries; P page size; Hq, Hkv query and KV heads; G = Hq / Hkv; Dk, Dv head sizes.
 //

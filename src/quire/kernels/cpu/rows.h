@@ -1,6 +1,6 @@
 // Work on rows between the products: root mean square norms, gates, rotation with the write of K and V.
 //
-// The reference is quire/ops/rows.py; quire/kernels/rows.py calls this through ctypes. A row is worked on by one thread, in one
+// The reference is quire/ops/rows.py; quire/kernels/rows/cpu_rows.py calls this through ctypes. A row is worked on by one thread, in one
 // order, whatever other rows there are: its result depends on that row only, to the bit. All is computed in float32, rounded once.
 //
 // Letters: E, F widths of a row; D head size; R rotary columns.

@@ -19,7 +19,7 @@ const STOPS = {
   context: "the end of the context",
 };
 
-/** Why the state of no more tokens was reused, in the words of `quire.outputs.MISSES`. */
+/** Why the state of no more tokens was reused, in the words of `quire.base.outputs.MISSES`. */
 const MISSES = {
   none: "nothing that was kept begins with more of this prompt",
   other_text: "token {at} differs from a text that was computed before",

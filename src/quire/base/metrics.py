@@ -1,0 +1,515 @@
+"""Metrics of the engine, and of an executor's operations.
+
+The engine's have vLLM's names with the prefix ``quire:``, so dashboards need only another prefix.
+This module needs no metrics library: ``collect`` returns families (name, type, help, samples) in
+the Prometheus data model, and a server writes them out.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import numpy as np
+
+from quire.base import errors
+from quire.base.errors import InvalidArgument
+from quire.base.outputs import TIERS, Miss
+
+MetricType: TypeAlias = Literal["counter", "gauge", "histogram"]
+
+# vLLM's buckets in seconds. Three finer ones between tokens: small models are faster than 10 ms.
+DIVERGENCE_BUCKETS = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+INTER_TOKEN_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+TOKEN_BUCKETS = (
+    *(1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0, 20_000.0, 50_000.0),
+    *(100_000.0, 200_000.0, 500_000.0, 1_000_000.0),
+)
+
+FINISH_REASONS = ("stop", "length", "cancelled", "error")
+REFUSAL_ERRORS = tuple(
+    name
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, errors.QuireError) and name not in ("QuireError", "Cancelled")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A number with its full Prometheus name (``..._bucket``, ``..._sum``, ``..._count``)."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...] = ()
+    value: float
+
+    @property
+    def key(self) -> str:
+        """``name`` or ``name{label="value"}``."""
+        inside = ",".join(f'{label}="{value}"' for label, value in self.labels)
+        return f"{self.name}{{{inside}}}" if inside else self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricFamily:
+    """All samples of one metric."""
+
+    name: str
+    type: MetricType
+    help: str
+    samples: tuple[Sample, ...]
+
+
+class Metric:
+    """A named number or several. All metrics are thread-safe."""
+
+    type: MetricType
+
+    def __init__(self, name: str, help: str) -> None:
+        self.name, self.help = name, help
+        self._lock = threading.Lock()
+        self._value = 0.0
+
+    @property
+    def value(self) -> float:
+        return self._value
+
+    def _samples(self) -> tuple[Sample, ...]:
+        return (Sample(name=self.name, value=self._value),)
+
+
+M = TypeVar("M", bound=Metric)
+
+
+class Counter(Metric):
+    """A growing number."""
+
+    type = "counter"
+
+    def inc(self, amount: float = 1.0) -> None:
+        """Add a finite ``amount`` >= 0; raise ``InvalidArgument`` for others."""
+        _check_number(self.name, "amount", amount, non_negative=True)
+        with self._lock:
+            self._value += amount
+
+
+class _Labelled(Metric):
+    """A number for each value of one label. The values are known beforehand and start at 0."""
+
+    def __init__(self, name: str, help: str, label: str, values: Sequence[str]) -> None:
+        super().__init__(name, help)
+        self.label, self._values = label, dict.fromkeys(values, 0.0)
+
+    def _check_label(self, value: str) -> None:
+        if value not in self._values:
+            raise InvalidArgument(
+                f"{self.name} has no {self.label} {value!r}; known: {', '.join(map(repr, self._values))}"
+            )
+
+    def _samples(self) -> tuple[Sample, ...]:
+        return tuple(
+            Sample(name=self.name, labels=((self.label, name),), value=value) for name, value in self._values.items()
+        )
+
+
+class LabelledCounter(_Labelled):
+    """A counter for each value of one label."""
+
+    type = "counter"
+
+    def inc(self, label_value: str, amount: float = 1.0) -> None:
+        """Add ``amount`` >= 0 to a known label value; raise ``InvalidArgument`` for others."""
+        self._check_label(label_value)
+        _check_number(self.name, "amount", amount, non_negative=True)
+        with self._lock:
+            self._values[label_value] += amount
+
+
+class LabelledGauge(_Labelled):
+    """A gauge for each value of one label."""
+
+    type = "gauge"
+
+    def set(self, label_value: str, value: float) -> None:
+        """Replace the number of a known label value; raise ``InvalidArgument`` for others."""
+        self._check_label(label_value)
+        _check_number(self.name, "value", value)
+        with self._lock:
+            self._values[label_value] = float(value)
+
+
+class Gauge(Metric):
+    """A number that goes up and down."""
+
+    type = "gauge"
+
+    def set(self, value: float) -> None:
+        """Replace the value; raise ``InvalidArgument`` unless the new one is finite."""
+        _check_number(self.name, "value", value)
+        with self._lock:
+            self._value = float(value)
+
+
+class Histogram(Metric):
+    """Counts of values up to each of ``buckets`` (ascending, finite, inclusive), and a sum."""
+
+    type = "histogram"
+
+    def __init__(self, name: str, help: str, buckets: Sequence[float]) -> None:
+        super().__init__(name, help)
+        if not buckets or list(buckets) != sorted(set(buckets)) or not all(map(math.isfinite, buckets)):
+            raise InvalidArgument(f"{name}: buckets must be ascending finite bounds, got {tuple(buckets)}")
+        self.buckets = tuple(buckets)
+        self._counts = [0] * (len(buckets) + 1)  # the last one: above all bounds
+
+    def observe(self, value: float) -> None:
+        """Count ``value``; raise ``InvalidArgument`` unless it is finite."""
+        _check_number(self.name, "value", value)
+        with self._lock:
+            self._counts[bisect_left(self.buckets, value)] += 1
+            self._value += value
+
+    def _samples(self) -> tuple[Sample, ...]:
+        samples, cumulative = [], 0
+        for bound, count in zip((*map(str, self.buckets), "+Inf"), self._counts, strict=True):
+            cumulative += count
+            samples.append(Sample(name=f"{self.name}_bucket", labels=(("le", bound),), value=float(cumulative)))
+        samples.append(Sample(name=f"{self.name}_sum", value=self._value))
+        samples.append(Sample(name=f"{self.name}_count", value=float(cumulative)))
+        return tuple(samples)
+
+
+class MetricGroup:
+    """Metrics by their names without prefix and unit: ``metrics.forks.inc()``."""
+
+    def _share_lock(self) -> None:
+        """Find the metrics and give them one lock, so that ``collect`` sees one moment."""
+        self._metrics = [metric for metric in vars(self).values() if isinstance(metric, Metric)]
+        self._lock = threading.Lock()
+        for metric in self._metrics:
+            metric._lock = self._lock
+
+    def collect(self) -> list[MetricFamily]:
+        """Return all metrics at one moment, histograms with Prometheus' cumulative buckets."""
+        with self._lock:
+            return [
+                MetricFamily(name=metric.name, type=metric.type, help=metric.help, samples=metric._samples())
+                for metric in self._metrics
+            ]
+
+    def snapshot(self) -> dict[str, float]:
+        """Return all numbers at one moment by full name.
+
+        A labelled counter has its sum under the plain name beside ``name{label="value"}``; a
+        histogram has ``name_sum`` and ``name_count``. Buckets are only in ``collect``.
+        """
+        values: dict[str, float] = {}
+        for family in self.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_bucket"):
+                    continue
+                if sample.labels:
+                    values[sample.name] = values.get(sample.name, 0.0) + sample.value
+                values[sample.key] = sample.value
+        return values
+
+
+def _declared(kind: type[M], name: str, help: str, *more: Any) -> M:
+    """Return a field of a group that is a metric of its own in each group."""
+    return field(default_factory=lambda: kind(name, help, *more))
+
+
+@dataclass(eq=False)
+class EngineMetrics(MetricGroup):
+    """All metrics of an engine, each declared with its name and help."""
+
+    # What vLLM has too.
+    num_requests_running: Gauge = _declared(Gauge, "quire:num_requests_running", "Requests in the running batch.")
+    num_requests_waiting: Gauge = _declared(Gauge, "quire:num_requests_waiting", "Requests waiting to be admitted.")
+    kv_cache_usage: Gauge = _declared(
+        Gauge, "quire:kv_cache_usage_perc", "Share of the KV state's pages that are held or pinned; 1 means all."
+    )
+    prompt_tokens: Counter = _declared(Counter, "quire:prompt_tokens_total", "Prompt tokens, computed or cached.")
+    prompt_tokens_cached: Counter = _declared(
+        Counter, "quire:prompt_tokens_cached_total", "Prompt tokens whose state was found in the prefix cache."
+    )
+    prompt_tokens_reused: LabelledCounter = _declared(
+        LabelledCounter,
+        "quire:prompt_tokens_reused_total",
+        "Prompt tokens with reused state, by where it was.",
+        "tier",
+        TIERS,
+    )
+    reuse_misses: LabelledCounter = _declared(
+        LabelledCounter,
+        "quire:reuse_misses_total",
+        "Prompts of which a longer match was known, by why it was not reused.",
+        "reason",
+        [str(miss) for miss in Miss if miss is not Miss.NONE],
+    )
+    generation_tokens: Counter = _declared(Counter, "quire:generation_tokens_total", "Tokens generated.")
+    num_preemptions: Counter = _declared(
+        Counter, "quire:num_preemptions_total", "Requests put back into the queue because pages ran out."
+    )
+    request_success: LabelledCounter = _declared(
+        LabelledCounter,
+        "quire:request_success_total",
+        "Requests that ended, by reason.",
+        "finished_reason",
+        FINISH_REASONS,
+    )
+    time_to_first_token: Histogram = _declared(
+        Histogram,
+        "quire:time_to_first_token_seconds",
+        "From the arrival of a request to its first token.",
+        FIRST_TOKEN_BUCKETS,
+    )
+    inter_token_latency: Histogram = _declared(
+        Histogram, "quire:inter_token_latency_seconds", "Between successive tokens of a request.", INTER_TOKEN_BUCKETS
+    )
+    e2e_request_latency: Histogram = _declared(
+        Histogram, "quire:e2e_request_latency_seconds", "From the arrival of a request to its end.", REQUEST_BUCKETS
+    )
+    request_queue_time: Histogram = _declared(
+        Histogram,
+        "quire:request_queue_time_seconds",
+        "From the arrival of a request to its first admission.",
+        FIRST_TOKEN_BUCKETS,
+    )
+    request_prefill_time: Histogram = _declared(
+        Histogram,
+        "quire:request_prefill_time_seconds",
+        "From the first admission of a request to its first token.",
+        FIRST_TOKEN_BUCKETS,
+    )
+    request_decode_time: Histogram = _declared(
+        Histogram,
+        "quire:request_decode_time_seconds",
+        "From the first token of a request to its last.",
+        FIRST_TOKEN_BUCKETS,
+    )
+    request_inference_time: Histogram = _declared(
+        Histogram,
+        "quire:request_inference_time_seconds",
+        "From the first admission of a request to its last token.",
+        FIRST_TOKEN_BUCKETS,
+    )
+    request_prompt_tokens: Histogram = _declared(
+        Histogram, "quire:request_prompt_tokens", "Prompt tokens of a request that has ended.", TOKEN_BUCKETS
+    )
+    request_generation_tokens: Histogram = _declared(
+        Histogram, "quire:request_generation_tokens", "Tokens generated for a request that has ended.", TOKEN_BUCKETS
+    )
+    steps: LabelledCounter = _declared(
+        LabelledCounter,
+        "quire:steps_total",
+        "Forwards, by whether their work was captured before and launched as a whole.",
+        "path",
+        ("captured", "plain"),
+    )
+    steps_ahead: Counter = _declared(
+        Counter,
+        "quire:steps_ahead_total",
+        "Those of them that were queued before the tokens of the one before were known.",
+    )
+    tokens_withdrawn: Counter = _declared(
+        Counter,
+        "quire:tokens_withdrawn_total",
+        "Tokens that such a forward ran of requests that had ended, taken back.",
+    )
+    # The state's own verbs.
+    forks: Counter = _declared(Counter, "quire:forks_total", "Sequences made by forking.")
+    rewinds: Counter = _declared(Counter, "quire:rewinds_total", "Rewinds of sequences.")
+    tokens_replayed: Counter = _declared(
+        Counter,
+        "quire:tokens_replayed_total",
+        "Tokens run again to reach a rewound position or the end of a known prefix.",
+    )
+    reruns: Counter = _declared(
+        Counter,
+        "quire:reruns_total",
+        "Turns run again in idle time, as the chat template writes them into later prompts.",
+    )
+    rerun_tokens: Counter = _declared(Counter, "quire:rerun_tokens_total", "Tokens computed for these.")
+    rerun_tokens_found: Counter = _declared(
+        Counter, "quire:rerun_tokens_found_total", "Prompt tokens found in the prefix cache thanks to these."
+    )
+    copy_on_write_splits: Counter = _declared(
+        Counter, "quire:copy_on_write_splits_total", "Shared pages copied because one of their owners wrote."
+    )
+    checkpoints_kept: Gauge = _declared(Gauge, "quire:checkpoints_kept", "Checkpoints of recurrent state held now.")
+    checkpoints_used: Counter = _declared(
+        Counter,
+        "quire:checkpoints_used_total",
+        "Forks, rewinds and matches served from a checkpoint of recurrent state.",
+    )
+    pages_free: Gauge = _declared(Gauge, "quire:pages_free", "Free pages of the KV state.")
+    pages_evictable: Gauge = _declared(
+        Gauge, "quire:pages_evictable", "Pages of finished requests and idle sessions, evicted when others need them."
+    )
+    pages_held: Gauge = _declared(
+        Gauge, "quire:pages_held", "Pages of requests under way and of the executor's caches."
+    )
+    pages_pinned: Gauge = _declared(
+        Gauge, "quire:pages_pinned", "Pages of sessions that are pinned or were written into."
+    )
+    pages_shared: Gauge = _declared(Gauge, "quire:pages_shared", "Pages that belong to more than one sequence now.")
+    adapters_loaded: Gauge = _declared(Gauge, "quire:adapters_loaded", "LoRA adapters loaded now.")
+    adapters_resident: Gauge = _declared(Gauge, "quire:adapters_resident", "Of these, on the device now.")
+    adapter_transfers: Counter = _declared(
+        Counter, "quire:adapter_transfers_total", "Times that an adapter was brought to the device."
+    )
+    state_bytes_saved: Counter = _declared(Counter, "quire:state_bytes_saved_total", "Bytes of state files written.")
+    state_bytes_loaded: Counter = _declared(Counter, "quire:state_bytes_loaded_total", "Bytes of state files read.")
+    blended_tokens: Counter = _declared(
+        Counter, "quire:blended_tokens_total", "Tokens whose stored state was blended in."
+    )
+    recomputed_tokens: Counter = _declared(
+        Counter, "quire:recomputed_tokens_total", "Tokens recomputed while blending."
+    )
+    blend_calibrated: Gauge = _declared(Gauge, "quire:blend_calibrated", "1 if the model's blending was calibrated.")
+    blend_divergence: Histogram = _declared(
+        Histogram,
+        "quire:blend_divergence_nats",
+        "KL divergence of the first token's distribution from a full computation's, of blended prompts that were verified.",
+        DIVERGENCE_BUCKETS,
+    )
+    drafted_tokens: Counter = _declared(Counter, "quire:drafted_tokens_total", "Tokens proposed by speculation.")
+    accepted_tokens: Counter = _declared(Counter, "quire:accepted_tokens_total", "Proposed tokens that were accepted.")
+    refusals: LabelledCounter = _declared(
+        LabelledCounter,
+        "quire:refusals_total",
+        "Requests to the server that were refused, by error.",
+        "error",
+        REFUSAL_ERRORS,
+    )
+
+    def __post_init__(self) -> None:
+        self._share_lock()
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Count tokens that were proposed, and those of them that were accepted."""
+        self.drafted_tokens.inc(drafted)
+        self.accepted_tokens.inc(accepted)
+
+
+# ---------------------------------------------------------------------- an executor's operations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationSummary:
+    """Measured since the start, 0 without samples."""
+
+    prefill_operations: int = 0
+    decode_operations: int = 0
+    avg_prefill_latency: float = 0.0
+    """Mean since the start in ms, around device-synchronised execution."""
+    avg_decode_latency: float = 0.0
+    p95_prefill_latency: float = 0.0
+    """95th percentile in ms, linearly interpolated over the last 1000 samples."""
+    p95_decode_latency: float = 0.0
+    throughput_tps: float = 0.0
+    """Generated tokens per busy second, prefill included: decode step 1, speculative call 1 +
+    accepted, verify 1."""
+    batch_utilization: float = 0.0
+    """Mean decode batch over ``max_batch_size``, in [0, 1]."""
+
+
+class _Latencies:
+    """Lifetime count and mean, and the last 1000 samples."""
+
+    WINDOW = 1000
+
+    def __init__(self) -> None:
+        self.calls = self.count = 0
+        self.total_seconds = 0.0
+        self.recent: deque[float] = deque(maxlen=self.WINDOW)
+
+    def add(self, operations: int, seconds: float) -> None:
+        self.calls += 1
+        self.count += operations
+        self.total_seconds += operations * seconds
+        self.recent.extend([seconds] * min(operations, self.WINDOW))
+
+    def mean_ms(self) -> float:
+        return 1e3 * self.total_seconds / self.count if self.count else 0.0
+
+    def p95_ms(self) -> float:
+        return 1e3 * float(np.quantile(self.recent, 0.95)) if self.recent else 0.0
+
+
+class OperationMetrics:
+    """Counts and times an executor's completed calls; thread-safe. Operations are those of
+    ``ExecutorStatus``; each has its call's latency, in seconds of device-synchronised execution."""
+
+    def __init__(self, max_batch_size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        if max_batch_size < 1:
+            raise InvalidArgument(f"max_batch_size must be >= 1, got {max_batch_size}")
+        self._max_batch_size = max_batch_size
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._prefill, self._decode = _Latencies(), _Latencies()
+        self._busy_seconds = 0.0
+        self._tokens = 0
+        self.last_operation: float | None = None
+        """Monotonic time in seconds at the end of the last operation."""
+
+    def record_prefill(self, num_sequences: int, seconds: float) -> None:
+        """Record a completed call that ran prompts of ``num_sequences`` >= 1 in ``seconds``."""
+        self._record(self._prefill, num_sequences, seconds, 0)
+
+    def record_decode(self, num_sequences: int, seconds: float, tokens: int) -> None:
+        """Record a completed call for ``num_sequences`` >= 1 that generated ``tokens`` in all."""
+        self._record(self._decode, num_sequences, seconds, tokens)
+
+    def _record(self, latencies: _Latencies, num_sequences: int, seconds: float, tokens: int) -> None:
+        if num_sequences < 1:
+            raise InvalidArgument(
+                f"num_sequences must be >= 1, got {num_sequences}; a call that ran nothing is no operation"
+            )
+        _check_number("operation", "seconds", seconds, non_negative=True)
+        if tokens < 0:
+            raise InvalidArgument(f"tokens must be >= 0, got {tokens}")
+        with self._lock:
+            latencies.add(num_sequences, seconds)
+            self._busy_seconds += seconds
+            self._tokens += tokens
+            self.last_operation = self._clock()
+
+    def summary(self) -> OperationSummary:
+        """Return all figures at one moment."""
+        with self._lock:
+            mean_batch = self._decode.count / self._decode.calls if self._decode.calls else 0.0
+            return OperationSummary(
+                prefill_operations=self._prefill.count,
+                decode_operations=self._decode.count,
+                avg_prefill_latency=self._prefill.mean_ms(),
+                avg_decode_latency=self._decode.mean_ms(),
+                p95_prefill_latency=self._prefill.p95_ms(),
+                p95_decode_latency=self._decode.p95_ms(),
+                throughput_tps=self._tokens / self._busy_seconds if self._busy_seconds else 0.0,
+                batch_utilization=mean_batch / self._max_batch_size,
+            )
+
+
+def _check_number(name: str, what: str, value: float, *, non_negative: bool = False) -> None:
+    if not math.isfinite(value) or (non_negative and value < 0):
+        accepted = "a finite number >= 0" if non_negative else "a finite number"
+        raise InvalidArgument(f"{name}: {what} must be {accepted}, got {value}")

@@ -1,0 +1,481 @@
+"""``quire chat``: a conversation in the terminal whose memory can be forked, rewound, saved."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from quire.base.errors import CONTEXT_FULL, FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted
+from quire.base.sampling_params import SamplingParams
+from quire.base.signatures import require_text
+from quire.cli.line_input import LineInput, is_typed, paths
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+    from quire.sessions.session import Session
+    from quire.store.commits import SessionCommit
+
+HELP = """\
+/fork [NAME]   copy the conversation under a name (letters, digits and . _ - /; fork-1 and so on unless given) and go
+               on in the copy
+/switch NAME   go on in another copy
+/continue      go on with an answer that was cut or interrupted
+/rewind [N]    take back the last N turns (yours and the answer) of this chat, or the last one; text that was
+               loaded has no turns
+/drop N        forget the N oldest turns, or the oldest one, when the context is full; text that was loaded goes first
+/edit OLD => NEW  replace a text that occurs once, in a line or an answer; what follows is run again
+/text          the whole text of this conversation
+/save FILE     write the conversation's state to a file
+/load FILE     go on from a state file, under the file's name
+/commit NAME [MESSAGE]  keep the conversation in the store, as the next commit of a branch
+/checkout NAME go on from a branch or a commit, under that name
+/log           the commits of this conversation
+/adapter NAME  go on under an adapter; without a name under the base model
+/stats         tokens, pages, what is shared and what the last turn reused; who has the pool's pages (evictable: kept
+               to be used again)
+/help          this text
+/exit          leave (also Ctrl-D)
+A line that ends with \\ goes on in the next one. A text of several lines can stand between \"\"\" and \"\"\", or be pasted.
+Ctrl-C stops an answer. Arrow up brings earlier lines back, Tab completes commands, names and files."""
+
+WAYS_ON = (
+    "this conversation fills it: /drop forgets its oldest turn, /drop N more of them, /rewind N takes back "
+    "the newest; a chat that is started with --window (and --sink) keeps the last tokens only, and never ends"
+)
+
+DEFAULT_MODEL = "tiny-python"
+ANSWER_TOKENS = 128
+"""Most tokens of what a model does not end itself."""
+
+LEAVING = ("/exit", "/quit")
+
+SHOWN = 2000
+"""Most characters that are shown of a loaded conversation. /text shows all."""
+
+FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+"""Generates an answer to take back, which leaves a session with messages and no answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TypedTurn:
+    """The user's line and the model's answer."""
+
+    line: str
+    answer: str
+    start: int | None
+    """The session's length before the turn; None if the turn cannot be taken back by a rewind."""
+
+
+@dataclass(slots=True)
+class ChatBranch:
+    """One conversation."""
+
+    session: Session
+    turns: list[TypedTurn] = field(default_factory=list)
+    loaded: bool = False
+    """Whether it began with a state file. The file's text is no turn."""
+    rebuilt: bool = False
+    """Whether it was computed anew since the last answer. It then ends where an answer could
+    begin, and the next turn replaces that end."""
+    reuse: Mapping[str, Any] | None = None
+    """What the last whole turn reused, as ``Reuse.as_dict`` has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPiece:
+    """A piece of an answer."""
+
+    text: str
+    tokens: int
+    cut: bool = False
+    """Whether the answer met a limit here, before the model ended it."""
+    reuse: Mapping[str, Any] | None = None
+    """What the turn reused, as ``Reuse.as_dict`` has it, once that is known."""
+
+
+class Backend(Protocol):
+    """Where the conversations of a chat are: in this process, or on a server."""
+
+    templated: bool
+    """Whether the model has a chat template."""
+
+    def begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
+        """Return a new session that holds these turns."""
+
+    def answer(self, session: Session, line: str | None) -> Iterator[AnswerPiece]:
+        """Add a line, if any, and yield the answer. A line that is refused leaves the session as it
+        was."""
+
+    def is_undone(self, session: Session, before: int, error: BaseException) -> bool:
+        """Return whether a turn that ended with ``error`` has left the session as it was, of
+        ``before`` tokens."""
+
+    def load_session(self, path: Path) -> Session: ...
+
+    def checkout(self, name: str) -> Session: ...
+
+    def log(self, name: str) -> Sequence[SessionCommit]: ...
+
+    def status(self) -> Mapping[str, int]: ...
+
+
+class LocalBackend:
+    """Conversations in this process."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, *, window: int | None = None, sink: int = 0) -> None:
+        """``window`` and ``sink`` are those of ``LLM.session``."""
+        self._llm, self._params = llm, params
+        self._window, self._sink = window, sink
+        self.templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
+        self.load_session, self.checkout, self.log, self.status = llm.load_session, llm.checkout, llm.log, llm.status
+
+    def begin(self, turns: Sequence[TypedTurn], adapter: str | None) -> Session:
+        session = self._llm.session(adapter=adapter, window=self._window, sink=self._sink)
+        try:
+            if turns and self.templated:
+                output = session.chat(messages_of(turns), FIRST)
+                session.rewind(to=len(output.prompt_token_ids))
+            elif turns:
+                session.append(text="".join(f"{turn.line}\n{turn.answer}" for turn in turns))
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def answer(self, session: Session, line: str | None) -> Iterator[AnswerPiece]:
+        if line is None:
+            deltas = session.stream(self._params)
+        elif self.templated:
+            deltas = session.stream_chat([{"role": "user", "content": line}], self._params)
+        else:
+            before = len(session)
+            session.append(text=line + "\n")
+            try:
+                deltas = session.stream(self._params)
+            except QuireError:
+                session.rewind(to=before)
+                raise
+        with deltas:
+            for delta in deltas:
+                yield AnswerPiece(delta.text, len(delta.token_ids), delta.finish_reason == "length")
+        yield AnswerPiece("", 0, reuse=None if deltas.reuse is None else deltas.reuse.as_dict())
+
+    def is_undone(self, session: Session, before: int, error: BaseException) -> bool:
+        return len(session) == before
+
+
+class TerminalChat:
+    """A chat that reads stdin, streams answers to stdout and says everything else on stderr."""
+
+    def __init__(self, backend: Backend, adapter: str | None = None) -> None:
+        """Begin a session."""
+        self._backend = backend
+        self._branches: dict[str, ChatBranch] = {"main": ChatBranch(backend.begin([], adapter))}
+        self._name = "main"
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/fork": self._fork,
+            "/switch": self._switch,
+            "/continue": self._continue,
+            "/rewind": self._rewind,
+            "/drop": self._drop,
+            "/edit": self._edit,
+            "/text": lambda _: self._say(self._session.text),
+            "/save": self._save,
+            "/load": self._load,
+            "/commit": self._commit,
+            "/checkout": self._checkout,
+            "/log": self._log,
+            "/adapter": self._adapter,
+            "/stats": self._stats,
+            "/help": lambda _: self._say(HELP),
+        }
+
+    @property
+    def _branch(self) -> ChatBranch:
+        return self._branches[self._name]
+
+    @property
+    def _session(self) -> Session:
+        return self._branch.session
+
+    def run(self) -> None:
+        """Take lines until /exit or the end of the input."""
+        if not self._backend.templated:
+            self._say("this model has no chat template: your lines are appended as they are, and it continues the text")
+        self._say("/help lists the commands")
+        with LineInput(self._completions) as lines:
+            while True:
+                try:
+                    line = lines.read_text(f"{self._name}> ")
+                except EOFError:
+                    if is_typed():
+                        self._say("")  # so that the shell begins in a line of its own
+                    return
+                except KeyboardInterrupt:
+                    self._say("\n/exit or Ctrl-D leaves")
+                    continue
+                if not line.strip():
+                    continue
+                before = list(self._branch.turns)
+                try:
+                    if not self.take(line):
+                        return
+                except QuireError as error:
+                    self._say(str(error))
+                except KeyboardInterrupt:
+                    print(flush=True)
+                    stays = self._branch.turns != before
+                    ways = "; what was generated stays: /continue goes on, /rewind takes the turn back"
+                    self._say("interrupted" + ways * stays)
+
+    def take(self, line: str) -> bool:
+        """Take one line, a command or a turn. Return False to end the chat."""
+        word, _, rest = line.partition(" ")
+        if word in LEAVING:
+            return False
+        if not word.startswith("/"):
+            self._turn(line)
+        elif word in self._commands:
+            self._commands[word](rest.strip())
+        else:
+            raise InvalidArgument(f"unknown command {word}; /help lists the commands")
+        return True
+
+    # -- turns -------------------------------------------------------------------------------------
+
+    def _turn(self, line: str) -> None:
+        require_text("the line", line)  # by itself: an index in it is one that the user can find
+        branch, before = self._branch, len(self._session)
+
+        def keep(answer: str) -> None:
+            branch.turns.append(TypedTurn(line, answer, None if branch.rebuilt else before))
+            branch.rebuilt = False
+
+        self._answer(line, keep)
+
+    def _continue(self, _: str) -> None:
+        branch = self._branch
+        if not branch.turns or branch.rebuilt:
+            why = (
+                "the conversation was computed anew since its last answer" if branch.turns else "there is no answer yet"
+            )
+            raise InvalidArgument(f"/continue: {why}; type a line")
+        turn = branch.turns[-1]
+
+        def keep(more: str) -> None:
+            branch.turns[-1] = replace(turn, answer=turn.answer + more)
+
+        self._answer(None, keep)
+
+    def _answer(self, line: str | None, keep: Callable[[str], None]) -> None:
+        """Print the answer to a line, or more of the last one, and ``keep`` it."""
+        branch, before = self._branch, len(self._session)
+        started = time.perf_counter()
+        answer, count, is_cut = "", 0, False
+        try:
+            with closing(cast(Any, self._backend.answer(branch.session, line))) as pieces:
+                for piece in pieces:
+                    answer, count = answer + piece.text, count + piece.tokens
+                    is_cut |= piece.cut
+                    if piece.reuse is not None:
+                        branch.reuse = piece.reuse
+                    print(piece.text, end="", flush=True)
+        except BaseException as error:
+            if not self._backend.is_undone(branch.session, before, error):
+                keep(answer)
+            elif isinstance(error, QuireError) and before and _says_full(error):
+                raise ResourceExhausted(f"{error}; {WAYS_ON}") from error
+            raise
+        keep(answer)
+        print(flush=True)
+        cut = "; cut there, /continue goes on" * is_cut
+        self._say(f"[{count} tokens in {time.perf_counter() - started:.2f} s{cut}]")
+
+    def _rebuild(self, branch: ChatBranch, turns: Sequence[TypedTurn]) -> None:
+        """Replace a conversation by these turns, computed anew."""
+        old = branch.session
+        branch.session = self._backend.begin(turns, old.adapter)
+        branch.turns = [replace(turn, start=None) for turn in turns]
+        branch.loaded, branch.rebuilt = False, bool(turns)
+        old.close()
+
+    # -- commands ----------------------------------------------------------------------------------
+
+    def _fork(self, name: str) -> None:
+        from quire.store.commits import checked_branch
+
+        name = name or next(free for free in map("fork-{}".format, itertools.count(1)) if free not in self._branches)
+        if name in self._branches:
+            raise InvalidArgument(
+                f"/fork NAME: {name!r} is taken; give a new name; there are {', '.join(self._branches)}"
+            )
+        checked_branch(name)
+        branch = self._branch
+        self._branches[name] = replace(branch, session=branch.session.fork(), turns=list(branch.turns))
+        self._name = name
+        self._say(f"now in {name}; nothing was copied")
+
+    def _switch(self, name: str) -> None:
+        if name not in self._branches:
+            raise NotFound(f"/switch {name!r}; there are {', '.join(self._branches)}")
+        self._name = name
+        self._say(f"now in {name}, {len(self._session)} tokens")
+
+    def _rewind(self, text: str) -> None:
+        branch = self._branch
+        count = _number("/rewind", text or "1", len(branch.turns), "turns can be taken back", "take back")
+        start = branch.turns[-count].start
+        if start is None:
+            self._rebuild(branch, branch.turns[:-count])
+            self._say(f"{len(branch.session)} tokens are left")
+        else:
+            cost = branch.session.rewind(to=start)
+            del branch.turns[-count:]
+            self._say(f"{len(branch.session)} tokens are left, {cost} will be run again")
+
+    def _drop(self, text: str) -> None:
+        branch = self._branch
+        most = len(branch.turns) + branch.loaded
+        what = "turns (the text that was loaded is the first)" if branch.loaded else "turns"
+        count = _number("/drop", text or "1", most, f"{what} can be forgotten", "forget")
+        self._rebuild(branch, branch.turns[count - branch.loaded :])
+        self._say(f"{len(branch.turns)} turns are left, {len(branch.session)} tokens")
+
+    def _edit(self, text: str) -> None:
+        old, arrow, new = text.partition(" =>")
+        branch, new = self._branch, new.removeprefix(" ")
+        held = [index for index, turn in enumerate(branch.turns) if old in turn.line or old in turn.answer]
+        if not arrow or len(held) != bool(branch.turns):
+            raise InvalidArgument(
+                f"/edit {text!r}; OLD => NEW is needed, and OLD is in {len(held)} turns of this chat, where it must be in one line or "
+                "answer"
+            )
+        before = len(branch.session)
+        branch.session.edit(span=old, new=new)
+        shift = len(branch.session) - before
+        for index, turn in enumerate(branch.turns):
+            start = turn.start if turn.start is None or index <= held[0] else turn.start + shift
+            line, answer = turn.line.replace(old, new), turn.answer.replace(old, new)
+            branch.turns[index] = replace(turn, line=line, answer=answer, start=start)
+        self._say(f"{len(branch.session)} tokens")
+
+    def _save(self, path: str) -> None:
+        file = _file("/save", path)
+        self._session.save(file)
+        self._say(f"{file.stat().st_size:,} bytes written to {path}")
+
+    def _load(self, path: str) -> None:
+        file = _file("/load", path)
+        self._enter(self._backend.load_session(file), file.stem)
+
+    def _enter(self, session: Session, name: str) -> None:
+        """Go on in a session that was made elsewhere."""
+        text = session.text
+        while name in self._branches:
+            name += "'"
+        self._branches[name], self._name = ChatBranch(session, loaded=True), name
+        if len(text) > SHOWN:
+            self._say(f"[{len(text) - SHOWN:,} characters before; /text shows them]")
+        self._say(text[-SHOWN:])
+        self._say(f"now in {name}, {len(session)} tokens")
+
+    def _commit(self, text: str) -> None:
+        name, _, message = text.partition(" ")
+        try:
+            commit = self._session.commit(name=name, message=message.strip() or None)
+        except FailedPrecondition as error:
+            raise FailedPrecondition(f"{error}; /save FILE keeps this conversation now") from error
+        self._say(f"{commit_line(commit)}: {name}")
+
+    def _checkout(self, name: str) -> None:
+        self._enter(self._backend.checkout(name), name)
+
+    def _log(self, _: str) -> None:
+        head = self._session.last_commit
+        for commit in [] if head is None else self._backend.log(head):
+            self._say(commit_line(commit))
+        if head is None:
+            self._say("this conversation was not committed; /commit NAME does")
+
+    def _adapter(self, name: str) -> None:
+        try:
+            self._session.use_adapter(name or None)
+        except NotFound as error:
+            raise NotFound(
+                f"/adapter {name!r} is not loaded; --adapters NAME=WHERE loads adapters at the start"
+            ) from error
+        self._say(f"under adapter {name}" if name else "under the base model")
+
+    def _stats(self, _: str) -> None:
+        for name, branch in self._branches.items():
+            session = branch.session
+            held, shared = session.pages
+            mark = "*" if name == self._name else " "
+            under = f", adapter {session.adapter}" if session.adapter is not None else ""
+            self._say(f"{mark} {name}: {len(session)} tokens, {held} pages, {shared} of them shared{under}")
+            if (reuse := branch.reuse) is not None:
+                tiers = ", ".join(f"{count} from {tier}" for tier, count in reuse["by_tier"].items())
+                self._say(f"    last turn: {reuse['reason']}" + f" ({tiers})" * bool(tiers))
+        kinds = ("free", "evictable", "held", "pinned")
+        use = self._backend.status()
+        self._say("of all pages " + ", ".join(f"{use[f'num_pages_{kind}']} {kind}" for kind in kinds))
+
+    def _completions(self, line: str) -> list[str]:
+        """Return possible completions of a line's last word."""
+        word, space, rest = line.partition(" ")
+        if not word.startswith("/"):
+            return []
+        if not space:
+            return [*self._commands, *LEAVING]
+        return {"/switch": list(self._branches), "/save": paths(rest), "/load": paths(rest)}.get(word, [])
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def usual_fields(model: str, *, templated: bool) -> dict[str, Any]:
+    """Return the fields of sampling that a chat has unless the user gives them. A model with a chat
+    template ends its answers itself. Text without one goes on for ever, and so does the bundled
+    model."""
+    return {"max_tokens": ANSWER_TOKENS if model == DEFAULT_MODEL or not templated else None}
+
+
+def commit_line(commit: SessionCommit) -> str:
+    """Return a commit in a line."""
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(commit.time))
+    return f"{commit.id[:12]}  {when}  {commit.num_tokens} tokens  {commit.message}".rstrip()
+
+
+def messages_of(turns: Sequence[TypedTurn]) -> list[dict[str, str]]:
+    """Return turns as messages for a chat template."""
+    return [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in (("user", turn.line), ("assistant", turn.answer))
+    ]
+
+
+def _number(command: str, text: str, most: int, can: str, to: str) -> int:
+    """Return a number in 1..``most``; refuse any other text in the words ``can`` and ``to``."""
+    if text in map(str, range(1, most + 1)):
+        return int(text)
+    accepted = f"1..{most} {can}" if most else f"there are 0 turns to {to}"
+    raise InvalidArgument(f"{command} N: N {f'is {text[:20]!r}' if text else 'is missing'}; {accepted}")
+
+
+def _file(command: str, path: str) -> Path:
+    if not path:
+        raise InvalidArgument(f"{command} needs a file name")
+    return Path(path).expanduser()
+
+
+def _says_full(error: QuireError) -> bool:
+    """Return whether an error, perhaps of a server, says that there is no room."""
+    return isinstance(error, ResourceExhausted) or error.code in (CONTEXT_FULL, "resource_exhausted")

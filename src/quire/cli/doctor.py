@@ -1,0 +1,135 @@
+"""A report on this machine and on Quire's use of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from quire.base import openmp
+from quire.cli.tables import folding_table, print_tables
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    value: str
+    ok: bool = True
+    advice: str = ""
+    """The remedy if ``ok`` is false."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that affect results."""
+    found = {"quire": "", "python": platform.python_version()}
+    for name in ("quire", "torch", "numpy", "tokenizers", "safetensors", "transformers"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return {name: value for name, value in found.items() if value}
+
+
+def examine() -> list[Finding]:
+    """Examine everything; report missing parts instead of raising."""
+    python = f"{platform.python_version()} on {platform.platform()}"
+    findings = [
+        Finding("versions", ", ".join(f"{name} {value}" for name, value in versions().items())),
+        Finding("Python", python, sys.version_info >= (3, 11), "Quire needs Python 3.11 or later."),
+    ]
+    try:
+        import torch
+    except ImportError as error:
+        return [*findings, Finding("PyTorch", f"cannot be imported: {error}", False, "pip install 'torch>=2.11'")]
+    return [*findings, *_devices(torch.__version__), _waiting(), *_memory(), _kernels(), _server(), _model_cache()]
+
+
+def _devices(torch_version: str) -> list[Finding]:
+    import torch
+
+    from quire.base.config import ATTENTION_BACKENDS
+    from quire.kernels.attention.cpu_attention import NativeAttention
+    from quire.kernels.cores import usable_cores
+    from quire.kernels.native_library import native_problem
+    from quire.models.processor import Processor
+
+    findings = [Finding("PyTorch", f"{torch_version}, {torch.get_num_threads()} threads")]
+    fast = Processor.here().multiplies(torch.bfloat16)
+    speed, taken = ("fast", "the checkpoint's type") if fast else ("slow", "float32 for bfloat16 checkpoints")
+    cores = f"{os.cpu_count()} CPUs, {usable_cores()} cores for this process; bfloat16 is {speed} here, so dtype 'auto' takes {taken}"
+    findings.append(Finding("CPU", cores))
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
+        room = f"{torch.cuda.get_device_name(index)}, {free:.1f} of {total:.1f} GiB free"
+        findings.append(Finding(f"CUDA device {index}", room))
+    if not torch.cuda.is_available():
+        built = "a CUDA build" if torch.version.cuda else "a CPU build"
+        findings.append(Finding("CUDA", f"no device ({built} of PyTorch): models run on the CPU"))
+    choices = ", ".join(ATTENTION_BACKENDS)
+    native = f"on the CPU native ({NativeAttention().level}), " if not native_problem() else ""
+    kernels = "on CUDA devices triton, " if find_spec("triton") is not None else ""
+    found = f"{native}{kernels}elsewhere torch (scaled dot product attention); attention_backend can be {choices}"
+    findings.append(Finding("attention", found))
+    return findings
+
+
+def _waiting() -> Finding:
+    found = ", ".join(f"{one}={os.environ[one]}" for one in openmp.VARIABLES if one in os.environ)
+    value = {
+        "user": f"as the environment says: {found}",
+        "late": "spin for OpenMP's default time: torch was loaded before quire, which could not shorten it any more",
+        "nobody": "as OpenMP's default has it on this system",
+        "quire": f"spin for a tenth of a millisecond, then sleep (GOMP_SPINCOUNT={openmp.SPINS}, set by Quire), so that other "
+        "work slows decoding less; OMP_WAIT_POLICY=ACTIVE lets them spin, on a machine of their own",
+    }[openmp.DECISION]
+    advice = (
+        "Other work on this machine makes decoding several times slower; import quire before torch, "
+        f"or set GOMP_SPINCOUNT={openmp.SPINS}."
+    )
+    return Finding("waiting threads", value, openmp.DECISION != "late", advice)
+
+
+def _memory() -> list[Finding]:
+    import torch
+
+    from quire.runner.pool_budget import free_budget
+
+    pool = free_budget(torch.device("cpu")).nbytes
+    text = f"{pool / 2**30:.1f} GiB would be the KV pool on the CPU (a quarter of what is free)"
+    return [Finding("memory", text, pool > 64 * 2**20, "Free some memory, or give kv_cache_memory.")]
+
+
+def _kernels() -> Finding:
+    from quire.kernels.linear.low_rank import native_low_rank
+    from quire.kernels.native_library import native_problem
+
+    kernel = native_low_rank()
+    if kernel is None:
+        advice = "Install a C++ compiler and then Quire again; without them models and adapters take longer on the CPU, and there are no int8 and int4 weights."
+        return Finding("C++ kernels", native_problem(), False, advice)
+    threads = "" if kernel.threaded else ", on one thread: PyTorch's libgomp was not found"
+    return Finding("C++ kernels", f"built; models and adapters on the CPU use them{threads}")
+
+
+def _server() -> Finding:
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    text = f"quire serve needs {', '.join(missing)}" if missing else "quire serve has what it needs"
+    return Finding("server", text, not missing, "pip install '.[server]' in Quire's folder, if you want to serve.")
+
+
+def _model_cache() -> Finding:
+    hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "hub"
+    count = len(list(hub.glob("models--*"))) if hub.is_dir() else 0
+    offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
+    return Finding("model cache", f"{hub}, {count} models" + (", offline (HF_HUB_OFFLINE is set)" if offline else ""))
+
+
+def print_findings(findings: list[Finding]) -> None:
+    """Print a table on stdout."""
+    rows = [("ok", one.name, one.value, "") if one.ok else ("!!", one.name, one.value, one.advice) for one in findings]
+    print_tables(folding_table("", "what", "found", "what to do", rows=rows, box=None))

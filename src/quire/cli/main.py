@@ -1,0 +1,394 @@
+"""The command line: ``quire`` and its commands.
+
+Options are derived from ``LLM`` and ``SamplingParams``: their keyword arguments in kebab-case. A
+mistake is one sentence on stderr and exit code 2, never a traceback. A command imports only its own
+needs, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quire.base.config import named_paths
+from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, Unsupported
+from quire.base.sampling_params import SamplingParams
+from quire.cli.bench import bench_app
+from quire.cli.chat import DEFAULT_MODEL
+from quire.cli.options import (
+    CHAT_OPTIONS,
+    MODEL_HELP,
+    SAMPLING_DEFAULTS,
+    SAMPLING_OPTIONS,
+    AdapterOption,
+    KeyOption,
+    ModelOption,
+    UrlOption,
+    WordedGroup,
+    chosen_model,
+    command,
+    given_model,
+    one_sentence,
+)
+from quire.cli.state import state_app
+from quire.cli.watch import top, trace
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
+
+COLLECT_AFTER = 50_000
+"""Number of new objects after which Python's garbage collector runs."""
+
+app = typer.Typer(
+    cls=WordedGroup,
+    help="Run language models whose memory is a value: fork it, rewind it, save it, look into it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(bench_app, name="bench", short_help=bench_app.info.help)
+app.add_typer(state_app, name="state", short_help=state_app.info.help)
+
+
+def _sampling(options: dict[str, Any], llm: LLM, usual: Mapping[str, Any] = SAMPLING_DEFAULTS) -> SamplingParams:
+    given = {name: options[name] for name in SAMPLING_OPTIONS if name in options}
+    defaults = llm.default_params
+    return defaults.replace(**{**usual, **given})
+
+
+def _load(model: str, options: dict[str, Any], adapter: str | None = None) -> LLM:
+    """Load a model. ``adapter`` is loaded under its own name unless ``adapters`` has that name."""
+    from quire.llm import LLM
+
+    engine = {name: value for name, value in options.items() if name not in SAMPLING_OPTIONS}
+    if adapter is None:
+        return LLM(model, **engine)
+    named = named_paths(engine.get("adapters") or {})
+    engine["adapters"] = named if adapter in named else {**named, adapter: adapter}
+    try:
+        return LLM(model, **engine)
+    except NotFound as error:
+        if adapter in named or not named:
+            raise
+        raise NotFound(f"{error}; and it is none of --adapters: {', '.join(map(repr, named))}") from error
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from quire.cli.doctor import versions
+
+        print(", ".join(f"{name} {found}" for name, found in versions().items()))
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions of what matters.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is decided while loading.")] = False,
+) -> None:
+    del version
+    if sys.stdout is None and context.invoked_subcommand != "serve":  # closed by the shell; a server needs no stdout
+        raise FailedPrecondition("output cannot be written: stdout is closed")
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr
+    )
+
+
+@command(app, "sampling", "engine")
+def generate(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] PROMPT",
+            help=f"The text to continue; - reads it from stdin. Before it, {MODEL_HELP[0].lower()}{MODEL_HELP[1:]}",
+        ),
+    ],
+    model: ModelOption = None,
+    adapter: AdapterOption = None,
+    **options: Any,
+) -> None:
+    """Stream the continuation of a prompt to stdout; timing goes to stderr."""
+    from quire.engine.progress_bars import prompt_pieces
+
+    if len(words) > 2:
+        raise InvalidArgument(
+            f"{len(words)} arguments are given, where PROMPT or MODEL PROMPT is accepted; put the prompt in quotes"
+        )
+    *named, prompt = words
+    model, chosen = chosen_model(model, options, *named)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    started = time.perf_counter()
+    llm = _load(model, chosen, adapter)
+    params = _sampling(chosen, llm)
+    loaded = time.perf_counter()
+    first: float | None = None
+    count = 0
+    # Validate now; otherwise an error would be raised only after the prompt has run.
+    (tokens,) = llm.requests.prepare(text, params, adapter=adapter).ids
+    with llm.session(adapter=adapter) as session:
+        with closing(prompt_pieces(tokens.tolist(), llm.engine.scheduler.limits.max_num_batched_tokens)) as pieces:
+            for piece in pieces:
+                session.append(piece)
+        prompt_tokens = len(session)
+        for delta in session.stream(params):
+            first = first or time.perf_counter()
+            count += len(delta.token_ids)
+            print(delta.text, end="", flush=True)
+    print(flush=True)
+    ended = time.perf_counter()
+    if first is not None:
+        rate = f"{(count - 1) / (ended - first):.1f} tok/s" if count > 1 and ended > first else "-"
+        print(
+            f"loaded in {loaded - started:.2f} s; {prompt_tokens} prompt tokens, first token after {first - loaded:.3f} s; "
+            f"{count} tokens, {rate}",
+            file=sys.stderr,
+        )
+
+
+@command(app, "chat", "sampling", "engine")
+def chat(
+    name: ModelArgument = None,
+    model: ModelOption = None,
+    adapter: AdapterOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = None,
+    **options: Any,
+) -> None:
+    """Talk to a model in the terminal; /help lists the commands that fork, rewind and save."""
+    from quire.cli.chat import LocalBackend, TerminalChat, usual_fields
+
+    model, chosen = given_model(model, options, name)
+    kept = {name: chosen.pop(name) for name in CHAT_OPTIONS if name in chosen}
+    if url is not None:
+        from quire.cli.remote_chat import run_remote_chat
+
+        given = {name: chosen.pop(name) for name in SAMPLING_OPTIONS if name in chosen}
+        if chosen:
+            raise InvalidArgument(f"{sorted(chosen)} are options of an engine, and with --url the server has its own")
+        run_remote_chat(url, model=model, adapter=adapter, api_key=api_key, sampling=given, **kept)
+        return
+    llm = _load(DEFAULT_MODEL if model is None else model, chosen, adapter)
+    templated = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
+    usual = usual_fields(llm.config.model, templated=templated)
+    talk = TerminalChat(LocalBackend(llm, _sampling(chosen, llm, usual), **kept), adapter)
+    if llm.config.model == DEFAULT_MODEL:
+        print(f"{DEFAULT_MODEL} completes Python; begin some, as in def fib(n):", file=sys.stderr)
+    talk.run()
+
+
+@command(app, "server", "engine")
+def serve(
+    name: ModelArgument = None,
+    model: ModelOption = None,
+    **options: Any,
+) -> None:
+    """Serve a model over HTTP: OpenAI's endpoints, and sessions to fork, rewind and save.
+
+    Ctrl-C stops it gently. Without --api-key, the environment variable QUIRE_API_KEY gives the
+    keys, separated by commas.
+    """
+    from quire.server.http.settings import ServerSettings
+
+    model, chosen = chosen_model(model, options, name)
+    fields = {field.name for field in dataclasses.fields(ServerSettings)}
+    given = {field: chosen.pop(field) for field in fields & set(chosen)}
+    if "api_key" not in given and (keys := os.environ.get("QUIRE_API_KEY")):
+        given["api_key"] = [key.strip() for key in keys.split(",") if key.strip()]
+    settings = ServerSettings(**given)
+    _require_server("quire serve")
+    from quire.async_llm import AsyncLLM
+    from quire.server.http.serving import serve as run
+
+    run(AsyncLLM(model, **chosen), settings)
+
+
+def _require_server(what: str) -> None:
+    """Raise ``Unsupported`` if the packages of the server are not installed."""
+    try:
+        import quire.server.http.serving  # noqa: F401
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "quire":
+            raise
+        raise Unsupported(
+            f"{what} needs the package {error.name or error}, which is not installed; pip install '.[server]' in Quire's folder brings it"
+        ) from error
+
+
+@command(app)
+def inspect(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE_OR_STORE", help="A .quire state file; or a store: its directory, a --state-dir, or a URL."
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    in_browser: Annotated[
+        bool, typer.Option("--open", help="Show it as a page on this machine, until Ctrl+C.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="With --open: the port of 127.0.0.1; 0 takes a free one.")] = 0,
+    no_browser: Annotated[
+        bool, typer.Option("--no-browser", help="With --open: print the address, and start no browser.")
+    ] = False,
+) -> None:
+    """Show what a state file or a store holds: model, tokens, positions, layers, bytes, checks;
+    branches and commits, and which of their objects are there. No model is loaded.
+
+    The pairs of ranges_start_stop in the JSON are half open: [0, 24] means the positions 0 to 23.
+    """
+    from quire.store.urls import store_at
+
+    if (no_browser or port) and not in_browser:
+        raise InvalidArgument(f"{'--no-browser' if no_browser else '--port'} is for --open; give both")
+    if as_json and in_browser:
+        raise InvalidArgument("--json and --open exclude each other; give one of them")
+    tier = store_at(target)
+    if in_browser:
+        _require_server("quire inspect --open")
+        from quire.server.snapshot_server import FileSource, StoreSource, show
+
+        source = partial(FileSource, Path(target)) if tier is None else partial(StoreSource, tier)
+        show(source, port=port, browse=not no_browser)
+        return
+    if tier is not None:
+        import asyncio
+
+        from quire.cli.store_tables import describe_store, print_store
+
+        found, print_found = asyncio.run(describe_store(tier)), print_store
+    else:
+        from quire.cli.inspection import facts_of, print_description
+
+        found, print_found = facts_of(Path(target)), print_description
+    if as_json:
+        print(json.dumps(found))
+    else:
+        print_found(found)
+
+
+@command(app)
+def models() -> None:
+    """List bundled models, and the architectures that run, with the kinds of state they have."""
+    from quire.cli.tables import folding_table, print_tables
+    from quire.models.catalogue import bundled_adapters, bundled_models, registered_architectures
+
+    kinds = [(name, ", ".join(kinds)) for name, kinds in registered_architectures().items()]
+    known = "Architectures (from a directory or a Hugging Face id)"
+    print_tables(
+        folding_table("bundled model", "directory", title="Bundled models", rows=bundled_models().items()),
+        folding_table("bundled adapter", "directory", title="Bundled adapters (LoRA)", rows=bundled_adapters().items()),
+        folding_table("architecture", "kinds of state", title=known, rows=kinds),
+    )
+    print("Any other decoder of transformers runs through its own layers if it passes the check when it is loaded.")
+
+
+@command(app, "engine")
+def capabilities(
+    model: ModelOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Print it for every kind of model; loads none.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print it for every kind of model in Markdown; loads none.")
+    ] = False,
+    **options: Any,
+) -> None:
+    """Print the rule table: what this model on this device does, what it refuses, and why."""
+    from quire.cli.inspection import print_capabilities, print_rules
+    from quire.kv.rule_table import combination_of
+
+    model, chosen = chosen_model(model, options)
+    if as_json + everything + markdown > 1:
+        raise InvalidArgument("--json, --all and --markdown are three ways to print; give one of them")
+    if everything or markdown:
+        print_rules(markdown=markdown)
+        return
+    with _load(model, chosen) as llm:
+        own = combination_of(llm.model.layer_specs, len(llm.engine.runner.model.blocks))
+        print_capabilities(llm.capabilities(), own, as_json=as_json)
+
+
+@command(app, "engine")
+def calibrate(
+    name: ModelArgument = None,
+    model: ModelOption = None,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A file of text that is like the prompts' documents; may be repeated. Default: the model's own."
+        ),
+    ] = None,
+    probes: Annotated[int | None, typer.Option(help="Prompts that are tried. Default: 32.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    **options: Any,
+) -> None:
+    """Measure how far blended answers of a model are off, by check layer and ratio.
+
+    With --state-dir or --store, later processes use what is found.
+    """
+    from quire.blend.calibration import PROBES
+    from quire.cli.inspection import print_calibration
+
+    model, chosen = chosen_model(model, options, name)
+    read: list[str] = []
+    for path in texts or ():
+        try:
+            read.append(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error})"
+            raise InvalidArgument(f"--texts: {str(path)!r}: {reason}", field="texts") from error
+    with _load(model, chosen) as llm:
+        found = llm.calibrate_blending(read or None, probes=PROBES if probes is None else probes)
+        store = llm.engine.stored.store
+    print_calibration(found, kept=store is not None and store.is_durable, as_json=as_json)
+
+
+@command(app)
+def doctor() -> None:
+    """Say what is used here and why, and what to do about what does not work."""
+    from quire.cli.doctor import examine, print_findings
+
+    print_findings(examine())
+
+
+command(app)(top)
+command(app)(trace)
+
+
+# -- the entry point -------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the command ``quire``."""
+    # At Python's own threshold, collections take a fifth of the time to a first token: imports make
+    # hundreds of thousands of objects, all of which stay.
+    gc.set_threshold(COLLECT_AFTER)
+    with one_sentence():
+        try:
+            app(prog_name="quire")
+        finally:
+            if sys.stdout is not None:  # None if the shell has closed it
+                sys.stdout.flush()  # flushed here, where a failure can still be reported as one sentence
+
+
+if __name__ == "__main__":
+    main()

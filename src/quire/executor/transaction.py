@@ -1,0 +1,483 @@
+"""One call that extends rows of caches: all of it counts, or nothing does.
+
+Room for all of it is made first. A row that is rewound runs on a fork at the new start, which takes
+its place at the end: until then the old tokens are there to come back to. Only where the pool has
+no room for both is the old version given up beforehand. Where recurrent layers have no state at the
+new start, the fork stands at the nearest one before and runs the row's tokens from there on
+(``replay``).
+
+Letters: N rows of the call; n tokens of a row; R rows of logits; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from itertools import chain
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.base.errors import QuireError, ResourceExhausted
+from quire.base.token_history import Ids
+from quire.base.types import Chunk, LogitsWanted, Pop, Step, TokenTree
+from quire.executor.cache_pool import CachePool
+from quire.executor.forward_packing import (
+    LOGITS_ONLY,
+    Gathered,
+    Piece,
+    RowOutput,
+    WantedOutputs,
+    extras_of,
+    places_of,
+    rows_wanted,
+)
+from quire.executor.replay import NOTHING, owed_tokens, states_needed
+from quire.executor.row import Pending, path_to
+from quire.executor.row_extension import Extension, kept_edits, packed
+from quire.executor.row_media import RowMedia, recorded_ids
+from quire.executor.running_calls import Operation
+from quire.runner.local import NO_EXTRAS, Extras, StepOutput
+
+
+class Transaction:
+    """A call: ``with Transaction(...) as work: work.run(...); work.commit()``.
+
+    Leaving without ``commit`` undoes everything. Enter it under the pool's lock and stay under it.
+    Entering raises ``ResourceExhausted`` before anything changes, and ``FailedPrecondition`` where
+    a window has forgotten what a rewind needs, or where a recurrent state is not kept and the
+    tokens that lead to it are not known.
+    """
+
+    def __init__(
+        self,
+        pool: CachePool,
+        parts: Sequence[Extension],
+        operation: Operation,
+        *,
+        several: bool = False,
+        aside: bool = False,
+        forwards: Iterable[Sequence[Piece]] | None = None,
+        path_if_room: bool = False,
+        comes_back: bool = False,
+    ) -> None:
+        """Prepare to extend ``parts``.
+
+        ``several``: there may be more than one forward. ``aside``: run on forks only, and leave by
+        ``set_aside``. ``forwards``: how they will divide the tokens (None: one of all), by which
+        recurrent states are counted. ``path_if_room``: a chain becomes a tree of one path
+        (``Extension.parents``) if there are free slots for the recurrent states behind all of its
+        tokens. ``comes_back``: the caller may leave without ``commit`` and begin again at the same
+        starts, which the rows must hold then.
+        """
+        self.pool = pool
+        self._facts = pool.facts
+        self.parts = list(parts)
+        self.operation = operation
+        self.several = several
+        self.aside = aside
+        self._forwards = forwards
+        self._path_if_room = path_if_room
+        self._comes_back = comes_back
+        self._needed = 0
+        """Slots for recurrent states that the call takes."""
+        self._given_up: list[Extension] = []
+        """The rows without an old version, if there is room for the states at their starts."""
+        self._arrived = False
+        self._committed = False
+        self._lets_go = False
+
+    def __enter__(self) -> Self:
+        for part in self.parts:
+            if part.start > part.old_length:
+                raise QuireError(f"{part.label or 'a row'} begins at {part.start} and has {part.old_length} tokens")
+            part.require_limits(self._facts)
+        for part in self.parts:
+            part.cache.commit_chains()
+            part.owed = owed_tokens(self.pool, part.row, part.start, part.label)
+        self.pool.note_adapters([part.runs for part in self.parts])
+        several = self.several or any(part.owed.size for part in self.parts)
+        self._lets_go = several and (self._facts.is_windowed or any(part.row.window is not None for part in self.parts))
+        kept = [part for part in self.parts if self.aside or part.rewinds or self._needs_a_way_back(part)]
+        forks = self.pool.fork([part.row.seq for part in kept], [part.begin for part in kept])
+        for part, seq in zip(kept, forks, strict=True):
+            part.seq, part.old_seq = seq, part.row.seq
+        try:
+            self._reserve(kept)
+        except BaseException:
+            self._drop_unused_forks()
+            raise
+        if self.several or not self._facts.keeps_last_state:
+            self._keep_starts([part for part in self.parts if not part.rewinds])
+        return self
+
+    def _needs_a_way_back(self, part: Extension) -> bool:
+        """Return whether a fork is needed to undo the call's forwards but the last.
+
+        Taking tokens back is not enough where the page of the first new token must be copied (a
+        forward that fails undoes that, but not what earlier ones did), nor where a window lets go
+        of tokens. A fork keeps both, and costs no page unless rows share that page.
+        """
+        if not self.several or part.start == 0 or part.count == 0:
+            return False
+        return self._lets_go or self.pool.state.shares_tail(part.row.seq)
+
+    def _keep_starts(self, parts: Sequence[Extension]) -> None:
+        """Keep the recurrent states of ``parts``, all at their starts, that have no old version."""
+        state = self.pool.state
+        if not self._facts.recurrent_ids:
+            return
+        for part in parts:
+            if part.old_seq is None and part.start and part.count and part.parents is None:
+                part.holds_start = part.start not in state.checkpoints(part.seq)
+                if part.holds_start:
+                    state.checkpoint(part.seq)
+
+    def _drop_starts(self) -> None:
+        for part in self.parts:
+            if part.holds_start:
+                self.pool.state.drop_checkpoint(part.seq, part.start)
+                part.holds_start = False
+
+    def _reserve(self, kept: Sequence[Extension]) -> None:
+        """Make room for everything; give up old versions only if that makes it fit."""
+        if self._path_if_room:
+            self._become_paths()
+        self._needed = self._states_needed() if self._facts.recurrent_ids else 0
+        missing_states = self._missing_states(self._needed)
+        if missing_states > self._freed_states(kept):
+            raise self._no_states(missing_states)
+        missing = self._missing()
+        required = [part for part in kept if self.aside or part.rewinds or self._lets_go]
+        if missing and len(required) < len(kept):
+            # Rows that share their last page need a page for each fork: run them where they are.
+            self._drop_unused_forks([part for part in kept if part not in required])
+            missing = self._missing()
+        if not missing and not missing_states:
+            return
+        given_up = [] if self.aside else [part for part in required if part.rewinds]
+        if missing > sum(self.pool.state.pages_freed(part.row.seq, part.seq) for part in given_up):
+            state = self.pool.state
+            pages = sum(state.pool_sizes()[: len(self._facts.page_bytes)])
+            raise ResourceExhausted(
+                f"no room for {self._tokens()}: {missing} pages of {state.page_size} "
+                f"tokens are missing, {state.num_available_pages()} of {pages} are free; release or clear caches"
+            )
+        holding = self._needed + sum(self._takes_a_slot(part) for part in given_up)
+        if self._comes_back and not self._facts.keeps_last_state:
+            missing_states = self._missing_states(holding)
+            if missing_states > self._freed_states(given_up):
+                raise self._no_states(missing_states)
+        self.pool.remove([part.row.seq for part in given_up])
+        for part in given_up:
+            # From here on an error leaves the row at ``start``, or where its fork stands then.
+            part.row.seq, part.old_seq = part.seq, None
+            self._mark_rewound(part)
+        if holding <= self.pool.available_states:
+            self._given_up = given_up
+
+    def _tokens(self) -> str:
+        """Return, in words, what there is no room for."""
+        owed, more = sum(part.owed.size for part in self.parts), sum(part.count for part in self.parts)
+        again = f"{owed} tokens that must be run again"
+        return f"{again} and {more} more" if owed and more else again if owed else f"{more} more tokens"
+
+    def _no_states(self, missing: int) -> ResourceExhausted:
+        return ResourceExhausted(
+            f"no room for {self._tokens()}: {missing} slots for recurrent states are missing; release or clear caches"
+        )
+
+    def _takes_a_slot(self, part: Extension) -> bool:
+        """Return whether keeping the state at the start takes a slot beyond ``_needed``. It does
+        unless the state was there before, or is kept by itself."""
+        interval = self._facts.state_interval
+        return part.owed.size > 0 and not (interval and part.start % interval == 0)
+
+    def _freed_states(self, parts: Sequence[Extension]) -> int:
+        """Return how many slots giving up the versions before the rewinds of ``parts`` frees."""
+        if self.aside:
+            return 0
+        return sum(self.pool.state.states_freed(part.row.seq) for part in parts if part.rewinds)
+
+    def _missing(self) -> int:
+        """Return how many pages the whole call is short of.
+
+        Where windows let go of pages between forwards, that is not known beforehand. Then count
+        what a first token of each row needs, and what layers without a window need for all; ``run``
+        looks again before each forward.
+        """
+        growing = [part for part in self.parts if part.count + part.owed.size]
+        if not growing:
+            return 0
+        seqs, counts = [part.seq for part in growing], [part.owed.size + part.count for part in growing]
+        # Behind tokens that are run again a tree takes the pages of as many tokens.
+        trees = [None if part.owed.size else part.parents for part in growing]
+        if self._lets_go:
+            return max(self.pool.missing_pages(seqs, [1] * len(seqs)), self.pool.missing_full_pages(seqs, counts))
+        return self.pool.missing_pages(seqs, counts, trees)
+
+    def _missing_states(self, needed: int) -> int:
+        """Return how many of ``needed`` slots for recurrent states the call is short of."""
+        if not self._facts.recurrent_ids:
+            return 0
+        if self.pool.missing_states(needed):
+            # The forks hold what their rows have given up, too.
+            state = self.pool.state
+            for seq in (part.seq for part in self.parts if part.seq != part.row.seq):
+                for position in state.checkpoints(seq):
+                    state.drop_checkpoint(seq, position)
+        return self.pool.missing_states(needed)
+
+    def _states_needed(self) -> int:
+        own = self._forwards
+        if own is None:
+            own = [[Piece(index, 0, part.count) for index, part in enumerate(self.parts) if part.count]]
+        chains, trees = (own, ()) if all(part.parents is None for part in self.parts) else ((), own)
+        return states_needed(
+            [part.begin for part in self.parts],
+            chain(self._owed_forwards(), chains),
+            trees,
+            interval=self._facts.state_interval,
+        )
+
+    def _become_paths(self) -> None:
+        for part in self.parts:
+            part.parents = tuple(range(-1, part.count - 1))
+        if not self._facts.recurrent_ids or self._states_needed() > self.pool.available_states:
+            for part in self.parts:
+                part.parents = None
+
+    def _owed_forwards(self) -> list[list[Piece]]:
+        counts = [part.owed.size for part in self.parts]
+        return packed(self.pool, self.parts, [part.begin for part in self.parts], counts, self._facts.chunk_size)
+
+    def _mark_rewound(self, part: Extension) -> None:
+        if part.rewinds:
+            part.cache.mark_cut(part.row, part.start)
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def run(
+        self,
+        tokens: Sequence[Ids],
+        wanted: Sequence[LogitsWanted],
+        *,
+        budget: int = 0,
+        media: Sequence[RowMedia | None] | None = None,
+        asked: WantedOutputs = LOGITS_ONLY,
+        places: Callable[[], Sequence[Tensor]] | None = None,
+    ) -> list[RowOutput]:
+        """Run ``tokens[i]``, with ``media[i]`` at its placeholders, for part i.
+
+        ``wanted[i]`` says which logits of it are returned, and ``places()[i]``, called when the
+        first forward has run, where they are written (float32 ``[rows, V]``). At most ``budget``
+        tokens go into one forward (0: all); a row that does not fit goes on in the next one.
+        """
+        self.arrive()
+        media = [None] * len(tokens) if media is None else media
+        blocks = [() if found is None else found.blocks for found in media]
+        records = [recorded_ids(ids, found) for ids, found in zip(tokens, media, strict=True)]
+        positions = [part.start + part.num_written for part in self.parts]
+        sizes = [ids.size for ids in tokens]
+        forwards = packed(self.pool, self.parts, positions, sizes, budget, blocks)
+        if places is None and len(forwards) > 1:
+            # One tensor for each row, so that pieces need not be joined by a copy of all.
+            places = cache(lambda: [self._facts.logits(rows_wanted(*one)) for one in zip(wanted, sizes, strict=True)])
+        results = [Gathered(self._facts.logits(0)) for _ in tokens]
+        for pieces in forwards:
+            self.operation.check()
+            self.operation.num_sequences = len(pieces)
+            self._check_room(pieces)
+            lengths = [self.parts[piece.row].start + self.parts[piece.row].num_written for piece in pieces]
+            step = Step(chunks=tuple(self._chunk(tokens, wanted, piece) for piece in pieces))
+            here = None if places is None else partial(places_of, pieces, step.chunks, places)
+            extras = extras_of(pieces, media, lengths, asked, here)
+            if (stand := self._positions(pieces)) is not None:
+                extras = replace(extras, positions=stand)
+            output = self._execute(step, extras)
+            for number, piece in enumerate(pieces):
+                results[piece.row].add(output, number)
+            for row, begin, end in pieces:
+                self.parts[row].written.append(records[row][begin:end])
+            self.pool.note_use()
+        if places is not None:
+            for result, place in zip(results, places(), strict=True):
+                result.logits = place
+        return [result.finished() for result in results]
+
+    def arrive(self) -> None:
+        """Run the tokens that lead to the rows' starts, as ``run`` does by itself."""
+        if self._arrived:
+            return
+        for pieces in self._owed_forwards():
+            if all(self.parts[piece.row].old_seq is not None for piece in pieces):
+                # The others have nothing to come back to, so they go on to their starts.
+                self.operation.check()
+            self.operation.num_sequences = len(pieces)
+            self._check_room(pieces)
+            self._execute(
+                Step(
+                    chunks=tuple(
+                        Chunk(
+                            self.parts[row].seq,
+                            self.parts[row].owed[begin:end],  # type: ignore[arg-type]
+                            adapter=self.parts[row].runs.at(self.parts[row].begin + begin),
+                            logits="none",
+                        )
+                        for row, begin, end in pieces
+                    )
+                ),
+                NO_EXTRAS,
+            )
+            self.pool.note_use()
+        self._arrived = True
+        self._keep_starts(self._given_up)
+
+    def _check_room(self, pieces: Sequence[Piece]) -> None:
+        """Raise ``ResourceExhausted`` if a forward of a windowed state finds no pages. For other
+        states ``__enter__`` has made room."""
+        if not self._lets_go:
+            return
+        seqs = [self.parts[piece.row].seq for piece in pieces]
+        if missing := self.pool.missing_pages(seqs, [piece.end - piece.begin for piece in pieces]):
+            raise ResourceExhausted(f"no room for the call: {missing} pages are missing; release or clear caches")
+
+    def _chunk(self, tokens: Sequence[Ids], wanted: Sequence[LogitsWanted], piece: Piece) -> Chunk:
+        kind, part = wanted[piece.row], self.parts[piece.row]
+        if kind == "last" and piece.end < tokens[piece.row].size:
+            kind = "none"
+        tree = None if part.parents is None else TokenTree(part.parents)
+        ids = tokens[piece.row][piece.begin : piece.end]
+        adapter = part.runs.at(part.start + part.num_written)
+        return Chunk(part.seq, ids, tree, adapter, kind)  # type: ignore[arg-type]
+
+    def _positions(self, pieces: Sequence[Piece]) -> Ids | None:
+        """Return where the tokens of a forward stand; None: all at their indices."""
+        parts = [self.parts[piece.row] for piece in pieces]
+        if all(part.positions is None for part in parts):
+            return None
+        found = []
+        for part, (_, begin, end) in zip(parts, pieces, strict=True):
+            first, count = part.num_written, end - begin
+            indices = np.arange(part.start + first, part.start + first + count)
+            found.append(indices if part.positions is None else part.positions[first : first + count])
+        return np.concatenate(found)
+
+    def _execute(self, step: Step, extras: Extras) -> StepOutput:
+        try:
+            return self.pool.runner.execute(step, extras)
+        except QuireError:
+            raise
+        except torch.AcceleratorError as error:
+            # The device's context is lost; nothing can run on it any more.
+            self.pool.broken = f"the device failed: {error}"
+            raise QuireError(f"{self.operation.verb}: {self.pool.broken}") from error
+        except Exception as error:
+            raise QuireError(f"{self.operation.verb} failed while computing: {error}") from error
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def commit(self, keep: Sequence[int] | None = None) -> None:
+        """Let the first ``keep[i]`` tokens that ran count; None: all.
+
+        Of a tree, the path to node ``keep[i]`` counts; -1: nothing. A part without tokens stays as
+        it was. Where layers are recurrent, what ran as a chain counts as a whole only.
+        """
+        kept = [part.num_written for part in self.parts] if keep is None else list(keep)
+        self.pool.edit(
+            *(edit for part, count in zip(self.parts, kept, strict=True) for edit in kept_edits(part, count))
+        )
+        for part, count in zip(self.parts, kept, strict=True):
+            if part.num_written == 0:
+                continue
+            self._replace(part)
+            ids = np.concatenate(part.written)
+            taken = np.arange(count) if part.parents is None else np.array(path_to(part.parents, count), dtype=np.int64)
+            positions = None if part.positions is None else part.positions[taken]
+            part.cache.record(part.row, part.start, ids[taken], part.runs, positions)
+        self._finish()
+
+    def commit_cuts(self) -> None:
+        """Let the rows end at their starts."""
+        self.arrive()
+        for part in self.parts:
+            if part.rewinds:
+                self._replace(part)
+                part.cache.record(part.row, part.start, NOTHING, part.runs)
+        self._finish()
+
+    def leave_open(self) -> None:
+        """Let chains that ran as trees of one path count, with the states behind their tokens."""
+        for part in self.parts:
+            if part.parents is None:
+                raise QuireError("only what ran as a tree can be left open")
+            self._replace(part)
+            ids = np.concatenate(part.written)
+            part.cache.record(part.row, part.start, ids, part.runs, part.positions)
+            part.row.chain = Pending(part.seq, part.start, ids, part.parents, part.runs)
+        self._finish()
+
+    def _replace(self, part: Extension) -> None:
+        """Let the sequence that ran be the row's."""
+        if part.old_seq is None:
+            return
+        self.pool.remove([part.old_seq])
+        part.row.seq, part.old_seq = part.seq, None
+        self._mark_rewound(part)
+
+    def _finish(self) -> None:
+        self._drop_unused_forks()
+        self._drop_starts()
+        self._committed = True
+
+    def set_aside(self) -> list[Pending]:
+        """Keep what ran, one tree per row, beside the rows, which stay as they were."""
+        found = []
+        for part in self.parts:
+            if part.parents is None or part.old_seq is None:
+                raise QuireError("only a tree that ran on a fork can be set aside")
+            ids = np.concatenate(part.written)
+            pending = Pending(part.seq, part.start, ids, part.parents, part.runs, part.positions)
+            part.seq, part.old_seq = part.old_seq, None
+            part.cache.set_pending(part.row, pending)
+            found.append(pending)
+        self._finish()
+        return found
+
+    def _drop_unused_forks(self, parts: Sequence[Extension] | None = None) -> None:
+        """Remove the forks of ``parts``; None: of all."""
+        for part in self.parts if parts is None else parts:
+            if part.old_seq is not None:
+                self.pool.remove([part.seq])
+                part.seq, part.old_seq = part.old_seq, None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._committed:
+            if kind is None and self._arrived:
+                self.pool.replayed_tokens += sum(part.owed.size for part in self.parts)
+            return
+        undone = [part for part in self.parts if part.old_seq is None]
+        self._drop_unused_forks()
+        for part in undone:
+            self._undo(part)
+        self._drop_starts()
+
+    def _undo(self, part: Extension) -> None:
+        """Take back what ran on the row itself, which may end before its start then."""
+        if part.parents is not None:
+            self.pool.edit(*kept_edits(part, -1))
+        state = self.pool.state
+        length = state.sequence_length(part.seq)
+        end = min(length, part.start)
+        if self._facts.recurrent_ids:
+            end = state.nearest_reachable(part.seq, end)
+        if end < length:
+            self.pool.edit(Pop(part.seq, length - end))
+        if end < part.start:
+            part.cache.mark_cut(part.row, end)

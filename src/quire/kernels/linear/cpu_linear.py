@@ -1,0 +1,190 @@
+"""Linear maps in C++, for CPUs. The reference is ``quire.weights.packed``.
+
+Letters: T rows, I input, O output features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from functools import cache
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.base.errors import InvalidArgument
+from quire.contracts.linear import PackedMatrix, WeightForm
+from quire.kernels.native_library import NativeLibrary, native_library
+from quire.weights import packed as reference
+
+PANEL = 32
+"""Outputs of a panel."""
+FORMS: tuple[WeightForm, ...] = ("float32", "bfloat16", "int8", "int4")
+"""In the order of ``cpu/linear.h``."""
+DTYPES = (torch.float32, torch.bfloat16)
+SLAB = 64 << 20
+"""Bytes of a memory block that packed weights share, much more than a huge page."""
+ALIGNMENT = 64
+TILES = 4
+"""Level of a processor with tiles of bfloat16 (AMX)."""
+EMULATED = 5
+"""Level of emulated tiles of bfloat16 (AMX), slow on any machine, for tests."""
+
+
+class _Linear(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("weights", "scales", "bias", "parallel")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("inputs", "outputs", "group", "form", "is_bfloat16", "level")
+        ),
+    ]  # fmt: skip
+
+
+class _Memory:
+    """Memory for packed weights, allocated consecutively, in huge pages if the system has them.
+
+    A decode reads all weights, and each page of 4 KiB costs a TLB lookup. NumPy requests huge pages
+    for arrays of 4 MiB or more, as for the KV pool.
+    """
+
+    def __init__(self) -> None:
+        self._slab: weakref.ref[np.ndarray[Any, Any]] | None = None
+        self._end = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """Return uint8 ``[nbytes]``. A slab lives as long as any tensor in it."""
+        slab = None if self._slab is None else self._slab()
+        if slab is None or self._end + nbytes > slab.size:
+            slab = np.empty(max(SLAB, nbytes + ALIGNMENT), np.uint8)
+            self._slab, self._end = weakref.ref(slab), -slab.ctypes.data % ALIGNMENT
+        begin = self._end
+        self._end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return torch.from_numpy(slab)[begin : begin + nbytes]
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor."""
+        return self.take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+class NativeLinear:
+    """``contracts.linear.LinearKernel`` by the C++ library."""
+
+    name = "C++"
+
+    def __init__(self, library: NativeLibrary, level: int | None = None) -> None:
+        """``level``: vector instructions, 0 to 4 (``cpu/linear.cpp``), or ``EMULATED``; None: the
+        processor's best."""
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        best = library.function("quire_linear_level", result=ctypes.c_int)()
+        if level is not None and not 0 <= level <= best and level != EMULATED:
+            allowed = f"0 to {best}, which this processor has, or {EMULATED}, tiles that are emulated"
+            raise InvalidArgument(field="level", given=level, allowed=allowed)
+        self.level: int = best if level is None else level
+        self._parallel = library.parallel
+        arguments = (pointer, pointer, pointer, number, number, number)
+        self._run = library.function("quire_linear", *arguments, result=ctypes.c_int)
+        self._fits = library.function("quire_fits_bfloat16", pointer, number, result=ctypes.c_int)
+        self._memory = _Memory()
+        self._pack = library.function(
+            "quire_pack_linear", pointer, *[number] * 6, pointer, pointer, number, pointer
+        )  # fmt: skip
+
+    def refusal(self, weight_OI: Tensor, form: WeightForm) -> str:
+        """See the contract."""
+        if weight_OI.device.type != "cpu":
+            return f"the C++ products run on a CPU; the weight is on {weight_OI.device}"
+        if form not in FORMS:
+            return f"the C++ products have no {form} weights"
+        if weight_OI.dtype not in DTYPES:
+            return f"the C++ products are of float32 and bfloat16; the weight is {weight_OI.dtype}"
+        inputs = weight_OI.shape[1]
+        if form == "bfloat16" and inputs % 2:
+            return f"bfloat16 weights are read in pairs of inputs; there are {inputs} inputs"
+        if form in ("int8", "int4") and not reference.FORMS[form].group(inputs):
+            return f"{form} weights have a scale for 8 inputs or more; {inputs} inputs are no multiple of 8"
+        return ""
+
+    def lossless(self, weight_OI: Tensor) -> WeightForm | None:
+        """See the contract."""
+        found: WeightForm = "float32"
+        if weight_OI.dtype == torch.bfloat16:
+            found = "bfloat16"
+        elif not self.refusal(weight_OI, "bfloat16"):
+            weight_OI = weight_OI.contiguous()
+            if self._fits(weight_OI.data_ptr(), weight_OI.numel()):
+                found = "bfloat16"
+        return None if self.refusal(weight_OI, found) else found
+
+    def pack(self, weight_OI: Tensor, bias_O: Tensor | None, form: WeightForm) -> NativeMap:
+        """See the contract. ``InvalidArgument``: ``refusal`` has a reason."""
+        if reason := self.refusal(weight_OI, form):
+            raise InvalidArgument(reason, field="form", given=form)
+        if weight_OI.stride(1) != 1:
+            weight_OI = weight_OI.contiguous()
+        outputs, inputs = weight_OI.shape
+        packing = reference.FORMS[form]
+        group = packing.group(inputs)
+        values = self._memory.empty(packing.shape(outputs, inputs), packing.dtype)
+        scales = self._memory.empty((len(values), inputs // group, PANEL), torch.bfloat16) if group else None
+        self._pack(
+            weight_OI.data_ptr(), int(weight_OI.dtype == torch.bfloat16), weight_OI.stride(0), outputs, inputs, FORMS.index(form), group,
+            values.data_ptr(), None if scales is None else scales.data_ptr(), torch.get_num_threads(), self._parallel,
+        )  # fmt: skip
+        packed = PackedMatrix(form, outputs, inputs, group, values, scales)
+        bias = None if bias_O is None else bias_O.float().contiguous()
+        return NativeMap(self._run, packed, bias, weight_OI.dtype, self.level, self._parallel)
+
+
+class NativeMap:
+    """``contracts.linear.LinearMap`` with its C++ arguments prepared."""
+
+    __slots__ = ("_bias", "_native", "_run", "dtype", "place", "weights")
+
+    def __init__(
+        self,
+        run: ctypes._NamedFuncPointer,
+        weights: PackedMatrix,
+        bias_O: Tensor | None,
+        dtype: torch.dtype,
+        level: int,
+        parallel: int | None,
+    ) -> None:
+        """``bias_O``: float32."""
+        self.weights = weights
+        self.dtype = dtype
+        """Dtype of the activations."""
+        self._run, self._bias = run, bias_O
+        self._native = _Linear(
+            weights.values.data_ptr(), None if weights.scales is None else weights.scales.data_ptr(),
+            None if bias_O is None else bias_O.data_ptr(), parallel, weights.inputs, weights.outputs, weights.group,
+            FORMS.index(weights.form), int(dtype == torch.bfloat16), level,
+        )  # fmt: skip
+        self.place = ctypes.addressof(self._native)
+        """Address of the map's C++ structure, valid while this object lives."""
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """See the contract. ``MemoryError``: no memory for sums."""
+        if x_TI.dtype != self.dtype:
+            raise InvalidArgument(f"the map is of {self.dtype} activations; x is {x_TI.dtype}")
+        if x_TI.stride(1) != 1:
+            x_TI = x_TI.contiguous()
+        rows = x_TI.shape[0]
+        y_TO = torch.empty(rows, self.weights.outputs, dtype=self.dtype, device="cpu")
+        if rows and self._run(
+            self.place, y_TO.data_ptr(), x_TI.data_ptr(), x_TI.stride(0), rows, torch.get_num_threads()
+        ):
+            raise MemoryError(
+                f"a product of {rows} rows with {self.weights.inputs} inputs found no memory for its sums"
+            )
+        return y_TO
+
+
+@cache
+def native_linear() -> NativeLinear | None:
+    """Return the kernel; None if it was not built (``native_library.native_problem``)."""
+    found = native_library()
+    return None if found is None else NativeLinear(found)

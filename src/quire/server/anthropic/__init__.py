@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: ``routes`` over ``body`` and ``blocks``; ``events``."""

@@ -1,0 +1,499 @@
+"""``POST /v1/chat/completions``: conversations are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from quire.async_llm import SampleDelta
+from quire.base.errors import InvalidArgument
+from quire.base.outputs import RequestOutput
+from quire.base.sampling_params import SamplingParams
+from quire.base.segments import BlendParams, Segment
+from quire.server.http.bodies import BodyRoute, aside
+from quire.server.http.context import Context
+from quire.server.http.errors import ApiError, bad_field, naming
+from quire.server.http.events import STREAMED
+from quire.server.openai.blend_fields import EncodedPrompt, blend_of
+from quire.server.openai.cache_marks import CacheMark, MarkedHints, Messages, pin_all, without_marks
+from quire.server.openai.conversations import Conversation
+from quire.server.openai.generation import (
+    asked_by,
+    chat_defaults,
+    check_form,
+    check_number,
+    check_prompts,
+    ending,
+    in_texts,
+    sampling_params,
+)
+from quire.server.openai.hint_fields import HintFields, for_prefetch, read_hints
+from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from quire.server.openai.protocol import ChatRequest, refuse_unsupported
+from quire.server.openai.replies import Reply, answer, answer_in_session, head_of, prefetch
+from quire.server.openai.reruns import EndedTurn, Run
+from quire.server.sessions.streams import ClientSessionStream
+from quire.server.tools.call_forms import tokens_of
+from quire.server.tools.choice import ToolChoice, calls_or_answer_form, forced_calls
+from quire.server.tools.harmony import MARKERS, STOPS, in_reasoning, is_harmony
+from quire.server.tools.messages import MessageFormat, MessageReader, answer_of, message_of
+from quire.server.tools.reasoning import reasoning_for
+from quire.server.tools.tools import parser_for
+from quire.sessions.chat_turns import parts_from
+from quire.text.chat_rendering import select_template
+from quire.text.chat_segments import cut_at_segments, first_of, without_segments
+from quire.text.tokenizer import Tokenizer
+
+router = APIRouter(route_class=BodyRoute)
+
+OWN_VARIABLES = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "reasoning_effort",
+    "tokenizer_template",
+    "text_limit",
+)
+"""Names that ``chat_template_kwargs`` may not hold: those of variables with fields of their own, of
+the template itself and of its limit."""
+
+
+@router.post("/v1/chat/completions", tags=["OpenAI"], responses=STREAMED)
+async def chat_completions(request: Request, body: ChatRequest) -> Response:
+    """Answer a conversation."""
+    return await answer_chat(request, body)
+
+
+async def answer_chat(
+    request: Request, body: ChatRequest, made: Callable[..., ChatReply] | None = None, *, more: int = 0
+) -> Response:
+    """Answer a chat. ``made`` makes the reply, a ``ChatReply`` by default. ``more``: characters of
+    messages that are not in the request's own body."""
+    asked = await _read(request, body)
+    answering = _answer_in_session if body.session_id is not None else _answer_history
+    return await answering(request, asked, made or ChatReply, more)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """A checked request."""
+
+    context: Context
+    body: ChatRequest
+    """The body, whose messages have neither marks nor segments."""
+    tokenizer: Tokenizer
+    segmented: Messages
+    """The messages with their segments."""
+    tools: ToolChoice
+    params: SamplingParams
+    fields: Mapping[str, str]
+    """The client's names of the parameters' fields."""
+    hints: HintFields
+    marks: Sequence[CacheMark]
+    blend: BlendParams | None
+    prefetching: bool
+
+
+async def _read(request: Request, body: ChatRequest) -> _Asked:
+    """Return the checked request. Raise ``ApiError``."""
+    context: Context = request.app.state.context
+    refuse_unsupported(body)
+    _check_variables(body)
+    tokenizer = _tokenizer(context)
+    hints, blend = read_hints(context, request.state.owner, body), blend_of(context, body)
+    body, prefetching = for_prefetch(body, hints)
+    given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
+    asked = body.messages
+    segmented, listed, marks = await aside(request, lambda: without_marks(asked, given))
+    try:
+        bare, _ = await aside(request, lambda: without_segments(segmented))
+    except InvalidArgument as error:
+        raise ApiError(400, str(error), param=error.field, code="invalid_argument") from None
+    tools = ToolChoice.of(body, listed)
+    params, fields = _params(context, body, tools)
+    return _Asked(
+        context=context,
+        body=body.model_copy(update={"messages": bare}),
+        tokenizer=tokenizer,
+        segmented=segmented,
+        tools=tools,
+        params=params,
+        fields=fields,
+        hints=hints,
+        marks=marks,
+        blend=blend,
+        prefetching=prefetching,
+    )
+
+
+async def _answer_in_session(request: Request, asked: _Asked, made: Callable[..., ChatReply], more: int) -> Response:
+    """Answer the new messages of a conversation that a session holds."""
+    context, body, session_id = asked.context, asked.body, asked.body.session_id
+    assert session_id is not None
+    _check_session(body)
+    with naming(asked.fields, "session_id"):
+        template = select_template(asked.tokenizer.chat_templates)
+        format, params = _reading(context, asked.tokenizer, template, asked.params, asked.tools, None)
+        # The template writes the wrappers of an answer's text itself, or refuses them.
+        wrapped = format.harmony or (format.calls is not None and bool(format.calls.wrappers))
+        pin_all(asked.hints, asked.marks)
+        source = ClientSessionStream(
+            context,
+            request.state.owner,
+            session_id,
+            params,
+            messages=body.messages,
+            answer=(lambda text: answer_of(text, format)) if wrapped else None,
+            model=body.model,
+            hints=asked.hints.hints,
+        )
+        reply = made(request, context, body, asked.params, asked.tools, format)
+        reply.rerun = lambda message, output: source.session.prefetch_next_turn
+        reply.hints = asked.hints
+        return await answer_in_session(request, reply, source)
+
+
+async def _answer_history(request: Request, asked: _Asked, made: Callable[..., ChatReply], more: int) -> Response:
+    """Answer a conversation that the request brings as a whole."""
+    context, body, tools, blend = asked.context, asked.body, asked.tools, asked.blend
+    adapter = context.adapter_of(body.model)
+    check_number(context, 1, asked.params.n)
+    if tools.answer is not None:
+        await check_form(context, request, tools.answer, "response_format")
+    with naming({}, "messages"):
+        template = select_template(asked.tokenizer.chat_templates, with_tools=tools.given is not None)
+    chat = Conversation.of(context, body, asked.tokenizer, template, tools.given, tools.allowed)
+    marked, size = MarkedHints(asked.hints, asked.marks), len(await request.body()) + more
+    wanted = None if blend is None else asked.segmented
+    # The text is about as long as the body that it is made of.
+    prompt, unplaced, format, params = await in_texts(
+        context, request, size, lambda: _rendered(context, body, chat, tools, asked.params, marked, wanted)
+    )
+    await check_prompts(context, request, [(prompt.ids, naming(asked.fields, "messages"))], params)
+    reply = made(request, context, body, params, tools, format)
+    reply.hints, reply.unplaced = asked.hints, unplaced
+    salt = context.salt(request.state.owner, body.cache_salt)
+    if blend is None:  # approximate state is of no use to a rerun
+        reply.rerun = partial(_rerun, context, chat, prompt, size, adapter=adapter, cache_salt=salt)
+    if asked.prefetching:
+        return await prefetch(request, context, reply, [prompt.ids], blend, adapter=adapter, cache_salt=salt)
+    return await answer(request, context, reply, [prompt.given], params, blend, adapter=adapter, cache_salt=salt)
+
+
+def _rerun(
+    context: Context,
+    chat: Conversation,
+    prompt: EncodedPrompt,
+    size: int,
+    message: Mapping[str, Any],
+    output: RequestOutput,
+    *,
+    adapter: str | None,
+    cache_salt: str | None,
+) -> Run:
+    """Return a function that runs a conversation of about ``size`` characters with its answer, as
+    later prompts begin. It returns None where they begin with the tokens of the answer."""
+    # The last token is sampled, and not computed.
+    computed = np.array([*prompt.ids.tolist(), *output.outputs[0].token_ids[:-1]], dtype=np.int64)
+
+    async def run(most: int) -> RequestOutput | None:
+        history = await context.texts.run(size, lambda: chat.next_turn(message))
+        if not parts_from(history, computed):
+            return None
+        ids = history.tolist()
+        return await context.llm.prefetch(ids, adapter=adapter, cache_salt=cache_salt, only_idle=True, most=most)
+
+    return run
+
+
+async def count_chat(request: Request, body: ChatRequest) -> int:
+    """Return the number of tokens of a chat's prompt, without running it."""
+    context: Context = request.app.state.context
+    refuse_unsupported(body)
+    _check_variables(body)
+    context.adapter_of(body.model)
+    tokenizer = _tokenizer(context)
+    given = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
+    messages, listed, _ = await aside(request, lambda: without_marks(body.messages, given))
+    tools = ToolChoice.of(body, listed)
+    _params(context, body, tools)
+    with naming({}, "messages"):
+        template = select_template(tokenizer.chat_templates, with_tools=tools.given is not None)
+    bare = body.model_copy(update={"messages": messages})
+    chat = Conversation.of(context, bare, tokenizer, template, tools.given, tools.allowed)
+
+    def count() -> int:
+        with naming({}, "messages"):
+            return len(chat.texts.encode_rendered(chat.render(chat.messages, chat.tools, asks=True)))
+
+    return await in_texts(context, request, len(await request.body()), count)
+
+
+def _tokenizer(context: Context) -> Tokenizer:
+    tokenizer = context.llm.tokenizer
+    if tokenizer is None:
+        raise bad_field("messages", "a chat needs a tokenizer with a chat template, and this model has none")
+    return tokenizer
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+def _check_variables(body: ChatRequest) -> None:
+    for name in body.chat_template_kwargs or ():
+        if name in OWN_VARIABLES:
+            raise bad_field(
+                f"chat_template_kwargs.{name}",
+                f"chat_template_kwargs may not hold {name}; it is given by a field of the request, if at all",
+            )
+
+
+def _check_session(body: ChatRequest) -> None:
+    alone = ("tools", "cache_salt", "reasoning_effort", "reasoning", "documents", "chat_template_kwargs")
+    for name in (*alone, "enable_thinking"):
+        if getattr(body, name) or getattr(body, name) is False:
+            raise bad_field(name, f"{name} cannot be given with session_id; leave it out")
+    if body.add_generation_prompt is False:
+        raise bad_field("add_generation_prompt", "a session always answers; leave add_generation_prompt out")
+
+
+def _params(context: Context, body: ChatRequest, tools: ToolChoice) -> tuple[SamplingParams, Mapping[str, str]]:
+    """Return the parameters, and the client's names of their fields."""
+    given, fields = asked_by(context, body)
+    fields["prompt"] = "messages"
+    if "logprobs" in given and not body.logprobs:
+        raise bad_field("top_logprobs", "top_logprobs needs logprobs=true")
+    if body.logprobs:
+        given.setdefault("logprobs", 0)
+    source = fields["structured_outputs"]
+    if "structured_outputs" in given and tools.offered is not None and source != "response_format":
+        raise bad_field(
+            source,
+            f"{source} and tools both say what the text must be; give one of them, response_format in its place, "
+            'or tool_choice="none"',
+        )
+    if tools.answer is not None:
+        given["structured_outputs"] = calls_or_answer_form(context, tools, tools.answer)
+    if tools.schema is not None:
+        given["structured_outputs"], fields["structured_outputs"] = {"json": tools.schema}, "tools"
+    return sampling_params(given, chat_defaults(context), fields), fields
+
+
+# -- the prompt ------------------------------------------------------------------------------------
+
+
+def _rendered(
+    context: Context,
+    body: ChatRequest,
+    chat: Conversation,
+    tools: ToolChoice,
+    params: SamplingParams,
+    marked: MarkedHints,
+    segmented: Messages | None,
+) -> tuple[EncodedPrompt, tuple[str, ...], MessageFormat, SamplingParams]:
+    """Return the conversation as a prompt, the marked texts that are no segments of it
+    (``Blend.unplaced``), how its answer is read, and the parameters for that. ``segmented``: the
+    messages with marks; None: it is tokenised as a whole."""
+    with naming({}, "messages"):
+        render = partial(chat.render, asks=body.add_generation_prompt is not False)
+        text = render(chat.messages, chat.tools)
+        parts: Sequence[Segment | str] = [text]
+        unplaced: tuple[str, ...] = ()
+        if segmented is not None:
+            _, texts = without_segments(chat.texts.messages(segmented))
+            parts, unplaced = cut_at_segments(text, chat.messages, texts, partial(render, tools=chat.tools))
+
+        def encode(count: int) -> EncodedPrompt:
+            return EncodedPrompt.rendered(chat.texts, first_of(parts, count))
+
+        prompt = encode(len(text))
+        marked.find(chat.messages, chat.tools, render, (text, prompt.ids), lambda count: encode(count).ids)
+        return prompt, unplaced, *_reading(context, chat.tokenizer, chat.template, params, tools, text)
+
+
+def _reading(
+    context: Context, tokenizer: Tokenizer, template: str, params: SamplingParams, tools: ToolChoice, prompt: str | None
+) -> tuple[MessageFormat, SamplingParams]:
+    """Return the format of the answer, and the parameters for it. They keep special tokens in the
+    text if the format has such tokens. A form holds behind the reasoning."""
+    format = _message_format(context, template, params, tools, prompt)
+    if tools.forced is not None:
+        params = params.replace(structured_outputs=forced_calls(context, template, tools)[0])
+    marks = [] if format.calls is None else [*format.calls.markers, *format.calls.wrappers]
+    if format.reasoning is not None:
+        marks += [format.reasoning.opener, format.reasoning.closer]
+    if format.harmony:
+        marks += MARKERS
+        params = _stopping(params, tokenizer, context)
+    special = tokenizer.token_bytes.special_ids
+    if format.calls is not None:
+        tokens = tokens_of(tokenizer) if format.calls.texts else {}
+        marks += [token for token in tokens if any(token in text for text in format.calls.texts)]
+    if any(tokenizer.token_id(mark) in special for mark in marks):
+        params = params.replace(skip_special_tokens=False)
+    if format.reasoning is not None and params.grammar is not None and params.grammar.reasoning_end is None:
+        begin, end = (
+            token if (token := tokenizer.token_id(mark)) in special else mark
+            for mark in (format.reasoning.opener, format.reasoning.closer)
+        )
+        opened = format.reasoning.opened if format.in_reasoning is None else format.in_reasoning
+        form = replace(params.grammar, reasoning_end=end, reasoning_begin=None if opened else begin)
+        params = params.replace(structured_outputs=form)
+    return format, params
+
+
+def _message_format(
+    context: Context, template: str, params: SamplingParams, tools: ToolChoice, prompt: str | None
+) -> MessageFormat:
+    """Return the format of the answer. ``prompt``: the rendered prompt, None if it is unknown."""
+    config, named = context.llm.model.config, context.settings.tool_call_parser
+    harmony = is_harmony(template, named)
+    # A grammar, as of forced calls, leaves no place for channels.
+    if harmony and params.grammar is None:
+        return MessageFormat(
+            harmony=True,
+            in_reasoning=prompt is not None and in_reasoning(prompt),
+            tools=tools.offered,
+            one_call=tools.one_call,
+        )
+    own = None if harmony else parser_for(config, template, named)
+    calls = own
+    if tools.forced is not None:
+        calls = forced_calls(context, template, tools)[1]
+    elif tools.offered is None:
+        calls = None if own is None or params.grammar is not None else own.without_calls
+    elif tools.answer is not None and own is not None:
+        calls = replace(own, whole=True)
+    elif own is None:
+        raise bad_field(
+            "tools",
+            "it is not known how this model writes tool calls, so it cannot choose to make them; "
+            'tool_choice "required", a named function and "none" work, and the server can be told with --tool-call-parser',
+        )
+    reasoning = reasoning_for(template)
+    if reasoning is not None and params.grammar is not None and prompt is not None and reasoning.closed_by(prompt):
+        reasoning = None
+    return MessageFormat(
+        reasoning=reasoning,
+        in_reasoning=None if reasoning is None or prompt is None else reasoning.opened_by(prompt),
+        calls=calls,
+        tools=tools.offered,
+        one_call=tools.one_call,
+        ids=_IDS.get(own.name, "any") if own is not None else "any",
+    )
+
+
+_IDS: Mapping[str, Literal["any", "short", "named"]] = {"mistral": "short", "kimi_k2": "named"}
+"""``MessageFormat.ids`` of formats."""
+
+
+def _stopping(params: SamplingParams, tokenizer: Tokenizer, context: Context) -> SamplingParams:
+    """Return parameters that stop at tokens that end a turn and are no EOS of the model's. A
+    request that ignores EOS ignores these too."""
+    if params.ignore_eos:
+        return params
+    engine = context.llm.engine
+    found = {tokenizer.token_id(stop) for stop in STOPS} & tokenizer.token_bytes.special_ids
+    missing = {token for token in found if token is not None and token < engine.checks.vocab_size} - engine.eos_ids
+    if missing <= params.stop_ids:
+        return params
+    return params.replace(stop_token_ids=sorted(params.stop_ids | missing))
+
+
+# -- the answer ------------------------------------------------------------------------------------
+
+
+class ChatReply(Reply):
+    """Choices with a ``message``, or with a ``delta`` of one."""
+
+    prefix = "chatcmpl"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(
+        self,
+        request: Request,
+        context: Context,
+        body: ChatRequest,
+        params: SamplingParams,
+        tools: ToolChoice,
+        format: MessageFormat,
+    ) -> None:
+        super().__init__(request, context, body, **head_of(context, body))
+        self._format = format
+        self._named = isinstance(tools.forced, dict)
+        self._params = params
+        self._readers: dict[int, MessageReader] = {}
+        self._said: list[dict[str, Any]] = []
+        """The deltas of the message, if there is one only."""
+        self._owner = (request.state.owner, context.adapter_of(body.model))
+        self._reruns = context.reruns
+        self.rerun: Callable[[Mapping[str, Any], RequestOutput], Run] | None = None
+        """What runs the conversation with this answer as later prompts begin."""
+
+    def begin(self, number: int, output: RequestOutput) -> None:
+        super().begin(number, output)
+        self._reruns.used(self._owner, output)
+
+    def ended(self, outputs: Sequence[RequestOutput]) -> None:
+        samples = [sample for output in outputs for sample in output.outputs]
+        message = message_of(self._said) if len(samples) == 1 and samples[0].finish_reason == "stop" else {}
+        if self.rerun is not None and ("reasoning_content" in message or "tool_calls" in message):
+            self._reruns.add(EndedTurn(self._owner, self.rerun(message, outputs[0])))
+
+    def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
+        reader = MessageReader(self._format)
+        self._said = [reader.feed(delta.text), reader.finish()]
+        message = message_of(self._said)
+        return {"index": delta.index, "message": message, **self._rest(reader, delta), **self._of_prompt()}
+
+    def chunk_choices(self, number: int, delta: SampleDelta) -> list[dict[str, Any]]:
+        choices: list[dict[str, Any]] = []
+        reader = self._readers.get(delta.index)
+        if reader is None:
+            reader = self._readers[delta.index] = MessageReader(self._format)
+            choices.append(
+                {
+                    "index": delta.index,
+                    "delta": {"role": "assistant", "content": ""},
+                    "logprobs": None,
+                    "finish_reason": None,
+                    **self._of_prompt(),
+                }
+            )
+        new = [reader.feed(delta.text)]
+        if delta.finish_reason is not None:
+            new.append(reader.finish())
+        rest = self._rest(reader, delta)
+        # All of the text may be held back so far.
+        new = [one for one in new if one]
+        self._said += new
+        if not new and (rest["logprobs"] is not None or rest["finish_reason"] is not None):
+            new = [{}]
+        unfinished = {"logprobs": None, "finish_reason": None, "stop_reason": None}
+        for number, one in enumerate(new):
+            last = number == len(new) - 1
+            choices.append({"index": delta.index, "delta": one, **(rest if last else unfinished)})
+        return choices
+
+    def _rest(self, reader: MessageReader, delta: SampleDelta) -> dict[str, Any]:
+        end = ending(delta.finish_reason, delta.stop_reason)
+        if end["finish_reason"] == "stop" and reader.calls_are_whole and not self._named:
+            # As at OpenAI, not for a call that the client named. Partial calls must not be made.
+            end["finish_reason"] = "tool_calls"
+        logprobs = None
+        if (count := self._params.logprobs) is not None:
+            logprobs = chat_logprobs(delta.token_ids, delta.logprobs or [], count, self.tokenizer)
+        return {"logprobs": logprobs, **end}
+
+    def _of_prompt(self) -> dict[str, Any]:
+        if (count := self._params.prompt_logprobs) is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self.outputs[0].prompt_logprobs, count)}

@@ -1,0 +1,135 @@
+"""A conversation of a chat request, as the model's template writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.server.http.context import Context
+from quire.server.http.errors import bad_field, naming
+from quire.server.openai.cache_marks import Messages, Tools
+from quire.server.openai.protocol import ChatRequest, Reasoning
+from quire.server.tools.reasoning import reasoning_for
+from quire.sessions.chat_turns import next_turn_ids
+from quire.text.chat_rendering import render_chat, variables_of
+from quire.text.long_texts import TextLimit
+from quire.text.spelled_tokens import SpelledTokens
+from quire.text.tokenizer import Tokenizer
+
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables that templates switch reasoning by; the first one that a template reads counts."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """The messages of a request, and what else its template gets."""
+
+    tokenizer: Tokenizer
+    texts: SpelledTokens
+    template: str
+    messages: Messages
+    tools: Tools
+    variables: Mapping[str, Any]
+    text_limit: TextLimit | None
+    allowed: Collection[str] | None = None
+    """Names of the tools that the template sees; None: all."""
+
+    @classmethod
+    def of(
+        cls,
+        context: Context,
+        body: ChatRequest,
+        tokenizer: Tokenizer,
+        template: str,
+        tools: Tools,
+        allowed: Collection[str] | None = None,
+    ) -> Conversation:
+        """Return the conversation of a body. Raise ``ApiError`` 400 for fields that a template does
+        not read."""
+        variables: dict[str, Any] = {**tokenizer.special_tokens, **(body.chat_template_kwargs or {})}
+        variables |= thinking_variables(body, template)
+        if body.documents is not None:
+            variables["documents"] = body.documents
+        texts = SpelledTokens(tokenizer, template, body.messages, tools, variables)
+        return cls(
+            tokenizer=tokenizer,
+            texts=texts,
+            template=template,
+            messages=body.messages,
+            tools=tools,
+            variables=variables,
+            text_limit=context.llm.engine.checks.text_limit,
+            allowed=allowed,
+        )
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, asks: bool) -> str:
+        """Return the text of messages, for ``texts`` to tokenise. ``asks``: it ends where the model
+        is to answer."""
+        if tools is not None and self.allowed is not None:
+            tools = [tool for tool in tools if tool["function"]["name"] in self.allowed]
+        return render_chat(
+            self.template,
+            self.texts.messages(messages),
+            add_generation_prompt=asks,
+            tools=self.texts.value(tools),
+            text_limit=self.text_limit,
+            **self.texts.variables(self.variables),
+        )
+
+    def next_turn(self, answer: Mapping[str, Any]) -> NDArray[np.int64]:
+        """Return the tokens with which the prompt after this answer begins."""
+        return next_turn_ids(
+            lambda messages: self.render(messages, self.tools, asks=False), [*self.messages, answer], self.texts
+        )
+
+
+# -- reasoning -------------------------------------------------------------------------------------
+
+
+def thinking_variables(body: ChatRequest, template: str) -> dict[str, Any]:
+    """Return the variables that ``reasoning_effort``, ``reasoning`` and ``enable_thinking`` give a
+    template. Raise ``ApiError`` 400 for what it does not read."""
+    reasoning = body.reasoning or Reasoning()
+    effort = _one("reasoning.effort", reasoning.effort, "reasoning_effort", body.reasoning_effort)
+    switch = _one("reasoning.enabled", reasoning.enabled, "enable_thinking", body.enable_thinking)
+    if effort is None and switch is None:
+        return {}
+    with naming({}, "messages"):
+        read = variables_of(template)
+    found: dict[str, Any] = {}
+    switches = [name for name in SWITCHES if name in read]
+    if effort is not None:
+        where = "reasoning_effort" if reasoning.effort is None else "reasoning.effort"
+        if "reasoning_effort" in read:
+            found["reasoning_effort"] = effort
+        elif effort != "none":
+            use = "enable_thinking switches it" if switches else "leave it out"
+            raise _unread(where, f"this model's chat template knows no effort of reasoning; {use}")
+        elif switch is None:
+            switch = False
+        elif switch:
+            raise _unread(where, f'{where} "none" and enable_thinking true exclude each other; give one of them')
+    if switch is not None:
+        if switches:
+            found[switches[0]] = switch
+        elif switch or reasoning_for(template) is not None:
+            where = "enable_thinking" if reasoning.enabled is None else "reasoning.enabled"
+            raise _unread(where, "this model's chat template does not switch reasoning on or off; leave it out")
+    return found
+
+
+def _one(name: str, value: T | None, other: str, same: T | None) -> T | None:
+    """Return the value of two fields that mean the same."""
+    if value is not None and same is not None and value != same:
+        raise bad_field(name, f"{name} is {value!r} and {other} {same!r}, which are the same; give one of them")
+    return same if value is None else value
+
+
+def _unread(name: str, reason: str) -> Exception:
+    return bad_field(name, f"{name} is not supported: {reason}", code="unsupported_parameter")

@@ -1,0 +1,236 @@
+"""One answer to a completion or a chat, at once or in chunks.
+
+A ``Reply`` turns deltas of samples into choices. An answer that is not streamed is made by the same
+code, of one delta for each sample, so both have the same content.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.async_llm import SampleDelta
+from quire.base.errors import QuireError
+from quire.base.outputs import CompletionOutput, RequestOutput
+from quire.base.sampling_params import SamplingParams
+from quire.base.segments import BlendParams
+from quire.server.http.context import Context
+from quire.server.http.errors import bad_field
+from quire.server.http.events import Chunk, Chunks, EventStream, JsonAnswer, unless_gone
+from quire.server.http.sites import page_reads_only
+from quire.server.openai.blend_fields import blend_body
+from quire.server.openai.generation import Source, Usage, deltas, finished, reuse_body, whole
+from quire.server.openai.hint_fields import HintFields
+from quire.server.openai.protocol import GenerationBody, StreamOptions
+from quire.server.sessions.bodies import ContinueBody
+from quire.server.sessions.streams import ClientSessionStream
+
+LONG_ANSWER = 1024
+"""Tokens of prompts and samples beyond which a worker thread writes the answer."""
+
+
+class Reply(ABC):
+    """The answer to one request."""
+
+    prefix: ClassVar[str]
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    named_events: ClassVar[bool] = False
+    """Whether the events of a stream have names: its chunks' types."""
+
+    def __init__(self, request: Request, context: Context, body: GenerationBody | ContinueBody, **head: Any) -> None:
+        """Begin the answer. ``head``: what it says of itself besides its id, kind and time."""
+        self.hints = HintFields()
+        self.unplaced: tuple[str, ...] = ()
+        """``Blend.unplaced``."""
+        self.tokenizer = context.llm.tokenizer
+        self.outputs: dict[int, RequestOutput] = {}
+        self.usage = Usage()
+        self._alone = not (context.settings.share_prefix_cache and request.state.owner)
+        """Whether no other client has a part in the prefix cache that its prompts see."""
+        request.state.tokens = self.usage.tokens
+        self.stream = bool(body.stream)
+        options = body.stream_options or StreamOptions()
+        self._with_usage = bool(options.include_usage)
+        self._running_usage = bool(options.continuous_usage_stats)
+        self._head = {
+            "id": f"{self.prefix}-{request.state.request_id}",
+            "object": self.object,
+            "created": int(time.time()),
+            **head,
+        }
+
+    @abstractmethod
+    def choice(self, number: int, delta: SampleDelta) -> dict[str, Any]:
+        """Return the choice of a sample's only delta, for an answer that is sent at once."""
+
+    @abstractmethod
+    def chunk_choices(self, number: int, delta: SampleDelta) -> list[dict[str, Any]]:
+        """Return the additions of one delta to a choice, one entry for each chunk."""
+
+    def count(self, delta: SampleDelta) -> int:
+        """Return the number of a delta's tokens that were generated for the client."""
+        return len(delta.token_ids)
+
+    def begin(self, number: int, output: RequestOutput) -> None:
+        """Count prompt ``number``, and take its output after the prompt was run."""
+        self.usage.begin(output)
+        self.outputs[number] = output
+
+    def at_once(self, outputs: Sequence[RequestOutput]) -> Chunk:
+        """Return the whole answer."""
+        choices = []
+        for number, output in enumerate(outputs):
+            self.begin(number, output)
+            for sample in output.outputs:
+                if sample.finish_reason == "error":
+                    raise sample.failure or QuireError(sample.error or "the request failed")
+                delta = whole(sample)
+                self.usage.add(self.count(delta))
+                choices.append(self.choice(number, delta))
+        return self.body_of(choices)
+
+    def body_of(self, choices: Sequence[Mapping[str, Any]]) -> Chunk:
+        """Return the body of an answer that is sent at once."""
+        return {**self._head, "choices": choices, "usage": self.usage.body(), **self.quire(list(self.outputs.values()))}
+
+    def ended(self, outputs: Sequence[RequestOutput]) -> None:  # noqa: B027 - only chats act on it
+        """Note that the answer is complete. Runs on the event loop."""
+
+    def quire(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Return the reports beside the usage that OpenAI does not have: reuse and blending of the
+        prompts that ran, and outcomes of hints."""
+        found: dict[str, Any] = {}
+        if ran := [self.outputs[number] for number in sorted(self.outputs)]:
+            found["reuse"] = reuse_body(ran, alone=self._alone)
+        if blends := [output.blend for output in outputs if output.blend is not None]:
+            found["blend"] = blend_body([replace(one, unplaced=self.unplaced) for one in blends])
+        if hints := self.hints.answers(dict(zip(sorted(self.outputs), outputs, strict=True))):
+            found["hints"] = hints
+        return {"quire": found} if found else {}
+
+    async def chunks(self, sources: Sequence[Source]) -> Chunks:
+        """Yield the answer as it comes."""
+        head = {**self._head, "object": self.chunk_object}
+        # What was reused, and done with hints, is known at the end, and goes with the last chunk.
+        held: Chunk | None = None
+        try:
+            async with aclosing(deltas(sources)) as stream:
+                async for number, delta in stream:
+                    # A session of a batch may have failed before its prompt was run.
+                    if number not in self.outputs and delta.finish_reason != "error":
+                        self.begin(number, sources[number].output)
+                    self.usage.add(self.count(delta))
+                    for choice in self.chunk_choices(number, delta):
+                        if held is not None:
+                            yield held
+                        chunk: Chunk = {**head, "choices": [choice], **self._usage_of_chunk()}
+                        held = None if self._with_usage or choice.get("finish_reason") is None else chunk
+                        if held is None:
+                            yield chunk
+        except Exception:
+            if held is not None:
+                yield held
+            raise
+        outputs = [sources[number].output for number in sorted(self.outputs)]
+        self.ended(outputs)
+        if held is not None:
+            yield {**held, **self.quire(outputs)}
+        if self._with_usage:
+            yield {**head, "choices": [], "usage": self.usage.body(), **self.quire(outputs)}
+
+    def _usage_of_chunk(self) -> dict[str, Any]:
+        if self._running_usage:
+            return {"usage": self.usage.body()}
+        return {"usage": None} if self._with_usage else {}
+
+
+def head_of(context: Context, body: GenerationBody) -> dict[str, Any]:
+    """Return the fields of an answer in OpenAI's shape that name its model."""
+    session = {} if body.session_id is None else {"session_id": body.session_id}
+    return {"model": body.model or context.model_name, **session, "system_fingerprint": None}
+
+
+async def answer(
+    request: Request,
+    context: Context,
+    reply: Reply,
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    blend: BlendParams | None,
+    *,
+    adapter: str | None,
+    cache_salt: str | None,
+) -> Response:
+    """Run checked prompts, each an array of token ids or parts of it, for a client that may go
+    away. ``cache_salt`` is from ``Context.salt``."""
+    llm, hints = context.llm, reply.hints.hints
+    if reply.stream:
+        sources = [
+            llm.stream(prompt, params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend)
+            for prompt in prompts
+        ]
+        return EventStream(reply.chunks(sources), sources, named=reply.named_events)
+    outputs = llm.generate(list(prompts), params, adapter=adapter, cache_salt=cache_salt, hints=hints, blend=blend)
+    return await _whole(reply, await unless_gone(request, outputs))
+
+
+async def prefetch(
+    request: Request,
+    context: Context,
+    reply: Reply,
+    prompts: Sequence[NDArray[np.int64]],
+    blend: BlendParams | None,
+    *,
+    adapter: str | None,
+    cache_salt: str | None,
+) -> Response:
+    """Bring checked prompts into the pool, and answer without a token."""
+    if blend is not None:
+        raise bad_field(
+            "blend", "a prefetch computes the prompt in full; leave blend out, or send segments to /v1/warm"
+        )
+    outputs = []
+    for prompt in prompts:
+        run = context.llm.prefetch(prompt.tolist(), adapter=adapter, cache_salt=cache_salt, hints=reply.hints.hints)
+        nothing = CompletionOutput(index=0, text="", token_ids=[], finish_reason="length")
+        outputs.append(replace(await unless_gone(request, run), prompt_token_ids=prompt.tolist(), outputs=[nothing]))
+    return JsonAnswer(reply.at_once(outputs))
+
+
+async def answer_in_session(request: Request, reply: Reply, source: ClientSessionStream) -> Response:
+    """Continue a session for such a client. The session refuses with its first delta."""
+    if request.state.reads_only:
+        raise page_reads_only()
+    if reply.stream:
+        try:
+            await unless_gone(request, source.begin())
+        except BaseException:
+            await source.aclose()
+            raise
+        return EventStream(reply.chunks([source]), [source])
+    return await _whole(reply, [await unless_gone(request, finished(source))])
+
+
+async def _whole(reply: Reply, outputs: Sequence[RequestOutput]) -> Response:
+    """Return an answer at once. A worker thread writes a long one, which may take seconds."""
+
+    def write() -> Response:
+        return JsonAnswer(reply.at_once(outputs))
+
+    size = sum(
+        len(output.prompt_token_ids) + sum(len(sample.token_ids) for sample in output.outputs) for output in outputs
+    )
+    written = write() if size <= LONG_ANSWER else await asyncio.to_thread(write)
+    reply.ended(outputs)
+    return written

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: ``routes`` over ``body`` and ``items``; ``events``; ``store``."""

@@ -1,0 +1,3 @@
+"""Sessions over HTTP: ``routes`` over ``bodies``; ``held``: owners and lifetimes; ``streams``,
+``batches``: generations; ``files``: state files; ``keeper``: sessions after a restart.
+"""

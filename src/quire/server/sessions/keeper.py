@@ -1,0 +1,163 @@
+"""The sessions of a server's clients in the journal of ``--state-dir``.
+
+Everything here runs on the server's event loop; the journal has a thread of its own. API keys are
+not written: a record holds a digest of the key's digest with random bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from quire.async_llm import AsyncLLM, AsyncSession
+from quire.async_llm.session import inner_session
+from quire.base.errors import NotDurable
+from quire.server.http import logs
+from quire.server.http.errors import hiding
+from quire.sessions.durable import KeptSessions, saving
+from quire.store.journal import End, Lifetime, Moment, SessionRecord, Use
+
+PREFIX = "session-"
+"""How the ids of clients' sessions begin."""
+
+
+class SessionKeeper:
+    """What writes the sessions of one server, and finds them again."""
+
+    def __init__(
+        self, llm: AsyncLLM, kept: KeptSessions, owners: Iterable[str], salt: Callable[[str, str | None], str | None]
+    ) -> None:
+        """``owners``: digests of the API keys. ``salt``: ``Context.salt``."""
+        self._llm = llm
+        self._kept = kept
+        self._owners = tuple(owners)
+        self._salt = salt
+        self.failing = False
+        """Whether the last write failed."""
+
+    async def keep(
+        self,
+        held: AsyncSession,
+        name: str,
+        durable: str | None,
+        is_gone: Callable[[], bool],
+        *,
+        owner: str,
+        left: float,
+        **fields: Any,
+    ) -> str:
+        """Return a digest of a session at rest when it is durable as it is now. ``durable`` is the
+        digest of what is; where only the time of its use has changed, that is written without
+        waiting. ``is_gone``: whether a client has deleted it meanwhile. ``fields``: those of a
+        record. ``NotDurable``: it cannot be written."""
+        session, lifetime = inner_session(held), Lifetime(left, Moment.now())
+        record = self._kept.record(session, name, owner=hidden(owner), lifetime=lifetime, **fields)
+        record = replace(record, salt=_given_salt(owner, record.salt))
+        with_state = self._kept.needs_state(session)
+        digest = digest_of(record, with_state=with_state)
+        if digest == durable:
+            self._kept.writer.write(Use(name, lifetime))
+            return digest
+        try:
+            if with_state:
+                path = self._kept.journal.new_state(name)
+                with saving(path):
+                    await held.save(path, use_tqdm=False)
+                record = replace(record, state=path.name)
+                if is_gone():
+                    path.unlink(missing_ok=True)
+                    return digest
+            await _written(self._kept.write(record))
+        except NotDurable as error:
+            self._note(error)
+            raise
+        self._note(None)
+        return digest
+
+    def _note(self, error: NotDurable | None) -> None:
+        """Note whether a write failed; log it where the last one did not do the same."""
+        if self.failing is (failing := error is not None):
+            return
+        self.failing = failing
+        if failing:
+            logs.event("sessions_not_written", level=logging.ERROR, error=str(error))
+        else:
+            logs.event("sessions_written_again", level=logging.WARNING)
+
+    def adopt(self, session: AsyncSession) -> None:
+        """Take over a new session. It is kept by its id, whatever it is called."""
+        inner_session(session)._keeper = None
+
+    async def forget(self, name: str) -> None:
+        """Return when a session's record is gone for good. ``NotDurable``: it is not."""
+        await _written(self._kept.writer.write(End(name)))
+
+    async def owners(self) -> dict[str, str]:
+        """Return the owners of the sessions whose owners have keys here, by their ids, the oldest
+        session first. Forget sessions whose time is over."""
+
+        def find() -> dict[str, str]:
+            now, found = Moment.now(), {}
+            for record in self._kept.journal.records():
+                if not record.id.startswith(PREFIX):
+                    continue
+                if left_of(record, now) == 0:
+                    self._kept.writer.write(End(record.id))
+                    continue
+                owner = next((one for one in self._owners if is_hidden(one, record.owner)), None)
+                if owner is not None:
+                    found[record.id] = owner
+            return found
+
+        return await asyncio.to_thread(find)
+
+    async def restored(self, name: str, owner: str) -> tuple[SessionRecord, AsyncSession] | None:
+        """Return a session, and its record; None if there is none or its time is over. Errors are
+        those of ``KeptSessions.restored``."""
+        record = await asyncio.to_thread(self._kept.journal.get, name)
+        if record is None or left_of(record, Moment.now()) == 0:
+            return None
+        path = self._kept.journal.directory if record.state is None else self._kept.journal.state_path(record)
+        with hiding(path, "its state file"):
+            return record, await self._llm.restored(replace(record, salt=self._salt(owner, record.salt)))
+
+
+def digest_of(record: SessionRecord, *, with_state: bool | None = None) -> str:
+    """Return a digest of what a session is, whatever its state file is called. ``with_state``: it
+    has one; None: as the record says."""
+    has_state = record.state is not None if with_state is None else with_state
+    return f"{replace(record, owner='', state=None).content()[2]} {has_state}"
+
+
+def left_of(record: SessionRecord, now: Moment) -> float:
+    """Return the seconds that a session has left: at most its ``ttl``, whatever the clock says."""
+    left, ttl = record.lifetime.left_at(now), record.ttl or 0.0
+    return ttl if left is None else min(ttl, left)
+
+
+def hidden(owner: str, salt: str | None = None) -> str:
+    """Return a salted digest of an owner for a record. It does not reveal the owner."""
+    salt = secrets.token_hex(16) if salt is None else salt
+    return f"{salt}:{hashlib.blake2b(owner.encode(), key=salt.encode(), digest_size=32).hexdigest()}"
+
+
+def is_hidden(owner: str, written: str) -> bool:
+    """Return whether ``hidden`` of an owner gave this."""
+    return hmac.compare_digest(hidden(owner, written.partition(":")[0]), written)
+
+
+def _given_salt(owner: str, salt: str | None) -> str | None:
+    """Return the client's part of a salt, which ``Context.salt`` puts behind the owner."""
+    if salt is None or not owner or not salt.startswith(owner):
+        return salt
+    return salt[len(owner) + 1 :] if len(salt) > len(owner) else None
+
+
+async def _written(done: asyncio.Future[None] | object) -> None:
+    await asyncio.shield(asyncio.wrap_future(done))  # type: ignore[arg-type]

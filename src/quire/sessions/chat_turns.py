@@ -1,0 +1,241 @@
+"""The turns of a chat: its messages, and which of a session's tokens they are.
+
+A chat template may write an answer into later prompts in another way than the model wrote it: most
+leave the reasoning out. Then the state of the answer is of no use to the next turn, unless the
+answer has been run again as the template writes it (``next_turn_ids``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.errors import FailedPrecondition
+from quire.base.token_history import Ids, common_prefix
+from quire.engine.request import Request
+from quire.text.detokenizer import IncrementalDetokenizer
+from quire.text.spelled_tokens import SpelledTokens
+from quire.text.text_spans import pieces_of
+from quire.text.tokenizer import Tokenizer
+
+ReadAnswer: TypeAlias = Callable[[str], Mapping[str, Any]]
+"""From the text of an answer to its message, whose content is text."""
+
+
+PROBES = ("a", "\n\n[")
+"""Beginnings of a next message. Tokens before it that differ between these belong to it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """A message of a session's chat."""
+
+    end: int
+    """Tokens of the session up to its end; for given messages, up to the beginning of the
+    answer."""
+    message: Mapping[str, Any]
+    is_answer: bool = False
+    """Whether the model wrote it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """Messages that are to be answered."""
+
+    before: Sequence[Turn]
+    messages: Sequence[Mapping[str, Any]]
+    start: int
+    """Where in the session the first turn begins."""
+    read: ReadAnswer | None
+    """None: the text of the answer is its content."""
+
+    @property
+    def all_messages(self) -> list[Mapping[str, Any]]:
+        """Return the messages for the template: those of earlier turns, then the new messages."""
+        return [*(turn.message for turn in self.before), *self.messages]
+
+
+class ChatTurns:
+    """All turns that a session holds."""
+
+    def __init__(self) -> None:
+        self._turns: list[Turn] = []
+        self._cut = False
+        """Whether the tokens after the last turn are a rewind's rest of messages, and so of no
+        turn."""
+        self._start: int | None = None
+        """Where the first turn began."""
+
+    def written(self) -> str | None:
+        """Return the turns in JSON; None if there are none. ``TypeError`` and ``ValueError`` for a
+        message that is none."""
+        if not self._turns and self._start is None:
+            return None
+        listed = [[turn.end, turn.message, turn.is_answer] for turn in self._turns]
+        return json.dumps({"turns": listed, "cut": self._cut, "start": self._start}, default=dict)
+
+    @classmethod
+    def read(cls, written: str | None) -> ChatTurns:
+        """Return the turns that ``written`` gave."""
+        turns = cls()
+        if written is not None:
+            found = json.loads(written)
+            turns._turns = [Turn(end=end, message=one, is_answer=answer) for end, one, answer in found["turns"]]
+            turns._cut, turns._start = found["cut"], found["start"]
+        return turns
+
+    def up_to(self, length: int) -> ChatTurns:
+        """Return the turns of a fork of the first ``length`` tokens."""
+        copy = ChatTurns()
+        copy._turns, copy._start, copy._cut = list(self._turns), self._start, self._cut
+        copy.cut(length)
+        return copy
+
+    def cut(self, length: int) -> None:
+        """Drop the turns that end after ``length`` tokens, the session's new length."""
+        kept = [turn for turn in self._turns if turn.end <= length]
+        behind = bool(kept) and kept[-1].is_answer and length > kept[-1].end
+        self._cut = behind and (self._cut or len(kept) < len(self._turns))
+        self._turns = kept
+        if self._start is not None and self._start > length:
+            self._start = None
+
+    def edited(self, ids_T: Ids, start: int, stop: int, new_T: Ids, tokenizer: Tokenizer | None) -> ChatTurns:
+        """Return the turns of a session of the tokens ``ids_T`` after ``start..stop`` have become
+        ``new_T``. ``FailedPrecondition`` unless these stand before or behind all turns, or in the
+        content of one message."""
+        first = 0 if self._start is None else self._start
+        last = self._turns[-1].end if self._turns else first
+        shift, found = new_T.size - (stop - start), self.up_to(len(ids_T))
+        if start >= last:
+            return found
+        if stop <= first:
+            found._start = first + shift
+        else:
+            found._turns = self._with_content(ids_T, start, stop, new_T, tokenizer, first)
+        found._turns = [replace(turn, end=turn.end + shift) if turn.end > start else turn for turn in found._turns]
+        return found
+
+    def _with_content(
+        self, ids_T: Ids, start: int, stop: int, new_T: Ids, tokenizer: Tokenizer | None, first: int
+    ) -> list[Turn]:
+        """Return the turns with the content of that one replaced in which ``start..stop`` is. Only
+        the last one's end is sure: what came before may have been tokenised anew."""
+        turns, last, found = list(self._turns), self._turns[-1].end, []
+        texts = [_text_of(turn.message) for turn in turns]
+        if first <= start and stop <= last and tokenizer is not None:
+            table = tokenizer.token_bytes
+            before, gone, after, new = (
+                b"".join(pieces_of(table, part))
+                for part in (ids_T[first:start], ids_T[start:stop], ids_T[stop:last], new_T)
+            )
+            # Tokens at the ends may also hold what the template writes around the content.
+            same = _same(gone, new)
+            before, gone, new = before + gone[:same], gone[same:], new[same:]
+            same = _same(gone[::-1], new[::-1])
+            gone, new, after = gone[: len(gone) - same], new[: len(new) - same], gone[len(gone) - same :] + after
+            whole, at = before + gone + after, len(before)
+            for text in set(texts) - {b""}:
+                places = [one.start() for one in re.finditer(re.escape(text), whole)]
+                for number, place in enumerate(places):
+                    # As often as there are messages that say so, or it is not known which is which.
+                    if place <= at and at + len(gone) <= place + len(text) and len(places) == texts.count(text):
+                        edited = text[: at - place] + new + text[at - place + len(gone) :]
+                        found.append((text, number, edited.decode(errors="replace")))
+        if len(found) != 1:
+            raise FailedPrecondition(
+                f"tokens {start}..{stop - 1} are not in the content of one message of the session's chat, which goes on by its "
+                "messages; edit part of one message's content, or rewind to before it"
+            )
+        text, number, content = found[0]
+        index = [index for index, one in enumerate(texts) if one == text][number]
+        turns[index] = replace(turns[index], message={**turns[index].message, "content": content})
+        return turns
+
+    def end_with_answer(self, length: int) -> bool:
+        """Return whether a session of this length ends with an answer of the model."""
+        return bool(self._turns) and not self._cut and self._turns[-1].is_answer and self._turns[-1].end == length
+
+    def ask(
+        self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int], tokenizer: Tokenizer, read: ReadAnswer | None
+    ) -> Asked:
+        """New messages in a session of the tokens ``ids``; changes nothing."""
+        start = len(ids) if self._start is None else self._start
+        return Asked(before=self._all(ids, tokenizer), messages=list(messages), start=start, read=read)
+
+    def _all(self, ids: Sequence[int], tokenizer: Tokenizer) -> list[Turn]:
+        """Return all turns, the last answer with what has come after it."""
+        if not self._turns or self._cut or self._turns[-1].end == len(ids):
+            return list(self._turns)
+        last = self._turns[-1]
+        # Embeddings, below 0, have no text.
+        text = IncrementalDetokenizer(tokenizer, [token_id for token_id in ids[: last.end] if token_id >= 0])
+        pieces = [text.push(token_id) for token_id in ids[last.end :] if token_id >= 0]
+        added = "".join([*pieces, text.finish()])
+        if not last.is_answer:
+            return [*self._turns, Turn(end=len(ids), message={"role": "assistant", "content": added}, is_answer=True)]
+        message = {**last.message, "content": last.message["content"] + added}
+        return [*self._turns[:-1], Turn(end=len(ids), message=message, is_answer=True)]
+
+    def answered(self, asked: Asked, request: Request, length: int) -> None:
+        """Note the answer, or that there is none, of a session of ``length`` tokens now."""
+        if not request.succeeded:
+            self.cut(length)
+            return
+        text = request.output.text
+        message = {"role": "assistant", "content": text} if asked.read is None else asked.read(text)
+        self._start, self._cut = asked.start, False
+        self._turns = [
+            *asked.before,
+            *(Turn(end=request.asked.num_prompt, message=one) for one in asked.messages),
+            Turn(end=length, message=message, is_answer=True),
+        ]
+
+
+def _same(one: bytes, other: bytes) -> int:
+    """Count the equal bytes at the beginning."""
+    return common_prefix(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
+
+
+def _text_of(message: Mapping[str, Any]) -> bytes:
+    """Return the content of a message as templates may write it: stripped; empty if it is none."""
+    content = message.get("content")
+    return content.strip().encode(errors="replace") if isinstance(content, str) else b""
+
+
+def next_turn_ids(
+    render: Callable[[Sequence[Mapping[str, Any]]], str],
+    messages: Sequence[Mapping[str, Any]],
+    texts: SpelledTokens | Tokenizer,
+    *,
+    inside: bool = False,
+) -> NDArray[np.int64]:
+    """Return the tokens up to where the next message begins. ``messages`` ends with the answer,
+    whose calls, if it has any, are answered next. ``texts`` tokenises what ``render`` returns.
+    ``inside``: other text stands before them. Errors are those of ``render``."""
+    found: NDArray[np.int64] | None = None
+    for probe in PROBES:
+        text = render([*messages, _next_message(messages[-1], probe)])
+        ids = np.array(texts.encode_rendered(text, inside=inside), dtype=np.int64)
+        found = ids if found is None else found[: common_prefix(found, ids)]
+    assert found is not None
+    return found
+
+
+def _next_message(answer: Mapping[str, Any], content: str) -> dict[str, Any]:
+    calls = answer.get("tool_calls")
+    if not calls:
+        return {"role": "user", "content": content}
+    name = calls[0].get("function", {}).get("name")
+    return {"role": "tool", "tool_call_id": calls[0].get("id"), "name": name, "content": content}
+
+
+def parts_from(history: NDArray[np.int64], computed: NDArray[np.int64]) -> bool:
+    """Return whether a history goes on in another way than what has been computed."""
+    return common_prefix(history, computed) < min(history.size, computed.size)

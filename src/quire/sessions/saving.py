@@ -1,0 +1,198 @@
+"""Sessions to state files and back (the format is documented in ``docs/statefile.md``)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quire.adapters.history import as_read, written
+from quire.adapters.keys import private_salt
+from quire.base.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
+from quire.base.token_history import Ids, TokenHistory
+from quire.branches.saved_rows import NO_POSITIONS, SESSION, load_row, other_eviction, read_rows
+from quire.engine.engine import Engine
+from quire.engine.progress_bars import byte_bar, counted, verify_shown
+from quire.engine.request import SessionBranch
+from quire.kv import sequencefile
+from quire.kv.windows import Window
+from quire.models.fingerprint import ModelIdentity
+from quire.statefile.container import HeaderLimits, StateFile, TensorSpec, read_state, write_state
+from quire.statefile.container import to_bytes as container_bytes
+from quire.statefile.schema import check_metadata
+
+LONGEST = 1 << 22
+"""Token ids in a file at most, if the context is not longer: windowed sessions have no end."""
+MOST_RUNS = 10_000
+"""Changes of the adapter that a file holds at most."""
+MOST_ROWS = 16
+"""Rows that a KV cache may have of which one is loaded as a session."""
+
+
+def save(
+    engine: Engine, state: SessionBranch, identity: ModelIdentity, path: Path, use_tqdm: bool | None = False
+) -> None:
+    metadata, plan, tensors = parts(engine, state, identity)
+    with byte_bar("Saving", sum(one.nbytes for one in plan), use_tqdm) as bar:
+        size = write_state(path, metadata, plan, counted(tensors, bar))
+    engine.metrics.state_bytes_saved.inc(size)
+
+
+def to_bytes(engine: Engine, state: SessionBranch, identity: ModelIdentity) -> bytes:
+    metadata, plan, tensors = parts(engine, state, identity)
+    data = container_bytes(metadata, plan, tensors)
+    engine.metrics.state_bytes_saved.inc(len(data))
+    return data
+
+
+def parts(
+    engine: Engine, state: SessionBranch, identity: ModelIdentity
+) -> tuple[dict[str, Any], list[TensorSpec], Iterator[tuple[str, Tensor]]]:
+    """Return metadata, plan and tensors of a session. ``Unsupported`` if it is longer than ``load``
+    takes, ``FailedPrecondition`` if more than its last token is not computed."""
+    require_computed(state)
+    runs, tokens = written(state.runs, engine.branches.fingerprint_of), state.tokens.ids.tolist()
+    for count, most, what in (
+        (len(tokens), _longest(engine), "tokens"),
+        (len(runs), MOST_RUNS, "changes of its adapter"),
+    ):
+        if count > most:
+            raise Unsupported(f"the session has {count} {what}; a state file holds at most {most}")
+    metadata: dict[str, Any] = {
+        "kind": SESSION,
+        "model": identity.fields(),
+        "adapters": runs,
+        "exact": state.origin.exact,
+        **({} if state.origin.exact else {"exact_tokens": state.origin.inexact_from}),
+        "modified": state.modified,
+        "window": None if state.window is None else [state.window.size, state.window.sink],
+        "tokens": tokens,
+        "positions": [0, len(tokens)],
+        "sequence": None,
+    }
+    if state.seq is None:
+        return metadata, [], iter(())
+    metadata["sequence"], plan, tensors = sequencefile.describe(engine.runner.state, state.seq)
+    return metadata, plan, tensors
+
+
+def require_computed(state: SessionBranch) -> None:
+    """Raise ``FailedPrecondition`` if more than a session's last token is not computed."""
+    if (0 if state.seq is None else state.computed) < len(state.tokens) - 1:
+        raise FailedPrecondition(
+            "the session's state was dropped while it was to be saved, for the pool is short; call again"
+        )
+
+
+def needs_state(state: SessionBranch) -> bool:
+    """Return whether a session's tokens do not give its state: it was written into, it is not
+    exact, or embeddings stand in it, which only this process has."""
+    return state.modified or not state.origin.exact or bool((state.tokens.ids < 0).any())
+
+
+def branch_of(
+    engine: Engine,
+    ids_T: Ids,
+    *,
+    adapters: Sequence[Sequence[Any]],
+    window: Sequence[int] | None,
+    key: Hashable,
+    what: str,
+) -> SessionBranch:
+    """Return a session's state of which nothing is computed. The caller has the engine's lock.
+    ``InvalidArgument``: an adapter is not loaded; ``what``: the subject of that."""
+    pool = engine.runner.adapters
+    runs = as_read([list(run) for run in adapters], ids_T.size, pool.find, pool.fingerprints, what)
+    state = SessionBranch(tokens=TokenHistory(ids_T), key=key, adapter=runs.runs[-1][1])
+    state.runs, state.window = runs, None if window is None else Window(window[0], window[1])
+    if ids_T.size:
+        engine.checks.history(ids_T)
+        engine.checks_of(state).length(ids_T.size, None)
+    return state
+
+
+def opened(
+    engine: Engine, source: str | Path | bytes | bytearray | memoryview, use_tqdm: bool | None = False
+) -> StateFile:
+    """Open a file of this engine's model, fully checked, without the lock. Close it afterwards."""
+
+    def limits(size: int) -> HeaderLimits:
+        return sequencefile.header_limits(engine.runner.state, _longest(engine), MOST_RUNS, MOST_ROWS, size)
+
+    file = read_state(source, limits=limits, verify=False)
+    try:
+        verify_shown(file, "Restoring", use_tqdm)
+        check_metadata(file.metadata)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _longest(engine: Engine) -> int:
+    return max(LONGEST, engine.max_model_len)
+
+
+def load(
+    engine: Engine, file: StateFile, identity: ModelIdentity, *, convert_dtype: bool, row: int | None = None
+) -> SessionBranch:
+    """Load a saved session, or a row of a saved KV cache, into the pool. Everything is checked
+    before the pool is touched."""
+    picked = _picked(file, row)
+    (saved,) = read_rows(
+        file,
+        engine.runner,
+        identity,
+        vocab_size=engine.runner.model.vocab_size,
+        convert_dtype=convert_dtype,
+        only=picked,
+    )
+    if saved.window is not None and saved.window.eviction != "token":
+        raise Unsupported(f"row {picked} of the state {other_eviction(saved.window)}")
+    if saved.positions is not None:
+        raise Unsupported(f"row {picked} of the state {NO_POSITIONS}")
+    if saved.ids is None:
+        raise InvalidArgument(f"the state does not tell the tokens of row {picked}, and a session goes by its tokens")
+    # A writer computes all tokens but the last one, so that loading runs none.
+    if saved.length not in (saved.total, max(0, saved.total - 1)):
+        raise DataLoss(
+            f"the state file has the state of {saved.length} tokens and names {saved.total}; the state of all of them, or of all but "
+            "the last, is expected"
+        )
+    # A key of its own: state from a file, perhaps of another dtype, is no other prompt's prefix.
+    state = SessionBranch(key=private_salt(), adapter=saved.runs.runs[-1][1])
+    saved.fill(state, saved.total)
+    if saved.total:
+        engine.checks_of(state).length(saved.total, None)
+    # The embeddings are not in the file, so that what stands for them cannot be computed again.
+    state.pinned = saved.origin.modified or bool((saved.ids < 0).any())
+    state.origin = replace(saved.origin, modified=state.pinned)
+    if saved.length:
+        seq = engine.runner.new_seq()
+        while True:
+            try:
+                load_row(engine.runner.state, seq, file, saved)
+                break
+            except ResourceExhausted:
+                if not engine.runner.room.make():
+                    raise
+        state.seq, state.computed = seq, saved.length
+    engine.metrics.state_bytes_loaded.inc(file.nbytes)
+    return state
+
+
+def _picked(file: StateFile, row: int | None) -> int:
+    """Return the row of a file that becomes a session; None: the only one."""
+    metadata: Mapping[str, Any] = file.metadata
+    if metadata["kind"] == SESSION and row is not None:
+        raise InvalidArgument(f"row {row}: the state file holds a {SESSION!r}, which has no rows")
+    count = 1 if metadata["kind"] == SESSION else len(metadata["rows"])
+    if row is None and count > 1:
+        raise InvalidArgument(f"the state holds a KV cache of {count} rows, and a session is one; pick it with row=")
+    picked = 0 if row is None else row
+    if not 0 <= picked < count:
+        raise InvalidArgument(f"row {picked} does not exist; the state holds a KV cache with rows 0..{count - 1}")
+    return picked
