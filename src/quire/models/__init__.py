@@ -1,6 +1,7 @@
 """Families of models: one file each, a configuration and a table of tensor names.
 
-``families``: which architecture is which. ``decoder`` over ``blocks`` and ``geometry``, ``llama`` as an
-example: dense models. ``mixture``, ``hybrid_decoder``, ``deepseek``: other kinds. ``loading``: from a
-directory to a model. ``fallback`` over ``probe``: any other decoder of transformers.
+``families``: which architecture is which. ``decoder`` over ``blocks`` and ``geometry``, ``llama``
+as an example: dense models. ``mixture``, ``hybrid_decoder``, ``deepseek``: other kinds.
+``loading``: from a directory to a model. ``fallback`` over ``probe``: any other decoder of
+transformers.
 """
