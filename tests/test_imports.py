@@ -19,49 +19,33 @@ import quire
 
 ROOT = Path(quire.__file__).parent
 LAYERS = (
-    {
-        "types",
-        "errors",
-        "forks",
-        "registry",
-        "config",
-        "hints",
-        "segments",
-        "metrics",
-        "sampling_fields",
-        "sampling_params",
-        "outputs",
-        "signatures",
-        "interrupts",
-        "finalizers",
-        "process_exit",
-        "openmp",
-        "caller_context",
-        "display",
-        "other_names",
-    },
+    {"base"},
     {"contracts"},
     {"drawing"},
     {"ops"},
     {"weights"},
-    {"kernels", "kv", "nn"},
+    {"sampling"},
+    {"kernels", "nn", "text", "grammars"},
+    {"statefile"},
+    {"kv"},
     {"store"},
     {"blend"},
     {"models"},
+    {"adapters"},
     {"runner"},
     {"branches"},
     {"executor"},
     {"engine"},
-    {"pool_budget", "memory_profile", "build"},
+    {"sessions"},
+    {"build"},
     {"llm"},
     {"async_llm"},
     {"server"},
-    {"tables", "line_input", "client"},
-    {"doctor", "inspection", "store_tables", "terminal_chat", "remote_chat", "remote_trace", "remote_top"},
-    {"cli_options", "cli_bench", "cli_state", "cli_watch", "cli"},
+    {"remote_top", "remote_trace"},
+    {"cli"},
 )
 """From the bottom up: a part may import itself and what lies below it."""
-APART = {"kernels", "kv", "nn"}
+APART = {"kernels", "nn", "text"}
 """Parts of one layer that do not know each other."""
 STRANGERS = {("models", "kv")}
 """A model sees a pass, never the state behind it."""
@@ -77,9 +61,9 @@ WITHOUT_TORCH = (
     "engine.scheduler",
     "branches.prefix_cache",
     "engine.pins",
-    "engine.grammar_trial",
+    "grammars.trial",
     "engine.page_use",
-    "engine.views.timeline",
+    "engine.timeline",
 )
 LEVELS = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 PATHS = {".".join(("quire", *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")}
