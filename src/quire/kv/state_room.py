@@ -203,14 +203,14 @@ def page_shortage(
 
 
 def full_page_shortage(state: StateParts, seq_ids: Sequence[SeqId], append_lengths: Sequence[int]) -> Shortage:
-    if capacity(state) is None:
+    if (longest := capacity(state)) is None:
         return Shortage(0, False)
     needed, size = 0, state.paged.page_size
     for seq_id, count in zip(seq_ids, append_lengths, strict=True):
         sequence = state.sequences.get(seq_id)
         if sequence.window is None:
             needed += pages_for(sequence.length + count, size) - pages_for(sequence.length, size)
-    return Shortage(max(0, needed - num_available_pages(state)), needed * size > capacity(state))
+    return Shortage(max(0, needed - num_available_pages(state)), needed * size > longest)
 
 
 def shortage_in_steps(state: StateParts, seq_ids: Sequence[SeqId], append_lengths: Sequence[int], most: int) -> int:
