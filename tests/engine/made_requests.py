@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from quire.base.token_history import TokenHistory
-from quire.engine.request import Asked, Output, Request, RequestBranch, Seat
+from quire.engine.request import AskedFor, Output, Request, RequestBranch, Seat
 
 
 @dataclass
@@ -21,8 +21,10 @@ def made_request(tokens: Iterable[int], **given: Any) -> Request:
     """Return a request with these tokens. Each given field is set in the place that has it."""
     places = [
         {field.name: given.pop(field.name) for field in fields(place) if field.name in given}
-        for place in (Asked, RequestBranch, Seat, Output)
+        for place in (AskedFor, RequestBranch, Seat, Output)
     ]
     assert not given
     asked, branch, seat, output = places
-    return Request(Asked(**asked), RequestBranch(tokens=TokenHistory(tokens), **branch), Seat(**seat), Output(**output))
+    return Request(
+        AskedFor(**asked), RequestBranch(tokens=TokenHistory(tokens), **branch), Seat(**seat), Output(**output)
+    )

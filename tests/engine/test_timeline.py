@@ -190,7 +190,7 @@ def test_rings_are_bounded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     line = module.Timeline(
         llm.engine.scheduler, llm.engine.stored, llm.engine.runner.state, frozenset(), llm.engine.metrics
     )
-    monkeypatch.setattr(llm.engine, "timeline", line)
+    monkeypatch.setattr(llm.engine.requests, "timeline", line)
     for number in range(module.LANES + 10):
         request = llm.engine.submit(np.array(prompt(3)), GREEDY)[0]
         llm.engine.end([request])

@@ -83,8 +83,8 @@ MUTANTS = (
     Mutant(
         name="broken-state-stays-pinned",
         file="engine/requests.py",
-        old="            request.asked.hints.failed(self.prefix_pins)\n",
-        new="            pass\n",
+        old="                self.prefix_pins.drop(pin)\n",
+        new="                pass\n",
         tests=("engine/test_hints.py::test_what_a_failed_request_pinned_is_not_handed_out",),
     ),
     Mutant(
@@ -93,6 +93,13 @@ MUTANTS = (
         old="tuple(self._waiting_of.get(key, ())), key=_priority)",
         new="tuple(self._waiting_of.get(key, ())), key=lambda one: one.seat.status is Status.WAITING)",
         tests=("engine/test_hints.py::test_an_urgent_prompt_passes_a_long_one",),
+    ),
+    Mutant(
+        name="a-key-with-all-places-keeps-them",
+        file="engine/request_queues.py",
+        old="return self._has_one_key and self.seated >=",
+        new="return self.seated >=",
+        tests=("engine/test_key_shares.py::test_a_thousand_requests_of_one_key_do_not_hold_another_up",),
     ),
     Mutant(
         name="a-key-overtakes-others",

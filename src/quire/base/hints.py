@@ -6,9 +6,9 @@ the request continues.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 from quire.base.config import check_int, check_real
 from quire.base.errors import InvalidArgument, QuireError
@@ -122,29 +122,6 @@ PrefixName: TypeAlias = tuple[PinAccount, Hashable, bytes]
 """Account, key and a digest of the tokens of a pinned prefix."""
 
 
-class Computed(Protocol):
-    """A branch of which the first tokens are computed."""
-
-    computed: int
-
-
-B = TypeVar("B", bound=Computed)
-B_contra = TypeVar("B_contra", bound=Computed, contravariant=True)
-
-
-class Pinning(Protocol[B_contra]):
-    """The pinned prefixes of an engine."""
-
-    def pin(self, prompt: B_contra, length: int, ttl: float, account: PinAccount) -> tuple[int, PrefixName | None]:
-        """Pin the first ``length`` computed tokens. Return how many are, and the name of the pin,
-        None for an older one. ``QuireError`` if that cannot be."""
-        ...
-
-    def drop(self, name: PrefixName) -> None:
-        """Give up one whose state is broken."""
-        ...
-
-
 class RequestHints:
     """The hints of one request, from its arrival to their results: pins to make, and the results so
     far. The caller holds the engine's lock."""
@@ -164,27 +141,33 @@ class RequestHints:
         """Return the positions at which the state is to be kept, ascending."""
         return tuple(sorted({position for position, _ in self._waiting}))
 
-    def ran(self, branch: B, pins: Pinning[B]) -> None:
-        """Pin what has been computed by now."""
-        while self._waiting and self._waiting[0][0] <= branch.computed:
-            position, pin = self._waiting.pop(0)
-            try:
-                tokens, made = pins.pin(branch, position, pin.ttl, self._wanted.account)
-            except QuireError as error:
-                self._note(pin, done=False, reason=str(error))
-                continue
-            if made is not None:
-                self._made.append(made)
-            reason = "" if tokens == position else f"no state is kept between {tokens} and {position} tokens"
-            self._note(pin, tokens=tokens, ttl=pin.ttl, reason=reason)
+    @property
+    def account(self) -> PinAccount:
+        return self._wanted.account
 
-    def failed(self, pins: Pinning[Any]) -> None:
-        """Give up what was pinned of a state that is not fit to be used."""
-        for made in self._made:
-            pins.drop(made)
+    def due(self, computed: int) -> Iterator[tuple[int, Pin]]:
+        """Yield the pins that can be made now, and their positions, once."""
+        while self._waiting and self._waiting[0][0] <= computed:
+            yield self._waiting.pop(0)
+
+    def pinned(self, pin: Pin, position: int, tokens: int, made: PrefixName | None) -> None:
+        """Note that ``tokens`` are pinned, by a new pin if it is ``made``."""
+        if made is not None:
+            self._made.append(made)
+        reason = "" if tokens == position else f"no state is kept between {tokens} and {position} tokens"
+        self._note(pin, tokens=tokens, ttl=pin.ttl, reason=reason)
+
+    def refused(self, pin: Pin, error: QuireError) -> None:
+        """Note why a pin was not made."""
+        self._note(pin, done=False, reason=str(error))
+
+    def failed(self) -> list[PrefixName]:
+        """Refuse all pins of a state that is not fit to be used. Return the pins that are to be
+        dropped."""
         self.results = [result for result in self.results if result.hint != "pin"]
         self._waiting = [(0, pin) for pin in self._wanted.pins]
         self._refuse("the request failed")
+        return self._made
 
     def ended(self) -> int | None:
         """Refuse the pins that are left, at the end of the request. Return the position from which

@@ -29,7 +29,7 @@ from quire.engine.sampling_step import SamplingStep
 from quire.engine.scheduler import Scheduler
 from quire.engine.session_branches import SessionBranches
 from quire.engine.step_draft import Limits
-from quire.engine.steps import Stepper
+from quire.engine.steps import EngineSteps
 from quire.engine.timeline import Timeline
 from quire.grammars.grammars import Grammars
 from quire.runner.local import Runner
@@ -99,7 +99,7 @@ def make_engine(
     )
     sampling = SamplingStep(eos_ids=ends, grammars=grammars, metrics=metrics, ends=requests, gaps=timeline.gaps)
     blend_runs = BlendRuns(runner=runner, requests=requests, blending=blending, checks=checks, metrics=metrics)
-    stepper = Stepper(
+    stepper = EngineSteps(
         runner=runner,
         lock=lock,
         orphans=orphans,

@@ -14,7 +14,7 @@ from quire.base.metrics import EngineMetrics
 from quire.base.token_history import Ids, TokenHistory
 from quire.base.types import BASE
 from quire.engine.blending import Blending, chunks_of
-from quire.engine.request import BACKGROUND, Asked, Output, Request, RequestBranch, Seat
+from quire.engine.request import BACKGROUND, AskedFor, Output, Request, RequestBranch, Seat
 from quire.engine.request_checks import RequestChecks
 from quire.engine.requests import Requests, owner_of
 from quire.runner.local import Runner
@@ -52,7 +52,7 @@ class BlendRuns:
         self.checks.tokens(tokens)
         self.checks.length(tokens.size, None)
         request = Request(
-            Asked(request_id=self.requests.name(), num_prompt=tokens.size, owner=owner_of(key), capture=capture),
+            AskedFor(request_id=self.requests.name(), num_prompt=tokens.size, owner=owner_of(key), capture=capture),
             RequestBranch(tokens=TokenHistory(tokens), key=key, runs=BASE.then(0, adapter), cacheable=False),
             Seat(priority=priority),
             Output(wants="none"),
@@ -107,7 +107,7 @@ class BlendRuns:
             self.metrics.blend_divergence.observe(blend.divergence)
 
         full = Request(
-            Asked(request_id=self.requests.name(), num_prompt=ids.size, owner=owner_of(branch.salt)),
+            AskedFor(request_id=self.requests.name(), num_prompt=ids.size, owner=owner_of(branch.salt)),
             RequestBranch(tokens=TokenHistory(ids), key=branch.key, runs=branch.runs, reusable=True),
             Seat(priority=request.seat.priority),
             Output(on_logits=compare),

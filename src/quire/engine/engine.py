@@ -38,14 +38,14 @@ from quire.engine.page_use import OWNERS, PageUse, page_use
 from quire.engine.pins import Pins, PrefixPins, final_length
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.prompt_logprobs import PromptLogprobs
-from quire.engine.request import BACKGROUND, Asked, OnLogits, Output, Request, RequestBranch, Seat, SessionBranch
+from quire.engine.request import BACKGROUND, AskedFor, OnLogits, Output, Request, RequestBranch, Seat, SessionBranch
 from quire.engine.request_checks import RequestChecks
 from quire.engine.requests import Requests, owner_of
 from quire.engine.sample_outputs import SampleOutputs
 from quire.engine.sampling_step import SamplingStep
 from quire.engine.scheduler import Scheduler
 from quire.engine.session_branches import SessionBranches, media_of
-from quire.engine.steps import Stepper
+from quire.engine.steps import EngineSteps
 from quire.engine.timeline import Timeline
 from quire.grammars.grammars import Grammars
 from quire.runner.local import Runner
@@ -73,7 +73,7 @@ class Engine:
     """Sessions and requests of unreferenced objects. The next step ends them."""
     requests: Requests
     scheduler: Scheduler
-    stepper: Stepper
+    stepper: EngineSteps
     outputs: SampleOutputs
     sampling: SamplingStep
     branches: SessionBranches
@@ -153,7 +153,7 @@ class Engine:
                 self.pins.check(session, final_length(tokens.size, params.max_tokens, limit), session.account)
             runs = BASE.then(0, adapter)
             prefix = self.branches.prefix_key(key, runs)
-            asked = Asked(
+            asked = AskedFor(
                 request_id=self.requests.name(request_id),
                 params=params,
                 num_prompt=tokens.size,
@@ -183,7 +183,7 @@ class Engine:
             self.requests.queue(samples)
             return samples
 
-    def _hinted(self, asked: Asked, hints: CacheHints) -> Asked:
+    def _hinted(self, asked: AskedFor, hints: CacheHints) -> AskedFor:
         """Return a request with hints about its state."""
         if hints is NO_HINTS:
             return asked
@@ -216,7 +216,7 @@ class Engine:
         with self.lock:
             self.pins.check(session, len(tokens), session.account)
             request = Request(
-                Asked(
+                AskedFor(
                     request_id=self.requests.name(),
                     num_prompt=len(tokens),
                     tail=tuple(tail),
@@ -259,7 +259,7 @@ class Engine:
         with self.lock:
             self.runner.adapters.check([adapter])
             runs = BASE.then(0, adapter)
-            asked = Asked(request_id=self.requests.name(), num_prompt=len(tokens), owner=owner_of(key))
+            asked = AskedFor(request_id=self.requests.name(), num_prompt=len(tokens), owner=owner_of(key))
             request = Request(
                 self._hinted(asked, hints),
                 RequestBranch(

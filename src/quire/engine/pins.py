@@ -18,8 +18,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.base.errors import FailedPrecondition, PoolExhausted, QuotaExceeded
-from quire.base.hints import PinAccount, PrefixName
+from quire.base.errors import FailedPrecondition, PoolExhausted, QuireError, QuotaExceeded
+from quire.base.hints import PinAccount, PrefixName, RequestHints
 from quire.base.types import BASE, SeqId
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.request import RequestBranch, SessionBranch
@@ -135,6 +135,16 @@ class PrefixPins:
     def branches(self) -> list[SessionBranch]:
         """Return the branches that hold the pinned prefixes."""
         return [held.branch for held in self._held.values()]
+
+    def pin_due(self, hints: RequestHints, prompt: RequestBranch) -> None:
+        """Pin what hints ask for of the tokens that are computed by now."""
+        for position, pin in hints.due(prompt.computed):
+            try:
+                tokens, made = self.pin(prompt, position, pin.ttl, hints.account)
+            except QuireError as error:
+                hints.refused(pin, error)
+            else:
+                hints.pinned(pin, position, tokens, made)
 
     def pin(self, prompt: RequestBranch, length: int, ttl: float, account: PinAccount) -> tuple[int, PrefixName | None]:
         """Keep the state of the first ``length`` tokens of a request for ``ttl`` seconds. Return

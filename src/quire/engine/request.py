@@ -88,7 +88,7 @@ class ReuseNote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AskedFor:
     """What a caller wants. It does not change."""
 
     request_id: str = ""
@@ -228,7 +228,7 @@ class Output:
 class Request:
     """A sequence under way: a sample of a prompt, or a run without sampling."""
 
-    asked: Asked
+    asked: AskedFor
     branch: RequestBranch
     seat: Seat = field(default_factory=Seat)
     output: Output = field(default_factory=Output)

@@ -130,7 +130,8 @@ class Requests:
         if cache is not None and branch.seq is not None and branch.seq in cache:
             cache.remove(branch.seq)
         if request.asked.hints is not None:
-            request.asked.hints.failed(self.prefix_pins)
+            for pin in request.asked.hints.failed():
+                self.prefix_pins.drop(pin)
         for sibling in request.seat.siblings:
             sibling.output.error = error
             self.finish(sibling, "error")

@@ -40,7 +40,7 @@ from quire.engine.miss_search import MissSearch
 from quire.engine.partings import Partings
 from quire.engine.request import BACKGROUND, Request, Status
 from quire.engine.request_queues import RequestQueues
-from quire.engine.step_draft import Failure, Limits, Pool, Scheduled, StepDraft, chunk_of
+from quire.engine.step_draft import Failure, Limits, Scheduled, SequencePool, StepDraft, chunk_of
 
 if TYPE_CHECKING:
     from quire.branches.tiers import Tier
@@ -70,7 +70,7 @@ class Scheduler:
         state: ModelState,
         *,
         queues: RequestQueues,
-        pool: Pool,
+        pool: SequencePool,
         cache: RadixCache | None,
         tier: Tier | None = None,
         checkpoints: Checkpoints | None = None,

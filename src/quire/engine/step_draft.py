@@ -34,7 +34,7 @@ class Scheduled:
     """Requests that can never run, with the reason; they hold nothing any more."""
 
 
-class Pool(Protocol):
+class SequencePool(Protocol):
     """The sequences of a KV state, as a scheduler changes them."""
 
     def new_seq(self) -> SeqId:
@@ -68,7 +68,7 @@ class StepDraft:
     counts: list[int] = field(default_factory=list)
     adapters: set[int] = field(default_factory=set)
     """Those that it uses."""
-    pool: Pool | None = None
+    pool: SequencePool | None = None
     """The judge of adapters that one forward is to use together; None: any can."""
     held_back: bool = False
     """Whether a request waits for room for its adapter."""

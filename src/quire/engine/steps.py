@@ -57,7 +57,7 @@ ANSWER_SECONDS = 0.02
 
 
 @dataclass(eq=False, kw_only=True)
-class Stepper:
+class EngineSteps:
     """Runs the steps of one engine."""
 
     runner: Runner
@@ -211,7 +211,7 @@ class Stepper:
         """Do what is to be done once more tokens of a request are computed."""
         asked, branch = request.asked, request.branch
         if asked.hints is not None:
-            asked.hints.ran(branch, self.prefix_pins)
+            self.prefix_pins.pin_due(asked.hints, branch)
         if asked.capture is not None and branch.seq is not None:
             asked.capture.ran(branch.seq, branch.computed)
 
