@@ -31,8 +31,8 @@ from typing import IO
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.server.http.app import create_app
 from quire.server.http.serving import Server, bind, url_of
-from quire.server.state_answers import encoded_document
 from quire_bench.reports import Spread, interleave, print_json, print_table
+from quire_inspector.routes.state_answers import encoded_document
 
 TARGET = 0.02
 """Largest share of the time that viewers may take."""

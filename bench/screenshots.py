@@ -27,10 +27,10 @@ from rich.console import Console
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import NotFound
 from quire.cli.remote_chat import Link
-from quire.remote_top import Watch, screen
 from quire.server.http.app import create_app
 from quire.server.http.serving import Server, bind, url_of
 from quire.server.http.settings import ServerSettings
+from quire_inspector.top import Watch, screen
 from screenshot_scene import MODULE, Scene
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from tests.test_cli import run
 
 from quire import LLM, NotFound
 from quire.cli.store_tables import fact_for_people
-from quire.server import known_tokenizers
+from quire_inspector.files import known_tokenizers
 
 
 @pytest.fixture(scope="module")

@@ -28,12 +28,12 @@ from quire.base.errors import InvalidArgument, QuireError, Unsupported
 from quire.base.outputs import CompletionOutput
 from quire.contracts.token_views import AttentionView, ChancesView, NormsView, TokenChance
 from quire.contracts.views import BranchView, HistoryNode, HistoryView, PoolView
-from quire.drawing.branch_tree import MOST_NODES, tree_of
-from quire.drawing.heat import MOST_COLUMNS, MOST_ROWS, Heat, pooled
-from quire.drawing.page_maps import PageMaps, cells_of
-from quire.drawing.pictures import axes
-from quire.drawing.shown_text import in_html, short, visible
-from quire.drawing.summaries import Summary
+from quire_inspector.drawing.branch_tree import MOST_NODES, tree_of
+from quire_inspector.drawing.heat import MOST_COLUMNS, MOST_ROWS, Heat, pooled
+from quire_inspector.drawing.page_maps import PageMaps, cells_of
+from quire_inspector.drawing.pictures import axes
+from quire_inspector.drawing.shown_text import in_html, short, visible
+from quire_inspector.drawing.summaries import Summary
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -461,16 +461,14 @@ def test_without_matplotlib_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) 
 def test_drawing_knows_values_only() -> None:
     import subprocess
 
-    code = (
-        "import sys, quire.drawing.painters as p; print(sorted(m for m in ('torch', 'matplotlib') if m in sys.modules))"
-    )
+    code = "import sys, quire_inspector.drawing.painters as p; print(sorted(m for m in ('torch', 'matplotlib') if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_every_view_of_a_token_has_a_picture() -> None:
     from quire.contracts import token_views
-    from quire.drawing.painters import PICTURES, picture_of
+    from quire_inspector.drawing.painters import PICTURES, picture_of
 
     views = [one for name, one in vars(token_views).items() if name.endswith("View") and hasattr(one, "plot")]
     assert len(views) == 4

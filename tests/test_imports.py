@@ -21,13 +21,13 @@ ROOT = Path(quire.__file__).parent
 LAYERS = (
     {"base"},
     {"contracts"},
-    {"drawing"},
     {"ops"},
     {"weights"},
     {"sampling"},
-    {"kernels", "nn", "text", "grammars"},
+    {"text"},
+    {"grammars"},
     {"statefile"},
-    {"kv"},
+    {"kernels", "kv", "nn"},
     {"store"},
     {"blend"},
     {"models"},
@@ -41,11 +41,10 @@ LAYERS = (
     {"llm"},
     {"async_llm"},
     {"server"},
-    {"remote_top", "remote_trace"},
     {"cli"},
 )
 """From the bottom up: a part may import itself and what lies below it."""
-APART = {"kernels", "nn", "text"}
+APART = {"kernels", "kv", "nn"}
 """Parts of one layer that do not know each other."""
 STRANGERS = {("models", "kv")}
 """A model sees a pass, never the state behind it."""
@@ -65,6 +64,18 @@ WITHOUT_TORCH = (
     "engine.page_use",
     "engine.timeline",
 )
+INSPECTED = (
+    "quire.cli.main",
+    "quire.cli.state",
+    "quire.cli.watch",
+    "quire.llm",
+    "quire.server.http.app",
+    "quire.sessions.display",
+    "quire.sessions.layer_views",
+    "quire.sessions.session",
+    "quire.sessions.views",
+)
+"""Modules of verbs that show something."""
 LEVELS = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 PATHS = {".".join(("quire", *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in PATHS.items()}
@@ -127,15 +138,24 @@ def test_imports_point_down() -> None:
     assert found == []
 
 
+def users_of(package: str) -> dict[str, bool]:
+    """Return the modules that import a package, and whether they do so when they are loaded."""
+    found: dict[str, bool] = {}
+    for module in MODULES:
+        for name, loaded in imports(module).items():
+            if name.partition(".")[0] == package:
+                found[module] = found.get(module, False) or loaded
+    return found
+
+
 def test_only_the_command_line_measures_and_only_when_it_is_asked_to() -> None:
     """``quire_bench`` stands over ``quire``, which works without it."""
-    users = {
-        (module, loaded)
-        for module in MODULES
-        for name, loaded in imports(module).items()
-        if name.partition(".")[0] == "quire_bench"
-    }
-    assert users == {("quire.cli.bench", False)}
+    assert users_of("quire_bench") == {"quire.cli.bench": False}
+
+
+def test_the_inspector_is_imported_where_a_user_asks_for_it() -> None:
+    """``quire_inspector`` stands over ``quire``: only functions import it, at the doors."""
+    assert users_of("quire_inspector") == dict.fromkeys(INSPECTED, False)
 
 
 def test_engine_and_executor_meet_in_branches() -> None:

@@ -23,11 +23,12 @@ import pytest
 from rich.console import Console
 from tests.server.conftest import Served, llm, served, serving, wait_for
 
-from quire import AsyncLLM, remote_top
+from quire import AsyncLLM
 from quire.base.errors import InvalidArgument
 from quire.cli.remote_chat import Link
-from quire.remote_top import Watch, clean, facts, page_bar, run_top, screen, sparkline
 from quire.server.http.settings import ServerSettings
+from quire_inspector import top
+from quire_inspector.top import Watch, clean, facts, page_bar, run_top, screen, sparkline
 
 __all__ = ["llm", "served"]
 
@@ -249,7 +250,7 @@ def test_it_waits_for_a_server_that_comes_back(llm: AsyncLLM, monkeypatch: pytes
 
 
 def test_a_wrong_key_is_no_reason_to_wait(llm: AsyncLLM) -> None:
-    with serving(llm, ServerSettings(api_key=("a",))) as found, pytest.raises(remote_top.HttpFailure, match="401"):
+    with serving(llm, ServerSettings(api_key=("a",))) as found, pytest.raises(top.HttpFailure, match="401"):
         Watch(Link(found.url, api_key="b")).try_to_look()
 
 

@@ -20,9 +20,9 @@ from tests.server.conftest import Served, llm, served, serving, wait_for
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import InvalidArgument, NotFound, QuireError, ResourceExhausted
 from quire.engine.timeline import Timeline
-from quire.engine.views.trace_events import TraceRecorder
-from quire.remote_trace import record_trace
-from quire.server import state_routes
+from quire_inspector.routes import state_routes
+from quire_inspector.trace import record_trace
+from quire_inspector.views.trace_events import TraceRecorder
 
 __all__ = ["llm", "served"]
 

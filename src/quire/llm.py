@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from rich.console import RenderableType
@@ -36,16 +36,12 @@ from quire.build import build, quantization_problem
 from quire.contracts.blend import BlendExecutor, BlendRetriever
 from quire.contracts.executor import CacheLike
 from quire.contracts.views import HistoryView
-from quire.drawing.page_maps import PageMaps
 from quire.engine.abilities import ENGINE_REFUSALS, ENGINE_VERBS
 from quire.engine.engine import Engine
 from quire.engine.named_adapters import AdapterInfo
 from quire.engine.page_use import OWNERS
 from quire.engine.prompts import Prompt, Prompts, SegmentedPrompt, Text
 from quire.engine.request_outputs import prefix_output
-from quire.engine.views.llm_repr import llm_repr, llm_summary, pool_pages
-from quire.engine.views.state_views import StateViews
-from quire.engine.views.tracing import traced
 from quire.executor import counters
 from quire.executor.executor import Executor
 from quire.kv.rules import verbs_of
@@ -65,6 +61,11 @@ from quire.store.history import Difference
 from quire.store.journal import SessionJournal, SessionRecord
 from quire.store.transfer import Transferred
 from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire_inspector.drawing.page_maps import PageMaps
+    from quire_inspector.drawing.summaries import Summary
+    from quire_inspector.views.state_views import StateViews
 
 
 class LLM:
@@ -136,7 +137,7 @@ class LLM:
             raise
         self._executor: Executor | None = None
         end_with_process(self.close)
-        self._views = StateViews(parts.engine, parts.adapters, parts.engine.timeline.model)
+        self._views: StateViews | None = None
         try:
             parts.engine.blending.retriever, parts.engine.blending.executor = blend_retriever, blend_executor
             if not parts.engine.blending.refusal and blend_calibration.is_kept(parts.engine):
@@ -629,11 +630,17 @@ class LLM:
     def views(self) -> StateViews:
         """Return the views of the state: branches, pages, texts."""
         self._requests.require_open("views")
+        if self._views is None:
+            from quire_inspector.views.state_views import StateViews
+
+            self._views = StateViews(self._engine, self._requests.adapters, self._engine.timeline.model)
         return self._views
 
     def pages(self) -> PageMaps:
         """Return the pages of all pools, by who holds them, to be drawn in notebooks and terminals,
         and by ``plot``. Its ``pools`` are the views. ``FailedPrecondition`` once it is closed."""
+        from quire_inspector.views.llm_repr import pool_pages
+
         return pool_pages(self.views)
 
     def history(self) -> HistoryView:
@@ -648,16 +655,25 @@ class LLM:
         self._requests.require_open("trace")
         if not isinstance(path, (str, Path)):
             raise InvalidArgument(field="path", given=path, allowed="the name of a file")
+        from quire_inspector.views.tracing import traced
+
         timeline = self._engine.timeline
         return traced(timeline, timeline.model, Path(path).expanduser())
 
     def _repr_html_(self) -> str:
-        return llm_summary(self)._repr_html_()
+        return self._summary()._repr_html_()
 
     def __rich__(self) -> RenderableType:
-        return llm_summary(self).__rich__()
+        return self._summary().__rich__()
+
+    def _summary(self) -> Summary:
+        from quire_inspector.views.llm_repr import llm_summary
+
+        return llm_summary(self)
 
     def __repr__(self) -> str:
+        from quire_inspector.views.llm_repr import llm_repr
+
         return llm_repr(self)
 
     # -- its end -----------------------------------------------------------------------------------

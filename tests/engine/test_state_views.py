@@ -20,9 +20,9 @@ from quire.base.token_history import TokenHistory, common_prefix
 from quire.base.types import SeqId
 from quire.contracts.executor import PrefillInput
 from quire.contracts.views import OWNER_NAMES, HistoryNode, HistoryView, PoolView
-from quire.engine.views.state_reading import ReadBranch, _ids_of
-from quire.engine.views.state_views import ReadState
-from quire.engine.views.viewer import EVERYBODY
+from quire_inspector.views.state_reading import ReadBranch, _ids_of
+from quire_inspector.views.state_views import ReadState
+from quire_inspector.views.viewer import EVERYBODY
 
 from .conftest import Checkpoint, MakeLLM, check, engine_of, greedy, make_family, random_tokens
 from .test_page_use import Traffic, kinds_of_pages

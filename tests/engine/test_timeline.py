@@ -16,7 +16,7 @@ from quire.contracts.executor_calls import DecodeInput, PrefillInput
 from quire.engine import timeline as module
 from quire.engine.request import Request
 from quire.engine.timeline import RequestLane
-from quire.engine.views.timeline_reader import latencies, timeline_document
+from quire_inspector.views.timeline_reader import latencies, timeline_document
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

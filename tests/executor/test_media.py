@@ -25,6 +25,7 @@ from torch import Tensor
 
 from quire.base.errors import Cancelled, InvalidArgument, ResourceExhausted, Unsupported
 from quire.base.sampling_params import SamplingParams
+from quire.branches.row_media import image_blocks, image_mask
 from quire.contracts.executor import (
     AUDIO_PLACEHOLDER,
     END_OF_AUDIO,
@@ -38,7 +39,6 @@ from quire.contracts.executor import (
 from quire.executor.executor import Executor
 from quire.executor.forward_packing import pack
 from quire.executor.llm_executor import LlmExecutor
-from quire.executor.row_media import image_blocks, image_mask
 
 
 def rows_of(count: int, seed: int = 0) -> Tensor:

@@ -15,7 +15,7 @@ from tests.server.conftest import Served, serving, wait_for
 from quire.base.outputs import MISSES
 from quire.contracts.views import OWNER_NAMES, unpacked
 from quire.server.http.settings import ServerSettings
-from quire.server.page_routes import FOLDER
+from quire_inspector.routes.page_routes import FOLDER
 
 if TYPE_CHECKING:
     from pathlib import Path

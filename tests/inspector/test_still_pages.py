@@ -14,8 +14,8 @@ from tests.server.conftest import wait_for
 
 from quire import LLM
 from quire.server.http.serving import bind, url_of
-from quire.server.snapshot_server import FileSource, SnapshotServer, SnapshotSource, StoreSource
 from quire.store.files import FileTier
+from quire_inspector.files.snapshot_server import FileSource, SnapshotServer, SnapshotSource, StoreSource
 
 KEY = "a-key"
 

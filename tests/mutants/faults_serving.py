@@ -14,7 +14,7 @@ EXECUTOR = (
     ),
     Mutant(
         name="embeddings-of-another-piece",
-        file="executor/row_media.py",
+        file="branches/row_media.py",
         old="return self.embeddings_mE[first:last]",
         new="return self.embeddings_mE[: last - first]",
         tests=("executor/test_media.py::test_rows_stand_at_their_placeholders",),

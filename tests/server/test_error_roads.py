@@ -34,10 +34,10 @@ from quire.base.errors import (
 from quire.base.forks import Forked
 from quire.base.sampling_params import BeamSearchParams
 from quire.branches.state_loads import LoadFailed
-from quire.engine.views.state_views import StateViews
 from quire.grammars.trial import GrammarsBusy
 from quire.server.http.errors import RETRY_AFTER, STATUSES, STORE_UNAVAILABLE, api_error
 from quire.store.records import Unfit
+from quire_inspector.views.state_views import StateViews
 
 from .conftest import Served, pages_free, wait_for
 

@@ -25,13 +25,13 @@ from tests.test_cli import run
 from quire import LLM
 from quire.base.errors import NotFound
 from quire.contracts.views import unpacked
-from quire.server.file_snapshot import PAGE, file_snapshot
-from quire.server.snapshot import Snapshot
-from quire.server.snapshot_server import FileSource, SnapshotSource, StoreSource, create_snapshot_app
-from quire.server.store_snapshot import store_snapshot
 from quire.statefile.container import read_state
 from quire.store.files import FileTier
 from quire.store.survey import survey
+from quire_inspector.files.file_snapshot import PAGE, file_snapshot
+from quire_inspector.files.snapshot import Snapshot
+from quire_inspector.files.snapshot_server import FileSource, SnapshotSource, StoreSource, create_snapshot_app
+from quire_inspector.files.store_snapshot import store_snapshot
 
 __all__ = ["hybrid"]
 
@@ -389,8 +389,8 @@ def test_only_who_has_the_key_and_asks_this_host_is_answered(
 
 
 def test_a_store_is_read_again_when_it_has_changed(llm: LLM, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.server.snapshot_server.LOOK_SECONDS", 0.0)
-    monkeypatch.setattr("quire.server.snapshot_server.SHARE", 0)
+    monkeypatch.setattr("quire_inspector.files.snapshot_server.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("quire_inspector.files.snapshot_server.SHARE", 0)
     with asked(lambda: StoreSource(FileTier(store, None))) as ask:
         first = ask("/v1/state").json()
         assert (first["source"], first["reading"]) == ("store", 1)

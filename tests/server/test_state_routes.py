@@ -20,10 +20,10 @@ import pytest
 
 from quire import AsyncLLM, SamplingParams
 from quire.contracts.views import OWNER_NAMES, unpacked
-from quire.server import state_events
 from quire.server.http.settings import ServerSettings
-from quire.server.page_routes import FOLDER, POLICY
-from quire.server.state_events import StateEvents, events_of
+from quire_inspector.routes import state_events
+from quire_inspector.routes.page_routes import FOLDER, POLICY
+from quire_inspector.routes.state_events import StateEvents, events_of
 
 from .conftest import OPTIONS, Served, serving, wait_for
 

@@ -101,7 +101,7 @@ def test_a_busy_session_is_refused(served: Served) -> None:
 
 
 def test_answers_have_a_limit(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.server import token_routes
+    from quire_inspector.routes import token_routes
 
     branch = made(served.client)
     heads = served.llm.engine.runner.model.layer_specs[0].num_heads

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-PAINTERS = "quire.drawing.painters"
+PAINTERS = "quire_inspector.drawing.painters"
 
 
 class Pictured:

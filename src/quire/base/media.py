@@ -1,7 +1,7 @@
 """``Media``: the embeddings of images and sounds in a history of tokens. No torch at run time.
 
 The id of a placeholder in a history is computed from its data
-(``quire.executor.row_media.recorded_ids``), as in rows of KV caches: below -4, 62 bits of a
+(``quire.branches.row_media.recorded_ids``), as in rows of KV caches: below -4, 62 bits of a
 SHA-256. So the users that compare histories (the prefix cache, sessions, requests of one batch) see
 equal ids for equal data only. The data are kept beside the history, by these ids, as long as the
 tokens may be replayed.

@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any, BinaryIO, Literal, TypeAlias, TypeVar, Union
 
 from quire.base.errors import InvalidArgument
@@ -62,9 +63,11 @@ def checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
     @wraps(function)
     def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not checks:
-            # At the first call, when all names in the annotations exist.
-            hints = typing.get_type_hints(function)
-            checks.update({name: check_of(hint) for name, hint in hints.items() if name != "return"})
+            # At the first call, when all names in the annotations of arguments exist. That of the
+            # result may exist for type checkers only.
+            annotations = {name: one for name, one in function.__annotations__.items() if name != "return"}
+            hints = typing.get_type_hints(SimpleNamespace(__annotations__=annotations), function.__globals__)
+            checks.update({name: check_of(hint) for name, hint in hints.items()})
             in_order.extend(checks.get(name, ANYTHING) for name in order)
         try:
             given = [check(value) for check, value in zip(in_order, args, strict=False)]

@@ -265,7 +265,7 @@ def inspect(
     tier = store_at(target)
     if in_browser:
         _require_server("quire inspect --open")
-        from quire.server.snapshot_server import FileSource, StoreSource, show
+        from quire_inspector.files.snapshot_server import FileSource, StoreSource, show
 
         source = partial(FileSource, Path(target)) if tier is None else partial(StoreSource, tier)
         show(source, port=port, browse=not no_browser)

@@ -308,7 +308,7 @@ def _words(commit: SessionCommit, text: bool) -> Callable[[list[int]], str]:
     """Return a function that shows tokens of a commit: their first ids, or their first text."""
     if not text:
         return _some
-    from quire.server.known_tokenizers import tokenizer_of
+    from quire_inspector.files.known_tokenizers import tokenizer_of
 
     tokenizer = tokenizer_of(commit.model)
     if tokenizer is None:

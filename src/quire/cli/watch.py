@@ -24,7 +24,7 @@ def top(
 
     Without a terminal it is shown once. A server that goes away is waited for.
     """
-    from quire.remote_top import run_top
+    from quire_inspector.top import run_top
 
     run_top(url, api_key=api_key, interval=interval, once=once, as_json=as_json)
 
@@ -39,6 +39,6 @@ def trace(
 
     ui.perfetto.dev and chrome://tracing show such files. There are no texts in them.
     """
-    from quire.remote_trace import record_trace
+    from quire_inspector.trace import record_trace
 
     record_trace(url, output, seconds=seconds, api_key=api_key)

@@ -18,8 +18,8 @@ from quire.base.config import MODALITIES
 from quire.base.errors import InvalidArgument, QuireError, Unsupported
 from quire.base.media import NO_MEDIA, Media
 from quire.base.segments import Segment
+from quire.branches.row_media import media_of_rows, recorded_ids
 from quire.contracts.executor import VISION_PLACEHOLDER, AudioData, ExecutorInputs, TextData, VisionData
-from quire.executor.row_media import media_of_rows, recorded_ids
 
 KEYS = ("prompt_token_ids", "multi_modal_data", "prompt_embeds")
 KINDS: dict[str, type[VisionData] | type[AudioData]] = {"image": VisionData, "audio": AudioData}

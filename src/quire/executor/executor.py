@@ -26,6 +26,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.signatures import checks_arguments
 from quire.base.types import LogitsWanted
 from quire.branches.model_facts import ModelFacts
+from quire.branches.row_media import check_modalities
 from quire.contracts.executor import (
     CacheLike,
     DecodeInput,
@@ -59,7 +60,6 @@ from quire.executor.call_outputs import decode_output, places_for_logits, prefil
 from quire.executor.handle import Handle, handle_of
 from quire.executor.item_placement import place, rows_to_extend
 from quire.executor.row_extension import packed
-from quire.executor.row_media import check_modalities
 from quire.executor.running_calls import Operation, Stopwatch
 from quire.executor.transaction import Transaction
 from quire.kv.sequences import check_integer

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.base.types import AdapterRuns, Chunk, LogitsWanted
-from quire.executor.row_media import RowMedia, image_mask, joined
+from quire.branches.row_media import RowMedia, image_mask, joined
 from quire.runner.local import NO_EXTRAS, Extras, StepOutput
 
 

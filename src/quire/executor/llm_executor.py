@@ -17,6 +17,7 @@ from quire.base.errors import Cancelled, InvalidArgument, Unsupported
 from quire.base.sampling_params import SamplingParams
 from quire.base.signatures import checks_arguments
 from quire.base.token_history import Ids
+from quire.branches.row_media import media_of_rows
 from quire.contracts.executor import CacheLike, ExecutorInputs, ModelAssets, RequestSampling
 from quire.executor.arguments import NO_MASKS, require_adapter, resolve_cache, to_ids
 from quire.executor.cache import KVCache
@@ -31,7 +32,6 @@ from quire.executor.request_sampling import (
     history_for,
 )
 from quire.executor.row_extension import Extension, extensions, packed, require_vocabulary
-from quire.executor.row_media import media_of_rows
 from quire.executor.running_calls import Stopwatch
 from quire.executor.transaction import Transaction
 from quire.kv.sequences import check_integer

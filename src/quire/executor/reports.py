@@ -11,6 +11,8 @@ import torch
 
 from quire.base.config import MODALITIES
 from quire.branches.model_facts import ModelFacts
+from quire.branches.row_media import NO_PER_LAYER
+from quire.branches.row_media import refusal as media_refusal
 from quire.contracts.executor import (
     AttentionMechanism,
     ExecutorCapabilities,
@@ -23,8 +25,6 @@ from quire.contracts.layers import KeyValueAttention, LatentAttention
 from quire.executor.arguments import NO_MASKS, weights_refusal
 from quire.executor.cache_pool import NO_PAGES, CachePool
 from quire.executor.executor_types import NO_PARALLELISM
-from quire.executor.row_media import NO_PER_LAYER
-from quire.executor.row_media import refusal as media_refusal
 from quire.executor.verification import LOGITS_OF_SPECULATION
 from quire.executor.warmup import Activations
 from quire.models.loading import DTYPES

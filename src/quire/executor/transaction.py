@@ -25,6 +25,7 @@ from torch import Tensor
 from quire.base.errors import QuireError, ResourceExhausted
 from quire.base.token_history import Ids
 from quire.base.types import Chunk, LogitsWanted, Pop, Step, TokenTree
+from quire.branches.row_media import RowMedia, recorded_ids
 from quire.executor.cache_pool import CachePool
 from quire.executor.forward_packing import (
     LOGITS_ONLY,
@@ -39,7 +40,6 @@ from quire.executor.forward_packing import (
 from quire.executor.replay import NOTHING, owed_tokens, states_needed
 from quire.executor.row import Pending, path_to
 from quire.executor.row_extension import Extension, kept_edits, packed
-from quire.executor.row_media import RowMedia, recorded_ids
 from quire.executor.running_calls import Operation
 from quire.runner.local import NO_EXTRAS, Extras, StepOutput
 

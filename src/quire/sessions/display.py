@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quire.drawing.summaries import Summary
-
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
     from quire.engine.request import SessionBranch
     from quire.sessions.live_sequence import LiveSequence
+    from quire_inspector.drawing.summaries import Summary
 
 SHOWN = 24
 """Characters of each end of a text that are shown."""
@@ -39,6 +38,8 @@ def session_repr(live: LiveSequence) -> str:
 def session_summary(live: LiveSequence) -> Summary:
     """Return the facts of ``session_repr`` as a table, with more of the text. It never raises and
     never waits, either."""
+    from quire_inspector.drawing.summaries import Summary
+
     engine, state, name = live.engine, live.branch, live.name
     facts = [("tokens", f"{len(state.tokens):,}")]
     if live.closed or engine.closed:

@@ -5,6 +5,8 @@ Letters: H heads; n positions.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,11 +17,13 @@ from quire.base.types import Remove
 from quire.contracts.kv_state import Export
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.token_views import AttentionView, NormsView
-from quire.drawing.heat import Heat
 from quire.engine import layer_memory
 from quire.engine.engine import Engine
 from quire.engine.request import SessionBranch
 from quire.sessions.token_run import require_idle, run_token
+
+if TYPE_CHECKING:
+    from quire_inspector.drawing.heat import Heat
 
 ROWS_AT_ONCE = 4096
 """Rows of which norms are taken at a time."""
@@ -70,6 +74,8 @@ def attention_heat(engine: Engine, source: SessionBranch, layer: int, head: int 
     weights_TN = run.weights_HTN.mean(0) if head is None else run.weights_HTN[head]
     title = f"attention at layer {layer} ({spec.kind}), " + ("mean of all heads" if head is None else f"head {head}")
     rows = [str(position) for position in range(length - count, length)]
+    from quire_inspector.drawing.heat import Heat
+
     return Heat(title, weights_TN.cpu().numpy(), rows, np.arange(length, dtype=np.int64), "query", "weight")
 
 

@@ -35,8 +35,6 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.segments import BlendParams
 from quire.base.signatures import require_bool
 from quire.contracts.token_views import AttentionView, ChancesView, ComparisonView, NormsView
-from quire.drawing.branch_tree import BranchTree
-from quire.drawing.heat import Heat
 from quire.engine.engine import Engine
 from quire.engine.prompts import Prompt, Text
 from quire.engine.request import Request
@@ -58,6 +56,8 @@ from quire.text.token_ids import is_integer
 
 if TYPE_CHECKING:
     from quire.executor.cache import KVCache
+    from quire_inspector.drawing.branch_tree import BranchTree
+    from quire_inspector.drawing.heat import Heat
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -7,18 +7,19 @@ written into, blended or converted is read as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from quire.base.config import check_int
 from quire.base.errors import InvalidArgument
 from quire.contracts.layers import LayerSpec
 from quire.contracts.token_views import AttentionView, ChancesView, ComparisonView, NormsView
-from quire.drawing.branch_tree import BranchTree, tree_of
-from quire.drawing.heat import Heat
-from quire.drawing.painters import norm_heat
 from quire.engine import layer_memory
-from quire.engine.views.state_views import StateViews
 from quire.sessions import layer_views, token_chances
 from quire.sessions.live_sequence import LiveSequence
+
+if TYPE_CHECKING:
+    from quire_inspector.drawing.branch_tree import BranchTree
+    from quire_inspector.drawing.heat import Heat
 
 MOST_QUERIES = 1024
 
@@ -60,6 +61,9 @@ def compare(live: LiveSequence, other: LiveSequence, top: int) -> ComparisonView
 
 def tree(live: LiveSequence) -> BranchTree:
     """Return the tree of the branches that share a beginning with a session."""
+    from quire_inspector.drawing.branch_tree import tree_of
+    from quire_inspector.views.state_views import StateViews
+
     state = live.require_open("tree")
     views = StateViews(live.engine, live.adapters, "")
     return tree_of(views.history(owner=None), f"the tree of session {state.number}", f"session:{state.number}")
@@ -78,6 +82,8 @@ def heat(live: LiveSequence, layer: int | None, head: int | None, what: str, que
         view = layer_views.norms_view(live.engine, live.branch, layer)
         if head is not None:
             check_int("head", head, 0, view.norms[what].shape[1] - 1)
+        from quire_inspector.drawing.painters import norm_heat
+
         return norm_heat(view, what, head)
     layer_views.require_attention(spec, layer)
     if head is not None:

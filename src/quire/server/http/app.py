@@ -12,7 +12,6 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from quire.async_llm import AsyncLLM
-from quire.server import page_routes, state_routes, token_routes
 from quire.server.anthropic import routes as anthropic_messages
 from quire.server.http import errors, status
 from quire.server.http.context import Context, public_name
@@ -83,14 +82,15 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
     app.state.context = context
     errors.install(app)
     app.include_router(status.router)
-    app.include_router(page_routes.router)
     routes = (
         *(chat, responses, anthropic_messages, completions, warm_routes),
         *(session_routes, branch_routes, tokens, adapter_routes),
-        *(state_routes, token_routes),
     )
     for module in routes:
         app.include_router(module.router, responses=errors.REFUSED_VALUES)
+    from quire_inspector import routes as inspector
+
+    inspector.install(app, errors.REFUSED_VALUES)
     app.add_middleware(GateMiddleware, gate=gate, settings=settings)
     if settings.allowed_origin:
         # Around the gate: browsers may then read its refusals, and ask beforehand without a key.

@@ -1,1 +1,0 @@
-"""Pictures of values for notebooks and terminals."""

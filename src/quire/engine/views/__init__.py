@@ -1,1 +1,0 @@
-"""Readers of a running engine, for pages, pictures and traces. They change nothing."""

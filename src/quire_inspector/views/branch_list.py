@@ -1,0 +1,105 @@
+"""Branches of a reading as they are shown: their pages counted, what they hold. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.contracts.pool_verbs import SequencePages
+from quire.contracts.views import BranchView, HeldRows
+from quire_inspector.views.state_reading import ReadBranch, StateReading
+from quire_inspector.views.viewer import Viewer
+
+
+class BranchList:
+    """All branches of one reading. Cost O(branches, and entries of page tables), once."""
+
+    def __init__(self, reading: StateReading) -> None:
+        self.reading = reading
+        self._pages, self._shared = _counted(reading)
+        self._views = [self._view(one) for one in reading.branches]
+
+    def shown(self, viewer: Viewer) -> list[tuple[ReadBranch, BranchView]]:
+        """Return the branches that a viewer sees, as it calls them."""
+        found = []
+        for branch, view in zip(self.reading.branches, self._views, strict=True):
+            if viewer.sees(branch):
+                found.append((branch, _called(view, viewer.id_of(branch))))
+        return found
+
+    def kinds(self) -> dict[str, int]:
+        """Return numbers of branches by kind."""
+        return dict(Counter(one.kind for one in self.reading.branches))
+
+    def _view(self, branch: ReadBranch) -> BranchView:
+        pages = self.reading.pages_of(branch)
+        place = None if branch.seq is None else self.reading.places[branch.seq]
+        return BranchView(
+            id=branch.id,
+            kind=branch.kind,
+            name=branch.name,
+            num_tokens=branch.length,
+            computed=branch.computed,
+            busy=branch.busy,
+            pinned=branch.pinned,
+            modified=branch.modified,
+            exact=branch.exact,
+            adapter=branch.adapter,
+            pages=0 if place is None else int(self._pages[place]),
+            shared_pages=0 if place is None else int(self._shared[place]),
+            window=branch.window,
+            last_commit=branch.last_commit,
+            reachable=() if pages is None else pages.reachable,
+            checkpoints=() if pages is None else _standing(pages),
+            held=() if pages is None else _held(pages),
+        )
+
+
+def _held(pages: SequencePages) -> tuple[HeldRows, ...]:
+    return tuple(HeldRows(pool=pool, ranges=ranges) for pool, ranges in enumerate(pages.held))
+
+
+def shown_unread(branch: ReadBranch) -> BranchView:
+    """Return a branch of which nothing is in the pool, as a commit."""
+    return BranchView(
+        id=branch.id,
+        kind=branch.kind,
+        name=branch.name,
+        num_tokens=branch.length,
+        computed=0,
+        modified=branch.modified,
+        adapter=branch.adapter,
+        window=branch.window,
+        last_commit=branch.last_commit,
+    )
+
+
+def _called(view: BranchView, name: str) -> BranchView:
+    """Return a branch under an id."""
+    if view.id == name:
+        return view
+    return BranchView(**{field: getattr(view, field) for field in BranchView.__slots__} | {"id": name})
+
+
+def _standing(pages: SequencePages) -> tuple[int, ...]:
+    """Return the positions of recurrent states, each once."""
+    return tuple(sorted(set(pages.state_positions.tolist())))
+
+
+def _counted(reading: StateReading) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return how many pages of rows each sequence holds, and how many of them others hold too."""
+    held = np.zeros(len(reading.seqs), dtype=np.int64)
+    shared = held.copy()
+    for pool, facts in enumerate(reading.facts):
+        tables = [one.tables[pool] for one in reading.pages]
+        if facts.kind == "states" or not tables:
+            continue
+        pages = np.concatenate(tables)
+        seqs = np.repeat(np.arange(len(tables)), [table.size for table in tables])[pages >= 0]
+        pages = pages[pages >= 0]
+        holders = np.bincount(pages, minlength=facts.num_pages)
+        held += np.bincount(seqs, minlength=held.size)
+        shared += np.bincount(seqs[holders[pages] > 1], minlength=held.size)
+    return held, shared

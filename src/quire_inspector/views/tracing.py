@@ -1,0 +1,41 @@
+"""Recording what an engine of this process does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quire.engine.timeline import Timeline
+from quire.statefile.atomic_file import check_regular
+from quire_inspector.views.timeline_reader import timeline_document
+from quire_inspector.views.trace_events import ANOTHER, TraceRecorder
+
+INTERVAL = 0.2
+"""Seconds between two readings of the timeline, which keeps far more."""
+
+
+@contextmanager
+def traced(timeline: Timeline, model: str, path: Path) -> Iterator[None]:
+    """Write what happens inside of the block to a file, also if it raises. Errors, at once:
+    ``NotFound`` for a missing directory, ``InvalidArgument`` for what is no regular file; at the
+    end the errors of writing."""
+    check_regular(path, f"trace {str(path)!r}", may_be_missing=True)
+    recorder = TraceRecorder(model)
+    recorder.begin(timeline_document(timeline, ANOTHER))
+    over = threading.Event()
+
+    def record() -> None:
+        while not over.wait(INTERVAL):
+            recorder.take(timeline_document(timeline, recorder.since))
+
+    thread = threading.Thread(target=record, name="quire-trace", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        recorder.take(timeline_document(timeline, recorder.since))
+        recorder.write(path)
