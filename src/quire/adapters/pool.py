@@ -1,7 +1,7 @@
 """``AdapterPool``: the adapters of one model, on the host and on the device, by id.
 
 All loaded adapters stay on the host. The adapters that forwards use are also in the device's rank
-rows, ``rank_capacity`` of them, placed by ``runner.adapter_memory``. Storage is made on demand, and
+rows, ``rank_capacity`` of them, placed by ``adapters.rank_rows``. Storage is made on demand, and
 only for linear maps that a loaded adapter changes. The last unload restores the plain model.
 """
 

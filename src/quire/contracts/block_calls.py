@@ -100,7 +100,7 @@ class RowLogits(NamedTuple):
     logits_TV: Tensor
     """float32, fresh"""
     first: list[int]
-    """Position of each row's first maximum; -1 if it is not finite (``ops.logit_edits.FAILED``)."""
+    """Position of each row's first maximum; -1 (``logit_edits.FAILED``) if it is not finite."""
 
 
 class BlockTail(Protocol):

@@ -40,7 +40,7 @@ class CachePool:
     """The services of an executor for its KV caches.
 
     ``lock`` serialises all use of the runner; all users of the runner must share it. Until
-    ``close`` the pool gives up sequences for others on request (``runner.room``).
+    ``close`` the pool gives up sequences for others on request (``runner.reclaim``).
     """
 
     def __init__(self, runner: Runner, facts: ModelFacts, lock: Lock) -> None:

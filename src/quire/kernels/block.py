@@ -1,8 +1,9 @@
 """A decoder block, or a whole model, as one call in C++, for CPUs.
 
 A decode of few sequences is many short calls. Each costs microseconds of Python and the beginning
-and end of a parallel region; one call saves these. The parts are the code of ``kernels.linear``,
-``kernels.rows`` and ``kernels.paged_attention``, so every number is the same to the bit.
+and end of a parallel region; one call saves these. The parts are the code of
+``linear.cpu_linear``, ``rows.cpu_rows`` and ``attention.cpu_attention``, so every number is the
+same to the bit.
 
 Letters: as in ``contracts.block_calls``.
 """

@@ -1,7 +1,7 @@
 """The recurrences of recurrent layers, token by token: the definitions.
 
 ``ReferenceRecurrence`` goes through the rows in order, each from the state of its parent or from a
-given one, as ``contracts.recurrence`` says. ``kernels.recurrence`` must agree up to rounding.
+given one, as ``contracts.recurrence`` says. ``recurrence.chunked`` must agree up to rounding.
 
 Letters: T new tokens (rows) of the whole batch; G given states; M rows with wanted states; Hq query
 heads, H heads of the state, R = Hq / H query heads of each; K, V key and value sizes; C channels; W

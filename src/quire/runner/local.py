@@ -132,7 +132,7 @@ class StepOutput:
     captured: bool = False
     """Whether the step ran as captured work (``GraphRunner``)."""
     first: Sequence[int] | None = None
-    """``ops.logit_edits.first_maxima`` of the logits as returned; None: not computed."""
+    """``sampling.logit_edits.first_maxima`` of the logits as returned; None: not computed."""
 
     @property
     def known_maxima(self) -> Sequence[int] | None:

@@ -29,7 +29,7 @@ KEY_VERSION = 1
 """Version of the key scheme. Objects of another version are never found."""
 
 Runs = tuple[tuple[int, str | None], ...]
-"""Adapters as (from position, fingerprint or None), as in ``runner.adapter_history``."""
+"""Adapters as (from position, fingerprint or None), as in ``adapters.history``."""
 
 
 def root_key(model: Mapping[str, str], layout_hash: str, dtype: str, salt: object, chunk: int) -> bytes:

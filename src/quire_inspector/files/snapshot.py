@@ -56,7 +56,7 @@ class StoredBranch:
     ids: NDArray[np.int64]
     """``[T]``. -1 to -4, and what is below, stand for inputs that are no tokens."""
     key: Hashable
-    """What it may share with others: salt and adapters, as in ``branches.adapter_keys``."""
+    """What it may share with others: salt and adapters, as in ``adapters.keys``."""
 
     @property
     def read(self) -> ReadBranch:

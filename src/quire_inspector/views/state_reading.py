@@ -154,7 +154,7 @@ def read_state(engine: Engine, names: AdapterNames, number: int) -> StateReading
 
 
 def _order(engine: Engine) -> dict[SeqId, int]:
-    """Return in which order sequences are given up (``runner.room.Rank``)."""
+    """Return in which order sequences are given up (``runner.reclaim.Rank``)."""
     going: list[SeqId] = []
     if engine.cache is not None and (oldest := engine.cache.oldest()) is not None:
         going = [oldest, *(seq for seq in engine.cache.ages() if seq != oldest)]

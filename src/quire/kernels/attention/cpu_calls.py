@@ -1,7 +1,7 @@
 """Structures for calls of the C++ attention (``cpu/paged_attention.h``, ``cpu/block.cpp``), and
 decode plans that are refilled in the same memory.
 
-Letters: as in ``kernels.paged_attention``.
+Letters: as in ``kernels.attention.cpu_attention``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Triton programs that draw a token of each row. ``triton_draw`` launches them.
 
-Weights are integers, so sums are the same in any order: a token is the one of ``ops.filters``.
+Weights are integers, so sums are the same in any order: a token is the one of ``sampling.filters``.
 
 Top-k and top-p draw in order of probability. Tokens are counted in bins by their distance from the
 maximum; as many of the most probable ones as fit are collected as keys, logit above reversed id,

@@ -1,4 +1,4 @@
-"""Draws of tokens in Triton, for CUDA devices. The reference is ``ops.filters``."""
+"""Draws of tokens in Triton, for CUDA devices. The reference is ``sampling.filters``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOM = 4096
 
 
 class TritonDraw:
-    """``ops.filters.DrawKernel`` by programs that read the logits of a row twice.
+    """``sampling.filters.DrawKernel`` by programs that read the logits of a row twice.
 
     ``ranked``: whether it also draws by top-k and top-p.
     """

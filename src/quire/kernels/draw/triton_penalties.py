@@ -1,4 +1,4 @@
-"""Penalties in Triton, for CUDA devices. The reference is ``ops.seen_tokens``."""
+"""Penalties in Triton, for CUDA devices. The reference is ``sampling.seen_tokens``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 2048
 
 
 class TritonPenalties:
-    """``ops.seen_tokens.PenaltyKernel``: one launch for each verb."""
+    """``sampling.seen_tokens.PenaltyKernel``: one launch for each verb."""
 
     def add(self, seen_SV: Tensor, slots_N: Tensor, tokens_N: Tensor, amounts_N: Tensor) -> None:
         """See ``PenaltyKernel``."""

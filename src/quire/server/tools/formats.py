@@ -4,7 +4,7 @@ A grammar is a generator over a ``Reader``. It yields where it needs more text, 
 place between the pieces of a stream and reads every character once, however the text is cut. It
 fails at the first character that its format does not allow.
 
-What a call gets of its text, if its grammar fails too, is in ``server.tools``. Text that belongs to
+What a call gets of its text, if its grammar fails too, is in ``tools.tools``. Text that belongs to
 no call is the model's, and the search for markers continues at the character that did not fit. Only
 the few characters of a marker are read twice, so the time is linear.
 
@@ -25,12 +25,12 @@ kimi_k2      ``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{.
 qwen3_coder  ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``
 glm45        ``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``
 lfm2         ``<|tool_call_start|>[name(key=value, ...), ...]<|tool_call_end|>`` as in Python
-             (``server.tool_literals``), or JSON objects as above; one call may lack the list
+             (``server.tools.literals``), or JSON objects as above; one call may lack the list
 cohere       ``<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}},
              ...]<|END_ACTION|>`` (Command R7B, Command A)
 ===========  ====================================================================================
 
-``server.bare_calls`` reads calls without marks.
+``server.tools.bare_calls`` reads calls without marks.
 """
 
 from __future__ import annotations

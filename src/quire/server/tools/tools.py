@@ -12,7 +12,7 @@ Rules for every format and every text:
 - Other text is content, unchanged. Nothing is lost or doubled but the format's own parts. The mark
   that ends a call is the format's, also if the call is malformed.
 - A marker inside a JSON string is no marker.
-- Where tools are offered, a text may begin with calls without a marker (``server.bare_calls``).
+- Where tools are offered, a text may begin with calls without a marker (``tools.bare_calls``).
 - White space after the last text is the format's if there are calls. Other white space is content.
 """
 
