@@ -12,8 +12,9 @@ from quire import LLM, InvalidArgument, ResourceExhausted, SamplingParams
 from quire.base import host_memory
 from quire.base.config import ExecutorConfig, MemoryConfig
 from quire.build import EXECUTOR_FACTORY
-from quire.models import checkpoint, loading
+from quire.models import loading
 from quire.runner import pool_budget
+from quire.weights import late_parameters
 
 
 @pytest.mark.parametrize(("max_model_len", "page_size"), [(40, 16), (8, 16), (33, 32), (7, 1)])
@@ -45,7 +46,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr(checkpoint, "allocate", refuse)
+    monkeypatch.setattr(late_parameters, "allocate", refuse)
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -367,9 +367,10 @@ def test_models_doctor_capabilities_version(
 def test_capabilities_of_the_state_are_true(llm: LLM) -> None:
     """What the table refuses raises ``Unsupported`` with the reason of the table."""
     from quire.base.errors import Unsupported
+    from quire.kv.contract import ContractState
     from quire.kv.rules import PAGED_REFUSALS
 
-    state = llm.engine.runner.state
+    state = ContractState(llm.engine.runner.state)
     verbs = [verb for verb in PAGED_REFUSALS if callable(getattr(state, verb, None))]
     assert len(verbs) > 10
     for verb in ("disagg_wait", "debug_get_kv_mla", "checkpoint"):

@@ -160,7 +160,7 @@ def test_mistakes_are_one_sentence(
 
 def test_looking_needs_no_torch(used: tuple[LLM, str]) -> None:
     code = (
-        "import sys\nfrom quire import cli\n"
+        "import sys\nfrom quire.cli import main as cli\n"
         f"sys.argv = ['quire', 'state', 'diff', 'main', 'other', '--store', {used[1]!r}]\n"
         "try:\n    cli.main()\nexcept SystemExit:\n    pass\n"
         "print('torch' in sys.modules)\n"

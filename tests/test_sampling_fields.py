@@ -33,7 +33,8 @@ class Changed:
 sys.meta_path.insert(0, Changed())
 
 import typer
-from quire import SamplingParams, cli
+from quire import SamplingParams
+from quire.cli import main as cli
 from quire.base.errors import InvalidArgument
 from quire.server.http.errors import ApiError
 from quire.server.openai.generation import sampling_params

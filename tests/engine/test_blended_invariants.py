@@ -83,7 +83,9 @@ def test_every_family(
     # after its rotation.
     before = 200
     prompt = [random_tokens(before), SEGMENTS[0], QUESTION]
-    task = engine.blending._retriever(cache_key(None), None).new_request([torch.tensor(joined(prompt))], [[before]])
+    keys = engine.blending._keys(cache_key(None), None, engine.blending.lead)
+    retriever = ChunkRetriever(engine.blending.catalog, engine.blending.layout, keys, device=llm.model.device)
+    task = retriever.new_request([torch.tensor(joined(prompt))], [[before]])
     places = np.arange(before, before + len(DOCUMENTS[0]))
     first = engine.blending.layout.layers[0]
     (piece,) = task.pieces(first)

@@ -312,7 +312,7 @@ def test_what_is_small_depends_on_the_stack() -> None:
 IN_A_THREAD = """
 import sys, threading
 from quire import StructuredOutputs
-from quire.engine import grammar_trial
+from quire.grammars import trial as grammar_trial
 from quire.grammars.formats import compiled, grammar_text
 threading.stack_size(1 << 20)
 wanted = StructuredOutputs(**{sys.argv[1]: sys.stdin.read()})
@@ -505,7 +505,7 @@ def test_forgotten_with_its_child() -> None:
 PARENT = r"""
 import os, signal, sys, time
 from quire import StructuredOutputs
-from quire.engine import grammar_trial
+from quire.grammars import trial as grammar_trial
 # The signal may come while the line below is printed, and print cannot be entered twice.
 signal.signal(signal.SIGINT, lambda *_: os.write(1, b"heard\n"))
 grammar_trial.DEADLINE = 1

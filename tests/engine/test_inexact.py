@@ -256,7 +256,7 @@ def test_at_random(make_llm: MakeLLM, llama: Checkpoint, seed: int) -> None:
             case "close":
                 session.close()
                 del held[index]
-        held = [(one, mine) for one, mine in held if not one._closed]
+        held = [(one, mine) for one, mine in held if not one._live.closed]
         for number, (one, mine) in enumerate(held):
             if one is session:
                 mine = inexact

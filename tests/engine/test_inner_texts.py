@@ -6,6 +6,7 @@ there; what they must give is what was put in.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -134,6 +135,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 def speaking(llm: LLM, tokenizer: Tokenizer) -> LLM:
     llm.engine.tokenizer = tokenizer
+    llm.engine.outputs = replace(llm.engine.outputs, tokenizer=tokenizer)
     return llm
 
 

@@ -302,7 +302,7 @@ def test_kv_is_that_of_transformers(llm: LLM, checkpoint: Checkpoint) -> None:
         cache = checkpoint.model(torch.tensor([prompt]), use_cache=True).past_key_values
     for layer in range(2):
         found = session.kv(layer)
-        windowed = engine_of(llm).runner.state.spec(layer).layer_window is not None
+        windowed = engine_of(llm).runner.state.layer_spec(layer).layer_window is not None
         assert set(found) == ({"k", "v", "positions"} if windowed else {"k", "v"})
         assert_near(found["k"], cache.layers[layer].keys[0].transpose(0, 1))
         assert_near(found["v"], cache.layers[layer].values[0].transpose(0, 1))

@@ -458,11 +458,11 @@ def test_recurrent_layers_have_no_attention(make_llm: MakeLLM, hybrid: Checkpoin
 
 
 def test_only_the_observed_layer_is_weighed(small: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.kv import attention_pass
+    from quire.kv import state_pass
 
-    weighed, weigh = [], attention_pass.attention_weights
+    weighed, weigh = [], state_pass.attention_weights
     monkeypatch.setattr(
-        attention_pass, "attention_weights", lambda *args, **given: weighed.append(1) or weigh(*args, **given)
+        state_pass, "attention_weights", lambda *args, **given: weighed.append(1) or weigh(*args, **given)
     )
     with small.session(random_tokens(5)) as session:
         session.compute()

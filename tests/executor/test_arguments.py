@@ -39,6 +39,7 @@ from quire.executor.handle import Handle
 from quire.executor.llm_executor import LlmExecutor
 from quire.executor.named_executors import NamedExecutors
 from quire.executor.request_sampling import ParamsSampling
+from quire.kv.contract import ContractState
 from quire.kv.state import State
 
 WRONG: dict[str, Any] = {
@@ -71,17 +72,6 @@ ATTENTION = FullAttention(num_heads=2, num_kv_heads=1, head_dim=4, value_dim=4)
 RECURRENT = Recurrent(states=(StateTensor(shape=(1, 2, 2), dtype="float32"),))
 INTERNAL = {
     "Executor": {"operation", "record_decode", "record_prefill"},
-    "State": {
-        "rotary_table",
-        "layer",
-        "rows_layer",
-        "spec",
-        "recurrent_part",
-        "close_pass",
-        "open_pass",
-        "check_imports",
-        "begin_static",
-    },
     "KVCache": {"record", "set_pending", "keep_path", "cut_chain", "mark", "mark_cut", "replace_content"},
     "ParamsSampling": {"draw"},
 }
@@ -216,7 +206,8 @@ def subjects(tinies: dict[str, Tiny], tmp_path_factory: pytest.TempPathFactory) 
         "ExecutorInputs": (ExecutorInputs, inputs([1])),
         "ModelAssets": (ModelAssets, ModelAssets(path="x")),
         "MemoryRequirements": (MemoryRequirements, None),
-        "State": (State, mixed()),
+        "State": (State, None),
+        "ContractState": (ContractState, ContractState(mixed())),
     }
     check_pages(ex)
 
@@ -238,6 +229,7 @@ CLASSES = [
     "ModelAssets",
     "MemoryRequirements",
     "State",
+    "ContractState",
 ]
 SPECIAL: dict[tuple[str, str, str], Callable[[Any], Any]] = (
     {
@@ -251,7 +243,7 @@ SPECIAL: dict[tuple[str, str, str], Callable[[Any], Any]] = (
     }
     | {
         (cls, verb, name): lambda _, value=value: value
-        for cls in ("State",)
+        for cls in ("ContractState",)
         for verb, name, value in (
             ("pages_at_most", "window", (4, 0)),
             ("append_mla_kv", "layer_id", 1),
@@ -276,7 +268,7 @@ SPECIAL: dict[tuple[str, str, str], Callable[[Any], Any]] = (
 
 def verbs(name: str, cls: type, subject: Any) -> dict[str, Callable[..., Any]]:
     """The public methods of an object, and its class by its own name."""
-    found: dict[str, Callable[..., Any]] = {name: cls} if name not in ("KVCache", "Handle") else {}
+    found: dict[str, Callable[..., Any]] = {name: cls} if name not in ("KVCache", "Handle", "ContractState") else {}
     hidden = set[str]().union(*(INTERNAL.get(base.__name__, set()) for base in cls.__mro__))
     for verb, _ in inspect.getmembers(cls, inspect.isfunction):
         if not verb.startswith("_") and verb not in hidden and subject is not None:
@@ -306,7 +298,7 @@ def test_wrong_types_are_refused_by_name(subjects: dict[str, Any], name: str) ->
                     continue
                 given = {other: make(good) for other, make in required.items()} | {one: value}
                 tried += 1
-                if isinstance(subject, State):
+                if isinstance(subject, ContractState):
                     subject.clear()
                     subject.add_sequence(0)
                 try:

@@ -235,7 +235,7 @@ class Twins:
         self.kept = 0
 
         def of_decodes(parts: LayerParts, *given: Any) -> Any:
-            found = plain(parts, *given) if parts is self.states[0].layer_parts else None
+            found = plain(parts, *given) if parts is self.states[0].parts.paged.layer_parts else None
             self.kept += found is not None
             return found
 

@@ -14,7 +14,7 @@ MUTANTS = (
     ),
     Mutant(
         name="idle-chunks-behind-another-beginning",
-        file="engine/unsampled_runs.py",
+        file="engine/blend_runs.py",
         old="adapter=adapter, priority=BACKGROUND, lead=lead)",
         new="adapter=adapter, priority=BACKGROUND)",
         tests=("engine/test_blended_questions.py::test_chunks_behind_what_prompts_begin_with",),
@@ -197,7 +197,7 @@ MUTANTS = (
     Mutant(
         name="exact-behind-any-token",
         file="engine/blending.py",
-        old="        if tuple(work.tokens.ids[: len(self.lead)].tolist()) == self.lead:\n",
+        old="        if tuple(work.tokens.ids[: len(lead)].tolist()) == lead:\n",
         new="        if True:\n",
         tests=("engine/test_blended_questions.py::test_only_behind_its_lead",),
     ),

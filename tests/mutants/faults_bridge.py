@@ -140,7 +140,7 @@ MUTANTS = (
     ),
     Mutant(
         name="orphans-end-in-a-forward",
-        file="finalizers.py",
+        file="base/finalizers.py",
         old=" or not self._ready()",
         new="",
         tests=("branches/test_giving_up.py::test_ends_wait_until_they_can_be_called",),

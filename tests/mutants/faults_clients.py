@@ -173,7 +173,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a-seed-of-minus-one-is-a-seed",
-        file="sampling_fields.py",
+        file="base/sampling_fields.py",
         old="return None if found == -1 else found",
         new="return found",
         tests=("test_sampling_params.py::test_a_seed_of_minus_one_is_none",),

@@ -70,7 +70,7 @@ KERNELS = (
     ),
     Mutant(
         name="captured-decodes-are-not-in-the-budget",
-        file="memory_profile.py",
+        file="runner/memory_profile.py",
         old="- use.outside - use.peak - graphs)",
         new="- use.outside - use.peak)",
         tests=("engine/test_memory_profile.py::test_captured_decodes_are_in_the_budget",),

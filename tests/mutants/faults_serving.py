@@ -45,14 +45,14 @@ EXECUTOR = (
 INTERRUPTS = (
     Mutant(
         name="signals-raise-inside-of-the-shield",
-        file="interrupts.py",
+        file="base/interrupts.py",
         old="        if self._depth == self._exposed:\n            self._deliver()\n\n    def _install",
         new="        self._deliver()\n\n    def _install",
         tests=("test_interrupts.py",),
     ),
     Mutant(
         name="handlers-not-given-back",
-        file="interrupts.py",
+        file="base/interrupts.py",
         old="                _signal.signal(number, handler)\n\n    def _deliver",
         new="                pass\n\n    def _deliver",
         tests=("test_interrupts.py",),

@@ -66,7 +66,8 @@ def checked(function: Callable[..., Any], verb: str) -> Callable[..., Any]:
             # At the first call, when all names in the annotations of arguments exist. That of the
             # result may exist for type checkers only.
             annotations = {name: one for name, one in function.__annotations__.items() if name != "return"}
-            hints = typing.get_type_hints(SimpleNamespace(__annotations__=annotations), function.__globals__)
+            names = inspect.unwrap(function).__globals__
+            hints = typing.get_type_hints(SimpleNamespace(__annotations__=annotations), names)
             checks.update({name: check_of(hint) for name, hint in hints.items()})
             in_order.extend(checks.get(name, ANYTHING) for name in order)
         try:
