@@ -126,7 +126,7 @@ def step_seconds(
     with ExitStack() as stack:
         if texts and not keep:
             preferences = stack.enter_context(Preferences())
-            preferences.texts = {id(r.sampler): iter(text) for r, text in zip(requests, texts, strict=True)}
+            preferences.texts = {id(r.output.sampler): iter(text) for r, text in zip(requests, texts, strict=True)}
         seconds = _timed(engine, requests, device, on_step)
     if keep and texts is not None:
         texts[:] = [list(request.output.token_ids) for request in requests]

@@ -111,7 +111,7 @@ class Subject:
         self.checkpoints: Checkpoints = checkpoints
         self.by_engine = interval is None
         self._runner = CountingRunner(self.llm.engine.runner)
-        self.llm.engine.runner = self._runner
+        self.llm.engine.runner = self.llm.engine.stepper.runner = self._runner
 
     @property
     def tokens_run(self) -> int:
