@@ -50,6 +50,9 @@ FAMILIES: dict[str, Any] = {
     "mamba2": test_recurrent_families,
 }
 """Full attention, windows beside it, latent rows, a hybrid, recurrent layers alone."""
+QUICK = ("qwen2-windows", "mamba2")
+"""Of these, the families of ``make test``: Triton's interpreter takes a minute and more for each."""
+TWO = ["llama-gqa", pytest.param("falcon-h1", marks=pytest.mark.slow)]
 
 
 class Pair:
@@ -114,7 +117,11 @@ def drawn(rng: random.Random, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "recurrence"), [*((name, None) for name in FAMILIES), ("mamba2", ChunkedRecurrence())]
+    ("name", "recurrence"),
+    [
+        *((name, None) if name in QUICK else pytest.param(name, None, marks=pytest.mark.slow) for name in FAMILIES),
+        ("mamba2", ChunkedRecurrence()),
+    ],
 )
 def test_random_steps(name: str, recurrence: Any, tmp_path: Path) -> None:
     """Sequences come, fork, go back and go; any of them decode together, in any order. Lengths
@@ -162,7 +169,7 @@ def decodes(seqs: Sequence[int], token: int = 9) -> list[Chunk]:
     return [Chunk(seq, [token + seq]) for seq in seqs]
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "falcon-h1"])
+@pytest.mark.parametrize("name", TWO)
 def test_rows_without_tokens_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of 5, 3 and 4 are of one size, 6. What a row without a token writes is nobody's."""
     monkeypatch.setattr(graph, "rounded", lambda entries: 6)
@@ -191,7 +198,7 @@ def test_sizes() -> None:
     assert len(set(found)) <= graph.MOST_SIZES / 2
 
 
-@pytest.mark.parametrize("count", [3, 9])
+@pytest.mark.parametrize("count", [3, pytest.param(9, marks=pytest.mark.slow)])
 def test_drafts_are_verified(count: int, tmp_path: Path) -> None:
     """Several tokens of each sequence: few rows for a program, and more than fit in one."""
     pair, rng = make("llama-gqa", tmp_path), random.Random(0)
@@ -236,7 +243,7 @@ def test_no_more_sizes_are_kept_than_asked_for(tmp_path: Path) -> None:
     assert pair.work.recorded == 3
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "falcon-h1"])
+@pytest.mark.parametrize("name", TWO)
 def test_usual_sizes_are_captured_ahead(name: str, tmp_path: Path) -> None:
     """On a sequence that is gone afterwards; decodes are launched at once from the first one on."""
     pair = make(name, tmp_path)
@@ -346,7 +353,7 @@ def test_states_without_static_plans(options: Any, reason: str, tmp_path: Path) 
         make("llama-gqa", tmp_path, **options)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "falcon-h1"])
+@pytest.mark.parametrize("name", TWO)
 def test_steps_ahead(name: str, tmp_path: Path) -> None:
     """Captured steps take tokens from where they were drawn, and write nothing behind the end of a
     text. The engine gives the tokens of the plain path, whose steps wait for theirs.
