@@ -51,7 +51,7 @@ FAMILIES: dict[str, Any] = {
 }
 """Full attention, windows beside it, latent rows, a hybrid, recurrent layers alone."""
 QUICK = ("qwen2-windows", "mamba2")
-"""Of these, the families of ``make test``: Triton's interpreter takes a minute and more for each."""
+"""The families of ``make test``: Triton's interpreter takes a minute and more for each."""
 TWO = ["llama-gqa", pytest.param("falcon-h1", marks=pytest.mark.slow)]
 
 
