@@ -156,7 +156,7 @@ def committed(make_llm: MakeLLM, family: Checkpoint, seed: int, steps: int, fold
         store=[f"file://{folder / 'store'}"],
     )
     stored = engine_of(llm).stored
-    stored.least, stored.is_worth, stored.layout.chunk = 1, lambda *_: rng.random() < 0.8, 8
+    stored.least, stored.is_worth, stored.keys.layout.chunk = 1, lambda *_: rng.random() < 0.8, 8
     stored.keep = lambda *_, **__: None  # type: ignore[method-assign]
     conversations = Committed(llm, family, seed, folder)
     for _ in range(steps):

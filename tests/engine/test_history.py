@@ -72,7 +72,7 @@ def stored(make_llm: MakeLLM, tmp_path: Path) -> MakeStored:
     def make(model: Checkpoint | Path | str, where: Path | None = None, *, chunk: int = CHUNK, **options: Any) -> LLM:
         llm = make_llm(model, store=[f"file://{where or tmp_path / 'store'}"], **options)
         tier = engine_of(llm).stored
-        tier.least, tier.is_worth, tier.layout.chunk = 1, lambda *_: True, chunk
+        tier.least, tier.is_worth, tier.keys.layout.chunk = 1, lambda *_: True, chunk
         tier.keep = lambda *_, **__: None  # type: ignore[method-assign]
         return llm
 
@@ -222,7 +222,7 @@ def test_what_tokens_do_not_give_is_kept_whole(stored: MakeStored, llama: Checkp
 def test_a_kind_of_state_that_no_tokens_give(stored: MakeStored, llama: Checkpoint, tmp_path: Path) -> None:
     """Cross layers keep what an encoder read: nothing is found by tokens, and a commit is whole."""
     llm = stored(llama)
-    engine_of(llm).stored.layout.refusal = "cross layers"
+    engine_of(llm).stored.keys.layout.refusal = "cross layers"
     session = llm.session(PROMPT)
     next_tokens(session, 4)
     assert session.commit("one").modified
@@ -232,7 +232,7 @@ def test_a_kind_of_state_that_no_tokens_give(stored: MakeStored, llama: Checkpoi
     wanted = next_tokens(session)
     llm.close()
     again = stored(llama)
-    engine_of(again).stored.layout.refusal = "cross layers"
+    engine_of(again).stored.keys.layout.refusal = "cross layers"
     recorder, found = record(again), again.checkout("one")
     assert found.num_computed == 48
     assert next_tokens(found) == wanted
@@ -933,7 +933,7 @@ def test_forged_records(stored: MakeStored, llama: Checkpoint, tmp_path: Path, k
 def test_a_full_store(make_llm: MakeLLM, llama: Checkpoint, tmp_path: Path) -> None:
     llm = make_llm(llama, store=[f"file://{tmp_path}?size=20KiB"])
     tier = engine_of(llm).stored
-    tier.least, tier.layout.chunk = 1, CHUNK
+    tier.least, tier.keys.layout.chunk = 1, CHUNK
     tier.keep = lambda *_, **__: None  # type: ignore[method-assign]
     session = llm.session(PROMPT)
     with pytest.raises(ResourceExhausted, match=r"no room|given up"):

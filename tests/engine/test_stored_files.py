@@ -43,7 +43,7 @@ COUNT = 6
 def eager(llm: LLM) -> LLM:
     """Small objects, whatever they cost."""
     stored = stored_of(llm)
-    stored.least, stored.is_worth, stored.layout.chunk = 1, lambda *_: True, CHUNK
+    stored.least, stored.is_worth, stored.keys.layout.chunk = 1, lambda *_: True, CHUNK
     return llm
 
 
@@ -395,7 +395,7 @@ from quire import LLM, SamplingParams
 from tests.engine.conftest import random_tokens
 llm = LLM(sys.argv[1], device="cpu", dtype="float32", kv_cache_memory="1MiB", page_size=4, host_memory=0, store=["file://" + sys.argv[2]])
 stored = llm._engine.stored
-stored.least, stored.is_worth, stored.layout.chunk = 1, lambda *_: True, 8
+stored.least, stored.is_worth, stored.keys.layout.chunk = 1, lambda *_: True, 8
 print("ready", flush=True)
 turn = int(sys.argv[3])
 while True:

@@ -71,7 +71,7 @@ def force(
     """Keep and bring back whatever can be, in small objects, whatever it costs."""
     stored = stored_of(llm)
     stored.store = Store([MemoryTier(capacity)])
-    stored.least, stored.is_worth, stored.layout.chunk = 1, decide, chunk
+    stored.least, stored.is_worth, stored.keys.layout.chunk = 1, decide, chunk
     return stored
 
 

@@ -30,7 +30,7 @@ class StateKeys:
     def __init__(self, runner: Runner, identity: ModelIdentity | None) -> None:
         """``identity`` None: keys are for this process only. The identity's digest of the weights
         reads all of them."""
-        self.runner = runner
+        self._runner = runner
         self._identity = identity
         self._layout: ObjectLayout | None = None
         self._layout_hash = ""
@@ -44,8 +44,8 @@ class StateKeys:
         if self._layout is None:
             own = {"architecture": "", "config": "", "weights": secrets.token_hex(16)}
             self._model = own if self._identity is None else self._identity.fields()
-            self._layout_hash = self.runner.state.get_layout_hash()
-            self._layout = ObjectLayout(self.runner.state)
+            self._layout_hash = self._runner.state.get_layout_hash()
+            self._layout = ObjectLayout(self._runner.state)
         return self._layout
 
     def chain(self, ids_T: Ids, runs: FingerprintRuns, salt: Hashable) -> Chain:
@@ -54,7 +54,7 @@ class StateKeys:
         if name not in self._roots:
             if len(self._roots) >= ROOTS:
                 self._roots.popitem(last=False)
-            dtype = str(getattr(self.runner.model, "dtype", ""))
+            dtype = str(getattr(self._runner.model, "dtype", ""))
             self._roots[name] = root_key(self._model, self._layout_hash, dtype, salt, layout.chunk)
         return Chain.of(self._roots[name], ids_T, runs, layout.chunk)
 
@@ -62,16 +62,17 @@ class StateKeys:
         """Return the keys of chunks for prompts with a salt, under the adapter with fingerprint
         ``adapter``."""
         _ = self.layout  # computing the layout also sets the model's identity
-        of_model = (self._model, self._layout_hash, str(getattr(self.runner.model, "dtype", "")))
+        of_model = (self._model, self._layout_hash, str(getattr(self._runner.model, "dtype", "")))
         return ChunkKeys.of(*of_model, salt, adapter=adapter, lead=lead, private=is_private(salt))
 
-    def _chain_of(self, branch: Branch, length: int) -> Chain:
-        runs = fingerprint_runs(branch.runs, lambda one: self.runner.adapters.get(one).fingerprint)
+    def chain_of(self, branch: Branch, length: int) -> Chain:
+        """Return the keys of the first tokens of a branch."""
+        runs = fingerprint_runs(branch.runs, lambda one: self._runner.adapters.get(one).fingerprint)
         # A session's window changes its state, so the window is part of the key.
         salt = branch.salt if branch.window is None else (branch.salt, branch.window.size, branch.window.sink)
         return self.chain(branch.tokens.ids[:length].copy(), runs, salt)
 
-    def _contents(self, chain: Chain, piece: StoredPiece) -> Contents:
+    def contents(self, chain: Chain, piece: StoredPiece) -> Contents:
         """Return the expected contents of an object."""
         tokens, adapters = chain.between(piece.stop - piece.key.count, piece.stop)
         return Contents(self._model, self._layout_hash, tokens, adapters)

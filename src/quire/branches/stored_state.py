@@ -54,13 +54,14 @@ LEAST = 32
 """Least number of tokens that tiers must have beyond the pool for a load."""
 
 
-class StoredState(StateKeys):
+class StoredState:
     """See the module. ``store`` None: nothing is kept outside of the pool."""
 
     def __init__(self, runner: Runner, store: Store | None = None, identity: ModelIdentity | None = None) -> None:
         """Make a tier; ``identity`` None: keys are for this process only."""
         # Only keys that outlive the process need the digest of the weights.
-        super().__init__(runner, identity if store is not None and store.is_durable else None)
+        self.runner = runner
+        self.keys = StateKeys(runner, identity if store is not None and store.is_durable else None)
         self.store = store
         self.costs = MoveCosts()
         self.metrics = self.costs.metrics
@@ -77,7 +78,7 @@ class StoredState(StateKeys):
     def _is_kept(self, branch: Branch) -> bool:
         """Return True if a branch's state may be found by its tokens. A branch that is exact in
         part is not stored; its exact part was stored before it became inexact."""
-        return self.store is not None and branch.origin.exact and not branch.modified and not self.layout.refusal
+        return self.store is not None and branch.origin.exact and not branch.modified and not self.keys.layout.refusal
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -87,15 +88,15 @@ class StoredState(StateKeys):
             return False
         if (branch.tokens.ids[: branch.computed] == UNKNOWN).any():
             return False
-        return self._save(branch.seq, self._chain_of(branch, branch.computed), whole=branch.window is not None)
+        return self._save(branch.seq, self.keys.chain_of(branch, branch.computed), whole=branch.window is not None)
 
     def save_prefix(
         self, seq: SeqId, ids_T: Ids, runs: FingerprintRuns, salt: Hashable, *, ahead: bool = False
     ) -> bool:
         """See ``Tier``."""
-        if self.store is None or self.layout.refusal:
+        if self.store is None or self.keys.layout.refusal:
             return False
-        return self._save(seq, self.chain(ids_T, runs, salt), again=True, ahead=ahead)
+        return self._save(seq, self.keys.chain(ids_T, runs, salt), again=True, ahead=ahead)
 
     def _save(self, seq: SeqId, chain: Chain, *, again: bool = False, whole: bool = False, ahead: bool = False) -> bool:
         store, length = self.store, len(chain.ids)
@@ -108,7 +109,7 @@ class StoredState(StateKeys):
             wanted = self._missing(seq, chain, again=again, whole=whole)
             if not wanted:
                 return True
-            nbytes = sum(self.layout.nbytes(one.start, one.stop) for one in wanted)
+            nbytes = sum(self.keys.layout.nbytes(one.start, one.stop) for one in wanted)
             tokens = sum(one.stop - one.start for one in wanted) or length
             # Twice the bytes: out to memory and back.
             if not self.is_worth(tokens, {TO_MEMORY: 2 * nbytes}):
@@ -147,7 +148,7 @@ class StoredState(StateKeys):
     ) -> list[StoredPiece]:
         """Return the objects of a sequence that no tier is known to have; ``durable``: no durable
         tier."""
-        found, store = self.layout.pieces(seq, chain, again=again, whole=whole), self.store
+        found, store = self.keys.layout.pieces(seq, chain, again=again, whole=whole), self.store
         assert store is not None
         found = [one for one in found if not store.known(one.key)]
         if durable or store.memory is None:
@@ -175,12 +176,12 @@ class StoredState(StateKeys):
 
     def _pack(self, chain: Chain, piece: StoredPiece, export: Export) -> bytes:
         """Return the bytes of an object of a sequence. Any thread may call."""
-        layout, kind = self.layout, piece.key.kind
+        layout, kind = self.keys.layout, piece.key.kind
         n = piece.stop - piece.start or piece.stop
         plan = {layer: layout.plan(kind, n, layer) for layer in layout.layers_of(kind)}
         rows = kind is ObjectKind.ROWS
         tensors = layout.rows(export, piece.start, piece.stop) if rows else layout.stop(export, n)
-        return pack(piece.key, self._contents(chain, piece), plan, tensors)
+        return pack(piece.key, self.keys.contents(chain, piece), plan, tensors)
 
     def _pack_whole(
         self,
@@ -191,7 +192,9 @@ class StoredState(StateKeys):
         plan: Plans,
     ) -> bytes:
         """Return the bytes of the object of a sequence with a window. Any thread may call."""
-        return pack(piece.key, self._contents(chain, piece), plan, self.layout.whole(export, plan), sequence=sequence)
+        return pack(
+            piece.key, self.keys.contents(chain, piece), plan, self.keys.layout.whole(export, plan), sequence=sequence
+        )
 
     def keep(self, branch: Branch, *, again: bool = False) -> None:
         """See ``Tier``."""
@@ -208,7 +211,7 @@ class StoredState(StateKeys):
             return
         try:
             self._bury()
-            chain = self._chain_of(branch, branch.computed)
+            chain = self.keys.chain_of(branch, branch.computed)
             wanted = self._missing(seq, chain, again=again, whole=branch.window is not None, durable=True)
             if not wanted:
                 return
@@ -220,7 +223,7 @@ class StoredState(StateKeys):
         """Plan the objects that store a branch. Return their names, a function per object that
         serialises it (safe on any thread), and the forked sequence that they read (None without
         objects). The caller removes the fork. The state must be exact and ``store`` durable."""
-        seq, layout, chain = branch.seq, self.layout, self._chain_of(branch, branch.computed)
+        seq, layout, chain = branch.seq, self.keys.layout, self.keys.chain_of(branch, branch.computed)
         names = StateNames(root=chain.boundaries[0].hex(), chunk=chain.chunk, length=branch.computed)
         if seq is None or branch.computed < self.least:
             return replace(names, length=0), {}, None
@@ -272,12 +275,12 @@ class StoredState(StateKeys):
         if not self._is_kept(branch) or len(branch.tokens) <= self.least or (branch.tokens.ids == UNKNOWN).any():
             return None
         assert self.store is not None
-        chain = self._chain_of(branch, len(branch.tokens))
+        chain = self.keys.chain_of(branch, len(branch.tokens))
         return Question(chain, self.store.children(chain.boundaries, timeout=LOOK_SECONDS))
 
     def _match(self, question: Question, limit: int, *, whole: bool = False) -> Match | None:
         memory = None if self.store is None else self.store.memory
-        return find_match(question, self.layout, memory, limit, whole=whole)
+        return find_match(question, self.keys.layout, memory, limit, whole=whole)
 
     def held(self, question: Question, limit: int) -> int:
         """See ``Tier``."""
@@ -291,7 +294,7 @@ class StoredState(StateKeys):
         if not self._is_kept(branch) or length < self.least:
             return 0
         assert self.store is not None
-        chain = self._chain_of(branch, length)
+        chain = self.keys.chain_of(branch, length)
         question = Question(chain, self.store.children(chain.boundaries, timeout=LOOK_SECONDS))
         match = self._match(question, length, whole=branch.window is not None)
         return 0 if match is None else match.length
@@ -304,7 +307,7 @@ class StoredState(StateKeys):
         computed = branch.computed
         if match is None or match.length < computed + self.least:
             return Brought()
-        if not self.is_worth(match.length - computed, match.nbytes(self.layout, computed)):
+        if not self.is_worth(match.length - computed, match.nbytes(self.keys.layout, computed)):
             self.metrics.declined.inc()
             return Brought(miss=Miss.TOO_EXPENSIVE, length=match.length)
         try:
@@ -328,7 +331,7 @@ class StoredState(StateKeys):
     def _begin(self, branch: Branch, match: Match, chain: Chain) -> StateLoad:
         """Make a sequence that waits for its rows. It shares the complete pages that are
         computed."""
-        state, layout = self.runner.state, self.layout
+        state, layout = self.runner.state, self.keys.layout
         shared = (
             branch.computed - branch.computed % state.page_size if layout.row_layers and branch.seq is not None else 0
         )
@@ -350,7 +353,7 @@ class StoredState(StateKeys):
             shared=shared,
             rows=[one for one in match.rows if one.stop > shared],
             stops=stops,
-            contents=partial(self._contents, chain),
+            contents=partial(self.keys.contents, chain),
         )
 
     def _publish(self, seq: SeqId) -> None:
@@ -372,7 +375,7 @@ class StoredState(StateKeys):
         if found is None:
             raise LoadFailed(f"object {piece.key.name} is not there any more")
         try:
-            sequence: Any = unpack(piece.key, self._contents(chain, piece), found.blob).metadata.get("sequence")
+            sequence: Any = unpack(piece.key, self.keys.contents(chain, piece), found.blob).metadata.get("sequence")
             plans = state.plan_import(sequence)
             seq = self.runner.new_seq()
             state.prepare_import(seq, with_groups(sequence, plans))
@@ -380,9 +383,16 @@ class StoredState(StateKeys):
             store.damaged(piece.key, found.tier, error.code or "other")
             raise LoadFailed(str(error)) from None
         self._publish(seq)
-        contents = partial(self._contents, chain)
+        contents = partial(self.keys.contents, chain)
         return WholeLoad(
-            state, self.layout, store, seq, length=match.length, stops=match.stops[-1:], contents=contents, plans=plans
+            state,
+            self.keys.layout,
+            store,
+            seq,
+            length=match.length,
+            stops=match.stops[-1:],
+            contents=contents,
+            plans=plans,
         )
 
     def is_coming(self, seq: SeqId | None) -> bool:

@@ -296,7 +296,7 @@ class Blending:
     def _keys(self, salt: Hashable, adapter: int | None, lead: tuple[int, ...]) -> ChunkKeys:
         """Return the keys of the chunks of one salt, adapter and lead."""
         fingerprint = None if adapter is None else self._runner.adapters.get(adapter).fingerprint
-        return self._stored.chunk_keys(salt, fingerprint, lead)
+        return self._stored.keys.chunk_keys(salt, fingerprint, lead)
 
     @cached_property
     def catalog(self) -> ChunkCatalog:

@@ -133,7 +133,7 @@ def draft(live: LiveSequence, message: str) -> CommitDraft:
             f"a message of the session's chat is no JSON ({error}); a commit holds only such"
         ) from None
     stored = engine.stored
-    modified = saved_sessions.needs_state(state) or bool(stored.layout.refusal)
+    modified = saved_sessions.needs_state(state) or bool(stored.keys.layout.refusal)
     objects: Mapping[ObjectKey, Callable[[], bytes]]
     if modified:
         blob = saved_sessions.to_bytes(engine, state, live.identity)
