@@ -273,3 +273,44 @@ def test_awaited_verbs_use_no_private_of_what_they_wrap() -> None:
     private = {node.attr for node in nodes if node.attr.startswith("_") and node.attr[-2:] != "__"}
     assert "_session" in private
     assert private <= own
+
+
+def slices(sources: Mapping[str, str]) -> list[str]:
+    """Return the base classes whose only heir stands in another module, and that are no values by
+    themselves: parts of one object that was cut into files. ``sources``: text by module."""
+    homes: dict[str, str] = {}
+    heirs: dict[str, list[str]] = {}
+    used = set[str]()
+    for module, text in sources.items():
+        skipped = set[ast.AST]()
+        for node in ast.walk(tree := ast.parse(text)):
+            parts: list[ast.AST | None] = [getattr(node, name, None) for name in ("annotation", "returns")]
+            if isinstance(node, ast.ClassDef):
+                bases = [one.value if isinstance(one, ast.Subscript) else one for one in node.bases]
+                names = [ast.unparse(one).rpartition(".")[2] for one in bases]
+                if "Protocol" not in names:
+                    homes[node.name] = module
+                for name in names:
+                    heirs.setdefault(name, []).append(module)
+                parts += node.bases
+            skipped.update(inner for part in parts if part is not None for inner in ast.walk(part))
+        used |= {one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and one not in skipped}
+    return [
+        name
+        for name, module in homes.items()
+        if len(found := heirs.get(name, [])) == 1 and found[0] != module and name not in used
+    ]
+
+
+def test_no_object_is_cut_into_base_classes() -> None:
+    """Values of the contract aside, which rooms may extend."""
+    rooms = {name: path for name, path in MODULES.items() if not name.startswith("quire.contracts")}
+    assert slices({name: path.read_text(encoding="utf-8") for name, path in rooms.items()}) == []
+
+
+def test_a_slice_is_found() -> None:
+    whole = "from a import Part\nclass Whole(Part):\n    pass\n"
+    assert slices({"a": "class Part:\n    pass\n", "b": whole}) == ["Part"]
+    assert slices({"a": "class Part:\n    pass\n", "b": f"{whole}Part()\n"}) == []
+    assert slices({"a": "class Part:\n    pass\n", "b": whole, "c": whole.replace("Whole", "Other")}) == []
+    assert slices({"a": f"class Part:\n    pass\n{whole}"}) == []
