@@ -51,7 +51,7 @@ def holes_of(given: Mapping[str, Any]) -> list[Hole]:
 
 
 def hole_of(ranges: list[range], length: int, sink: int) -> Hole:
-    """Return what is not held if these ranges are; ``InvalidArgument`` if no window leaves them."""
+    """Return the hole beside these held ranges; ``InvalidArgument`` if no window leaves them."""
     if ranges == held(length, sink, NO_HOLE):
         return NO_HOLE
     first = ranges[0].start if ranges else min(sink, length)

@@ -232,7 +232,8 @@ class SequenceTable:
         *,
         verb: str = "begin_forward",
     ) -> ForwardNeed:
-        """Return what a forward needs; check all but the bracket and free pages, for ``verb``.
+        """Return the pages needed by a forward; check all but the bracket and free pages, for
+        ``verb``.
 
         Changes nothing. In an open forward the need is that before it. Cost O(entries, new nodes).
         """
@@ -292,8 +293,8 @@ class SequenceTable:
         return {need.seq_ids[split.entry]: split.page for split in need.classes[index].splits}
 
     def shortage(self, need: ForwardNeed) -> int:
-        """Return how many pages ``need`` is short of, over all classes; 0 if there is room. Pages
-        that the open forward has taken count as free."""
+        """Return the number of pages missing for ``need``, over all classes; 0 if there is room.
+        Pages that the open forward has taken count as free."""
         taken = [part.pages for part in self.forward.need.classes] if self.forward else [0] * len(self.pools)
         return sum(
             max(0, part.pages - part.freed - pool.num_free - own)
@@ -348,7 +349,7 @@ class SequenceTable:
         return [whole if bound is None else min(whole, bound) for bound in bounds]
 
     def shared_pages(self, seq_id: SeqId) -> int:
-        """Return how many pages of this sequence, over all classes, others hold too."""
+        """Return the number of pages, over all classes, that this sequence shares with others."""
         tables = self.get(seq_id).tables
         return sum(int((pool.references[table.held] > 1).sum()) for pool, table in zip(self.pools, tables, strict=True))
 

@@ -1,4 +1,4 @@
-"""Stored rows and states: reading and overwriting any (the debug verbs), writing those of encoders.
+"""Stored rows and states: reading and overwriting any (the debug verbs), writing rows of encoders.
 
 Letters: L layers; n rows; S rows of the encoder in one layer; Hkv heads; Dk, Dv head sizes; row
 columns of a latent row.
