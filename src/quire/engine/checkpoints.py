@@ -91,7 +91,8 @@ class Checkpoints:
         return tuple(sorted(found))
 
     def _saved(self, request: Request, tokens: int, kept: Sequence[int]) -> int:
-        """Return how many tokens a state after ``tokens`` new ones saves on going back there."""
+        """Return the number of tokens saved by a state after ``tokens`` new ones, on going back
+        there."""
         if kept:
             return tokens - kept[-1]
         seq, position = request.branch.seq, request.branch.computed + tokens

@@ -246,7 +246,7 @@ class Engine:
         most: int | None = None,
     ) -> Request:
         """Queue a run without sampling whose state the prefix cache gets, as if it were a finished
-        prompt's. Arguments and errors are those of ``submit``.
+        prompt's. Arguments and errors are as for ``submit``.
 
         ``only_idle``: it is cancelled as soon as anything else is to run, and takes no room from
         idle sessions. It is cancelled at once if it cannot begin now, or if more than ``most``
@@ -305,7 +305,7 @@ class Engine:
             self.requests.fail_all(error)
 
     def forget(self, session: SessionBranch) -> None:
-        """End what a closed session does, and give its pages back."""
+        """Cancel the requests of a closed session, and free its pages."""
         with self.lock:
             for one in (session, session.successor):
                 if one is not None and one.request is not None:
@@ -355,7 +355,7 @@ class Engine:
 
     def users_of(self, adapter_id: int) -> str:
         """Return an adapter's users, as in "2 requests and 1 session use it"; "" without any. They
-        are requests that wait or run, and open sessions that go on under it or have tokens that
+        are requests that wait or run, and open sessions that continue under it or have tokens that
         would have to run under it again."""
         with self.lock:
             self.orphans.bury()
@@ -418,14 +418,14 @@ class Engine:
             return metrics.snapshot() | self.branches.tier.snapshot()
 
     def flush(self, timeout: float) -> bool:
-        """Write what only this process has of its state to where it outlives the process, for at
-        most ``timeout`` seconds; return whether nothing is left. Any thread may call."""
+        """Write the state held only by this process to the stores that outlive it, for at most
+        ``timeout`` seconds; return whether nothing is left. Any thread may call."""
         until = time.monotonic() + timeout
         handed = self.blending.flush(timeout)
         return self.stored.flush(max(0.0, until - time.monotonic())) and handed
 
     def shutdown(self) -> None:
-        """Cancel what runs, give all pages back, and accept nothing from now on."""
+        """Cancel all requests, free all pages, and accept no request from now on."""
         self.requests.closed = True
         if self.grammars is not None:
             self.grammars.close()

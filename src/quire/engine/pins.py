@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 class Pins:
-    """Counts what the pinned ones of ``sessions`` hold. The caller holds the engine's lock."""
+    """Counts the pages held by the pinned ones of ``sessions``. The caller holds the engine's
+    lock."""
 
     def __init__(self, state: ModelState, sessions: Mapping[int, SessionBranch], step: int) -> None:
         """Watch ``sessions``; a forward has ``step`` tokens at most."""
@@ -137,7 +138,7 @@ class PrefixPins:
         return [held.branch for held in self._held.values()]
 
     def pin_due(self, hints: RequestHints, prompt: RequestBranch) -> None:
-        """Pin what hints ask for of the tokens that are computed by now."""
+        """Pin the prefixes named by hints, as far as they are computed by now."""
         for position, pin in hints.due(prompt.computed):
             try:
                 tokens, made = self.pin(prompt, position, pin.ttl, hints.account)
@@ -220,6 +221,6 @@ class PrefixPins:
             self._branches.forget(held.branch)
 
     def clear(self, gone: Callable[[Hashable], bool] = lambda key: True) -> None:
-        """Give up those of keys that are ``gone``."""
+        """Give up the pins of keys that are ``gone``."""
         for name in [name for name, held in self._held.items() if gone(held.branch.key)]:
             self.drop(name)

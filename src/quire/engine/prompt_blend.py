@@ -81,7 +81,7 @@ class PromptBlend:
         return self.pieces.question(self.length)
 
     def begin(self, work: Branch) -> None:
-        """Look for chunks of what is not computed of an admitted prompt."""
+        """Find chunks for the tokens of an admitted prompt that are not computed."""
         self.end()
         self.valid, self.exact, self.left_out, self.anew = (np.zeros(self.length, dtype=np.bool_) for _ in range(4))
         self.spared, self.windowed = 0, work.window is not None
@@ -98,7 +98,7 @@ class PromptBlend:
             self.task = None
 
     def chunk(self, start: int, count: int) -> BlendedChunk | None:
-        """Return how the next ``count`` tokens are blended; None: they are not."""
+        """Return the blending of the next ``count`` tokens; None: they are not blended."""
         if self.task is None or start >= self.length:
             return None
         valid, exact = np.zeros((2, count), dtype=np.bool_)
@@ -128,14 +128,13 @@ class PromptBlend:
         return self.score if asks and valid.size - others.sum() <= MOST_ASKING * valid.size else "v"
 
     def ran(self, start: int, left_out_n: NDArray[np.bool_], anew_n: NDArray[np.bool_]) -> None:
-        """Note which rows of a chunk were left out that are not exact, and which were computed
-        anew."""
+        """Note the left-out rows of a chunk that are not exact, and the rows computed anew."""
         count = min(left_out_n.size, self.length - start)  # Others were generated after the prompt.
         self.left_out[start : start + count] = left_out_n[:count]
         self.anew[start : start + count] = anew_n[:count]
 
     def report(self, work: Branch) -> Blend:
-        """Return what was done."""
+        """Return the report of the prompt's blending."""
         blended = int(self.left_out.sum())
         return Blend(
             blended=blended,

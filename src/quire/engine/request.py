@@ -70,7 +70,7 @@ class ReuseNote:
     """For another text: its first tokens from ``missed_at`` on."""
 
     def count(self, computed: int) -> None:
-        """Note how many tokens were found."""
+        """Note the number of tokens found."""
         self.cached = computed
         self.replayed = max(0, self.known - computed)
 
@@ -278,18 +278,18 @@ class Request:
         return self.seat.priority, self.seat.arrival
 
     def admit(self) -> None:
-        """Run from now on; look for rows to be blended with."""
+        """Run from now on; find rows to blend."""
         self.seat.status, self.seat.admitted = Status.RUNNING, True
         if self.branch.blend is not None:
             self.branch.blend.begin(self.branch)
 
     def note_reuse(self) -> None:
-        """Count what was found of it, until it is admitted."""
+        """Count the tokens found for it, until it is admitted."""
         if not self.seat.admitted:
             self.seat.reuse.count(self.branch.computed)
 
     def note_found(self, found: Brought) -> None:
-        """Note what comes from outside of the pool, until it is admitted."""
+        """Note the tokens brought from outside of the pool, until it is admitted."""
         if not self.seat.admitted:
             self.seat.reuse.by_tier |= found.by_tier
             if found.miss is not Miss.NONE:
@@ -314,7 +314,7 @@ class BranchUser(Protocol):
 
     @property
     def last_commit(self) -> str | None:
-        """Return the id of the commit that the session goes on from; None: there is none."""
+        """Return the id of the commit that the session continues; None: there is none."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -360,7 +360,7 @@ class SessionBranch(Branch):
         self.generations = cut_generations(self.generations, length)
 
     def note(self, request: Request) -> None:
-        """Note what a request has made of the session's tokens, which are those of the request."""
+        """Note the request's generation in the session. Both have the same tokens."""
         self.generations = cut_generations(self.generations, request.branch.common)
         asked, output = request.asked, request.output
         if asked.params is None or output.finish_reason is None:

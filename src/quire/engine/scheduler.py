@@ -9,18 +9,18 @@ API keys share steps and places (``key_shares``). What decodes leave of a step g
 of the key with the least virtual time, running and waiting ones, then to the next key. A key that
 has fewer places than its share takes one from a key that has more: the last request of that key
 waits, and keeps its state while there is room. Pages are taken likewise (``displaced_for``).
-Priorities order the requests of one key. Only background requests come behind those of all keys.
-Without keys there is one, and all this changes nothing.
+Priorities order the requests of one key. Only background requests come behind the requests of all
+keys. Without keys there is one, and all this changes nothing.
 
 The KV state says how many pages a batch lacks. They come, in this order, from finished sequences in
 the prefix cache, from idle sessions (``reclaim``), from requests that have lost their places, and
 from the running request of the lowest priority, the youngest one among equals, of the key that
 holds most. It is preempted. Tiers keep what is worth it. A request that waits for pages is not
-overtaken by others of its key, and by those of other keys only for ``OVERTAKING`` steps.
+overtaken by others of its key, and by requests of other keys only for ``OVERTAKING`` steps.
 
 The adapters of one step must fit into the device's memory together. A request whose adapter does
-not fit beside those of earlier ones waits a step. Then no new request with an adapter is admitted,
-so that it is not overtaken for ever. The first one always fits.
+not fit beside the adapters of earlier ones waits a step. Then no new request with an adapter is
+admitted, so that it is not overtaken for ever. The first one always fits.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Scheduler:
         self.queues.limits = limits
 
     def submit(self, request: Request, arrival: int | None = None) -> None:
-        """Queue a request. One that comes with a sequence keeps it. ``arrival`` is that of an
+        """Queue a request. If it has a sequence already, it keeps it. ``arrival`` is that of an
         earlier request that this one continues, in its place."""
         if arrival is None:
             arrival = self._arrivals
@@ -364,7 +364,7 @@ class Scheduler:
         return request.ready and not request.branch.pinned and not self._is_coming(request)
 
     def _most(self, request: Request) -> int:
-        """Return how many of its tokens a step may take, beside its window if that slides."""
+        """Return the largest number of its tokens for a step; with a window, as fits beside it."""
         window = request.branch.window
         if window is None:
             most = self.limits.max_num_batched_tokens * request.branch.dilution
@@ -372,7 +372,7 @@ class Scheduler:
         return max(1, self._state.largest_step(window.size, window.sink))
 
     def _count(self, request: Request, batch: StepDraft) -> int:
-        """Return how many of its tokens the step may still take, all under one adapter."""
+        """Return the number of its tokens that the step may still take, all under one adapter."""
         if request.branch.remaining == 1 and request.output.wants != "all":
             return max(0, min(1, batch.budget))  # A stop and the end of an adapter's run are behind it.
         return batch.count(request, self._most(request))
@@ -447,12 +447,13 @@ class Scheduler:
 
     @staticmethod
     def _limit(request: Request) -> int:
-        """Return how many tokens may be found: the last one, and those with logits, must run."""
+        """Return the number of tokens that may be found: the last, and any with logits, must
+        run."""
         limit = len(request.branch.tokens) - 1
         return limit if request.output.fresh_from is None else min(limit, request.output.fresh_from)
 
     def _ask(self, request: Request) -> None:
-        """Ask what tiers have of a request that holds no state, unless it wants none of it."""
+        """Ask the tiers for the state of a request without any, unless it wants none."""
         branch = request.branch
         if self._tier is not None and branch.seq is None and (branch.cacheable or branch.window is not None):
             request.seat.question = self._tier.ask(branch)

@@ -140,7 +140,7 @@ class RequestLane:
 
 
 class Queues(Protocol):
-    """The part of a scheduler that the timeline looks at."""
+    """The part of a scheduler that the timeline reads."""
 
     waiting: list[Request]
     running: list[Request]
@@ -231,7 +231,7 @@ class Timeline:
                 )
 
     def scheduled(self, scheduled: Scheduled, began: float, *, ahead: bool = False) -> StepMark:
-        """Note what a step will run that was begun to be chosen at ``began`` (monotonic time).
+        """Note the chunks of a step whose scheduling began at ``began`` (monotonic time).
         ``ahead``: it has decodes only, whose tokens are not known yet."""
         now = time.monotonic() - self._zero
         live, decodes, prefills, filled = self._live, 0, [], []
@@ -266,7 +266,7 @@ class Timeline:
         return StepMark(began - self._zero, now, decodes, tuple(prefills), preemptions, tuple(filled), tuple(owned))
 
     def _look_aside(self, now: float) -> None:
-        """Note who was preempted, and whose state is coming."""
+        """Note the preempted requests, and the requests whose state is on its way."""
         if self._queues.num_preemptions != self._preemptions:
             for request in self._queues.waiting:
                 lane = self._live.get(request)
@@ -322,7 +322,7 @@ class Timeline:
             self._steps.append(record)
 
     def _shares(self, mark: StepMark) -> dict[str, StepShare]:
-        """Return what API keys had of a step that is over."""
+        """Return the share of each API key in a finished step."""
         tokens_of, decodes, generated = Counter[str](), Counter[str](), Counter[str]()
         for lane, tokens, is_decode in mark.owned:
             made = lane.numbers["output_tokens"] if lane.request is None else len(lane.request.output.token_ids)
@@ -376,7 +376,7 @@ class Timeline:
                 metrics.request_inference_time.observe(max(0.0, last - lane.admitted))
 
     def _numbers(self, lane: RequestLane, request: Request) -> dict[str, Any]:
-        """Return what is known of a request, under way or ended. Every value is a copy."""
+        """Return the facts of a request, under way or ended. Every value is a copy."""
         branch, params, output = request.branch, request.params, request.output
         note, first = request.seat.reuse, output.first_token
         form = None if params is None else params.grammar
