@@ -1,8 +1,8 @@
 """Branches that outlive a request: of sessions, and of the prefix cache.
 
-A session's sequence is lent to each request that works on it and settled when the request ends.
-What can be had again (a cached sequence, an idle session's state) is given up when the pool is
-short; a copy of a session's state may go to host memory. The caller holds the engine's lock.
+A session's sequence is held by the request that works on it, until the request ends. What can be
+had again (a cached sequence, an idle session's state) is given up when the pool is short; a copy of
+a session's state may go to host memory. The caller holds the engine's lock.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ class SessionBranches:
     def save_ahead(self) -> None:
         """Let the tier copy cached prefixes that would go next, in the background, if the pool is
         nearly full: so that no request waits for the copy when they are evicted. Idle sessions may
-        go on, and a copy's fork would make them split a page."""
+        continue, and a copy's fork would make them split a page."""
         state = self.runner.state
         if all(AHEAD * free >= size for free, size in zip(state.free_pages(), state.pool_sizes(), strict=True)):
             return

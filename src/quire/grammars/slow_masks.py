@@ -155,7 +155,7 @@ class SlowMasks:
                 self._changed.notify_all()
 
     def _next(self) -> Coming[object] | None:
-        """Return what is to be made now; None if the thread is to end."""
+        """Return the next mask or grammar to make; None if the thread is to end."""
         idle = 0.0
         with self._changed:
             while True:

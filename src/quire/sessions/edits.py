@@ -293,7 +293,8 @@ def _run(live: LiveSequence, branch: SessionBranch, blend: PromptBlend | None) -
 
 
 def _blending(live: LiveSequence, mode: EditMode, params: BlendParams | None) -> BlendParams | None:
-    """Return how an edit is blended; None: it is exact. Refuse what is edited exactly only."""
+    """Return the parameters of a blended edit; None: it is exact. Refuse parameters without
+    effect."""
     if mode == "exact":
         if params is not None:
             raise InvalidArgument(field="blend", given=params, allowed='None, or mode="blend"')
@@ -304,7 +305,7 @@ def _blending(live: LiveSequence, mode: EditMode, params: BlendParams | None) ->
 
 
 def _source(live: LiveSequence, place: TextPlace, added: int, params: BlendParams) -> EditSource | None:
-    """Return what gives the rows that follow the span; None: nothing does."""
+    """Return the source of the rows that follow the span; None: there is none."""
     state, engine = live.branch, live.engine
     exact = state.origin.exact_part(state.computed)
     if state.seq is None or state.modified or exact <= place.stop:

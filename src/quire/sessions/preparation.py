@@ -130,7 +130,7 @@ class RequestPreparation:
     def _renderer(
         self, tokenizer: Tokenizer, template: str, tools: Any, add_generation_prompt: bool
     ) -> Callable[[Messages], str]:
-        """Return what renders a conversation."""
+        """Return a function that renders a conversation."""
         special = tokenizer.special_tokens
         return lambda conversation: render_chat(
             template,

@@ -53,7 +53,7 @@ def norms(live: LiveSequence, layer: int | None) -> NormsView:
 
 
 def compare(live: LiveSequence, other: LiveSequence, top: int) -> ComparisonView:
-    """Return where two sessions of one engine part."""
+    """Return the comparison of two sessions of one engine."""
     live.require_open("compare")
     other.require_open("compare")
     return token_chances.comparison_view(live.engine, live.branch, other.branch, top, live.adapters.name_of)

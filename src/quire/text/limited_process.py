@@ -1,7 +1,7 @@
 """A child process that does what may take all time and memory: within limits of both.
 
 Code of strangers, such as chat templates and regular expressions of tokenizers, runs here. The
-child stays for the next request; one that reached a limit is ended, and another one takes its
+child stays for the next request; a child that reached a limit is ended, and another one takes its
 place. A request that takes longer than ``QUICK`` starts again where the slow ones take turns, so
 quick ones never wait for it.
 

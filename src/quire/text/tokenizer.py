@@ -234,7 +234,7 @@ class Tokenizer:
 
     @cached_property
     def _normalized(self) -> dict[int, str]:
-        """The added tokens that are looked for in normalised text."""
+        """The added tokens that are searched in normalised text."""
         added = self._backend.get_added_tokens_decoder() if self._backend.normalizer is not None else {}
         return {token_id: token.content for token_id, token in added.items() if token.normalized}
 

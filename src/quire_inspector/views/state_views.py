@@ -146,7 +146,7 @@ class StateViews:
         return made
 
     def remembered(self, name: Hashable) -> Any:
-        """Return what ``shared`` would return without reading the state, and without waiting; None:
+        """Return the result of ``shared`` if it needs no reading of the state, and no wait; None:
         it would have to read it."""
         known, last = self._made.get(name), self._last
         if known is None or last is None or known[0] != last.reading.number:
@@ -260,7 +260,7 @@ class StateViews:
         return found
 
     def tiers(self) -> TiersView:
-        """Return what each tier outside of the pool holds. It may wait for a tier, seldom."""
+        """Return the contents of each tier outside of the pool. It may wait for a tier, seldom."""
         with self._lock:
             if self._tiers is not None and time.monotonic() < self._tiers[0]:
                 return self._tiers[1]

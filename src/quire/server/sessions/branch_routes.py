@@ -20,7 +20,7 @@ from quire.store.commits import SessionCommit
 
 
 def known_query(request: Request) -> None:
-    """Refuse what a query names and the call does not have: as a mistyped filter it would list
+    """Refuse a query parameter that the call does not have: with a mistyped filter it would list
     all."""
     known = [field.alias for field in request.scope["route"].dependant.query_params]
     if unknown := [name for name in request.query_params if name not in known]:

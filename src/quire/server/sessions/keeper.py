@@ -54,7 +54,7 @@ class SessionKeeper:
     ) -> str:
         """Return a digest of a session at rest when it is durable as it is now. ``durable`` is the
         digest of what is; where only the time of its use has changed, that is written without
-        waiting. ``is_gone``: whether a client has deleted it meanwhile. ``fields``: those of a
+        waiting. ``is_gone``: whether a client has deleted it meanwhile. ``fields``: the fields of a
         record. ``NotDurable``: it cannot be written."""
         session, lifetime = inner_session(held), Lifetime(left, Moment.now())
         record = self._kept.record(session, name, owner=hidden(owner), lifetime=lifetime, **fields)
@@ -95,7 +95,7 @@ class SessionKeeper:
         inner_session(session)._keeper = None
 
     async def forget(self, name: str) -> None:
-        """Return when a session's record is gone for good. ``NotDurable``: it is not."""
+        """Wait until a session's record is gone for good. ``NotDurable``: it is not."""
         await _written(self._kept.writer.write(End(name)))
 
     async def owners(self) -> dict[str, str]:

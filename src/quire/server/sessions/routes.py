@@ -444,7 +444,7 @@ async def commit(session_id: str, body: CommitBody, request: Request) -> Respons
 
 @router.post("/{session_id}/adapter")
 async def use_adapter(session_id: str, body: AdapterBody, request: Request) -> Response:
-    """Go on under a loaded adapter, or with null under the base model."""
+    """Continue under a loaded adapter, or with null under the base model."""
     async with _used(request, session_id, "adapter") as session:
         context = _context(request)
         try:
