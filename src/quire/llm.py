@@ -201,7 +201,7 @@ class LLM:
         use_tqdm: bool | None = None,
     ) -> list[WarmedSegment]:
         """Compute the state that segments have by themselves, as far as it is not kept, for prompts
-        that are blended later. Return what is kept of each.
+        that are blended later. Return the tokens kept of each, as counts.
 
         ``behind`` is what these prompts begin with: text, token ids, messages of a chat (its
         system message), or a whole prompt, of which the part before its first segment counts. The
@@ -491,8 +491,8 @@ class LLM:
     @uninterrupted
     def gc(self, *, dry_run: bool = False) -> Collected:
         """Remove commits that no branch of any owner reaches, and state that only they need.
-        ``dry_run``: only say what that is. Commits of the last hour stay: other processes may be
-        about to name them. A damaged record keeps what it may reach, and is in ``damaged``."""
+        ``dry_run``: only report them. Commits of the last hour stay: other processes may be about
+        to name them. A damaged record keeps what it may reach, and is in ``damaged``."""
         return session_history.gc(self._sessions, dry_run)
 
     # -- adapters ----------------------------------------------------------------------------------
@@ -639,8 +639,8 @@ class LLM:
         return self._views
 
     def pages(self) -> PageMaps:
-        """Return the pages of all pools, by who holds them, to be drawn in notebooks and terminals,
-        and by ``plot``. Its ``pools`` are the views. ``FailedPrecondition`` once it is closed."""
+        """Return the pages of all pools, by holder, to be drawn in notebooks and terminals, and by
+        ``plot``. Its ``pools`` are the views. ``FailedPrecondition`` once it is closed."""
         from quire_inspector.views.llm_repr import pool_pages
 
         return pool_pages(self.views)

@@ -309,7 +309,7 @@ class Blending:
         return ChunkLayout(self._runner.state)
 
     def _find(self, work: Branch, blend: PromptBlend) -> ChunkTask | RetrievedRows | str:
-        """Look for chunks of a prompt from its first token on that is not computed."""
+        """Find chunks of a prompt from its first token on that is not computed."""
         params = blend.params
         if len(work.runs.ids) > 1 or (work.tokens.ids[: blend.length] < 0).any():
             return "the prompt has several adapters, or embeddings"
@@ -359,8 +359,8 @@ class Blending:
         indices: list[list[int]],
         end: int,
     ) -> tuple[ChunkTask, int]:
-        """Look for a prompt's chunks behind one lead; return what brings their rows, and how many
-        they are."""
+        """Find a prompt's chunks behind one lead; return the task that brings their rows, and their
+        number."""
         keys = self._keys(work.salt, next(iter(work.runs.ids), None), lead)
         retriever = ChunkRetriever(self.catalog, self.layout, keys, device=self._runner.state.device)
         task = retriever.new_request(
@@ -538,7 +538,7 @@ class Blending:
         return "catalog" not in self.__dict__ or self.catalog.flush(timeout)
 
     def close(self) -> None:
-        """End the threads that know which chunks there are."""
+        """End the threads of the chunk catalog."""
         if "catalog" in self.__dict__:
             self.catalog.close()
             if self.catalog.store is not self._stored.store:

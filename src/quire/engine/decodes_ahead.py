@@ -22,8 +22,8 @@ any: pages come free in other ways than by the end of a request."""
 
 class DecodesAhead:
     """Chooses the step behind one whose tokens are not known yet: one more token of each request
-    that goes on. It makes no room and admits no request, for a scheduler that knows all tokens does
-    that better."""
+    that continues. It makes no room and admits no request, for a scheduler that knows all tokens
+    does that better."""
 
     def __init__(self, scheduler: Scheduler, state: ModelState, checkpoints: Checkpoints | None) -> None:
         self._scheduler, self._state, self._checkpoints = scheduler, state, checkpoints

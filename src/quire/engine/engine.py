@@ -123,8 +123,8 @@ class Engine:
 
         With ``session`` its tokens become ``tokens`` and what follows them, unless the request
         fails, and its state is used as far as it agrees. ``key`` is the salt; only requests of the
-        same salt and adapters share cached prefixes. ``adapter`` is the id of a loaded adapter
-        for all tokens. A session has both. ``media`` holds the embeddings of ids below 0; those of
+        same salt and adapters share cached prefixes. ``adapter`` is the id of a loaded adapter for
+        all tokens. A session has both. ``media`` holds the embeddings of ids below 0; embeddings of
         a session's own tokens are known. ``blend``: how cached state of its segments is used.
 
         Everything is checked here: ``InvalidArgument``, ``ResourceExhausted`` (never fits),

@@ -68,7 +68,7 @@ class NamedAdapters:
             return self._info(key)
 
     def unload(self, name: str) -> None:
-        """Forget an adapter and what was cached under it. ``FailedPrecondition`` while requests or
+        """Forget an adapter and the state cached under it. ``FailedPrecondition`` while requests or
         sessions use it."""
         with self._engine.lock:
             adapter_id = self.id_of(name)

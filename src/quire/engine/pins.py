@@ -149,8 +149,8 @@ class PrefixPins:
 
     def pin(self, prompt: RequestBranch, length: int, ttl: float, account: PinAccount) -> tuple[int, PrefixName | None]:
         """Keep the state of the first ``length`` tokens of a request for ``ttl`` seconds. Return
-        how many tokens that are, fewer where states forget, and the name of a new pin; None: such a
-        pin was there, and lasts as long as the longer one.
+        the number of tokens kept, fewer where states forget, and the name of a new pin; None: such
+        a pin was there, and lasts as long as the longer one.
 
         ``QuotaExceeded`` and ``PoolExhausted`` beyond what the account may hold;
         ``FailedPrecondition`` if there is no prefix cache, or no state to keep.

@@ -92,7 +92,7 @@ class PromptBlend:
         self.task, self.reason, self.valid = found, "", found.valid_mask.numpy() != 0
 
     def end(self) -> None:
-        """Let go of what brings rows."""
+        """Close the task that brings rows."""
         if self.task is not None:
             self.task.close()
             self.task = None
@@ -118,9 +118,10 @@ class PromptBlend:
         return BlendedChunk(self.task, start, valid, rows, self._score(start + count, rows, valid))
 
     def _score(self, stop: int, rows: BlendedRows, valid: NDArray[np.bool_]) -> str:
-        """Return the name of what orders the candidates of a step's chunk that ends at ``stop``.
-        ``v`` takes the place of what asks the question where no row of that is in this chunk, where
-        asking does not pay or decides nothing, and where a sink is read at relative positions."""
+        """Return the name of the score that orders the candidates of a step's chunk ending at
+        ``stop``. ``v`` takes the place of what asks the question where no row of that is in this
+        chunk, where asking does not pay or decides nothing, and where a sink is read at relative
+        positions."""
         if self.score != "v_or_question" or self.windowed:
             return "v" if self.score == "v_or_question" else self.score
         others = valid[: rows.question_start]

@@ -183,7 +183,7 @@ class RequestQueues:
 
     def displaced_for(self, request: Request, loose: Callable[[Request], bool]) -> list[Request]:
         """Return running requests whose state leaves the pages that a waiting one needs, none if
-        there are too few: of keys that then still hold as much as this one's, or, one that was not
+        there are too few: of keys that then still hold as much as this one's, or a request not
         preempted before, of a key that holds more."""
         need, weight = len(request.branch.tokens), self.shares.weight
         held = self.held([one for one in self.running if one.branch.seq is not None])

@@ -349,7 +349,8 @@ class Scheduler:
         return True
 
     def _shortage_beside_less(self, request: Request, batch: StepDraft, barred: set[str]) -> int:
-        """Preempt requests of keys that hold more, if that can help; return what is then short."""
+        """Preempt requests of keys that hold more, if that can help; return the remaining
+        shortage."""
         waited = 0 if request.seat.short_since is None else self._steps - request.seat.short_since
         for other in () if waited % RETRY else self.queues.displaced_for(request, self._is_loose):
             batch.drop(other)
@@ -364,7 +365,7 @@ class Scheduler:
         return request.ready and not request.branch.pinned and not self._is_coming(request)
 
     def _most(self, request: Request) -> int:
-        """Return the largest number of its tokens for a step; with a window, as fits beside it."""
+        """Return the largest number of its tokens for a step; a sliding window limits it too."""
         window = request.branch.window
         if window is None:
             most = self.limits.max_num_batched_tokens * request.branch.dilution
@@ -407,7 +408,7 @@ class Scheduler:
         return False
 
     def _attach(self, request: Request) -> None:
-        """Give it a sequence: a fork of what the cache holds of its tokens, or an empty one."""
+        """Give it a sequence: a fork of the cached prefix of its tokens, or an empty one."""
         branch, reuse = request.branch, request.seat.reuse
         if branch.seq is not None:
             return
@@ -435,7 +436,8 @@ class Scheduler:
         request.note_reuse()
 
     def _bring(self, request: Request, attached: bool) -> None:
-        """Bring back what tiers have of it, if it was just ``attached``; note what was found."""
+        """Bring back the state that tiers have of it, if it was just ``attached``; note the
+        reuse."""
         limit = self._limit(request)
         if self._tier is not None and request.seat.question is not None:
             if attached:

@@ -133,7 +133,7 @@ class SessionBranches:
         return prefix_key(salt, runs, self.fingerprint_of)
 
     def key_of(self, session: SessionBranch) -> Hashable:
-        """Return the prefix cache's key of what a session has computed."""
+        """Return the prefix cache's key of a session's computed tokens."""
         return self.prefix_key(session.key, session.runs)
 
     def _leave_other_key(self, session: SessionBranch, key: Hashable) -> None:
@@ -403,7 +403,7 @@ class SessionBranches:
 
     def demote(self, tokens: NDArray[np.int64], key: Hashable, start: int) -> int:
         """Give up the cached state of these tokens from ``start`` on, as if the pool were short;
-        return how many tokens it had. What others hold of them stays."""
+        return the number of its tokens. What others hold of them stays."""
         if self.cache is None:
             return 0
         given_up = 0
@@ -419,7 +419,7 @@ class SessionBranches:
 
     def shorten(self, session: SessionBranch, start: int) -> int:
         """Give up an idle session's state from token ``start`` on, as if the pool were short;
-        return how many tokens it had. A session that is pinned, or that tokens do not give, keeps
+        return the number of its tokens. A session that is pinned, or that tokens do not give, keeps
         it."""
         if not session.droppable or session.computed <= start:
             return 0

@@ -416,7 +416,7 @@ class Timeline:
         return found
 
     def _stop(self, request: Request) -> str | None:
-        """Return the kind of what ended a text: it may itself be a text."""
+        """Return the kind of a text's stop; the stop may itself be a text."""
         stop = request.output.stop_reason
         if stop is None:
             return None

@@ -59,8 +59,8 @@ class Coming(Generic[T]):
         return not self.started or self.dropped or self._over.is_set()
 
     def result(self) -> T | None:
-        """Wait for the result and return it, None if dropped or never started; raise what ``make``
-        raised."""
+        """Wait for the result and return it, None if dropped or never started; raise the error of
+        ``make``."""
         if not self.started or self.dropped:
             return None
         self._over.wait()

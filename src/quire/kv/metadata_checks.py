@@ -20,7 +20,7 @@ from quire.statefile.schema import CROSS, EXTENT, FORMAT_VERSION, Fault, nullabl
 
 
 def hash_of(layout: Mapping[str, Any]) -> str:
-    """Return the hash of what ``get_layout`` returns: 32 hex digits."""
+    """Return the hash of the layout (``get_layout``): 32 hex digits."""
     text = json.dumps(layout, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

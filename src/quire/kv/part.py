@@ -39,7 +39,8 @@ class Part:
         """Keep the nodes of these paths as tokens; forget all other nodes."""
 
     def reserve(self, need: ForwardNeed, checkpoints: Seq[Seq[int]]) -> Any:
-        """Return the argument of ``open``; raise what is wrong with a forward. Change nothing."""
+        """Return the argument of ``open``; raise an error for an invalid forward. Change
+        nothing."""
 
     def open(self, reserved: Any) -> None:
         """Take the reserved pages or slots. If it raises, nothing has changed."""

@@ -29,7 +29,7 @@ from quire.kv.recurrent_states import (
 
 
 class RecurrentTable:
-    """The states of all sequences, looked up and counted. ``ring``: recent states that a sequence
+    """The states of all sequences: look-up and counts. ``ring``: recent states that a sequence
     keeps; ``interval``: a checkpoint is kept at each multiple of it (0: at none)."""
 
     def __init__(self, num_slots: int, *, ring: int, interval: int) -> None:

@@ -267,7 +267,7 @@ def _positions(found: Combination) -> Cell:
 
 
 def _layer_memory(found: Combination) -> Cell:
-    """Looking into what layers remember."""
+    """Reading the rows and states of layers."""
     return Cell(note="of recurrent layers the states before the last token" if found.has("recurrent") else "")
 
 

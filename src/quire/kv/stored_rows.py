@@ -198,7 +198,7 @@ def gathered(
 
 
 def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[list[Layer], int]:
-    """Return the layers for these rows and how many of each, else ``InvalidArgument``."""
+    """Return the layers for these rows and the number of rows of each, else ``InvalidArgument``."""
     if layer_id is not None:
         latent = state.layer(layer_id).spec.kind == "latent"
     else:

@@ -171,7 +171,7 @@ class ChatTurns:
         return Asked(before=self._all(ids, tokenizer), messages=list(messages), start=start, read=read)
 
     def _all(self, ids: Sequence[int], tokenizer: Tokenizer) -> list[Turn]:
-        """Return all turns, the last answer with what has come after it."""
+        """Return all turns, the last answer with the tokens after it."""
         if not self._turns or self._cut or self._turns[-1].end == len(ids):
             return list(self._turns)
         last = self._turns[-1]

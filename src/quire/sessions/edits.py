@@ -293,8 +293,8 @@ def _run(live: LiveSequence, branch: SessionBranch, blend: PromptBlend | None) -
 
 
 def _blending(live: LiveSequence, mode: EditMode, params: BlendParams | None) -> BlendParams | None:
-    """Return the parameters of a blended edit; None: it is exact. Refuse parameters without
-    effect."""
+    """Return the parameters of a blended edit; None: it is exact. Refuse ``params`` of an exact
+    edit, and their ``target``."""
     if mode == "exact":
         if params is not None:
             raise InvalidArgument(field="blend", given=params, allowed='None, or mode="blend"')

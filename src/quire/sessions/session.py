@@ -250,8 +250,8 @@ class Session:
 
     @uninterrupted
     def compute(self, *, priority: int = 0, use_tqdm: bool | None = None) -> Reuse:
-        """Run all tokens but the last one, as far as they are not computed; return what was reused.
-        The last one runs when its logits are wanted. ``priority`` is that of ``CacheHints``, and
+        """Run all tokens but the last one, as far as they are not computed; return the reuse. The
+        last one runs when its logits are wanted. ``priority`` is that of ``CacheHints``, and
         ``use_tqdm`` as in ``append``."""
         _check_run(priority, use_tqdm)
         return scoring.compute(self._live, priority, use_tqdm)
@@ -362,7 +362,7 @@ class Session:
         answer: ReadAnswer | None = None,
         hints: CacheHints | None = None,
     ) -> PreparedTurn:
-        """Check and render what ``stream_chat`` runs; return how it starts and ends."""
+        """Check and render the messages of ``stream_chat``; return its prepared turn."""
         live, hinted = self._live, checked_hints(hints)
         asked, tokens = session_chat.ask(live, messages, params, answer)
 
@@ -607,9 +607,9 @@ class Session:
 
     @uninterrupted
     def norms(self, layer: int | None = None) -> NormsView:
-        """Return the norms of what a layer (None: the last one) remembers: K and V by position and
-        KV head, latent rows by position, recurrent states at the positions at which they are kept.
-        Nothing is computed: what is not in the pool is missing.
+        """Return the norms of a layer's (None: the last one) rows and states: K and V by position
+        and KV head, latent rows by position, recurrent states at the positions at which they are
+        kept. Nothing is computed: rows that are not in the pool are missing.
 
         ``InvalidArgument``: no such layer. ``FailedPrecondition``: the session is generating.
         """
@@ -644,10 +644,10 @@ class Session:
         what: str = "attention",
         queries: int | None = None,
     ) -> Heat:
-        """Return a heat map of a layer (None: the last one that has it). ``what`` "attention": what
-        each of the last ``queries`` (1..1024; None: 64, or as many as are not too large) tokens
-        reads of all, by one query head, or on average. "k", "v", "latent" or "state_0": the norms
-        of what is held, by position, of one head or of all.
+        """Return a heat map of a layer (None: the last one that has it). ``what`` "attention": the
+        weights of the last ``queries`` (1..1024; None: 64, or as many as are not too large) tokens
+        over all, of one query head, or on average. "k", "v", "latent" or "state_0": the norms of
+        held rows, by position, of one head or of all.
 
         ``InvalidArgument``: the layer has no such head or ``what``, or the map is too large.
         ``FailedPrecondition``, ``Unsupported``: as of ``attention``, or the tokens' state was

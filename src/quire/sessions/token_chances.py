@@ -63,7 +63,7 @@ def text_of(engine: Engine, token: int) -> str | None:
 
 
 def token_view(engine: Engine, source: SessionBranch, position: int, top: int) -> ChancesView:
-    """Return the view of the token at a position, of 0..the number of tokens. Errors: those of
+    """Return the view of the token at a position, of 0..the number of tokens. Errors: as for
     ``run_token``."""
     with engine.lock:
         require_idle(source, "token")

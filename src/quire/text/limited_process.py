@@ -128,7 +128,7 @@ class LimitedProcess:
         raise QuireError(f"{self._name} cannot be used: it ended with status {status}")
 
     def _started(self, line: bytes) -> tuple[subprocess.Popen[bytes], list[bytes]]:
-        """Return a new child, and what it is to be asked."""
+        """Return a new child, and the lines to send to it."""
         # With our sys.path, so that it imports what we did, whatever lies in the working directory.
         child = subprocess.Popen(
             [sys.executable, "-c", self._start, *sys.path],

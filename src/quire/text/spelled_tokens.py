@@ -60,7 +60,7 @@ class SpelledTokens:
         return [self.of_role(one.get("role"), one) if isinstance(one, Mapping) else one for one in messages]
 
     def of_role(self, role: Any, value: Any) -> Any:
-        """Return the value of a message's field with the spelled tokens hidden, as for its role."""
+        """Return a message, or a value of it, with spelled tokens hidden as for this role."""
         return self._hidden(value, self._in_answers if role == "assistant" else self._every)
 
     def value(self, value: Any) -> Any:

@@ -2,7 +2,7 @@
 name the same object share it. An object that is gone is a hole.
 
 Commits of several models may lie in one store. Each layout of state has pools of its own; layers
-are told of the layout that most commits have.
+are shown for the layout that most commits have.
 """
 
 from __future__ import annotations

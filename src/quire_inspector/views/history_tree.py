@@ -93,7 +93,7 @@ def _name(text: str) -> str:
 
 
 def _plain(key: Hashable) -> object:
-    """Return a key as what has the same text in every process."""
+    """Return a key as a value with the same text in every process."""
     return (key.salt, key.runs) if isinstance(key, AdapterKey) else key
 
 

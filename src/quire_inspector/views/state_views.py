@@ -158,7 +158,7 @@ class StateViews:
         return known[1]
 
     def forget(self) -> None:
-        """Give back the memory of what was read."""
+        """Free the memory of the readings."""
         with self._lock:
             self._last, self._mark = None, None
             self._made.clear()
@@ -166,7 +166,7 @@ class StateViews:
     # -- documents ---------------------------------------------------------------------------------
 
     def overview(self, state: ReadState | None = None) -> OverviewView:
-        """Return the model, its memory, and how busy it is."""
+        """Return the model, its memory and its load."""
         found = self.state() if state is None else state
         reading, kv, engine = found.reading, self._engine.runner.state, self._engine
         pools = tuple(self._summary(found, pool) for pool in range(len(reading.facts)))
@@ -199,8 +199,8 @@ class StateViews:
     def history(
         self, viewer: Viewer = EVERYBODY, *, owner: str | None = "", state: ReadState | None = None
     ) -> HistoryView:
-        """Return all branches and the trees that they make. ``owner``: whose commits are among
-        them, "" those of a program; None: none are."""
+        """Return all branches and the trees that they make. ``owner``: the owner of the commits
+        among them, "" for a program's; None: no commits."""
         found = self.state() if state is None else state
         branches = found.branches.shown(viewer)
         if owner is not None:

@@ -1,7 +1,7 @@
 """Branches over HTTP: what sessions of this API key were committed to. No key sees another's.
 
-Push and pull are not here: a server would have to reach addresses that clients choose. Whoever runs
-the server copies branches with ``quire state push`` beside it.
+Push and pull are not here: a server would have to reach addresses that clients choose. The server's
+operator copies branches with ``quire state push`` beside it.
 """
 
 from __future__ import annotations
