@@ -365,7 +365,7 @@ class Scheduler:
         return request.ready and not request.branch.pinned and not self._is_coming(request)
 
     def _most(self, request: Request) -> int:
-        """Return the largest number of its tokens for a step; a sliding window limits it too."""
+        """Return the largest number of its tokens for a step; a sliding window sets it instead."""
         window = request.branch.window
         if window is None:
             most = self.limits.max_num_batched_tokens * request.branch.dilution
