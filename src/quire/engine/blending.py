@@ -80,8 +80,8 @@ of them continues here. A reader who looks for one fact has to find the page tha
 text of the collection. It begins with its own heading or its own first sentence, and it says what it has to say without the pages before it.
 
 """
-"""What a chunk reads before it, as a text in the middle of a prompt has read others. One that has
-read nothing has other K and V, above all in its first hundred tokens."""
+"""What a chunk reads before it, as a text in the middle of a prompt has read others. A chunk that
+has read nothing has other K and V, above all in its first hundred tokens."""
 LEAD_TOKENS = 512
 """Of a beginning of prompts, at most, that chunks are computed behind."""
 LEADS = 256

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState
 
 PATIENCE = 16
-"""Steps ahead in a row beside requests that wait for pages. Then somebody looks whether there are
-any: pages come free in other ways than by the end of a request."""
+"""Steps ahead in a row beside requests that wait for pages. Then the scheduler checks whether there
+are any: pages come free in other ways than by the end of a request."""
 
 
 class DecodesAhead:

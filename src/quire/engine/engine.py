@@ -206,8 +206,8 @@ class Engine:
     ) -> Request:
         """Queue a run without sampling, after which the session's tokens are these and ``tail``.
 
-        ``on_logits`` gets the logits of the last token, or with ``all_logits`` of every one that
-        runs: at least those from ``fresh_from`` on. A ``QuireError`` from it ends the request.
+        ``on_logits`` gets the logits of the last token, or with ``all_logits`` of every token that
+        runs: at least the tokens from ``fresh_from`` on. A ``QuireError`` from it ends the request.
         ``arrival`` is the place in the queue of an earlier request that this one continues.
         ``media`` is as in ``submit``, of the tail too. ``blend``: what gives rows of some tokens.
         """

@@ -46,7 +46,7 @@ class GenerationBar:
         self._bar = tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show)
         self._said: str | None = None
         self._began: tuple[float, int] | None = None
-        """When the prompts were first looked at, and how many of their tokens were there."""
+        """The time of the first estimate, and the number of tokens done by then."""
 
     def advance(self) -> None:
         """Show the progress since the last call."""

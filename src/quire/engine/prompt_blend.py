@@ -38,19 +38,19 @@ class PromptBlend:
     length: int
     """S"""
     ratio: float
-    """Part of the rows with a cached one that are computed anew."""
+    """Part of the rows with a cached copy to compute anew."""
     score: str
     """Name of what orders its candidates."""
     most: int
     """Tokens that may count as one in a step's budget while it is blended."""
     find: Callable[[Branch, PromptBlend], RowsTask | RetrievedRows | str]
-    """Looks for chunks of what is not computed; returns why there is nothing to blend with."""
+    """Finds chunks for tokens that are not computed, or returns the reason for having none."""
     task: RowsTask | RetrievedRows | None = None
     """What brings the rows, while some are needed."""
     valid: NDArray[np.bool_] = field(default_factory=_nothing)
     """``[S]``: tokens with cached rows."""
     exact: NDArray[np.bool_] = field(default_factory=_nothing)
-    """``[S]``: those of them whose rows are what a full computation gives."""
+    """``[S]``: the ``valid`` tokens whose rows equal a full computation's."""
     left_out: NDArray[np.bool_] = field(default_factory=_nothing)
     """``[S]``: those that were not computed anew, and are not exact."""
     anew: NDArray[np.bool_] = field(default_factory=_nothing)

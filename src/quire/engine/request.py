@@ -60,7 +60,7 @@ class ReuseNote:
     known: int = 0
     """Tokens whose state the prefix cache, or its session, has or had."""
     replayed: int = 0
-    """Those of them that were not there at the first admission, and ran again."""
+    """The known tokens without state at the first admission, which ran again."""
     by_tier: dict[str, int] = field(default_factory=dict)
     """Reused tokens whose state came from outside of the pool, by the kind of their tier."""
     missed: Miss = Miss.NONE
@@ -96,7 +96,7 @@ class AskedFor:
     """None: a run without sampling."""
     num_prompt: int = 0
     index: int = 0
-    """The number of the sample among those of its prompt."""
+    """The number of the sample among its prompt's samples."""
     tail: tuple[int, ...] = ()
     """Tokens that join the session after the prompt has been run, without being run themselves."""
     owner: str = ""
@@ -324,7 +324,7 @@ class SessionBranch(Branch):
     key: Hashable
     """What may share a prefix with it, beside the adapters: the salt."""
     adapter: int | None = None
-    """Under which it goes on, as its last token does; None: the base model."""
+    """The adapter of its next tokens, as of its last token; None: the base model."""
     pinned: bool = False
     """The state must not be given up."""
     account: PinAccount | None = None

@@ -56,7 +56,7 @@ BACKGROUND_CHUNK = 256
 """Tokens of a background request in a step, for whose end a new request may have to wait."""
 
 OVERTAKING = 64
-"""Steps for which requests of other keys may overtake one that waits for pages."""
+"""Steps for which requests of other keys may overtake a request that waits for pages."""
 
 RETRY = 16
 """Steps until pages are taken from other keys again for a request that lacked them even then."""
@@ -89,8 +89,8 @@ class Scheduler:
         self._steps = 0
         self.num_preemptions = 0
         self.lacks_room = False
-        """Whether the last look at the queue found no pages for the first one, and nobody has come
-        or ended since."""
+        """Whether the queue's first request last found no pages, and no request has come or ended
+        since."""
 
     @property
     def limits(self) -> Limits:

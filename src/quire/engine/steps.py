@@ -53,7 +53,7 @@ MOST_LOST_LOADS = 64
 """Steps in a row whose state did not come, before their requests end: a fault, not bad luck."""
 NOTHING_DRAWN = SampledTokens(token_ids=[], logprobs=[], failures={})
 ANSWER_SECONDS = 0.02
-"""The longest wait for tiers' answers while nothing can run. Then the engine looks around again."""
+"""The longest wait for tiers' answers while nothing can run. Then the engine schedules again."""
 
 
 @dataclass(eq=False, kw_only=True)

@@ -64,11 +64,11 @@ class StepRecord(NamedTuple):
     tokens: int
     """Tokens that ran."""
     decodes: int
-    """Those of them that go on with an answer, one for each request."""
+    """The tokens among them that continue an answer, one for each request."""
     prefills: tuple[tuple[int, int, int], ...]
     """Of each other chunk: its lane, the position of its first token, its tokens."""
     generated: int
-    """Tokens that were generated, those of beam searches since the last step included."""
+    """Tokens that were generated, including beam searches since the last step."""
     pages_free: int
     running: int
     waiting: int
@@ -182,7 +182,7 @@ class Timeline:
         """Called with each lane that ends, under the engine's lock: they must be quick. What they
         raise is dropped."""
         self.budget = ViewBudget()
-        """The one account of all who look, also at the state (``state_views``)."""
+        """The one budget of all viewers, also of the state (``state_views``)."""
         self.model = "model"
         """The model's name, in recordings."""
         self.adapter_name: Callable[[int], str | None] = str
@@ -195,7 +195,7 @@ class Timeline:
         self.preempted: Counter[str] = Counter()
         """Preemptions so far by API key."""
         self._told: Counter[str] = Counter()
-        """Those of them that steps have counted."""
+        """The preemptions that steps have counted."""
         self.count = 0
         """Steps so far."""
         self._preemptions = 0

@@ -28,7 +28,7 @@ optional properties, whose masks take 1 ms, and not help with ambiguous grammars
 hundred times longer (``slow_masks``)."""
 
 NO_TOKEN = "no token of the vocabulary continues the text"
-"""The reason why a matcher does not go on that is no limit."""
+"""The one reason for a matcher's end that is no limit."""
 
 _WHOLE = '%llguidance {"no_forcing": true}\n'
 _REST = "/(?s:.*)/"

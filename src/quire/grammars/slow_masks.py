@@ -30,10 +30,10 @@ SHARE = 0.2
 """Part of the time that slow grammars have beside others."""
 
 WAIT_SECONDS = 0.005
-"""Seconds for which an engine with nothing else to do waits before it looks for a mask again."""
+"""Seconds for which an engine with nothing else to do waits before it checks for a mask again."""
 
 LOOK_SECONDS = 0.02
-"""Seconds between two looks of a resting or idle thread at what changes without notice."""
+"""Seconds between two checks of a resting or idle thread for changes without notice."""
 
 LINGER_SECONDS = 0.5
 """For how long a thread with nothing to do stays."""

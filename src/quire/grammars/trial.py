@@ -113,7 +113,7 @@ class GrammarTrial:
         """Bytes that the grammar of the last ``text`` keeps; valid if one caller at a time is let
         in."""
         self._children: list[subprocess.Popen[bytes]] = []
-        """The one that there is."""
+        """The one child, if there is one."""
         weakref.finalize(self, _end, self._children)
         _TRIALS.add(self)
 

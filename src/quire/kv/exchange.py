@@ -238,8 +238,8 @@ def rows_of(state: StateParts, seq_id: SeqId) -> dict[int, int]:
 
 
 def rows_by_layer(given: Mapping[str, Any], shared: Mapping[int, int] | None = None) -> dict[int, list[range]]:
-    """Return the rows of each layer according to metadata that were validated: positions, and those
-    of encoders. ``shared``: how many of the first ones come from elsewhere, by layer."""
+    """Return the rows of each layer according to metadata that were validated: positions, and rows
+    of encoders. ``shared``: the number of first rows that come from elsewhere, by layer."""
     found: dict[int, list[range]] = {}
     for one in given["held"]:
         for layer in one["layers"]:

@@ -69,7 +69,7 @@ class ClassNeed:
     """New pages of each entry, without the splits."""
     leaving: list[Leaving] = field(default_factory=list)
     freed: int = 0
-    """Pages that nobody holds any more when those have left."""
+    """Pages without a holder once those have left."""
 
     @property
     def pages(self) -> int:

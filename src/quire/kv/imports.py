@@ -30,8 +30,8 @@ class Import:
     checksums: dict[tuple[int, str], str]
     """By layer and name, of whole groups; none where the writer made none."""
     missing: dict[int, list[range]]
-    """Those of ``rows`` that have not come, by layer; [] for a recurrent layer. A layer that has
-    come is not in it."""
+    """The ``rows`` that have not come, by layer; [] for a recurrent layer. A layer that has come is
+    not in it."""
     pages: list[PageIds] = field(default_factory=list)
     """The page table of each layer class."""
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -778,8 +778,8 @@ class Rehearsal(StatePass):
         self.capturing = True
         self._seen: dict[int, list[tuple[Tensor, ...]]] = {}
         """By layer class, of each entry that asks: its n asking rows among those that run, the
-        slots of the N keys, which of them each query sees ``[n, N]``, those of N that are new
-        tokens, and which rows of the forward these are."""
+        slots of the N keys, a mask of the keys visible to each query ``[n, N]``, the new tokens
+        among the N, and their rows in the forward."""
         self.mass_T = torch.zeros(int(starts[-1]), device=parts.device)
 
     def _require_current(self) -> None:

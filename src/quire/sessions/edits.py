@@ -112,8 +112,8 @@ def _cost(live: LiveSequence, length: int) -> int:
 
 
 def _reached(live: LiveSequence, length: int) -> int:
-    """Return the number of the first ``length`` tokens that keep their state, if the session goes
-    on from there under its adapter."""
+    """Return the number of the first ``length`` tokens that keep their state, if the session
+    continues from there under its adapter."""
     state, branches = live.branch, live.engine.branches
     # The last token there may have run under another adapter than the next ones will.
     same = state.runs.agreed(runs_of_session(state.runs, length, state.adapter), length)

@@ -644,10 +644,10 @@ class Session:
         what: str = "attention",
         queries: int | None = None,
     ) -> Heat:
-        """Return a heat map of a layer (None: the last one that has it). ``what`` "attention": the
-        weights of the last ``queries`` (1..1024; None: 64, or as many as are not too large) tokens
-        over all, of one query head, or on average. "k", "v", "latent" or "state_0": the norms of
-        held rows, by position, of one head or of all.
+        """Return a heat map of a layer (None: the last one with such a map). ``what`` "attention":
+        the weights of the last ``queries`` (1..1024; None: 64, or as many as are not too large)
+        tokens over all, of one query head, or on average. "k", "v", "latent" or "state_0": the
+        norms of held rows, by position, of one head or of all.
 
         ``InvalidArgument``: the layer has no such head or ``what``, or the map is too large.
         ``FailedPrecondition``, ``Unsupported``: as of ``attention``, or the tokens' state was

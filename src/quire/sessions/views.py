@@ -94,7 +94,7 @@ def heat(live: LiveSequence, layer: int | None, head: int | None, what: str, que
 
 
 def _known_layer(live: LiveSequence, layer: int | None, fits: Callable[[LayerSpec], bool]) -> tuple[int, LayerSpec]:
-    """Return a layer and its geometry, for None the last one that ``fits``, or just the last;
+    """Return a layer and its geometry, for None the last layer that ``fits``, or just the last;
     ``InvalidArgument`` for another number."""
     last = len(live.engine.runner.model.layer_specs) - 1
     if layer is None:

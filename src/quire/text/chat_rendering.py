@@ -42,7 +42,7 @@ SECONDS = 10.0
 """How long a template may take for the messages of one prompt."""
 
 MAX_SOURCE = 1 << 18
-"""Most characters of a template; those of popular models have up to 20,000."""
+"""Most characters of a template; templates of popular models have up to 20,000."""
 
 MAX_TEXT = 1 << 26
 """Most characters of a rendered prompt where nothing else limits it."""

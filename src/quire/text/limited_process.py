@@ -46,7 +46,8 @@ SLOW = 8
 """Slow requests of a kind that work or wait; further ones are refused."""
 
 GRACE = 10.0
-"""Seconds beyond those of a request, to start a child, after which that is ended from outside."""
+"""Seconds beyond a request's limit, to start a child, after which the child is ended from
+outside."""
 
 
 class LimitReached(Exception):

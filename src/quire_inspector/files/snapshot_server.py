@@ -42,7 +42,7 @@ LOOK_SECONDS = 2.0
 SHARE = 20
 """A reading of a store that took s seconds is kept for this many times s."""
 PERIOD = 0.25
-"""Seconds between two looks of a stream of events."""
+"""Seconds between two checks of a stream of events."""
 QUIET_SECONDS = 10.0
 """Seconds after which a stream of events says that it is still there."""
 NEEDS_MODEL = {

@@ -88,8 +88,8 @@ class StateViews:
         self.texts = TextReader(engine.tokenizer)
         self.commits = CommitReader(engine)
         self.is_behind = False
-        """Whether somebody was shown what was no longer so, since the budget allowed no look. Who
-        tells viewers of changes tells them once more, and sets it back."""
+        """Whether a viewer was shown an old state, since the budget allowed no reading. The
+        notifier of viewers then notifies them once more, and sets it back."""
         self._lock = Lock()
         self._last: ReadState | None = None
         self._mark: Hashable = None

@@ -14,7 +14,7 @@ RATE_SECONDS = 10.0
 """Seconds over which tokens per second are counted."""
 QUANTILES = (50, 90, 95, 99)
 DIGITS = 6
-"""Times are told in microseconds."""
+"""Times are given in microseconds."""
 
 
 def timeline_document(timeline: Timeline, since: int = 0, owner: str | None = None) -> dict[str, Any]:
