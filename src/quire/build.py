@@ -415,8 +415,8 @@ def fastest_attention(device: torch.device) -> str:
 
 
 def layer_kernels(device: torch.device, quantization: str | None = None) -> LayerKernels:
-    """Return what the layers of a model on this device are given; ``Unsupported`` if nothing
-    multiplies with weights of that quantization."""
+    """Return the kernels for a model's layers on this device; ``Unsupported`` if none multiplies
+    with weights of that quantization."""
     form = cast("Quantization | None", quantization)
     if form is not None and (reason := quantization_problem(form, device)):
         raise Unsupported(f"quantization {form!r}: {reason}", field="quantization", given=form)
@@ -434,7 +434,7 @@ def layer_kernels(device: torch.device, quantization: str | None = None) -> Laye
 
 
 def quantization_problem(quantization: Quantization, device: torch.device) -> str:
-    """Return why a device does not multiply with such weights; "" if it does."""
+    """Return the reason against multiplying with such weights on a device; "" if there is none."""
     if quantization == "fp8":
         return float8_problem(device)
     if device.type != "cpu":
@@ -457,8 +457,8 @@ def check_quantized(model: LoadedModel, quantization: str | None) -> None:
 def eos_ids(
     generation: dict[str, Any], model_config: dict[str, Any], tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[int, ...]:
-    """Return the tokens that end a text: the tokenizer's, and those of ``generation_config.json``,
-    else of ``config.json``."""
+    """Return the tokens that end a text: the tokenizer's, and the ones in
+    ``generation_config.json``, else of ``config.json``."""
     given = (one.get("eos_token_id") for one in (generation, model_config))
     found: Any = next((one for one in given if one is not None), [])
     ids = [*(found if isinstance(found, list) else [found]), *(tokenizer.eos_ids if tokenizer is not None else ())]
@@ -482,7 +482,8 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     )
 
     def sizes_of(model: Outline | LoadedModel, weights: int = 0) -> PoolSizes:
-        """Check what depends on the model. ``weights``: bytes of it that are not there yet."""
+        """Check the limits that depend on the model, and size its pools. ``weights``: bytes of
+        weights that are not loaded yet."""
         check_length(config, model.max_position)
         if model.layer_specs:
             check_heads(config, [spec for spec in model.layer_specs if isinstance(spec, ATTENTION)])

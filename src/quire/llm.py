@@ -201,7 +201,7 @@ class LLM:
         use_tqdm: bool | None = None,
     ) -> list[WarmedSegment]:
         """Compute the state that segments have by themselves, as far as it is not kept, for prompts
-        that are blended later. Return what is kept of each.
+        that are blended later. Return the tokens kept of each, as counts.
 
         ``behind`` is what these prompts begin with: text, token ids, messages of a chat (its
         system message), or a whole prompt, of which the part before its first segment counts. The
@@ -225,9 +225,10 @@ class LLM:
         limits: QualityLimits | None = None,
         use_tqdm: bool | None = None,
     ) -> BlendCalibration:
-        """Measure how far blended answers are from full computations; return what was found, which
-        holds for prompts from now on: the check layer, ratios for ``BlendParams(target=...)``, and
-        whether prompts are blended at all (``limits``, by default ``QualityLimits()``).
+        """Measure the distance of blended answers from full computations; return the calibration,
+        which holds for prompts from now on: the check layer, ratios for
+        ``BlendParams(target=...)``, and whether prompts are blended at all (``limits``, by default
+        ``QualityLimits()``).
 
         ``probes`` prompts are run in full and blended, with several check layers and ratios. They
         are made of ``texts``: prompts of pieces, as in ``generate``, are taken as they are; of
@@ -235,8 +236,8 @@ class LLM:
         None: texts that the model samples. Texts of the use at hand are better. Nothing of them
         is kept.
 
-        A store that outlives the process keeps what was found, for later processes with this model.
-        Adapters are not measured. ``Unsupported`` for a model that cannot be blended;
+        A store that outlives the process keeps the calibration, for later processes with this
+        model. Adapters are not measured. ``Unsupported`` for a model that cannot be blended;
         ``ResourceExhausted``: there is no room for a probe. ``use_tqdm`` shows progress on stderr;
         None: on a terminal.
         """
@@ -245,7 +246,7 @@ class LLM:
 
     @property
     def blend_calibration(self) -> BlendCalibration | None:
-        """Return what ``calibrate_blending`` found, here or in an earlier process; None: it
+        """Return the calibration of ``calibrate_blending``, here or in an earlier process; None: it
         found nothing."""
         self._requests.require_open("blend_calibration")
         return self._engine.blending.calibration
@@ -325,8 +326,8 @@ class LLM:
         use_tqdm: bool | None = None,
     ) -> list[BeamSearchOutput]:
         """Return the most probable continuations of each prompt: text or token ids, one or many.
-        All prompts are checked before the first one runs. One that fails later has an ``error``,
-        and the others continue."""
+        All prompts are checked before the first one runs. A prompt that fails later has an
+        ``error``, and the others continue."""
         searches, texts = self._requests.prepare_beams(prompts, params, adapter=adapter, cache_salt=cache_salt)
         return prompt_runs.search(searches, texts, self._requests, use_tqdm)
 
@@ -460,7 +461,8 @@ class LLM:
         return session_history.log(self._sessions, name, owner)
 
     def diff(self, a: str, b: str, *, owner: str = "") -> Difference:
-        """Return what two commits have in common, and what each adds. ``NotFound``."""
+        """Return the difference of two commits: the common part, and the part of each.
+        ``NotFound``."""
         return session_history.diff(self._sessions, a, b, owner)
 
     @uninterrupted
@@ -489,8 +491,8 @@ class LLM:
     @uninterrupted
     def gc(self, *, dry_run: bool = False) -> Collected:
         """Remove commits that no branch of any owner reaches, and state that only they need.
-        ``dry_run``: only say what that is. Commits of the last hour stay: other processes may be
-        about to name them. A damaged record keeps what it may reach, and is in ``damaged``."""
+        ``dry_run``: only report them. Commits of the last hour stay: other processes may be about
+        to name them. A damaged record keeps what it may reach, and is in ``damaged``."""
         return session_history.gc(self._sessions, dry_run)
 
     # -- adapters ----------------------------------------------------------------------------------
@@ -587,7 +589,7 @@ class LLM:
         self._engine.reset_prefix_cache()
 
     def capabilities(self) -> dict[str, Any]:
-        """Return which verbs and combinations this model has here, with reasons against others."""
+        """Return the verbs and combinations of this model here, with reasons against others."""
         self._requests.require_open("capabilities")
         kinds, device = [spec.kind for spec in self.model.layer_specs], self.model.device
         quantised = quantization_problem("int8" if device.type == "cpu" else "fp8", device)
@@ -637,8 +639,8 @@ class LLM:
         return self._views
 
     def pages(self) -> PageMaps:
-        """Return the pages of all pools, by who holds them, to be drawn in notebooks and terminals,
-        and by ``plot``. Its ``pools`` are the views. ``FailedPrecondition`` once it is closed."""
+        """Return the pages of all pools, by holder, to be drawn in notebooks and terminals, and by
+        ``plot``. Its ``pools`` are the views. ``FailedPrecondition`` once it is closed."""
         from quire_inspector.views.llm_repr import pool_pages
 
         return pool_pages(self.views)

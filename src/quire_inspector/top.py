@@ -311,7 +311,7 @@ def run_top(
 ) -> None:
     """Show a server until q or Ctrl-C. ``once``, ``as_json`` (one JSON object), or an output that
     is no terminal: show it once. Raise ``QuireError`` for a server that refuses, and when showing
-    once also for one that cannot be reached."""
+    once also for a server that cannot be reached."""
     from rich.console import Console
 
     check_real("interval", interval, above=0, up_to=3600)

@@ -170,7 +170,7 @@ class AsyncLLM(AbstractAsyncContextManager["AsyncLLM"]):
         adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> list[WarmedSegment]:
-        """Compute what segments lack, as ``LLM.warm`` does."""
+        """Compute the missing state of segments, as ``LLM.warm`` does."""
         submit = await self._background.call(
             "warm",
             lambda: self._llm.requests.prepare_warm(segments, behind=behind, adapter=adapter, cache_salt=cache_salt),

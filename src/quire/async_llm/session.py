@@ -159,7 +159,7 @@ class AsyncSession(AbstractAsyncContextManager["AsyncSession"]):
     heat = awaited(Session.heat)
 
     async def compare(self, other: AsyncSession, *, top: int = 10) -> ComparisonView:
-        """Return where two sessions part, as ``Session.compare`` does."""
+        """Return the comparison of two sessions, as ``Session.compare`` does."""
         inner: Any = other._session if isinstance(other, AsyncSession) else other
         return await self._background.call("compare", lambda: self._session.compare(inner, top=top))
 

@@ -66,7 +66,7 @@ class Job:
         self.requests = submit()
 
     def advance(self) -> bool:
-        """Look at the results of a step, and return whether all requests are finished."""
+        """Read the results of a step, and return whether all requests are finished."""
         finished = all(request.finished for request in self.requests)
         if self._streams:
             seen = [

@@ -94,7 +94,7 @@ class AsyncStream(AsyncIterator[SampleDelta], AbstractAsyncContextManager["Async
         self._job, self._output = job, output
 
     def _collect(self) -> None:
-        """Turn what is new into deltas."""
+        """Turn new tokens and texts into deltas."""
         job = self._job
         if job is None:
             return

@@ -52,7 +52,7 @@ class Hypothesis:
 
 @dataclass(eq=False, slots=True)
 class Beam:
-    """A hypothesis that goes on, and the sequence that holds its state."""
+    """An unfinished hypothesis, and the sequence that holds its state."""
 
     hypothesis: Hypothesis
     branch: SessionBranch
@@ -107,7 +107,7 @@ class BeamSearch:
             self._run([Beam(Hypothesis(), first)])
 
     def advance(self) -> None:
-        """Go on if all beams have run; what fails ends the search and stands in its result."""
+        """Continue if all beams have run; an error ends the search and is noted in its result."""
         with self._engine.lock:
             if self.done or not all(beam.request is None or beam.request.finished for beam in self._beams):
                 return
@@ -139,8 +139,8 @@ class BeamSearch:
             self._run(self._forked(following))
 
     def _choose(self) -> list[tuple[Beam, Hypothesis]]:
-        """Rank the continuations of all beams: finish some hypotheses, and return those that go on,
-        best first, with the beams that they come from."""
+        """Rank the continuations of all beams: finish some hypotheses, and return the others, best
+        first, with the beams that they come from."""
         width = self._params.beam_width
         logits_RV = torch.stack([beam.rows[-1] for beam in self._beams])
         # As many that at least ``width`` of them end by no token.
@@ -250,7 +250,7 @@ class BeamSearch:
             self._beams, self._branches = [], []
 
     def output(self, prompt: str | None = None) -> BeamSearchOutput:
-        """Return what was found."""
+        """Return the result of the search."""
         params, tokenizer = self._params, self._engine.tokenizer
         ids = self._prompt.tolist()
         before = "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)

@@ -1,8 +1,8 @@
 """Blending of prompts in the engine: which of their tokens have cached rows, and how much of them
 is computed anew.
 
-A request that wishes it is looked at when it is admitted: chunks of its segments are looked up, and
-their layers begin to come. From then on the steps that run these tokens are blended.
+For a request that wishes it, chunks of its segments are searched when it is admitted, and their
+layers begin to come. From then on the steps that run these tokens are blended.
 
 Letters: S tokens of a prompt; n tokens of a step's chunk.
 """
@@ -80,8 +80,8 @@ of them continues here. A reader who looks for one fact has to find the page tha
 text of the collection. It begins with its own heading or its own first sentence, and it says what it has to say without the pages before it.
 
 """
-"""What a chunk reads before it, as a text in the middle of a prompt has read others. One that has
-read nothing has other K and V, above all in its first hundred tokens."""
+"""What a chunk reads before it, as a text in the middle of a prompt has read others. A chunk that
+has read nothing has other K and V, above all in its first hundred tokens."""
 LEAD_TOKENS = 512
 """Of a beginning of prompts, at most, that chunks are computed behind."""
 LEADS = 256
@@ -112,7 +112,7 @@ def lead_text_of(tokenizer: Tokenizer | None, max_model_len: int) -> tuple[int, 
 
 
 def blend_refusal(runner: Runner) -> str:
-    """Return why a model's prompts cannot be blended; empty: they can."""
+    """Return the reason against blending a model's prompts; empty: none."""
     specs, state = runner.model.layer_specs, runner.state
     kinds = {spec.kind for spec in specs}
     own_rotation = any(isinstance(spec, KeyValueAttention) and spec.caller_rotates for spec in specs)
@@ -141,7 +141,7 @@ class Blending:
     def __init__(
         self, runner: Runner, stored: StoredState, start: Sequence[int], text: Sequence[int], metrics: EngineMetrics
     ) -> None:
-        """``start``: the ids that a sequence begins with. ``text``: those of the text that stands
+        """``start``: the ids that a sequence begins with. ``text``: the ids of the text that stands
         between them and a chunk when it is computed."""
         self._runner, self._stored = runner, stored
         self.start = tuple(start)
@@ -197,8 +197,8 @@ class Blending:
 
     @property
     def _most(self) -> int:
-        """Return how many tokens of a blended prompt count as one in a step. Pools of windows are
-        sized by the tokens of a step."""
+        """Return the number of tokens of a blended prompt that count as one in a step. Pools of
+        windows are sized by the tokens of a step."""
         return 1 if self._runner.state.geometry.window_layers else DILUTION
 
     def _score(self, params: BlendParams) -> str:
@@ -212,8 +212,8 @@ class Blending:
             raise Unsupported(f"blending: {self.refusal}", field="blend")
 
     def add_lead(self, ids: Ids) -> tuple[int, ...]:
-        """Note what prompts begin with, and return what their chunks are computed behind: its first
-        ``LEAD_TOKENS``. Chunks of prompts that begin so are found and kept behind that."""
+        """Note a beginning of prompts, and return the lead of their chunks: its first
+        ``LEAD_TOKENS``. Chunks of prompts that begin so are found and kept behind it."""
         if not ids.size:
             return self.lead
         lead = tuple(ids[:LEAD_TOKENS].tolist())
@@ -224,8 +224,8 @@ class Blending:
         return lead
 
     def lead_of(self, ids_S: Ids) -> tuple[int, ...]:
-        """Return what the chunks of a prompt are computed behind: the longest known beginning that
-        is the prompt's, or what all other chunks are."""
+        """Return the lead of a prompt's chunks: the longest known beginning of the prompt, or the
+        lead of all other chunks."""
         head = tuple(ids_S[:LEAD_TOKENS].tolist()) if self._leads else ()
         found = [lead for lead in self._leads if head[: len(lead)] == lead]
         return max(found, key=len, default=self.lead)
@@ -236,7 +236,7 @@ class Blending:
         self.catalog.ask(self._keys(salt, adapter, self.lead_of(ids_S)).parent)
 
     def wish(self, params: BlendParams | None, pieces: Pieces, length: int) -> PromptBlend | None:
-        """Return what a request of ``length`` tokens wishes; None: nothing."""
+        """Return the blending wished for a request of ``length`` tokens; None: none."""
         if params is None:
             return None
         ratio = self._ratio(params)
@@ -250,7 +250,7 @@ class Blending:
 
     @property
     def warning(self) -> str:
-        """Return what a reader of blended answers should know; empty: nothing."""
+        """Return the warning for readers of blended answers; empty: none."""
         return UNCALIBRATED if self.calibration is None else ""
 
     def _warn(self, message: str) -> None:
@@ -260,7 +260,7 @@ class Blending:
             logger.warning("blending: %s", message)
 
     def _ratio(self, params: BlendParams) -> float | str:
-        """Return how much of what could be reused is computed anew, or why nothing is reused."""
+        """Return the part of the reusable rows to compute anew, or the reason against any reuse."""
         found, target = self.calibration, params.target
         if target is not None and found is not None:
             nearest = min(found.ratios, key=lambda one: one.mean_kl)
@@ -309,7 +309,7 @@ class Blending:
         return ChunkLayout(self._runner.state)
 
     def _find(self, work: Branch, blend: PromptBlend) -> ChunkTask | RetrievedRows | str:
-        """Look for chunks of a prompt from its first token on that is not computed."""
+        """Find chunks of a prompt from its first token on that is not computed."""
         params = blend.params
         if len(work.runs.ids) > 1 or (work.tokens.ids[: blend.length] < 0).any():
             return "the prompt has several adapters, or embeddings"
@@ -359,8 +359,8 @@ class Blending:
         indices: list[list[int]],
         end: int,
     ) -> tuple[ChunkTask, int]:
-        """Look for a prompt's chunks behind one lead; return what brings their rows, and how many
-        they are."""
+        """Find a prompt's chunks behind one lead; return the task that brings their rows, and their
+        number."""
         keys = self._keys(work.salt, next(iter(work.runs.ids), None), lead)
         retriever = ChunkRetriever(self.catalog, self.layout, keys, device=self._runner.state.device)
         task = retriever.new_request(
@@ -423,8 +423,8 @@ class Blending:
         )
 
     def _far_rows(self, task: RowsTask, origin: int) -> NDArray[np.bool_]:
-        """Return which rows have read nothing before the position ``origin`` where they were
-        computed: if all layers have windows, what a token reads reaches back a window in each."""
+        """Return a mask of the rows that had read nothing before the position ``origin`` when they
+        were computed: if all layers have windows, a token reads back one window in each layer."""
         windows = [getattr(spec, "layer_window", None) for spec in self._runner.model.layer_specs]
         far: NDArray[np.bool_] = task.valid_mask.numpy() != 0
         if None in windows:
@@ -471,7 +471,7 @@ class Blending:
     def capture(
         self, ids: Ids, salt: Hashable, adapter: int | None, lead: tuple[int, ...] | None = None
     ) -> ChunkCapture:
-        """Return what takes the rows of a chunk while it is computed behind a lead; None: the one
+        """Return the capture of a chunk's rows, for a chunk computed behind a lead; None: the lead
         of prompts whose beginning is not known."""
         keys = self._keys(salt, adapter, self.lead if lead is None else lead)
         return ChunkCapture(self.catalog, self.layout, keys, ids.tolist())
@@ -479,7 +479,7 @@ class Blending:
     # -- steps -------------------------------------------------------------------------------------
 
     def forward(self, scheduled: Scheduled) -> BlendedForward | None:
-        """Return how a step is blended; None: not at all."""
+        """Return the blending of a step; None: none."""
         if all(one.branch.blend is None for one in scheduled.requests):
             return None
         chunks: list[BlendedChunk | None] = [
@@ -507,7 +507,7 @@ class Blending:
         return self._tables[rope]
 
     def ran(self, scheduled: Scheduled, forward: BlendedForward) -> None:
-        """Note what a blended step did, before its tokens count as computed."""
+        """Note the blended and the computed rows of a step, before its tokens count as computed."""
         for index, request in enumerate(scheduled.requests):
             work, chunk = request.branch, forward.chunks[index]
             if chunk is None or work.blend is None:
@@ -538,7 +538,7 @@ class Blending:
         return "catalog" not in self.__dict__ or self.catalog.flush(timeout)
 
     def close(self) -> None:
-        """End the threads that know which chunks there are."""
+        """End the threads of the chunk catalog."""
         if "catalog" in self.__dict__:
             self.catalog.close()
             if self.catalog.store is not self._stored.store:

@@ -7,7 +7,7 @@ tokens, and where two prompts turned out to part. No chunk is cut for that: a st
 positions (``Chunk.checkpoints``), and the state keeps what it passes.
 
 A checkpoint is a wish. It never takes what a step needs, and it is given up before anything else
-when state slots are short: the one that saves the fewest tokens first, of several the one of the
+when state slots are short: the state that saves the fewest tokens first, of several the one of the
 least recently used sequence.
 """
 
@@ -91,7 +91,8 @@ class Checkpoints:
         return tuple(sorted(found))
 
     def _saved(self, request: Request, tokens: int, kept: Sequence[int]) -> int:
-        """Return how many tokens a state after ``tokens`` new ones saves on going back there."""
+        """Return the number of tokens saved by a state after ``tokens`` new ones, on going back
+        there."""
         if kept:
             return tokens - kept[-1]
         seq, position = request.branch.seq, request.branch.computed + tokens

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState
 
 PATIENCE = 16
-"""Steps ahead in a row beside requests that wait for pages. Then somebody looks whether there are
-any: pages come free in other ways than by the end of a request."""
+"""Steps ahead in a row beside requests that wait for pages. Then the scheduler checks whether there
+are any: pages come free in other ways than by the end of a request."""
 
 
 class DecodesAhead:
     """Chooses the step behind one whose tokens are not known yet: one more token of each request
-    that goes on. It makes no room and admits nobody, for a scheduler that knows all tokens does
-    that better."""
+    that continues. It makes no room and admits no request, for a scheduler that knows all tokens
+    does that better."""
 
     def __init__(self, scheduler: Scheduler, state: ModelState, checkpoints: Checkpoints | None) -> None:
         self._scheduler, self._state, self._checkpoints = scheduler, state, checkpoints
@@ -52,7 +52,7 @@ class DecodesAhead:
         return Scheduled(Step(chunks=chunks), tuple(requests))
 
     def _nobody_comes(self) -> bool:
-        """Return whether nobody waits, or nobody who waits could be admitted now."""
+        """Return whether no request waits, or none of the waiting could be admitted now."""
         scheduler = self._scheduler
         self._steps = self._steps + 1 if scheduler.waiting and scheduler.lacks_room else 0
         if not scheduler.waiting:

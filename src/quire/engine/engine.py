@@ -123,8 +123,8 @@ class Engine:
 
         With ``session`` its tokens become ``tokens`` and what follows them, unless the request
         fails, and its state is used as far as it agrees. ``key`` is the salt; only requests of the
-        same salt and adapters share cached prefixes. ``adapter`` is the id of a loaded adapter
-        for all tokens. A session has both. ``media`` holds the embeddings of ids below 0; those of
+        same salt and adapters share cached prefixes. ``adapter`` is the id of a loaded adapter for
+        all tokens. A session has both. ``media`` holds the embeddings of ids below 0; embeddings of
         a session's own tokens are known. ``blend``: how cached state of its segments is used.
 
         Everything is checked here: ``InvalidArgument``, ``ResourceExhausted`` (never fits),
@@ -206,8 +206,8 @@ class Engine:
     ) -> Request:
         """Queue a run without sampling, after which the session's tokens are these and ``tail``.
 
-        ``on_logits`` gets the logits of the last token, or with ``all_logits`` of every one that
-        runs: at least those from ``fresh_from`` on. A ``QuireError`` from it ends the request.
+        ``on_logits`` gets the logits of the last token, or with ``all_logits`` of every token that
+        runs: at least the tokens from ``fresh_from`` on. A ``QuireError`` from it ends the request.
         ``arrival`` is the place in the queue of an earlier request that this one continues.
         ``media`` is as in ``submit``, of the tail too. ``blend``: what gives rows of some tokens.
         """
@@ -246,7 +246,7 @@ class Engine:
         most: int | None = None,
     ) -> Request:
         """Queue a run without sampling whose state the prefix cache gets, as if it were a finished
-        prompt's. Arguments and errors are those of ``submit``.
+        prompt's. Arguments and errors are as for ``submit``.
 
         ``only_idle``: it is cancelled as soon as anything else is to run, and takes no room from
         idle sessions. It is cancelled at once if it cannot begin now, or if more than ``most``
@@ -305,7 +305,7 @@ class Engine:
             self.requests.fail_all(error)
 
     def forget(self, session: SessionBranch) -> None:
-        """End what a closed session does, and give its pages back."""
+        """Cancel the requests of a closed session, and free its pages."""
         with self.lock:
             for one in (session, session.successor):
                 if one is not None and one.request is not None:
@@ -355,7 +355,7 @@ class Engine:
 
     def users_of(self, adapter_id: int) -> str:
         """Return an adapter's users, as in "2 requests and 1 session use it"; "" without any. They
-        are requests that wait or run, and open sessions that go on under it or have tokens that
+        are requests that wait or run, and open sessions that continue under it or have tokens that
         would have to run under it again."""
         with self.lock:
             self.orphans.bury()
@@ -418,14 +418,14 @@ class Engine:
             return metrics.snapshot() | self.branches.tier.snapshot()
 
     def flush(self, timeout: float) -> bool:
-        """Write what only this process has of its state to where it outlives the process, for at
-        most ``timeout`` seconds; return whether nothing is left. Any thread may call."""
+        """Write the state held only by this process to the stores that outlive it, for at most
+        ``timeout`` seconds; return whether nothing is left. Any thread may call."""
         until = time.monotonic() + timeout
         handed = self.blending.flush(timeout)
         return self.stored.flush(max(0.0, until - time.monotonic())) and handed
 
     def shutdown(self) -> None:
-        """Cancel what runs, give all pages back, and accept nothing from now on."""
+        """Cancel all requests, free all pages, and accept no request from now on."""
         self.requests.closed = True
         if self.grammars is not None:
             self.grammars.close()

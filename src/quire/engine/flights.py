@@ -53,7 +53,7 @@ class Flights:
             branch.recede(self._branches.pop(branch.seq, held, branch.computed))
 
     def repair(self, running: Iterable[Request]) -> None:
-        """Correct what requests count as computed, after an interrupted step."""
+        """Correct the requests' counts of computed tokens, after an interrupted step."""
         for flight in (self.last, self.reading):
             if flight is not None:
                 flight.drawing.drop()

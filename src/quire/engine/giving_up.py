@@ -30,7 +30,7 @@ class EngineSequences:
         self.branches.apply(edit)
 
     def ages(self) -> Mapping[SeqId, int]:
-        """Return the sequences and when each was used, without those of written states."""
+        """Return the time of last use by sequence, without sequences of written states."""
         branches = self.branches
         ages = {} if branches.cache is None else branches.cache.ages()
         in_use = len(ages)

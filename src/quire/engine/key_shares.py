@@ -47,7 +47,7 @@ class KeyShares:
     def contend(self, keys: Set[str]) -> None:
         """Begin a step for whose tokens these keys contend."""
         if len(keys) < 2 and self._contending == keys:
-            return  # One key, or none, goes on: its time is behind that of no other.
+            return  # One key, or none, continues: its time is behind that of no other.
         stayed = self._contending.intersection(keys)
         # With no contention there is nothing to be remembered: all start at the latest time.
         now = min(map(self.time, stayed)) if stayed else max(self._times.values(), default=0.0)
@@ -65,7 +65,7 @@ class KeyShares:
         keys = sorted(wanted, key=lambda key: (self.time(key) // TURN, key))
         left = dict.fromkeys(keys[:total])
         places = dict.fromkeys(keys, 0)
-        # The one that wants least for its weight comes first: it is the first one to have enough.
+        # The key that wants least for its weight comes first: it is the first to have enough.
         for key in sorted(left, key=lambda key: wanted[key] / self.weight(key)):
             weights = sum(map(self.weight, left))
             share = max(1, round(total * self.weight(key) / weights))

@@ -15,7 +15,7 @@ from quire.branches.prefix_cache import RadixCache
 from quire.engine.request import Request
 
 KEYS = 16
-"""Keys of an owner in which a longer match is looked for, those used last."""
+"""Keys of an owner in which a longer match is searched: the last used ones."""
 OWNERS = 4096
 """Owners whose keys are remembered."""
 QUOTED = 4

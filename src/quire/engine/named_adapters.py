@@ -57,7 +57,7 @@ class NamedAdapters:
         self._check_name(name)
         with self._engine.lock:
             self._require_free(name)
-        # The file is read while others go on.
+        # The file is read while other requests run.
         adapter = self._read(path)
         with self._engine.lock:
             if self._engine.closed:
@@ -68,7 +68,7 @@ class NamedAdapters:
             return self._info(key)
 
     def unload(self, name: str) -> None:
-        """Forget an adapter and what was cached under it. ``FailedPrecondition`` while requests or
+        """Forget an adapter and the state cached under it. ``FailedPrecondition`` while requests or
         sessions use it."""
         with self._engine.lock:
             adapter_id = self.id_of(name)
@@ -118,8 +118,7 @@ class NamedAdapters:
             return {key[1]: self._info(key) for key in self._ids if key == self._find(key[1])}
 
     def _find(self, name: str) -> tuple[str, str] | None:
-        """Return the key of a name for the caller: of its own adapter, or of one that is for
-        all."""
+        """Return the key of a name for the caller: of its own adapter, or of an adapter for all."""
         return next((key for key in ((caller.get().owner, name), ("", name)) if key in self._ids), None)
 
     def _info(self, key: tuple[str, str]) -> AdapterInfo:

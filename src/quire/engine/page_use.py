@@ -1,4 +1,4 @@
-"""Counts of pages by owner: none, one that can give them up, or one that needs them. No torch."""
+"""Counts of pages by owner: none, an evictable one, or one in need of them. No torch."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ class Partings:
         return len(self._alike)
 
     def note(self, request: Request) -> None:
-        """Note where states of a new request are to be kept: where it parts from others, and before
-        its last token, which a request of the same tokens runs again (without logits: at its
-        end)."""
+        """Note the positions of states to keep for a new request: its partings from others, and the
+        position before its last token, which a request of the same tokens runs again (without
+        logits: its end)."""
         request.seat.partings.add(len(request.branch.tokens) - (request.output.wants != "none"))
         if not request.branch.cacheable or len(request.branch.tokens) <= LEAST:
             return

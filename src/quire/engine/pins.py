@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 class Pins:
-    """Counts what the pinned ones of ``sessions`` hold. The caller holds the engine's lock."""
+    """Counts the pages held by the pinned ones of ``sessions``. The caller holds the engine's
+    lock."""
 
     def __init__(self, state: ModelState, sessions: Mapping[int, SessionBranch], step: int) -> None:
         """Watch ``sessions``; a forward has ``step`` tokens at most."""
@@ -137,7 +138,7 @@ class PrefixPins:
         return [held.branch for held in self._held.values()]
 
     def pin_due(self, hints: RequestHints, prompt: RequestBranch) -> None:
-        """Pin what hints ask for of the tokens that are computed by now."""
+        """Pin the prefixes named by hints, as far as they are computed by now."""
         for position, pin in hints.due(prompt.computed):
             try:
                 tokens, made = self.pin(prompt, position, pin.ttl, hints.account)
@@ -148,8 +149,8 @@ class PrefixPins:
 
     def pin(self, prompt: RequestBranch, length: int, ttl: float, account: PinAccount) -> tuple[int, PrefixName | None]:
         """Keep the state of the first ``length`` tokens of a request for ``ttl`` seconds. Return
-        how many tokens that are, fewer where states forget, and the name of a new pin; None: such a
-        pin was there, and lasts as long as the longer one.
+        the number of tokens kept, fewer where states forget, and the name of a new pin; None: such
+        a pin was there, and lasts as long as the longer one.
 
         ``QuotaExceeded`` and ``PoolExhausted`` beyond what the account may hold;
         ``FailedPrecondition`` if there is no prefix cache, or no state to keep.
@@ -220,6 +221,6 @@ class PrefixPins:
             self._branches.forget(held.branch)
 
     def clear(self, gone: Callable[[Hashable], bool] = lambda key: True) -> None:
-        """Give up those of keys that are ``gone``."""
+        """Give up the pins of keys that are ``gone``."""
         for name in [name for name, held in self._held.items() if gone(held.branch.key)]:
             self.drop(name)

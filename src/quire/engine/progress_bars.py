@@ -46,7 +46,7 @@ class GenerationBar:
         self._bar = tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not show)
         self._said: str | None = None
         self._began: tuple[float, int] | None = None
-        """When the prompts were first looked at, and how many of their tokens were there."""
+        """The time of the first estimate, and the number of tokens done by then."""
 
     def advance(self) -> None:
         """Show the progress since the last call."""
@@ -58,8 +58,8 @@ class GenerationBar:
         self._bar.update(sum(all(one.finished for one in samples) for samples in self._requests) - self._bar.n)
 
     def _left(self, done: int) -> str:
-        """Return how long the other tokens of the prompts will take, at the rate of those that ran
-        so far."""
+        """Return a text on the time left for the prompts' other tokens, at the rate so far; empty:
+        not known."""
         if self._began is None:
             self._began = (time.monotonic(), done)
         started, before = self._began
@@ -100,7 +100,7 @@ class PromptBar:
 
 def run_shown(engine: Engine, request: Request, use_tqdm: bool | None) -> None:
     """Run a request to its end, and show how far its prompt is: if that is asked for, or on a
-    terminal if it takes several steps. Where a thread of its own steps, nobody could."""
+    terminal if it takes several steps. Where a thread of its own steps, no caller could."""
     several = request.branch.remaining > engine.scheduler.limits.max_num_batched_tokens
     if engine.wait is not None or not is_wanted(use_tqdm) or not (several or use_tqdm):
         engine.run([request])
@@ -155,7 +155,7 @@ def counted(tensors: Iterable[tuple[str, Tensor]], bar: tqdm[Any]) -> Iterator[t
 
 
 def verify_shown(file: StateFile, what: str, use_tqdm: bool | None) -> None:
-    """Compare all tensors of a file with their checksums; ``DataLoss`` for one that differs."""
+    """Compare all tensors of a file with their checksums; ``DataLoss`` for a difference."""
     with byte_bar(what, file.nbytes, use_tqdm) as bar:
         for name, spec in file.specs.items():
             file.verify(name)

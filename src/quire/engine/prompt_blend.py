@@ -38,19 +38,19 @@ class PromptBlend:
     length: int
     """S"""
     ratio: float
-    """Part of the rows with a cached one that are computed anew."""
+    """Part of the rows with a cached copy to compute anew."""
     score: str
     """Name of what orders its candidates."""
     most: int
     """Tokens that may count as one in a step's budget while it is blended."""
     find: Callable[[Branch, PromptBlend], RowsTask | RetrievedRows | str]
-    """Looks for chunks of what is not computed; returns why there is nothing to blend with."""
+    """Finds chunks for tokens that are not computed, or returns the reason for having none."""
     task: RowsTask | RetrievedRows | None = None
     """What brings the rows, while some are needed."""
     valid: NDArray[np.bool_] = field(default_factory=_nothing)
     """``[S]``: tokens with cached rows."""
     exact: NDArray[np.bool_] = field(default_factory=_nothing)
-    """``[S]``: those of them whose rows are what a full computation gives."""
+    """``[S]``: the ``valid`` tokens whose rows equal a full computation's."""
     left_out: NDArray[np.bool_] = field(default_factory=_nothing)
     """``[S]``: those that were not computed anew, and are not exact."""
     anew: NDArray[np.bool_] = field(default_factory=_nothing)
@@ -81,7 +81,7 @@ class PromptBlend:
         return self.pieces.question(self.length)
 
     def begin(self, work: Branch) -> None:
-        """Look for chunks of what is not computed of an admitted prompt."""
+        """Find chunks for the tokens of an admitted prompt that are not computed."""
         self.end()
         self.valid, self.exact, self.left_out, self.anew = (np.zeros(self.length, dtype=np.bool_) for _ in range(4))
         self.spared, self.windowed = 0, work.window is not None
@@ -92,13 +92,13 @@ class PromptBlend:
         self.task, self.reason, self.valid = found, "", found.valid_mask.numpy() != 0
 
     def end(self) -> None:
-        """Let go of what brings rows."""
+        """Close the task that brings rows."""
         if self.task is not None:
             self.task.close()
             self.task = None
 
     def chunk(self, start: int, count: int) -> BlendedChunk | None:
-        """Return how the next ``count`` tokens are blended; None: they are not."""
+        """Return the blending of the next ``count`` tokens; None: they are not blended."""
         if self.task is None or start >= self.length:
             return None
         valid, exact = np.zeros((2, count), dtype=np.bool_)
@@ -118,9 +118,10 @@ class PromptBlend:
         return BlendedChunk(self.task, start, valid, rows, self._score(start + count, rows, valid))
 
     def _score(self, stop: int, rows: BlendedRows, valid: NDArray[np.bool_]) -> str:
-        """Return the name of what orders the candidates of a step's chunk that ends at ``stop``.
-        ``v`` takes the place of what asks the question where no row of that is in this chunk, where
-        asking does not pay or decides nothing, and where a sink is read at relative positions."""
+        """Return the name of the score that orders the candidates of a step's chunk ending at
+        ``stop``. ``v`` takes the place of what asks the question where no row of that is in this
+        chunk, where asking does not pay or decides nothing, and where a sink is read at relative
+        positions."""
         if self.score != "v_or_question" or self.windowed:
             return "v" if self.score == "v_or_question" else self.score
         others = valid[: rows.question_start]
@@ -128,14 +129,13 @@ class PromptBlend:
         return self.score if asks and valid.size - others.sum() <= MOST_ASKING * valid.size else "v"
 
     def ran(self, start: int, left_out_n: NDArray[np.bool_], anew_n: NDArray[np.bool_]) -> None:
-        """Note which rows of a chunk were left out that are not exact, and which were computed
-        anew."""
+        """Note the left-out rows of a chunk that are not exact, and the rows computed anew."""
         count = min(left_out_n.size, self.length - start)  # Others were generated after the prompt.
         self.left_out[start : start + count] = left_out_n[:count]
         self.anew[start : start + count] = anew_n[:count]
 
     def report(self, work: Branch) -> Blend:
-        """Return what was done."""
+        """Return the report of the prompt's blending."""
         blended = int(self.left_out.sum())
         return Blend(
             blended=blended,

@@ -20,7 +20,8 @@ class PromptLogprobs:
     """The log-probabilities of a prompt's tokens, from the logits of its chunks (not kept)."""
 
     def __init__(self, tokens: NDArray[Any], count: int) -> None:
-        """Collect each prompt token's log-probability and those of the ``count`` most probable."""
+        """Collect the log-probabilities of each prompt token and of the ``count`` most probable
+        ones."""
         self._tokens = tokens
         self._count = count
         self.entries: list[TokenLogprobs] = []

@@ -143,7 +143,7 @@ def as_prompts(prompts: Prompts) -> list[Prompt]:
 
 @contextmanager
 def naming_prompt(number: int, count: int) -> Iterator[None]:
-    """Says which of many prompts an error is about."""
+    """Adds the number of the prompt to an error, if there are many."""
     try:
         yield
     except QuireError as error:

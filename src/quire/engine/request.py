@@ -60,7 +60,7 @@ class ReuseNote:
     known: int = 0
     """Tokens whose state the prefix cache, or its session, has or had."""
     replayed: int = 0
-    """Those of them that were not there at the first admission, and ran again."""
+    """The known tokens without state at the first admission, which ran again."""
     by_tier: dict[str, int] = field(default_factory=dict)
     """Reused tokens whose state came from outside of the pool, by the kind of their tier."""
     missed: Miss = Miss.NONE
@@ -70,7 +70,7 @@ class ReuseNote:
     """For another text: its first tokens from ``missed_at`` on."""
 
     def count(self, computed: int) -> None:
-        """Note how many tokens were found."""
+        """Note the number of tokens found."""
         self.cached = computed
         self.replayed = max(0, self.known - computed)
 
@@ -96,7 +96,7 @@ class AskedFor:
     """None: a run without sampling."""
     num_prompt: int = 0
     index: int = 0
-    """The number of the sample among those of its prompt."""
+    """The number of the sample among its prompt's samples."""
     tail: tuple[int, ...] = ()
     """Tokens that join the session after the prompt has been run, without being run themselves."""
     owner: str = ""
@@ -278,18 +278,18 @@ class Request:
         return self.seat.priority, self.seat.arrival
 
     def admit(self) -> None:
-        """Run from now on; look for rows to be blended with."""
+        """Run from now on; find rows to blend."""
         self.seat.status, self.seat.admitted = Status.RUNNING, True
         if self.branch.blend is not None:
             self.branch.blend.begin(self.branch)
 
     def note_reuse(self) -> None:
-        """Count what was found of it, until it is admitted."""
+        """Count the tokens found for it, until it is admitted."""
         if not self.seat.admitted:
             self.seat.reuse.count(self.branch.computed)
 
     def note_found(self, found: Brought) -> None:
-        """Note what comes from outside of the pool, until it is admitted."""
+        """Note the tokens brought from outside of the pool, until it is admitted."""
         if not self.seat.admitted:
             self.seat.reuse.by_tier |= found.by_tier
             if found.miss is not Miss.NONE:
@@ -314,7 +314,7 @@ class BranchUser(Protocol):
 
     @property
     def last_commit(self) -> str | None:
-        """Return the id of the commit that the session goes on from; None: there is none."""
+        """Return the id of the commit that the session continues; None: there is none."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -324,7 +324,7 @@ class SessionBranch(Branch):
     key: Hashable
     """What may share a prefix with it, beside the adapters: the salt."""
     adapter: int | None = None
-    """Under which it goes on, as its last token does; None: the base model."""
+    """The adapter of its next tokens, as of its last token; None: the base model."""
     pinned: bool = False
     """The state must not be given up."""
     account: PinAccount | None = None
@@ -360,7 +360,7 @@ class SessionBranch(Branch):
         self.generations = cut_generations(self.generations, length)
 
     def note(self, request: Request) -> None:
-        """Note what a request has made of the session's tokens, which are those of the request."""
+        """Note the request's generation in the session. Both have the same tokens."""
         self.generations = cut_generations(self.generations, request.branch.common)
         asked, output = request.asked, request.output
         if asked.params is None or output.finish_reason is None:

@@ -75,7 +75,7 @@ class RequestChecks:
             )
 
     def length(self, length: int, params: SamplingParams | None) -> int:
-        """Refuse what can never run; return the length at which the sequence must end."""
+        """Refuse a prompt that can never run; return the length at which the sequence must end."""
         if length < 1:
             raise InvalidArgument("the prompt is empty; give at least one token", field="prompt")
         new = 0 if params is None else (params.max_tokens or 1)

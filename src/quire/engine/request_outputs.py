@@ -44,8 +44,8 @@ def request_output(samples: Sequence[Request], tokenizer: Tokenizer | None, prom
 
 
 def warmed(submitted: Sequence[tuple[int, Sequence[Request]]]) -> list[WarmedSegment]:
-    """Return what is kept of segments, by ``RequestPreparation.submit_warm``. Raise the error of a
-    request that failed."""
+    """Return the counts of tokens kept of segments, submitted by
+    ``RequestPreparation.submit_warm``. Raise the error of a request that failed."""
     found = []
     for tokens, requests in submitted:
         for request in requests:
@@ -69,7 +69,7 @@ def prefix_output(request: Request, tokenizer: Tokenizer | None, prompt: str | N
 
 
 def cache_note(request: Request) -> str:
-    """Return why not all known tokens of a prompt were reused; empty if they were."""
+    """Return the reason for known prompt tokens that were not reused; empty if all were."""
     reuse = request.seat.reuse
     if not reuse.replayed:
         return ""
@@ -78,7 +78,7 @@ def cache_note(request: Request) -> str:
 
 
 def reuse_of(request: Request, tokenizer: Tokenizer | None) -> Reuse:
-    """Return what was reused at a request's first admission, and what was missed."""
+    """Return the reuse at a request's first admission, and its miss."""
     note = request.seat.reuse
     quote = ""
     if note.there is not None and note.missed_at is not None:

@@ -63,7 +63,7 @@ class RequestQueues:
     # -- tokens of a step --------------------------------------------------------------------------
 
     def contend(self, prompts: Sequence[Request]) -> None:
-        """Begin a step: note whose prompts want its tokens, those of running requests too."""
+        """Begin a step: note the keys whose prompts want its tokens, running requests included."""
         self.shares.contend({one.asked.owner for one in prompts}.union(self._waiting_of))
 
     def turns(self, batch: StepDraft, barred: Collection[str], prompts: Sequence[Request] = ()) -> Iterator[Request]:
@@ -109,12 +109,13 @@ class RequestQueues:
     # -- places ------------------------------------------------------------------------------------
 
     def taken(self) -> Counter[str]:
-        """Return how many places each key has. Requests for which something is made take none."""
+        """Return the number of places of each key. Requests for which something is made take
+        none."""
         return Counter(one.asked.owner for one in self.running if not one.output.awaits_mask or not one.masked)
 
     @property
     def seated(self) -> int:
-        """Return how many running requests can take part in a step."""
+        """Return the number of running requests that can take part in a step."""
         return self.taken().total()
 
     @property
@@ -133,7 +134,7 @@ class RequestQueues:
         return [one for one in (*self.running, *self.waiting) if one.masked]
 
     def places(self) -> dict[str, int]:
-        """Return how many places each key is to have."""
+        """Return the number of places due to each key."""
         wanted = self.taken()
         if len({*wanted, *self._waiting_of}) < 2:
             return dict.fromkeys({*wanted, *self._waiting_of}, self.limits.max_num_seqs)
@@ -142,7 +143,8 @@ class RequestQueues:
         return self.shares.places(self.total(wanted), wanted)
 
     def total(self, keys: Collection[str]) -> int:
-        """Return how many requests may run. Of several keys each one gets a token in a step."""
+        """Return the number of requests that may run. Of several keys each one gets a token in a
+        step."""
         limits = self.limits
         return limits.max_num_seqs if len(keys) < 2 else min(limits.max_num_seqs, limits.max_num_batched_tokens)
 
@@ -181,7 +183,7 @@ class RequestQueues:
 
     def displaced_for(self, request: Request, loose: Callable[[Request], bool]) -> list[Request]:
         """Return running requests whose state leaves the pages that a waiting one needs, none if
-        there are too few: of keys that then still hold as much as this one's, or, one that was not
+        there are too few: of keys that then still hold as much as this one's, or a request not
         preempted before, of a key that holds more."""
         need, weight = len(request.branch.tokens), self.shares.weight
         held = self.held([one for one in self.running if one.branch.seq is not None])

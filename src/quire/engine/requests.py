@@ -99,8 +99,8 @@ class Requests:
         return ended
 
     def end_yielding(self) -> bool:
-        """End what runs only while nothing else does; return whether there was anything. What it
-        has computed stays in the prefix cache."""
+        """End the request that runs only while nothing else does; return whether there was one. Its
+        computed tokens stay in the prefix cache."""
         if self.yielding is None:
             return False
         self.finish(self.yielding, "cancelled")

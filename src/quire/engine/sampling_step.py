@@ -55,7 +55,7 @@ class Drawing:
         return self.made.tokens_R if isinstance(self.made, Draws) else None
 
     def drop(self) -> None:
-        """Take back the random numbers: nobody will read the tokens."""
+        """Take back the random numbers: the tokens will not be read."""
         if isinstance(self.made, Draws) and not self.is_read:
             self.made.drop(range(len(self.ready)))
 
@@ -119,7 +119,7 @@ class SamplingStep:
             self.under_way = False
 
     def take(self, drawing: Drawing) -> None:
-        """Wait for the tokens, and take in those of requests that go on."""
+        """Wait for the tokens, and take in the tokens of requests that continue."""
         made = drawing.made
         drawn = made.read() if isinstance(made, Draws) else made
         drawing.is_read = True
@@ -146,7 +146,7 @@ class SamplingStep:
 
     def may_run_ahead(self, request: Request) -> bool:
         """Return whether its next token can be drawn before the last one is known. Grammars and
-        users' processors look at the tokens before; so do penalties without ``seen``."""
+        users' processors read the tokens before; so do penalties without ``seen``."""
         sampler = request.output.sampler
         if sampler is None or request.output.matcher is not None or not can_wait(sampler):
             return False
@@ -172,7 +172,7 @@ class SamplingStep:
         return tuple((set() if params.ignore_eos else self.eos_ids) | params.stop_ids)
 
     def _allowed(self, ready: list[Request]) -> RowGrammars | None:
-        """Return what grammars leave, by row."""
+        """Return the grammars of these requests by row; None: there are none."""
         matchers = {
             row: request.output.matcher for row, request in enumerate(ready) if request.output.matcher is not None
         }
@@ -236,7 +236,7 @@ class SamplingStep:
             output.awaits_mask = False
             return
         self.grammars.slow.spent(seconds)
-        # First: an interrupt must leave no request that goes on while its mask is being made.
+        # First: an interrupt must leave no request that continues while its mask is being made.
         output.awaits_mask = True
         self.grammars.make_ahead(matcher)
 

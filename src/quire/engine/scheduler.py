@@ -9,18 +9,18 @@ API keys share steps and places (``key_shares``). What decodes leave of a step g
 of the key with the least virtual time, running and waiting ones, then to the next key. A key that
 has fewer places than its share takes one from a key that has more: the last request of that key
 waits, and keeps its state while there is room. Pages are taken likewise (``displaced_for``).
-Priorities order the requests of one key. Only background requests come behind those of all keys.
-Without keys there is one, and all this changes nothing.
+Priorities order the requests of one key. Only background requests come behind the requests of all
+keys. Without keys there is one, and all this changes nothing.
 
 The KV state says how many pages a batch lacks. They come, in this order, from finished sequences in
 the prefix cache, from idle sessions (``reclaim``), from requests that have lost their places, and
 from the running request of the lowest priority, the youngest one among equals, of the key that
 holds most. It is preempted. Tiers keep what is worth it. A request that waits for pages is not
-overtaken by others of its key, and by those of other keys only for ``OVERTAKING`` steps.
+overtaken by others of its key, and by requests of other keys only for ``OVERTAKING`` steps.
 
 The adapters of one step must fit into the device's memory together. A request whose adapter does
-not fit beside those of earlier ones waits a step. Then no new request with an adapter is admitted,
-so that it is not overtaken for ever. The first one always fits.
+not fit beside the adapters of earlier ones waits a step. Then no new request with an adapter is
+admitted, so that it is not overtaken for ever. The first one always fits.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ BACKGROUND_CHUNK = 256
 """Tokens of a background request in a step, for whose end a new request may have to wait."""
 
 OVERTAKING = 64
-"""Steps for which requests of other keys may overtake one that waits for pages."""
+"""Steps for which requests of other keys may overtake a request that waits for pages."""
 
 RETRY = 16
 """Steps until pages are taken from other keys again for a request that lacked them even then."""
@@ -89,8 +89,8 @@ class Scheduler:
         self._steps = 0
         self.num_preemptions = 0
         self.lacks_room = False
-        """Whether the last look at the queue found no pages for the first one, and nobody has come
-        or ended since."""
+        """Whether the queue's first request last found no pages, and no request has come or ended
+        since."""
 
     @property
     def limits(self) -> Limits:
@@ -101,7 +101,7 @@ class Scheduler:
         self.queues.limits = limits
 
     def submit(self, request: Request, arrival: int | None = None) -> None:
-        """Queue a request. One that comes with a sequence keeps it. ``arrival`` is that of an
+        """Queue a request. If it has a sequence already, it keeps it. ``arrival`` is that of an
         earlier request that this one continues, in its place."""
         if arrival is None:
             arrival = self._arrivals
@@ -349,7 +349,8 @@ class Scheduler:
         return True
 
     def _shortage_beside_less(self, request: Request, batch: StepDraft, barred: set[str]) -> int:
-        """Preempt requests of keys that hold more, if that can help; return what is then short."""
+        """Preempt requests of keys that hold more, if that can help; return the remaining
+        shortage."""
         waited = 0 if request.seat.short_since is None else self._steps - request.seat.short_since
         for other in () if waited % RETRY else self.queues.displaced_for(request, self._is_loose):
             batch.drop(other)
@@ -364,7 +365,7 @@ class Scheduler:
         return request.ready and not request.branch.pinned and not self._is_coming(request)
 
     def _most(self, request: Request) -> int:
-        """Return how many of its tokens a step may take, beside its window if that slides."""
+        """Return the largest number of its tokens for a step; a sliding window sets it instead."""
         window = request.branch.window
         if window is None:
             most = self.limits.max_num_batched_tokens * request.branch.dilution
@@ -372,7 +373,7 @@ class Scheduler:
         return max(1, self._state.largest_step(window.size, window.sink))
 
     def _count(self, request: Request, batch: StepDraft) -> int:
-        """Return how many of its tokens the step may still take, all under one adapter."""
+        """Return the number of its tokens that the step may still take, all under one adapter."""
         if request.branch.remaining == 1 and request.output.wants != "all":
             return max(0, min(1, batch.budget))  # A stop and the end of an adapter's run are behind it.
         return batch.count(request, self._most(request))
@@ -407,7 +408,7 @@ class Scheduler:
         return False
 
     def _attach(self, request: Request) -> None:
-        """Give it a sequence: a fork of what the cache holds of its tokens, or an empty one."""
+        """Give it a sequence: a fork of the cached prefix of its tokens, or an empty one."""
         branch, reuse = request.branch, request.seat.reuse
         if branch.seq is not None:
             return
@@ -435,7 +436,8 @@ class Scheduler:
         request.note_reuse()
 
     def _bring(self, request: Request, attached: bool) -> None:
-        """Bring back what tiers have of it, if it was just ``attached``; note what was found."""
+        """Bring back the state that tiers have of it, if it was just ``attached``; note the
+        reuse."""
         limit = self._limit(request)
         if self._tier is not None and request.seat.question is not None:
             if attached:
@@ -447,12 +449,13 @@ class Scheduler:
 
     @staticmethod
     def _limit(request: Request) -> int:
-        """Return how many tokens may be found: the last one, and those with logits, must run."""
+        """Return the number of tokens that may be found: the last, and any with logits, must
+        run."""
         limit = len(request.branch.tokens) - 1
         return limit if request.output.fresh_from is None else min(limit, request.output.fresh_from)
 
     def _ask(self, request: Request) -> None:
-        """Ask what tiers have of a request that holds no state, unless it wants none of it."""
+        """Ask the tiers for the state of a request without any, unless it wants none."""
         branch = request.branch
         if self._tier is not None and branch.seq is None and (branch.cacheable or branch.window is not None):
             request.seat.question = self._tier.ask(branch)

@@ -32,7 +32,7 @@ class Pieces:
     """Paths of marked texts of messages that are no segments (``Blend.unplaced``)."""
 
     def question(self, length: int) -> int:
-        """Return where the last piece begins, whose tokens always run; ``length`` of one piece."""
+        """Return the start of the last piece, whose tokens always run; for one piece ``length``."""
         return self.offsets[-1] if self.offsets else length
 
 

@@ -1,8 +1,8 @@
-"""Branches that outlive a request: those of sessions, and the sequences of the prefix cache.
+"""Branches that outlive a request: of sessions, and of the prefix cache.
 
-A session's sequence is lent to each request that works on it and settled when the request ends.
-What can be had again (a cached sequence, an idle session's state) is given up when the pool is
-short; a copy of a session's state may go to host memory. The caller holds the engine's lock.
+A session's sequence is held by the request that works on it, until the request ends. What can be
+had again (a cached sequence, an idle session's state) is given up when the pool is short; a copy of
+a session's state may go to host memory. The caller holds the engine's lock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KEEP_TOKENS = 32
 
 def media_of(session: SessionBranch, tokens: NDArray[np.int64], media: Media) -> Media:
     """Return the embeddings for ``tokens`` on a session: its own and new ones.
-    ``FailedPrecondition`` if one that must run is gone."""
+    ``FailedPrecondition`` if a token that must run is gone."""
     known = session.tokens.media | media
     known.require(tokens[max(0, min(session.computed, tokens.size - 1)) :])
     return known
@@ -133,12 +133,12 @@ class SessionBranches:
         return prefix_key(salt, runs, self.fingerprint_of)
 
     def key_of(self, session: SessionBranch) -> Hashable:
-        """Return the prefix cache's key of what a session has computed."""
+        """Return the prefix cache's key of a session's computed tokens."""
         return self.prefix_key(session.key, session.runs)
 
     def _leave_other_key(self, session: SessionBranch, key: Hashable) -> None:
-        """Let a session's sequence go on under ``key``. If the prefix cache knows it under another
-        key, a fork of it takes its place there, for prompts with the old history."""
+        """Let a session's sequence continue under ``key``. If the prefix cache knows it under
+        another key, a fork of it takes its place there, for prompts with the old history."""
         seq = session.seq
         if self.cache is None or seq is None or seq not in self.cache or self.cache.key_of(seq) == key:
             return
@@ -183,7 +183,7 @@ class SessionBranches:
         return nearest(self.runner.state, session, wanted, self.runner.adapters.ids, "session: ")
 
     def change(self, session: SessionBranch, length: int, adapter: int | None) -> None:
-        """Make a session its first ``length`` tokens, to go on under ``adapter``. Its computed
+        """Cut a session to its first ``length`` tokens, to continue under ``adapter``. Its computed
         state counts while its history is the same. ``FailedPrecondition`` as in ``reach``;
         ``NotFound``: no such adapter."""
         runs = runs_of_session(session.runs, length, adapter)
@@ -207,7 +207,7 @@ class SessionBranches:
         if found is None or found[1] <= kept:
             session.recede(self.pop(session.seq, session.computed, length))
             return
-        # Another sequence is nearer: the session goes on from a fork of that.
+        # Another sequence is nearer: the session continues from a fork of it.
         fork = self.fork_of(*found)
         self.remove(session.seq)
         session.seq, session.computed, session.origin = fork, found[1], COMPUTED
@@ -221,7 +221,7 @@ class SessionBranches:
         return self.cache.find(session.tokens.ids[:length], self.key_of(session), without=session.seq)
 
     def overwrite(self, session: SessionBranch, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite what a layer remembers of a session, which is then pinned and no prefix for
+        """Overwrite a layer's rows or states of a session. It is then pinned and no prefix for
         others. ``ResourceExhausted`` if no room can be made; then nothing is changed."""
         if session.seq is None:
             raise QuireError("the session has no state that could be written")
@@ -302,8 +302,8 @@ class SessionBranches:
         work.pinned = session.pinned or session.modified
 
     def _take_nearer(self, session: SessionBranch, request: Request) -> None:
-        """Let a session whose tokens change go on from a fork of another sequence, if that has more
-        of the new ones."""
+        """Let a session whose tokens change continue from a fork of another sequence, if that has
+        more of the new ones."""
         if self.cache is None or session.seq is None or session.modified or session.window is not None:
             return
         work, fresh_from = request.branch, request.output.fresh_from
@@ -379,8 +379,8 @@ class SessionBranches:
 
     def save_ahead(self) -> None:
         """Let the tier copy cached prefixes that would go next, in the background, if the pool is
-        nearly full: so that nobody waits for the copy when they have to go. Idle sessions may go
-        on, and a copy's fork would make them split a page."""
+        nearly full: so that no request waits for the copy when they are evicted. Idle sessions may
+        continue, and a copy's fork would make them split a page."""
         state = self.runner.state
         if all(AHEAD * free >= size for free, size in zip(state.free_pages(), state.pool_sizes(), strict=True)):
             return
@@ -403,7 +403,7 @@ class SessionBranches:
 
     def demote(self, tokens: NDArray[np.int64], key: Hashable, start: int) -> int:
         """Give up the cached state of these tokens from ``start`` on, as if the pool were short;
-        return how many tokens it had. What others hold of them stays."""
+        return the number of its tokens. What others hold of them stays."""
         if self.cache is None:
             return 0
         given_up = 0
@@ -419,7 +419,8 @@ class SessionBranches:
 
     def shorten(self, session: SessionBranch, start: int) -> int:
         """Give up an idle session's state from token ``start`` on, as if the pool were short;
-        return how many tokens it had. One that is pinned, or that tokens do not give, keeps it."""
+        return the number of its tokens. A session that is pinned, or that tokens do not give, keeps
+        it."""
         if not session.droppable or session.computed <= start:
             return 0
         given_up = session.computed - start

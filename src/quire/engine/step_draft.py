@@ -90,8 +90,8 @@ class StepDraft:
             self.adapters = {one.branch.next_adapter for one in self.requests if one.branch.next_adapter is not None}
 
     def count(self, request: Request, most: int) -> int:
-        """Return how many of a request's tokens it may still take, all under one adapter, and at
-        most this many."""
+        """Return the number of a request's tokens that it may still take, all under one adapter,
+        and at most ``most``."""
         branch, wants, stops = request.branch, request.output.wants, request.asked.stops
         remaining, computed = branch.remaining, branch.computed
         room = (self.budget if remaining == 1 else self.budget - self.kept) * branch.dilution
@@ -104,7 +104,7 @@ class StepDraft:
         return max(0, min(remaining, room, most))
 
     def has_adapter(self, request: Request) -> bool:
-        """Return whether the adapter of its next token fits beside those of the step."""
+        """Return whether the adapter of its next token fits beside the adapters of the step."""
         adapter, others, pool = request.branch.next_adapter, self.adapters, self.pool
         if adapter is None or pool is None or not others or adapter in others or pool.fits({*others, adapter}):
             return True

@@ -2,14 +2,14 @@
 
 **Steps ahead.** On a GPU a step is queued, and the host could wait until its tokens are there. In
 that time it does something better: it schedules and queues the next step, which takes these tokens
-from where the device has drawn them. So the device goes on at once when the first step is done, and
-while it runs the second one, the host reads the tokens of the first one, makes texts of them and
-sends them.
+from where the device has drawn them. So the device continues at once when the first step is done,
+and while it runs the second one, the host reads the tokens of the first one, makes texts of them
+and sends them.
 
 Between two calls of ``step`` there is at most one step in flight, and all tokens that it ran are
 known. Only within ``step`` a second one begins before the tokens of the first one are read. It
-holds one more token of requests that go on for certain (``decodes_ahead``), and of requests that a
-stop may end: what ran of these is taken back (``Flights.withdraw``), and so is what came behind a
+holds one more token of requests that continue for certain (``decodes_ahead``), and of requests that
+a stop may end: what ran of these is taken back (``Flights.withdraw``), and so is what came behind a
 token that was drawn again.
 """
 
@@ -53,7 +53,7 @@ MOST_LOST_LOADS = 64
 """Steps in a row whose state did not come, before their requests end: a fault, not bad luck."""
 NOTHING_DRAWN = SampledTokens(token_ids=[], logprobs=[], failures={})
 ANSWER_SECONDS = 0.02
-"""The longest wait for tiers' answers while nothing can run. Then the engine looks around again."""
+"""The longest wait for tiers' answers while nothing can run. Then the engine schedules again."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -140,8 +140,8 @@ class EngineSteps:
     # -- a step, to the draw of its tokens ---------------------------------------------------------
 
     def _launched(self, scheduled: Scheduled, mark: StepMark, changed: list[Request]) -> Flight | None:
-        """Run a step up to its draws. If that fails, its requests end, others go on, and there is
-        None. So it is if what was to come did not come."""
+        """Run a step up to its draws. If that fails, its requests end, others continue, and there
+        is None. So it is if what was to come did not come."""
         launched = time.monotonic()
         try:
             output = self._forward(scheduled)
@@ -180,7 +180,7 @@ class EngineSteps:
             self.blending.failed(scheduled, blended, error)
             return None
         except LoadFailed:
-            # The request whose state did not come begins again, others go on.
+            # The request whose state did not come begins again, others continue.
             self._lost_loads += 1
             if self._lost_loads > MOST_LOST_LOADS:
                 raise
@@ -208,7 +208,7 @@ class EngineSteps:
         return self.runner.execute(scheduled.step, Extras(embeddings=embeddings, await_layer=follow, rows=blended))
 
     def _note_run(self, request: Request) -> None:
-        """Do what is to be done once more tokens of a request are computed."""
+        """Update the pins and the capture of a request once more of its tokens are computed."""
         asked, branch = request.asked, request.branch
         if asked.hints is not None:
             self.prefix_pins.pin_due(asked.hints, branch)
@@ -291,7 +291,7 @@ class EngineSteps:
         if not self.runs_ahead or tokens_R is None or self.stored.open:
             return
         if any(not ready[row].finished for row in flight.drawing.void):
-            return  # It goes on with a token that this flight has not run.
+            return  # It continues with a token that this flight has not run.
         rows = [row for row, one in enumerate(ready) if not (one.finished or self.sampling.is_last(one))]
         going_on = [ready[row] for row in rows]
         if any(one.branch.blend is not None or not self.sampling.may_run_ahead(one) for one in going_on):
@@ -339,8 +339,8 @@ class EngineSteps:
         return flight.changed + drawing.ready
 
     def _count_ahead(self, flight: Flight, redrawn: set[Request]) -> None:
-        """Count what a step ahead has run, now that its tokens are known. It ran another token of
-        ``redrawn`` requests, which is taken back."""
+        """Count the tokens that a step ahead has run, now that they are known. It ran another token
+        of ``redrawn`` requests, which is taken back."""
         going_on = 0
         for row, request in enumerate(flight.drawing.ready):
             if request in redrawn and not request.finished:

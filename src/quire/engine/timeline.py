@@ -64,11 +64,11 @@ class StepRecord(NamedTuple):
     tokens: int
     """Tokens that ran."""
     decodes: int
-    """Those of them that go on with an answer, one for each request."""
+    """The tokens among them that continue an answer, one for each request."""
     prefills: tuple[tuple[int, int, int], ...]
     """Of each other chunk: its lane, the position of its first token, its tokens."""
     generated: int
-    """Tokens that were generated, those of beam searches since the last step included."""
+    """Tokens that were generated, including beam searches since the last step."""
     pages_free: int
     running: int
     waiting: int
@@ -140,7 +140,7 @@ class RequestLane:
 
 
 class Queues(Protocol):
-    """The part of a scheduler that the timeline looks at."""
+    """The part of a scheduler that the timeline reads."""
 
     waiting: list[Request]
     running: list[Request]
@@ -182,7 +182,7 @@ class Timeline:
         """Called with each lane that ends, under the engine's lock: they must be quick. What they
         raise is dropped."""
         self.budget = ViewBudget()
-        """The one account of all who look, also at the state (``state_views``)."""
+        """The one budget of all viewers, also of the state (``state_views``)."""
         self.model = "model"
         """The model's name, in recordings."""
         self.adapter_name: Callable[[int], str | None] = str
@@ -195,7 +195,7 @@ class Timeline:
         self.preempted: Counter[str] = Counter()
         """Preemptions so far by API key."""
         self._told: Counter[str] = Counter()
-        """Those of them that steps have counted."""
+        """The preemptions that steps have counted."""
         self.count = 0
         """Steps so far."""
         self._preemptions = 0
@@ -231,7 +231,7 @@ class Timeline:
                 )
 
     def scheduled(self, scheduled: Scheduled, began: float, *, ahead: bool = False) -> StepMark:
-        """Note what a step will run that was begun to be chosen at ``began`` (monotonic time).
+        """Note the chunks of a step whose scheduling began at ``began`` (monotonic time).
         ``ahead``: it has decodes only, whose tokens are not known yet."""
         now = time.monotonic() - self._zero
         live, decodes, prefills, filled = self._live, 0, [], []
@@ -266,7 +266,7 @@ class Timeline:
         return StepMark(began - self._zero, now, decodes, tuple(prefills), preemptions, tuple(filled), tuple(owned))
 
     def _look_aside(self, now: float) -> None:
-        """Note who was preempted, and whose state is coming."""
+        """Note the preempted requests, and the requests whose state is on its way."""
         if self._queues.num_preemptions != self._preemptions:
             for request in self._queues.waiting:
                 lane = self._live.get(request)
@@ -322,7 +322,7 @@ class Timeline:
             self._steps.append(record)
 
     def _shares(self, mark: StepMark) -> dict[str, StepShare]:
-        """Return what API keys had of a step that is over."""
+        """Return the share of each API key in a finished step."""
         tokens_of, decodes, generated = Counter[str](), Counter[str](), Counter[str]()
         for lane, tokens, is_decode in mark.owned:
             made = lane.numbers["output_tokens"] if lane.request is None else len(lane.request.output.token_ids)
@@ -376,7 +376,7 @@ class Timeline:
                 metrics.request_inference_time.observe(max(0.0, last - lane.admitted))
 
     def _numbers(self, lane: RequestLane, request: Request) -> dict[str, Any]:
-        """Return what is known of a request, under way or ended. Every value is a copy."""
+        """Return the facts of a request, under way or ended. Every value is a copy."""
         branch, params, output = request.branch, request.params, request.output
         note, first = request.seat.reuse, output.first_token
         form = None if params is None else params.grammar
@@ -416,7 +416,7 @@ class Timeline:
         return found
 
     def _stop(self, request: Request) -> str | None:
-        """Return the kind of what ended a text: it may itself be a text."""
+        """Return the kind of a text's stop; the stop may itself be a text."""
         stop = request.output.stop_reason
         if stop is None:
             return None

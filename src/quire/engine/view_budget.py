@@ -55,7 +55,7 @@ class ViewBudget:
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """Note what this thread computes in the block, which keeps others from computing. Within
+        """Note the work of this thread in the block, which keeps others from computing. Within
         another such block it is noted once."""
         if getattr(self._inside, "is_open", False):
             yield

@@ -406,7 +406,7 @@ class Executor:
 
     def optimal_batch_size(self, sequence_length: int = 1) -> int:
         """See ``ModelExecutor``. 1 if no batch size is supported now."""
-        # Every size below one that fits also fits, so binary search finds the largest.
+        # Every size below a fitting size also fits, so binary search finds the largest.
         low, high = 1, self.max_batch_size
         while low < high:
             middle = (low + high + 1) // 2

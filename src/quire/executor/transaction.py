@@ -198,17 +198,18 @@ class Transaction:
         return part.owed.size > 0 and not (interval and part.start % interval == 0)
 
     def _freed_states(self, parts: Sequence[Extension]) -> int:
-        """Return how many slots giving up the versions before the rewinds of ``parts`` frees."""
+        """Return the number of slots freed by dropping the versions before the rewinds of
+        ``parts``."""
         if self.aside:
             return 0
         return sum(self.pool.state.states_freed(part.row.seq) for part in parts if part.rewinds)
 
     def _missing(self) -> int:
-        """Return how many pages the whole call is short of.
+        """Return the number of pages missing for the whole call.
 
-        Where windows let go of pages between forwards, that is not known beforehand. Then count
-        what a first token of each row needs, and what layers without a window need for all; ``run``
-        looks again before each forward.
+        Where windows free pages between forwards, the number is not known beforehand. Then count
+        the pages for a first token of each row, and for all tokens in layers without a window;
+        ``run`` counts again before each forward.
         """
         growing = [part for part in self.parts if part.count + part.owed.size]
         if not growing:
@@ -221,7 +222,7 @@ class Transaction:
         return self.pool.missing_pages(seqs, counts, trees)
 
     def _missing_states(self, needed: int) -> int:
-        """Return how many of ``needed`` slots for recurrent states the call is short of."""
+        """Return the number of missing slots among ``needed`` ones for recurrent states."""
         if not self._facts.recurrent_ids:
             return 0
         if self.pool.missing_states(needed):
@@ -275,7 +276,7 @@ class Transaction:
 
         ``wanted[i]`` says which logits of it are returned, and ``places()[i]``, called when the
         first forward has run, where they are written (float32 ``[rows, V]``). At most ``budget``
-        tokens go into one forward (0: all); a row that does not fit goes on in the next one.
+        tokens go into one forward (0: all); a row that does not fit continues in the next one.
         """
         self.arrive()
         media = [None] * len(tokens) if media is None else media
@@ -315,7 +316,7 @@ class Transaction:
             return
         for pieces in self._owed_forwards():
             if all(self.parts[piece.row].old_seq is not None for piece in pieces):
-                # The others have nothing to come back to, so they go on to their starts.
+                # The others have no state to return to, so they rewind to their starts.
                 self.operation.check()
             self.operation.num_sequences = len(pieces)
             self._check_room(pieces)
@@ -356,7 +357,7 @@ class Transaction:
         return Chunk(part.seq, ids, tree, adapter, kind)  # type: ignore[arg-type]
 
     def _positions(self, pieces: Sequence[Piece]) -> Ids | None:
-        """Return where the tokens of a forward stand; None: all at their indices."""
+        """Return the positions of a forward's tokens; None: all at their indices."""
         parts = [self.parts[piece.row] for piece in pieces]
         if all(part.positions is None for part in parts):
             return None
@@ -435,7 +436,7 @@ class Transaction:
         self._committed = True
 
     def set_aside(self) -> list[Pending]:
-        """Keep what ran, one tree per row, beside the rows, which stay as they were."""
+        """Keep the new nodes, one tree per row, beside the rows, which stay as they were."""
         found = []
         for part in self.parts:
             if part.parents is None or part.old_seq is None:

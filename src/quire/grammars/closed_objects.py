@@ -1,6 +1,6 @@
 """JSON schemas whose objects have no members but those that they name.
 
-A schema that does not speak of ``additionalProperties`` allows any, and weak models go on inventing
+A schema that does not speak of ``additionalProperties`` allows any, and weak models keep inventing
 some. So such objects are closed, but for those that this would make impossible.
 """
 

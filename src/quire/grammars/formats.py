@@ -28,7 +28,7 @@ optional properties, whose masks take 1 ms, and not help with ambiguous grammars
 hundred times longer (``slow_masks``)."""
 
 NO_TOKEN = "no token of the vocabulary continues the text"
-"""The reason why a matcher does not go on that is no limit."""
+"""The one reason for a matcher's end that is no limit."""
 
 _WHOLE = '%llguidance {"no_forcing": true}\n'
 _REST = "/(?s:.*)/"
@@ -66,8 +66,8 @@ def is_plain(wanted: StructuredOutputs) -> bool:
     or hours. Without them, random texts of up to 2,000 characters took less than a second and 150
     MiB, also chains that double from rule to rule, since llguidance limits what these become.
 
-    Signs are found anywhere in a text: one that only quotes them is not plain either, which costs
-    it no more than a trial. A JSON text with ``\u`` may spell a keyword that way.
+    Signs are found anywhere in a text: a text that only quotes them is not plain either, which
+    costs it no more than a trial. A JSON text with ``\u`` may spell a keyword that way.
     """
     name = field_of(wanted)
     return wanted.whitespace_pattern is None and not any(
@@ -99,7 +99,7 @@ def compiled(wanted: StructuredOutputs, text: str, vocabulary: LLTokenizer) -> L
 
 
 def reason_of(matcher: LLMatcher) -> str | None:
-    """Return why a matcher does not go on; None if it does."""
+    """Return the reason for a matcher's end; None if it continues."""
     if not matcher.is_error():
         return None
     reason = matcher.get_error().split("\n<non-verbose/>")[0]
@@ -107,7 +107,7 @@ def reason_of(matcher: LLMatcher) -> str | None:
 
 
 def given(wanted: StructuredOutputs) -> str:
-    """Return what was given, as messages show it."""
+    """Return the given grammar, as messages show it."""
     name = field_of(wanted)
     return f"structured_outputs.{name} {getattr(wanted, name)!r:.100}"
 

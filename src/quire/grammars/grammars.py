@@ -1,11 +1,11 @@
 """Grammars: the tokens that keep a text in the requested form. Over llguidance, imported lazily.
 
-llguidance walks a trie of the bytes of all tokens. The bytes are those of ``TokenBytes``, so a
-grammar sees exactly the text that a user gets. Two things are our own:
+llguidance walks a trie of the bytes of all tokens. The bytes come from ``TokenBytes``, so a grammar
+sees exactly the text that a user gets. Two things are our own:
 
 - *The end.* llguidance's vocabulary has one token more than the model: its bit in a mask says that
   the text may end here. Tokens that end a text, EOS and stop tokens, can be drawn there and nowhere
-  else. Without such a token, or if it may not be drawn, a text that cannot go on ends by itself.
+  else. Without such a token, or if it may not be drawn, a text that cannot continue ends by itself.
 - *No forcing.* Where a grammar leaves one text only, llguidance would allow the one token that its
   tokenizer would take. Here every token that keeps the text in the language is allowed.
 
@@ -149,7 +149,7 @@ class Grammars:
 
     def check(self, wanted: StructuredOutputs) -> None:
         """Raise ``InvalidArgument`` with llguidance's words for an invalid grammar, one without a
-        text in this vocabulary, or one that compiles with too much time, memory or stack;
+        text in this vocabulary, or if it takes too much time, memory or stack to compile;
         ``Unsupported`` if the tokens have no bytes of their own; ``GrammarsBusy`` if too many large
         ones wait."""
         self._get(wanted)
@@ -188,7 +188,7 @@ class Grammars:
                         if first is None or first.ended:
                             first = self._compiling[wanted] = mine
                     if first is mine:
-                        # It may have been compiled since it was looked for.
+                        # It may have been compiled since the search.
                         return self._known(wanted) or self._keep(wanted, large)
                 finally:
                     # An interrupt may come between any two of these; the first says enough.
@@ -307,7 +307,7 @@ class Grammars:
         self._fill(masks_MB, to_fill)
         found: dict[int, Words] = {}
         for words_B, (key, matcher) in zip(masks_MB, matchers.items(), strict=True):
-            # The bit is also set where the parser cannot go on at all.
+            # The bit is also set where the parser cannot continue at all.
             may_end = bool(words_B[last // 32] >> np.uint32(last % 32) & np.uint32(1)) and matcher.accepting
             keep_B, ends_B = self._end_bits(tuple(ends[key]))
             words_B &= keep_B

@@ -39,8 +39,7 @@ class GrammarMatcher:
 
     def accept(self, token: int) -> float:
         """Take in a ``token`` that joined the text and did not end it; return seconds of a core.
-        ``ResourceExhausted`` if the grammar does not go on: only beyond limits on a parser's
-        size."""
+        ``ResourceExhausted`` if the grammar has stopped: only beyond limits on a parser's size."""
         started = time.thread_time()
         going_on = self.inner.consume_token(token)
         seconds = time.thread_time() - started
@@ -58,7 +57,7 @@ class GrammarMatcher:
 
     @property
     def ready(self) -> bool:
-        """Return whether a mask can be had without waiting for one that is being made."""
+        """Return whether a mask can be had without waiting for its computation."""
         return self._coming is None or self._coming.ready
 
     def make_ahead(self, masks: SlowMasks, num_words: int) -> None:
@@ -104,7 +103,7 @@ class GrammarMatcher:
         return self.inner.is_stopped() and self.inner.is_accepting()
 
     def problem(self) -> QuireError | None:
-        """Return why the grammar does not go on; None if it does."""
+        """Return the error of a stopped grammar; None if it continues."""
         reason = self.reason()
         return None if reason is None else ResourceExhausted(f"{GRAMMAR_ENDED}{reason}")
 

@@ -174,9 +174,9 @@ def _is_empty(low: tuple[Decimal, bool], high: tuple[Decimal, bool]) -> bool:
 
 
 def _inward(bound: Decimal, whole: bool, is_open: bool) -> tuple[Decimal, bool]:
-    """Return the least lower bound within one that is exact as a float, and whether it is itself
-    excluded. Of an excluded one at or above 0 the next number is the bound: llguidance includes
-    such a one if the upper bound has the same whole part."""
+    """Return the least lower bound within ``bound`` that is exact as a float, and whether it is
+    itself excluded. Of an excluded bound at or above 0 the next number is the bound: llguidance
+    includes such a one if the upper bound has the same whole part."""
     if bound > FARTHEST:
         return bound, is_open  # llguidance refuses it
     if bound < -FARTHEST:

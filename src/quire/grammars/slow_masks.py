@@ -30,10 +30,10 @@ SHARE = 0.2
 """Part of the time that slow grammars have beside others."""
 
 WAIT_SECONDS = 0.005
-"""Seconds for which an engine with nothing else to do waits before it looks for a mask again."""
+"""Seconds for which an engine with nothing else to do waits before it checks for a mask again."""
 
 LOOK_SECONDS = 0.02
-"""Seconds between two looks of a resting or idle thread at what changes without notice."""
+"""Seconds between two checks of a resting or idle thread for changes without notice."""
 
 LINGER_SECONDS = 0.5
 """For how long a thread with nothing to do stays."""
@@ -59,8 +59,8 @@ class Coming(Generic[T]):
         return not self.started or self.dropped or self._over.is_set()
 
     def result(self) -> T | None:
-        """Wait for the result and return it, None if dropped or never started; raise what ``make``
-        raised."""
+        """Wait for the result and return it, None if dropped or never started; raise the error of
+        ``make``."""
         if not self.started or self.dropped:
             return None
         self._over.wait()
@@ -155,7 +155,7 @@ class SlowMasks:
                 self._changed.notify_all()
 
     def _next(self) -> Coming[object] | None:
-        """Return what is to be made now; None if the thread is to end."""
+        """Return the next mask or grammar to make; None if the thread is to end."""
         idle = 0.0
         with self._changed:
             while True:

@@ -95,7 +95,7 @@ def thread_stack() -> int:
 
 def must_be_tried(wanted: StructuredOutputs) -> bool:
     """Return whether compiling may take over a quarter of a thread's stack (a long text), or any
-    time and memory (one that is not plain)."""
+    time and memory (a text that is not plain)."""
     return length_of(wanted) * STACK_PER_CHARACTER > thread_stack() // 4 or not is_plain(wanted)
 
 
@@ -113,7 +113,7 @@ class GrammarTrial:
         """Bytes that the grammar of the last ``text`` keeps; valid if one caller at a time is let
         in."""
         self._children: list[subprocess.Popen[bytes]] = []
-        """The one that there is."""
+        """The one child, if there is one."""
         weakref.finalize(self, _end, self._children)
         _TRIALS.add(self)
 
@@ -186,7 +186,7 @@ class GrammarTrial:
         raise QuireError(f"{name} was not compiled: the process that tries grammars cannot be used: {reason}")
 
     def _child(self) -> tuple[subprocess.Popen[bytes], list[Mapping[str, Any]]]:
-        """Return the child, and what it must be told first."""
+        """Return the child, and the message that it must get first."""
         if self._children and self._children[0].poll() is not None:
             _end(self._children)
         if self._children:

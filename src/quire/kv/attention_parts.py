@@ -145,7 +145,7 @@ class LayerParts:
         return LayerPart(layer, norms, made, (layer.class_index, id(layer.turning), *shape))
 
     def in_forward(self, part: LayerPart, prepared: Any, rotation: Rotation | None, slots_T: Tensor) -> ForwardPart:
-        """Return what layers of this kind have in common in a forward."""
+        """Return the part of a forward shared by all layers of this kind."""
         layer, heads = part.layer, part.layer.spec.num_heads
         made = self._backend.forward_part(prepared, heads, layer.k_SHD, layer.v_SHD, rotation, slots_T)
         return ForwardPart(prepared, rotation, slots_T, made)

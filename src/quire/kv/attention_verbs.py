@@ -1,7 +1,7 @@
 """The attention verbs of the contract (``contracts.attention_state``) over the open forward of a
 state: checks, padding, ``out=``.
 
-Letters: T new tokens; N >= T rows of a padded tensor; n those of an entry; Hq, Hkv heads; Dk, Dv
+Letters: T new tokens; N >= T rows of a padded tensor; n tokens of an entry; Hq, Hkv heads; Dk, Dv
 sizes.
 """
 

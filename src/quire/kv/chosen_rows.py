@@ -55,7 +55,7 @@ class ChosenRows:
         self._given.setdefault(layer_id, np.zeros(int(self._starts[-1]), dtype=np.bool_))[rows] = True
 
     def given(self, layer_id: int) -> NDArray[np.bool_]:
-        """Return which rows the layer was given, bool ``[T]``."""
+        """Return a mask of the rows given to the layer, bool ``[T]``."""
         return self._given.get(layer_id, np.zeros(int(self._starts[-1]), dtype=np.bool_))
 
     def take_back(self, layer_id: int, rows: Rows) -> None:
@@ -84,7 +84,7 @@ class ChosenRows:
 
 
 def narrow_refusal(state: StateParts, batch: Batch) -> str:
-    """Return why no rows of this forward can be left out; "" if they can."""
+    """Return the reason against leaving out rows of this forward; "" if there is none."""
     if any(tree is not None for tree in batch.trees):
         return "an entry adds nodes of a token tree, whose branches share positions"
     if state.recurrent is not None:

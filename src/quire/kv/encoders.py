@@ -1,8 +1,8 @@
 """Cross layers: K and V of an encoder, written once for a sequence, shared by forks, in a pool.
 
 An *encoding* is what the encoder has left for one sequence: pages, of which each cross layer uses
-the first S rows in its own tensors. Forks hold the same encoding; a writer gets a copy of one that
-others hold. Windows, trees, pops and the bracket of a forward do not concern it.
+the first S rows in its own tensors. Forks hold the same encoding; a writer gets a copy of a shared
+encoding. Windows, trees, pops and the bracket of a forward do not concern it.
 
 Letters: S rows of the encoder in one layer; T new tokens; Hq, Hkv heads; Dk, Dv head sizes; P page
 size.
@@ -58,7 +58,7 @@ class EncodingTable:
         self._made = 0
 
     def get(self, seq_id: SeqId) -> Encoding | None:
-        """Return what a sequence holds; None: none of its layers is set."""
+        """Return the encoding of a sequence; None: none of its layers is set."""
         return self._held.get(seq_id)
 
     def rows(self, seq_id: SeqId, layer_id: int) -> int:
@@ -67,7 +67,7 @@ class EncodingTable:
         return 0 if found is None else found.rows.get(layer_id, 0)
 
     def num_pages(self, seq_id: SeqId) -> tuple[int, int]:
-        """Return how many pages the sequence holds, and how many of them others hold too."""
+        """Return two counts: the pages of the sequence, and the shared ones among them."""
         found = self._held.get(seq_id)
         size = 0 if found is None else found.pages.size
         return size, size if found is not None and found.holders > 1 else 0

@@ -175,7 +175,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def layer_metadata(spec: StoredSpec, dtype: torch.dtype) -> dict[str, Any]:
-    """Return what must agree about one layer, in JSON types."""
+    """Return the metadata of one layer, in JSON types. Writer and reader must agree in it."""
     sizes: dict[str, Any]
     rope = None if isinstance(spec, CrossAttention) else spec.rope
     if isinstance(spec, LatentAttention):
@@ -238,8 +238,8 @@ def rows_of(state: StateParts, seq_id: SeqId) -> dict[int, int]:
 
 
 def rows_by_layer(given: Mapping[str, Any], shared: Mapping[int, int] | None = None) -> dict[int, list[range]]:
-    """Return the rows of each layer according to metadata that were validated: positions, and those
-    of encoders. ``shared``: how many of the first ones come from elsewhere, by layer."""
+    """Return the rows of each layer according to metadata that were validated: positions, and rows
+    of encoders. ``shared``: the number of first rows that come from elsewhere, by layer."""
     found: dict[int, list[range]] = {}
     for one in given["held"]:
         for layer in one["layers"]:
@@ -249,5 +249,5 @@ def rows_by_layer(given: Mapping[str, Any], shared: Mapping[int, int] | None = N
 
 
 def counts_of(rows: Mapping[int, list[range]]) -> dict[int, int]:
-    """Return how many rows these are, by layer."""
+    """Return the number of these rows, by layer."""
     return {layer: sum(map(len, parts)) for layer, parts in rows.items()}

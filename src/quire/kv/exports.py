@@ -38,7 +38,7 @@ class SequenceExport:
 
     @classmethod
     def of(cls, state: StateParts, seq_id: SeqId) -> SequenceExport:
-        """Describe what a sequence holds now."""
+        """Describe the present content of a sequence."""
         sequence, slots = state.sequences.get(seq_id), dict[int, int]()
         if state.recurrent is not None:
             slots = state.recurrent.table.firm_slots(seq_id)

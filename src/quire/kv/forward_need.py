@@ -69,7 +69,7 @@ class ClassNeed:
     """New pages of each entry, without the splits."""
     leaving: list[Leaving] = field(default_factory=list)
     freed: int = 0
-    """Pages that nobody holds any more when those have left."""
+    """Pages without a holder once those have left."""
 
     @property
     def pages(self) -> int:
@@ -121,9 +121,9 @@ def class_need(
     split_before: Mapping[SeqId, int],
     slack: int = 0,
 ) -> ClassNeed:
-    """Return what class ``index`` needs. ``split_before``: shared tail pages that an open forward
-    has split, by sequence; the need is that before it. ``slack``: tokens by which windows let go
-    later than they must."""
+    """Return the pages needed of class ``index``. ``split_before``: shared tail pages that an open
+    forward has split, by sequence; the need is that before it. ``slack``: tokens by which windows
+    let go later than they must."""
     gone: list[Leaving] = []
     for entry, sequence in enumerate(sequences):
         if (sequence.window is None and layer_window is None) or sequence.loading:

@@ -22,7 +22,7 @@ class Import:
     """The import of one sequence.
 
     Its rows may be written by another thread while a forward is open. So the pages are a copy, and
-    whoever writes holds the lock; whoever gives the pages up waits for it.
+    the writer holds the lock; a thread that frees the pages waits for it.
     """
 
     rows: dict[int, list[range]]
@@ -30,8 +30,8 @@ class Import:
     checksums: dict[tuple[int, str], str]
     """By layer and name, of whole groups; none where the writer made none."""
     missing: dict[int, list[range]]
-    """Those of ``rows`` that have not come, by layer; [] for a recurrent layer. A layer that has
-    come is not in it."""
+    """The ``rows`` that have not come, by layer; [] for a recurrent layer. A layer that has come is
+    not in it."""
     pages: list[PageIds] = field(default_factory=list)
     """The page table of each layer class."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -52,7 +52,7 @@ class Import:
         return self._slots[1]
 
     def let_wait(self, link: HostLink | None, layer: int) -> None:
-        """Let what the device computes from now on wait for what a layer was given."""
+        """Make later work on the device wait until a layer's imported rows have arrived."""
         if link is not None and (arrived := self.arrived.get(layer)) is not None:
             link.compute_waits(arrived)
 

@@ -4,7 +4,7 @@ A latent layer keeps one row ``[c_kv | k_pe]`` per token. A query meets it in on
 
 * *expanded*: rows become K and V of every head, ``k = [key c_kv | k_pe]`` and ``v = c_kv value``.
   Cheap where many queries share a new row, so the new tokens of a forward attend to each other so.
-  Where only some of them go on, rows of all would be expanded: if that is worth it;
+  Where only some of them continue, rows of all would be expanded: if that is worth it;
 * *absorbed*: the query becomes ``[q_nope key | q_pe]`` and attends to the rows themselves, as to
   one KV head whose value is the row's first columns; ``value`` is applied to the result. No stored
   row is expanded, so decodes and queries over the past take this form.

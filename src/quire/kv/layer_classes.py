@@ -114,7 +114,7 @@ def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device:
 
 
 def _heads_fault(spec: KeyValueSpec | CrossAttention) -> str:
-    """Return what is wrong with the numbers of heads; empty: nothing is."""
+    """Return the fault in the numbers of heads; empty: none."""
     if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
         return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads; give a divisor"
     return ""

@@ -20,7 +20,7 @@ from quire.statefile.schema import CROSS, EXTENT, FORMAT_VERSION, Fault, nullabl
 
 
 def hash_of(layout: Mapping[str, Any]) -> str:
-    """Return the hash of what ``get_layout`` returns: 32 hex digits."""
+    """Return the hash of the layout (``get_layout``): 32 hex digits."""
     text = json.dumps(layout, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -51,7 +51,7 @@ def holes_of(given: Mapping[str, Any]) -> list[Hole]:
 
 
 def hole_of(ranges: list[range], length: int, sink: int) -> Hole:
-    """Return what is not held if these ranges are; ``InvalidArgument`` if no window leaves them."""
+    """Return the hole beside these held ranges; ``InvalidArgument`` if no window leaves them."""
     if ranges == held(length, sink, NO_HOLE):
         return NO_HOLE
     first = ranges[0].start if ranges else min(sink, length)

@@ -114,7 +114,7 @@ class PageTable:
         self._pages[index] = page
 
     def void(self, part: range) -> PageIds:
-        """Make these entries null pages; returns what they were."""
+        """Make these entries null pages; return the old entries."""
         old = self._pages[part.start : part.stop].copy()
         self._pages[part.start : part.stop] = NULL_PAGE
         return old

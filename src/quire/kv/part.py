@@ -39,13 +39,14 @@ class Part:
         """Keep the nodes of these paths as tokens; forget all other nodes."""
 
     def reserve(self, need: ForwardNeed, checkpoints: Seq[Seq[int]]) -> Any:
-        """Return the argument of ``open``; raise what is wrong with a forward. Change nothing."""
+        """Return the argument of ``open``; raise an error for an invalid forward. Change
+        nothing."""
 
     def open(self, reserved: Any) -> None:
-        """Take what was reserved. If it raises, nothing has changed."""
+        """Take the reserved pages or slots. If it raises, nothing has changed."""
 
     def complete(self) -> None:
-        """Write what no layer has written, before ``publish``."""
+        """Write the rows or states that no layer has written, before ``publish``."""
 
     def publish(self) -> None:
         """Make the new tokens count."""
@@ -54,4 +55,5 @@ class Part:
         """Restore the part as before ``open``."""
 
     def check(self, sequences: SequenceTable) -> None:
-        """Recount what the part keeps of these sequences; raise what is broken."""
+        """Recount the part's pages or slots of these sequences; raise an error for a wrong
+        count."""

@@ -41,7 +41,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The new tokens of a forward, or those of them that run (``narrowed``)."""
+    """The new tokens of a forward, or only the running ones (``narrowed``)."""
 
     counts: NDArray[np.int64]
     added: NDArray[np.int64]
@@ -70,8 +70,8 @@ class Batch:
 
 
 def batch_of(need: ForwardNeed, device: torch.device, positions_T: Tensor | None = None) -> Batch:
-    """Return what the bookkeeping says about the new tokens, as arrays; ``positions_T``: where
-    their positions will be on the device, None: they are brought there."""
+    """Return the bookkeeping of the new tokens, as arrays. ``positions_T``: the tensor for their
+    positions on the device; None: they are copied there."""
     counts = np.array(need.counts, dtype=np.int64)
     bases = np.array(need.lengths, dtype=np.int64)
     if sum(need.counts) == len(counts) and not any(need.trees):

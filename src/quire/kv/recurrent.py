@@ -60,7 +60,7 @@ class Gates(TypedDict, total=False):
 
 
 class RecurrentStorage:
-    """The state tensors of all layers. Those of equal shape, dtype and initial value share one
+    """The state tensors of all layers. Tensors of equal shape, dtype and initial value share one
     ``[L, S, *shape]``, to be copied at once. Its last slot holds the initial values and is never
     written. ``ResourceExhausted`` if they do not fit in memory."""
 
@@ -84,7 +84,7 @@ class RecurrentStorage:
             tensor_LS = allocate(shape, dtype_of(tensor), device, f"{num_slots} state slots are wanted", "give fewer")
             initial = initial_of(tensor)
             if initial.count_nonzero():
-                # Memory of a CPU that nobody writes is none.
+                # A CPU does not back memory that is never written.
                 tensor_LS[:, self.initial] = initial.to(device)
             self._groups.append(tensor_LS)
             for index, member in enumerate(members):
@@ -96,7 +96,7 @@ class RecurrentStorage:
         return sum(tensor_LS[:, : self.num_slots].nbytes for tensor_LS in self._groups)
 
     def places(self, slots: Slots) -> Slots:
-        """Return where these slots are; ``NULL`` stands for the initial values."""
+        """Return the places of these slots in memory; ``NULL`` stands for the initial values."""
         return np.where(slots == NULL, self.initial, slots)
 
     def index(self, slots: Slots) -> Tensor:
@@ -194,7 +194,7 @@ class RecurrentPart(Part):
         return states
 
     def need_of(self, need: ForwardNeed, checkpoints: Sequence[Sequence[int]] = ()) -> RecurrentNeed:
-        """Return what these layers need for a forward."""
+        """Return the slots needed by these layers for a forward."""
         trees = [
             None if tree is None else tree.parents[-count:] for tree, count in zip(need.trees, need.counts, strict=True)
         ]
@@ -211,8 +211,8 @@ class RecurrentPart(Part):
         return self.current_pass
 
     def complete(self) -> None:
-        """Write what no layer has written: state tensors that were not set keep their state. The
-        forward stays open; after further writes this is to be called again."""
+        """Write the states that no layer has written: state tensors that were not set keep their
+        state. The forward stays open; after further writes this is to be called again."""
         self._open_pass().complete()
 
     def publish(self) -> None:
@@ -262,7 +262,7 @@ class RecurrentPart(Part):
                     f"invariant: the recurrent state of sequence {seq_id} stands at {stands}, its length is {length}"
                 )
 
-    # -- looking in from outside -------------------------------------------------------------------
+    # -- reading from outside ----------------------------------------------------------------------
 
     def debug_get(self, layer_id: int, state_id: int, seq_id: SeqId, position: int | None = None) -> Tensor:
         """Return a copy ``[*shape]`` of the present state, or of the one kept at ``position``.
@@ -313,7 +313,7 @@ class RecurrentPart(Part):
 
     def import_group(self, seq_id: SeqId, layer_id: int, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors of one layer of a sequence that is being imported. ``InvalidArgument``
-        unless they are exactly those of ``group_tensors``."""
+        unless they are exactly the tensors of ``group_tensors``."""
         layer, kept = self.layer(layer_id), self.table.kept(seq_id)
         if not self.table.importing(seq_id):
             raise FailedPrecondition(

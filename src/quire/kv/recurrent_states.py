@@ -27,7 +27,7 @@ from quire.kv.pages import PageIds
 Slots = NDArray[np.int64]
 
 NULL = -1
-"""The slot of the initial values: never written, nobody's."""
+"""The slot of the initial values: never written, owned by no sequence."""
 
 
 @dataclass(slots=True)

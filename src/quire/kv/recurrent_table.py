@@ -29,7 +29,7 @@ from quire.kv.recurrent_states import (
 
 
 class RecurrentTable:
-    """The states of all sequences, looked up and counted. ``ring``: recent states that a sequence
+    """The states of all sequences: look-up and counts. ``ring``: recent states that a sequence
     keeps; ``interval``: a checkpoint is kept at each multiple of it (0: at none)."""
 
     def __init__(self, num_slots: int, *, ring: int, interval: int) -> None:
@@ -129,7 +129,7 @@ class RecurrentTable:
         return found[:, 0].astype(np.int32), found[:, 1], found[:, 2].astype(np.uint8)
 
     def held_slots(self, seq_id: SeqId) -> tuple[int, int]:
-        """Return how many slots the sequence names, and how many of them others name too."""
+        """Return two counts: the slots named by the sequence, and the shared ones among them."""
         states = self._sequences[seq_id]
         own = Counter([states.present, *states.kept.values(), *states.ring.values(), *states.nodes])
         del own[NULL]
@@ -155,7 +155,8 @@ class RecurrentTable:
         )
 
     def num_fixed(self, seq_ids: Iterable[SeqId], kept: Iterable[SeqId]) -> int:
-        """Return how many slots hold present states, or checkpoints of sequences in ``kept``."""
+        """Return the number of slots with present states, or with checkpoints of sequences in
+        ``kept``."""
         slots = {self._sequences[seq_id].present for seq_id in seq_ids}
         slots.update(slot for seq_id in kept for slot in self._sequences[seq_id].kept.values())
         return len(slots - {NULL})
@@ -203,8 +204,8 @@ class RecurrentTable:
         return self.num_available - need.slots
 
     def shortage(self, need: RecurrentNeed) -> int:
-        """Return how many slots ``need`` is short of; 0 if there is room. Slots that only rings
-        name count as free, and so do those of the open forward."""
+        """Return the number of slots missing for ``need``; 0 if there is room. Slots that only
+        rings name count as free, and so do slots of the open forward."""
         free = self.pool.num_free
         if self.forward is not None:
             free += len({*self.forward.targets.tolist(), *(slot for _, _, slot in self.forward.recent)})
@@ -214,10 +215,10 @@ class RecurrentTable:
     def plan(
         self, seq_ids: Seq[SeqId], counts: Seq[int], trees: Seq[Seq[int] | None], checkpoints: Seq[Seq[int]] = ()
     ) -> RecurrentNeed:
-        """Return what a forward needs; change nothing. Cost O(B + T). ``trees``: per entry None (a
-        chain), or the parents of its new nodes, as indices over all uncommitted nodes (-1: a root).
-        ``checkpoints``: per entry, the counts of its new tokens after which a state is kept, in
-        addition to the multiples of the interval; empty: none."""
+        """Return the slots needed by a forward; change nothing. Cost O(B + T). ``trees``: per entry
+        None (a chain), or the parents of its new nodes, as indices over all uncommitted nodes (-1:
+        a root). ``checkpoints``: per entry, the counts of its new tokens after which a state is
+        kept, in addition to the multiples of the interval; empty: none."""
         starts = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
         parents = np.full(int(starts[-1]), -1, dtype=np.int64)
@@ -352,7 +353,7 @@ class RecurrentTable:
         self._release([old])
 
     def _keep_multiples(self, states: RecurrentStates, passed: dict[int, int]) -> None:
-        """Keep those of these states (slot by position) that are at a multiple of the interval."""
+        """Keep the states (slot by position) at multiples of the interval."""
         if self.interval:
             for position, slot in passed.items():
                 if position % self.interval == 0:
@@ -406,7 +407,7 @@ class RecurrentTable:
     # -- the bracket -------------------------------------------------------------------------------
 
     def open(self, need: RecurrentNeed) -> OpenRecurrent:
-        """Take the slots, those of the oldest states of rings too as far as needed.
+        """Take the slots, as far as needed also from the oldest states of rings.
         ``ResourceExhausted`` before any change."""
         opened = OpenRecurrent(need, self._take(need.slots, "begin_forward").astype(np.int64))
         self.forward = opened

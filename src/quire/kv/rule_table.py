@@ -151,7 +151,7 @@ def _rewind_note(found: Combination) -> str:
 
 
 def _others_note(found: Combination, verb: str) -> str:
-    """Return which layers a verb about layers concerns, if not all."""
+    """Return a note of the layer kinds that have the verb; empty: all have it."""
     having = [kind for kind in found.kinds if not layer_refusal(verb, kind)]
     return "" if len(having) == len(found.kinds) else f"on layers of kind {' and '.join(having)}"
 
@@ -188,7 +188,7 @@ WEIGHTS_OF_BLOCKS = "not every block is one layer with attention; leave output_a
 
 
 def weights_refusal(specs: Iterable[LayerSpec], num_blocks: int) -> str:
-    """Return why a model with these layers has no attention weights by block; empty: it has."""
+    """Return the reason against attention weights by block for these layers; empty: none."""
     attending = sum(spec.kind not in ("recurrent", "cross") for spec in specs)
     return "" if attending == num_blocks else WEIGHTS_OF_BLOCKS
 
@@ -201,7 +201,7 @@ POSITIONS_OF_OWN_ROTATION = "its layers put positions into q and k by a rule of 
 
 
 def position_refusal(specs: Iterable[LayerSpec]) -> str:
-    """Return why tokens of these layers have no positions but their indices; empty: they can."""
+    """Return the reason against positions other than indices in these layers; empty: none."""
     found = list(specs)
     if any(spec.kind == "recurrent" for spec in found):
         return POSITIONS_OF_RECURRENT
@@ -221,7 +221,7 @@ def _session_rewind(found: Combination) -> Cell:
 
 
 def blending_refusal(kinds: Iterable[str], *, own_rotation: bool) -> str:
-    """Return why prompts are not blended over layers of these kinds; empty: they are."""
+    """Return the reason against blending prompts over layers of these kinds; empty: none."""
     if "recurrent" in kinds:
         return "a recurrent state cannot be moved to another place, and its layers need every token; prefixes are reused exactly"
     if "cross" in kinds:
@@ -267,7 +267,7 @@ def _positions(found: Combination) -> Cell:
 
 
 def _layer_memory(found: Combination) -> Cell:
-    """Looking into what layers remember."""
+    """Reading the rows and states of layers."""
     return Cell(note="of recurrent layers the states before the last token" if found.has("recurrent") else "")
 
 

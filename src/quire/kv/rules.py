@@ -83,8 +83,8 @@ LAYER_KINDS = ("full", "window", "latent", "cross", "recurrent")
 
 
 def layer_refusal(verb: str, kind: str) -> str:
-    """Return why a layer of this kind lacks the verb, one of ``LAYER_VERBS``, ``CROSS_VERBS`` and
-    ``RECURRENT_LAYER_VERBS``; empty: it has it."""
+    """Return the reason against a verb on layers of this kind; empty: they have it. The verb is one
+    of ``LAYER_VERBS``, ``CROSS_VERBS`` and ``RECURRENT_LAYER_VERBS``."""
     if verb in RECURRENT_LAYER_VERBS:
         return "" if kind == "recurrent" else "it keeps rows of tokens and no state of fixed size"
     if kind == "recurrent":

@@ -47,7 +47,7 @@ from quire.kv.windows import (
 
 
 class SequenceTable:
-    """All sequences of a KV state, looked up and checked. ``pools``: one pool per layer class;
+    """All sequences of a KV state: look-up and checks. ``pools``: one pool per layer class;
     ``layer_windows``: the window of each class (None: all tokens are kept)."""
 
     def __init__(self, pools: Seq[PagePool], page_size: int, layer_windows: Seq[int | None] = (None,)) -> None:
@@ -232,7 +232,8 @@ class SequenceTable:
         *,
         verb: str = "begin_forward",
     ) -> ForwardNeed:
-        """Return what a forward needs; check all but the bracket and free pages, for ``verb``.
+        """Return the pages needed by a forward; check all but the bracket and free pages, for
+        ``verb``.
 
         Changes nothing. In an open forward the need is that before it. Cost O(entries, new nodes).
         """
@@ -274,7 +275,7 @@ class SequenceTable:
         return all(most <= pool.num_free for pool in self.pools)
 
     def _growing(self, seq_ids: Seq[SeqId], verb: str, nodes: Seq[bool] | None = None) -> list[Sequence]:
-        """Return the sequences of a forward; raise what is wrong with them. ``nodes``: which of
+        """Return the sequences of a forward; raise an error for an invalid one. ``nodes``: which of
         them get nodes of a tree; None: none of them."""
         sequences = [self.get(seq_id) for seq_id in seq_ids]
         for entry, sequence in enumerate(sequences):
@@ -292,8 +293,8 @@ class SequenceTable:
         return {need.seq_ids[split.entry]: split.page for split in need.classes[index].splits}
 
     def shortage(self, need: ForwardNeed) -> int:
-        """Return how many pages ``need`` is short of, over all classes; 0 if there is room. Pages
-        that the open forward has taken count as free."""
+        """Return the number of pages missing for ``need``, over all classes; 0 if there is room.
+        Pages that the open forward has taken count as free."""
         taken = [part.pages for part in self.forward.need.classes] if self.forward else [0] * len(self.pools)
         return sum(
             max(0, part.pages - part.freed - pool.num_free - own)
@@ -348,14 +349,14 @@ class SequenceTable:
         return [whole if bound is None else min(whole, bound) for bound in bounds]
 
     def shared_pages(self, seq_id: SeqId) -> int:
-        """Return how many pages of this sequence, over all classes, others hold too."""
+        """Return the number of pages, over all classes, that this sequence shares with others."""
         tables = self.get(seq_id).tables
         return sum(int((pool.references[table.held] > 1).sum()) for pool, table in zip(self.pools, tables, strict=True))
 
     def import_pages(self, length: int, holes: Seq[Hole], sink: int, shared: int = 0) -> list[NDArray[np.int64]]:
-        """Return, for each class, the indices in the page table of an import's own pages: those
-        with held rows of ``length`` tokens, and the one of the next token. In classes that keep all
-        tokens those of the first ``shared`` tokens belong to another sequence."""
+        """Return, for each class, the indices in the page table of an import's own pages: pages
+        with held rows of ``length`` tokens, and the page of the next token. In classes that keep
+        all tokens, pages of the first ``shared`` tokens belong to another sequence."""
         found: list[NDArray[np.int64]] = []
         for layer_window, hole in zip(self.layer_windows, holes, strict=True):
             kept = held(length, sink, hole)

@@ -50,8 +50,8 @@ def describe(
 
 
 def header_limits(state: ModelState, tokens: int, runs: int, rows: int, size: int) -> HeaderLimits:
-    """Return what the header of a file of ``size`` bytes may hold that has up to ``rows`` sequences
-    of such a state, with at most ``tokens`` token ids and ``runs`` changes of the adapter in all.
+    """Return the limits of the header in a file of ``size`` bytes with up to ``rows`` sequences of
+    such a state, with at most ``tokens`` token ids and ``runs`` changes of the adapter in all.
 
     A writer has one description of each layer for each sequence, and three arrays or objects for
     each tensor. Recurrent states: one for each sequence, and as many as the file's bytes allow.

@@ -53,7 +53,7 @@ class Sequence:
 
 
 def sink_of(sequence: Sequence) -> int:
-    """Return how many tokens the sequence's window keeps at its beginning."""
+    """Return the number of tokens that the sequence's window keeps at the beginning."""
     return sequence.window.sink if sequence.window else 0
 
 

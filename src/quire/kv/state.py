@@ -61,7 +61,8 @@ class State:
     """The KV state of a model of any layers. Docstrings of ``contracts`` are not repeated here.
 
     ``specs``: the layers, of which ``first_layer`` is the global id of the first (a pipeline stage
-    owns a range); ``layer_ids``: those of all, ascending, if not a range. One thread at a time.
+    owns a range); ``layer_ids``: the ids of all layers, ascending, if not a range. One thread at a
+    time.
 
     Attention layers that keep the same positions form a *layer class* with a pool of its own: those
     of one window, and all without, latent ones among them. ``capacity``: tokens that the pool of
@@ -173,7 +174,7 @@ class State:
         """Return the ``num_states`` with which so many sequences, sharing no states, run in one
         forward and give up nothing that is kept: present states, new ones, rings and checkpoints.
 
-        Of each sequence: ``max_length``: tokens; ``checkpoint_interval``, ``ring``: those of the
+        Of each sequence: ``max_length``: tokens; ``checkpoint_interval``, ``ring``: as for the
         state; ``checkpoints``: kept by the caller besides; ``tree_nodes``: uncommitted nodes at
         most. ``InvalidArgument`` below 0.
         """
@@ -231,7 +232,7 @@ class State:
         return target - stop
 
     def _stop(self, seq_id: SeqId, position: int) -> int:
-        """Return where recurrent layers can stand, at ``position`` or before it."""
+        """Return the nearest position with recurrent states, at ``position`` or before it."""
         recurrent = self.parts.recurrent
         return position if recurrent is None else recurrent.table.nearest(seq_id, position)
 
@@ -309,8 +310,8 @@ class State:
         self._begin(need, checkpoints, None)
 
     def static_refusal(self, count: int) -> str:
-        """Return why forwards of ``count`` tokens for each sequence cannot have memory that keeps
-        its place; "" if they can."""
+        """Return the reason against memory that keeps its place, for forwards of ``count`` tokens
+        for each sequence; "" if there is none."""
         return static_refusal(self.parts, count)
 
     def static_forward(self, entries: int, count: int, longest: int, shared: SharedMemory) -> StaticForward:
@@ -338,7 +339,7 @@ class State:
         if self.parts.recurrent is None and any(checkpoints):
             raise Unsupported(f"begin_forward with checkpoints: {RECURRENT_REFUSAL}, whose states they keep")
         self.sequences.require_closed("begin_forward")
-        # Of two shortages that of states is told.
+        # Of two shortages the error names that of states.
         reserved = [part.reserve(need, checkpoints) for part in reversed(self.parts)]
         opened: list[Part] = []
         try:
@@ -383,7 +384,7 @@ class State:
             self.parts.spec(layer_id)
         opened = self.open_pass()
         if opened.awaited:
-            for layer_id in self.recurrent_ids:  # One that no layer has set is copied.
+            for layer_id in self.recurrent_ids:  # A state that no layer has set is copied.
                 opened.require_come(layer_id)
         if missing := sorted(self.parts.paged.layers.keys() - opened.written - skipped):
             raise FailedPrecondition(

@@ -109,7 +109,7 @@ class StatePass:
     # -- the new tokens ----------------------------------------------------------------------------
 
     def lay_out(self) -> None:
-        """Make what follows, which else is made when it is first asked for."""
+        """Compute the cached properties now, not at their first use."""
         _ = self._whole, self._running_slots, self.chosen, self._places_T, self._max_place
 
     @cached_property
@@ -119,7 +119,7 @@ class StatePass:
 
     @cached_property
     def chosen(self) -> ChosenRows:
-        """Return which of the new tokens run."""
+        """Return the running rows among the new tokens."""
         return ChosenRows(self.batch.starts)
 
     @cached_property
@@ -134,7 +134,7 @@ class StatePass:
 
     @cached_property
     def _slots(self) -> list[NDArray[np.int64]]:
-        """On the host: looking there waits for no device."""
+        """On the host: reading it there waits for no device."""
         return self._new_slots()
 
     @cached_property
@@ -284,7 +284,7 @@ class StatePass:
         self.chosen.require_all("captured weights")
         self.capturing, self._observed = True, layers
 
-    # -- rows that go on ---------------------------------------------------------------------------
+    # -- rows that continue ------------------------------------------------------------------------
 
     def narrow(self, rows: NDArray[np.int64]) -> None:
         """See ``contracts.model.OpenPass``."""
@@ -384,7 +384,7 @@ class StatePass:
         return out_THD
 
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
-        """Attend over the K and V of another layer, with those of this forward: ``[T, Hq, Dv]``."""
+        """Attend over the K and V of another layer, this forward's rows too: ``[T, Hq, Dv]``."""
         layer = self._state.layer(source_layer_id, "attention_with_shared_kv")
         key_value_spec("attention_with_shared_kv", source_layer_id, layer)
         return self.cross(source_layer_id, q_THD, "fused", layer.scoring, coarse=True).out.to(q_THD.dtype)
@@ -663,7 +663,7 @@ class StatePass:
         batch = self.batch
 
         def absorbed(keys: Prepared) -> tuple[Tensor, Tensor | None]:
-            """Return the queries of these keys, and those of their sink part if they have one."""
+            """Return the queries for these keys, and for their sink part if they have one."""
             q = latent.absorb(turned_THD, expansion, self._paged.dtype)
             if keys.plan.sinks is None:
                 return q, None
@@ -778,8 +778,8 @@ class Rehearsal(StatePass):
         self.capturing = True
         self._seen: dict[int, list[tuple[Tensor, ...]]] = {}
         """By layer class, of each entry that asks: its n asking rows among those that run, the
-        slots of the N keys, which of them each query sees ``[n, N]``, those of N that are new
-        tokens, and which rows of the forward these are."""
+        slots of the N keys, a mask of the keys visible to each query ``[n, N]``, the new tokens
+        among the N, and their rows in the forward."""
         self.mass_T = torch.zeros(int(starts[-1]), device=parts.device)
 
     def _require_current(self) -> None:
@@ -790,7 +790,7 @@ class Rehearsal(StatePass):
         self._forward.write_rows(layer_id, rows, k, v)
 
     def begin_write(self, layer_id: int) -> None:
-        """Take what the forward was given as given, then check as it does."""
+        """Take over the rows given to the forward, then check as it does."""
         self.chosen.give(layer_id, np.flatnonzero(self._forward.chosen.given(layer_id)[self._at]))
         super().begin_write(layer_id)
 
@@ -819,7 +819,7 @@ class Rehearsal(StatePass):
             self.mass_T.index_add_(0, into, sums_N.index_select(0, new))
 
     def _seen_by(self, class_index: int, plan: ForwardPlan) -> list[tuple[Tensor, ...]]:
-        """Return what the asking rows see in the layers of one class (``_seen``)."""
+        """Return the keys visible to the asking rows in the layers of one class (``_seen``)."""
         if class_index in self._seen:
             return self._seen[class_index]
         found, size = self._seen.setdefault(class_index, []), plan.page_size

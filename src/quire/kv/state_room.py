@@ -36,7 +36,7 @@ def reachable(state: StateParts, seq_id: SeqId) -> list[range]:
     sequence = state.sequences.get(seq_id)
     attention = state.sequences.reachable(sequence)
     if state.recurrent is None or sequence.reserved is not None:
-        return attention  # One that is being imported stands nowhere yet.
+        return attention  # A sequence that is being imported has no position yet.
     kept = state.kept_positions(seq_id)
     found: list[range] = []
     for position, following in zip(kept, [*kept[1:], sequence.length + 1], strict=True):
@@ -254,7 +254,7 @@ def largest_step(state: StateParts, window: int, sink: int) -> int:
 
 
 def count_named(pool: PagePool, named: Iterator[PageIds]) -> int:
-    """Return how many pages are named."""
+    """Return the number of named pages."""
     marks = np.zeros(pool.num_pages, dtype=bool)
     for pages in named:
         marks[pages] = True

@@ -47,8 +47,8 @@ class StaticBackend(Protocol):
 
 
 def static_refusal(state: StateParts, count: int) -> str:
-    """Return why forwards of ``count`` tokens for each sequence cannot have memory that keeps its
-    place; "" if they can."""
+    """Return the reason against memory that keeps its place, for forwards of ``count`` tokens for
+    each sequence; "" if there is none."""
     if not state.paged.padding:
         return "the state has no slot for padding"
     if not isinstance(state.paged.backend, StaticBackend):
@@ -122,7 +122,7 @@ class StaticForward:
 
 
 class StaticPass(StatePass):
-    """The open forward. To blocks it has T rows; plans are those of the tokens there are."""
+    """The open forward. To blocks it has T rows; plans are made for the actual tokens."""
 
     def __init__(self, static: StaticForward, need: ForwardNeed, recurrent: RecurrentPass | None) -> None:
         self._static = static
@@ -152,7 +152,7 @@ class StaticPass(StatePass):
         self._max_place = self.batch.max_position
 
     def prepare(self) -> None:
-        """Bring what is known of the first forward to its places, then plan."""
+        """Copy the facts of the first forward to their places, then plan."""
         self._real, self._slots = self.batch, self._new_slots()
         super().prepare()
 
@@ -168,7 +168,7 @@ class StaticPass(StatePass):
             self._prepared[keys, index] = Prepared(plan, found.made)
 
     def begin_again(self) -> None:
-        """Forget what blocks have made of the forward."""
+        """Forget the results of blocks in the forward."""
         self.written.clear()
         self._rotations.clear()
         self._held.clear()
@@ -234,7 +234,7 @@ class StaticRecurrence:
         return self._part.new_pass(self._memory)
 
     def begin_again(self) -> None:
-        """Forget what layers have set."""
+        """Forget the states set by layers."""
         self._memory.known.clear()
 
     @property

@@ -34,7 +34,7 @@ StoredSpec: TypeAlias = PagedSpec | CrossAttention
 
 
 class Geometry(NamedTuple):
-    """What the rows of a layer look like; layers of equal geometry are stored together."""
+    """The geometry of a layer's rows; layers of equal geometry are stored together."""
 
     kv_heads: int
     key_dim: int
@@ -102,7 +102,7 @@ the processors have other work, that takes many times longer than a smaller copy
 
 
 def copy_rows(target: Tensor, source: Tensor, start: int = 0) -> None:
-    """Copy rows into those of ``target`` from ``start`` on, of one shape, on any devices. Other
+    """Copy rows into the rows of ``target`` from ``start`` on, of one shape, on any devices. Other
     threads of Python run meanwhile."""
     stop = start + source.shape[0]
     if not 0 <= start <= stop <= target.shape[0] or source.shape[1:] != target.shape[1:]:

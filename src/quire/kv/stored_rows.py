@@ -1,4 +1,4 @@
-"""Stored rows and states: reading and overwriting any (the debug verbs), writing those of encoders.
+"""Stored rows and states: reading and overwriting any (the debug verbs), writing rows of encoders.
 
 Letters: L layers; n rows; S rows of the encoder in one layer; Hkv heads; Dk, Dv head sizes; row
 columns of a latent row.
@@ -198,7 +198,7 @@ def gathered(
 
 
 def rows_to_set(state: StateParts, k: Tensor, v: Tensor | None, layer_id: int | None) -> tuple[list[Layer], int]:
-    """Return the layers for these rows and how many of each, else ``InvalidArgument``."""
+    """Return the layers for these rows and the number of rows of each, else ``InvalidArgument``."""
     if layer_id is not None:
         latent = state.layer(layer_id).spec.kind == "latent"
     else:

@@ -52,7 +52,7 @@ class Tree:
         return np.flatnonzero(self.ancestry[leaf]).tolist()
 
     def check(self) -> str:
-        """Return what is wrong with the tree; empty if nothing is."""
+        """Return the fault in the tree; empty if there is none."""
         for node, parent in enumerate(self.parents):
             if not -1 <= parent < node:
                 return f"node {node} has parent {parent}"

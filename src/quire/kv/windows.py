@@ -54,7 +54,8 @@ class Visibility:
 
 
 def visibility(q_T: Positions, base: int, window: Window | None, layer_window: int | None) -> Visibility:
-    """Return what both windows leave to queries at ``q_T`` of a forward that began at ``base``."""
+    """Return the positions visible through both windows to queries at ``q_T`` of a forward that
+    began at ``base``."""
     layer_lows_T = np.zeros_like(q_T) if layer_window is None else np.maximum(q_T + 1 - layer_window, 0)
     if window is None:
         return Visibility(layer_lows_T, None)
@@ -116,7 +117,7 @@ def held(length: int, sink: int, hole: Hole) -> list[range]:
 
 
 def sink_pages(window: Window | None, page_size: int) -> int:
-    """Return how many pages hold some of the sink."""
+    """Return the number of pages with rows of the sink."""
     return -(-window.sink // page_size) if window else 0
 
 

@@ -1,8 +1,8 @@
 """Calibration of blending: probes are run in full and blended, over the engine's own state.
 
-A probe is run as sequences of its own, which nobody else sees and which are gone afterwards: the
-prefix cache, the store of chunks and sessions never have them. What is found is kept as a record of
-the store, by what chunks depend on: model, layout, dtype and lead.
+A probe is run as sequences of its own, which no other request sees and which are gone afterwards:
+the prefix cache, the store of chunks and sessions never have them. What is found is kept as a
+record of the store, by what chunks depend on: model, layout, dtype and lead.
 
 Letters: Q rows of a question; M tokens of the vocabulary; S tokens of a prompt.
 """
@@ -89,7 +89,7 @@ class BlendProbe:
 
 
 def room_for_probe(engine: Engine) -> int:
-    """Return how many tokens a probe may have: it runs in one step."""
+    """Return the largest number of tokens of a probe: it runs in one step."""
     return min(engine.max_model_len, engine.scheduler.limits.max_num_batched_tokens, engine.checks.pool_tokens)
 
 

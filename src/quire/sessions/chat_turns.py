@@ -57,7 +57,8 @@ class Asked:
 
     @property
     def all_messages(self) -> list[Mapping[str, Any]]:
-        """Return the messages for the template: those of earlier turns, then the new messages."""
+        """Return the messages for the template: the messages of earlier turns, then the new
+        ones."""
         return [*(turn.message for turn in self.before), *self.messages]
 
 
@@ -170,7 +171,7 @@ class ChatTurns:
         return Asked(before=self._all(ids, tokenizer), messages=list(messages), start=start, read=read)
 
     def _all(self, ids: Sequence[int], tokenizer: Tokenizer) -> list[Turn]:
-        """Return all turns, the last answer with what has come after it."""
+        """Return all turns, the last answer with the tokens after it."""
         if not self._turns or self._cut or self._turns[-1].end == len(ids):
             return list(self._turns)
         last = self._turns[-1]
@@ -218,7 +219,7 @@ def next_turn_ids(
 ) -> NDArray[np.int64]:
     """Return the tokens up to where the next message begins. ``messages`` ends with the answer,
     whose calls, if it has any, are answered next. ``texts`` tokenises what ``render`` returns.
-    ``inside``: other text stands before them. Errors are those of ``render``."""
+    ``inside``: other text stands before them. Errors are as for ``render``."""
     found: NDArray[np.int64] | None = None
     for probe in PROBES:
         text = render([*messages, _next_message(messages[-1], probe)])
@@ -237,5 +238,5 @@ def _next_message(answer: Mapping[str, Any], content: str) -> dict[str, Any]:
 
 
 def parts_from(history: NDArray[np.int64], computed: NDArray[np.int64]) -> bool:
-    """Return whether a history goes on in another way than what has been computed."""
+    """Return whether a history continues otherwise than the computed tokens."""
     return common_prefix(history, computed) < min(history.size, computed.size)

@@ -55,8 +55,8 @@ class CommitDraft:
 def ask(
     engine: Engine, space: Space, function: Callable[[History], Coroutine[Any, Any, R]], *, whole: bool = False
 ) -> R:
-    """Return what a coroutine makes of the branches in the first durable tier. The wait is a check
-    point, unless it is to happen ``whole``. ``FailedPrecondition`` without a durable tier;
+    """Run a coroutine over the branches in the first durable tier; return its result. The wait is a
+    check point, unless it is to happen ``whole``. ``FailedPrecondition`` without a durable tier;
     ``TierError``: the tier cannot be read or written. ``StoreFull``: its disk is full."""
     store = engine.stored.store
     if store is None or not store.is_durable:
@@ -166,7 +166,7 @@ def draft(live: LiveSequence, message: str) -> CommitDraft:
 
 
 def write(engine: Engine, space: Space, made: CommitDraft) -> None:
-    """Write what the tier lacks of a commit: its objects, then its records."""
+    """Write the parts of a commit that the tier lacks: its objects, then its records."""
     there = ask(engine, space, lambda history: history.there(list(made.objects)))
     for key, make in made.objects.items():
         if not there[key]:

@@ -65,9 +65,9 @@ class KeptSessions:
     # -- records -----------------------------------------------------------------------------------
 
     def record(self, session: Session, name: str, **more: Any) -> SessionRecord:
-        """Return what a session is, without its state file. Takes no lock: the session must be at
-        rest. ``more``: fields that the session does not know. ``NotDurable`` for a chat's message
-        that is no JSON."""
+        """Return the record of a session, without its state file. Takes no lock: the session must
+        be at rest. ``more``: fields that the session does not know. ``NotDurable`` for a chat's
+        message that is no JSON."""
         state = session._state
         salt = state.key if isinstance(state.key, tuple) and not is_private(state.key) else None
         try:
@@ -153,8 +153,8 @@ class KeptSessions:
 
     def keep(self, session: Session, *, wait: bool) -> Future[None] | None:
         """Keep a session of a program under its name, if it has one, as ``Keeper`` does. The last
-        session that was called so is kept. Without ``wait`` one that needs a state file is left as
-        it was kept before."""
+        session that was called so is kept. Without ``wait`` a session that needs a state file is
+        left as it was kept before."""
         before, name = session._kept_as, None if session.name is None else self._id_of(session.name)
         if name != before:
             # In this order, so that after an interrupt the next call does it again.
@@ -217,7 +217,7 @@ class KeptSessions:
         return record
 
     def _of_others(self, name: str) -> str:
-        """Return which other models have a session of this name, for a refusal."""
+        """Return a note on other models with a session of this name, for a refusal."""
         found = [one.model for one in self.journal.records() if one.name == name and _is_named(one.id)]
         lengths = [length for model in found if (length := other_length(model, self._model))]
         if lengths:
@@ -235,7 +235,7 @@ class KeptSessions:
         return f"{NAMED}{hashlib.blake2b(whose.encode(), digest_size=16).hexdigest()}"
 
     def close(self) -> None:
-        """Write what waits, and close the journal."""
+        """Write the waiting records, and close the journal."""
         self.writer.close()
 
 

@@ -112,8 +112,8 @@ def _cost(live: LiveSequence, length: int) -> int:
 
 
 def _reached(live: LiveSequence, length: int) -> int:
-    """Return the number of the first ``length`` tokens that keep their state, if the session goes
-    on from there under its adapter."""
+    """Return the number of the first ``length`` tokens that keep their state, if the session
+    continues from there under its adapter."""
     state, branches = live.branch, live.engine.branches
     # The last token there may have run under another adapter than the next ones will.
     same = state.runs.agreed(runs_of_session(state.runs, length, state.adapter), length)
@@ -293,7 +293,8 @@ def _run(live: LiveSequence, branch: SessionBranch, blend: PromptBlend | None) -
 
 
 def _blending(live: LiveSequence, mode: EditMode, params: BlendParams | None) -> BlendParams | None:
-    """Return how an edit is blended; None: it is exact. Refuse what is edited exactly only."""
+    """Return the parameters of a blended edit; None: it is exact. Refuse ``params`` of an exact
+    edit, and their ``target``."""
     if mode == "exact":
         if params is not None:
             raise InvalidArgument(field="blend", given=params, allowed='None, or mode="blend"')
@@ -304,7 +305,7 @@ def _blending(live: LiveSequence, mode: EditMode, params: BlendParams | None) ->
 
 
 def _source(live: LiveSequence, place: TextPlace, added: int, params: BlendParams) -> EditSource | None:
-    """Return what gives the rows that follow the span; None: nothing does."""
+    """Return the source of the rows that follow the span; None: there is none."""
     state, engine = live.branch, live.engine
     exact = state.origin.exact_part(state.computed)
     if state.seq is None or state.modified or exact <= place.stop:

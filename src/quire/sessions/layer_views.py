@@ -34,8 +34,8 @@ MOST_WEIGHTS = 1 << 26
 
 
 def attention_view(engine: Engine, source: SessionBranch, position: int, layer: int, head: int | None) -> AttentionView:
-    """Return what the token at a position reads at a layer, by one query head or all of them.
-    Errors: those of ``run_token``; ``Unsupported`` for a layer without attention over tokens."""
+    """Return the attention of the token at a position in a layer, by one query head or all of them.
+    Errors: as for ``run_token``; ``Unsupported`` for a layer without attention over tokens."""
     spec = engine.runner.state.layer_spec(layer)
     require_attention(spec, layer)
     run = run_token(engine, source, position, "attention", layer)
@@ -59,8 +59,8 @@ def attention_view(engine: Engine, source: SessionBranch, position: int, layer: 
 
 
 def attention_heat(engine: Engine, source: SessionBranch, layer: int, head: int | None, queries: int | None) -> Heat:
-    """Return what the last ``queries`` tokens (None: ``QUERIES``, if that is not too large) read at
-    a layer, by one query head or on average over all. Errors: those of ``run_token``."""
+    """Return the attention of the last ``queries`` tokens (None: ``QUERIES``, if that is not too
+    large) in a layer, by one query head or on average over all. Errors: as for ``run_token``."""
     spec, length = engine.runner.state.layer_spec(layer), len(source.tokens)
     heads = getattr(spec, "num_heads", 1)
     count = min(length, min(QUERIES, max(1, MOST_WEIGHTS // (heads * length))) if queries is None else queries)

@@ -130,7 +130,7 @@ class RequestPreparation:
     def _renderer(
         self, tokenizer: Tokenizer, template: str, tools: Any, add_generation_prompt: bool
     ) -> Callable[[Messages], str]:
-        """Return what renders a conversation."""
+        """Return a function that renders a conversation."""
         special = tokenizer.special_tokens
         return lambda conversation: render_chat(
             template,
@@ -196,8 +196,8 @@ class RequestPreparation:
         adapter: str | None,
         cache_salt: str | None,
     ) -> Callable[[], list[tuple[int, list[Request]]]]:
-        """Check and encode segments; return what queues the computation of those that are not kept.
-        That returns, for each, its tokens and the requests that compute them."""
+        """Check and encode segments; return a function that queues the computation of the segments
+        that are not kept. It returns, for each, its tokens and the requests that compute them."""
         self.require_open("warm")
         self.engine.blending.require()
         chosen, key = self.adapter_id(adapter), cache_key(cache_salt)

@@ -64,7 +64,7 @@ class PreparedPrompts:
 
 def split_sessions(prompts: PromptsOrSessions, engine: Engine) -> tuple[list[Session | None], Prompts]:
     """Return the sessions among the prompts, if any, and the prompts with nothing in their places.
-    ``InvalidArgument`` for a session of another LLM, and for one that is given twice: it goes on in
+    ``InvalidArgument`` for a session of another LLM, and for a session given twice: it continues in
     one way at a time."""
     if isinstance(prompts, Session):
         prompts = [prompts]

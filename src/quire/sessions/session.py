@@ -197,7 +197,7 @@ class Session:
 
     @property
     def exact_tokens(self) -> int:
-        """Return how many of its first tokens have exact state; all of them, if ``exact``."""
+        """Return the number of its first tokens with exact state; all of them, if ``exact``."""
         return self._state.origin.exact_part(len(self))
 
     @property
@@ -250,8 +250,8 @@ class Session:
 
     @uninterrupted
     def compute(self, *, priority: int = 0, use_tqdm: bool | None = None) -> Reuse:
-        """Run all tokens but the last one, as far as they are not computed; return what was reused.
-        The last one runs when its logits are wanted. ``priority`` is that of ``CacheHints``, and
+        """Run all tokens but the last one, as far as they are not computed; return the reuse. The
+        last one runs when its logits are wanted. ``priority`` is that of ``CacheHints``, and
         ``use_tqdm`` as in ``append``."""
         _check_run(priority, use_tqdm)
         return scoring.compute(self._live, priority, use_tqdm)
@@ -279,7 +279,7 @@ class Session:
         return SessionStream(self._engine, *self.prepare(params, hints=hints))
 
     def prepare(self, params: SamplingParams | None = None, *, hints: CacheHints | None = None) -> PreparedTurn:
-        """Check what ``stream`` runs; return how it starts."""
+        """Check the arguments of ``stream``; return its prepared turn."""
         live, hinted = self._live, checked_hints(hints)
         with self._engine.lock:
             chosen = generation.check(live, "stream", len(self), params)
@@ -290,8 +290,8 @@ class Session:
         return PreparedTurn(start, lambda _: self._keep(wait=False))
 
     def cancel(self) -> bool:
-        """End what another thread is running on this session, at the next step. Return False if
-        nothing runs. It never waits."""
+        """Cancel the call that another thread runs on this session, at the next step. Return False
+        if nothing runs. It never waits."""
         return generation.cancel(self._live)
 
     def check_generate(self, params: SamplingParams) -> None:
@@ -304,7 +304,7 @@ class Session:
     def submit_generate(
         self, params: SamplingParams, request_id: str | None = None, hints: CacheHints = NO_HINTS
     ) -> Request:
-        """Queue what ``generate`` runs; the session is generating until steps have run it."""
+        """Queue the request of ``generate``; the session is generating until steps have run it."""
         with self._engine.lock:
             return generation.submit(self._live, self._state.tokens.ids, params, request_id, hints)
 
@@ -362,7 +362,7 @@ class Session:
         answer: ReadAnswer | None = None,
         hints: CacheHints | None = None,
     ) -> PreparedTurn:
-        """Check and render what ``stream_chat`` runs; return how it starts and ends."""
+        """Check and render the messages of ``stream_chat``; return its prepared turn."""
         live, hinted = self._live, checked_hints(hints)
         asked, tokens = session_chat.ask(live, messages, params, answer)
 
@@ -431,8 +431,8 @@ class Session:
         return session_edits.rewind(self._live, to, n)
 
     def rewind_cost(self, to: int) -> int:
-        """Return how many tokens a rewind to ``to`` would have to run again. It is 0 for attention
-        whose state is in the pool, and more if the model's windows have let go of what lies before
+        """Return the number of tokens that a rewind to ``to`` would have to run again. It is 0 for
+        attention whose state is in the pool, and more if the model's windows have freed rows before
         ``to``."""
         return session_edits.rewind_cost(self._live, to)
 
@@ -469,12 +469,12 @@ class Session:
         return session_edits.replace(self._live, span, new, mode, blend)
 
     def edit_cost(self, span: range | tuple[int, int] | str) -> int:
-        """Return how many tokens taking out ``span`` would run again."""
+        """Return the number of tokens that run again if ``span`` is taken out."""
         return session_edits.edit_cost(self._live, span)
 
     @kept
     def use_adapter(self, name: str | None) -> None:
-        """Go on under a loaded adapter, or with None under the base model.
+        """Continue under a loaded adapter, or with None under the base model.
 
         ``NotFound`` for a name that is not loaded. The tokens before the last one stay as they were
         run. The last one, which gives the logits of the next, runs again under the new adapter, and
@@ -534,7 +534,7 @@ class Session:
 
     @uninterrupted
     def kv(self, layer: int) -> dict[str, Tensor]:
-        """Return what a layer remembers of the session, as stored.
+        """Return a layer's rows or states of the session, as stored.
 
         Attention layers have ``k [tokens, Hkv, Dk]`` (rotated) and ``v [tokens, Hkv, Dv]``, latent
         layers ``latent [tokens, row]``, of all tokens. With a window they have the tokens that are
@@ -546,7 +546,7 @@ class Session:
     @uninterrupted
     @kept
     def set_kv(self, layer: int, *, start: int = 0, **tensors: Tensor | None) -> None:
-        """Overwrite what a layer remembers, by the names that ``kv`` gives.
+        """Overwrite a layer's rows or states, by the names that ``kv`` gives.
 
         The tensors are rows from position ``start`` on, or the states of a recurrent layer. Those
         that are not given stay as they are.
@@ -582,9 +582,9 @@ class Session:
 
     @uninterrupted
     def token(self, position: int | None = None, *, top: int = 10) -> ChancesView:
-        """Return what the model thinks of the token at ``position``, after those before it: its
-        probability and rank, the ``top`` most probable tokens (1..100), and which mask and which
-        stop are noted there. At ``len(session)``, or None, the token that comes next is meant.
+        """Return the model's prediction of the token at ``position`` after the tokens before it:
+        its probability and rank, the ``top`` most probable tokens (1..100), and the mask and the
+        stop noted there. At ``len(session)``, or None, the token that comes next is meant.
 
         ``InvalidArgument``: no such position. ``FailedPrecondition``: the session is generating, or
         the state before was changed and would have to be computed again.
@@ -595,9 +595,9 @@ class Session:
     def attention(
         self, position: int | None = None, layer: int | None = None, head: int | None = None
     ) -> AttentionView:
-        """Return what the token at ``position`` (None: the last one) reads at a layer (None: the
-        last one with attention): the weights, float32, of its query over all positions up to its
-        own, of one query head or of all.
+        """Return the attention of the token at ``position`` (None: the last one) in a layer (None:
+        the last one with attention): the weights, float32, of its query over all positions up to
+        its own, of one query head or of all.
 
         Its own row is computed anew, like that of the last token before a generation.
         ``InvalidArgument``: no such position, layer or head. ``Unsupported``: the layer has no
@@ -607,9 +607,9 @@ class Session:
 
     @uninterrupted
     def norms(self, layer: int | None = None) -> NormsView:
-        """Return the norms of what a layer (None: the last one) remembers: K and V by position and
-        KV head, latent rows by position, recurrent states at the positions at which they are kept.
-        Nothing is computed: what is not in the pool is missing.
+        """Return the norms of a layer's (None: the last one) rows and states: K and V by position
+        and KV head, latent rows by position, recurrent states at the positions at which they are
+        kept. Nothing is computed: rows that are not in the pool are missing.
 
         ``InvalidArgument``: no such layer. ``FailedPrecondition``: the session is generating.
         """
@@ -617,8 +617,8 @@ class Session:
 
     @uninterrupted
     def compare(self, other: Session, *, top: int = 10) -> ComparisonView:
-        """Return where two sessions of one LLM part: the tokens that both begin with, the next
-        token of each, and what either side thinks of both.
+        """Return the comparison of two sessions of one LLM: the tokens that both begin with, the
+        next token of each, and both tokens' chances on either side.
 
         ``InvalidArgument``: ``other`` is no session of this LLM. ``FailedPrecondition``: as of
         ``token``, of either.
@@ -644,10 +644,10 @@ class Session:
         what: str = "attention",
         queries: int | None = None,
     ) -> Heat:
-        """Return a heat map of a layer (None: the last one that has it). ``what`` "attention": what
-        each of the last ``queries`` (1..1024; None: 64, or as many as are not too large) tokens
-        reads of all, by one query head, or on average. "k", "v", "latent" or "state_0": the norms
-        of what is held, by position, of one head or of all.
+        """Return a heat map of a layer (None: the last one with such a map). ``what`` "attention":
+        the weights of the last ``queries`` (1..1024; None: 64, or as many as are not too large)
+        tokens over all, of one query head, or on average. "k", "v", "latent" or "state_0": the
+        norms of held rows, by position, of one head or of all.
 
         ``InvalidArgument``: the layer has no such head or ``what``, or the map is too large.
         ``FailedPrecondition``, ``Unsupported``: as of ``attention``, or the tokens' state was

@@ -89,8 +89,8 @@ class SessionStream(Iterator[StreamDelta]):
                 return delta
 
     def close(self) -> None:
-        """End what is not finished. Closing twice is harmless. ``NotDurable`` if the session is
-        kept, and could not be."""
+        """End the unfinished generation. Closing twice is harmless. ``NotDurable`` if the session
+        is kept, and could not be."""
         self._over = True
         if (durable := self._end()) is not None:
             durable.result()

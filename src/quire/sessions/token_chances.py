@@ -63,7 +63,7 @@ def text_of(engine: Engine, token: int) -> str | None:
 
 
 def token_view(engine: Engine, source: SessionBranch, position: int, top: int) -> ChancesView:
-    """Return the view of the token at a position, of 0..the number of tokens. Errors: those of
+    """Return the view of the token at a position, of 0..the number of tokens. Errors: as for
     ``run_token``."""
     with engine.lock:
         require_idle(source, "token")
@@ -101,8 +101,8 @@ def token_view(engine: Engine, source: SessionBranch, position: int, top: int) -
 def comparison_view(
     engine: Engine, a: SessionBranch, b: SessionBranch, top: int, name_of: Callable[[int], str | None]
 ) -> ComparisonView:
-    """Return where two sessions part. Errors: those of ``run_token``. ``name_of`` names adapters by
-    their ids."""
+    """Return the comparison of two sessions. Errors: as for ``run_token``. ``name_of`` names
+    adapters by their ids."""
     sides = (a, b)
     with engine.lock:
         for one in sides:

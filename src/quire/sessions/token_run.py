@@ -103,7 +103,7 @@ def _fork(engine: Engine, source: SessionBranch, length: int, verb: str) -> Sess
             f"{verb}: the state before position {length} is reachable only by running tokens {held}..{wanted - 1} again, "
             "and it was blended or converted; looking does not compute it anew"
         )
-    # It is nobody's to give up.
+    # No other request can give it up.
     fork.pinned = True
     if source.seq is not None and held:
         fork.seq = engine.branches.fork_of(source.seq, held)
@@ -125,7 +125,7 @@ def _begin(engine: Engine, fork: SessionBranch) -> None:
 
 
 def _compute(engine: Engine, fork: SessionBranch, ids: np.ndarray[tuple[int], np.dtype[np.int64]], verb: str) -> None:
-    """Run what is missing of a fork's state, unseen by the prefix cache."""
+    """Compute the missing state of a fork, unseen by the prefix cache."""
     with engine.lock:
         request = engine.submit_run(fork, ids)
         request.branch.cacheable = False

@@ -53,7 +53,7 @@ def norms(live: LiveSequence, layer: int | None) -> NormsView:
 
 
 def compare(live: LiveSequence, other: LiveSequence, top: int) -> ComparisonView:
-    """Return where two sessions of one engine part."""
+    """Return the comparison of two sessions of one engine."""
     live.require_open("compare")
     other.require_open("compare")
     return token_chances.comparison_view(live.engine, live.branch, other.branch, top, live.adapters.name_of)
@@ -94,7 +94,7 @@ def heat(live: LiveSequence, layer: int | None, head: int | None, what: str, que
 
 
 def _known_layer(live: LiveSequence, layer: int | None, fits: Callable[[LayerSpec], bool]) -> tuple[int, LayerSpec]:
-    """Return a layer and its geometry, for None the last one that ``fits``, or just the last;
+    """Return a layer and its geometry, for None the last layer that ``fits``, or just the last;
     ``InvalidArgument`` for another number."""
     last = len(live.engine.runner.model.layer_specs) - 1
     if layer is None:

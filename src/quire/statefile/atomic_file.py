@@ -56,7 +56,7 @@ def replacing(path: Path, label: str) -> Iterator[BinaryIO]:
 
     After an exception, which passes, ``path`` is as it was and the temporary file is gone. A killed
     process leaves its temporary file, which the next call for the same name removes. A symbolic
-    link is replaced, not followed. Errors: those of ``os_errors``; ``NotFound`` also for a missing
+    link is replaced, not followed. Errors: as for ``os_errors``; ``NotFound`` also for a missing
     directory, ``InvalidArgument`` also for a path that is no regular file.
     """
     check_regular(path, label, may_be_missing=True)

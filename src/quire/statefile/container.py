@@ -91,7 +91,7 @@ def write_state(
 
 
 def to_bytes(metadata: Mapping[str, JSON], plan: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> bytes:
-    """Return what ``write_state`` would write; ``read_state`` takes it."""
+    """Return a state as the bytes that ``write_state`` would write; ``read_state`` takes them."""
     draft = _draft(metadata, plan)
     sink = io.BytesIO()
     # At full size from the start, the buffer is never copied to grow, and getvalue() shares it.
@@ -219,8 +219,8 @@ def read_state(
 
 
 def header_size(source: Buffer, there: int) -> int:
-    """Return how many of a state's first bytes must be there for it to be opened, of which there
-    are ``there``; 8 if these do not tell."""
+    """Return the number of a state's first bytes that are needed to open it. ``there`` of them are
+    present; 8 if these are too few to say."""
     view = _bytes_view(source)
     return 8 if there < 8 else min(8 + int.from_bytes(view[:8], "little"), len(view))
 
@@ -296,12 +296,12 @@ class StateFile:
 
     @property
     def address(self) -> int:
-        """Return where the bytes of the tensors begin in memory. They stay there until the file is
+        """Return the address of the tensors' bytes in memory. They stay there until the file is
         closed. ``FailedPrecondition``: closed."""
         return int(np.frombuffer(self._open_view(), dtype=np.uint8).ctypes.data) + self._header.data_start
 
     def end(self, *names: str) -> int:
-        """Return how many of the file's first bytes hold these tensors, which there must be."""
+        """Return the number of the file's first bytes that hold these tensors, which must exist."""
         return max(self._span(name)[1] for name in names)
 
     def verify(self, *names: str) -> None:

@@ -39,8 +39,8 @@ REMEMBERED_CHARACTERS = 1 << 16
 
 @cache
 def dtypes() -> Mapping[str, torch.dtype]:
-    """Return the dtypes by their names in the header, which are those of safetensors."""
-    # Here: records have no tensors, and whoever reads only those need not wait for torch.
+    """Return the dtypes by their names in the header, as in safetensors."""
+    # Here: records have no tensors, and a reader of records alone need not wait for torch.
     import torch
 
     return {
@@ -117,7 +117,7 @@ class Header:
 
 
 class HeaderDraft:
-    """A header with settled length and offsets before the checksums of the tensors are known.
+    """A header with fixed length and offsets before the checksums of the tensors are known.
 
     ``InvalidArgument`` if the metadata are not JSON, if names repeat, for dtypes and shapes that
     cannot be stored, and for more than ``MAX_HEADER_BYTES``.
@@ -332,7 +332,7 @@ def _metadata_and_rest(text: str, label: str) -> tuple[Any, str]:
 
 
 def _table_behind(rest: str, data_len: int, label: str) -> tuple[dict[str, TensorSpec], dict[str, Span]]:
-    """Return what ``_tensor_table`` does, of the text behind the value of ``__metadata__``."""
+    """Return the result of ``_tensor_table`` for the text behind the value of ``__metadata__``."""
     table = _parse('{"__metadata__":0' + rest, label)
     del table["__metadata__"]
     return _tensor_table(table, data_len, label)

@@ -29,7 +29,7 @@ class Fault(ValueError):
 
 
 def _shown(value: object) -> str:
-    # repr would make the text of the whole value first; reprlib looks at its beginning only.
+    # repr would make the text of the whole value first; reprlib reads its beginning only.
     return reprlib.repr(value)
 
 

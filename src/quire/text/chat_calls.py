@@ -72,7 +72,7 @@ def _arguments_of(given: Any) -> Any:
         return _Arguments({})
     if isinstance(given, dict):
         return _Arguments(given)
-    # No JSON: it was cut short, or the model made a mistake. The conversation goes on.
+    # No JSON: it was cut short, or the model made a mistake. The conversation continues.
     with suppress(ValueError, RecursionError):
         if isinstance(given, str) and isinstance(found := json.loads(given), dict):
             return _Arguments(found, given)

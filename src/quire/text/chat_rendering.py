@@ -42,7 +42,7 @@ SECONDS = 10.0
 """How long a template may take for the messages of one prompt."""
 
 MAX_SOURCE = 1 << 18
-"""Most characters of a template; those of popular models have up to 20,000."""
+"""Most characters of a template; templates of popular models have up to 20,000."""
 
 MAX_TEXT = 1 << 26
 """Most characters of a rendered prompt where nothing else limits it."""
@@ -76,8 +76,8 @@ def render_chat(
     ``documents=[...]``) are further variables of the template. A list of text parts stays a list
     for a template that walks over parts, and is joined with newlines for others. ``tool_calls``
     whose ``arguments`` are JSON text (as OpenAI's API has them) become objects, which a template
-    may also join with text. Arguments that are no object, as those of a call that was cut short,
-    stay text; a template that fails on them gets ``{}``. No content beside calls is ``none`` for a
+    may also join with text. Arguments that are no object, as of a call that was cut short, stay
+    text; a template that fails on them gets ``{}``. No content beside calls is ``none`` for a
     template that asks that, and a missing key for others. "developer" becomes "system" for a
     template that does not have the word.
 
@@ -309,8 +309,8 @@ def variables_of(source: str) -> frozenset[str]:
 
 @lru_cache(maxsize=64)
 def words_of(source: str) -> frozenset[str]:
-    """Return the strings that a template's code looks for in texts: those that it compares, and
-    arguments of methods, filters and tests."""
+    """Return the strings that a template's code searches in texts: the strings that it compares,
+    and arguments of methods, filters and tests."""
     nodes = jinja2.nodes
     try:
         tree = _tree(source, "the chat template")

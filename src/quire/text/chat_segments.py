@@ -108,9 +108,9 @@ def _signed(messages: Sequence[Message], paths: Sequence[str]) -> list[Message]:
 
 
 def _filled(text: str, pieces: Sequence[str], contents: Sequence[str]) -> Parts | int | None:
-    """Return the parts of ``text``: those of ``pieces`` that no sign divides, and between them
-    contents, whose numbers ``pieces`` has there. If the text is another, return the number of the
-    content where that shows, or None."""
+    """Return the parts of ``text``: the ``pieces`` that no sign divides, and between them contents,
+    whose numbers ``pieces`` has there. If the text is another, return the number of the content
+    where that shows, or None."""
     at = len(pieces[0])
     if not text.startswith(pieces[0]):
         return None

@@ -21,7 +21,7 @@ def with_chosen_template(tokenizer: Tokenizer, chosen: str) -> Tokenizer:
     """Return a tokenizer whose only chat template is ``chosen``, with tools or without.
 
     ``chosen``: a name among the model's own templates or ``CHAT_TEMPLATES``, Jinja text (which has
-    ``{{`` or ``{%``), or else a file. ``NotFound`` without the file; ``InvalidArgument`` for one
+    ``{{`` or ``{%``), or else a file. ``NotFound`` without the file; ``InvalidArgument`` for a file
     that is no text, is no Jinja or never reads the messages.
     """
     if chosen in tokenizer.chat_templates:

@@ -23,7 +23,7 @@ def control_tokens(contents: Mapping[str, bool]) -> tuple[tuple[str, ...], tuple
 
 @lru_cache(maxsize=1024)
 def place_in(token: str) -> int:
-    """Return which character of a token is replaced, 0 for none: the first one of a text stays."""
+    """Return the index of the token's character to replace, 0 for none: the first one stays."""
     places = [at for at in range(1, len(token)) if not token[at].isspace()]
     # Rather none that templates write in another way: as an escape or an entity, in capitals.
     return min(

@@ -35,8 +35,8 @@ class StopMatcher:
     each character.
 
     The automaton of Aho and Corasick (1975): its state is the longest end of the text so far that
-    begins a stop string. The first match is the one that ends first, of those that end together the
-    longest, so it does not depend on how the text is cut into pieces.
+    begins a stop string. The first match is the one with the first end, of several with the same
+    end the longest, so it does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -85,8 +85,7 @@ class StopMatcher:
 
     @property
     def held(self) -> int:
-        """Return how many characters at the end of the text may still become part of a stop
-        string."""
+        """Return the number of characters at the text's end that may still begin a stop string."""
         return self._held[self._state]
 
 
@@ -100,7 +99,7 @@ class IncrementalDetokenizer:
     for each maximal ill-formed part (Unicode 15, section 3.9). If the prompt ends inside a
     character, the output that completes it yields the whole character.
 
-    Stop strings are looked for in the output only, across tokens; the match that ends first counts,
+    Stop strings are searched in the output only, across tokens; the match that ends first counts,
     the longest of those that end together. Text that may still become a stop string is held back. A
     match that ends within the first ``min_tokens`` tokens does not stop, as in vLLM.
     ``InvalidArgument``: a stop string that is empty or no string, a negative ``min_tokens``.
@@ -150,14 +149,14 @@ class IncrementalDetokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """Return how many tokens have been pushed."""
+        """Return the number of pushed tokens."""
         return len(self._token_ends)
 
     @property
     def tokens_before_stop(self) -> int:
-        """Return how many leading tokens have their whole text before the stop string; without one,
-        all. A token whose text holds the stop string's first character, or part of its bytes, does
-        not count."""
+        """Return the number of leading tokens with their whole text before the stop string; without
+        one, all. A token whose text holds the stop string's first character, or part of its bytes,
+        does not count."""
         if self._stop is None:
             return len(self._token_ends)
         return bisect_right(self._token_ends, self._stop_start)
@@ -201,7 +200,7 @@ class IncrementalDetokenizer:
         return characters
 
     def _accept(self, characters: str) -> str:
-        """Look for stop strings in newly decoded characters and emit what is safe."""
+        """Search stop strings in newly decoded characters, and emit the safe characters."""
         start = self._num_characters
         self._num_characters += len(characters)
         if self._matcher is None:

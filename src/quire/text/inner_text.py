@@ -38,7 +38,7 @@ def _without_prefix(step: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed(given: dict[str, Any] | None, parts: str, change: Callable[[dict[str, Any]], Any]) -> Any:
-    """Return a step, or a sequence of steps, after ``change``, which gives nothing for one that
+    """Return a step, or a sequence of steps, after ``change``, which gives nothing for a step that
     goes."""
     if given is None or given["type"] != "Sequence":
         return given and (change(given) or None)

@@ -1,7 +1,7 @@
 """A child process that does what may take all time and memory: within limits of both.
 
 Code of strangers, such as chat templates and regular expressions of tokenizers, runs here. The
-child stays for the next request; one that reached a limit is ended, and another one takes its
+child stays for the next request; a child that reached a limit is ended, and another one takes its
 place. A request that takes longer than ``QUICK`` starts again where the slow ones take turns, so
 quick ones never wait for it.
 
@@ -46,7 +46,8 @@ SLOW = 8
 """Slow requests of a kind that work or wait; further ones are refused."""
 
 GRACE = 10.0
-"""Seconds beyond those of a request, to start a child, after which that is ended from outside."""
+"""Seconds beyond a request's limit, to start a child, after which the child is ended from
+outside."""
 
 
 class LimitReached(Exception):
@@ -128,7 +129,7 @@ class LimitedProcess:
         raise QuireError(f"{self._name} cannot be used: it ended with status {status}")
 
     def _started(self, line: bytes) -> tuple[subprocess.Popen[bytes], list[bytes]]:
-        """Return a new child, and what it is to be asked."""
+        """Return a new child, and the lines to send to it."""
         # With our sys.path, so that it imports what we did, whatever lies in the working directory.
         child = subprocess.Popen(
             [sys.executable, "-c", self._start, *sys.path],

@@ -14,7 +14,7 @@ from quire.base.errors import Cancelled
 LONG = 1 << 18
 """Bytes of a long text: over a tenth of a second, and a thousand bytes for each of its own."""
 LOOK = 0.05
-"""Seconds between two looks whether a call that waits for its turn was given up."""
+"""Seconds between two checks whether a call that waits for its turn was given up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Special tokens that the text of messages spells stay text: those of a prompt are the template's.
+"""Special tokens that the text of messages spells stay text: only a template writes special ones.
 
 Before a template gets messages, tools and documents, one character of each special token that they
 spell is replaced by a stand-in, a private-use character that they do not have. No text changes its
@@ -60,7 +60,7 @@ class SpelledTokens:
         return [self.of_role(one.get("role"), one) if isinstance(one, Mapping) else one for one in messages]
 
     def of_role(self, role: Any, value: Any) -> Any:
-        """Return what stands in a message of a role."""
+        """Return a message, or a value of it, with spelled tokens hidden as for this role."""
         return self._hidden(value, self._in_answers if role == "assistant" else self._every)
 
     def value(self, value: Any) -> Any:
@@ -155,6 +155,6 @@ class SpelledTokens:
 
 @lru_cache(maxsize=64)
 def _not_in(tokens: Tokens, words: frozenset[str]) -> Tokens:
-    """Return the tokens that a template does not look for in the text of answers, as it may for
+    """Return the tokens that a template does not search in the text of answers, as it may for
     </think>, which is for it to read."""
     return tuple(token for token in tokens if not any(token in word for word in words))

@@ -19,7 +19,7 @@ NO_TEXT = b"\xff"
 
 @dataclass(frozen=True, slots=True)
 class TextPlace:
-    """A range of tokens, and the text at its ends that does not belong to what was looked for."""
+    """A range of tokens, and the text at its ends that does not belong to the searched text."""
 
     start: int
     stop: int

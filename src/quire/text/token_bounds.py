@@ -17,7 +17,7 @@ from quire.text.token_bytes import BYTE_OF_CHARACTER
 _NORMALIZED = {"NFC": 4, "NFKC": 4, "NFD": 3, "NFKD": 4, "Lowercase": 3, "Prepend": 1}
 """Bytes of text that become one byte, at most: the Kelvin sign is a K, for example."""
 _KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split", "UnicodeScripts"})
-"""Pre-tokenizers that keep all of a text, unless they are told to remove what they split at."""
+"""Pre-tokenizers that keep all of a text, unless they are set to remove the separators."""
 
 
 def longest_token(backend: tokenizers.Tokenizer) -> int | None:

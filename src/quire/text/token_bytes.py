@@ -132,7 +132,7 @@ class TokenBytes:
 
     @property
     def rule(self) -> Concatenation | None:
-        """Return how the decoder concatenates; None if it does something else."""
+        """Return the decoder's rule of concatenation; None if it has no such rule."""
         return self._rule
 
     def token(self, token_id: int) -> str | None:

@@ -198,10 +198,10 @@ class Tokenizer:
         return self.encode_inside(text) if self.has_text(ids) else self.encode(text, add_special_tokens=False)
 
     def encode_rendered(self, *parts: str, inside: bool = False) -> list[int]:
-        """Return the token ids of what a chat template has written, which holds its special tokens,
-        or of a part of that, in parts that are tokenised by themselves. ``inside``: there is text
-        before it. A part continues the text before it up to its first added token; behind that all
-        is as in a whole prompt."""
+        """Return the token ids of a chat template's output with its special tokens, or of a part of
+        it, in parts that are tokenised by themselves. ``inside``: there is text before it. A part
+        continues the text before it up to its first added token; behind that all is as in a whole
+        prompt."""
         pieces: list[tuple[bool, str]] = []
         for part in parts:
             start = len(part) if inside else 0
@@ -227,14 +227,14 @@ class Tokenizer:
 
     @cached_property
     def control_tokens(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the tokens that messages are not to spell, and those of them that are declared
-        special (``spelled_tokens``)."""
+        """Return the tokens that messages are not to spell, and the special ones among them
+        (``spelled_tokens``)."""
         added = self._backend.get_added_tokens_decoder().values()
         return control_tokens({token.content: token.special for token in added})
 
     @cached_property
     def _normalized(self) -> dict[int, str]:
-        """The added tokens that are looked for in normalised text."""
+        """The added tokens that are searched in normalised text."""
         added = self._backend.get_added_tokens_decoder() if self._backend.normalizer is not None else {}
         return {token_id: token.content for token_id, token in added.items() if token.normalized}
 

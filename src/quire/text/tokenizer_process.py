@@ -49,7 +49,7 @@ KNOWN = frozenset(
     }
 )
 """Expressions of GPT-2, Llama 3, Qwen 2, o200k and others, which take time in proportion to a text:
-whatever one of them has looked at it takes."""
+a match includes all characters that were read for it."""
 
 
 class TextEncoder:
@@ -121,7 +121,7 @@ def _are_safe(*parts: Any) -> bool:
 def _state_of(part: Any) -> Any:
     try:
         return json.loads(part.__getstate__())
-    except Exception:  # one that is written in Python
+    except Exception:  # a part that is written in Python
         return {"Regex": None}
 
 

@@ -68,7 +68,7 @@ class ChanceBars(Picture):
 
 
 def named(one: TokenChance) -> str:
-    """Return what a token is shown as."""
+    """Return the text shown for a token."""
     return str(one.id) if one.text is None else one.text
 
 

@@ -1,4 +1,4 @@
-"""``PageMaps``: the pages of all pools, by who holds them."""
+"""``PageMaps``: the pages of all pools, by holder."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class PageMaps(Picture):
 
 
 def cells_of(pool: PoolView, most: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], int]:
-    """Return owner and number of holders of each cell, and how many pages a cell stands for: of
-    several pages, what is hardest to give up."""
+    """Return the owner and the number of holders of each cell, and the number of pages in a cell.
+    Of several pages a cell shows the hardest to give up."""
     size = max(1, -(-pool.owner.size // most))
     if size == 1:
         return pool.owner, pool.references.astype(np.int64), 1

@@ -69,14 +69,14 @@ def outputs_picture(outputs: RequestOutputs) -> TextTable:
 
 
 def _ended(one: CompletionOutput) -> str:
-    """Return how a continuation ended."""
+    """Return the end of a continuation, in words."""
     reason = f" by {one.stop_reason!r}" if one.stop_reason is not None else ""
     error = f": {one.error}" if one.error else ""
     return f"{len(one.token_ids):,} tokens, {one.finish_reason or 'unfinished'}{reason}{error}"
 
 
 def state_file_picture(view: StateFileView) -> Summary:
-    """Return what a state file holds."""
+    """Return a summary of a state file."""
     found, model = view.facts, view.facts["model"]
     facts = [
         ("kind", str(found["kind"])),

@@ -12,7 +12,7 @@ _UNSEEN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 
 
 def visible(text: str) -> str:
-    """Return a text on one line, with what is not seen spelled as Python does (``\\n``)."""
+    """Return a text on one line, with invisible characters spelled as in Python (``\\n``)."""
     return "".join(_spelled(one) if unicodedata.category(one) in _UNSEEN else one for one in text)
 
 

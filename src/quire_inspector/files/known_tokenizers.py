@@ -1,7 +1,7 @@
 """``tokenizer_of``: the tokenizer of the model that a state is of, if this machine has the model.
 
 State names its model by digests. Nothing is downloaded, and no weights are read that were not read
-before, those of bundled models aside.
+before, except for bundled models.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``show``: the inspector's page for a state file or a store, on this machine, without a model.
 
-The documents are those of ``quire serve`` (``docs/inspector.md``). The server listens on 127.0.0.1
+The documents are as from ``quire serve`` (``docs/inspector.md``). The server listens on 127.0.0.1
 only and changes nothing. Every document needs the key that is in the printed address behind ``#``;
 a request that names another host is refused, so that a page of another site whose name resolves to
 127.0.0.1 (DNS rebinding) reaches nothing, not even with the key.
@@ -42,7 +42,7 @@ LOOK_SECONDS = 2.0
 SHARE = 20
 """A reading of a store that took s seconds is kept for this many times s."""
 PERIOD = 0.25
-"""Seconds between two looks of a stream of events."""
+"""Seconds between two checks of a stream of events."""
 QUIET_SECONDS = 10.0
 """Seconds after which a stream of events says that it is still there."""
 NEEDS_MODEL = {
@@ -258,7 +258,7 @@ async def _events(source: SnapshotSource, is_over: Callable[[], bool]) -> AsyncI
 
 
 class SnapshotServer(uvicorn.Server):
-    """Uvicorn, which tells when it listens, and ends at the first signal."""
+    """A Uvicorn server that calls ``started`` when it listens, and ends at the first signal."""
 
     def __init__(self, source: SnapshotSource, key: str, number: int, started: Callable[[], None]) -> None:
         hosts = frozenset({f"127.0.0.1:{number}", f"localhost:{number}"})

@@ -2,7 +2,7 @@
 name the same object share it. An object that is gone is a hole.
 
 Commits of several models may lie in one store. Each layout of state has pools of its own; layers
-are told of the layout that most commits have.
+are shown for the layout that most commits have.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ PRIVATE_SHOWN = 8
 
 
 async def store_snapshot(tier: StoreTier, reading: int = 1) -> Snapshot:
-    """Read what a store holds but the state itself. ``TierError``, ``DataLoss``: as ``survey``."""
+    """Read the records of a store, without the state itself. ``TierError``, ``DataLoss``: as
+    ``survey``."""
     found = await survey(tier)
     layouts: dict[tuple[str, str], list[SurveyedCommit]] = {}
     for one in found.commits:
@@ -256,7 +257,7 @@ async def _norms(
 
 
 def _add(parts: NormParts, file: StateFile, piece: StoredPiece, *, is_last: bool) -> None:
-    """Add what an object has of the layer, with its checksums."""
+    """Check an object's checksums, and add its rows and states of the layer."""
     file.verify()
     sequence: Mapping[str, Any] | None = file.metadata.get("sequence")  # type: ignore[assignment]
     if sequence is not None:

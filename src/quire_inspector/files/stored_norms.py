@@ -35,8 +35,8 @@ class NormParts:
     """By position and name."""
 
     def add_rows(self, file: StateFile, prefix: str, ranges: Sequence[range]) -> None:
-        """Add a file's rows of the layer, which are those of these positions. ``DataLoss``: they
-        are more or fewer."""
+        """Add a file's rows of the layer, which have these positions. ``DataLoss``: they are more
+        or fewer."""
         count = sum(map(len, ranges))
         names = [name for name in ROWS if f"{prefix}layer.{self.layer}.{name}" in file.specs]
         for name in names:

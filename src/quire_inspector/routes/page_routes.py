@@ -54,7 +54,7 @@ async def page(request: Request) -> Response:
 @router.head("/inspector/{path:path}")
 @router.get("/inspector/{path:path}")
 async def asset(request: Request, path: str) -> Response:
-    """Return a file of the page; 404 for what is none."""
+    """Return a file of the page; 404 for any other path."""
     return _file(request, path)
 
 

@@ -1,4 +1,5 @@
-"""What the routes of ``/v1/state`` share: who looks, a branch by its id, answers for many viewers.
+"""What the routes of ``/v1/state`` share: the viewer of a request, a branch by its id, answers for
+many viewers.
 
 viewer = viewer_of(request)
 return await shared_answer(request, "history", lambda views, state: views.history(viewer))
@@ -90,7 +91,7 @@ async def own_answer(request: Request, reader: Callable[[StateViews, ReadState],
 
 async def branch_of(request: Request, name: str, viewer: Viewer | None = None) -> ReadBranch:
     """Return the branch of an id as it is now; ``NotFound`` if there is none that the request's key
-    sees. It is a copy: to change anything, look for the session under the engine's lock."""
+    sees. It is a copy: to change anything, find the session under the engine's lock."""
     seen_by = viewer_of(request) if viewer is None else viewer
     owner = str(request.state.owner)
     return await read_views(request, lambda views: views.branch(name, seen_by, owner=owner))

@@ -72,7 +72,7 @@ class StateEvents:
         return self._context.gate.closing
 
     async def _watch(self) -> None:
-        """Look for changes while there are listeners."""
+        """Poll for changes while there are listeners."""
         try:
             while not self._over:
                 views = self._context.llm.views

@@ -30,7 +30,7 @@ LONGEST_WAIT = 1.0
 
 @router.get("")
 async def overview(request: Request) -> Response:
-    """Describe the model, its memory, and how busy it is."""
+    """Describe the model, its memory and its load."""
     context, viewer = context_of(request), viewer_of(request)
 
     def read(views: StateViews, state: ReadState) -> object:

@@ -89,7 +89,7 @@ def _standing(pages: SequencePages) -> tuple[int, ...]:
 
 
 def _counted(reading: StateReading) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return how many pages of rows each sequence holds, and how many of them others hold too."""
+    """Return two counts by sequence: its pages of rows, and the shared ones among them."""
     held = np.zeros(len(reading.seqs), dtype=np.int64)
     shared = held.copy()
     for pool, facts in enumerate(reading.facts):

@@ -59,7 +59,7 @@ def history_of(
 
 
 def _place(root: tuple[Mapping[str, str | None], str, _Tree]) -> tuple[str, ...]:
-    """Return what trees are sorted by: the same while they are there, whatever is used."""
+    """Return the sort key of a tree. It never changes while the tree exists."""
     told, name, _ = root
     return (*(value or "" for value in told.values()), name)
 
@@ -93,12 +93,12 @@ def _name(text: str) -> str:
 
 
 def _plain(key: Hashable) -> object:
-    """Return a key as what has the same text in every process."""
+    """Return a key as a value with the same text in every process."""
     return (key.salt, key.runs) if isinstance(key, AdapterKey) else key
 
 
 def _told(key: Hashable, adapters: Mapping[str, str]) -> dict[str, str | None]:
-    """Return what a tree does not share with others, in words."""
+    """Return the adapter and the salt that set a tree apart, in words."""
     salt = salt_of(key)
     adapter = key.runs[-1][1] if isinstance(key, AdapterKey) else None
     adapter = None if adapter is None else adapters.get(adapter, adapter)

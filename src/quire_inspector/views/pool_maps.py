@@ -82,15 +82,15 @@ class PoolMap:
         return owner
 
     def _marks(self, seqs: Iterable[SeqId]) -> NDArray[np.bool_]:
-        """Return which of the reading's sequences are among ``seqs``."""
+        """Return a mask of the reading's sequences that are among ``seqs``."""
         places = self.reading.places
         marks = np.zeros(len(places), dtype=bool)
         marks[[places[seq] for seq in seqs if seq in places]] = True
         return marks
 
     def _evictions(self) -> NDArray[np.int32]:
-        """Return when each page is free if sequences are given up in their order: with the last one
-        that names it."""
+        """Return the place of each page in the order of eviction: a page is free with the last
+        sequence that names it."""
         order = self.reading.order
         never = len(order) + 1
         last = np.full(self.references.size, -1, dtype=np.int64)
@@ -116,7 +116,7 @@ class PoolMap:
         turn = np.empty(len(reading.seqs), dtype=np.int64)
         turn[first] = np.arange(len(reading.seqs))
         shown = seen[named.seqs]
-        # The last one that is written stays.
+        # The last write stays.
         order = np.lexsort((-named.positions, -turn[named.seqs], rank[named.seqs], shown))
         holding = np.flatnonzero(np.bincount(named.seqs[shown], minlength=len(reading.seqs)))
         listed = np.full(len(reading.seqs), SOMEBODY_ELSE, dtype=np.int32)

@@ -118,13 +118,13 @@ class StateReading:
         return [known[seq] for seq in self.seqs]
 
     def pages_of(self, branch: ReadBranch) -> SequencePages | None:
-        """Return what a branch's sequence holds; None: it has none."""
+        """Return the pages of a branch's sequence; None: it has none."""
         return None if branch.seq is None else self.pages[self.places[branch.seq]]
 
 
 def read_state(engine: Engine, names: AdapterNames, number: int) -> StateReading:
-    """Read all of an engine; ``names`` are those of its adapters. Cost O(branches, and entries of
-    page tables), and O(tokens) of those branches that a call works on."""
+    """Read all of an engine; ``names`` are the names of its adapters. Cost O(branches, and entries
+    of page tables), and O(tokens) of those branches that a call works on."""
     with engine.lock:
         started = time.perf_counter()
         state = engine.runner.state
@@ -224,7 +224,7 @@ def _request(names: AdapterNames, request: Request) -> ReadBranch:
 
 
 def _way_back(engine: Engine, request: Request) -> Iterator[ReadBranch]:
-    """Yield the state that a request's session had when it was lent, if that is kept."""
+    """Yield the state that a request's session had when the request began, if that is kept."""
     session, seq = request.branch.session, request.branch.way_back
     if session is not None and seq is not None:
         length = engine.runner.state.sequence_length(seq)
@@ -298,7 +298,7 @@ def _loose(seq: SeqId, length: int) -> ReadBranch:
 
 
 def _ids_of(tokens: TokenHistory, *, busy: bool) -> Ids:
-    """Return the ids of a history, which may go on: copied now if it surely does, else when it
+    """Return the ids of a history, which may grow: copied now if it surely does, else when it
     does."""
     return tokens.ids.copy() if busy else tokens.fork().ids
 

@@ -88,8 +88,8 @@ class StateViews:
         self.texts = TextReader(engine.tokenizer)
         self.commits = CommitReader(engine)
         self.is_behind = False
-        """Whether somebody was shown what was no longer so, since the budget allowed no look. Who
-        tells viewers of changes tells them once more, and sets it back."""
+        """Whether a viewer was shown an old state, since the budget allowed no reading. The
+        notifier of viewers then notifies them once more, and sets it back."""
         self._lock = Lock()
         self._last: ReadState | None = None
         self._mark: Hashable = None
@@ -146,7 +146,7 @@ class StateViews:
         return made
 
     def remembered(self, name: Hashable) -> Any:
-        """Return what ``shared`` would return without reading the state, and without waiting; None:
+        """Return the result of ``shared`` if it needs no reading of the state, and no wait; None:
         it would have to read it."""
         known, last = self._made.get(name), self._last
         if known is None or last is None or known[0] != last.reading.number:
@@ -158,7 +158,7 @@ class StateViews:
         return known[1]
 
     def forget(self) -> None:
-        """Give back the memory of what was read."""
+        """Free the memory of the readings."""
         with self._lock:
             self._last, self._mark = None, None
             self._made.clear()
@@ -166,7 +166,7 @@ class StateViews:
     # -- documents ---------------------------------------------------------------------------------
 
     def overview(self, state: ReadState | None = None) -> OverviewView:
-        """Return the model, its memory, and how busy it is."""
+        """Return the model, its memory and its load."""
         found = self.state() if state is None else state
         reading, kv, engine = found.reading, self._engine.runner.state, self._engine
         pools = tuple(self._summary(found, pool) for pool in range(len(reading.facts)))
@@ -199,8 +199,8 @@ class StateViews:
     def history(
         self, viewer: Viewer = EVERYBODY, *, owner: str | None = "", state: ReadState | None = None
     ) -> HistoryView:
-        """Return all branches and the trees that they make. ``owner``: whose commits are among
-        them, "" those of a program; None: none are."""
+        """Return all branches and the trees that they make. ``owner``: the owner of the commits
+        among them, "" for a program's; None: no commits."""
         found = self.state() if state is None else state
         branches = found.branches.shown(viewer)
         if owner is not None:
@@ -260,7 +260,7 @@ class StateViews:
         return found
 
     def tiers(self) -> TiersView:
-        """Return what each tier outside of the pool holds. It may wait for a tier, seldom."""
+        """Return the contents of each tier outside of the pool. It may wait for a tier, seldom."""
         with self._lock:
             if self._tiers is not None and time.monotonic() < self._tiers[0]:
                 return self._tiers[1]

@@ -14,12 +14,12 @@ RATE_SECONDS = 10.0
 """Seconds over which tokens per second are counted."""
 QUANTILES = (50, 90, 95, 99)
 DIGITS = 6
-"""Times are told in microseconds."""
+"""Times are given in microseconds."""
 
 
 def timeline_document(timeline: Timeline, since: int = 0, owner: str | None = None) -> dict[str, Any]:
     """Return the steps after number ``since``, and the requests that may have changed since then:
-    those of ``owner`` alone (None: all), and what steps ran for them."""
+    the requests of ``owner`` alone (None: all), and what steps ran for them."""
     every, now = timeline.steps(since), timeline.now()
     lanes = [(lane, numbers) for lane, numbers in timeline.lanes(since) if is_own(lane, owner)]
     steps = own_steps(every, owner)

@@ -100,7 +100,7 @@ class TraceRecorder:
         return sorted(found, key=lambda event: (event["ts"], -event.get("dur", 0.0)))
 
     def write(self, path: Path) -> None:
-        """Write the trace to a file, whole or not at all. Errors: those of ``replacing``, as
+        """Write the trace to a file, whole or not at all. Errors: as for ``replacing``, as
         ``ResourceExhausted`` for a full disk."""
         document = {
             "traceEvents": self.events(),
@@ -173,7 +173,7 @@ def _step_events(process: _Process, offset: float, pid: int, model: str) -> Iter
 
 
 def _rest(step: Mapping[str, Any]) -> int:
-    """Return the tokens of prompts, of those too whose chunks are not told."""
+    """Return the tokens of prompts, also of prompts whose chunks are not noted."""
     return int(step["tokens"] - step["decodes"])
 
 

@@ -18,9 +18,9 @@ INTERVAL = 0.2
 
 @contextmanager
 def traced(timeline: Timeline, model: str, path: Path) -> Iterator[None]:
-    """Write what happens inside of the block to a file, also if it raises. Errors, at once:
-    ``NotFound`` for a missing directory, ``InvalidArgument`` for what is no regular file; at the
-    end the errors of writing."""
+    """Write the events inside of the block to a file, also if it raises. Errors, at once:
+    ``NotFound`` for a missing directory, ``InvalidArgument`` for a path that is no regular file; at
+    the end the errors of writing."""
     check_regular(path, f"trace {str(path)!r}", may_be_missing=True)
     recorder = TraceRecorder(model)
     recorder.begin(timeline_document(timeline, ANOTHER))

@@ -133,7 +133,7 @@ class CheckoutBody(StrictBody):
     name: str | None = None
     """The session's name; none if it is missing."""
     labels: Labels | None = None
-    """The session's labels; those of the commit if they are missing."""
+    """The session's labels; the commit's if they are missing."""
 
 
 class AdapterBody(StrictBody):

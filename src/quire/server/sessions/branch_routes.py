@@ -1,7 +1,7 @@
 """Branches over HTTP: what sessions of this API key were committed to. No key sees another's.
 
-Push and pull are not here: a server would have to reach addresses that clients choose. Whoever runs
-the server copies branches with ``quire state push`` beside it.
+Push and pull are not here: a server would have to reach addresses that clients choose. The server's
+operator copies branches with ``quire state push`` beside it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.store.commits import SessionCommit
 
 
 def known_query(request: Request) -> None:
-    """Refuse what a query names and the call does not have: as a mistyped filter it would list
+    """Refuse a query parameter that the call does not have: with a mistyped filter it would list
     all."""
     known = [field.alias for field in request.scope["route"].dependant.query_params]
     if unknown := [name for name in request.query_params if name not in known]:

@@ -26,7 +26,7 @@ CHUNK = 1 << 20
 
 class TemporaryFile:
     """A place for one file: ``async with TemporaryFile(stored, owner) as path``. Worker threads
-    make and remove its directory. The bytes told to ``claim`` count for ``owner``."""
+    make and remove its directory. The bytes passed to ``claim`` count for ``owner``."""
 
     def __init__(self, stored: StoredBytes, owner: str) -> None:
         self._folder: Path | None = None
@@ -38,7 +38,7 @@ class TemporaryFile:
         self._size = size
 
     async def __aenter__(self) -> Path:
-        # If the task is cancelled meanwhile, the thread goes on to its end and cleans up.
+        # If the task is cancelled meanwhile, the thread runs to its end and cleans up.
         making = asyncio.ensure_future(asyncio.to_thread(tempfile.mkdtemp, prefix="quire-state-"))
         try:
             self._folder = Path(await asyncio.shield(making))
@@ -70,7 +70,7 @@ def require_file(request: Request) -> None:
 
 
 async def receive_session(request: Request, context: Context, *, convert_dtype: bool) -> AsyncSession:
-    """Return the session of the state file in a request's body. Errors are those of
+    """Return the session of the state file in a request's body. Errors are as for
     ``LLM.load_session``, and ``Cancelled`` if the client goes away."""
     llm, place = context.llm, TemporaryFile(context.stored, request.state.owner)
     async with place as path:

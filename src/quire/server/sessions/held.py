@@ -227,7 +227,7 @@ class Sessions:
     # -- keeping -----------------------------------------------------------------------------------
 
     async def keep(self, held: HeldSession) -> None:
-        """Return when a session at rest is durable. ``NotDurable`` if it cannot be written."""
+        """Wait until a session at rest is durable. ``NotDurable`` if it cannot be written."""
 
         def is_gone() -> bool:
             return self._held.get(held.id) is not held or held.is_closing
@@ -264,7 +264,7 @@ class Sessions:
                 held.busy = None
 
     async def wake(self, owner: str, name: str) -> None:
-        """Go on with a parked session, or raise why that is not possible."""
+        """Continue a parked session, or raise the reason against it."""
         if self._parked.get(name) == owner:
             await self._unpark(name, owner)
 

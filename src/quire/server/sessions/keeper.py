@@ -54,7 +54,7 @@ class SessionKeeper:
     ) -> str:
         """Return a digest of a session at rest when it is durable as it is now. ``durable`` is the
         digest of what is; where only the time of its use has changed, that is written without
-        waiting. ``is_gone``: whether a client has deleted it meanwhile. ``fields``: those of a
+        waiting. ``is_gone``: whether a client has deleted it meanwhile. ``fields``: the fields of a
         record. ``NotDurable``: it cannot be written."""
         session, lifetime = inner_session(held), Lifetime(left, Moment.now())
         record = self._kept.record(session, name, owner=hidden(owner), lifetime=lifetime, **fields)
@@ -95,7 +95,7 @@ class SessionKeeper:
         inner_session(session)._keeper = None
 
     async def forget(self, name: str) -> None:
-        """Return when a session's record is gone for good. ``NotDurable``: it is not."""
+        """Wait until a session's record is gone for good. ``NotDurable``: it is not."""
         await _written(self._kept.writer.write(End(name)))
 
     async def owners(self) -> dict[str, str]:
@@ -119,7 +119,7 @@ class SessionKeeper:
 
     async def restored(self, name: str, owner: str) -> tuple[SessionRecord, AsyncSession] | None:
         """Return a session, and its record; None if there is none or its time is over. Errors are
-        those of ``KeptSessions.restored``."""
+        as for ``KeptSessions.restored``."""
         record = await asyncio.to_thread(self._kept.journal.get, name)
         if record is None or left_of(record, Moment.now()) == 0:
             return None
@@ -129,7 +129,7 @@ class SessionKeeper:
 
 
 def digest_of(record: SessionRecord, *, with_state: bool | None = None) -> str:
-    """Return a digest of what a session is, whatever its state file is called. ``with_state``: it
+    """Return a digest of a session's record, without the name of its state file. ``with_state``: it
     has one; None: as the record says."""
     has_state = record.state is not None if with_state is None else with_state
     return f"{replace(record, owner='', state=None).content()[2]} {has_state}"

@@ -408,9 +408,9 @@ async def rewind(session_id: str, body: RewindBody, request: Request) -> Respons
 
 @router.post("/{session_id}/edit")
 async def edit(session_id: str, body: EditBody, request: Request) -> Response:
-    """Replace a piece of a session. Of the other tokens those of ``replayed`` were run again, of
-    which windows had let go of ``released``, and those of ``blended`` have their state in a new
-    place: approximate."""
+    """Replace a piece of a session. ``replayed``: other tokens that were run again, of which
+    windows had freed ``released``. ``blended``: tokens whose state has a new place,
+    approximately."""
     content, given = body.content(), "tokens" if body.text is None else "text"
     blend = read_blend(_context(request), body.blend)
     async with _used(request, session_id, "edit") as session:
@@ -444,7 +444,7 @@ async def commit(session_id: str, body: CommitBody, request: Request) -> Respons
 
 @router.post("/{session_id}/adapter")
 async def use_adapter(session_id: str, body: AdapterBody, request: Request) -> Response:
-    """Go on under a loaded adapter, or with null under the base model."""
+    """Continue under a loaded adapter, or with null under the base model."""
     async with _used(request, session_id, "adapter") as session:
         context = _context(request)
         try:
