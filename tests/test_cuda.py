@@ -22,11 +22,10 @@ from tests.models.test_moe_families import QWEN3, make_checkpoint
 from quire import LLM, SamplingParams
 from quire.base.host_link import host_link
 from quire.base.sampling_params import StructuredOutputs
-from quire.base.types import Add, Chunk, Step
+from quire.base.types import Add, Chunk, Inputs, Step
 from quire.kernels.draw.triton_draw import TritonDraw
 from quire.kernels.linear.float8 import STACK_CAPABILITY
 from quire.runner.graph import GraphRunner, usual_sizes
-from quire.runner.local import Extras
 from quire.runner.memory_profile import run_greatest_step
 
 pytestmark = [
@@ -353,8 +352,10 @@ def test_state_that_comes_back_is_what_was_given_up(cpu: LLM, gpu: LLM) -> None:
     thread = threading.Thread(target=load)
     thread.start()
     found = runner.execute(
-        Step(chunks=(Chunk(seq, [7]), Chunk(other, [7]))),
-        Extras(await_layer=lambda layer: arrived[layer].wait() and None),
+        Step(
+            chunks=(Chunk(seq, [7]), Chunk(other, [7])),
+            inputs=Inputs(await_layer=lambda layer: arrived[layer].wait() and None),
+        ),
     ).logits_RV[0]
     thread.join()
     state.finish_import(seq)

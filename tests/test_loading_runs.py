@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import FailedPrecondition
-from quire.base.types import Add, Chunk, Fork, Remove, Step
+from quire.base.types import Add, Chunk, Fork, Inputs, Remove, Step
 from quire.contracts.layers import (
     FullAttention,
     LatentAttention,
@@ -34,7 +34,7 @@ from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kernels.recurrence.chunked import ChunkedRecurrence
 from quire.kv.exports import SequenceExport
 from quire.kv.state import State
-from quire.runner.local import Extras, LocalRunner
+from quire.runner.local import LocalRunner
 
 H, D, R, DR, W, VOCAB = 2, 8, 12, 4, 3, 31
 E = H * D
@@ -196,7 +196,7 @@ def test_a_step_runs_behind_its_loader(model: str, shared: int, whole: bool) -> 
     for seed in range(3):
         loader = Loader(runner, 9, export, shared, seed)
         loader.thread.start()
-        found = runner.execute(Step(chunks=step), Extras(await_layer=loader.wait))
+        found = runner.execute(Step(chunks=step, inputs=Inputs(await_layer=loader.wait)))
         loader.finish()
         assert torch.equal(found.logits_RV, wanted.logits_RV)
         assert sorted(set(loader.waited)) == loader.waited
@@ -228,7 +228,7 @@ def test_a_loader_that_fails_leaves_the_state_as_before_the_step(model: str) -> 
     for at in range(len(MODELS[model])):
         loader = Loader(runner, 9, export, 8, at)
         with pytest.raises(Broken):
-            runner.execute(Step(chunks=(Chunk(9, TAIL),)), Extras(await_layer=partial(fail, loader, at)))
+            runner.execute(Step(chunks=(Chunk(9, TAIL),), inputs=Inputs(await_layer=partial(fail, loader, at))))
         assert not state.forward_is_open
         assert state.sequence_length(9) == len(PROMPT)
         assert at in state.pending_layers(9)
@@ -237,11 +237,11 @@ def test_a_loader_that_fails_leaves_the_state_as_before_the_step(model: str) -> 
             runner.execute(Step(chunks=(Chunk(9, TAIL),)))
         never: Callable[[int], None] = lambda layer: None  # noqa: E731
         with pytest.raises(FailedPrecondition, match=f"layer {at} of sequence 9"):
-            runner.execute(Step(chunks=(Chunk(9, TAIL),)), Extras(await_layer=never))
+            runner.execute(Step(chunks=(Chunk(9, TAIL),), inputs=Inputs(await_layer=never)))
         if at % 2:
             runner.execute(Step(edits=(Remove(9),)))
             continue
-        found = runner.execute(Step(chunks=(Chunk(9, TAIL),)), Extras(await_layer=loader.write))
+        found = runner.execute(Step(chunks=(Chunk(9, TAIL),), inputs=Inputs(await_layer=loader.write)))
         assert torch.equal(found.logits_RV, wanted.logits_RV)
         state.finish_import(9)
         runner.execute(Step(edits=(Remove(9),)))
@@ -254,4 +254,4 @@ def test_nobody_is_called_for_what_is_there() -> None:
     def wait(layer: int) -> None:
         raise AssertionError(layer)
 
-    runner.execute(Step(chunks=(Chunk(0, TAIL), Chunk(1, [1]))), Extras(await_layer=wait))
+    runner.execute(Step(chunks=(Chunk(0, TAIL), Chunk(1, [1])), inputs=Inputs(await_layer=wait)))

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvalidArgument, QuireError, Unsupported
-from quire.base.types import Add, Chunk, Commit, Fork, Pop, SetWindow, Step, TokenTree
+from quire.base.types import Add, Chunk, Commit, Fork, Inputs, Pop, SetWindow, Step, TokenTree
 from quire.contracts.layers import FullAttention, LayerSpec
 from quire.contracts.model import Block, Pass
 from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.state import State
-from quire.runner.local import Extras, LocalRunner
+from quire.runner.local import LocalRunner
 
 HEADS, DIM, VOCAB = 2, 4, 11
 SPEC = FullAttention(num_heads=HEADS, num_kv_heads=HEADS, head_dim=DIM, value_dim=DIM)
@@ -98,8 +98,8 @@ def test_kv_in_another_type(dtype: torch.dtype, chunks: Sequence[int]) -> None:
     assert float((found.double() - exact_HTD.transpose(0, 1)).abs().max()) <= eps * float(x_THD.double().abs().max())
 
 
-def run(runner: LocalRunner, *chunks: Chunk, **extras: Any) -> Any:
-    return runner.execute(Step(chunks=chunks), Extras(**extras))
+def run(runner: LocalRunner, *chunks: Chunk, **inputs: Any) -> Any:
+    return runner.execute(Step(chunks=chunks, inputs=Inputs(**inputs)))
 
 
 def added(*seqs: int) -> LocalRunner:

@@ -28,7 +28,6 @@ from quire.blend.calibration import RATIOS, TEXT_TOKENS, BlendCalibration, devia
 from quire.blend.chunk_catalog import ChunkCatalog
 from quire.contracts.store import ObjectKind
 from quire.engine.segmented_prompts import Pieces
-from quire.runner.local import NO_EXTRAS, Extras
 from quire.sessions import blend_calibration
 from quire.sessions.blend_calibration import ProbeRuns, probe_length, probes_of
 
@@ -388,10 +387,10 @@ def test_a_forward_that_fails(make_llm: MakeLLM, llama: Checkpoint, monkeypatch:
     engine = engine_of(llm)
     execute = engine.runner.execute
 
-    def failing(step: Step, extras: Extras = NO_EXTRAS) -> Any:
-        if extras.rows is not None:
+    def failing(step: Step) -> Any:
+        if step.inputs.rows is not None:
             raise QuireError("the device is gone")
-        return execute(step, extras)
+        return execute(step)
 
     monkeypatch.setattr(engine.runner, "execute", failing)
     with pytest.raises(QuireError, match="the device is gone"):

@@ -81,8 +81,8 @@ MUTANTS = (
     Mutant(
         name="the-head-of-rows-that-did-not-run",
         file="runner/local.py",
-        old="index = np.searchsorted(extras.rows.alive, np.arange(len(tokens)) if index is None else index)",
-        new="index = np.minimum(np.arange(len(tokens)) if index is None else index, len(extras.rows.alive) - 1)",
+        old="index = np.searchsorted(inputs.rows.alive, np.arange(len(tokens)) if index is None else index)",
+        new="index = np.minimum(np.arange(len(tokens)) if index is None else index, len(inputs.rows.alive) - 1)",
         tests=("engine/test_blending.py::test_a_mixed_step",),
     ),
     Mutant(

@@ -1,14 +1,24 @@
-"""Values that all layers exchange: decisions and batches. No torch here.
+"""Values that all layers exchange: decisions and batches. Importing this imports no torch.
 
-A ``Step`` is a complete decision: edits of sequences, then one ragged batch of chunks. The
-scheduler makes it, every rank replays it, and a log shows it. All these types are frozen.
+A ``Step`` is a complete decision: edits of sequences, then one ragged batch of chunks with its
+inputs. The scheduler makes it, every rank replays it, and a log shows it. All these types are
+frozen, and none holds anything that can be called: a step can be sent to another process.
+
+Letters: T new tokens of a step, n of one chunk; K keys of one chunk, the new ones included; M
+placeholders; E model width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SeqId: TypeAlias = int
 """Name of a sequence in a KV state: any int64, chosen by the caller."""
@@ -99,7 +109,7 @@ class Chunk:
 
     seq: SeqId
     tokens: Sequence[int]
-    """Ids; a negative id stands for an embedding that the runner is given."""
+    """Ids; a negative id stands for an embedding (``Inputs.embeddings``)."""
     tree: TokenTree | None = None
     adapter: int | None = None
     """Id of a loaded adapter for all of these tokens; None: the base model."""
@@ -174,12 +184,50 @@ class Remove:
 Edit: TypeAlias = Add | Fork | Pop | Commit | SetWindow | KeepCheckpoint | DropCheckpoint | Remove
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inputs:
+    """Optional inputs of a forward besides token ids, and optional outputs besides logits."""
+
+    embeddings: Tensor | None = None
+    """Floating ``[M, E]``: row m stands for the m-th negative token id of the step, a placeholder.
+
+    It replaces the result of ``Model.embed``, so a scale that the model applies to embeddings must
+    be in it.
+    """
+    mask: Tensor | None = None
+    """bool, flat: chunk by chunk ``[n, K]`` row by row, true = attend. It replaces the rules of
+    causality and trees; windows still apply. None: those rules."""
+    positions: NDArray[np.int64] | None = None
+    """``[T]``, >= 0: positions for the rotation; visibility still follows indices. None: the
+    indices."""
+    drawn: Tensor | None = None
+    """int64 ``[T]`` on the model's device: token ids, all in the vocabulary, that the host has not
+    read. They replace the ids in the chunks; None: the chunks' own."""
+    hidden_states: bool = False
+    attention_weights: bool = False
+    observed: frozenset[int] = frozenset()
+    """Ids of layers whose attention weights are returned, also if other layers have none."""
+    places: Any = None
+    await_layer: Any = None
+    rows: Any = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True if there is no optional input except ``drawn``, and no optional output."""
+        given = (self.embeddings, self.mask, self.positions, self.places, self.await_layer, self.rows)
+        return all(one is None for one in given) and not (self.hidden_states or self.attention_weights or self.observed)
+
+
+NO_INPUTS = Inputs()
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One decision: ``edits`` in order, then one forward over ``chunks`` (none: edits only)."""
 
     edits: tuple[Edit, ...] = ()
     chunks: tuple[Chunk, ...] = field(default=())
+    inputs: Inputs = NO_INPUTS
 
     @property
     def num_tokens(self) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from quire.base.errors import BlendLoadError, FailedPrecondition, QuireError
@@ -26,6 +26,7 @@ from quire.base.finalizers import Orphans
 from quire.base.interrupts import Lock
 from quire.base.metrics import EngineMetrics
 from quire.base.outputs import Miss
+from quire.base.types import Inputs
 from quire.blend.forward import BlendedForward
 from quire.branches.state_loads import LoadFailed
 from quire.branches.stored_state import StoredState
@@ -43,7 +44,7 @@ from quire.engine.session_branches import SessionBranches
 from quire.engine.step_draft import Scheduled
 from quire.engine.timeline import StepMark, Timeline
 from quire.grammars.grammars import Grammars
-from quire.runner.local import Extras, Runner, StepOutput
+from quire.runner.local import Runner, StepOutput
 from quire.sampling.filters import take_rows, uploaded_rows
 from quire.sampling.sampled_tokens import SampledTokens
 
@@ -205,7 +206,8 @@ class EngineSteps:
         if embeddings is None and not coming and blended is None:
             return self.runner.execute(scheduled.step)
         follow = partial(self.stored.wait, coming) if coming else None
-        return self.runner.execute(scheduled.step, Extras(embeddings=embeddings, await_layer=follow, rows=blended))
+        inputs = Inputs(embeddings=embeddings, await_layer=follow, rows=blended)
+        return self.runner.execute(replace(scheduled.step, inputs=inputs))
 
     def _note_run(self, request: Request) -> None:
         """Update the pins and the capture of a request once more of its tokens are computed."""
@@ -307,7 +309,7 @@ class EngineSteps:
         try:
             # Of a row that fails any token will do: its request ends.
             tokens_R = tokens_R.clamp(min=0)
-            output = self.runner.execute(scheduled.step, Extras(drawn=tokens_R))
+            output = self.runner.execute(replace(scheduled.step, inputs=Inputs(drawn=tokens_R)))
             drawing = self.sampling.draw(output.logits_RV, going_on, unread_R=tokens_R)
         except Exception:
             logger.warning("a step ahead failed; its tokens run again behind those before them", exc_info=True)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.base.types import AdapterRuns, Chunk, LogitsWanted
+from quire.base.types import NO_INPUTS, AdapterRuns, Chunk, Inputs, LogitsWanted
 from quire.branches.row_media import RowMedia, image_mask, joined
-from quire.runner.local import NO_EXTRAS, Extras, StepOutput
+from quire.runner.local import StepOutput
 
 
 class Piece(NamedTuple):
@@ -131,24 +131,24 @@ def places_of(pieces: Sequence[Piece], chunks: Sequence[Chunk], rows: Callable[[
     return found
 
 
-def extras_of(
+def inputs_of(
     pieces: Sequence[Piece],
     media: Sequence[RowMedia | None],
     lengths: Sequence[int],
     asked: WantedOutputs,
     places: Callable[[], Sequence[Tensor]] | None = None,
-) -> Extras:
-    """Return the runner's extras for one forward. ``lengths``: number of tokens before each piece
-    in its row. ``places``: see ``Extras``."""
+) -> Inputs:
+    """Return the inputs of one forward. ``lengths``: number of tokens before each piece in its row.
+    ``places``: see ``Inputs``."""
     filled = [(piece, found) for piece in pieces if (found := media[piece.row]) is not None]
     embeddings = [found.slice(piece.begin, piece.end) for piece, found in filled]
     if not embeddings and asked == LOGITS_ONLY:
-        return NO_EXTRAS if places is None else Extras(places=places)
+        return NO_INPUTS if places is None else Inputs(places=places)
     mask = None
     images = [_within(piece, media) for piece in pieces]
     if any(images):
         mask = image_mask(lengths, [end - begin for _, begin, end in pieces], images)
-    return Extras(
+    return Inputs(
         embeddings=joined(embeddings) if any(map(len, embeddings)) else None,
         mask=mask,
         hidden_states=asked.hidden_states,

@@ -33,7 +33,7 @@ from quire.executor.forward_packing import (
     Piece,
     RowOutput,
     WantedOutputs,
-    extras_of,
+    inputs_of,
     places_of,
     rows_wanted,
 )
@@ -41,7 +41,7 @@ from quire.executor.replay import NOTHING, owed_tokens, states_needed
 from quire.executor.row import Pending, path_to
 from quire.executor.row_extension import Extension, kept_edits, packed
 from quire.executor.running_calls import Operation
-from quire.runner.local import NO_EXTRAS, Extras, StepOutput
+from quire.runner.local import StepOutput
 
 
 class Transaction:
@@ -294,12 +294,12 @@ class Transaction:
             self.operation.num_sequences = len(pieces)
             self._check_room(pieces)
             lengths = [self.parts[piece.row].start + self.parts[piece.row].num_written for piece in pieces]
-            step = Step(chunks=tuple(self._chunk(tokens, wanted, piece) for piece in pieces))
-            here = None if places is None else partial(places_of, pieces, step.chunks, places)
-            extras = extras_of(pieces, media, lengths, asked, here)
+            chunks = tuple(self._chunk(tokens, wanted, piece) for piece in pieces)
+            here = None if places is None else partial(places_of, pieces, chunks, places)
+            inputs = inputs_of(pieces, media, lengths, asked, here)
             if (stand := self._positions(pieces)) is not None:
-                extras = replace(extras, positions=stand)
-            output = self._execute(step, extras)
+                inputs = replace(inputs, positions=stand)
+            output = self._execute(Step(chunks=chunks, inputs=inputs))
             for number, piece in enumerate(pieces):
                 results[piece.row].add(output, number)
             for row, begin, end in pieces:
@@ -331,8 +331,7 @@ class Transaction:
                         )
                         for row, begin, end in pieces
                     )
-                ),
-                NO_EXTRAS,
+                )
             )
             self.pool.note_use()
         self._arrived = True
@@ -368,9 +367,9 @@ class Transaction:
             found.append(indices if part.positions is None else part.positions[first : first + count])
         return np.concatenate(found)
 
-    def _execute(self, step: Step, extras: Extras) -> StepOutput:
+    def _execute(self, step: Step) -> StepOutput:
         try:
-            return self.pool.runner.execute(step, extras)
+            return self.pool.runner.execute(step)
         except QuireError:
             raise
         except torch.AcceleratorError as error:

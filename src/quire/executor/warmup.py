@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from quire.base.host_memory import free_memory
-from quire.base.types import Chunk, SeqId, Step
+from quire.base.types import NO_INPUTS, Chunk, Inputs, SeqId, Step
 from quire.executor.cache_pool import CachePool
 from quire.executor.running_calls import Stopwatch
 from quire.kv.forward_need import pages_for
-from quire.runner.local import NO_EXTRAS, Extras
 
 LONG_CHUNK, SHORT_CHUNK = 128, 32
 """Tokens of the two forwards whose peaks give a slope and an intercept."""
@@ -82,8 +81,8 @@ def _peak_of_chunk(pool: CachePool, tokens: int, *, placed: bool = False) -> int
         return [pool.facts.logits(tokens)]
 
     def run() -> object:
-        extras = Extras(places=places) if placed else NO_EXTRAS
-        return pool.runner.execute(step, extras), places() if placed else None
+        inputs = Inputs(places=places) if placed else NO_INPUTS
+        return pool.runner.execute(replace(step, inputs=inputs)), places() if placed else None
 
     try:
         return peak_bytes(run, pool.facts.device)

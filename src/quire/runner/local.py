@@ -7,7 +7,7 @@ rows through the head; M placeholders; E model width; V vocabulary; Hq query hea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -24,6 +24,7 @@ from quire.base.types import (
     DropCheckpoint,
     Edit,
     Fork,
+    Inputs,
     KeepCheckpoint,
     Pop,
     Remove,
@@ -68,54 +69,6 @@ class RowChoice(Protocol):
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Extras:
-    """Optional inputs of a forward besides tokens, and optional outputs besides logits."""
-
-    embeddings: Tensor | None = None
-    """Floating ``[M, E]``: row m stands for the m-th negative token id of the step, a placeholder.
-
-    It replaces the result of ``Model.embed``, so a scale that the model applies to embeddings must
-    be in it.
-    """
-    mask: Tensor | None = None
-    """bool, flat: chunk by chunk ``[n, K]`` row by row, true = attend. It replaces the rules of
-    causality and trees; windows still apply. None: those rules."""
-    positions: Ids | None = None
-    """``[T]``, >= 0: positions for the rotation; visibility still follows indices. None: the
-    indices."""
-    hidden_states: bool = False
-    attention_weights: bool = False
-    observed: frozenset[int] = frozenset()
-    """Ids of layers whose attention weights are returned, also if other layers have none."""
-    places: Callable[[], Sequence[Tensor]] | None = None
-    """Returns destinations for each chunk's logits, float32 ``[rows, V]``; None: logits are
-    returned.
-
-    They are written a few rows at a time (all at once if a chunk names an adapter), and
-    ``StepOutput`` has no logits then. The function is called after the blocks have run.
-    """
-    await_layer: Callable[[int], None] | None = None
-    """Called with the id of each layer that the step reaches before an import has completed it
-    (``KVState.publish_import``). It returns once the layer is complete. An error that it raises
-    aborts the forward. If it is None, or the layer is still incomplete, ``FailedPrecondition``
-    does."""
-    rows: RowChoice | None = None
-    """The choice of rows that run through later blocks; None: all rows."""
-    drawn: Tensor | None = None
-    """int64 ``[T]`` on the model's device: token ids, all in the vocabulary, that the host has not
-    read. They replace the ids in the chunks; None: the chunks' own."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Return True if there is no optional input except ``drawn``, and no optional output."""
-        given = (self.embeddings, self.mask, self.positions, self.places, self.await_layer, self.rows)
-        return all(one is None for one in given) and not (self.hidden_states or self.attention_weights or self.observed)
-
-
-NO_EXTRAS = Extras()
-
-
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """Logits of a step, all fresh tensors. Chunk i has rows ``starts[i]..starts[i + 1] - 1``."""
@@ -158,7 +111,7 @@ class Runner(Protocol):
     def revision(self) -> int:
         """Number of executed steps, including steps without chunks."""
 
-    def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
+    def execute(self, step: Step) -> StepOutput:
         """Apply the edits in order, then run the chunks as one forward."""
 
     def new_seq(self) -> SeqId:
@@ -194,9 +147,10 @@ class LocalRunner:
         """See ``Runner``."""
         return self._revision
 
-    def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
+    def execute(self, step: Step) -> StepOutput:
         """See ``Runner``. A failure undoes the forward: the state is as after the edits."""
         self._revision += 1
+        inputs = step.inputs
         if not step.chunks:
             for edit in step.edits:
                 self.apply(edit)
@@ -206,20 +160,20 @@ class LocalRunner:
         plain = adapters.count(None) == len(adapters)
         if not plain:
             self.adapters.check(adapters)
-        if extras.mask is not None and self.state.recurrent_ids:
+        if inputs.mask is not None and self.state.recurrent_ids:
             raise Unsupported(
                 "a mask: recurrent layers see the tokens of a sequence in order, and no mask can change that; leave it out"
             )
-        if extras.positions is not None and (reason := position_refusal(self.model.layer_specs)):
+        if inputs.positions is not None and (reason := position_refusal(self.model.layer_specs)):
             raise Unsupported(f"positions: {reason}")
-        if extras.rows is not None:
-            _check_choice(step, extras)
-        if extras.drawn is not None:
-            check_drawn(step, extras.drawn)
-        if extras.attention_weights and (reason := weights_refusal(self.model.layer_specs, len(self.model.blocks))):
+        if inputs.rows is not None:
+            _check_choice(step)
+        if inputs.drawn is not None:
+            check_drawn(step, inputs.drawn)
+        if inputs.attention_weights and (reason := weights_refusal(self.model.layer_specs, len(self.model.blocks))):
             raise Unsupported(f"attention weights: {reason}; leave output_attentions False")
         tokens = np.concatenate([np.asarray(chunk.tokens, dtype=np.int64) for chunk in step.chunks])
-        placeholders = self._placeholders(tokens, extras)
+        placeholders = self._placeholders(tokens, inputs)
         for edit in step.edits:
             self.apply(edit)
         counts, kept = [len(chunk.tokens) for chunk in step.chunks], [chunk.checkpoints for chunk in step.chunks]
@@ -229,10 +183,10 @@ class LocalRunner:
         try:
             index, starts = logits_rows(step.chunks)
             output = None
-            if plain and extras is NO_EXTRAS and placeholders is None and index is None:
+            if plain and inputs.is_plain and inputs.drawn is None and placeholders is None and index is None:
                 output = self._at_once(tokens, starts)
             if output is None:
-                output = self._forward(step, extras, tokens, placeholders, index, starts)
+                output = self._forward(step, tokens, placeholders, index, starts)
             self.state.end_forward()
         except BaseException:
             if self.state.forward_is_open:
@@ -252,13 +206,13 @@ class LocalRunner:
     def _forward(
         self,
         step: Step,
-        extras: Extras,
         tokens: Ids,
         placeholders: Ids | None,
         index: Ids | None,
         starts: tuple[int, ...],
     ) -> StepOutput:
         """Run the model part by part; ``index``, ``starts``: as returned by ``logits_rows``."""
+        inputs = step.inputs
         adapters, counts = [chunk.adapter for chunk in step.chunks], [len(chunk.tokens) for chunk in step.chunks]
         plain = adapters.count(None) == len(adapters)
         hidden: list[Tensor] = []
@@ -267,34 +221,34 @@ class LocalRunner:
                 self.adapters.deactivate()
             else:
                 self.adapters.activate(adapters, counts, np.diff(starts).tolist())
-            pass_ = self._open_pass(extras)
-            x_TE = self._embed(tokens, placeholders, extras)
-            if extras.rows is not None and extras.rows.rehearsed.size:
-                self._rehearse(extras.rows, x_TE, pass_, adapters, counts)
+            pass_ = self._open_pass(inputs)
+            x_TE = self._embed(tokens, placeholders, inputs)
+            if inputs.rows is not None and inputs.rows.rehearsed.size:
+                self._rehearse(inputs.rows, x_TE, pass_, adapters, counts)
                 self.adapters.activate(adapters, counts, np.diff(starts).tolist())
             stack, blocks = self.model.stack, self.model.blocks
-            if stack is not None and plain and extras.rows is None and not extras.hidden_states:
+            if stack is not None and plain and inputs.rows is None and not inputs.hidden_states:
                 y_TE = stack.run(blocks, x_TE, pass_)
                 x_TE, blocks = (x_TE, blocks) if y_TE is None else (y_TE, ())
             for layer, block in enumerate(blocks):
-                if extras.rows is not None:
-                    x_TE = self._entering(extras.rows, layer, block, x_TE, pass_, step)
+                if inputs.rows is not None:
+                    x_TE = self._entering(inputs.rows, layer, block, x_TE, pass_, step)
                 x_TE = block(x_TE, pass_)
-                if extras.hidden_states:
+                if inputs.hidden_states:
                     hidden.append(x_TE)
-            if extras.rows is not None:
-                index = np.searchsorted(extras.rows.alive, np.arange(len(tokens)) if index is None else index)
+            if inputs.rows is not None:
+                index = np.searchsorted(inputs.rows.alive, np.arange(len(tokens)) if index is None else index)
             x_RE = x_TE if index is None else x_TE.index_select(0, uploaded(index, self.device))
         # Outside of inference mode: callers may write to the results.
         with torch.no_grad():
-            if extras.places is not None:
+            if inputs.places is not None:
                 # The adapters' work on the head is planned for all rows.
-                self._head_to(x_RE, extras.places(), HEAD_ROWS if plain else max(1, starts[-1]))
+                self._head_to(x_RE, inputs.places(), HEAD_ROWS if plain else max(1, starts[-1]))
                 starts = (0,) * len(starts)
             logits_RV = self.model.head(x_RE) if starts[-1] else self._no_logits
-            states = _split(hidden, step.chunks) if extras.hidden_states else ()
-            weights = self._weights(pass_, len(step.chunks)) if extras.attention_weights else ()
-            observed = _observed(pass_, extras.observed)
+            states = _split(hidden, step.chunks) if inputs.hidden_states else ()
+            weights = self._weights(pass_, len(step.chunks)) if inputs.attention_weights else ()
+            observed = _observed(pass_, inputs.observed)
         return StepOutput(logits_RV, starts, states, weights, observed)
 
     def _rehearse(
@@ -330,38 +284,38 @@ class LocalRunner:
                     chunk, offset = chunk + 1, 0
             del logits_RV  # otherwise it would exist beside the next logits
 
-    def _placeholders(self, tokens: Ids, extras: Extras) -> Ids | None:
+    def _placeholders(self, tokens: Ids, inputs: Inputs) -> Ids | None:
         """Return the rows of the batch whose ids are negative; None if there are none.
         ``InvalidArgument`` unless each has an embedding."""
         rows = np.flatnonzero(tokens < 0) if np.minimum.reduce(tokens) < 0 else None
-        count, given = 0 if rows is None else len(rows), extras.embeddings
+        count, given = 0 if rows is None else len(rows), inputs.embeddings
         shape = (count, self.model.hidden_size)
         if (given is None and count) or (given is not None and tuple(given.shape) != shape):
             found = "none" if given is None else str(list(given.shape))
             raise InvalidArgument(f"{count} placeholders (negative ids) need embeddings {list(shape)}; got {found}")
         return rows
 
-    def _open_pass(self, extras: Extras) -> OpenPass:
+    def _open_pass(self, inputs: Inputs) -> OpenPass:
         pass_ = self.state.open_pass()
-        if extras.mask is not None:
-            pass_.use_mask(extras.mask)
-        if extras.positions is not None:
-            pass_.use_positions(extras.positions)
-        if extras.attention_weights or extras.observed:
-            pass_.capture_weights(None if extras.attention_weights else extras.observed)
-        if extras.await_layer is not None:
-            pass_.wait_for_layers(extras.await_layer)
+        if inputs.mask is not None:
+            pass_.use_mask(inputs.mask)
+        if inputs.positions is not None:
+            pass_.use_positions(inputs.positions)
+        if inputs.attention_weights or inputs.observed:
+            pass_.capture_weights(None if inputs.attention_weights else inputs.observed)
+        if inputs.await_layer is not None:
+            pass_.wait_for_layers(inputs.await_layer)
         return pass_
 
-    def _embed(self, tokens: Ids, placeholders: Ids | None, extras: Extras) -> Tensor:
+    def _embed(self, tokens: Ids, placeholders: Ids | None, inputs: Inputs) -> Tensor:
         """Return ``[T, E]``, with the given rows at placeholders."""
-        if extras.drawn is not None:
-            return self.model.embed(extras.drawn)
-        if placeholders is None or extras.embeddings is None:
+        if inputs.drawn is not None:
+            return self.model.embed(inputs.drawn)
+        if placeholders is None or inputs.embeddings is None:
             return self.model.embed(uploaded(tokens, self.device))
         x_TE = self.model.embed(uploaded(tokens.clip(min=0), self.device))
         rows = uploaded(placeholders, self.device)
-        return x_TE.index_copy(0, rows, extras.embeddings.to(x_TE.device, x_TE.dtype))
+        return x_TE.index_copy(0, rows, inputs.embeddings.to(x_TE.device, x_TE.dtype))
 
     def _weights(self, pass_: OpenPass, num_chunks: int) -> tuple[tuple[Tensor, ...], ...]:
         layers = sorted(pass_.weights)
@@ -393,13 +347,14 @@ class LocalRunner:
                 self.state.enable_sliding_window_for_seq(seq, window, sink)
 
 
-def _check_choice(step: Step, extras: Extras) -> None:
+def _check_choice(step: Step) -> None:
     """Raise ``Unsupported`` for inputs or outputs of all rows in a forward that runs only some."""
+    inputs = step.inputs
     for name, asked in (
-        ("mask", extras.mask is not None),
-        ("positions", extras.positions is not None),
-        ("hidden_states", extras.hidden_states),
-        ("attention_weights", extras.attention_weights or bool(extras.observed)),
+        ("mask", inputs.mask is not None),
+        ("positions", inputs.positions is not None),
+        ("hidden_states", inputs.hidden_states),
+        ("attention_weights", inputs.attention_weights or bool(inputs.observed)),
         ("logits", any(chunk.logits == "all" for chunk in step.chunks)),
     ):
         if asked:

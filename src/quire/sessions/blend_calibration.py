@@ -24,7 +24,7 @@ from quire.base.errors import InvalidArgument, QuireError, ResourceExhausted
 from quire.base.interrupts import check
 from quire.base.segments import AUTO, BlendParams
 from quire.base.token_history import Ids
-from quire.base.types import Add, Chunk, Pop, Remove, SeqId, Step
+from quire.base.types import NO_INPUTS, Add, Chunk, Inputs, Pop, Remove, SeqId, Step
 from quire.blend.calibration import (
     LAYER_RATIO,
     RATIOS,
@@ -45,7 +45,7 @@ from quire.engine.blending import Blending
 from quire.engine.engine import Engine
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.segmented_prompts import Pieces
-from quire.runner.local import NO_EXTRAS, Extras, StepOutput
+from quire.runner.local import StepOutput
 from quire.sessions.commits import ask
 from quire.store.commits import Space
 from quire.store.history import History
@@ -221,14 +221,14 @@ class ProbeRuns:
         blend.task, blend.valid = rows, rows.valid_mask.numpy() != 0
         blend.exact = np.zeros_like(blend.valid)
         chosen = self._engine.blending.forward_of([length], [blend.chunk(0, length)], layer)
-        with self._sequence(probe.ids, Extras(rows=chosen)) as seq:
+        with self._sequence(probe.ids, Inputs(rows=chosen)) as seq:
             # A forward of some rows has no logits but the last one's. The question runs once more,
             # over the state that it had.
             self._engine.runner.execute(Step(edits=(Pop(seq, length - probe.asks),)))
             return self._run(seq, [*probe.ids[probe.asks :].tolist(), *text[:-1]])
 
     @contextmanager
-    def _sequence(self, ids: Ids, extras: Extras = NO_EXTRAS) -> Iterator[SeqId]:
+    def _sequence(self, ids: Ids, inputs: Inputs = NO_INPUTS) -> Iterator[SeqId]:
         """Run tokens as a sequence, which is gone at the end, under the lock."""
         check()
         with self._engine.lock:
@@ -236,7 +236,7 @@ class ProbeRuns:
             self._engine.runner.execute(Step(edits=(Add(seq),)))
             try:
                 if ids.size:
-                    run_chunks(self._engine, [Chunk(seq, ids.tolist(), logits="none")], extras)
+                    run_chunks(self._engine, [Chunk(seq, ids.tolist(), logits="none")], inputs)
                 yield seq
             finally:
                 self._engine.runner.execute(Step(edits=(Remove(seq),)))
@@ -245,11 +245,11 @@ class ProbeRuns:
         return run_chunks(self._engine, [Chunk(seq, ids, logits="all")]).rows(0)
 
 
-def run_chunks(engine: Engine, chunks: Sequence[Chunk], extras: Extras = NO_EXTRAS) -> StepOutput:
+def run_chunks(engine: Engine, chunks: Sequence[Chunk], inputs: Inputs = NO_INPUTS) -> StepOutput:
     """Run a forward, for which others give up what they can. The caller has the lock."""
     while True:
         try:
-            return engine.runner.execute(Step(chunks=tuple(chunks)), extras)
+            return engine.runner.execute(Step(chunks=tuple(chunks), inputs=inputs))
         except ResourceExhausted:
             if not engine.runner.room.make():
                 raise
