@@ -22,7 +22,7 @@ from tests.models.test_moe_families import QWEN3, make_checkpoint
 from quire import LLM, SamplingParams
 from quire.base.host_link import host_link
 from quire.base.sampling_params import StructuredOutputs
-from quire.base.types import Add, Chunk, Inputs, Step
+from quire.base.types import Add, Chunk, Step
 from quire.kernels.draw.triton_draw import TritonDraw
 from quire.kernels.linear.float8 import STACK_CAPABILITY
 from quire.runner.graph import GraphRunner, usual_sizes
@@ -323,6 +323,16 @@ def test_the_pool_leaves_room_for_the_greatest_step() -> None:
         assert total - free <= share * total + (256 << 20)
 
 
+class Arriving:
+    """A transfer whose layers are written by a thread."""
+
+    def __init__(self, arrived: dict[int, threading.Event]) -> None:
+        self.arrived = arrived
+
+    def wait(self, layer: int) -> None:
+        self.arrived[layer].wait()
+
+
 def test_state_that_comes_back_is_what_was_given_up(cpu: LLM, gpu: LLM) -> None:
     """Rows leave the device and come back in many pieces, while another sequence decodes."""
     runner = gpu.engine.runner
@@ -351,12 +361,9 @@ def test_state_that_comes_back_is_what_was_given_up(cpu: LLM, gpu: LLM) -> None:
     arrived = {layer: threading.Event() for layer in rows}
     thread = threading.Thread(target=load)
     thread.start()
-    found = runner.execute(
-        Step(
-            chunks=(Chunk(seq, [7]), Chunk(other, [7])),
-            inputs=Inputs(await_layer=lambda layer: arrived[layer].wait() and None),
-        ),
-    ).logits_RV[0]
+    runner.transfers[seq] = Arriving(arrived)
+    found = runner.execute(Step(chunks=(Chunk(seq, [7]), Chunk(other, [7])), awaited=(seq,))).logits_RV[0]
+    del runner.transfers[seq]
     thread.join()
     state.finish_import(seq)
     again = state.open_export(seq)

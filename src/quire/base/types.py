@@ -208,13 +208,12 @@ class Inputs:
     observed: frozenset[int] = frozenset()
     """Ids of layers whose attention weights are returned, also if other layers have none."""
     places: Any = None
-    await_layer: Any = None
     rows: Any = None
 
     @property
     def is_plain(self) -> bool:
         """Return True if there is no optional input except ``drawn``, and no optional output."""
-        given = (self.embeddings, self.mask, self.positions, self.places, self.await_layer, self.rows)
+        given = (self.embeddings, self.mask, self.positions, self.places, self.rows)
         return all(one is None for one in given) and not (self.hidden_states or self.attention_weights or self.observed)
 
 
@@ -228,6 +227,15 @@ class Step:
     edits: tuple[Edit, ...] = ()
     chunks: tuple[Chunk, ...] = field(default=())
     inputs: Inputs = NO_INPUTS
+    awaited: tuple[SeqId, ...] = ()
+    """Sequences of the chunks that are still being imported (``KVState.publish_import``). Before
+    each layer the forward waits for their transfers (``Runner.transfers``). A layer that is
+    incomplete then, or of a sequence that is not awaited, raises ``FailedPrecondition``."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True if chunks, and perhaps drawn tokens, are all that the forward depends on."""
+        return self.inputs.is_plain and not self.awaited
 
     @property
     def num_tokens(self) -> int:

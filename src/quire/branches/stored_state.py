@@ -323,7 +323,7 @@ class StoredState:
         old, branch.seq, branch.computed = branch.seq, loading.seq, match.length
         if old is not None:
             self.runner.execute(Step(edits=(Remove(old),)))
-        self._loads[loading.seq] = loading
+        self._loads[loading.seq] = self.runner.transfers[loading.seq] = loading
         self._loader = self._loader or StateLoader()
         self._loader.add(loading)
         return Brought(match.tokens(loading.shared))
@@ -410,18 +410,11 @@ class StoredState:
         if (loading := next(iter(list(self._loads.values())), None)) is not None:
             loading.wait_until_near(seconds)
 
-    def wait(self, seqs: Collection[SeqId], layer: int) -> None:
-        """See ``Tier``."""
-        for seq in seqs:
-            if (loading := self._loads.get(seq)) is not None:
-                loading.wait(layer)
-
     def settle(self, branch: Branch) -> Miss:
         """See ``Tier``."""
-        loading = self._loads.pop(branch.seq, None) if branch.seq is not None else None
+        loading = None if branch.seq is None else self._ended(branch.seq)
         if loading is None:
             return Miss.NONE
-        loading.end()
         length, branch.seq, branch.computed = branch.computed, None, 0  # the load was exact: tiers hold no other state
         try:
             if loading.error is None:
@@ -444,8 +437,14 @@ class StoredState:
     def drop(self, seq: SeqId) -> None:
         """See ``Tier``."""
         self.ahead.pop(seq, None)
+        self._ended(seq)
+
+    def _ended(self, seq: SeqId) -> StateLoad | None:
+        """End the load of a sequence, and return it; None: it has none."""
         if (loading := self._loads.pop(seq, None)) is not None:
+            del self.runner.transfers[seq]
             loading.end()
+        return loading
 
     # -- reports and the end -----------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ import logging
 import time
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, replace
-from functools import partial
 
 from quire.base.errors import BlendLoadError, FailedPrecondition, QuireError
 from quire.base.finalizers import Orphans
@@ -202,12 +201,11 @@ class EngineSteps:
             for request, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True)
             if request.branch.tokens.media.rows
         )
-        coming = [chunk.seq for chunk in scheduled.step.chunks if chunk.seq in self.stored.open]
-        if embeddings is None and not coming and blended is None:
+        awaited = tuple(chunk.seq for chunk in scheduled.step.chunks if chunk.seq in self.stored.open)
+        if embeddings is None and not awaited and blended is None:
             return self.runner.execute(scheduled.step)
-        follow = partial(self.stored.wait, coming) if coming else None
-        inputs = Inputs(embeddings=embeddings, await_layer=follow, rows=blended)
-        return self.runner.execute(replace(scheduled.step, inputs=inputs))
+        inputs = Inputs(embeddings=embeddings, rows=blended)
+        return self.runner.execute(replace(scheduled.step, inputs=inputs, awaited=awaited))
 
     def _note_run(self, request: Request) -> None:
         """Update the pins and the capture of a request once more of its tokens are computed."""

@@ -132,6 +132,7 @@ class GraphRunner:
         if reason := state.static_refusal(1):
             raise Unsupported(f"captured steps: {reason}")
         self.model, self.room, self.adapters = inner.model, inner.room, inner.adapters
+        self.transfers = inner.transfers
         self.state: ModelState = state
         self._inner, self._state, self._capture = inner, state, capture
         self._longest, self._largest, self._most = longest, largest, sizes
@@ -214,7 +215,7 @@ class GraphRunner:
 
     def _step_of(self, step: Step) -> CapturedStep | None:
         """Return the captured steps of this step's size; None: it runs uncaptured."""
-        if not step.chunks or not step.inputs.is_plain:
+        if not step.chunks or not step.is_plain:
             return None
         check_chunks(step.chunks)
         count = len(step.chunks[0].tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.adapters.pool import AdapterPool
-from quire.base.errors import InvalidArgument, Unsupported
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.base.types import (
     Add,
     Chunk,
@@ -97,6 +98,13 @@ class StepOutput:
         return self.logits_RV[self.starts[chunk] : self.starts[chunk + 1]]
 
 
+class Transfer(Protocol):
+    """An import that brings the layers of one sequence, from elsewhere and on another thread."""
+
+    def wait(self, layer: int) -> None:
+        """Return once a layer is complete. An error that it raises aborts the forward."""
+
+
 class Runner(Protocol):
     """An executor of steps."""
 
@@ -106,6 +114,8 @@ class Runner(Protocol):
     """The owners of sequences that can be given up; callers that are short of pages call it."""
     adapters: AdapterPool
     """The adapters that chunks may name."""
+    transfers: dict[SeqId, Transfer]
+    """The transfers that steps may await, by sequence. Owners add and remove theirs."""
 
     @property
     def revision(self) -> int:
@@ -136,6 +146,7 @@ class LocalRunner:
         self._seqs = itertools.count()
         self._no_logits = torch.empty(0, model.vocab_size, device=device)
         self.room = Room()
+        self.transfers: dict[SeqId, Transfer] = {}
         self._revision = 0
 
     def new_seq(self) -> SeqId:
@@ -168,6 +179,7 @@ class LocalRunner:
             raise Unsupported(f"positions: {reason}")
         if inputs.rows is not None:
             _check_choice(step)
+        transfers = self._transfers(step)
         if inputs.drawn is not None:
             check_drawn(step, inputs.drawn)
         if inputs.attention_weights and (reason := weights_refusal(self.model.layer_specs, len(self.model.blocks))):
@@ -183,10 +195,10 @@ class LocalRunner:
         try:
             index, starts = logits_rows(step.chunks)
             output = None
-            if plain and inputs.is_plain and inputs.drawn is None and placeholders is None and index is None:
+            if plain and step.is_plain and inputs.drawn is None and placeholders is None and index is None:
                 output = self._at_once(tokens, starts)
             if output is None:
-                output = self._forward(step, tokens, placeholders, index, starts)
+                output = self._forward(step, transfers, tokens, placeholders, index, starts)
             self.state.end_forward()
         except BaseException:
             if self.state.forward_is_open:
@@ -206,6 +218,7 @@ class LocalRunner:
     def _forward(
         self,
         step: Step,
+        transfers: Sequence[Transfer],
         tokens: Ids,
         placeholders: Ids | None,
         index: Ids | None,
@@ -221,7 +234,7 @@ class LocalRunner:
                 self.adapters.deactivate()
             else:
                 self.adapters.activate(adapters, counts, np.diff(starts).tolist())
-            pass_ = self._open_pass(inputs)
+            pass_ = self._open_pass(inputs, transfers)
             x_TE = self._embed(tokens, placeholders, inputs)
             if inputs.rows is not None and inputs.rows.rehearsed.size:
                 self._rehearse(inputs.rows, x_TE, pass_, adapters, counts)
@@ -284,6 +297,13 @@ class LocalRunner:
                     chunk, offset = chunk + 1, 0
             del logits_RV  # otherwise it would exist beside the next logits
 
+    def _transfers(self, step: Step) -> list[Transfer]:
+        """Return the transfers that a step awaits; ``FailedPrecondition`` if there is none."""
+        for seq in step.awaited:
+            if seq not in self.transfers:
+                raise FailedPrecondition(f"sequence {seq} is awaited, and no transfer brings it")
+        return [self.transfers[seq] for seq in step.awaited]
+
     def _placeholders(self, tokens: Ids, inputs: Inputs) -> Ids | None:
         """Return the rows of the batch whose ids are negative; None if there are none.
         ``InvalidArgument`` unless each has an embedding."""
@@ -295,7 +315,7 @@ class LocalRunner:
             raise InvalidArgument(f"{count} placeholders (negative ids) need embeddings {list(shape)}; got {found}")
         return rows
 
-    def _open_pass(self, inputs: Inputs) -> OpenPass:
+    def _open_pass(self, inputs: Inputs, transfers: Sequence[Transfer]) -> OpenPass:
         pass_ = self.state.open_pass()
         if inputs.mask is not None:
             pass_.use_mask(inputs.mask)
@@ -303,8 +323,8 @@ class LocalRunner:
             pass_.use_positions(inputs.positions)
         if inputs.attention_weights or inputs.observed:
             pass_.capture_weights(None if inputs.attention_weights else inputs.observed)
-        if inputs.await_layer is not None:
-            pass_.wait_for_layers(inputs.await_layer)
+        if transfers:
+            pass_.wait_for_layers(partial(_wait_for, transfers))
         return pass_
 
     def _embed(self, tokens: Ids, placeholders: Ids | None, inputs: Inputs) -> Tensor:
@@ -345,6 +365,12 @@ class LocalRunner:
                 self.state.commit_accepted_token_tree_nodes(seqs, leaves)
             case SetWindow(seq, window, sink):
                 self.state.enable_sliding_window_for_seq(seq, window, sink)
+
+
+def _wait_for(transfers: Sequence[Transfer], layer: int) -> None:
+    """Wait for a layer of each transfer."""
+    for one in transfers:
+        one.wait(layer)
 
 
 def _check_choice(step: Step) -> None:
