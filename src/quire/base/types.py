@@ -184,6 +184,18 @@ class Remove:
 Edit: TypeAlias = Add | Fork | Pop | Commit | SetWindow | KeepCheckpoint | DropCheckpoint | Remove
 
 
+@dataclass(frozen=True, slots=True)
+class LogitsPlace:
+    """The destination of a chunk's logits: rows of a tensor that the runner makes."""
+
+    tensor: int
+    """Name of the tensor (``Runner.logits``), chosen by the caller."""
+    size: int
+    """Number of rows of the whole tensor."""
+    start: int = 0
+    """First row of this chunk."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
     """Optional inputs of a forward besides token ids, and optional outputs besides logits."""
@@ -207,14 +219,20 @@ class Inputs:
     attention_weights: bool = False
     observed: frozenset[int] = frozenset()
     """Ids of layers whose attention weights are returned, also if other layers have none."""
-    places: Any = None
+    places: tuple[LogitsPlace, ...] = ()
+    """Destinations of each chunk's logits; empty: logits are returned.
+
+    They are written a few rows at a time (all at once if a chunk names an adapter), and the output
+    has no logits then. The first step that names a tensor makes it, after its blocks have run.
+    """
     rows: Any = None
 
     @property
     def is_plain(self) -> bool:
         """Return True if there is no optional input except ``drawn``, and no optional output."""
-        given = (self.embeddings, self.mask, self.positions, self.places, self.rows)
-        return all(one is None for one in given) and not (self.hidden_states or self.attention_weights or self.observed)
+        given = (self.embeddings, self.mask, self.positions, self.rows)
+        wanted = self.hidden_states or self.attention_weights or self.observed or self.places
+        return all(one is None for one in given) and not wanted
 
 
 NO_INPUTS = Inputs()

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
-from torch import Tensor
 from torch.autograd.profiler import profile
 
 from quire.base.host_memory import free_memory
-from quire.base.types import NO_INPUTS, Chunk, Inputs, SeqId, Step
+from quire.base.types import Chunk, Inputs, LogitsPlace, SeqId, Step
 from quire.executor.cache_pool import CachePool
 from quire.executor.running_calls import Stopwatch
 from quire.kv.forward_need import pages_for
@@ -75,14 +73,11 @@ def _peak_of_chunk(pool: CachePool, tokens: int, *, placed: bool = False) -> int
     logits."""
     seqs = pool.add(1)
     step = Step(chunks=(Chunk(seqs[0], [0] * tokens, logits="all"),))
-
-    @cache
-    def places() -> list[Tensor]:
-        return [pool.facts.logits(tokens)]
+    if placed:
+        step = replace(step, inputs=Inputs(places=(LogitsPlace(0, tokens),)))
 
     def run() -> object:
-        inputs = Inputs(places=places) if placed else NO_INPUTS
-        return pool.runner.execute(replace(step, inputs=inputs)), places() if placed else None
+        return pool.runner.execute(step), pool.runner.logits.pop(0, None)
 
     try:
         return peak_bytes(run, pool.facts.device)

@@ -27,6 +27,7 @@ from quire.base.types import (
     Fork,
     Inputs,
     KeepCheckpoint,
+    LogitsPlace,
     Pop,
     Remove,
     SeqId,
@@ -116,6 +117,9 @@ class Runner(Protocol):
     """The adapters that chunks may name."""
     transfers: dict[SeqId, Transfer]
     """The transfers that steps may await, by sequence. Owners add and remove theirs."""
+    logits: dict[int, Tensor]
+    """Tensors float32 ``[size, V]`` that steps have named as places for logits, with zeros in rows
+    that nothing was written to. Callers remove what they have named."""
 
     @property
     def revision(self) -> int:
@@ -147,6 +151,7 @@ class LocalRunner:
         self._no_logits = torch.empty(0, model.vocab_size, device=device)
         self.room = Room()
         self.transfers: dict[SeqId, Transfer] = {}
+        self.logits: dict[int, Tensor] = {}
         self._revision = 0
 
     def new_seq(self) -> SeqId:
@@ -179,6 +184,8 @@ class LocalRunner:
             raise Unsupported(f"positions: {reason}")
         if inputs.rows is not None:
             _check_choice(step)
+        if inputs.places:
+            self._check_places(step)
         transfers = self._transfers(step)
         if inputs.drawn is not None:
             check_drawn(step, inputs.drawn)
@@ -254,9 +261,11 @@ class LocalRunner:
             x_RE = x_TE if index is None else x_TE.index_select(0, uploaded(index, self.device))
         # Outside of inference mode: callers may write to the results.
         with torch.no_grad():
-            if inputs.places is not None:
+            if inputs.places:
                 # The adapters' work on the head is planned for all rows.
-                self._head_to(x_RE, inputs.places(), HEAD_ROWS if plain else max(1, starts[-1]))
+                places = self._tensors_at(inputs.places, np.diff(starts).tolist())
+                self._head_to(x_RE, places, HEAD_ROWS if plain else max(1, starts[-1]))
+                del places
                 starts = (0,) * len(starts)
             logits_RV = self.model.head(x_RE) if starts[-1] else self._no_logits
             states = _split(hidden, step.chunks) if inputs.hidden_states else ()
@@ -283,6 +292,28 @@ class LocalRunner:
             head_counts = [int(chunk.logits == "last") for chunk in step.chunks]
             self.adapters.activate([chunk.adapter for chunk in step.chunks], rows.counts, head_counts)
         return entering_SE
+
+    def _check_places(self, step: Step) -> None:
+        """Raise ``InvalidArgument`` for places that do not fit a step's logits."""
+        _, starts = logits_rows(step.chunks)
+        places, counts = step.inputs.places, np.diff(starts).tolist()
+        if len(places) != len(counts):
+            raise InvalidArgument(field="places", given=len(places), allowed=f"one for each of {len(counts)} chunks")
+        sizes = {name: len(tensor) for name, tensor in self.logits.items()}
+        for place, count in zip(places, counts, strict=True):
+            size = sizes.setdefault(place.tensor, place.size)
+            if place.size != size or not 0 <= place.start <= size - count:
+                raise InvalidArgument(field="places", given=place, allowed=f"{count} rows within {size}")
+
+    def _tensors_at(self, places: Sequence[LogitsPlace], counts: Sequence[int]) -> list[Tensor]:
+        """Return the rows of named tensors for the logits of each chunk."""
+        for place in places:
+            if place.tensor not in self.logits:
+                self.logits[place.tensor] = torch.zeros(place.size, self.model.vocab_size, device=self.device)
+        return [
+            self.logits[place.tensor][place.start : place.start + count]
+            for place, count in zip(places, counts, strict=True)
+        ]
 
     def _head_to(self, x_RE: Tensor, places: Sequence[Tensor], most: int) -> None:
         """Write the logits of all rows to their destinations, ``most`` rows at a time."""
