@@ -76,7 +76,8 @@ class CountingRunner:
     def __init__(self, inner: Runner) -> None:
         self.inner = inner
         self.model, self.state, self.room = inner.model, inner.state, inner.room
-        self.adapters, self.transfers, self.logits = inner.adapters, inner.transfers, inner.logits
+        self.adapters, self.transfers = inner.adapters, inner.transfers
+        self.row_sources, self.logits = inner.row_sources, inner.logits
         self.tokens = 0
 
     @property

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from quire.base.blend_inputs import BlendInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -225,14 +227,12 @@ class Inputs:
     They are written a few rows at a time (all at once if a chunk names an adapter), and the output
     has no logits then. The first step that names a tensor makes it, after its blocks have run.
     """
-    rows: Any = None
 
     @property
     def is_plain(self) -> bool:
         """Return True if there is no optional input except ``drawn``, and no optional output."""
-        given = (self.embeddings, self.mask, self.positions, self.rows)
-        wanted = self.hidden_states or self.attention_weights or self.observed or self.places
-        return all(one is None for one in given) and not wanted
+        given = self.embeddings is not None or self.mask is not None or self.positions is not None
+        return not (given or self.hidden_states or self.attention_weights or self.observed or self.places)
 
 
 NO_INPUTS = Inputs()
@@ -249,11 +249,14 @@ class Step:
     """Sequences of the chunks that are still being imported (``KVState.publish_import``). Before
     each layer the forward waits for their transfers (``Runner.transfers``). A layer that is
     incomplete then, or of a sequence that is not awaited, raises ``FailedPrecondition``."""
+    blend: BlendInputs | None = None
+    """The rows that do not run through all blocks, as cached rows take their places; None: all rows
+    run."""
 
     @property
     def is_plain(self) -> bool:
         """Return True if chunks, and perhaps drawn tokens, are all that the forward depends on."""
-        return self.inputs.is_plain and not self.awaited
+        return self.inputs.is_plain and not self.awaited and self.blend is None
 
     @property
     def num_tokens(self) -> int:

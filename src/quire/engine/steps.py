@@ -20,13 +20,13 @@ import time
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, replace
 
+from quire.base.blend_inputs import BlendInputs
 from quire.base.errors import BlendLoadError, FailedPrecondition, QuireError
 from quire.base.finalizers import Orphans
 from quire.base.interrupts import Lock
 from quire.base.metrics import EngineMetrics
 from quire.base.outputs import Miss
 from quire.base.types import Inputs
-from quire.blend.forward import BlendedForward
 from quire.branches.state_loads import LoadFailed
 from quire.branches.stored_state import StoredState
 from quire.engine.blend_runs import BlendRuns
@@ -170,14 +170,13 @@ class EngineSteps:
 
     def _forward(self, scheduled: Scheduled) -> StepOutput | None:
         """Run the forward of a step. None: nothing has run, for what was to come did not come."""
-        blended = self.blending.forward(scheduled)
+        blend = self.blending.inputs(scheduled)
         try:
-            output = self._run(scheduled, blended)
+            output = self._run(scheduled, blend)
         except BlendLoadError as error:
             # What the chunks of these prompts lack is computed.
-            if blended is None or blended.failed is None:
+            if not self.blending.failed(scheduled, error):
                 raise
-            self.blending.failed(scheduled, blended, error)
             return None
         except LoadFailed:
             # The request whose state did not come begins again, others continue.
@@ -190,11 +189,11 @@ class EngineSteps:
         self._lost_loads = 0
         for request in scheduled.requests if self.stored.open else ():
             self.scheduler.settle(request)
-        if blended is not None:
-            self.blending.ran(scheduled, blended)
+        if blend is not None:
+            self.blending.ran(scheduled, blend, output.left_out)
         return output
 
-    def _run(self, scheduled: Scheduled, blended: BlendedForward | None) -> StepOutput:
+    def _run(self, scheduled: Scheduled, blend: BlendInputs | None) -> StepOutput:
         """Run the forward of a step, with the embeddings of its placeholders."""
         embeddings = embeddings_of(
             request.branch.tokens.media.embeddings(chunk.tokens)
@@ -202,10 +201,10 @@ class EngineSteps:
             if request.branch.tokens.media.rows
         )
         awaited = tuple(chunk.seq for chunk in scheduled.step.chunks if chunk.seq in self.stored.open)
-        if embeddings is None and not awaited and blended is None:
+        if embeddings is None and not awaited and blend is None:
             return self.runner.execute(scheduled.step)
-        inputs = Inputs(embeddings=embeddings, rows=blended)
-        return self.runner.execute(replace(scheduled.step, inputs=inputs, awaited=awaited))
+        inputs = Inputs(embeddings=embeddings)
+        return self.runner.execute(replace(scheduled.step, inputs=inputs, awaited=awaited, blend=blend))
 
     def _note_run(self, request: Request) -> None:
         """Update the pins and the capture of a request once more of its tokens are computed."""

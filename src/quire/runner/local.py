@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.adapters.pool import AdapterPool
@@ -35,38 +36,12 @@ from quire.base.types import (
     Step,
 )
 from quire.base.uploads import uploaded
+from quire.blend.forward import BlendedForward
+from quire.blend.row_sources import RowSources
 from quire.contracts.kv_state import ModelState
-from quire.contracts.model import Block, Model, OpenPass, Pass
+from quire.contracts.model import Block, Model, OpenPass
 from quire.kv.rule_table import position_refusal, weights_refusal
 from quire.runner.reclaim import Room
-
-
-class RowChoice(Protocol):
-    """Choice of the rows that run through each block of a forward (``OpenPass.narrow``)."""
-
-    @property
-    def alive(self) -> Ids:
-        """Rows of the batch that run now, ascending. The last row of each chunk is always among
-        them."""
-
-    @property
-    def counts(self) -> Sequence[int]:
-        """Number of alive rows of each chunk."""
-
-    @property
-    def rehearsed(self) -> Ids:
-        """Rows of the batch that run alone through all blocks before the forward, ascending. Their
-        result decides which other rows matter."""
-
-    def rehearse(self, pass_: OpenPass) -> Pass:
-        """Return the pass for the rehearsed rows (``OpenPass.rehearse``)."""
-
-    def give(self, layer: int, pass_: OpenPass) -> None:
-        """Write the inputs of a layer's rehearsal."""
-
-    def enter(self, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass) -> Tensor:
-        """Return the rows of x that enter a block. Called for each block, in order."""
-
 
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -86,6 +61,8 @@ class StepOutput:
     """By observed layer, per chunk float32 ``[Hq, n, K]``."""
     captured: bool = False
     """Whether the step ran as captured work (``GraphRunner``)."""
+    left_out: tuple[NDArray[np.bool_] | None, ...] = ()
+    """Of a blended step, per chunk bool ``[n]``: rows that did not run; None: not blended."""
     first: Sequence[int] | None = None
     """``sampling.logit_edits.first_maxima`` of the logits as returned; None: not computed."""
 
@@ -117,6 +94,8 @@ class Runner(Protocol):
     """The adapters that chunks may name."""
     transfers: dict[SeqId, Transfer]
     """The transfers that steps may await, by sequence. Owners add and remove theirs."""
+    row_sources: RowSources
+    """The cached rows that blended steps name."""
     logits: dict[int, Tensor]
     """Tensors float32 ``[size, V]`` that steps have named as places for logits, with zeros in rows
     that nothing was written to. Callers remove what they have named."""
@@ -151,6 +130,7 @@ class LocalRunner:
         self._no_logits = torch.empty(0, model.vocab_size, device=device)
         self.room = Room()
         self.transfers: dict[SeqId, Transfer] = {}
+        self.row_sources = RowSources(state)
         self.logits: dict[int, Tensor] = {}
         self._revision = 0
 
@@ -182,11 +162,14 @@ class LocalRunner:
             )
         if inputs.positions is not None and (reason := position_refusal(self.model.layer_specs)):
             raise Unsupported(f"positions: {reason}")
-        if inputs.rows is not None:
-            _check_choice(step)
         if inputs.places:
             self._check_places(step)
         transfers = self._transfers(step)
+        counts, kept = [len(chunk.tokens) for chunk in step.chunks], [chunk.checkpoints for chunk in step.chunks]
+        blended = None
+        if step.blend is not None:
+            _check_blend(step)
+            blended = self.row_sources.forward(step.blend, counts)
         if inputs.drawn is not None:
             check_drawn(step, inputs.drawn)
         if inputs.attention_weights and (reason := weights_refusal(self.model.layer_specs, len(self.model.blocks))):
@@ -195,7 +178,6 @@ class LocalRunner:
         placeholders = self._placeholders(tokens, inputs)
         for edit in step.edits:
             self.apply(edit)
-        counts, kept = [len(chunk.tokens) for chunk in step.chunks], [chunk.checkpoints for chunk in step.chunks]
         trees = [None if chunk.tree is None else chunk.tree.parents for chunk in step.chunks]
         seqs = [chunk.seq for chunk in step.chunks]
         self.state.begin_forward(seqs, counts, trees if any(trees) else None, checkpoints=kept if any(kept) else ())
@@ -205,7 +187,7 @@ class LocalRunner:
             if plain and step.is_plain and inputs.drawn is None and placeholders is None and index is None:
                 output = self._at_once(tokens, starts)
             if output is None:
-                output = self._forward(step, transfers, tokens, placeholders, index, starts)
+                output = self._forward(step, transfers, blended, tokens, placeholders, index, starts)
             self.state.end_forward()
         except BaseException:
             if self.state.forward_is_open:
@@ -226,6 +208,7 @@ class LocalRunner:
         self,
         step: Step,
         transfers: Sequence[Transfer],
+        blended: BlendedForward | None,
         tokens: Ids,
         placeholders: Ids | None,
         index: Ids | None,
@@ -243,21 +226,21 @@ class LocalRunner:
                 self.adapters.activate(adapters, counts, np.diff(starts).tolist())
             pass_ = self._open_pass(inputs, transfers)
             x_TE = self._embed(tokens, placeholders, inputs)
-            if inputs.rows is not None and inputs.rows.rehearsed.size:
-                self._rehearse(inputs.rows, x_TE, pass_, adapters, counts)
+            if blended is not None and blended.rehearsed.size:
+                self._rehearse(blended, x_TE, pass_, adapters, counts)
                 self.adapters.activate(adapters, counts, np.diff(starts).tolist())
             stack, blocks = self.model.stack, self.model.blocks
-            if stack is not None and plain and inputs.rows is None and not inputs.hidden_states:
+            if stack is not None and plain and blended is None and not inputs.hidden_states:
                 y_TE = stack.run(blocks, x_TE, pass_)
                 x_TE, blocks = (x_TE, blocks) if y_TE is None else (y_TE, ())
             for layer, block in enumerate(blocks):
-                if inputs.rows is not None:
-                    x_TE = self._entering(inputs.rows, layer, block, x_TE, pass_, step)
+                if blended is not None:
+                    x_TE = self._entering(blended, layer, block, x_TE, pass_, step)
                 x_TE = block(x_TE, pass_)
                 if inputs.hidden_states:
                     hidden.append(x_TE)
-            if inputs.rows is not None:
-                index = np.searchsorted(inputs.rows.alive, np.arange(len(tokens)) if index is None else index)
+            if blended is not None:
+                index = np.searchsorted(blended.alive, np.arange(len(tokens)) if index is None else index)
             x_RE = x_TE if index is None else x_TE.index_select(0, uploaded(index, self.device))
         # Outside of inference mode: callers may write to the results.
         with torch.no_grad():
@@ -271,26 +254,34 @@ class LocalRunner:
             states = _split(hidden, step.chunks) if inputs.hidden_states else ()
             weights = self._weights(pass_, len(step.chunks)) if inputs.attention_weights else ()
             observed = _observed(pass_, inputs.observed)
-        return StepOutput(logits_RV, starts, states, weights, observed)
+        left_out = () if blended is None else blended.left_out
+        return StepOutput(logits_RV, starts, states, weights, observed, left_out=left_out)
 
     def _rehearse(
-        self, choice: RowChoice, x_TE: Tensor, pass_: OpenPass, adapters: Sequence[int | None], counts: Sequence[int]
+        self,
+        blended: BlendedForward,
+        x_TE: Tensor,
+        pass_: OpenPass,
+        adapters: Sequence[int | None],
+        counts: Sequence[int],
     ) -> None:
         """Run the rehearsed rows alone through all blocks, before the forward."""
-        rows = choice.rehearsed
+        rows = blended.rehearsed
         running = np.diff(np.searchsorted(rows, np.concatenate(([0], np.cumsum(counts)))))
         self.adapters.activate(adapters, running.tolist(), [0] * len(counts))
-        rehearsal, x_SE = choice.rehearse(pass_), x_TE.index_select(0, uploaded(rows, self.device))
+        rehearsal, x_SE = blended.rehearse(pass_), x_TE.index_select(0, uploaded(rows, self.device))
         for layer, block in enumerate(self.model.blocks):
-            choice.give(layer, pass_)
+            blended.give(layer, pass_)
             x_SE = block(x_SE, rehearsal)
 
-    def _entering(self, rows: RowChoice, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass, step: Step) -> Tensor:
+    def _entering(
+        self, blended: BlendedForward, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass, step: Step
+    ) -> Tensor:
         """Return the rows that enter a block, and plan the work of adapters for them."""
-        entering_SE = rows.enter(layer, block, x_TE, pass_)
+        entering_SE = blended.enter(layer, block, x_TE, pass_)
         if entering_SE.shape[0] != x_TE.shape[0]:
             head_counts = [int(chunk.logits == "last") for chunk in step.chunks]
-            self.adapters.activate([chunk.adapter for chunk in step.chunks], rows.counts, head_counts)
+            self.adapters.activate([chunk.adapter for chunk in step.chunks], blended.counts, head_counts)
         return entering_SE
 
     def _check_places(self, step: Step) -> None:
@@ -404,9 +395,12 @@ def _wait_for(transfers: Sequence[Transfer], layer: int) -> None:
         one.wait(layer)
 
 
-def _check_choice(step: Step) -> None:
-    """Raise ``Unsupported`` for inputs or outputs of all rows in a forward that runs only some."""
-    inputs = step.inputs
+def _check_blend(step: Step) -> None:
+    """Raise ``Unsupported`` for inputs or outputs of all rows in a forward that runs only some, and
+    ``InvalidArgument`` for a blending of another number of chunks."""
+    inputs, given = step.inputs, () if step.blend is None else step.blend.chunks
+    if len(given) != len(step.chunks):
+        raise InvalidArgument(field="blend", given=len(given), allowed=f"one for each of {len(step.chunks)} chunks")
     for name, asked in (
         ("mask", inputs.mask is not None),
         ("positions", inputs.positions is not None),

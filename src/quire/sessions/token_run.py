@@ -19,7 +19,7 @@ from quire.branches.branch import COMPUTED
 from quire.engine.engine import Engine
 from quire.engine.prompts import embeddings_of
 from quire.engine.request import SessionBranch
-from quire.sessions.blend_calibration import run_chunks
+from quire.sessions.blend_calibration import run_step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,7 @@ def run_token(
             layers = frozenset() if observed is None else frozenset((observed,))
             inputs = Inputs(embeddings=embeddings_of([media.embeddings(ids[position:].tolist())]), observed=layers)
             chunk = Chunk(fork.seq, ids[position:].tolist(), logits="last", adapter=adapter)
-            output = run_chunks(engine, [chunk], inputs)
+            output = run_step(engine, Step(chunks=(chunk,), inputs=inputs))
     finally:
         engine.forget(fork)
     weights_HTN = None if observed is None else output.observed[observed][0]
