@@ -17,33 +17,34 @@ from quire.ops.rope import RotaryTable
 
 
 class RowSources:
-    """The sources of cached rows of one runner, by name."""
+    """The cached rows that steps of one runner name, and what chooses among them."""
 
     def __init__(self, state: ModelState) -> None:
         self._state = state
-        self._sources: dict[int, RowSource] = {}
+        self.sources: dict[int, RowSource] = {}
+        """The sources by name."""
         self._names = itertools.count()
         self._tables: dict[RopeSpec, RotaryTable] = {}
         self.executor: BlendExecutor | None = None
         """A caller's own choice of rows; None: rows are selected by scores."""
 
     def add(self, source: RowSource) -> int:
-        """Add a source; return its name. Names are never reused."""
+        """Add a source; return its name, which is new."""
         name = next(self._names)
-        self._sources[name] = source
+        self.sources[name] = source
         return name
 
     def remove(self, name: int) -> None:
         """Remove a source."""
-        del self._sources[name]
+        del self.sources[name]
 
     def forward(self, blend: BlendInputs, counts: Sequence[int]) -> BlendedForward:
         """Return the blended forward of a step whose chunks have ``counts`` rows.
         ``FailedPrecondition``: there is no source of a name, or no executor."""
         for one in blend.chunks:
-            if one is not None and one.source not in self._sources:
+            if one is not None and one.source not in self.sources:
                 raise FailedPrecondition(f"cached rows {one.source} are to be blended, and no source has them")
-        sources = [None if one is None else self._sources[one.source] for one in blend.chunks]
+        sources = [None if one is None else self.sources[one.source] for one in blend.chunks]
         if blend.check_layer is not None:
             policy = BlendPolicy(layers=(blend.check_layer,), min_tokens=0)
             return BlendedForward(self._state, policy, self._table, counts, blend.chunks, sources)
