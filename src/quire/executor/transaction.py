@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quire.base.errors import QuireError, ResourceExhausted
 from quire.base.token_history import Ids
-from quire.base.types import Chunk, LogitsPlace, LogitsWanted, Pop, Step, TokenTree
+from quire.base.types import Chunk, DropCheckpoint, KeepCheckpoint, LogitsPlace, LogitsWanted, Pop, Step, TokenTree
 from quire.branches.row_media import RowMedia, recorded_ids
 from quire.executor.cache_pool import CachePool
 from quire.executor.forward_packing import (
@@ -136,12 +136,12 @@ class Transaction:
             if part.old_seq is None and part.start and part.count and part.parents is None:
                 part.holds_start = part.start not in state.checkpoints(part.seq)
                 if part.holds_start:
-                    state.checkpoint(part.seq)
+                    self.pool.edit(KeepCheckpoint(part.seq))
 
     def _drop_starts(self) -> None:
         for part in self.parts:
             if part.holds_start:
-                self.pool.state.drop_checkpoint(part.seq, part.start)
+                self.pool.edit(DropCheckpoint(part.seq, part.start))
                 part.holds_start = False
 
     def _reserve(self, kept: Sequence[Extension]) -> None:
@@ -228,10 +228,8 @@ class Transaction:
             return 0
         if self.pool.missing_states(needed):
             # The forks hold what their rows have given up, too.
-            state = self.pool.state
-            for seq in (part.seq for part in self.parts if part.seq != part.row.seq):
-                for position in state.checkpoints(seq):
-                    state.drop_checkpoint(seq, position)
+            forks = [part.seq for part in self.parts if part.seq != part.row.seq]
+            self.pool.edit(*(DropCheckpoint(seq, at) for seq in forks for at in self.pool.state.checkpoints(seq)))
         return self.pool.missing_states(needed)
 
     def _states_needed(self) -> int:
