@@ -10,7 +10,7 @@ placeholders; E model width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -177,13 +177,34 @@ class DropCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Import:
+    """Make a sequence whose layers a transfer writes, and let its tokens count at once
+    (``KVState.prepare_import``, ``publish_import``)."""
+
+    seq: SeqId
+    metadata: Mapping[str, object]
+    parent: SeqId | None = None
+    shared: int = 0
+    """First tokens that are those of ``parent``, whose pages are shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishImport:
+    """End an import whose layers are all written."""
+
+    seq: SeqId
+
+
+@dataclass(frozen=True, slots=True)
 class Remove:
     """Remove a sequence."""
 
     seq: SeqId
 
 
-Edit: TypeAlias = Add | Fork | Pop | Commit | SetWindow | KeepCheckpoint | DropCheckpoint | Remove
+Edit: TypeAlias = (
+    Add | Fork | Pop | Commit | SetWindow | KeepCheckpoint | DropCheckpoint | Import | FinishImport | Remove
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from quire.base.errors import DataLoss, InvalidArgument, ResourceExhausted
 from quire.base.metrics import MetricFamily
 from quire.base.outputs import Miss
 from quire.base.token_history import UNKNOWN, Ids
-from quire.base.types import Fork, Remove, SeqId, Step
+from quire.base.types import FinishImport, Fork, Import, Remove, SeqId, Step
 from quire.branches.branch import Branch
 from quire.branches.move_costs import TO_MEMORY, MoveCosts
 from quire.branches.object_writer import ObjectWriter, WriteJob
@@ -341,8 +341,7 @@ class StoredState:
         stops = (*earlier, *match.stops[-1:])
         metadata = state.import_metadata(match.length, kept=[one.stop for one in earlier])
         seq = self.runner.new_seq()
-        state.prepare_import(seq, metadata, parent=branch.seq if shared else None, shared=shared)
-        self._publish(seq)
+        self.runner.execute(Step(edits=(Import(seq, metadata, branch.seq if shared else None, shared),)))
         assert self.store is not None
         return StateLoad(
             state,
@@ -355,14 +354,6 @@ class StoredState:
             stops=stops,
             contents=partial(self.keys.contents, chain),
         )
-
-    def _publish(self, seq: SeqId) -> None:
-        state = self.runner.state
-        try:
-            state.publish_import(seq)
-        except BaseException:
-            state.remove_sequence(seq)
-            raise
 
     def _begin_whole(self, branch: Branch, match: Match, chain: Chain) -> StateLoad:
         """As ``_begin``, for a sequence with a window, which its object describes."""
@@ -378,11 +369,10 @@ class StoredState:
             sequence: Any = unpack(piece.key, self.keys.contents(chain, piece), found.blob).metadata.get("sequence")
             plans = state.plan_import(sequence)
             seq = self.runner.new_seq()
-            state.prepare_import(seq, with_groups(sequence, plans))
+            self.runner.execute(Step(edits=(Import(seq, with_groups(sequence, plans)),)))
         except (Unfit, InvalidArgument, DataLoss) as error:
             store.damaged(piece.key, found.tier, error.code or "other")
             raise LoadFailed(str(error)) from None
-        self._publish(seq)
         contents = partial(self.keys.contents, chain)
         return WholeLoad(
             state,
@@ -418,7 +408,7 @@ class StoredState:
         length, branch.seq, branch.computed = branch.computed, None, 0  # the load was exact: tiers hold no other state
         try:
             if loading.error is None:
-                self.runner.state.finish_import(loading.seq)
+                self.runner.execute(Step(edits=(FinishImport(loading.seq),)))
                 branch.seq, branch.computed = loading.seq, length
         except Exception:
             logger.exception("state of %d tokens did not come back; they are computed again", length)

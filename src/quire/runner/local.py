@@ -25,7 +25,9 @@ from quire.base.types import (
     Commit,
     DropCheckpoint,
     Edit,
+    FinishImport,
     Fork,
+    Import,
     Inputs,
     KeepCheckpoint,
     LogitsPlace,
@@ -383,6 +385,15 @@ class LocalRunner:
                 self.state.checkpoint(seq)
             case DropCheckpoint(seq, position):
                 self.state.drop_checkpoint(seq, position)
+            case Import(seq, metadata, parent, shared):
+                self.state.prepare_import(seq, metadata, parent=parent, shared=shared)
+                try:
+                    self.state.publish_import(seq)
+                except BaseException:
+                    self.state.remove_sequence(seq)
+                    raise
+            case FinishImport(seq):
+                self.state.finish_import(seq)
             case Commit(seqs, leaves):
                 self.state.commit_accepted_token_tree_nodes(seqs, leaves)
             case SetWindow(seq, window, sink):
