@@ -6,7 +6,7 @@ import multiprocessing
 import pickle
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from quire.blend.rows_task import RowsPiece
 from quire.runner.local import Runner, StepOutput
 
 SECONDS = 120
+Write: TypeAlias = tuple[int, int, int | None, dict[str, Tensor]]
+"""Imported rows: sequence, layer, first position (None: the whole layer), tensors."""
 
 
 def found_by(runner: Runner, step: Step, output: StepOutput) -> list[Tensor]:
@@ -37,6 +39,13 @@ class GivenRows:
 
     def pieces(self, layer_id: int) -> Sequence[RowsPiece]:
         return self.layers[layer_id]
+
+
+class Arrived:
+    """A transfer that has written all layers."""
+
+    def wait(self, layer: int) -> None:
+        pass
 
 
 class SecondProcess:
@@ -74,9 +83,19 @@ class Copies:
         """Have the cached rows that the next step names."""
         self.llm.engine.runner.row_sources.sources[name] = GivenRows(layers)
 
-    def run(self, step: Step, kept: set[int]) -> list[Tensor] | str:
+    def imported(self, writes: Sequence[Write]) -> None:
+        """Write what transfers have brought."""
+        state = self.llm.engine.runner.state
+        for seq, layer, start, tensors in writes:
+            if start is None:
+                state.import_page_group(seq, layer, tensors)
+            else:
+                state.import_rows(seq, layer, start, tensors)
+
+    def run(self, copy: bytes, kept: set[int]) -> list[Tensor] | str:
         """Return what a step computes, or the name of its error. ``kept``: tensors of logits."""
-        runner = self.llm.engine.runner
+        runner, step = self.llm.engine.runner, pickle.loads(copy)
+        runner.transfers.update(dict.fromkeys(step.awaited, Arrived()))
         for name in runner.logits.keys() - kept:
             del runner.logits[name]
         try:
@@ -85,6 +104,7 @@ class Copies:
             return type(error).__name__
         finally:
             runner.row_sources.sources.clear()
+            runner.transfers.clear()
 
     def lengths(self) -> dict[int, int]:
         """Return the length of each sequence."""

@@ -5,7 +5,7 @@ computes the same there, to the bit, and leaves the same sequences.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,17 @@ from tests.engine.conftest import (  # noqa: F401
     random_tokens,
 )
 from tests.executor.conftest import prompt, token
-from tests.runner.second_process import SecondProcess, found_by
+from tests.runner.second_process import SecondProcess, Write, found_by
+from torch import Tensor
 
 from quire import LLM, BlendParams, SamplingParams, Segment, Unsupported
 from quire.base.errors import QuireError
 from quire.base.types import Step
 from quire.contracts.executor import PrefillInput
+from quire.contracts.kv_state import RowPieces
+from quire.runner.local import StepOutput
+from quire.store.memory import MemoryTier
+from quire.store.stack import Store
 
 FAMILIES: dict[str, Callable[[Path], Checkpoint]] = {
     "dense": lambda path: make_checkpoint("llama", path),
@@ -59,32 +64,55 @@ def second() -> Iterator[SecondProcess]:
 
 
 def follow(llm: LLM, second: SecondProcess) -> list[Step]:
-    """From now on run each step there, too; return the steps."""
+    """From now on run each step there, too, with the rows that it names; return the steps."""
     steps: list[Step] = []
+    writes: list[Write] = []
     runner = engine_of(llm).runner
-    execute, layers = runner.execute, runner.state.geometry.layer_ids
+    state: Any = runner.state
+    execute, import_rows, import_group = runner.execute, state.import_rows, state.import_page_group
 
-    def both(step: Step) -> Any:
-        copy = pickle.loads(pickle.dumps(step))
+    def rows(seq: int, layer: int, start: int, given: Any) -> None:
+        writes.append((seq, layer, start, whole(given)))
+        import_rows(seq, layer, start, given)
+
+    def group(seq: int, layer: int, given: Mapping[str, Tensor]) -> None:
+        writes.append((seq, layer, None, dict(given)))
+        import_group(seq, layer, given)
+
+    def both(step: Step) -> StepOutput:
+        copy, kept = pickle.dumps(step), set(runner.logits)
+        try:
+            output, error = execute(step), None
+        except QuireError as raised:
+            output, error = None, raised
         for chunk in () if step.blend is None else step.blend.chunks:
             if chunk is not None:
                 source = runner.row_sources.sources[chunk.source]
-                second.ask("rows", chunk.source, {layer: list(source.pieces(layer)) for layer in layers})
-        answer = second.ask("run", copy, set(runner.logits))
-        if isinstance(answer, str):
-            with pytest.raises(QuireError) as refused:
-                execute(step)
-            assert type(refused.value).__name__ == answer
-            raise refused.value
-        output = execute(step)
+                layers = {layer: list(source.pieces(layer)) for layer in state.geometry.layer_ids}
+                second.ask("rows", chunk.source, layers)
+        second.ask("imported", [writes.pop(0) for _ in range(len(writes))])
+        answer = second.ask("run", copy, kept)
+        if output is None:
+            assert error is not None
+            assert answer == type(error).__name__
+            raise error
         found = found_by(runner, step, output)
-        assert len(answer) == len(found)
+        assert len(answer) == len(found), answer
         assert all(torch.equal(one, other) for one, other in zip(answer, found, strict=True)), step
         steps.append(step)
         return output
 
     runner.execute = both  # type: ignore[method-assign]
+    state.import_rows, state.import_page_group = rows, group
     return steps
+
+
+def whole(given: Mapping[str, Tensor] | RowPieces) -> dict[str, Tensor]:
+    """Return rows that are given at once or in pieces."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    pieces = [given.piece(number) for number in range(len(given.counts))]
+    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
 def generate(llm: LLM) -> None:
@@ -141,7 +169,19 @@ def blended(llm: LLM) -> None:
     llm.generate([order], greedy(3), blend=BlendParams(ratio=0.3, least=8, keep=False))
 
 
-SCENARIOS = {one.__name__: one for one in (generate, sessions, executor, blended)}
+def restored(llm: LLM) -> None:
+    """A prompt whose state has left the pool, and comes back layer by layer while its step runs."""
+    engine, tokens = engine_of(llm), random_tokens(70)
+    stored = engine.stored
+    stored.store = Store([MemoryTier(1 << 30)])
+    stored.least, stored.is_worth, stored.keys.layout.chunk = 1, lambda *_: True, 8
+    llm.generate(tokens, greedy(3))
+    while engine.runner.room.make():
+        pass
+    llm.generate(tokens, greedy(3))
+
+
+SCENARIOS = {one.__name__: one for one in (generate, sessions, executor, blended, restored)}
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -166,6 +206,8 @@ def test_steps_run_in_another_process(
     state = engine_of(llm).runner.state
     assert second.ask("lengths") == {seq: state.sequence_length(seq) for seq in state.sequences.ids}
     assert any(len(step.chunks) > 1 for step in steps) or scenario == "sessions"
+    if scenario == "restored":
+        assert any(step.awaited for step in steps)
     if scenario == "blended":
         assert any(step.blend is not None for step in steps)
     if scenario == "executor":
