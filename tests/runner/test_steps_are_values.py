@@ -5,6 +5,7 @@ computes the same there, to the bit, and leaves the same sequences.
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,12 @@ from tests.engine.conftest import (  # noqa: F401
     random_tokens,
 )
 from tests.executor.conftest import prompt, token
-from tests.runner.second_process import SecondProcess, Write, found_by
+from tests.runner.second_process import SECONDS, SecondProcess, Write, found_by
 from torch import Tensor
 
 from quire import LLM, BlendParams, SamplingParams, Segment, Unsupported
 from quire.base.errors import QuireError
-from quire.base.types import Step
+from quire.base.types import Fork, Import, Step
 from quire.contracts.executor import PrefillInput
 from quire.contracts.kv_state import RowPieces
 from quire.runner.local import StepOutput
@@ -71,16 +72,22 @@ def follow(llm: LLM, second: SecondProcess) -> list[Step]:
     state: Any = runner.state
     execute, import_rows, import_group = runner.execute, state.import_rows, state.import_page_group
 
+    awaited = threading.Event()
+
     def rows(seq: int, layer: int, start: int, given: Any) -> None:
+        awaited.wait(SECONDS)
         writes.append((seq, layer, start, whole(given)))
         import_rows(seq, layer, start, given)
 
     def group(seq: int, layer: int, given: Mapping[str, Tensor]) -> None:
+        awaited.wait(SECONDS)
         writes.append((seq, layer, None, dict(given)))
         import_group(seq, layer, given)
 
     def both(step: Step) -> StepOutput:
         copy, kept = pickle.dumps(step), set(runner.logits)
+        if step.awaited:
+            awaited.set()
         try:
             output, error = execute(step), None
         except QuireError as raised:
@@ -157,7 +164,7 @@ def executor(llm: LLM) -> None:
     given = PrefillInput(input_ids=torch.tensor(ids[:1]), output_hidden_states=True)
     cache = ex.prefill(given).kv_cache
     output = ex.speculative_decode(token(cache, 7), random_tokens(4), 0.5)
-    ex.decode(token(ex.truncate_kv(output.kv_cache, 29), 8))
+    ex.decode(token(ex.truncate_kv(output.kv_cache, 31), 8))
 
 
 def blended(llm: LLM) -> None:
@@ -184,6 +191,16 @@ def restored(llm: LLM) -> None:
 SCENARIOS = {one.__name__: one for one in (generate, sessions, executor, blended, restored)}
 
 
+HELD: dict[str, list[Callable[[Step], object]]] = {
+    "generate": [lambda step: len(step.chunks) > 1, lambda step: step.inputs.drawn is not None],
+    "sessions": [lambda step: any(isinstance(edit, Fork) for edit in step.edits)],
+    "executor": [lambda step: step.inputs.places, lambda step: step.inputs.hidden_states],
+    "blended": [lambda step: step.blend],
+    "restored": [lambda step: step.awaited, lambda step: any(isinstance(edit, Import) for edit in step.edits)],
+}
+"""What some step of a scenario has."""
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_run_in_another_process(
@@ -205,13 +222,4 @@ def test_steps_run_in_another_process(
         return
     state = engine_of(llm).runner.state
     assert second.ask("lengths") == {seq: state.sequence_length(seq) for seq in state.sequences.ids}
-    assert any(len(step.chunks) > 1 for step in steps) or scenario == "sessions"
-    if scenario == "restored":
-        assert any(step.awaited for step in steps)
-    if scenario == "blended":
-        assert any(step.blend is not None for step in steps)
-    if scenario == "executor":
-        assert any(step.inputs.places for step in steps)
-        assert any(step.inputs.hidden_states for step in steps)
-    if scenario == "generate":
-        assert any(step.inputs.drawn is not None for step in steps)
+    assert all(any(map(held, steps)) for held in HELD[scenario])
