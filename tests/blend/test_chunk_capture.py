@@ -160,7 +160,7 @@ def test_keys_of_an_engine() -> None:
     runner: Any = SimpleNamespace(state=state, model=SimpleNamespace(dtype="float32"))
 
     def keys(store: Store | None, salt: Any = ("", None), adapter: str | None = None, lead: Any = (1,)) -> ChunkKeys:
-        return StoredState(runner, store, Weights()).chunk_keys(salt, adapter, lead)
+        return StoredState(runner, store, Weights()).keys.chunk_keys(salt, adapter, lead)
 
     durable = Store([SlowShelf()])
     one = keys(durable)

@@ -490,7 +490,7 @@ def test_hybrids_are_cut_at_kept_states(make_llm: MakeLLM, hybrid: Checkpoint, t
     positions = [*state.checkpoints(session._state.seq), session._state.computed]
     assert {20, 32} <= set(positions)
     squeeze(llm)
-    rows = bool(stored_of(llm).layout.row_layers)
+    rows = bool(stored_of(llm).keys.layout.row_layers)
 
     def comes(position: int) -> bool:
         return not rows or -(-position // CHUNK) * CHUNK <= to or position == positions[-1]
