@@ -23,12 +23,19 @@ Write: TypeAlias = tuple[int, int, int | None, dict[str, Tensor]]
 
 
 def found_by(runner: Runner, step: Step, output: StepOutput) -> list[Tensor]:
-    """Everything that a step has computed."""
+    """Everything that a step has computed, and the sequences behind it."""
     found = [output.logits_RV, torch.tensor(output.starts)]
     found += [one for layers in (*output.hidden_states, *output.attention_weights) for one in layers]
     found += [one for layer in sorted(output.observed) for one in output.observed[layer]]
     found += [torch.from_numpy(mask) for mask in output.left_out if mask is not None]
-    return found + [runner.logits[place.tensor] for place in step.inputs.places]
+    found += [runner.logits[place.tensor] for place in step.inputs.places]
+    return [*found, *map(torch.tensor, sequences_of(runner))]
+
+
+def sequences_of(runner: Runner) -> list[list[int]]:
+    """Each sequence, its length, and the positions of its kept recurrent states."""
+    state: Any = runner.state
+    return [[seq, state.sequence_length(seq), *state.checkpoints(seq)] for seq in state.sequences.ids]
 
 
 class GivenRows:
@@ -106,11 +113,11 @@ class Copies:
             runner.row_sources.sources.clear()
             runner.transfers.clear()
 
-    def lengths(self) -> dict[int, int]:
-        """Return the length of each sequence."""
-        state = self.llm.engine.runner.state
-        state.check()
-        return {seq: state.sequence_length(seq) for seq in state.sequences.ids}
+    def sequences(self) -> list[list[int]]:
+        """Check the state, and return its sequences."""
+        runner = self.llm.engine.runner
+        runner.state.check()
+        return sequences_of(runner)
 
 
 def serve(connection: Connection) -> None:

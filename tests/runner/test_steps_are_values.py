@@ -24,7 +24,7 @@ from tests.engine.conftest import (  # noqa: F401
     random_tokens,
 )
 from tests.executor.conftest import prompt, token
-from tests.runner.second_process import SECONDS, SecondProcess, Write, found_by
+from tests.runner.second_process import SECONDS, SecondProcess, Write, found_by, sequences_of
 from torch import Tensor
 
 from quire import LLM, BlendParams, SamplingParams, Segment, Unsupported
@@ -153,13 +153,14 @@ def sessions(llm: LLM) -> None:
 
 
 def executor(llm: LLM) -> None:
-    """Ragged prompts at once and in pieces, a decode, drafts, a rewind."""
+    """Ragged prompts at once and in pieces, a decode, more tokens, drafts, a rewind."""
     ex, ids = llm.executor, [random_tokens(31, seed=row) for row in range(3)]
     mask = torch.tensor([[0] * row + [1] * (31 - row) for row in range(3)])
     for size in (2048, 17):
         ex.prefill_chunk_size = size
         cache = ex.prefill(prompt(*ids, attention_mask=mask)).kv_cache
         cache = ex.decode(token(cache, 3, 4, 5)).kv_cache
+        cache = ex.prefill(prompt(*ids, kv_cache=cache)).kv_cache
         cache.cache.release()
     given = PrefillInput(input_ids=torch.tensor(ids[:1]), output_hidden_states=True)
     cache = ex.prefill(given).kv_cache
@@ -220,6 +221,5 @@ def test_steps_run_in_another_process(
     except Unsupported:
         assert (family, scenario) == ("hybrid", "blended")
         return
-    state = engine_of(llm).runner.state
-    assert second.ask("lengths") == {seq: state.sequence_length(seq) for seq in state.sequences.ids}
+    assert second.ask("sequences") == sequences_of(engine_of(llm).runner)
     assert all(any(map(held, steps)) for held in HELD[scenario])
