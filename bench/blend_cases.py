@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from recipes.chunk_recall.task import ASK, BOS, MAX_HOPS, Kind, Question, make_prompt, make_question, prompt_of
 
 from plain_llama import PlainLlama, PlainRun
+from quire.base.blend_inputs import BlendedRows
 from quire.blend.scores import Score, StatedScore, score_of
-from quire.blend.selection import BlendedRows, BlendPolicy
+from quire.blend.selection import BlendPolicy
 
 CONTINUED = 64
 """Number of compared greedy tokens."""

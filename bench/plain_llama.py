@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from quire.base.blend_inputs import BlendedRows
 from quire.blend.scores import Score, ScoreInputs
-from quire.blend.selection import BlendedRows, BlendPolicy, Selection
+from quire.blend.selection import BlendPolicy, Selection
 from quire.contracts.attention import Scoring
 from quire.ops.attention import weight_sums
 

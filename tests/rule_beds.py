@@ -22,9 +22,8 @@ from torch import Tensor
 
 from quire import LLM
 from quire.base.errors import Unsupported
-from quire.base.types import Add, Chunk, Remove, Step, TokenTree
+from quire.base.types import Add, Chunk, Inputs, Remove, Step, TokenTree
 from quire.kv.rule_table import Combination
-from quire.runner.local import Extras
 from quire.text.token_bytes import TokenBytes
 from small_tokenizers import saved
 
@@ -96,9 +95,9 @@ class Bed:
         assert session.tokens == list(tokens)
         assert self.checkpoint.continues(tokens, session.generate(greedy(4)).outputs[0].token_ids)
 
-    def run(self, seq: int, tokens: Sequence[int], tree: TokenTree | None = None, **extras: Any) -> Any:
+    def run(self, seq: int, tokens: Sequence[int], tree: TokenTree | None = None, **inputs: Any) -> Any:
         chunk = Chunk(seq, list(tokens), tree=tree, logits="all")
-        return self.runner.execute(Step(chunks=(chunk,)), Extras(**extras))
+        return self.runner.execute(Step(chunks=(chunk,), inputs=Inputs(**inputs)))
 
     def new(self) -> int:
         seq: int = self.runner.new_seq()

@@ -15,9 +15,9 @@ def slow_steps(llm: AsyncLLM, seconds: float = 0.01) -> None:
     if execute.__name__ == "slow":
         return
 
-    def slow(step: Any, *extras: Any) -> Any:
+    def slow(step: Any) -> Any:
         if step.chunks:
             time.sleep(seconds)
-        return execute(step, *extras)
+        return execute(step)
 
     llm.engine.runner.execute = slow  # type: ignore[method-assign]

@@ -26,7 +26,6 @@ from quire.base.types import Add, Chunk, Step
 from quire.kernels.draw.triton_draw import TritonDraw
 from quire.kernels.linear.float8 import STACK_CAPABILITY
 from quire.runner.graph import GraphRunner, usual_sizes
-from quire.runner.local import Extras
 from quire.runner.memory_profile import run_greatest_step
 
 pytestmark = [
@@ -324,6 +323,16 @@ def test_the_pool_leaves_room_for_the_greatest_step() -> None:
         assert total - free <= share * total + (256 << 20)
 
 
+class Arriving:
+    """A transfer whose layers are written by a thread."""
+
+    def __init__(self, arrived: dict[int, threading.Event]) -> None:
+        self.arrived = arrived
+
+    def wait(self, layer: int) -> None:
+        self.arrived[layer].wait()
+
+
 def test_state_that_comes_back_is_what_was_given_up(cpu: LLM, gpu: LLM) -> None:
     """Rows leave the device and come back in many pieces, while another sequence decodes."""
     runner = gpu.engine.runner
@@ -352,10 +361,9 @@ def test_state_that_comes_back_is_what_was_given_up(cpu: LLM, gpu: LLM) -> None:
     arrived = {layer: threading.Event() for layer in rows}
     thread = threading.Thread(target=load)
     thread.start()
-    found = runner.execute(
-        Step(chunks=(Chunk(seq, [7]), Chunk(other, [7]))),
-        Extras(await_layer=lambda layer: arrived[layer].wait() and None),
-    ).logits_RV[0]
+    runner.transfers[seq] = Arriving(arrived)
+    found = runner.execute(Step(chunks=(Chunk(seq, [7]), Chunk(other, [7])), awaited=(seq,))).logits_RV[0]
+    del runner.transfers[seq]
     thread.join()
     state.finish_import(seq)
     again = state.open_export(seq)

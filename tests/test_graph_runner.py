@@ -22,7 +22,7 @@ from tests.triton_machine import INTERPRETED, needs_triton
 from quire import SamplingParams, build
 from quire.base.config import EngineConfig
 from quire.base.errors import InvalidArgument, QuireError, ResourceExhausted, Unsupported
-from quire.base.types import Add, Chunk, Commit, Edit, Fork, Pop, Remove, SetWindow, Step, TokenTree
+from quire.base.types import Add, Chunk, Commit, Edit, Fork, Inputs, Pop, Remove, SetWindow, Step, TokenTree
 from quire.contracts.layers import Recurrent
 from quire.engine.assembly import make_engine
 from quire.engine.step_draft import Limits
@@ -38,7 +38,7 @@ from quire.models.loading import load_model
 from quire.nn.packed import LayerKernels
 from quire.runner import graph
 from quire.runner.graph import GraphRunner
-from quire.runner.local import Extras, LocalRunner
+from quire.runner.local import LocalRunner
 
 pytestmark = [needs_triton, pytest.mark.skipif(not INTERPRETED, reason="captured work is real on a GPU")]
 LONGEST, PAGE, VOCAB = 100, 4, 97
@@ -88,14 +88,13 @@ class Pair:
         self.plain.new_seq()
         return self.runner.new_seq()
 
-    def run(self, *chunks: Chunk, edits: Sequence[Edit] = (), **extras: Any) -> bool:
+    def run(self, *chunks: Chunk, edits: Sequence[Edit] = (), **inputs: Any) -> bool:
         """Run a step on both, and compare. Return whether it was captured.
 
         Without padding all sums are the same. With it, products may add up in another order: the
         errors of a layer's sums grow like the root of their length, and those of layers add up."""
-        given = [Extras(**extras)] if extras else []
-        step = Step(edits=tuple(edits), chunks=chunks)
-        found, expected = self.runner.execute(step, *given), self.plain.execute(step, *given)
+        step = Step(edits=tuple(edits), chunks=chunks, inputs=Inputs(**inputs))
+        found, expected = self.runner.execute(step), self.plain.execute(step)
         assert found.starts == expected.starts
         size = math.sqrt(self.model.config["intermediate_size"]) * 2 * len(self.model.layer_specs)
         if expected.logits_RV.numel():
@@ -397,5 +396,5 @@ def test_tokens_of_the_device_are_one_for_each(tmp_path: Path) -> None:
         given = torch.tensor([(step + 3 * row) % VOCAB for row in range(9)])
         assert pair.run(*(Chunk(seq, [0]) for seq in seqs), drawn=given)
     with pytest.raises(InvalidArgument, match="drawn tokens must be int64"):
-        pair.runner.execute(Step(chunks=tuple(Chunk(seq, [0]) for seq in seqs)), Extras(drawn=given[:8]))
+        pair.runner.execute(Step(chunks=tuple(Chunk(seq, [0]) for seq in seqs), inputs=Inputs(drawn=given[:8])))
     assert pair.runner.state.sequence_length(seqs[0]) == 6

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kernels.recurrence.chunked import ChunkedRecurrence
 from quire.kv.exports import SequenceExport
 from quire.kv.state import State
-from quire.runner.local import Extras, LocalRunner
+from quire.runner.local import LocalRunner
 
 H, D, R, DR, W, VOCAB = 2, 8, 12, 4, 3, 31
 E = H * D
@@ -196,7 +196,8 @@ def test_a_step_runs_behind_its_loader(model: str, shared: int, whole: bool) -> 
     for seed in range(3):
         loader = Loader(runner, 9, export, shared, seed)
         loader.thread.start()
-        found = runner.execute(Step(chunks=step), Extras(await_layer=loader.wait))
+        runner.transfers[9] = loader
+        found = runner.execute(Step(chunks=step, awaited=(9,)))
         loader.finish()
         assert torch.equal(found.logits_RV, wanted.logits_RV)
         assert sorted(set(loader.waited)) == loader.waited
@@ -212,6 +213,25 @@ class Broken(Exception):
     """A store that is gone."""
 
 
+class Writing:
+    """A transfer that writes each layer when it is waited for."""
+
+    def __init__(self, loader: Loader, fails_at: int | None = None) -> None:
+        self.loader, self.fails_at = loader, fails_at
+
+    def wait(self, layer: int) -> None:
+        if layer == self.fails_at:
+            raise Broken
+        self.loader.write(layer)
+
+
+class Late:
+    """A transfer that returns before a layer is there."""
+
+    def wait(self, layer: int) -> None:
+        pass
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_loader_that_fails_leaves_the_state_as_before_the_step(model: str) -> None:
     """At whichever layer; afterwards the sequence goes on loading, or goes away."""
@@ -220,38 +240,47 @@ def test_a_loader_that_fails_leaves_the_state_as_before_the_step(model: str) -> 
     wanted = runner.execute(Step(edits=(Fork(1, 9, -1),), chunks=(Chunk(9, TAIL),)))
     runner.execute(Step(edits=(Remove(9),)))
 
-    def fail(loader: Loader, at: int, layer: int) -> None:
-        if layer == at:
-            raise Broken
-        loader.write(layer)
-
     for at in range(len(MODELS[model])):
         loader = Loader(runner, 9, export, 8, at)
+        runner.transfers[9] = Writing(loader, fails_at=at)
         with pytest.raises(Broken):
-            runner.execute(Step(chunks=(Chunk(9, TAIL),)), Extras(await_layer=partial(fail, loader, at)))
+            runner.execute(Step(chunks=(Chunk(9, TAIL),), awaited=(9,)))
         assert not state.forward_is_open
         assert state.sequence_length(9) == len(PROMPT)
         assert at in state.pending_layers(9)
         state.check()
         with pytest.raises(FailedPrecondition, match=f"layer {at} of sequence 9"):
             runner.execute(Step(chunks=(Chunk(9, TAIL),)))
-        never: Callable[[int], None] = lambda layer: None  # noqa: E731
+        runner.transfers[9] = Late()
         with pytest.raises(FailedPrecondition, match=f"layer {at} of sequence 9"):
-            runner.execute(Step(chunks=(Chunk(9, TAIL),)), Extras(await_layer=never))
+            runner.execute(Step(chunks=(Chunk(9, TAIL),), awaited=(9,)))
         if at % 2:
             runner.execute(Step(edits=(Remove(9),)))
             continue
-        found = runner.execute(Step(chunks=(Chunk(9, TAIL),)), Extras(await_layer=loader.write))
+        runner.transfers[9] = Writing(loader)
+        found = runner.execute(Step(chunks=(Chunk(9, TAIL),), awaited=(9,)))
         assert torch.equal(found.logits_RV, wanted.logits_RV)
         state.finish_import(9)
         runner.execute(Step(edits=(Remove(9),)))
     state.check()
 
 
-def test_nobody_is_called_for_what_is_there() -> None:
-    runner, _ = prompted(MODELS["hybrid"])
+class Unwanted:
+    """A transfer that must not be waited for."""
 
-    def wait(layer: int) -> None:
+    def wait(self, layer: int) -> None:
         raise AssertionError(layer)
 
-    runner.execute(Step(chunks=(Chunk(0, TAIL), Chunk(1, [1]))), Extras(await_layer=wait))
+
+def test_a_transfer_is_not_waited_for_once_its_layers_are_there() -> None:
+    runner, _ = prompted(MODELS["hybrid"])
+    runner.transfers[0] = Unwanted()
+    runner.execute(Step(chunks=(Chunk(0, TAIL), Chunk(1, [1])), awaited=(0,)))
+
+
+def test_a_step_that_awaits_an_unknown_transfer_changes_nothing() -> None:
+    runner, _ = prompted(MODELS["hybrid"])
+    with pytest.raises(FailedPrecondition, match="sequence 0 is awaited, and no transfer brings it"):
+        runner.execute(Step(edits=(Fork(1, 9, -1),), chunks=(Chunk(0, TAIL),), awaited=(0,)))
+    assert runner.state.sequences.ids == [0, 1]
+    assert runner.state.sequence_length(0) == len(PROMPT)

@@ -7,17 +7,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from quire.base.errors import InvalidArgument, QuireError, Unsupported
-from quire.base.types import Add, Chunk, Commit, Fork, Pop, SetWindow, Step, TokenTree
+from quire.base.blend_inputs import BlendedChunk, BlendedRows, BlendInputs
+from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
+from quire.base.types import Add, Chunk, Commit, Fork, Inputs, LogitsPlace, Pop, SetWindow, Step, TokenTree
+from quire.blend.rows_task import RowsPiece
 from quire.contracts.layers import FullAttention, LayerSpec
 from quire.contracts.model import Block, Pass
 from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.state import State
-from quire.runner.local import Extras, LocalRunner
+from quire.runner.local import LocalRunner
 
 HEADS, DIM, VOCAB = 2, 4, 11
 SPEC = FullAttention(num_heads=HEADS, num_kv_heads=HEADS, head_dim=DIM, value_dim=DIM)
@@ -98,8 +101,8 @@ def test_kv_in_another_type(dtype: torch.dtype, chunks: Sequence[int]) -> None:
     assert float((found.double() - exact_HTD.transpose(0, 1)).abs().max()) <= eps * float(x_THD.double().abs().max())
 
 
-def run(runner: LocalRunner, *chunks: Chunk, **extras: Any) -> Any:
-    return runner.execute(Step(chunks=chunks), Extras(**extras))
+def run(runner: LocalRunner, *chunks: Chunk, **inputs: Any) -> Any:
+    return runner.execute(Step(chunks=chunks, inputs=Inputs(**inputs)))
 
 
 def added(*seqs: int) -> LocalRunner:
@@ -186,3 +189,62 @@ def test_a_window_is_an_edit() -> None:
     runner.execute(Step(edits=(Add(1), SetWindow(1, 4), SetWindow(1, None))))
     run(runner, Chunk(1, [1, 2, 3, 4, 5, 6]))
     assert runner.state.cached_length(1) == 6
+
+
+def test_logits_are_written_to_named_tensors() -> None:
+    """Of two chunks to one tensor, with a row between them, in two steps; a third one is apart."""
+    plain = run(added(0, 1), Chunk(0, [1, 2, 3], logits="all"), Chunk(1, [4, 5]))
+    runner = added(0, 1)
+    first = (LogitsPlace(0, 5), LogitsPlace(1, 1))
+    output = run(runner, Chunk(0, [1, 2], logits="all"), Chunk(1, [4, 5]), places=first)
+    assert output.logits_RV.shape[0] == output.starts[-1] == 0
+    run(runner, Chunk(0, [3], logits="all"), places=(LogitsPlace(0, 5, 3),))
+    bound = 32 * torch.finfo(torch.float32).eps * float(plain.logits_RV.abs().max())
+    assert float((runner.logits[0][[0, 1, 3]] - plain.rows(0)).abs().max()) <= bound
+    assert float((runner.logits[1] - plain.rows(1)).abs().max()) <= bound
+    assert not runner.logits[0][[2, 4]].any()
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        (LogitsPlace(0, 3),),
+        (LogitsPlace(0, 3), LogitsPlace(0, 3, 3)),
+        (LogitsPlace(0, 2), LogitsPlace(1, 1)),
+        (LogitsPlace(0, 4), LogitsPlace(0, 5, 3)),
+        (LogitsPlace(7, 4), LogitsPlace(0, 1)),
+        (LogitsPlace(0, 4), LogitsPlace(1, 1, -1)),
+    ],
+)
+def test_places_that_do_not_fit_are_refused(places: tuple[LogitsPlace, ...]) -> None:
+    runner = added(0, 1)
+    runner.logits[7] = torch.zeros(3, VOCAB)
+    with pytest.raises(InvalidArgument, match="places"):
+        run(runner, Chunk(0, [1, 2, 3], logits="all"), Chunk(1, [4]), places=places)
+    assert runner.state.sequence_length(0) == 0
+    assert list(runner.logits) == [7]
+
+
+def test_a_blending_that_does_not_fit_changes_nothing() -> None:
+    """Of another number of chunks, by rows that nothing has, by an executor that is not there, and
+    with logits of all rows."""
+    runner, nothing = added(0), np.zeros(3, dtype=np.bool_)
+    known = BlendedChunk(runner.row_sources.add(NoRows()), 0, nothing, BlendedRows(), "v")
+    unknown = BlendedChunk(5, 0, nothing, BlendedRows(), "v")
+    chunk = Chunk(0, [1, 2, 3])
+    for kind, chunks, layer, one in (
+        (InvalidArgument, (known, known), 0, chunk),
+        (FailedPrecondition, (unknown,), 0, chunk),
+        (FailedPrecondition, (known,), None, chunk),
+        (Unsupported, (known,), 0, Chunk(0, [1, 2, 3], logits="all")),
+    ):
+        with pytest.raises(kind):
+            runner.execute(Step(edits=(Add(1),), chunks=(one,), blend=BlendInputs(chunks, layer)))
+        assert runner.state.sequences.ids == [0]
+
+
+class NoRows:
+    """A source without any rows."""
+
+    def pieces(self, layer_id: int) -> list[RowsPiece]:
+        return []

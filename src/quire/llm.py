@@ -139,7 +139,8 @@ class LLM:
         end_with_process(self.close)
         self._views: StateViews | None = None
         try:
-            parts.engine.blending.retriever, parts.engine.blending.executor = blend_retriever, blend_executor
+            parts.engine.blending.retriever = blend_retriever
+            parts.engine.runner.row_sources.executor = blend_executor
             if not parts.engine.blending.refusal and blend_calibration.is_kept(parts.engine):
                 parts.engine.blending.calibration = blend_calibration.kept_calibration(parts.engine)
             for name, path in (config.adapters or {}).items():

@@ -23,7 +23,7 @@ from quire.engine.checkpoints import Checkpoints
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
 from quire.llm import LLM
-from quire.runner.local import NO_EXTRAS, Extras, Runner, StepOutput
+from quire.runner.local import Runner, StepOutput
 from quire_bench.reports import Spread, random_prompts
 from quire_bench.state import LEAST_TOKENS, Row, Timer, held_sequence, possible, state_rows
 
@@ -76,7 +76,8 @@ class CountingRunner:
     def __init__(self, inner: Runner) -> None:
         self.inner = inner
         self.model, self.state, self.room = inner.model, inner.state, inner.room
-        self.adapters = inner.adapters
+        self.adapters, self.transfers = inner.adapters, inner.transfers
+        self.row_sources, self.logits = inner.row_sources, inner.logits
         self.tokens = 0
 
     @property
@@ -88,10 +89,10 @@ class CountingRunner:
         """Return a new id; see ``Runner``."""
         return self.inner.new_seq()
 
-    def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
+    def execute(self, step: Step) -> StepOutput:
         """Execute and count; see ``Runner``."""
         self.tokens += sum(len(chunk.tokens) for chunk in step.chunks)
-        return self.inner.execute(step, extras)
+        return self.inner.execute(step)
 
 
 class Subject:

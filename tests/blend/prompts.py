@@ -10,8 +10,9 @@ import torch
 from hypothesis import strategies as st
 from tests.blend.small_model import KINDS, LAYERS, VOCABULARY, Prompt, SmallModel, small_model
 
+from quire.base.blend_inputs import BlendedRows
 from quire.blend.executor import TensorBlender
-from quire.blend.selection import BlendedRows, BlendPolicy
+from quire.blend.selection import BlendPolicy
 
 RATIOS = (0.0, 1e-12, 0.15, 1.0)
 kinds = st.sampled_from(sorted(KINDS))

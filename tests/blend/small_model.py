@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.blend_inputs import BlendedRows
 from quire.blend.executor import TensorBlender
 from quire.blend.scores import SCORES, ScoreInputs
-from quire.blend.selection import BlendedRows
 from quire.contracts.blend import BlendOutput
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, RopeSpec, WindowedAttention
 from quire.ops.rope import RotaryTable, rotate, rotate_last

@@ -32,7 +32,7 @@ from tests.blend.small_model import (
     small_model,
 )
 
-from quire.blend.selection import BlendedRows
+from quire.base.blend_inputs import BlendedRows
 from quire.contracts.blend import BlendOutput
 
 EXACT = 1e-10

@@ -17,8 +17,9 @@ from tests.blend.prompts import blender, random_batch, seeds
 from tests.blend.small_model import SmallModel, heads, rope, run
 from torch import Tensor
 
+from quire.base.blend_inputs import BlendedRows
 from quire.blend.executor import TensorBlender
-from quire.blend.selection import BlendedRows, BlendPolicy
+from quire.blend.selection import BlendPolicy
 from quire.contracts.blend import BlendOutput
 
 LIMIT = 30.0

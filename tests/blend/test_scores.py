@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quire.base.blend_inputs import BlendedRows
 from quire.base.errors import InvalidArgument
 from quire.blend.scores import SCORES, ScoreInputs, StatedScore, score_of
-from quire.blend.selection import BlendedRows, BlendPolicy, Selection
+from quire.blend.selection import BlendPolicy, Selection
 
 BOUND = 64 * torch.finfo(torch.float32).eps
 """Relative; sums of fewer than 64 terms of one sign."""

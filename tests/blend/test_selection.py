@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from quire.base.blend_inputs import BlendedRows
 from quire.base.errors import FailedPrecondition, InvalidArgument
-from quire.blend.selection import BlendedRows, BlendPolicy, Selection
+from quire.blend.selection import BlendPolicy, Selection
 
 scores = st.floats(width=32) | st.sampled_from([0.0, 1.0, 2.0])
 

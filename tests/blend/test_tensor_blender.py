@@ -14,10 +14,11 @@ from tests.blend.prompts import blender, random_batch, seeds
 from tests.blend.small_model import LATENT, YARN, heads, rope, run
 from torch import Tensor
 
+from quire.base.blend_inputs import BlendedRows
 from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.blend.executor import TensorBlender
 from quire.blend.scores import SCORES, ScoreInputs
-from quire.blend.selection import BlendedRows, BlendPolicy
+from quire.blend.selection import BlendPolicy
 from quire.contracts.blend import BlendExecutor, BlendOutput
 from quire.contracts.layers import CrossAttention, Recurrent, StateTensor
 

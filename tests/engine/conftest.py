@@ -294,9 +294,9 @@ def record(llm: LLM) -> Recorder:
     recorder, runner = Recorder(), engine_of(llm).runner
     execute = runner.execute
 
-    def recording(step: Step, *extras: Any) -> Any:
+    def recording(step: Step) -> Any:
         recorder.steps.append(step)
-        return execute(step, *extras)
+        return execute(step)
 
     runner.execute = recording  # type: ignore[method-assign]
     return recorder

@@ -28,7 +28,6 @@ from quire.blend.calibration import RATIOS, TEXT_TOKENS, BlendCalibration, devia
 from quire.blend.chunk_catalog import ChunkCatalog
 from quire.contracts.store import ObjectKind
 from quire.engine.segmented_prompts import Pieces
-from quire.runner.local import NO_EXTRAS, Extras
 from quire.sessions import blend_calibration
 from quire.sessions.blend_calibration import ProbeRuns, probe_length, probes_of
 
@@ -214,9 +213,15 @@ def test_the_text_of_a_probe_is_the_greedy_one(make_llm: MakeLLM, llama: Checkpo
 def test_the_check_layer_is_that_of_the_calibration(
     calibrated: LLM, found: BlendCalibration, questions: list[Question], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blending, layers = engine_of(calibrated).blending, []
-    forward_of = blending.forward_of
-    monkeypatch.setattr(blending, "forward_of", lambda *given: layers.append(given[2]) or forward_of(*given))
+    engine, layers = engine_of(calibrated), []
+    blending, execute = engine.blending, engine.runner.execute
+
+    def noted(step: Step) -> Any:
+        if step.blend is not None:
+            layers.append(step.blend.check_layer)
+        return execute(step)
+
+    monkeypatch.setattr(engine.runner, "execute", noted)
     calibrated.warm([Segment(chunk) for chunk in questions[0].chunks])
     for layer in (1, 3):
         calibrated.reset_prefix_cache()
@@ -388,10 +393,10 @@ def test_a_forward_that_fails(make_llm: MakeLLM, llama: Checkpoint, monkeypatch:
     engine = engine_of(llm)
     execute = engine.runner.execute
 
-    def failing(step: Step, extras: Extras = NO_EXTRAS) -> Any:
-        if extras.rows is not None:
+    def failing(step: Step) -> Any:
+        if step.blend is not None:
             raise QuireError("the device is gone")
-        return execute(step, extras)
+        return execute(step)
 
     monkeypatch.setattr(engine.runner, "execute", failing)
     with pytest.raises(QuireError, match="the device is gone"):

@@ -5,8 +5,9 @@ That the fixed point holds with such a selection too is in ``test_blending``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor
 
 from quire import LLM, BlendCalibration, QualityLimits
+from quire.base.blend_inputs import BlendInputs
 from quire.base.segments import AUTO, DEFAULT_RATIO, Segment
 from quire.blend import forward as forward_module
 from quire.blend.calibration import BlendQuality
-from quire.blend.forward import BlendedForward
 from quire.blend.scores import StatedScore, score_of
 from quire.engine import blending as blending_module
 from quire.engine.blending import ASKING, LEAD_TEXT, UNCALIBRATED, Blending, lead_text_of, start_of
@@ -49,14 +50,16 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str | None], list[
     found: list[tuple[list[str | None], list[int], list[Tensor]]] = []
     right = Blending.ran
 
-    def ran(self: Blending, scheduled: Scheduled, forward: BlendedForward) -> None:
+    def ran(self: Blending, scheduled: Scheduled, blend: BlendInputs, masks: Sequence[Any]) -> None:
         work, state = scheduled.requests[0].branch, self._runner.state
         assert work.seq is not None
         export, end = state.open_export(work.seq), work.computed + len(scheduled.step.chunks[0].tokens)
         rows = [part.clone() for layer in self.layout.layers for part in export.rows(layer, 0, end).values()]
-        names = [None if one is None else one.score for one in forward.chunks]
-        found.append((names, forward.alive.tolist(), rows))
-        right(self, scheduled, forward)
+        names = [None if one is None else one.score for one in blend.chunks]
+        sizes = [len(chunk.tokens) for chunk in scheduled.step.chunks]
+        left = [np.zeros(size, bool) if mask is None else mask for size, mask in zip(sizes, masks, strict=True)]
+        found.append((names, np.flatnonzero(~np.concatenate(left)).tolist(), rows))
+        right(self, scheduled, blend, masks)
 
     monkeypatch.setattr(Blending, "ran", ran)
     return found

@@ -159,12 +159,12 @@ def test_failed_and_cancelled_edits(make_llm: MakeLLM, llama: Checkpoint, monkey
     calls: list[Any] = []
 
     def at_second(act: Any) -> Any:
-        def run(step: Any, *extras: Any) -> Any:
+        def run(step: Any) -> Any:
             if step.chunks:
                 calls.append(step)
                 if len(calls) == 2:
                     act()
-            return execute(step, *extras)
+            return execute(step)
 
         calls.clear()
         return run
@@ -243,8 +243,8 @@ def test_a_pinned_session_is_pinned_while_it_is_edited(
     session.pin()
     execute = engine.runner.execute
 
-    def watched(step: Any, *extras: Any) -> Any:
-        found = execute(step, *extras)
+    def watched(step: Any) -> Any:
+        found = execute(step)
         if step.chunks:
             uses.append(engine.page_use())
         return found

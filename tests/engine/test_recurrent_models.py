@@ -13,9 +13,8 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.base.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
-from quire.base.types import Add, Chunk, Fork, Pop, Remove, Step
+from quire.base.types import Add, Chunk, Fork, Inputs, Pop, Remove, Step
 from quire.kv.recurrent import bytes_per_state
-from quire.runner.local import Extras
 
 from .conftest import Checkpoint, MakeLLM, attention_layer, engine_of, greedy, random_tokens
 
@@ -121,7 +120,7 @@ def test_a_mask_is_refused_before_anything_runs(make_llm: MakeLLM, hybrid: Check
     seq = runner.new_seq()
     runner.execute(Step(edits=(Add(seq),)))
     with pytest.raises(Unsupported, match="recurrent layers see the tokens"):
-        runner.execute(Step(chunks=(Chunk(seq, [1, 2]),)), Extras(mask=torch.ones(4, dtype=torch.bool)))
+        runner.execute(Step(chunks=(Chunk(seq, [1, 2]),), inputs=Inputs(mask=torch.ones(4, dtype=torch.bool))))
     assert runner.state.sequence_length(seq) == 0
     runner.execute(Step(edits=(Remove(seq),)))
 

@@ -10,6 +10,7 @@ import itertools
 import logging
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,8 @@ from torch import Tensor
 from quire import LLM, SamplingParams
 from quire.base.errors import InvalidArgument, QuireError
 from quire.base.sampling_params import StructuredOutputs
-from quire.base.types import Add, Chunk, Step
+from quire.base.types import Add, Chunk, Inputs, Step
 from quire.engine.decodes_ahead import PATIENCE, DecodesAhead
-from quire.runner.local import Extras
 from quire.sampling import filters
 from quire.sampling.draws import Draws
 from quire.sampling.request_sampler import RequestSampler
@@ -338,8 +338,8 @@ def test_not_finite_logits_end_one_request(
     engine = engine_of(llm)
     execute, steps = engine.runner.execute, []
 
-    def poisoned(step: Step, *extras: Extras) -> Any:
-        output = execute(step, *extras)
+    def poisoned(step: Step) -> Any:
+        output = execute(step)
         if step.chunks:
             steps.append(step)
             if len(steps) == at:
@@ -451,7 +451,7 @@ def test_a_step_ahead_that_fails_runs_again(
 
     def failing(*given: Any, **options: Any) -> Any:
         if (
-            any(isinstance(one, Extras) and one.drawn is not None for one in given)
+            any(isinstance(one, Step) and one.inputs.drawn is not None for one in given)
             or options.get("unread_R") is not None
         ):
             calls.append(given)
@@ -606,11 +606,11 @@ def test_drawn_tokens_are_checked(small: LLM) -> None:
     step = Step(chunks=(Chunk(seq, [0]),))
     for drawn in (torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)):
         with pytest.raises(InvalidArgument, match=r"drawn tokens must be int64 \[1\], got"):
-            runner.execute(step, Extras(drawn=drawn))
+            runner.execute(replace(step, inputs=Inputs(drawn=drawn)))
     with pytest.raises(QuireError, match="placeholders"):
-        runner.execute(Step(chunks=(Chunk(seq, [-1]),)), Extras(drawn=torch.zeros(1, dtype=torch.int64)))
+        runner.execute(Step(chunks=(Chunk(seq, [-1]),), inputs=Inputs(drawn=torch.zeros(1, dtype=torch.int64))))
     assert runner.state.sequence_length(seq) == 2
-    found = runner.execute(step, Extras(drawn=torch.tensor([9]))).logits_RV
+    found = runner.execute(replace(step, inputs=Inputs(drawn=torch.tensor([9])))).logits_RV
     other = runner.new_seq()
     runner.execute(Step(edits=(Add(other),), chunks=(Chunk(other, [1, 2]),)))
     assert torch.equal(found, runner.execute(Step(chunks=(Chunk(other, [9]),))).logits_RV)

@@ -35,11 +35,10 @@ from tests.executor.test_serialize import rewritten
 from torch import Tensor
 
 from quire.base.errors import DataLoss, InvalidArgument, ResourceExhausted, Unsupported
-from quire.base.types import Add, Chunk, Remove, Step
+from quire.base.types import Add, Chunk, Inputs, Remove, Step
 from quire.executor.executor import Executor
 from quire.executor.llm_executor import LlmExecutor
 from quire.kv.rule_table import POSITIONS_OF_RECURRENT, POSITIONS_OF_WINDOWS
-from quire.runner.local import Extras
 from quire.statefile.container import read_state
 
 IDS = some_ids(17, seed=4)
@@ -360,7 +359,7 @@ def test_windows_and_recurrent_layers_refuse_by_name(llama: Tiny, hybrid: Hybrid
         if ex.pool.facts.row_window is None:
             with ex.lock, pytest.raises(Unsupported, match=f"positions: {reason}"):
                 ex.pool.runner.execute(
-                    Step(edits=(Add(901),), chunks=(Chunk(901, [1, 2]),)), Extras(positions=np.array([4, 5]))
+                    Step(edits=(Add(901),), chunks=(Chunk(901, [1, 2]),), inputs=Inputs(positions=np.array([4, 5])))
                 )
             assert 901 not in ex.pool.state.sequences
     assert "position_ids" not in dict(make_executor(llama).capabilities().refusals)
@@ -386,5 +385,5 @@ def test_the_runner_checks_their_number(ex: Executor) -> None:
     runner = ex.pool.runner
     for positions in (np.array([1]), np.array([1, -1])):
         with ex.lock, pytest.raises(InvalidArgument, match="2 of 0 or more are needed"):
-            runner.execute(Step(edits=(Add(901),), chunks=(Chunk(901, [1, 2]),)), Extras(positions=positions))
+            runner.execute(Step(edits=(Add(901),), chunks=(Chunk(901, [1, 2]),), inputs=Inputs(positions=positions)))
         runner.execute(Step(edits=(Remove(901),)))

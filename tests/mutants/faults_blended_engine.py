@@ -81,8 +81,8 @@ MUTANTS = (
     Mutant(
         name="the-head-of-rows-that-did-not-run",
         file="runner/local.py",
-        old="index = np.searchsorted(extras.rows.alive, np.arange(len(tokens)) if index is None else index)",
-        new="index = np.minimum(np.arange(len(tokens)) if index is None else index, len(extras.rows.alive) - 1)",
+        old="index = np.searchsorted(blended.alive, np.arange(len(tokens)) if index is None else index)",
+        new="index = np.minimum(np.arange(len(tokens)) if index is None else index, len(blended.alive) - 1)",
         tests=("engine/test_blending.py::test_a_mixed_step",),
     ),
     Mutant(
@@ -204,7 +204,7 @@ MUTANTS = (
     Mutant(
         name="exact-chunks-are-approximate",
         file="engine/blending.py",
-        old="                left_out &= ~chunk.rows.exact\n",
+        old="                left_out = left_out & ~chunk.rows.exact\n",
         new="                pass\n",
         tests=("engine/test_blended_questions.py::test_a_chunk_where_it_was_computed_is_exact",),
     ),

@@ -76,8 +76,8 @@ MUTANTS = (
     Mutant(
         name="the-pages-of-the-pool-are-not-shared",
         file="branches/stored_state.py",
-        old="prepare_import(seq, metadata, parent=branch.seq if shared else None, shared=shared)",
-        new="prepare_import(seq, metadata)",
+        old="Import(seq, metadata, branch.seq if shared else None, shared)",
+        new="Import(seq, metadata)",
         tests=(f"{STORED}::test_rows_are_loaded_behind_shared_pages",),
     ),
     Mutant(

@@ -1,14 +1,26 @@
-"""Values that all layers exchange: decisions and batches. No torch here.
+"""Values that all layers exchange: decisions and batches. Importing this imports no torch.
 
-A ``Step`` is a complete decision: edits of sequences, then one ragged batch of chunks. The
-scheduler makes it, every rank replays it, and a log shows it. All these types are frozen.
+A ``Step`` is a complete decision: edits of sequences, then one ragged batch of chunks with its
+inputs. The scheduler makes it, every rank replays it, and a log shows it. All these types are
+frozen, and none holds anything that can be called: a step can be sent to another process.
+
+Letters: T new tokens of a step, n of one chunk; K keys of one chunk, the new ones included; M
+placeholders; E model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.blend_inputs import BlendInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SeqId: TypeAlias = int
 """Name of a sequence in a KV state: any int64, chosen by the caller."""
@@ -99,7 +111,7 @@ class Chunk:
 
     seq: SeqId
     tokens: Sequence[int]
-    """Ids; a negative id stands for an embedding that the runner is given."""
+    """Ids; a negative id stands for an embedding (``Inputs.embeddings``)."""
     tree: TokenTree | None = None
     adapter: int | None = None
     """Id of a loaded adapter for all of these tokens; None: the base model."""
@@ -165,13 +177,86 @@ class DropCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Import:
+    """Make a sequence whose layers a transfer writes, and let its tokens count at once
+    (``KVState.prepare_import``, ``publish_import``)."""
+
+    seq: SeqId
+    metadata: Mapping[str, object]
+    parent: SeqId | None = None
+    shared: int = 0
+    """First tokens that are those of ``parent``, whose pages are shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishImport:
+    """End an import whose layers are all written."""
+
+    seq: SeqId
+
+
+@dataclass(frozen=True, slots=True)
 class Remove:
     """Remove a sequence."""
 
     seq: SeqId
 
 
-Edit: TypeAlias = Add | Fork | Pop | Commit | SetWindow | KeepCheckpoint | DropCheckpoint | Remove
+Edit: TypeAlias = (
+    Add | Fork | Pop | Commit | SetWindow | KeepCheckpoint | DropCheckpoint | Import | FinishImport | Remove
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsPlace:
+    """The destination of a chunk's logits: rows of a tensor that the runner makes."""
+
+    tensor: int
+    """Name of the tensor (``Runner.logits``), chosen by the caller."""
+    size: int
+    """Number of rows of the whole tensor."""
+    start: int = 0
+    """First row of this chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inputs:
+    """Optional inputs of a forward besides token ids, and optional outputs besides logits."""
+
+    embeddings: Tensor | None = None
+    """Floating ``[M, E]``: row m stands for the m-th negative token id of the step, a placeholder.
+
+    It replaces the result of ``Model.embed``, so a scale that the model applies to embeddings must
+    be in it.
+    """
+    mask: Tensor | None = None
+    """bool, flat: chunk by chunk ``[n, K]`` row by row, true = attend. It replaces the rules of
+    causality and trees; windows still apply. None: those rules."""
+    positions: NDArray[np.int64] | None = None
+    """``[T]``, >= 0: positions for the rotation; visibility still follows indices. None: the
+    indices."""
+    drawn: Tensor | None = None
+    """int64 ``[T]`` on the model's device: token ids, all in the vocabulary, that the host has not
+    read. They replace the ids in the chunks; None: the chunks' own."""
+    hidden_states: bool = False
+    attention_weights: bool = False
+    observed: frozenset[int] = frozenset()
+    """Ids of layers whose attention weights are returned, also if other layers have none."""
+    places: tuple[LogitsPlace, ...] = ()
+    """Destinations of each chunk's logits; empty: logits are returned.
+
+    They are written a few rows at a time (all at once if a chunk names an adapter), and the output
+    has no logits then. The first step that names a tensor makes it, after its blocks have run.
+    """
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True if there is no optional input except ``drawn``, and no optional output."""
+        given = self.embeddings is not None or self.mask is not None or self.positions is not None
+        return not (given or self.hidden_states or self.attention_weights or self.observed or self.places)
+
+
+NO_INPUTS = Inputs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +265,19 @@ class Step:
 
     edits: tuple[Edit, ...] = ()
     chunks: tuple[Chunk, ...] = field(default=())
+    inputs: Inputs = NO_INPUTS
+    awaited: tuple[SeqId, ...] = ()
+    """Sequences of the chunks that are still being imported (``KVState.publish_import``). Before
+    each layer the forward waits for their transfers (``Runner.transfers``). A layer that is
+    incomplete then, or of a sequence that is not awaited, raises ``FailedPrecondition``."""
+    blend: BlendInputs | None = None
+    """The rows that do not run through all blocks, as cached rows take their places; None: all rows
+    run."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True if chunks, and perhaps drawn tokens, are all that the forward depends on."""
+        return self.inputs.is_plain and not self.awaited and self.blend is None
 
     @property
     def num_tokens(self) -> int:

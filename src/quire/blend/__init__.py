@@ -9,10 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire.base.blend_inputs import BlendedRows
     from quire.blend.executor import TensorBlender
     from quire.blend.retriever import ChunkRetriever
     from quire.blend.scores import SCORES, Score, ScoreInputs, StatedScore
-    from quire.blend.selection import BlendedRows, BlendPolicy
+    from quire.blend.selection import BlendPolicy
     from quire.contracts.blend import (
         BlendExecutor,
         BlendOutput,
@@ -28,7 +29,7 @@ _HOMES = {
     "BlendRetriever": "quire.contracts.blend",
     "BlendRetrieverResult": "quire.contracts.blend",
     "BlendRetrieverTask": "quire.contracts.blend",
-    "BlendedRows": "quire.blend.selection",
+    "BlendedRows": "quire.base.blend_inputs",
     "ChunkRetriever": "quire.blend.retriever",
     "SCORES": "quire.blend.scores",
     "Score": "quire.blend.scores",

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from quire.base.blend_inputs import check_ratio
 from quire.base.errors import InvalidArgument
-from quire.blend.selection import check_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor

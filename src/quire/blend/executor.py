@@ -17,10 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.blend_inputs import BlendedRows
 from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.blend.rotation import KeyMove
 from quire.blend.scores import ScoreInputs, score_of
-from quire.blend.selection import BlendedRows, BlendPolicy, Selection
+from quire.blend.selection import BlendPolicy, Selection
 from quire.contracts.blend import BlendOutput
 from quire.contracts.layers import (
     CrossAttention,

@@ -12,7 +12,6 @@ Hkv heads; D head size; E model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import numpy as np
@@ -20,11 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.blend_inputs import BlendedChunk
 from quire.base.errors import BlendLoadError, QuireError, Unsupported
 from quire.blend.rotation import KeyMove
 from quire.blend.rows_task import RowsPiece
 from quire.blend.scores import ScoreInputs, score_of
-from quire.blend.selection import BlendedRows, BlendPolicy, Selection
+from quire.blend.selection import BlendPolicy, Selection
 from quire.contracts.kv_state import ModelState
 from quire.contracts.layers import KeyValueAttention, LatentAttention, RopeSpec
 from quire.contracts.model import Block, LatentExpansion, OpenPass, Pass, RehearsalPass
@@ -41,22 +41,8 @@ class RowSource(Protocol):
         loaded."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlendedChunk:
-    """The blending of one chunk of a step."""
-
-    source: RowSource
-    start: int
-    """Position in the prompt of the chunk's first token."""
-    valid_n: NDArray[np.bool_]
-    """Mask of the chunk's rows that have a cached row."""
-    rows: BlendedRows
-    score: str
-    """Name of the score that orders the candidates."""
-
-
 class BlendedForward:
-    """The rows of one forward, layer by layer (``runner.local.RowChoice``)."""
+    """The rows of one forward that run, layer by layer (``OpenPass.narrow``)."""
 
     def __init__(
         self,
@@ -65,12 +51,14 @@ class BlendedForward:
         tables: Callable[[RopeSpec], RotaryTable],
         counts: Sequence[int],
         chunks: Sequence[BlendedChunk | None],
+        sources: Sequence[RowSource | None],
     ) -> None:
         """``counts``: number of rows of each chunk of the step. ``chunks``: the blending of each;
-        None: all of its rows run. ``tables``: the state's rotary tables."""
+        None: all of its rows run. ``sources``: their cached rows. ``tables``: the state's rotary
+        tables."""
         self._state, self._policy, self._tables = state, policy, tables
         self._moves: dict[Hashable, KeyMove] = {}
-        self.chunks = chunks
+        self.chunks, self._sources = chunks, sources
         self._starts = np.concatenate(([0], np.cumsum(counts)))
         valid = [
             np.zeros(count, dtype=np.bool_) if one is None else one.valid_n
@@ -87,12 +75,11 @@ class BlendedForward:
             if one is not None and "question" in score_of(one.score).needs and edges[index] < edges[index + 1]
         ]
         """Numbers of the chunks whose questions run before the forward."""
-        self.failed: int | None = None
-        """Number of the chunk whose cached rows were missing, after a ``BlendLoadError``."""
 
     @property
     def alive(self) -> NDArray[np.int64]:
-        """Rows of the batch that run now, ascending, int64 ``[A]``."""
+        """Rows of the batch that run now, ascending, int64 ``[A]``. The last row of each chunk is
+        always among them."""
         return self._selection.alive
 
     @property
@@ -100,26 +87,29 @@ class BlendedForward:
         """Number of rows of each chunk that run now."""
         return [int(count) for count in self._selection.counts]
 
-    def left_out(self, chunk: int) -> NDArray[np.bool_]:
-        """Return a mask of a chunk's rows that do not run, bool ``[n]``."""
-        return self._left_out()[self._starts[chunk] : self._starts[chunk + 1]]
+    @property
+    def left_out(self) -> tuple[NDArray[np.bool_] | None, ...]:
+        """For each chunk, a mask of its rows that do not run, bool ``[n]``; None: it is not
+        blended."""
+        masks = np.split(self._left_out(), self._starts[1:-1])
+        return tuple(None if one is None else mask for one, mask in zip(self.chunks, masks, strict=True))
 
     @property
     def rehearsed(self) -> NDArray[np.int64]:
-        """See ``RowChoice``: the rows that must run, of chunks whose score needs their
-        attention."""
+        """Rows of the batch that run alone through all blocks before the forward, ascending: the
+        rows that must run, of chunks whose score needs their attention."""
         must = self._selection.must
         return must[np.isin(np.searchsorted(self._starts, must, side="right") - 1, self._asked)]
 
     def rehearse(self, pass_: OpenPass) -> RehearsalPass:
-        """See ``RowChoice``."""
+        """Return the pass for the rehearsed rows (``OpenPass.rehearse``)."""
         ends, counts = self._starts[1:], self._selection.question_counts
         asking = np.concatenate([np.arange(ends[index] - counts[index], ends[index]) for index in self._asked])
         self._rehearsal = pass_.rehearse(self.rehearsed, asking, self._policy.layers[0])
         return self._rehearsal
 
     def give(self, layer: int, pass_: OpenPass) -> None:
-        """See ``RowChoice``. The rows stay for the forward."""
+        """Write the cached rows that a layer's rehearsal reads. They stay for the forward."""
         others_T = np.ones(int(self._starts[-1]), dtype=np.bool_)
         others_T[self._selection.must] = False
         self._fill(layer, pass_, self._asked, others_T)
@@ -130,7 +120,7 @@ class BlendedForward:
         return left_T
 
     def enter(self, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass) -> Tensor:
-        """See ``RowChoice``."""
+        """Return the rows of x that enter a block. Called for each block, in order."""
         if self._narrowed:
             given = () if self._rehearsal is None else self._asked
             self._fill(layer, pass_, [one for one in range(len(self.chunks)) if one not in given], self._left_out())
@@ -232,8 +222,7 @@ class BlendedForward:
                     self._write(layer, rows, self._moved(layer, piece), piece.v, pass_)
                     wanted -= found
             if wanted:
-                self.failed = chunk
-                raise BlendLoadError(f"layer {layer}: {wanted} rows that were promised did not come")
+                raise BlendLoadError(f"layer {layer}: {wanted} rows that were promised did not come", (chunk,))
 
     def _write(self, layer: int, rows: NDArray[np.int64], k_NHD: Tensor, v_NHD: Tensor, pass_: OpenPass) -> None:
         k_NHD, v_NHD = k_NHD.to(self._state.dtype), v_NHD.to(self._state.dtype)
@@ -246,15 +235,14 @@ class BlendedForward:
         """Return the pieces of a layer's cached rows within a chunk, each with its rows of the
         batch."""
         one, begin, end = self.chunks[chunk], int(self._starts[chunk]), int(self._starts[chunk + 1])
-        if one is None:
+        source = self._sources[chunk]
+        if one is None or source is None:
             return []
         try:
-            pieces = one.source.pieces(layer)
+            pieces = source.pieces(layer)
         except Exception as error:
-            self.failed = chunk
-            if isinstance(error, BlendLoadError):
-                raise
-            raise BlendLoadError(f"layer {layer} of cached rows: {error}") from error
+            told = str(error) if isinstance(error, BlendLoadError) else f"layer {layer} of cached rows: {error}"
+            raise BlendLoadError(told, (chunk,)) from error
         found: list[tuple[RowsPiece, NDArray[np.int64]]] = []
         for piece in pieces:
             first, last = max(piece.start, one.start), min(piece.start + piece.k.shape[0], one.start + end - begin)

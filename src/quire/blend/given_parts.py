@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.blend_inputs import BlendedChunk
 from quire.base.errors import BlendLoadError, InvalidArgument
-from quire.blend.forward import BlendedChunk, BlendedForward, ProjectionPass, project
+from quire.blend.forward import BlendedForward, ProjectionPass, RowSource, project
 from quire.blend.rows_task import RowsPiece
 from quire.blend.selection import BlendPolicy
 from quire.contracts.blend import BlendExecutor, BlendOutput, BlendRetrieverTask
@@ -85,8 +86,9 @@ class ExecutedForward(BlendedForward):
         tables: Callable[[RopeSpec], RotaryTable],
         counts: Sequence[int],
         chunks: Sequence[BlendedChunk | None],
+        sources: Sequence[RowSource | None],
     ) -> None:
-        super().__init__(state, BlendPolicy(min_tokens=0), tables, counts, chunks)
+        super().__init__(state, BlendPolicy(min_tokens=0), tables, counts, chunks, sources)
         self._executor = executor
         self._alive: NDArray[np.int64] = np.arange(int(self._starts[-1]))
         self._valid_T = np.concatenate(
@@ -106,11 +108,12 @@ class ExecutedForward(BlendedForward):
 
     @property
     def rehearsed(self) -> NDArray[np.int64]:
-        """See ``RowChoice``: none."""
+        """See ``BlendedForward``: none."""
         return np.empty(0, dtype=np.int64)
 
     def enter(self, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass) -> Tensor:
-        """See ``RowChoice``. ``InvalidArgument``: an output with which no forward can continue."""
+        """See ``BlendedForward``. ``InvalidArgument``: an output with which no forward can
+        continue."""
         if not layer and callable(prepare := getattr(self._executor, "prepare", None)):
             prepare([None if one is None else one.rows for one in self.chunks])
         fresh = project(block, x_TE, ProjectionPass(self._state, layer, pass_.positions_T))
@@ -126,8 +129,7 @@ class ExecutedForward(BlendedForward):
                 found[rows] = True
             span = slice(int(self._starts[chunk]), int(self._starts[chunk + 1]))
             if missing := int((self._valid_T & ~found)[span].sum()):
-                self.failed = chunk
-                raise BlendLoadError(f"layer {layer}: {missing} rows that were promised did not come")
+                raise BlendLoadError(f"layer {layer}: {missing} rows that were promised did not come", (chunk,))
         nothing = not self._valid_T.any()
         output = self._executor.blend(
             layer,

@@ -11,7 +11,6 @@ candidates.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +18,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from quire.base.blend_inputs import BlendedRows, check_ratio, check_threshold, is_count, is_finite
 from quire.base.errors import FailedPrecondition, InvalidArgument
 
 SLACK = 1e-9
@@ -49,25 +49,25 @@ class BlendPolicy:
 
     def __post_init__(self) -> None:
         check_ratio("ratio", self.ratio)
-        _check_threshold(self.threshold)
+        check_threshold(self.threshold)
         layers, factors = self.layers, self.layer_ratios
         if (
             not isinstance(layers, tuple)
             or not layers
-            or not all(_is_count(one) for one in layers)
+            or not all(is_count(one) for one in layers)
             or any(after <= before for before, after in pairwise(layers))
         ):
             raise InvalidArgument(field="layers", given=layers, allowed="a tuple of ascending layer ids, at least one")
         if (
             not isinstance(factors, tuple)
             or len(factors) not in (0, len(layers))
-            or not all(_is_finite(one) and one >= 0 for one in factors)
+            or not all(is_finite(one) and one >= 0 for one in factors)
         ):
             allowed = f"an empty tuple, or {len(layers)} numbers >= 0, one for each of layers"
             raise InvalidArgument(field="layer_ratios", given=factors, allowed=allowed)
         if not isinstance(self.score, str) or not self.score:
             raise InvalidArgument(field="score", given=self.score, allowed="the name of a score")
-        if not _is_count(self.min_tokens):
+        if not is_count(self.min_tokens):
             raise InvalidArgument(field="min_tokens", given=self.min_tokens, allowed="an integer >= 0")
         if not isinstance(self.protect_last, bool):
             raise InvalidArgument(field="protect_last", given=self.protect_last, allowed="True or False")
@@ -77,38 +77,6 @@ class BlendPolicy:
         this ratio."""
         factor = self.layer_ratios[self.layers.index(layer)] if self.layer_ratios else 1.0
         return min(1.0, ratio * factor)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class BlendedRows:
-    """The known facts about one request's rows in a batch. Row 0 is the request's first row in the
-    batch, not its first token."""
-
-    ratio: float | None = None
-    """None: the policy's."""
-    threshold: float | None = None
-    """None: the policy's."""
-    forced: NDArray[np.bool_] | None = None
-    """bool ``[n]``: rows that must run."""
-    exact: NDArray[np.bool_] | None = None
-    """bool ``[n]``: rows whose cached K and V are exact. They run only if they must."""
-    question_start: int | None = None
-    """First row of the last segment, 0..n, of a prompt of two or more segments. Rows from there on
-    must run, and ``v_or_question`` measures their attention; None or n: the last row's."""
-
-    def __post_init__(self) -> None:
-        if self.ratio is not None:
-            check_ratio("ratio", self.ratio)
-        _check_threshold(self.threshold)
-
-    def check(self, count: int) -> None:
-        """Raise ``InvalidArgument`` unless this fits a request of ``count`` rows."""
-        for name, mask in (("forced", self.forced), ("exact", self.exact)):
-            if mask is not None and (mask.dtype != np.bool_ or mask.shape != (count,)):
-                raise InvalidArgument(field=name, given=mask, allowed=f"a NumPy array, bool [{count}]")
-        start = self.question_start
-        if start is not None and not (_is_count(start) and start <= count):
-            raise InvalidArgument(field="question_start", given=start, allowed=f"a row, 0..{count}")
 
 
 class Selection:
@@ -224,22 +192,3 @@ class Selection:
         budget = math.ceil(self.policy.share(layer, ratio) * first_count - SLACK)
         threshold = self.policy.threshold if known.threshold is None else known.threshold
         return budget if threshold is None else min(budget, int((scores > threshold).sum()))
-
-
-def check_ratio(field: str, given: object) -> None:
-    """Raise ``InvalidArgument`` unless ``given`` is a number in 0..1."""
-    if not _is_finite(given) or not 0 <= given <= 1:  # type: ignore[operator]
-        raise InvalidArgument(field=field, given=given, allowed="a number in 0..1")
-
-
-def _check_threshold(given: object) -> None:
-    if given is not None and not _is_finite(given):
-        raise InvalidArgument(field="threshold", given=given, allowed="None or a finite number")
-
-
-def _is_finite(given: object) -> bool:
-    return isinstance(given, numbers.Real) and not isinstance(given, bool) and math.isfinite(given)
-
-
-def _is_count(given: object) -> bool:
-    return isinstance(given, numbers.Integral) and not isinstance(given, bool) and int(given) >= 0

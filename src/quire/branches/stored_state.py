@@ -24,7 +24,7 @@ from quire.base.errors import DataLoss, InvalidArgument, ResourceExhausted
 from quire.base.metrics import MetricFamily
 from quire.base.outputs import Miss
 from quire.base.token_history import UNKNOWN, Ids
-from quire.base.types import Fork, Remove, SeqId, Step
+from quire.base.types import FinishImport, Fork, Import, Remove, SeqId, Step
 from quire.branches.branch import Branch
 from quire.branches.move_costs import TO_MEMORY, MoveCosts
 from quire.branches.object_writer import ObjectWriter, WriteJob
@@ -323,7 +323,7 @@ class StoredState:
         old, branch.seq, branch.computed = branch.seq, loading.seq, match.length
         if old is not None:
             self.runner.execute(Step(edits=(Remove(old),)))
-        self._loads[loading.seq] = loading
+        self._loads[loading.seq] = self.runner.transfers[loading.seq] = loading
         self._loader = self._loader or StateLoader()
         self._loader.add(loading)
         return Brought(match.tokens(loading.shared))
@@ -341,8 +341,7 @@ class StoredState:
         stops = (*earlier, *match.stops[-1:])
         metadata = state.import_metadata(match.length, kept=[one.stop for one in earlier])
         seq = self.runner.new_seq()
-        state.prepare_import(seq, metadata, parent=branch.seq if shared else None, shared=shared)
-        self._publish(seq)
+        self.runner.execute(Step(edits=(Import(seq, metadata, branch.seq if shared else None, shared),)))
         assert self.store is not None
         return StateLoad(
             state,
@@ -355,14 +354,6 @@ class StoredState:
             stops=stops,
             contents=partial(self.keys.contents, chain),
         )
-
-    def _publish(self, seq: SeqId) -> None:
-        state = self.runner.state
-        try:
-            state.publish_import(seq)
-        except BaseException:
-            state.remove_sequence(seq)
-            raise
 
     def _begin_whole(self, branch: Branch, match: Match, chain: Chain) -> StateLoad:
         """As ``_begin``, for a sequence with a window, which its object describes."""
@@ -378,11 +369,10 @@ class StoredState:
             sequence: Any = unpack(piece.key, self.keys.contents(chain, piece), found.blob).metadata.get("sequence")
             plans = state.plan_import(sequence)
             seq = self.runner.new_seq()
-            state.prepare_import(seq, with_groups(sequence, plans))
+            self.runner.execute(Step(edits=(Import(seq, with_groups(sequence, plans)),)))
         except (Unfit, InvalidArgument, DataLoss) as error:
             store.damaged(piece.key, found.tier, error.code or "other")
             raise LoadFailed(str(error)) from None
-        self._publish(seq)
         contents = partial(self.keys.contents, chain)
         return WholeLoad(
             state,
@@ -410,22 +400,15 @@ class StoredState:
         if (loading := next(iter(list(self._loads.values())), None)) is not None:
             loading.wait_until_near(seconds)
 
-    def wait(self, seqs: Collection[SeqId], layer: int) -> None:
-        """See ``Tier``."""
-        for seq in seqs:
-            if (loading := self._loads.get(seq)) is not None:
-                loading.wait(layer)
-
     def settle(self, branch: Branch) -> Miss:
         """See ``Tier``."""
-        loading = self._loads.pop(branch.seq, None) if branch.seq is not None else None
+        loading = None if branch.seq is None else self._ended(branch.seq)
         if loading is None:
             return Miss.NONE
-        loading.end()
         length, branch.seq, branch.computed = branch.computed, None, 0  # the load was exact: tiers hold no other state
         try:
             if loading.error is None:
-                self.runner.state.finish_import(loading.seq)
+                self.runner.execute(Step(edits=(FinishImport(loading.seq),)))
                 branch.seq, branch.computed = loading.seq, length
         except Exception:
             logger.exception("state of %d tokens did not come back; they are computed again", length)
@@ -444,8 +427,14 @@ class StoredState:
     def drop(self, seq: SeqId) -> None:
         """See ``Tier``."""
         self.ahead.pop(seq, None)
+        self._ended(seq)
+
+    def _ended(self, seq: SeqId) -> StateLoad | None:
+        """End the load of a sequence, and return it; None: it has none."""
         if (loading := self._loads.pop(seq, None)) is not None:
+            del self.runner.transfers[seq]
             loading.end()
+        return loading
 
     # -- reports and the end -----------------------------------------------------------------------
 

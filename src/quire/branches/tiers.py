@@ -64,7 +64,7 @@ class Tier(Protocol):
     def bring(self, branch: Branch, question: Any, limit: int) -> Brought:
         """Begin to load at most ``limit`` tokens, if the tiers have more than are computed and
         loading beats computing. Then the branch has another ``seq``, of ``computed`` tokens; a
-        forward may run after it if it waits for each layer."""
+        forward may run after it if its step awaits the sequence."""
         ...
 
     def held(self, question: Any, limit: int) -> int:
@@ -79,10 +79,6 @@ class Tier(Protocol):
 
     def is_coming(self, seq: SeqId | None) -> bool:
         """Return True if a load of the sequence is still running."""
-        ...
-
-    def wait(self, seqs: Collection[SeqId], layer: int) -> None:
-        """Wait until a layer of these sequences is complete. ``LoadFailed`` if the load failed."""
         ...
 
     def settle(self, branch: Branch) -> Miss:

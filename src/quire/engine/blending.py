@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.base.blend_inputs import BlendInputs
 from quire.base.errors import BlendLoadError, InvalidArgument, Unsupported
 from quire.base.metrics import EngineMetrics
 from quire.base.segments import AUTO, DEFAULT_RATIO, BlendParams
@@ -31,23 +32,20 @@ from quire.blend.chunk_capture import ChunkCapture
 from quire.blend.chunk_catalog import ChunkCatalog, store_of_chunks
 from quire.blend.chunk_matching import cuts
 from quire.blend.chunks import ChunkKeys, ChunkLayout
-from quire.blend.forward import BlendedChunk, BlendedForward
-from quire.blend.given_parts import ExecutedForward, RetrievedRows
+from quire.blend.given_parts import RetrievedRows
 from quire.blend.retriever import ChunkRetriever, ChunkTask
 from quire.blend.rows_task import RowsTask
-from quire.blend.selection import BlendPolicy
 from quire.blend.sequence_rows import Move, SequenceRetriever
 from quire.blend.unmarked_text import SeenText, content_cuts, gaps
 from quire.branches.branch import Branch
 from quire.branches.stored_state import StoredState
-from quire.contracts.blend import BlendExecutor, BlendRetriever
-from quire.contracts.layers import KeyValueAttention, RopeSpec
+from quire.contracts.blend import BlendRetriever
+from quire.contracts.layers import KeyValueAttention
 from quire.contracts.store import ObjectKey
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.segmented_prompts import Pieces
 from quire.kv.rule_table import blending_refusal
 from quire.kv.windows import intersection
-from quire.ops.rope import RotaryTable
 from quire.runner.local import Runner
 from quire.text.tokenizer import Tokenizer
 
@@ -152,11 +150,8 @@ class Blending:
         """Beginnings of prompts, in order of their last use, that chunks are computed behind."""
         self.retriever: BlendRetriever | None = None
         """Finds rows of prompts in the place of the store's chunks; None: these are used."""
-        self.executor: BlendExecutor | None = None
-        """Chooses rows in the place of the policy; None: that is used."""
         self.calibration: BlendCalibration | None = None
         """What was measured of this model; None: nothing."""
-        self._tables: dict[RopeSpec, RotaryTable] = {}
         self._metrics = metrics
         self._share = 0.0
         """Verifications that are due."""
@@ -243,10 +238,18 @@ class Blending:
         self._warn(self.warning)
         if isinstance(ratio, str):
             reason, params = ratio, replace(params, keep=False)
-            return PromptBlend(params, pieces, length, 1.0, self._score(params), 1, lambda work, blend: reason)
-        return PromptBlend(
-            params, pieces, length, ratio, self._score(params), self._most, self._find, warning=self.warning
-        )
+            return PromptBlend(
+                params,
+                pieces,
+                length,
+                1.0,
+                self._score(params),
+                1,
+                lambda work, blend: reason,
+                self._runner.row_sources,
+            )
+        sources, score = self._runner.row_sources, self._score(params)
+        return PromptBlend(params, pieces, length, ratio, score, self._most, self._find, sources, warning=self.warning)
 
     @property
     def warning(self) -> str:
@@ -418,6 +421,7 @@ class Blending:
             self._score(params),
             self._most,
             find,
+            self._runner.row_sources,
             released=move.length - count,
             by_tier={"pool": count},
         )
@@ -478,45 +482,29 @@ class Blending:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def forward(self, scheduled: Scheduled) -> BlendedForward | None:
+    def inputs(self, scheduled: Scheduled) -> BlendInputs | None:
         """Return the blending of a step; None: none."""
         if all(one.branch.blend is None for one in scheduled.requests):
             return None
-        chunks: list[BlendedChunk | None] = [
+        chunks = tuple(
             None if work.blend is None else work.blend.chunk(work.computed, len(chunk.tokens))
             for work, chunk in zip((one.branch for one in scheduled.requests), scheduled.step.chunks, strict=True)
-        ]
+        )
         if not any(chunks):
             return None
-        counts = [len(chunk.tokens) for chunk in scheduled.step.chunks]
-        if self.executor is not None:
-            return ExecutedForward(self.executor, self._runner.state, self._table, counts, chunks)
-        return self.forward_of(counts, chunks, self.check_layer)
+        return BlendInputs(chunks, self.check_layer if self._runner.row_sources.executor is None else None)
 
-    def forward_of(
-        self, counts: Sequence[int], chunks: Sequence[BlendedChunk | None], check_layer: int
-    ) -> BlendedForward:
-        """Return the blended forward of chunks of so many tokens, each blended as it says."""
-        policy = BlendPolicy(layers=(check_layer,), min_tokens=0)
-        return BlendedForward(self._runner.state, policy, self._table, counts, chunks)
-
-    def _table(self, rope: RopeSpec) -> RotaryTable:
-        """Return the rows with which the state rotates; rows of equal rules are equal."""
-        if rope not in self._tables:
-            self._tables[rope] = RotaryTable(rope, self._runner.state.device)
-        return self._tables[rope]
-
-    def ran(self, scheduled: Scheduled, forward: BlendedForward) -> None:
-        """Note the blended and the computed rows of a step, before its tokens count as computed."""
-        for index, request in enumerate(scheduled.requests):
-            work, chunk = request.branch, forward.chunks[index]
-            if chunk is None or work.blend is None:
+    def ran(self, scheduled: Scheduled, blend: BlendInputs, masks: Sequence[NDArray[np.bool_] | None]) -> None:
+        """Note the blended and the computed rows of a step, before its tokens count as computed.
+        ``masks``: the rows of each chunk that did not run."""
+        for request, chunk, left_out in zip(scheduled.requests, blend.chunks, masks, strict=True):
+            work = request.branch
+            if chunk is None or left_out is None or work.blend is None:
                 continue
-            left_out = forward.left_out(index)
             anew = chunk.valid_n & ~left_out
             work.blend.spared += int(left_out.sum())
             if chunk.rows.exact is not None:
-                left_out &= ~chunk.rows.exact
+                left_out = left_out & ~chunk.rows.exact
             work.blend.ran(work.computed, left_out, anew)
             if left_out.any():
                 first = work.computed + int(np.argmax(left_out))
@@ -524,14 +512,16 @@ class Blending:
             self._metrics.blended_tokens.inc(int(left_out.sum()))
             self._metrics.recomputed_tokens.inc(int(anew.sum()))
 
-    def failed(self, scheduled: Scheduled, forward: BlendedForward, error: BlendLoadError) -> None:
-        """Give up the chunks of the prompt whose rows did not come; the step runs again without."""
-        assert forward.failed is not None
-        blend = scheduled.requests[forward.failed].branch.blend
-        assert blend is not None
-        logger.warning("%s; the prompt is computed in full", error)
-        blend.end()
-        blend.reason = "cached rows did not come; the log says why"  # clients read it, and no paths of files
+    def failed(self, scheduled: Scheduled, error: BlendLoadError) -> bool:
+        """Give up the chunks of the prompts whose rows did not come; the step runs again without.
+        Return False if the error names no blended prompt."""
+        works = [scheduled.requests[number].branch for number in error.requests if number < len(scheduled.requests)]
+        blends = [work.blend for work in works if work.blend is not None and work.blend.task is not None]
+        for blend in blends:
+            logger.warning("%s; the prompt is computed in full", error)
+            blend.end()
+            blend.reason = "cached rows did not come; the log says why"  # clients read it, and no paths of files
+        return bool(blends)
 
     def flush(self, timeout: float) -> bool:
         """Hand all chunks to the store; return whether it has them. Call it without the lock."""

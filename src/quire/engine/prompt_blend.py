@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.blend_inputs import BlendedChunk, BlendedRows
 from quire.base.outputs import Blend
 from quire.base.segments import BlendParams
-from quire.blend.forward import BlendedChunk
 from quire.blend.given_parts import RetrievedRows
+from quire.blend.row_sources import RowSources
 from quire.blend.rows_task import RowsTask
-from quire.blend.selection import BlendedRows
 from quire.branches.branch import Branch
 from quire.engine.segmented_prompts import Pieces
 
@@ -45,8 +45,12 @@ class PromptBlend:
     """Tokens that may count as one in a step's budget while it is blended."""
     find: Callable[[Branch, PromptBlend], RowsTask | RetrievedRows | str]
     """Finds chunks for tokens that are not computed, or returns the reason for having none."""
+    sources: RowSources
+    """The runner's sources of cached rows."""
     task: RowsTask | RetrievedRows | None = None
     """What brings the rows, while some are needed."""
+    source: int = -1
+    """Name of the task among the sources."""
     valid: NDArray[np.bool_] = field(default_factory=_nothing)
     """``[S]``: tokens with cached rows."""
     exact: NDArray[np.bool_] = field(default_factory=_nothing)
@@ -89,11 +93,17 @@ class PromptBlend:
         if isinstance(found, str):
             self.reason = found
             return
-        self.task, self.reason, self.valid = found, "", found.valid_mask.numpy() != 0
+        self.take(found)
+
+    def take(self, task: RowsTask | RetrievedRows) -> None:
+        """Blend with the rows that a task brings."""
+        self.task, self.source = task, self.sources.add(task)
+        self.reason, self.valid = "", task.valid_mask.numpy() != 0
 
     def end(self) -> None:
         """Close the task that brings rows."""
         if self.task is not None:
+            self.sources.remove(self.source)
             self.task.close()
             self.task = None
 
@@ -115,7 +125,7 @@ class PromptBlend:
             exact=exact,
             question_start=question,
         )
-        return BlendedChunk(self.task, start, valid, rows, self._score(start + count, rows, valid))
+        return BlendedChunk(self.source, start, valid, rows, self._score(start + count, rows, valid))
 
     def _score(self, stop: int, rows: BlendedRows, valid: NDArray[np.bool_]) -> str:
         """Return the name of the score that orders the candidates of a step's chunk ending at

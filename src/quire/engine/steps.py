@@ -18,15 +18,15 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
+from quire.base.blend_inputs import BlendInputs
 from quire.base.errors import BlendLoadError, FailedPrecondition, QuireError
 from quire.base.finalizers import Orphans
 from quire.base.interrupts import Lock
 from quire.base.metrics import EngineMetrics
 from quire.base.outputs import Miss
-from quire.blend.forward import BlendedForward
+from quire.base.types import Inputs
 from quire.branches.state_loads import LoadFailed
 from quire.branches.stored_state import StoredState
 from quire.engine.blend_runs import BlendRuns
@@ -43,7 +43,7 @@ from quire.engine.session_branches import SessionBranches
 from quire.engine.step_draft import Scheduled
 from quire.engine.timeline import StepMark, Timeline
 from quire.grammars.grammars import Grammars
-from quire.runner.local import Extras, Runner, StepOutput
+from quire.runner.local import Runner, StepOutput
 from quire.sampling.filters import take_rows, uploaded_rows
 from quire.sampling.sampled_tokens import SampledTokens
 
@@ -170,14 +170,13 @@ class EngineSteps:
 
     def _forward(self, scheduled: Scheduled) -> StepOutput | None:
         """Run the forward of a step. None: nothing has run, for what was to come did not come."""
-        blended = self.blending.forward(scheduled)
+        blend = self.blending.inputs(scheduled)
         try:
-            output = self._run(scheduled, blended)
+            output = self._run(scheduled, blend)
         except BlendLoadError as error:
             # What the chunks of these prompts lack is computed.
-            if blended is None or blended.failed is None:
+            if not self.blending.failed(scheduled, error):
                 raise
-            self.blending.failed(scheduled, blended, error)
             return None
         except LoadFailed:
             # The request whose state did not come begins again, others continue.
@@ -190,22 +189,22 @@ class EngineSteps:
         self._lost_loads = 0
         for request in scheduled.requests if self.stored.open else ():
             self.scheduler.settle(request)
-        if blended is not None:
-            self.blending.ran(scheduled, blended)
+        if blend is not None:
+            self.blending.ran(scheduled, blend, output.left_out)
         return output
 
-    def _run(self, scheduled: Scheduled, blended: BlendedForward | None) -> StepOutput:
+    def _run(self, scheduled: Scheduled, blend: BlendInputs | None) -> StepOutput:
         """Run the forward of a step, with the embeddings of its placeholders."""
         embeddings = embeddings_of(
             request.branch.tokens.media.embeddings(chunk.tokens)
             for request, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True)
             if request.branch.tokens.media.rows
         )
-        coming = [chunk.seq for chunk in scheduled.step.chunks if chunk.seq in self.stored.open]
-        if embeddings is None and not coming and blended is None:
+        awaited = tuple(chunk.seq for chunk in scheduled.step.chunks if chunk.seq in self.stored.open)
+        if embeddings is None and not awaited and blend is None:
             return self.runner.execute(scheduled.step)
-        follow = partial(self.stored.wait, coming) if coming else None
-        return self.runner.execute(scheduled.step, Extras(embeddings=embeddings, await_layer=follow, rows=blended))
+        inputs = Inputs(embeddings=embeddings)
+        return self.runner.execute(replace(scheduled.step, inputs=inputs, awaited=awaited, blend=blend))
 
     def _note_run(self, request: Request) -> None:
         """Update the pins and the capture of a request once more of its tokens are computed."""
@@ -307,7 +306,7 @@ class EngineSteps:
         try:
             # Of a row that fails any token will do: its request ends.
             tokens_R = tokens_R.clamp(min=0)
-            output = self.runner.execute(scheduled.step, Extras(drawn=tokens_R))
+            output = self.runner.execute(replace(scheduled.step, inputs=Inputs(drawn=tokens_R)))
             drawing = self.sampling.draw(output.logits_RV, going_on, unread_R=tokens_R)
         except Exception:
             logger.warning("a step ahead failed; its tokens run again behind those before them", exc_info=True)

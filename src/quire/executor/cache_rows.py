@@ -17,7 +17,7 @@ from quire.base.errors import NotFound, QuireError
 from quire.base.media import NO_MEDIA
 from quire.base.signatures import checks_arguments
 from quire.base.token_history import Ids
-from quire.base.types import AdapterRuns, Commit, Pop, SetWindow
+from quire.base.types import AdapterRuns, Commit, DropCheckpoint, Pop, SetWindow
 from quire.branches import spare_states
 from quire.branches.branch import Branch
 from quire.branches.replay_needs import why_fixed
@@ -224,7 +224,7 @@ class CacheRows:
                 continue
             for position in held:
                 if position == row.mark or not why_fixed(row, 0, position, self.pool.adapter_ids):
-                    state.drop_checkpoint(row.seq, position)
+                    self.pool.edit(DropCheckpoint(row.seq, position))
                     found += 1
             row.mark = None
         return found

@@ -5,62 +5,63 @@ Letters: B batch rows; S tokens with padding; E model width; Hq query heads; K k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quire.base.types import LogitsWanted
+from quire.base.types import LogitsPlace, LogitsWanted
 from quire.contracts.executor import DecodeOutput, PrefillOutput
 from quire.executor.arguments import CallItem
-from quire.executor.cache_pool import CachePool
 from quire.executor.forward_packing import RowOutput, batched, batched_weights, rows_wanted, stacked
 from quire.executor.handle import Handle
 
-Places: TypeAlias = tuple[list[Tensor | None], list[Tensor]]
+
+@dataclass(frozen=True, slots=True)
+class CallPlaces:
+    """The destinations of the logits of a call."""
+
+    rows: Sequence[LogitsPlace] = ()
+    """One for each row; empty: logits are returned."""
+    items: Sequence[int | None] = ()
+    """For each item the tensor ``[B * S, V]`` of its result; None: its rows have one each."""
 
 
-def places_for_logits(
-    pool: CachePool, items: Sequence[CallItem], wanted: Sequence[LogitsWanted], *, in_pieces: bool
-) -> Callable[[], Places] | None:
-    """Return a function that makes, once, results ``[B, S, V]`` and each row's part of them for
-    logits.
+def places_for_logits(items: Sequence[CallItem], wanted: Sequence[LogitsWanted], *, in_pieces: bool) -> CallPlaces:
+    """Return places for results ``[B, S, V]``.
 
-    Results have zeros at padding. An item needs none if its rows of logits are adjacent already: it
-    has no padding, and logits do not come ``in_pieces``. None: no item needs any.
+    An item needs none if its rows of logits are adjacent already: it has no padding, and logits do
+    not come ``in_pieces``. There are places for all items if one needs some.
     """
     placed = [kind == "all" and (in_pieces or one.is_padded) for one, kind in zip(items, wanted, strict=True)]
     if not any(placed):
-        return None
-
-    @cache
-    def make() -> Places:
-        results: list[Tensor | None] = []
-        places: list[Tensor] = []
-        for item, kind, in_one in zip(items, wanted, placed, strict=True):
-            result = pool.facts.logits(len(item.spans), item.columns) if in_one else None
-            results.append(result)
-            if result is not None:
-                places += [row[a:b] for row, (a, b) in zip(result, item.spans, strict=True)]
-            else:
-                places += [pool.facts.logits(rows_wanted(kind, ids.size)) for ids in item.tokens]
-        return results, places
-
-    return make
+        return CallPlaces((), [None] * len(items))
+    rows: list[LogitsPlace] = []
+    tensors: list[int | None] = []
+    for item, kind, in_one in zip(items, wanted, placed, strict=True):
+        name, columns = len(rows), item.columns
+        tensors.append(name if in_one else None)
+        if in_one:
+            size = len(item.spans) * columns
+            rows += [LogitsPlace(name, size, row * columns + a) for row, (a, _) in enumerate(item.spans)]
+        else:
+            rows += [LogitsPlace(name + row, rows_wanted(kind, ids.size)) for row, ids in enumerate(item.tokens)]
+    return CallPlaces(rows, tensors)
 
 
 def prefill_output(
     item: CallItem, handle: Handle, wanted: LogitsWanted, rows: Sequence[RowOutput], logits: Tensor | None
 ) -> PrefillOutput:
-    """Make the output of a prompt from its ``rows`` and the result ``logits`` that rows were
-    written to."""
+    """Make the output of a prompt from its ``rows`` and the tensor ``logits`` ``[B * S, V]`` that
+    rows were written to."""
     spans, columns = item.spans, item.columns
     last = None
     if wanted == "all" and item.is_padded:
         last = tuple(b - 1 for _, b in spans)
-    if logits is None and wanted != "none":
+    if logits is not None:
+        logits = logits.view(len(spans), columns, -1)
+    elif wanted != "none":
         logits = stacked([row.logits_RV for row in rows])
     hidden = weights = None
     if item.asked.hidden_states:

@@ -268,14 +268,14 @@ class Executor:
             starts, counts = [part.start for part in parts], [part.count for part in parts]
             forwards = packed(self.pool, parts, starts, counts, self.prefill_chunk_size)
             with Transaction(self.pool, parts, operation, several=True, forwards=forwards) as work:
-                places = places_for_logits(self.pool, [item for item, _ in placed], wanted, in_pieces=len(forwards) > 1)
+                places = places_for_logits([item for item, _ in placed], wanted, in_pieces=len(forwards) > 1)
                 try:
                     found = work.run(
                         [ids for item, _ in placed for ids in item.tokens],
                         [kind for kind, (item, _) in zip(wanted, placed, strict=True) for _ in item.tokens],
                         budget=self.prefill_chunk_size,
                         asked=union(item.asked for item in items),
-                        places=None if places is None else lambda: places()[1],
+                        places=places.rows,
                     )
                 except Cancelled:
                     if keep_chunks:
@@ -291,7 +291,7 @@ class Executor:
         for _, cache in placed:
             for row in cache.rows:
                 cache.mark(row)
-        rows, logits = iter(found), [None] * len(placed) if places is None else places()[0]
+        rows, logits = iter(found), [None if name is None else work.logits[name] for name in places.items]
         outputs = [
             prefill_output(item, handle_of(cache), kind, [next(rows) for _ in item.tokens], whole)
             for (item, cache), kind, whole in zip(placed, wanted, logits, strict=True)

@@ -8,15 +8,15 @@ Hq query heads; V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.base.types import AdapterRuns, Chunk, LogitsWanted
+from quire.base.types import NO_INPUTS, AdapterRuns, Chunk, Inputs, LogitsPlace, LogitsWanted
 from quire.branches.row_media import RowMedia, image_mask, joined
-from quire.runner.local import NO_EXTRAS, Extras, StepOutput
+from quire.runner.local import StepOutput
 
 
 class Piece(NamedTuple):
@@ -120,35 +120,34 @@ def rows_wanted(kind: LogitsWanted, count: int) -> int:
     return {"all": count, "last": 1, "none": 0}[kind]
 
 
-def places_of(pieces: Sequence[Piece], chunks: Sequence[Chunk], rows: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
+def places_of(pieces: Sequence[Piece], chunks: Sequence[Chunk], rows: Sequence[LogitsPlace]) -> tuple[LogitsPlace, ...]:
     """Return the destinations of the logits of a forward's pieces: parts of the rows'
     destinations."""
     found = []
     for piece, chunk in zip(pieces, chunks, strict=True):
-        place = rows()[piece.row]
-        every = chunk.logits == "all"
-        found.append(place[piece.begin : piece.end] if every else place[: rows_wanted(chunk.logits, 0)])
-    return found
+        place = rows[piece.row]
+        found.append(replace(place, start=place.start + piece.begin) if chunk.logits == "all" else place)
+    return tuple(found)
 
 
-def extras_of(
+def inputs_of(
     pieces: Sequence[Piece],
     media: Sequence[RowMedia | None],
     lengths: Sequence[int],
     asked: WantedOutputs,
-    places: Callable[[], Sequence[Tensor]] | None = None,
-) -> Extras:
-    """Return the runner's extras for one forward. ``lengths``: number of tokens before each piece
-    in its row. ``places``: see ``Extras``."""
+    places: tuple[LogitsPlace, ...] = (),
+) -> Inputs:
+    """Return the inputs of one forward. ``lengths``: number of tokens before each piece in its row.
+    ``places``: see ``Inputs``."""
     filled = [(piece, found) for piece in pieces if (found := media[piece.row]) is not None]
     embeddings = [found.slice(piece.begin, piece.end) for piece, found in filled]
     if not embeddings and asked == LOGITS_ONLY:
-        return NO_EXTRAS if places is None else Extras(places=places)
+        return Inputs(places=places) if places else NO_INPUTS
     mask = None
     images = [_within(piece, media) for piece in pieces]
     if any(images):
         mask = image_mask(lengths, [end - begin for _, begin, end in pieces], images)
-    return Extras(
+    return Inputs(
         embeddings=joined(embeddings) if any(map(len, embeddings)) else None,
         mask=mask,
         hidden_states=asked.hidden_states,

@@ -11,9 +11,8 @@ Letters: N rows of the call; n tokens of a row; R rows of logits; V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from itertools import chain
 from types import TracebackType
 from typing import Self
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from quire.base.errors import QuireError, ResourceExhausted
 from quire.base.token_history import Ids
-from quire.base.types import Chunk, LogitsWanted, Pop, Step, TokenTree
+from quire.base.types import Chunk, DropCheckpoint, KeepCheckpoint, LogitsPlace, LogitsWanted, Pop, Step, TokenTree
 from quire.branches.row_media import RowMedia, recorded_ids
 from quire.executor.cache_pool import CachePool
 from quire.executor.forward_packing import (
@@ -33,7 +32,7 @@ from quire.executor.forward_packing import (
     Piece,
     RowOutput,
     WantedOutputs,
-    extras_of,
+    inputs_of,
     places_of,
     rows_wanted,
 )
@@ -41,7 +40,7 @@ from quire.executor.replay import NOTHING, owed_tokens, states_needed
 from quire.executor.row import Pending, path_to
 from quire.executor.row_extension import Extension, kept_edits, packed
 from quire.executor.running_calls import Operation
-from quire.runner.local import NO_EXTRAS, Extras, StepOutput
+from quire.runner.local import StepOutput
 
 
 class Transaction:
@@ -90,6 +89,8 @@ class Transaction:
         self._arrived = False
         self._committed = False
         self._lets_go = False
+        self.logits: dict[int, Tensor] = {}
+        """The tensors that the logits of a run with places were written to, by name."""
 
     def __enter__(self) -> Self:
         for part in self.parts:
@@ -135,12 +136,12 @@ class Transaction:
             if part.old_seq is None and part.start and part.count and part.parents is None:
                 part.holds_start = part.start not in state.checkpoints(part.seq)
                 if part.holds_start:
-                    state.checkpoint(part.seq)
+                    self.pool.edit(KeepCheckpoint(part.seq))
 
     def _drop_starts(self) -> None:
         for part in self.parts:
             if part.holds_start:
-                self.pool.state.drop_checkpoint(part.seq, part.start)
+                self.pool.edit(DropCheckpoint(part.seq, part.start))
                 part.holds_start = False
 
     def _reserve(self, kept: Sequence[Extension]) -> None:
@@ -227,10 +228,8 @@ class Transaction:
             return 0
         if self.pool.missing_states(needed):
             # The forks hold what their rows have given up, too.
-            state = self.pool.state
-            for seq in (part.seq for part in self.parts if part.seq != part.row.seq):
-                for position in state.checkpoints(seq):
-                    state.drop_checkpoint(seq, position)
+            forks = [part.seq for part in self.parts if part.seq != part.row.seq]
+            self.pool.edit(*(DropCheckpoint(seq, at) for seq in forks for at in self.pool.state.checkpoints(seq)))
         return self.pool.missing_states(needed)
 
     def _states_needed(self) -> int:
@@ -270,13 +269,13 @@ class Transaction:
         budget: int = 0,
         media: Sequence[RowMedia | None] | None = None,
         asked: WantedOutputs = LOGITS_ONLY,
-        places: Callable[[], Sequence[Tensor]] | None = None,
+        places: Sequence[LogitsPlace] = (),
     ) -> list[RowOutput]:
         """Run ``tokens[i]``, with ``media[i]`` at its placeholders, for part i.
 
-        ``wanted[i]`` says which logits of it are returned, and ``places()[i]``, called when the
-        first forward has run, where they are written (float32 ``[rows, V]``). At most ``budget``
-        tokens go into one forward (0: all); a row that does not fit continues in the next one.
+        ``wanted[i]`` says which logits of it are returned, and ``places[i]`` where they are written
+        (``logits`` has the tensors then). At most ``budget`` tokens go into one forward (0: all); a
+        row that does not fit continues in the next one.
         """
         self.arrive()
         media = [None] * len(tokens) if media is None else media
@@ -285,29 +284,35 @@ class Transaction:
         positions = [part.start + part.num_written for part in self.parts]
         sizes = [ids.size for ids in tokens]
         forwards = packed(self.pool, self.parts, positions, sizes, budget, blocks)
-        if places is None and len(forwards) > 1:
+        counts = [rows_wanted(*one) for one in zip(wanted, sizes, strict=True)]
+        if not places and len(forwards) > 1:
             # One tensor for each row, so that pieces need not be joined by a copy of all.
-            places = cache(lambda: [self._facts.logits(rows_wanted(*one)) for one in zip(wanted, sizes, strict=True)])
+            places = [LogitsPlace(row, count) for row, count in enumerate(counts)]
         results = [Gathered(self._facts.logits(0)) for _ in tokens]
-        for pieces in forwards:
-            self.operation.check()
-            self.operation.num_sequences = len(pieces)
-            self._check_room(pieces)
-            lengths = [self.parts[piece.row].start + self.parts[piece.row].num_written for piece in pieces]
-            step = Step(chunks=tuple(self._chunk(tokens, wanted, piece) for piece in pieces))
-            here = None if places is None else partial(places_of, pieces, step.chunks, places)
-            extras = extras_of(pieces, media, lengths, asked, here)
-            if (stand := self._positions(pieces)) is not None:
-                extras = replace(extras, positions=stand)
-            output = self._execute(step, extras)
-            for number, piece in enumerate(pieces):
-                results[piece.row].add(output, number)
-            for row, begin, end in pieces:
-                self.parts[row].written.append(records[row][begin:end])
-            self.pool.note_use()
-        if places is not None:
-            for result, place in zip(results, places(), strict=True):
-                result.logits = place
+        try:
+            for pieces in forwards:
+                self.operation.check()
+                self.operation.num_sequences = len(pieces)
+                self._check_room(pieces)
+                lengths = [self.parts[piece.row].start + self.parts[piece.row].num_written for piece in pieces]
+                chunks = tuple(self._chunk(tokens, wanted, piece) for piece in pieces)
+                inputs = inputs_of(pieces, media, lengths, asked, places_of(pieces, chunks, places) if places else ())
+                if (stand := self._positions(pieces)) is not None:
+                    inputs = replace(inputs, positions=stand)
+                output = self._execute(Step(chunks=chunks, inputs=inputs))
+                for number, piece in enumerate(pieces):
+                    results[piece.row].add(output, number)
+                for row, begin, end in pieces:
+                    self.parts[row].written.append(records[row][begin:end])
+                self.pool.note_use()
+        finally:
+            made = self.pool.runner.logits
+            self.logits = {name: made.pop(name) for name in {place.tensor for place in places} & made.keys()}
+        if places:
+            for result, place, count in zip(results, places, counts, strict=True):
+                if place.tensor not in self.logits:  # of rows without tokens
+                    self.logits[place.tensor] = self._facts.logits(place.size)
+                result.logits = self.logits[place.tensor][place.start : place.start + count]
         return [result.finished() for result in results]
 
     def arrive(self) -> None:
@@ -331,8 +336,7 @@ class Transaction:
                         )
                         for row, begin, end in pieces
                     )
-                ),
-                NO_EXTRAS,
+                )
             )
             self.pool.note_use()
         self._arrived = True
@@ -368,9 +372,9 @@ class Transaction:
             found.append(indices if part.positions is None else part.positions[first : first + count])
         return np.concatenate(found)
 
-    def _execute(self, step: Step, extras: Extras) -> StepOutput:
+    def _execute(self, step: Step) -> StepOutput:
         try:
-            return self.pool.runner.execute(step, extras)
+            return self.pool.runner.execute(step)
         except QuireError:
             raise
         except torch.AcceleratorError as error:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 from torch.autograd.profiler import profile
 
 from quire.base.host_memory import free_memory
-from quire.base.types import Chunk, SeqId, Step
+from quire.base.types import Chunk, Inputs, LogitsPlace, SeqId, Step
 from quire.executor.cache_pool import CachePool
 from quire.executor.running_calls import Stopwatch
 from quire.kv.forward_need import pages_for
-from quire.runner.local import NO_EXTRAS, Extras
 
 LONG_CHUNK, SHORT_CHUNK = 128, 32
 """Tokens of the two forwards whose peaks give a slope and an intercept."""
@@ -76,14 +73,11 @@ def _peak_of_chunk(pool: CachePool, tokens: int, *, placed: bool = False) -> int
     logits."""
     seqs = pool.add(1)
     step = Step(chunks=(Chunk(seqs[0], [0] * tokens, logits="all"),))
-
-    @cache
-    def places() -> list[Tensor]:
-        return [pool.facts.logits(tokens)]
+    if placed:
+        step = replace(step, inputs=Inputs(places=(LogitsPlace(0, tokens),)))
 
     def run() -> object:
-        extras = Extras(places=places) if placed else NO_EXTRAS
-        return pool.runner.execute(step, extras), places() if placed else None
+        return pool.runner.execute(step), pool.runner.logits.pop(0, None)
 
     try:
         return peak_bytes(run, pool.facts.device)

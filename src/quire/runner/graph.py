@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -26,7 +27,7 @@ from quire.base.uploads import SharedMemory
 from quire.contracts.kv_state import ModelState
 from quire.kv.state import State
 from quire.kv.static_pass import StaticForward
-from quire.runner.local import NO_EXTRAS, Extras, LocalRunner, StepOutput, check_chunks, check_drawn
+from quire.runner.local import LocalRunner, StepOutput, check_chunks, check_drawn
 
 logger = logging.getLogger("quire")
 
@@ -95,7 +96,7 @@ class CapturedStep:
 
     def run(self, work: Callable[[], Tensor], capture: Capture, drawn: Tensor | None = None) -> Tensor:
         """Run the open forward; return its logits, which the next run may overwrite. ``drawn``: as
-        in ``Extras.drawn``."""
+        in ``Inputs.drawn``."""
         self.static.memory.send()
         if drawn is not None:
             self.static.tokens.tensor[: len(drawn)].copy_(drawn)
@@ -131,6 +132,7 @@ class GraphRunner:
         if reason := state.static_refusal(1):
             raise Unsupported(f"captured steps: {reason}")
         self.model, self.room, self.adapters = inner.model, inner.room, inner.adapters
+        self.transfers, self.row_sources, self.logits = inner.transfers, inner.row_sources, inner.logits
         self.state: ModelState = state
         self._inner, self._state, self._capture = inner, state, capture
         self._longest, self._largest, self._most = longest, largest, sizes
@@ -149,18 +151,17 @@ class GraphRunner:
         """See ``Runner``."""
         return self._inner.revision + self._revision
 
-    def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
+    def execute(self, step: Step) -> StepOutput:
         """See ``Runner``. A failure undoes the forward: the state is as after the edits."""
-        captured = self._step_of(step, extras)
+        captured = self._step_of(step)
         if captured is None:
-            return self._inner.execute(step, extras)
-        if extras.drawn is not None:
-            check_drawn(step, extras.drawn)
+            return self._inner.execute(step)
+        if step.inputs.drawn is not None:
+            check_drawn(step, step.inputs.drawn)
         for edit in step.edits:
             self._inner.apply(edit)
-        plain = Step(chunks=step.chunks)
-        found = self._run(captured, plain, extras.drawn)
-        return self._inner.execute(plain, extras) if found is None else found
+        found = self._run(captured, step)
+        return self._inner.execute(replace(step, edits=())) if found is None else found
 
     def capture(self, entries: int) -> bool:
         """Record decodes of ``entries`` sequences, rounded up, now; return True on success. It runs
@@ -178,8 +179,9 @@ class GraphRunner:
         finally:
             self._inner.apply(Remove(seq))
 
-    def _run(self, captured: CapturedStep, step: Step, drawn: Tensor | None = None) -> StepOutput | None:
-        """Run a step by captured work. None if that is impossible; then the step has not run."""
+    def _run(self, captured: CapturedStep, step: Step) -> StepOutput | None:
+        """Run the chunks of a step by captured work. None if that is impossible; then they have not
+        run."""
         seqs, counts = [chunk.seq for chunk in step.chunks], [len(chunk.tokens) for chunk in step.chunks]
         kept = [chunk.checkpoints for chunk in step.chunks]
         if not self._state.begin_static(captured.static, seqs, counts, checkpoints=kept if any(kept) else ()):
@@ -187,7 +189,7 @@ class GraphRunner:
         try:
             captured.static.tokens.fill(np.concatenate([np.asarray(chunk.tokens) for chunk in step.chunks]))
             with torch.inference_mode():
-                found_TV = captured.run(lambda: self._forward(captured.static), self._capture, drawn)
+                found_TV = captured.run(lambda: self._forward(captured.static), self._capture, step.inputs.drawn)
             # Copied outside of inference mode, since callers may write to the result.
             logits_TV = found_TV[: sum(counts)].clone()
             self.state.end_forward()
@@ -211,9 +213,9 @@ class GraphRunner:
             x_TE = block(x_TE, static.pass_)
         return self.model.head(x_TE)
 
-    def _step_of(self, step: Step, extras: Extras) -> CapturedStep | None:
+    def _step_of(self, step: Step) -> CapturedStep | None:
         """Return the captured steps of this step's size; None: it runs uncaptured."""
-        if not step.chunks or not extras.is_plain:
+        if not step.chunks or not step.is_plain:
             return None
         check_chunks(step.chunks)
         count = len(step.chunks[0].tokens)

@@ -7,24 +7,30 @@ rows through the head; M placeholders; E model width; V vocabulary; Hq query hea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.adapters.pool import AdapterPool
-from quire.base.errors import InvalidArgument, Unsupported
+from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.base.types import (
     Add,
     Chunk,
     Commit,
     DropCheckpoint,
     Edit,
+    FinishImport,
     Fork,
+    Import,
+    Inputs,
     KeepCheckpoint,
+    LogitsPlace,
     Pop,
     Remove,
     SeqId,
@@ -32,88 +38,14 @@ from quire.base.types import (
     Step,
 )
 from quire.base.uploads import uploaded
+from quire.blend.forward import BlendedForward
+from quire.blend.row_sources import RowSources
 from quire.contracts.kv_state import ModelState
-from quire.contracts.model import Block, Model, OpenPass, Pass
+from quire.contracts.model import Block, Model, OpenPass
 from quire.kv.rule_table import position_refusal, weights_refusal
 from quire.runner.reclaim import Room
 
-
-class RowChoice(Protocol):
-    """Choice of the rows that run through each block of a forward (``OpenPass.narrow``)."""
-
-    @property
-    def alive(self) -> Ids:
-        """Rows of the batch that run now, ascending. The last row of each chunk is always among
-        them."""
-
-    @property
-    def counts(self) -> Sequence[int]:
-        """Number of alive rows of each chunk."""
-
-    @property
-    def rehearsed(self) -> Ids:
-        """Rows of the batch that run alone through all blocks before the forward, ascending. Their
-        result decides which other rows matter."""
-
-    def rehearse(self, pass_: OpenPass) -> Pass:
-        """Return the pass for the rehearsed rows (``OpenPass.rehearse``)."""
-
-    def give(self, layer: int, pass_: OpenPass) -> None:
-        """Write the inputs of a layer's rehearsal."""
-
-    def enter(self, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass) -> Tensor:
-        """Return the rows of x that enter a block. Called for each block, in order."""
-
-
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Extras:
-    """Optional inputs of a forward besides tokens, and optional outputs besides logits."""
-
-    embeddings: Tensor | None = None
-    """Floating ``[M, E]``: row m stands for the m-th negative token id of the step, a placeholder.
-
-    It replaces the result of ``Model.embed``, so a scale that the model applies to embeddings must
-    be in it.
-    """
-    mask: Tensor | None = None
-    """bool, flat: chunk by chunk ``[n, K]`` row by row, true = attend. It replaces the rules of
-    causality and trees; windows still apply. None: those rules."""
-    positions: Ids | None = None
-    """``[T]``, >= 0: positions for the rotation; visibility still follows indices. None: the
-    indices."""
-    hidden_states: bool = False
-    attention_weights: bool = False
-    observed: frozenset[int] = frozenset()
-    """Ids of layers whose attention weights are returned, also if other layers have none."""
-    places: Callable[[], Sequence[Tensor]] | None = None
-    """Returns destinations for each chunk's logits, float32 ``[rows, V]``; None: logits are
-    returned.
-
-    They are written a few rows at a time (all at once if a chunk names an adapter), and
-    ``StepOutput`` has no logits then. The function is called after the blocks have run.
-    """
-    await_layer: Callable[[int], None] | None = None
-    """Called with the id of each layer that the step reaches before an import has completed it
-    (``KVState.publish_import``). It returns once the layer is complete. An error that it raises
-    aborts the forward. If it is None, or the layer is still incomplete, ``FailedPrecondition``
-    does."""
-    rows: RowChoice | None = None
-    """The choice of rows that run through later blocks; None: all rows."""
-    drawn: Tensor | None = None
-    """int64 ``[T]`` on the model's device: token ids, all in the vocabulary, that the host has not
-    read. They replace the ids in the chunks; None: the chunks' own."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Return True if there is no optional input except ``drawn``, and no optional output."""
-        given = (self.embeddings, self.mask, self.positions, self.places, self.await_layer, self.rows)
-        return all(one is None for one in given) and not (self.hidden_states or self.attention_weights or self.observed)
-
-
-NO_EXTRAS = Extras()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +63,8 @@ class StepOutput:
     """By observed layer, per chunk float32 ``[Hq, n, K]``."""
     captured: bool = False
     """Whether the step ran as captured work (``GraphRunner``)."""
+    left_out: tuple[NDArray[np.bool_] | None, ...] = ()
+    """Of a blended step, per chunk bool ``[n]``: rows that did not run; None: not blended."""
     first: Sequence[int] | None = None
     """``sampling.logit_edits.first_maxima`` of the logits as returned; None: not computed."""
 
@@ -144,6 +78,13 @@ class StepOutput:
         return self.logits_RV[self.starts[chunk] : self.starts[chunk + 1]]
 
 
+class Transfer(Protocol):
+    """An import that brings the layers of one sequence, from elsewhere and on another thread."""
+
+    def wait(self, layer: int) -> None:
+        """Return once a layer is complete. An error that it raises aborts the forward."""
+
+
 class Runner(Protocol):
     """An executor of steps."""
 
@@ -153,12 +94,19 @@ class Runner(Protocol):
     """The owners of sequences that can be given up; callers that are short of pages call it."""
     adapters: AdapterPool
     """The adapters that chunks may name."""
+    transfers: dict[SeqId, Transfer]
+    """The transfers that steps may await, by sequence. Owners add and remove theirs."""
+    row_sources: RowSources
+    """The cached rows that blended steps name."""
+    logits: dict[int, Tensor]
+    """Tensors float32 ``[size, V]`` that steps have named as places for logits, with zeros in rows
+    that nothing was written to. Callers remove what they have named."""
 
     @property
     def revision(self) -> int:
         """Number of executed steps, including steps without chunks."""
 
-    def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
+    def execute(self, step: Step) -> StepOutput:
         """Apply the edits in order, then run the chunks as one forward."""
 
     def new_seq(self) -> SeqId:
@@ -183,6 +131,9 @@ class LocalRunner:
         self._seqs = itertools.count()
         self._no_logits = torch.empty(0, model.vocab_size, device=device)
         self.room = Room()
+        self.transfers: dict[SeqId, Transfer] = {}
+        self.row_sources = RowSources(state)
+        self.logits: dict[int, Tensor] = {}
         self._revision = 0
 
     def new_seq(self) -> SeqId:
@@ -194,9 +145,10 @@ class LocalRunner:
         """See ``Runner``."""
         return self._revision
 
-    def execute(self, step: Step, extras: Extras = NO_EXTRAS) -> StepOutput:
+    def execute(self, step: Step) -> StepOutput:
         """See ``Runner``. A failure undoes the forward: the state is as after the edits."""
         self._revision += 1
+        inputs = step.inputs
         if not step.chunks:
             for edit in step.edits:
                 self.apply(edit)
@@ -206,33 +158,38 @@ class LocalRunner:
         plain = adapters.count(None) == len(adapters)
         if not plain:
             self.adapters.check(adapters)
-        if extras.mask is not None and self.state.recurrent_ids:
+        if inputs.mask is not None and self.state.recurrent_ids:
             raise Unsupported(
                 "a mask: recurrent layers see the tokens of a sequence in order, and no mask can change that; leave it out"
             )
-        if extras.positions is not None and (reason := position_refusal(self.model.layer_specs)):
+        if inputs.positions is not None and (reason := position_refusal(self.model.layer_specs)):
             raise Unsupported(f"positions: {reason}")
-        if extras.rows is not None:
-            _check_choice(step, extras)
-        if extras.drawn is not None:
-            check_drawn(step, extras.drawn)
-        if extras.attention_weights and (reason := weights_refusal(self.model.layer_specs, len(self.model.blocks))):
+        if inputs.places:
+            self._check_places(step)
+        transfers = self._transfers(step)
+        counts, kept = [len(chunk.tokens) for chunk in step.chunks], [chunk.checkpoints for chunk in step.chunks]
+        blended = None
+        if step.blend is not None:
+            _check_blend(step)
+            blended = self.row_sources.forward(step.blend, counts)
+        if inputs.drawn is not None:
+            check_drawn(step, inputs.drawn)
+        if inputs.attention_weights and (reason := weights_refusal(self.model.layer_specs, len(self.model.blocks))):
             raise Unsupported(f"attention weights: {reason}; leave output_attentions False")
         tokens = np.concatenate([np.asarray(chunk.tokens, dtype=np.int64) for chunk in step.chunks])
-        placeholders = self._placeholders(tokens, extras)
+        placeholders = self._placeholders(tokens, inputs)
         for edit in step.edits:
             self.apply(edit)
-        counts, kept = [len(chunk.tokens) for chunk in step.chunks], [chunk.checkpoints for chunk in step.chunks]
         trees = [None if chunk.tree is None else chunk.tree.parents for chunk in step.chunks]
         seqs = [chunk.seq for chunk in step.chunks]
         self.state.begin_forward(seqs, counts, trees if any(trees) else None, checkpoints=kept if any(kept) else ())
         try:
             index, starts = logits_rows(step.chunks)
             output = None
-            if plain and extras is NO_EXTRAS and placeholders is None and index is None:
+            if plain and step.is_plain and inputs.drawn is None and placeholders is None and index is None:
                 output = self._at_once(tokens, starts)
             if output is None:
-                output = self._forward(step, extras, tokens, placeholders, index, starts)
+                output = self._forward(step, transfers, blended, tokens, placeholders, index, starts)
             self.state.end_forward()
         except BaseException:
             if self.state.forward_is_open:
@@ -252,13 +209,15 @@ class LocalRunner:
     def _forward(
         self,
         step: Step,
-        extras: Extras,
+        transfers: Sequence[Transfer],
+        blended: BlendedForward | None,
         tokens: Ids,
         placeholders: Ids | None,
         index: Ids | None,
         starts: tuple[int, ...],
     ) -> StepOutput:
         """Run the model part by part; ``index``, ``starts``: as returned by ``logits_rows``."""
+        inputs = step.inputs
         adapters, counts = [chunk.adapter for chunk in step.chunks], [len(chunk.tokens) for chunk in step.chunks]
         plain = adapters.count(None) == len(adapters)
         hidden: list[Tensor] = []
@@ -267,55 +226,87 @@ class LocalRunner:
                 self.adapters.deactivate()
             else:
                 self.adapters.activate(adapters, counts, np.diff(starts).tolist())
-            pass_ = self._open_pass(extras)
-            x_TE = self._embed(tokens, placeholders, extras)
-            if extras.rows is not None and extras.rows.rehearsed.size:
-                self._rehearse(extras.rows, x_TE, pass_, adapters, counts)
+            pass_ = self._open_pass(inputs, transfers)
+            x_TE = self._embed(tokens, placeholders, inputs)
+            if blended is not None and blended.rehearsed.size:
+                self._rehearse(blended, x_TE, pass_, adapters, counts)
                 self.adapters.activate(adapters, counts, np.diff(starts).tolist())
             stack, blocks = self.model.stack, self.model.blocks
-            if stack is not None and plain and extras.rows is None and not extras.hidden_states:
+            if stack is not None and plain and blended is None and not inputs.hidden_states:
                 y_TE = stack.run(blocks, x_TE, pass_)
                 x_TE, blocks = (x_TE, blocks) if y_TE is None else (y_TE, ())
             for layer, block in enumerate(blocks):
-                if extras.rows is not None:
-                    x_TE = self._entering(extras.rows, layer, block, x_TE, pass_, step)
+                if blended is not None:
+                    x_TE = self._entering(blended, layer, block, x_TE, pass_, step)
                 x_TE = block(x_TE, pass_)
-                if extras.hidden_states:
+                if inputs.hidden_states:
                     hidden.append(x_TE)
-            if extras.rows is not None:
-                index = np.searchsorted(extras.rows.alive, np.arange(len(tokens)) if index is None else index)
+            if blended is not None:
+                index = np.searchsorted(blended.alive, np.arange(len(tokens)) if index is None else index)
             x_RE = x_TE if index is None else x_TE.index_select(0, uploaded(index, self.device))
         # Outside of inference mode: callers may write to the results.
         with torch.no_grad():
-            if extras.places is not None:
+            if inputs.places:
                 # The adapters' work on the head is planned for all rows.
-                self._head_to(x_RE, extras.places(), HEAD_ROWS if plain else max(1, starts[-1]))
+                places = self._tensors_at(inputs.places, np.diff(starts).tolist())
+                self._head_to(x_RE, places, HEAD_ROWS if plain else max(1, starts[-1]))
+                del places
                 starts = (0,) * len(starts)
             logits_RV = self.model.head(x_RE) if starts[-1] else self._no_logits
-            states = _split(hidden, step.chunks) if extras.hidden_states else ()
-            weights = self._weights(pass_, len(step.chunks)) if extras.attention_weights else ()
-            observed = _observed(pass_, extras.observed)
-        return StepOutput(logits_RV, starts, states, weights, observed)
+            states = _split(hidden, step.chunks) if inputs.hidden_states else ()
+            weights = self._weights(pass_, len(step.chunks)) if inputs.attention_weights else ()
+            observed = _observed(pass_, inputs.observed)
+        left_out = () if blended is None else blended.left_out
+        return StepOutput(logits_RV, starts, states, weights, observed, left_out=left_out)
 
     def _rehearse(
-        self, choice: RowChoice, x_TE: Tensor, pass_: OpenPass, adapters: Sequence[int | None], counts: Sequence[int]
+        self,
+        blended: BlendedForward,
+        x_TE: Tensor,
+        pass_: OpenPass,
+        adapters: Sequence[int | None],
+        counts: Sequence[int],
     ) -> None:
         """Run the rehearsed rows alone through all blocks, before the forward."""
-        rows = choice.rehearsed
+        rows = blended.rehearsed
         running = np.diff(np.searchsorted(rows, np.concatenate(([0], np.cumsum(counts)))))
         self.adapters.activate(adapters, running.tolist(), [0] * len(counts))
-        rehearsal, x_SE = choice.rehearse(pass_), x_TE.index_select(0, uploaded(rows, self.device))
+        rehearsal, x_SE = blended.rehearse(pass_), x_TE.index_select(0, uploaded(rows, self.device))
         for layer, block in enumerate(self.model.blocks):
-            choice.give(layer, pass_)
+            blended.give(layer, pass_)
             x_SE = block(x_SE, rehearsal)
 
-    def _entering(self, rows: RowChoice, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass, step: Step) -> Tensor:
+    def _entering(
+        self, blended: BlendedForward, layer: int, block: Block, x_TE: Tensor, pass_: OpenPass, step: Step
+    ) -> Tensor:
         """Return the rows that enter a block, and plan the work of adapters for them."""
-        entering_SE = rows.enter(layer, block, x_TE, pass_)
+        entering_SE = blended.enter(layer, block, x_TE, pass_)
         if entering_SE.shape[0] != x_TE.shape[0]:
             head_counts = [int(chunk.logits == "last") for chunk in step.chunks]
-            self.adapters.activate([chunk.adapter for chunk in step.chunks], rows.counts, head_counts)
+            self.adapters.activate([chunk.adapter for chunk in step.chunks], blended.counts, head_counts)
         return entering_SE
+
+    def _check_places(self, step: Step) -> None:
+        """Raise ``InvalidArgument`` for places that do not fit a step's logits."""
+        _, starts = logits_rows(step.chunks)
+        places, counts = step.inputs.places, np.diff(starts).tolist()
+        if len(places) != len(counts):
+            raise InvalidArgument(field="places", given=len(places), allowed=f"one for each of {len(counts)} chunks")
+        sizes = {name: len(tensor) for name, tensor in self.logits.items()}
+        for place, count in zip(places, counts, strict=True):
+            size = sizes.setdefault(place.tensor, place.size)
+            if place.size != size or not 0 <= place.start <= size - count:
+                raise InvalidArgument(field="places", given=place, allowed=f"{count} rows within {size}")
+
+    def _tensors_at(self, places: Sequence[LogitsPlace], counts: Sequence[int]) -> list[Tensor]:
+        """Return the rows of named tensors for the logits of each chunk."""
+        for place in places:
+            if place.tensor not in self.logits:
+                self.logits[place.tensor] = torch.zeros(place.size, self.model.vocab_size, device=self.device)
+        return [
+            self.logits[place.tensor][place.start : place.start + count]
+            for place, count in zip(places, counts, strict=True)
+        ]
 
     def _head_to(self, x_RE: Tensor, places: Sequence[Tensor], most: int) -> None:
         """Write the logits of all rows to their destinations, ``most`` rows at a time."""
@@ -330,38 +321,45 @@ class LocalRunner:
                     chunk, offset = chunk + 1, 0
             del logits_RV  # otherwise it would exist beside the next logits
 
-    def _placeholders(self, tokens: Ids, extras: Extras) -> Ids | None:
+    def _transfers(self, step: Step) -> list[Transfer]:
+        """Return the transfers that a step awaits; ``FailedPrecondition`` if there is none."""
+        for seq in step.awaited:
+            if seq not in self.transfers:
+                raise FailedPrecondition(f"sequence {seq} is awaited, and no transfer brings it")
+        return [self.transfers[seq] for seq in step.awaited]
+
+    def _placeholders(self, tokens: Ids, inputs: Inputs) -> Ids | None:
         """Return the rows of the batch whose ids are negative; None if there are none.
         ``InvalidArgument`` unless each has an embedding."""
         rows = np.flatnonzero(tokens < 0) if np.minimum.reduce(tokens) < 0 else None
-        count, given = 0 if rows is None else len(rows), extras.embeddings
+        count, given = 0 if rows is None else len(rows), inputs.embeddings
         shape = (count, self.model.hidden_size)
         if (given is None and count) or (given is not None and tuple(given.shape) != shape):
             found = "none" if given is None else str(list(given.shape))
             raise InvalidArgument(f"{count} placeholders (negative ids) need embeddings {list(shape)}; got {found}")
         return rows
 
-    def _open_pass(self, extras: Extras) -> OpenPass:
+    def _open_pass(self, inputs: Inputs, transfers: Sequence[Transfer]) -> OpenPass:
         pass_ = self.state.open_pass()
-        if extras.mask is not None:
-            pass_.use_mask(extras.mask)
-        if extras.positions is not None:
-            pass_.use_positions(extras.positions)
-        if extras.attention_weights or extras.observed:
-            pass_.capture_weights(None if extras.attention_weights else extras.observed)
-        if extras.await_layer is not None:
-            pass_.wait_for_layers(extras.await_layer)
+        if inputs.mask is not None:
+            pass_.use_mask(inputs.mask)
+        if inputs.positions is not None:
+            pass_.use_positions(inputs.positions)
+        if inputs.attention_weights or inputs.observed:
+            pass_.capture_weights(None if inputs.attention_weights else inputs.observed)
+        if transfers:
+            pass_.wait_for_layers(partial(_wait_for, transfers))
         return pass_
 
-    def _embed(self, tokens: Ids, placeholders: Ids | None, extras: Extras) -> Tensor:
+    def _embed(self, tokens: Ids, placeholders: Ids | None, inputs: Inputs) -> Tensor:
         """Return ``[T, E]``, with the given rows at placeholders."""
-        if extras.drawn is not None:
-            return self.model.embed(extras.drawn)
-        if placeholders is None or extras.embeddings is None:
+        if inputs.drawn is not None:
+            return self.model.embed(inputs.drawn)
+        if placeholders is None or inputs.embeddings is None:
             return self.model.embed(uploaded(tokens, self.device))
         x_TE = self.model.embed(uploaded(tokens.clip(min=0), self.device))
         rows = uploaded(placeholders, self.device)
-        return x_TE.index_copy(0, rows, extras.embeddings.to(x_TE.device, x_TE.dtype))
+        return x_TE.index_copy(0, rows, inputs.embeddings.to(x_TE.device, x_TE.dtype))
 
     def _weights(self, pass_: OpenPass, num_chunks: int) -> tuple[tuple[Tensor, ...], ...]:
         layers = sorted(pass_.weights)
@@ -387,19 +385,38 @@ class LocalRunner:
                 self.state.checkpoint(seq)
             case DropCheckpoint(seq, position):
                 self.state.drop_checkpoint(seq, position)
+            case Import(seq, metadata, parent, shared):
+                self.state.prepare_import(seq, metadata, parent=parent, shared=shared)
+                try:
+                    self.state.publish_import(seq)
+                except BaseException:
+                    self.state.remove_sequence(seq)
+                    raise
+            case FinishImport(seq):
+                self.state.finish_import(seq)
             case Commit(seqs, leaves):
                 self.state.commit_accepted_token_tree_nodes(seqs, leaves)
             case SetWindow(seq, window, sink):
                 self.state.enable_sliding_window_for_seq(seq, window, sink)
 
 
-def _check_choice(step: Step, extras: Extras) -> None:
-    """Raise ``Unsupported`` for inputs or outputs of all rows in a forward that runs only some."""
+def _wait_for(transfers: Sequence[Transfer], layer: int) -> None:
+    """Wait for a layer of each transfer."""
+    for one in transfers:
+        one.wait(layer)
+
+
+def _check_blend(step: Step) -> None:
+    """Raise ``Unsupported`` for inputs or outputs of all rows in a forward that runs only some, and
+    ``InvalidArgument`` for a blending of another number of chunks."""
+    inputs, given = step.inputs, () if step.blend is None else step.blend.chunks
+    if len(given) != len(step.chunks):
+        raise InvalidArgument(field="blend", given=len(given), allowed=f"one for each of {len(step.chunks)} chunks")
     for name, asked in (
-        ("mask", extras.mask is not None),
-        ("positions", extras.positions is not None),
-        ("hidden_states", extras.hidden_states),
-        ("attention_weights", extras.attention_weights or bool(extras.observed)),
+        ("mask", inputs.mask is not None),
+        ("positions", inputs.positions is not None),
+        ("hidden_states", inputs.hidden_states),
+        ("attention_weights", inputs.attention_weights or bool(inputs.observed)),
         ("logits", any(chunk.logits == "all" for chunk in step.chunks)),
     ):
         if asked:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from quire.base.blend_inputs import BlendInputs
 from quire.base.errors import InvalidArgument, QuireError, ResourceExhausted
 from quire.base.interrupts import check
 from quire.base.segments import AUTO, BlendParams
@@ -45,7 +46,7 @@ from quire.engine.blending import Blending
 from quire.engine.engine import Engine
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.segmented_prompts import Pieces
-from quire.runner.local import NO_EXTRAS, Extras, StepOutput
+from quire.runner.local import StepOutput
 from quire.sessions.commits import ask
 from quire.store.commits import Space
 from quire.store.history import History
@@ -217,18 +218,21 @@ class ProbeRuns:
         """Return logits behind blended chunks, float32 ``[Q, M]``: of the question's rows, and of
         all but the last token of a ``text`` behind them."""
         length = len(probe.ids)
-        blend = PromptBlend(BlendParams(), probe.pieces, length, ratio, AUTO, 1, lambda work, blend: rows)
-        blend.task, blend.valid = rows, rows.valid_mask.numpy() != 0
+        sources = self._engine.runner.row_sources
+        blend = PromptBlend(BlendParams(), probe.pieces, length, ratio, AUTO, 1, lambda work, blend: rows, sources)
+        blend.take(rows)
         blend.exact = np.zeros_like(blend.valid)
-        chosen = self._engine.blending.forward_of([length], [blend.chunk(0, length)], layer)
-        with self._sequence(probe.ids, Extras(rows=chosen)) as seq:
-            # A forward of some rows has no logits but the last one's. The question runs once more,
-            # over the state that it had.
-            self._engine.runner.execute(Step(edits=(Pop(seq, length - probe.asks),)))
-            return self._run(seq, [*probe.ids[probe.asks :].tolist(), *text[:-1]])
+        try:
+            with self._sequence(probe.ids, BlendInputs((blend.chunk(0, length),), layer)) as seq:
+                # A forward of some rows has no logits but the last one's. The question runs once
+                # more, over the state that it had.
+                self._engine.runner.execute(Step(edits=(Pop(seq, length - probe.asks),)))
+                return self._run(seq, [*probe.ids[probe.asks :].tolist(), *text[:-1]])
+        finally:
+            blend.end()
 
     @contextmanager
-    def _sequence(self, ids: Ids, extras: Extras = NO_EXTRAS) -> Iterator[SeqId]:
+    def _sequence(self, ids: Ids, blend: BlendInputs | None = None) -> Iterator[SeqId]:
         """Run tokens as a sequence, which is gone at the end, under the lock."""
         check()
         with self._engine.lock:
@@ -236,20 +240,21 @@ class ProbeRuns:
             self._engine.runner.execute(Step(edits=(Add(seq),)))
             try:
                 if ids.size:
-                    run_chunks(self._engine, [Chunk(seq, ids.tolist(), logits="none")], extras)
+                    chunk = Chunk(seq, ids.tolist(), logits="none")
+                    run_step(self._engine, Step(chunks=(chunk,), blend=blend))
                 yield seq
             finally:
                 self._engine.runner.execute(Step(edits=(Remove(seq),)))
 
     def _run(self, seq: SeqId, ids: list[int]) -> Tensor:
-        return run_chunks(self._engine, [Chunk(seq, ids, logits="all")]).rows(0)
+        return run_step(self._engine, Step(chunks=(Chunk(seq, ids, logits="all"),))).rows(0)
 
 
-def run_chunks(engine: Engine, chunks: Sequence[Chunk], extras: Extras = NO_EXTRAS) -> StepOutput:
-    """Run a forward, for which others give up what they can. The caller has the lock."""
+def run_step(engine: Engine, step: Step) -> StepOutput:
+    """Run a step, for which others give up what they can. The caller has the lock."""
     while True:
         try:
-            return engine.runner.execute(Step(chunks=tuple(chunks)), extras)
+            return engine.runner.execute(step)
         except ResourceExhausted:
             if not engine.runner.room.make():
                 raise
@@ -283,7 +288,8 @@ def _sample(
         while (now := len(texts[0])) < length:
             check()
             with engine.lock:
-                output = run_chunks(engine, [Chunk(seq, text[done:]) for seq, text in zip(seqs, texts, strict=True)])
+                chunks = tuple(Chunk(seq, text[done:]) for seq, text in zip(seqs, texts, strict=True))
+                output = run_step(engine, Step(chunks=chunks))
             chances = output.logits_RV.float().softmax(-1).cpu()
             for text, (token,) in zip(texts, torch.multinomial(chances, 1, generator=generator).tolist(), strict=True):
                 text.append(token)

@@ -14,13 +14,12 @@ import numpy as np
 from torch import Tensor
 
 from quire.base.errors import Cancelled, FailedPrecondition, Unsupported
-from quire.base.types import Add, Chunk, Edit, SetWindow, Step
+from quire.base.types import Add, Chunk, Edit, Inputs, SetWindow, Step
 from quire.branches.branch import COMPUTED
 from quire.engine.engine import Engine
 from quire.engine.prompts import embeddings_of
 from quire.engine.request import SessionBranch
-from quire.runner.local import Extras
-from quire.sessions.blend_calibration import run_chunks
+from quire.sessions.blend_calibration import run_step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,9 +76,9 @@ def run_token(
                 _begin(engine, fork)
             assert fork.seq is not None
             layers = frozenset() if observed is None else frozenset((observed,))
-            extras = Extras(embeddings=embeddings_of([media.embeddings(ids[position:].tolist())]), observed=layers)
+            inputs = Inputs(embeddings=embeddings_of([media.embeddings(ids[position:].tolist())]), observed=layers)
             chunk = Chunk(fork.seq, ids[position:].tolist(), logits="last", adapter=adapter)
-            output = run_chunks(engine, [chunk], extras)
+            output = run_step(engine, Step(chunks=(chunk,), inputs=inputs))
     finally:
         engine.forget(fork)
     weights_HTN = None if observed is None else output.observed[observed][0]
