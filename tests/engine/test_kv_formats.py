@@ -29,6 +29,7 @@ from tests.kv import (
     test_window_values,
     test_windows,
 )
+from tests.kv.test_pieces import threads as threads
 from torch import Tensor
 
 from quire import LLM, InvalidArgument, Unsupported, build
@@ -49,8 +50,10 @@ from quire.runner import pool_budget
 
 from . import test_saved, test_stored_files
 from .conftest import Checkpoint, MakeLLM, engine_of, greedy, random_tokens
+from .test_named_adapters import directories as directories
 from .test_stored_files import directory as directory
 from .test_stored_files import family as family
+from .test_stored_files import redis as redis
 from .test_stored_files import start as start
 
 
@@ -80,10 +83,12 @@ def _swapped(x: Tensor) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def swapped() -> Iterator[pytest.MonkeyPatch]:
     """All states keep K and V in this format, until a test undoes it."""
-    for module in (kv_state, build, pool_budget):
-        monkeypatch.setattr(module, "PlainFormat", SwappedPairs)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (kv_state, build, pool_budget):
+            patch.setattr(module, "PlainFormat", SwappedPairs)
+        yield patch
 
 
 # -- the suites ------------------------------------------------------------------------------------
@@ -105,8 +110,34 @@ STATES = (
     test_windows,
 )
 FILES = (test_saved, test_stored_files)
-PLAIN = frozenset[str]()
-"""Tests about plain rows: names of their tensors, dtypes of files, kernels."""
+PLAIN = {
+    # They name the tensors of plain rows in exports.
+    "test_export_and_import",
+    "test_export_into_given_tensors",
+    "test_imports_that_do_not_fit",
+    "test_export_round_trip",
+    "test_state_file_round_trip",
+    "test_malformed_calls",
+    "test_windows_far_out",
+    "test_positions_that_are_far_out",
+    "test_rows_go_where_their_pages_are",
+    "test_what_an_import_under_way_refuses",
+    "test_a_forward_waits_for_layers_or_refuses_them",
+    "test_a_pass_calls_whoever_waits_for_a_layer",
+    "test_metadata_name_exactly_what_goes_on",
+    "test_pages_stay_while_a_row_is_written",
+    "test_an_import_that_has_begun_anew_takes_no_rows_of_the_old_one",
+    # They look into the pool of a layer.
+    "test_each_piece_is_checked_right_before_it_is_written",
+    "test_rows_behind_the_last_one_are_zero",
+    # They convert a file from one dtype to another.
+    "test_state_file",
+    "test_dtype",
+    # They watch a kernel that reads plain rows only.
+    "test_layers_of_as_many_rows_share_a_plan",
+    "test_form_of_each_batch",
+}
+"""Tests that are about plain rows."""
 
 
 def _suites(*modules: ModuleType) -> Iterator[tuple[str, Callable[..., None]]]:
@@ -221,14 +252,12 @@ def test_rows_are_placed_by_the_view(kernels: RowKernels | None) -> None:
 # -- an engine over it -----------------------------------------------------------------------------
 
 
-def test_files_of_another_format_are_refused(
-    make_llm: MakeLLM, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_another_format_are_refused(make_llm: MakeLLM, llama: Checkpoint, swapped: pytest.MonkeyPatch) -> None:
     prompt = random_tokens(40)
     llm = make_llm(llama)
     session = llm.session(prompt)
     data, kept = session.to_bytes(), session.kv(0)
-    monkeypatch.undo()
+    swapped.undo()
     plain = make_llm(llama)
     mine = plain.session(prompt)
     torch.testing.assert_close(kept, mine.kv(0))
@@ -242,7 +271,7 @@ def test_files_of_another_format_are_refused(
 
 
 def test_objects_of_another_format_are_not_found(
-    start: Callable[..., LLM], llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., LLM], llama: Checkpoint, swapped: pytest.MonkeyPatch
 ) -> None:
     prompt = random_tokens(60)
     first = start(llama)
@@ -250,7 +279,7 @@ def test_objects_of_another_format_are_not_found(
     first.close()
     again, found = test_stored_files.reused(start(llama), prompt)
     assert (again, found > 0) == (answer, True)
-    monkeypatch.undo()
+    swapped.undo()
     again, found = test_stored_files.reused(start(llama), prompt)
     assert (again, found) == (answer, 0)
 

@@ -195,7 +195,7 @@ def test_what_differs_is_not_found(
             monkeypatch.setattr(keys, "KEY_VERSION", 0)
     second = start(model, **options)
     if what == "chunk":
-        stored_of(second).layout.chunk = 2 * CHUNK
+        stored_of(second).keys.layout.chunk = 2 * CHUNK
     found = reused(second, prompt, cache_salt="other" if what == "salt" else None)
     assert found[1] == 0
     if what not in ("dtype", "rope"):
@@ -285,7 +285,7 @@ def test_images_are_found_by_their_data(start: Callable[..., LLM], checkpoint: C
 @pytest.mark.parametrize(("page_size", "chunk"), [(4, 256), (100, 200), (300, 300)])
 def test_runs_are_cut_where_pages_are(make_llm: MakeLLM, llama: Checkpoint, page_size: int, chunk: int) -> None:
     llm = make_llm(llama, page_size=page_size, kv_cache_memory="4MiB")
-    assert stored_of(llm).layout.chunk == chunk
+    assert stored_of(llm).keys.layout.chunk == chunk
 
 
 def test_two_engines_at_once(start: Callable[..., LLM], llama: Checkpoint) -> None:
