@@ -138,12 +138,20 @@ PLAIN = {
     "test_form_of_each_batch",
 }
 """Tests that are about plain rows."""
+LONG = {
+    "test_every_chunking_gives_the_same_rows",
+    "test_any_rows_of_any_batch",
+    "test_any_rows_of_any_entries",
+    "test_killed_at_random_moments",
+    "test_killed_a_hundred_times",
+}
+"""Tests of which a format changes nothing that shorter ones do not show."""
 
 
 def _suites(*modules: ModuleType) -> Iterator[tuple[str, Callable[..., None]]]:
     for module in modules:
         for name, test in vars(module).items():
-            if name.startswith("test_") and name not in PLAIN and test.__module__ == module.__name__:
+            if name.startswith("test_") and name not in PLAIN | LONG and test.__module__ == module.__name__:
                 yield f"{module.__name__.rpartition('.')[2]}__{name}", test
 
 

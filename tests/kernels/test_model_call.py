@@ -255,8 +255,8 @@ class Twins:
         assert torch.equal(*outs)
         for layer in range(3):
             rows = [state.parts.layer(layer) for state in self.states]
-            assert torch.equal(rows[0].k_SHD, rows[1].k_SHD)
-            assert torch.equal(rows[0].v_SHD, rows[1].v_SHD)
+            assert torch.equal(rows[0].view.k, rows[1].view.k)
+            assert torch.equal(rows[0].view.v, rows[1].view.v)
 
     def __getattr__(self, verb: str) -> Any:
         def both(*given: Any) -> None:
