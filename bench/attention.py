@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire.contracts.attention import AttentionBackend, ForwardPlan, Scoring
+from quire.contracts.kv_format import PlainRows
 from quire.kernels.attention.cpu_attention import NativeAttention
 from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv.storage import lazy_zeros
@@ -92,7 +93,7 @@ class Work:
 
         def run() -> None:
             for k, v in self.layers:
-                backend.run(prepared, self.q_THD, None, k, v, self.scoring)
+                backend.run(prepared, self.q_THD, None, PlainRows(k, v), self.scoring)
 
         return run
 

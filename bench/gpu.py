@@ -54,6 +54,7 @@ from gpu_pieces import copies, draws, expert_products, float8_products
 from gpu_recurrence import recurrences
 from quire import LLM, SamplingParams
 from quire.contracts.attention import AttentionBackend, ForwardPlan, Scoring
+from quire.contracts.kv_format import PlainRows
 from quire.contracts.layers import FullAttention
 from quire.kernels.attention import triton_attention
 from quire.kernels.attention.flashinfer_attention import FlashInferAttention, flashinfer_problem
@@ -273,7 +274,7 @@ def call_of(case: Attended, backend: AttentionBackend, device: torch.device) -> 
     prepared, scoring, turns = backend.plan(case.plan(device), dtype), Scoring(0.1), itertools.cycle(layers)
 
     def call() -> object:
-        return backend.run(prepared, q, fresh, *next(turns), scoring)
+        return backend.run(prepared, q, fresh, PlainRows(*next(turns)), scoring)
 
     return call
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from quire.base.errors import InvalidArgument
 from quire.contracts.attention import AttentionBackend, AttentionState, ForwardPlan, KeyRule, Scoring
+from quire.contracts.kv_format import PlainRows
 from quire.contracts.layers import FullAttention, LatentAttention, WindowedAttention
 from quire.kernels.attention import group_calls, lse_attention, row_blocks, sdpa
 from quire.kernels.attention.cpu_attention import NativeAttention
@@ -328,12 +329,12 @@ class Case:
     def run(self, backend: AttentionBackend, **changes: Any) -> Tensor:
         arguments = {"q_sink_THD": self.q_sink_THD, "sinks_H": self.sinks_H, **changes}
         prepared = backend.plan(self.plan, self.dtype)
-        return backend.run(prepared, self.q_THD, self.new, self.k_SHD, self.v_SHD, self.scoring, **arguments)
+        return backend.run(prepared, self.q_THD, self.new, PlainRows(self.k_SHD, self.v_SHD), self.scoring, **arguments)
 
     def run_state(self, backend: AttentionBackend) -> AttentionState:
         prepared = backend.plan(self.plan, self.dtype)
         return backend.run_state(
-            prepared, self.q_THD, self.new, self.k_SHD, self.v_SHD, self.scoring, q_sink_THD=self.q_sink_THD
+            prepared, self.q_THD, self.new, PlainRows(self.k_SHD, self.v_SHD), self.scoring, q_sink_THD=self.q_sink_THD
         )
 
     def check(self, *names: str) -> None:
@@ -367,7 +368,12 @@ class Case:
             assert (error.max(1) <= plain_bounds[3].numpy()).all(), (name, error.max(1), plain_bounds[3])
         for number, tensor in enumerate(
             attention_weights(
-                self.plan, self.q_THD, self.k_SHD, self.scoring, q_sink_THD=self.q_sink_THD, sinks_H=self.sinks_H
+                self.plan,
+                self.q_THD,
+                PlainRows(self.k_SHD, self.v_SHD),
+                self.scoring,
+                q_sink_THD=self.q_sink_THD,
+                sinks_H=self.sinks_H,
             )
         ):
             rows = slice(int(self.plan.starts[number]), int(self.plan.starts[number + 1]))
@@ -707,7 +713,7 @@ def test_q_of_another_type_than_planned() -> None:
     backend = SdpaAttention()
     prepared = backend.plan(case.plan, torch.bfloat16)
     with pytest.raises(InvalidArgument, match=r"planned for torch\.bfloat16; q is torch\.float32"):
-        backend.run(prepared, case.q_THD, case.new, case.k_SHD, case.v_SHD, case.scoring)
+        backend.run(prepared, case.q_THD, case.new, PlainRows(case.k_SHD, case.v_SHD), case.scoring)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "flashinfer"])
@@ -890,7 +896,7 @@ def test_rows_that_are_no_neighbours_cost_what_they_see(
 
     monkeypatch.setattr(Keys, "gather", counted)
     k_SHD, v_SHD = torch.randn(2, -(-keys // 16) * 16, 1, 4).unbind(0)
-    SdpaAttention().run(prepared, torch.randn(count, 1, 4), None, k_SHD, v_SHD, Scoring(0.5))
+    SdpaAttention().run(prepared, torch.randn(count, 1, 4), None, PlainRows(k_SHD, v_SHD), Scoring(0.5))
     assert gathered == [int(plan.positions[-1]) + 1]
 
 

@@ -31,6 +31,7 @@ from quire.kernels.attention.triton_attention import TritonAttention
 from quire.kernels.recurrence.chunked import ChunkedRecurrence
 from quire.kernels.recurrence.triton_recurrence import TritonRecurrence
 from quire.kernels.rows.triton_rows import TritonRows
+from quire.kv.plain_format import PlainFormat
 from quire.kv.recurrent import RecurrentStorage
 from quire.kv.state import State
 from quire.models.catalogue import resolve_model
@@ -295,7 +296,7 @@ def test_the_budget_counts_what_is_captured(monkeypatch: pytest.MonkeyPatch) -> 
     )  # fmt: skip
     model = load_model(resolve_model("tiny-python"), dtype="float32", kernels=LayerKernels(TritonRows()))
     device = torch.device("cpu")
-    given = (config, model, build.make_adapters(model), torch.float32, device, 64)
+    given = (config, model, build.make_adapters(model), PlainFormat(torch.float32), device, 64)
     budgets = [build.pool_budget(*given, captures=captures) for captures in (False, True)]
     # 20 MiB for three sequences, 3 MiB each for two and one.
     assert budgets[0].nbytes - budgets[1].nbytes == 26 << 20

@@ -20,6 +20,7 @@ import torch
 from tests import triton_machine
 from torch import Tensor
 
+from quire.contracts.kv_format import PlainRows
 from quire.contracts.layers import RopeSpec
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowKernels
 from quire.kernels.native_library import native_problem
@@ -301,7 +302,7 @@ class Case:
             rotation = Rotation(rotation.cos_T1R[rows], rotation.sin_T1R[rows], rotation.interleaved)
         k, v = self.k_SHD.clone(), self.v_SHD.clone()
         slots = self.slots_T[rows]
-        return kernels.place_qkv(self.qkv_TC[rows], self.heads, rotation, self.norms, k, v, slots), k, v
+        return kernels.place_qkv(self.qkv_TC[rows], self.heads, rotation, self.norms, PlainRows(k, v), slots), k, v
 
     def exact(self) -> tuple[Tensor, Tensor]:
         """Turned heads of q and k in float64, and the size of the terms of each."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import AttentionState, ForwardPlan
+from quire.contracts.kv_format import KVView, PlainRows
 from quire.contracts.recurrence import Recurred, RecurrencePlan, StatePlaces
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation
 from quire.kernels.attention.triton_attention import TritonAttention
@@ -101,17 +102,17 @@ class CarriedRows(TritonRows):
         num_heads: int,
         rotation: Rotation | None,
         norms: HeadNormWeights | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         slots_T: Tensor,
     ) -> Tensor:
-        k, v = there(k_SHD), there(v_SHD)
+        assert isinstance(view, PlainRows)
+        rows = there(view)
         turned = None if rotation is None else Rotation(*there(rotation[:2]), rotation.interleaved)
         weights = None if norms is None else HeadNormWeights(*there(norms[:2]), norms.eps)
-        found = super().place_qkv(there(qkv_TC), num_heads, turned, weights, k, v, there(slots_T)).cpu()
+        found = super().place_qkv(there(qkv_TC), num_heads, turned, weights, rows, there(slots_T)).cpu()
         if HAS_CUDA:
-            k_SHD.copy_(k)
-            v_SHD.copy_(v)
+            view.k.copy_(rows.k)
+            view.v.copy_(rows.v)
         return found
 
     def copy_slots(self, pools_LSHD: Sequence[Tensor], moves_2N: NDArray[np.int64]) -> None:
@@ -161,6 +162,8 @@ def there(x: Any) -> Any:
     """Return a tensor, or a pair of some, on the device of the kernels; other things as they
     are.
     """
+    if isinstance(x, PlainRows):
+        return PlainRows(x.k.to(DEVICE), x.v.to(DEVICE))
     if isinstance(x, tuple) and x and isinstance(x[0], Tensor):
         return tuple(part.to(DEVICE) for part in x)
     return x.to(DEVICE) if isinstance(x, Tensor) else x

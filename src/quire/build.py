@@ -25,6 +25,7 @@ from quire.branches.stored_state import StoredState
 from quire.contracts.adapters import Adapter
 from quire.contracts.attention import AttentionBackend
 from quire.contracts.block_calls import LayerKernels
+from quire.contracts.kv_format import KVFormat
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.linear import Quantization
 from quire.engine.assembly import make_engine
@@ -48,6 +49,7 @@ from quire.kernels.rows.cpu_rows import native_rows
 from quire.kernels.rows.triton_rows import TritonRows
 from quire.kernels.triton_support import attention_problem, triton_problem
 from quire.kv.forward_need import pages_for
+from quire.kv.plain_format import PlainFormat
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
 from quire.kv.storage import bytes_per_token
@@ -146,22 +148,23 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         tokenizer.check_fits(model.vocab_size)
     max_len = longest_of(config, model.max_position)
     kv_dtype = model.dtype if config.kv_dtype == "auto" else resolve_dtype(config.kv_dtype, model.dtype, device)
+    kv_format = PlainFormat(kv_dtype)
     adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
     captures = device.type == "cuda" and not config.enforce_eager and not getattr(model, "fallback", False)
     runs_ahead = device.type != "cpu" and config.async_scheduling
-    budget = pool_budget(config, model, adapters, kv_dtype, device, max_len, captures=captures)
-    sizes = pool_sizes(config, model.layer_specs, kv_dtype, max_len, budget, slack=int(runs_ahead))
+    budget = pool_budget(config, model, adapters, kv_format, device, max_len, captures=captures)
+    sizes = pool_sizes(config, model.layer_specs, kv_format, max_len, budget, slack=int(runs_ahead))
     state = make_state(
         model.layer_specs,
         sizes,
         config.page_size,
-        kv_dtype,
+        kv_format,
         device,
         config.attention_backend,
         padding=captures,
         slack=int(runs_ahead),
     )
-    interval = checkpoint_interval(config, model.layer_specs, kv_dtype)
+    interval = checkpoint_interval(config, model.layer_specs, kv_format)
     local = LocalRunner(model, state, device, adapters)
     runner: Runner = local
     if captures and not state.static_refusal(1) and (memory := device_memory(device)):
@@ -199,7 +202,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         f"{model.parameter_bytes / 2**20:.0f} MiB",
         f"KV pool: {' and '.join(held)}, {state.num_bytes / 2**20:.0f} MiB"
         + (
-            f", {bytes_per_token([spec for spec in model.layer_specs if isinstance(spec, ATTENTION)], kv_dtype):,} bytes a token in all layers"
+            f", {bytes_per_token([spec for spec in model.layer_specs if isinstance(spec, ATTENTION)], kv_format):,} bytes a token in all layers"
             if state.geometry.specs
             else ""
         ),
@@ -327,7 +330,7 @@ def make_state(
     specs: Sequence[LayerSpec],
     sizes: PoolSizes,
     page_size: int,
-    dtype: torch.dtype,
+    format: KVFormat,
     device: torch.device,
     backend: str,
     *,
@@ -348,7 +351,7 @@ def make_state(
         num_states=sizes.states or None,
         ring=ENGINE_RING,
         page_size=page_size,
-        dtype=dtype,
+        format=format,
         device=device,
         backend=attention,
         recurrence=fastest_recurrence(device),
@@ -362,7 +365,7 @@ def pool_budget(
     config: EngineConfig,
     model: LoadedModel,
     adapters: AdapterPool,
-    dtype: torch.dtype,
+    format: KVFormat,
     device: torch.device,
     max_len: int,
     *,
@@ -387,13 +390,13 @@ def pool_budget(
     sizes = PoolSizes(tokens, tokens if windowed else None, max(lengths), len(lengths) if state_bytes else 0)
 
     def run() -> int:
-        state = make_state(specs, sizes, size, dtype, device, config.attention_backend)
+        state = make_state(specs, sizes, size, format, device, config.attention_backend)
         run_greatest_step(LocalRunner(model, state, device, adapters), lengths)
         return state.num_bytes
 
     def captured() -> int:
         one = PoolSizes(2 * size, 2 * size if windowed else None, size, LEAST_STATES if state_bytes else 0)
-        state = make_state(specs, one, size, dtype, device, config.attention_backend, padding=True)
+        state = make_state(specs, one, size, format, device, config.attention_backend, padding=True)
         if state.static_refusal(1):
             return 0
         runner = GraphRunner(LocalRunner(model, state, device, adapters), CudaCapture(), longest=max_len)
@@ -492,7 +495,7 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
         else:
             budget = given_budget(memory.memory_pool_size, "memory_pool_size")
             check_room(budget, weights, device)
-        return pool_sizes(limits, model.layer_specs, model.dtype, config.max_sequence_length, budget)
+        return pool_sizes(limits, model.layer_specs, PlainFormat(model.dtype), config.max_sequence_length, budget)
 
     model = load_model(
         path,
@@ -505,7 +508,7 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     if (rule := length_rule_of(model)) is not None and rule.inexact:
         logger.warning(rule.inexact.replace("max_model_len", "max_sequence_length"))
     sizes = sizes_of(model)
-    state = make_state(model.layer_specs, sizes, size, model.dtype, device, choices.attention_backend)
+    state = make_state(model.layer_specs, sizes, size, PlainFormat(model.dtype), device, choices.attention_backend)
     arguments["fallbacks"] = check_flash(config, state)
     if sizes.window_tokens is not None:
         arguments["prefill_chunk_size"] = sizes.step_tokens

@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quire.contracts.attention import ForwardPlan, Scoring
+from quire.contracts.kv_format import PlainRows
 from quire.contracts.rows import HeadNormWeights, Rotation
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -163,7 +164,7 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
         new = (k_SHD[:tokens], v_SHD[:tokens]) if fresh else None
         backend = TritonAttention(programs=1000)
         q_THD = torch.zeros(tokens, heads, dk, dtype=dtype)
-        backend.run(backend.plan(plan, dtype), q_THD, new, k_SHD, v_SHD, Scoring(0.1))
+        backend.run(backend.plan(plan, dtype), q_THD, new, PlainRows(k_SHD, v_SHD), Scoring(0.1))
         yield from recorded(case)
     rows_module.triton_problem = lambda device: ""
     rows = rows_module.TritonRows()
@@ -177,7 +178,7 @@ def launched() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
     norms = HeadNormWeights(weight_E[:128], weight_E[:128], 1e-5)
     pool = torch.zeros(2, 64, 8, 128, dtype=dtype)
     for given in (None, norms):
-        rows.place_qkv(torch.zeros(64, 48 * 128, dtype=dtype), 32, angles, given, *pool, torch.arange(64))
+        rows.place_qkv(torch.zeros(64, 48 * 128, dtype=dtype), 32, angles, given, PlainRows(*pool), torch.arange(64))
     rows.copy_slots([pool], np.array([[0, 1], [2, 3]]))
     yield from recorded("rows")
     z_WV = torch.zeros(4, 151_936)

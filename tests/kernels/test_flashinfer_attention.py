@@ -22,6 +22,7 @@ from quire import LLM, SamplingParams, build
 from quire.base.config import ATTENTION_CLASSES
 from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
+from quire.contracts.kv_format import PlainRows
 from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, LayerSpec, WindowedAttention
 from quire.kernels.attention import flashinfer_attention
 from quire.kernels.attention.flashinfer_attention import (
@@ -139,7 +140,7 @@ def test_a_batch_in_order_is_written_in_place() -> None:
         return run(self, q, pool, **kwargs)
 
     wrapper.run = seen
-    out = backend.run(prepared, case.q_THD, case.new, case.k_SHD, case.v_SHD, case.scoring)
+    out = backend.run(prepared, case.q_THD, case.new, PlainRows(case.k_SHD, case.v_SHD), case.scoring)
     own = (case.q_THD, case.k_SHD, case.v_SHD, out)
     assert [x.data_ptr() for x in given] == [x.data_ptr() for x in own]
 
@@ -177,7 +178,7 @@ def test_layers_of_one_shape_are_planned_once_and_wrappers_return() -> None:
         case = Case([*DECODES, *CHUNKS])
         prepared, other = (backend.plan(case.plan, case.dtype) for _ in range(2))
         for one in (prepared, other, prepared, other):
-            backend.run(one, case.q_THD, case.new, case.k_SHD, case.v_SHD, case.scoring)
+            backend.run(one, case.q_THD, case.new, PlainRows(case.k_SHD, case.v_SHD), case.scoring)
         del prepared, other, one
     # Two calls, of decodes and of chunks, of two plans that live at a time.
     assert len(made(backend)) == 4
@@ -207,7 +208,7 @@ def test_tensors_of_another_type_than_planned() -> None:
     case, backend = Case(DECODES), doubled()
     prepared = backend.plan(case.plan, torch.float16)
     with pytest.raises(InvalidArgument, match=r"planned for torch\.float16 on cpu; a tensor is torch\.float32 on cpu"):
-        backend.run(prepared, case.q_THD, case.new, case.k_SHD, case.v_SHD, case.scoring)
+        backend.run(prepared, case.q_THD, case.new, PlainRows(case.k_SHD, case.v_SHD), case.scoring)
 
 
 def test_scores_are_not_capped_by_an_approximate_tanh() -> None:

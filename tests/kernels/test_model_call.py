@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quire.contracts.attention import Scoring
 from quire.contracts.block_calls import LayerKernels, ModelEnds, NormWeight, StackParts
+from quire.contracts.kv_format import PlainRows
 from quire.contracts.layers import FullAttention, LayerSpec, RopeSpec, WindowedAttention
 from quire.contracts.linear import WeightForm
 from quire.kernels.attention import cpu_calls
@@ -77,11 +78,11 @@ class Small:
             assert block is not None
             whole.append(block)
             self.k_SHD, self.v_SHD = (torch.zeros(256, 1, HEAD, dtype=self.dtype) for _ in range(2))
-            layers.append(backend.layer_part(HEADS, self.k_SHD, self.v_SHD, Scoring(0.25), None, None))
+            layers.append(backend.layer_part(HEADS, PlainRows(self.k_SHD, self.v_SHD), Scoring(0.25), None, None))
         self.norm, self.head = NormWeight(self.drawn(WIDTH), 1e-5), self.map(vocabulary, WIDTH)
         self.table_VE = None if tied else self.drawn(vocabulary, WIDTH)
         self.blocks, self.whole = blocks, whole
-        forwards = backend.decode_forwards(HEADS, self.k_SHD, self.v_SHD, None, 4, ROPE)
+        forwards = backend.decode_forwards(HEADS, PlainRows(self.k_SHD, self.v_SHD), None, 4, ROPE)
         assert forwards is not None
         self.forwards, self.turns = forwards, RotaryTable(ROPE, torch.device("cpu"))
         places = np.array([one.place for one in layers if one is not None])
@@ -254,8 +255,8 @@ class Twins:
         assert torch.equal(*outs)
         for layer in range(3):
             rows = [state.parts.layer(layer) for state in self.states]
-            assert torch.equal(rows[0].k_SHD, rows[1].k_SHD)
-            assert torch.equal(rows[0].v_SHD, rows[1].v_SHD)
+            assert torch.equal(rows[0].view.k, rows[1].view.k)
+            assert torch.equal(rows[0].view.v, rows[1].view.v)
 
     def __getattr__(self, verb: str) -> Any:
         def both(*given: Any) -> None:

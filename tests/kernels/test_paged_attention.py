@@ -33,6 +33,7 @@ from torch import Tensor
 from quire import LLM, SamplingParams
 from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.attention import AttentionState, ForwardPlan, KeyRule, Scoring
+from quire.contracts.kv_format import PlainRows
 from quire.contracts.layers import FullAttention
 from quire.kernels import native_library
 from quire.kernels.attention import cpu_attention
@@ -121,7 +122,9 @@ class Batch:
     def state(self, backend: Any, plan: ForwardPlan | None = None, q_THD: Tensor | None = None) -> AttentionState:
         q_THD = self.q_THD if q_THD is None else q_THD
         prepared = backend.plan(self.plan() if plan is None else plan, q_THD.dtype)
-        found: AttentionState = backend.run_state(prepared, q_THD, None, self.k_SHD, self.v_SHD, self.scoring)
+        found: AttentionState = backend.run_state(
+            prepared, q_THD, None, PlainRows(self.k_SHD, self.v_SHD), self.scoring
+        )
         return found
 
     def check(self, backend: NativeAttention) -> None:
@@ -400,12 +403,12 @@ def test_arguments() -> None:
     backend, batch = NativeAttention(), Batch([40], [1])
     prepared = backend.plan(batch.plan(), torch.bfloat16)
     with pytest.raises(InvalidArgument, match=r"planned for torch\.bfloat16 on the CPU; q is torch\.float32"):
-        backend.run(prepared, batch.q_THD, None, batch.k_SHD, batch.v_SHD, batch.scoring)
+        backend.run(prepared, batch.q_THD, None, PlainRows(batch.k_SHD, batch.v_SHD), batch.scoring)
     prepared = backend.plan(batch.plan(), torch.float32)
     with pytest.raises(InvalidArgument, match=r"K is torch\.float64"):
-        backend.run(prepared, batch.q_THD, None, batch.k_SHD.double(), batch.v_SHD, batch.scoring)
+        backend.run(prepared, batch.q_THD, None, PlainRows(batch.k_SHD.double(), batch.v_SHD), batch.scoring)
     with pytest.raises(InvalidArgument, match="is not in a pool of 16 slots"):
-        backend.run(prepared, batch.q_THD, None, batch.k_SHD[:16], batch.v_SHD[:16], batch.scoring)
+        backend.run(prepared, batch.q_THD, None, PlainRows(batch.k_SHD[:16], batch.v_SHD[:16]), batch.scoring)
     spec = FullAttention(num_heads=2, num_kv_heads=1, head_dim=8, value_dim=8)
     assert "runs on a CPU" in backend.refusal(spec, torch.device("cuda"))
     assert backend.refusal(spec, torch.device("cpu")) == ""

@@ -91,11 +91,12 @@ found = ctypes.CDLL(sys.argv[1])
 from quire.kernels import native_library
 native_library._load = lambda: found
 import torch
+from quire.contracts.kv_format import PlainRows
 from tests.kernels.test_paged_attention import Batch
 from quire.kernels.attention.cpu_attention import NativeAttention
 batch = Batch([64], [1])
 batch.k_SHD = batch.k_SHD.clone()[: int(batch.tables[0].max()) * 16 + 15].clone()
-NativeAttention().run(NativeAttention().plan(batch.plan(), torch.float32), batch.q_THD, None, batch.k_SHD, batch.v_SHD, batch.scoring)
+NativeAttention().run(NativeAttention().plan(batch.plan(), torch.float32), batch.q_THD, None, PlainRows(batch.k_SHD, batch.v_SHD), batch.scoring)
 """
     done = run(library, "-c", code, str(library))
     assert done.returncode != 0

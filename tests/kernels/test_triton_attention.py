@@ -24,6 +24,7 @@ from quire import LLM, SamplingParams, build
 from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.attention import Scoring
 from quire.contracts.block_calls import LayerKernels
+from quire.contracts.kv_format import PlainRows
 from quire.contracts.layers import FullAttention
 from quire.kernels import triton_support
 from quire.kernels.attention.tiles import ITEM_FIELDS, MERGE_FIELDS, reach_of, sight_of, split_size, tiles_of, work_of
@@ -140,7 +141,7 @@ def test_a_row_is_the_same_in_any_batch() -> None:
             tables=(table,), positions=keys - 1, rules=(None,),
         )  # fmt: skip
         q = case.q_THD[number : number + 1]
-        found = CUT.run(CUT.plan(alone, case.dtype), q, None, case.k_SHD, case.v_SHD, case.scoring)
+        found = CUT.run(CUT.plan(alone, case.dtype), q, None, PlainRows(case.k_SHD, case.v_SHD), case.scoring)
         assert torch.equal(found[0], whole[number])
 
 
@@ -148,7 +149,7 @@ def test_tensors_of_another_type_than_planned() -> None:
     case = Case(DECODES)
     prepared = CUT.plan(case.plan, torch.float16)
     with pytest.raises(InvalidArgument, match=r"planned for torch\.float16 on .*; q is torch\.float32"):
-        CUT.run(prepared, case.q_THD, case.new, case.k_SHD, case.v_SHD, case.scoring)
+        CUT.run(prepared, case.q_THD, case.new, PlainRows(case.k_SHD, case.v_SHD), case.scoring)
 
 
 def test_other_types_take_pytorchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +233,7 @@ def test_a_forward_is_bound_once_for_layers_of_one_shape() -> None:
     case = Case(DECODES + CHUNKS)
     prepared = CUT.plan(case.plan, case.dtype)
     for _ in range(3):
-        CUT.run(prepared, case.q_THD, case.new, case.k_SHD, case.v_SHD, case.scoring)
+        CUT.run(prepared, case.q_THD, case.new, PlainRows(case.k_SHD, case.v_SHD), case.scoring)
     assert list(prepared.bound) == [Shape(4, 2, 8, 8, True)]
 
 

@@ -26,7 +26,7 @@ from .snapshots import snapshot
 
 __all__ = ["Pair", "attention", "num_columns", "refused", "same_bits", "snapshot", "split_columns", "windowed", "zeros"]
 
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

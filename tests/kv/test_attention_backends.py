@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import AttentionBackend, AttentionState, ForwardPlan, Scoring
+from quire.contracts.kv_format import PlainRows
 from quire.kernels.attention import lse_attention as lse_module
 from quire.kernels.attention.groups import MAX_WASTE, BatchRows, CausalGroup, PagedGroup, is_run, waste_bounded
 from quire.kernels.attention.lse_attention import lse_attention
@@ -131,7 +132,7 @@ class Case:
         q, k, v, k_pool, v_pool = (
             tensor.to(kind) for tensor in (self.q_THD, self.k_THD, self.v_THD, self.k_SHD, self.v_SHD)
         )
-        out = backend.run(backend.plan(self.plan, kind), q, (k, v), k_pool, v_pool, Scoring(self.scale))
+        out = backend.run(backend.plan(self.plan, kind), q, (k, v), PlainRows(k_pool, v_pool), Scoring(self.scale))
         assert out.shape == (self.plan.num_tokens, self.q_THD.shape[1], self.v_SHD.shape[-1])
         assert out.dtype == kind
         assert out.is_contiguous()

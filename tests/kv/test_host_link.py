@@ -16,6 +16,7 @@ from quire.contracts.kv_state import Export
 from quire.contracts.layers import FullAttention
 from quire.kv import storage
 from quire.kv.contract import ContractState
+from quire.kv.plain_format import PlainFormat
 from quire.kv.rule_table import Combination
 from quire.statefile import container as statefile
 
@@ -185,13 +186,13 @@ def test_loads_begin_when_the_pages_are_free(monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_that_lie_apart() -> None:
     """Slots that are no neighbours, and a source that changes once it was handed over."""
     spec = FullAttention(num_heads=4, num_kv_heads=2, head_dim=3, value_dim=5)
-    pool = storage.PagedStorage([spec], 12, torch.bfloat16, CPU)
+    pool = storage.PagedStorage([spec], 12, PlainFormat(torch.bfloat16), CPU)
     streams = SlowStreams()
     link = HostLink(CPU, streams, SlowStreams(), staging_bytes=16)  # type: ignore[arg-type]
     k_NHD, v_NHD = torch.randn(4, 2, 3).bfloat16(), torch.randn(2, 4, 5).bfloat16().transpose(0, 1)
     kept = k_NHD.clone(), v_NHD.clone()
     slots = torch.tensor([9, 2, 3, 11])
-    link.load([k_NHD, v_NHD], lambda k, v: pool.write_at(0, slots.numpy(), k, v))
+    link.load([k_NHD, v_NHD], lambda k, v: pool.put(0, slots.numpy(), {"k": k, "v": v}))
     k_NHD.zero_()
     v_NHD.zero_()
     assert not pool.layers[0].k.any()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted, Unsupported
 from quire.contracts.attention import AttentionBackend
+from quire.contracts.kv_format import KVView
 from quire.contracts.layers import LatentAttention, Recurrent, RopeSpec, StateTensor
 from quire.contracts.model import LatentExpansion
 from quire.kernels.attention.sdpa import SdpaAttention
@@ -269,13 +270,13 @@ def test_form_of_each_batch() -> None:
     columns: list[tuple[str, int, int]] = []
 
     class Spy(SdpaAttention):
-        def run(self, made: Any, q: Tensor, new: Any, k: Tensor, v: Tensor, *rest: Any, **more: Any) -> Tensor:
-            columns.append(("run", q.shape[2], v.shape[2]))
-            return super().run(made, q, new, k, v, *rest, **more)
+        def run(self, made: Any, q: Tensor, new: Any, view: KVView, *rest: Any, **more: Any) -> Tensor:
+            columns.append(("run", q.shape[2], view.sizes[2]))
+            return super().run(made, q, new, view, *rest, **more)
 
-        def run_state(self, made: Any, q: Tensor, new: Any, k: Tensor, v: Tensor, *rest: Any, **more: Any) -> Any:
-            columns.append(("run_state", q.shape[2], v.shape[2]))
-            return super().run_state(made, q, new, k, v, *rest, **more)
+        def run_state(self, made: Any, q: Tensor, new: Any, view: KVView, *rest: Any, **more: Any) -> Any:
+            columns.append(("run_state", q.shape[2], view.sizes[2]))
+            return super().run_state(made, q, new, view, *rest, **more)
 
     story = Story(backend=Spy())
     story.add(0, 1)

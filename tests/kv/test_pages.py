@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from quire.base.errors import QuireError, ResourceExhausted
 from quire.kv.forward_need import SlotRange, pages_for, slot_index, slots_of
 from quire.kv.pages import NULL_PAGE, PagePool, PageTable
+from quire.kv.plain_format import PlainFormat
 from quire.kv.sequence_table import SequenceTable
 from quire.kv.storage import PagedStorage, lazy_zeros
 from quire.kv.trees import Tree
@@ -323,7 +324,7 @@ def test_lazy_zeros(dtype: torch.dtype) -> None:
 
 def test_storage_writes_reads_copies() -> None:
     specs = [attention(), attention(value_dim=3), attention()]
-    storage = PagedStorage(specs, 10, torch.float32, torch.device("cpu"))
+    storage = PagedStorage(specs, 10, PlainFormat(torch.float32), torch.device("cpu"))
     assert storage.num_bytes == 10 * 4 * 2 * (16 + 11 + 16)
     k, v = torch.randn(2, 2, 8), torch.randn(2, 2, 3)
     storage.write(1, torch.tensor([7, 2]), k, v)
@@ -338,4 +339,4 @@ def test_storage_writes_reads_copies() -> None:
 
 def test_a_pool_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ResourceExhausted, match=r"the KV pool needs 134,217,728.00 GiB on cpu"):
-        PagedStorage([attention()], 1 << 50, torch.float32, torch.device("cpu"))
+        PagedStorage([attention()], 1 << 50, PlainFormat(torch.float32), torch.device("cpu"))

@@ -29,6 +29,7 @@ from quire.contracts.layers import FullAttention, WindowedAttention
 from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kv import storage
 from quire.kv.contract import ContractState
+from quire.kv.plain_format import PlainFormat
 from quire.kv.rule_table import COMBINATIONS, Combination
 
 from .faces import contract
@@ -184,7 +185,7 @@ def test_rows_are_copied_to_the_bit(monkeypatch: pytest.MonkeyPatch, dtype: torc
     """In one thread and in several, of any strides."""
     monkeypatch.setattr(storage, "IN_PARALLEL", parallel)
     spec = FullAttention(num_heads=4, num_kv_heads=2, head_dim=3, value_dim=5)
-    pool = storage.PagedStorage([spec, spec], 12, dtype, torch.device("cpu"))
+    pool = storage.PagedStorage([spec, spec], 12, PlainFormat(dtype), torch.device("cpu"))
     k_NHD, v_NHD = torch.randn(6, 2, 3).to(dtype), torch.randn(2, 6, 5).to(dtype).transpose(0, 1)
     pool.write_run(1, 4, k_NHD, v_NHD)
     found = pool.read(1, np.array([9, 4, 11]))
@@ -663,7 +664,7 @@ def test_pages_stay_while_a_row_is_written(
     rows = {"k": torch.ones(2, 2, 8), "v": torch.ones(2, 2, 8)}
     writing, go_on, removed = threading.Event(), threading.Event(), threading.Event()
     storage, order = state.state.parts.paged.classes[0].storage, list[str]()
-    write = type(storage).write_run
+    write = type(storage).put_run
 
     def slowly(*args: Any) -> None:
         writing.set()
@@ -671,7 +672,7 @@ def test_pages_stay_while_a_row_is_written(
         write(storage, *args)
         order.append("written")
 
-    monkeypatch.setattr(storage, "write_run", slowly)
+    monkeypatch.setattr(storage, "put_run", slowly)
 
     def remove() -> None:
         state.remove_sequence(1)

@@ -20,6 +20,7 @@ from quire.base.errors import CheckpointError, InvalidArgument, ResourceExhauste
 from quire.base.types import Add, Chunk, Fork, Pop, Step
 from quire.contracts.layers import FullAttention, sink_refusal
 from quire.kv.exchange import layer_metadata
+from quire.kv.plain_format import PlainFormat
 from quire.models.config_fields import read_config_file
 from quire.models.fallback import read_foreign
 from quire.models.loading import load_model
@@ -174,7 +175,7 @@ def test_a_sink_is_refused_before_anything_runs(which: str, tmp_path: Path) -> N
 def test_layers_and_files_are_the_same_with_and_without_the_refusal_of_sinks() -> None:
     sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "value_dim": 4}
     plain, given = FullAttention(**sizes), FullAttention(**sizes, caller_rotates=True)
-    assert layer_metadata(plain, torch.float32) == layer_metadata(given, torch.float32)
+    assert layer_metadata(plain, PlainFormat(torch.float32)) == layer_metadata(given, PlainFormat(torch.float32))
     assert sink_refusal([plain]) == ""
     assert "the first is 1" in sink_refusal([plain, given])
 

@@ -51,8 +51,8 @@ MUTANTS = (
     Mutant(
         name="decodes-see-behind-their-window",
         file="kv/attention_parts.py",
-        old="layer.v_SHD, spec.layer_window, self._page_size, rope",
-        new="layer.v_SHD, None, self._page_size, rope",
+        old="layer.view, spec.layer_window, self._page_size, rope",
+        new="layer.view, None, self._page_size, rope",
         tests=("kernels/test_model_call.py::test_decodes_in_their_place_are_those_planned_anew",),
     ),
     Mutant(

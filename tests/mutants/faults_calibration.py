@@ -73,8 +73,8 @@ MUTANTS = (
     Mutant(
         name="rows-of-the-lead-are-the-chunk",
         file="sessions/blend_calibration.py",
-        old="export.rows(one, len(lead), len(ids))",
-        new="export.rows(one, 0, len(ids) - len(lead))",
+        old="export.plain_rows(one, len(lead), len(ids))",
+        new="export.plain_rows(one, 0, len(ids) - len(lead))",
         tests=(f"{ENGINE}::test_probes_are_as_far_off_as_prompts",),
     ),
     Mutant(

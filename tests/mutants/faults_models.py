@@ -258,8 +258,8 @@ ROWS = (
     Mutant(
         name="values-written-where-keys-of-others-are",
         file="ops/rows.py",
-        old="v_SHD.index_copy_(0, slots_T,",
-        new="v_SHD.index_copy_(0, slots_T.flip(0),",
+        old=".view(-1, kv_heads, dv))",
+        new=".view(-1, kv_heads, dv).flip(0))",
         tests=("test_row_kernels.py::test_heads_are_placed",),
     ),
     Mutant(

@@ -53,8 +53,8 @@ MUTANTS = (
     Mutant(
         name="expanded-rows-of-all-taken-for-those-that-run",
         file="kv/state_pass.py",
-        old="new = None if narrowed else (k_THD, v_THD)",
-        new="new = (k_THD, v_THD)",
+        old="new = None if narrowed else expanded",
+        new="new = expanded",
         tests=("kv/test_narrowing.py::test_latent_rows",),
     ),
     Mutant(

@@ -54,7 +54,7 @@ class ChunkCapture:
                 plan = self._layout.plan(layer, self._tokens.size).items()
                 self._rows[layer] = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in plan}
         for layer, tensors in self._rows.items():
-            for name, rows in export.rows(layer, start, stop).items():
+            for name, rows in export.plain_rows(layer, start, stop).items():
                 tensors[name][start - lead : stop - lead].copy_(rows)
         self._done = stop
 

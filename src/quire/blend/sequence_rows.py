@@ -36,7 +36,7 @@ class SequenceTask(RowsTask):
             raise FailedPrecondition("the task is closed; make another one")
         found = list[RowsPiece]()
         for start, source, length in self._moves:
-            k, v = self._layout.split(layer_id, export.rows(layer_id, source, source + length))
+            k, v = self._layout.split(layer_id, export.plain_rows(layer_id, source, source + length))
             found.append(RowsPiece(start, k, v, source))
         return found
 

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.contracts.kv_format import PLAIN, KVView
 from quire.contracts.layers import LayerSpec
 
 
@@ -115,9 +116,9 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def refusal(self, spec: LayerSpec, device: torch.device) -> str:
-        """Return the reason why this backend cannot run such a layer on that device; "" if it
-        can."""
+    def refusal(self, spec: LayerSpec, device: torch.device, format: str = PLAIN) -> str:
+        """Return the reason why this backend cannot run such a layer, with rows of that format
+        (``KVFormat.name``), on that device; "" if it can."""
         ...
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
@@ -133,8 +134,7 @@ class AttentionBackend(Protocol):
         prepared: Any,
         q_THD: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         *,
         q_sink_THD: Tensor | None = None,
@@ -144,12 +144,13 @@ class AttentionBackend(Protocol):
 
         The result is ``[T, Hq, Dv]``, fresh, contiguous, in the dtype of q; 0 for a row that sees
         no key. ``q [T, Hq, Dk]`` is rotated. ``q_sink`` is the same query at relative positions,
-        given if and only if the plan has sinks. ``k_SHD [S, Hkv, Dk]`` and ``v_SHD [S, Hkv, Dv]``
-        are the pool, which already holds the new rows. ``new`` is K and V of the queries' own
-        tokens, ``[T, Hkv, Dk]`` and ``[T, Hkv, Dv]``, so that a prompt need not be gathered: the
-        last ``counts[i]`` addresses of each entry whose positions end there without a gap. None if
-        the keys are not those of the new tokens. ``sinks_H`` (float32 ``[Hq]``) are learned logits
-        that join the softmax without a value.
+        given if and only if the plan has sinks. ``view`` is the layer's rows in the pool, which
+        already holds the new ones; ``Unsupported`` for a format that ``refusal`` names. ``new`` is
+        K and V of the queries' own tokens, ``[T, Hkv, Dk]`` and ``[T, Hkv, Dv]``, so that a prompt
+        need not be gathered: the last ``counts[i]`` addresses of each entry whose positions end
+        there without a gap. A format may round them, so they stand only for plain rows; others are
+        read from ``view``. None if the keys are not those of the new tokens. ``sinks_H`` (float32
+        ``[Hq]``) are learned logits that join the softmax without a value.
         """
         ...
 
@@ -158,8 +159,7 @@ class AttentionBackend(Protocol):
         prepared: Any,
         q_THD: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         *,
         q_sink_THD: Tensor | None = None,

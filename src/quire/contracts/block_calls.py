@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import Scoring
+from quire.contracts.kv_format import KVView
 from quire.contracts.layers import RopeSpec
 from quire.contracts.linear import LinearKernel, LinearMap, Quantization
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowKernels
@@ -56,8 +57,7 @@ class PartsBackend(Protocol):
     def layer_part(
         self,
         num_heads: int,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         sinks_H: Tensor | None,
         norms: HeadNormWeights | None,
@@ -66,13 +66,13 @@ class PartsBackend(Protocol):
         called in this way. It keeps its memory alive."""
 
     def forward_part(
-        self, prepared: Any, num_heads: int, k_SHD: Tensor, v_SHD: Tensor, rotation: Rotation | None, slots_T: Tensor
+        self, prepared: Any, num_heads: int, view: KVView, rotation: Rotation | None, slots_T: Tensor
     ) -> Any:
         """Return the structure of a forward for layers of such shapes, likewise. ``prepared``: from
         ``AttentionBackend.plan``."""
 
     def decode_forwards(
-        self, num_heads: int, k_SHD: Tensor, v_SHD: Tensor, window: int | None, page_size: int, rope: RopeSpec | None
+        self, num_heads: int, view: KVView, window: int | None, page_size: int, rope: RopeSpec | None
     ) -> DecodeForwards | None:
         """Return the structure of forwards of decodes for layers of such shapes; None without one.
         ``window``: keys that a token sees, None: all."""

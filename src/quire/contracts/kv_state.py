@@ -120,6 +120,10 @@ class Export(Protocol):
         ``export_page_group``; fresh. ``InvalidArgument``: not all are held. ``Unsupported``: a
         cross or recurrent layer. Cost: the bytes."""
 
+    def plain_rows(self, layer: int, start: int, stop: int) -> dict[str, Tensor]:
+        """Return rows as ``rows`` does, in the plain format whatever the state's is: ``k`` and
+        ``v``, or ``latent``."""
+
     def held_rows(self, layer: int) -> dict[str, Tensor]:
         """Return the rows of all ``held`` positions of a layer, as ``export_page_group`` does.
         Errors and cost: as ``rows``."""

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.contracts.kv_format import KVView
+
 ActivationName: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 
 
@@ -54,17 +56,15 @@ class RowKernels(Protocol):
         num_heads: int,
         rotation: Rotation | None,
         norms: HeadNormWeights | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         slots_T: Tensor,
     ) -> Tensor:
-        """Norm and rotate the heads of q and k; write k and v to the slots (int64) of a pool.
+        """Norm and rotate the heads of q and k; write k and v to the slots (int64) of a layer.
 
-        Return ``[T, Hq + Hkv, Dk]``: q, then k as written; fresh, or a view of ``qkv`` if that is
-        the same. ``k_SHD [S, Hkv, Dk]`` and ``v_SHD [S, Hkv, Dv]``, contiguous, have the dtype of
-        ``qkv``.
+        Return ``[T, Hq + Hkv, Dk]``: q, then k as given to ``view``; fresh, or a view of ``qkv`` if
+        that is the same. Plain rows are contiguous and have the dtype of ``qkv``.
         """
 
-    def copy_slots(self, pools_LSHD: Sequence[Tensor], moves_2N: NDArray[np.int64]) -> None:
-        """Copy slots ``moves[0]`` to distinct slots ``moves[1]``, in every layer of all pools,
-        which are on one device. All are read before one is written."""
+    def copy_slots(self, pools: Sequence[Tensor], moves_2N: NDArray[np.int64]) -> None:
+        """Copy slots ``moves[0]`` to distinct slots ``moves[1]``, in every layer of all pools
+        ``[L, S, ...]``, which are on one device. All are read before one is written."""

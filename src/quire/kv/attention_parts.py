@@ -116,9 +116,7 @@ class LayerParts:
 
     def _decodes(self, layer: Layer) -> tuple[DecodeForwards, int, RotaryTable | None] | None:
         spec, rope = layer.spec, layer.turning
-        made = self._backend.decode_forwards(
-            spec.num_heads, layer.k_SHD, layer.v_SHD, spec.layer_window, self._page_size, rope
-        )
+        made = self._backend.decode_forwards(spec.num_heads, layer.view, spec.layer_window, self._page_size, rope)
         table = None if rope is None else self._rotary_table(rope)
         return None if made is None else (made, layer.class_index, table)
 
@@ -138,16 +136,15 @@ class LayerParts:
         spec = layer.spec
         if isinstance(spec, LatentAttention) or spec.rope_mode == "inline":
             return None
-        made = self._backend.layer_part(spec.num_heads, layer.k_SHD, layer.v_SHD, layer.scoring, layer.sinks_H, norms)
+        made = self._backend.layer_part(spec.num_heads, layer.view, layer.scoring, layer.sinks_H, norms)
         if made is None:
             return None
-        shape = (spec.num_heads, *layer.k_SHD.shape[1:], *layer.v_SHD.shape[1:])
-        return LayerPart(layer, norms, made, (layer.class_index, id(layer.turning), *shape))
+        return LayerPart(layer, norms, made, (layer.class_index, id(layer.turning), spec.num_heads, *layer.view.sizes))
 
     def in_forward(self, part: LayerPart, prepared: Any, rotation: Rotation | None, slots_T: Tensor) -> ForwardPart:
         """Return the part of a forward shared by all layers of this kind."""
         layer, heads = part.layer, part.layer.spec.num_heads
-        made = self._backend.forward_part(prepared, heads, layer.k_SHD, layer.v_SHD, rotation, slots_T)
+        made = self._backend.forward_part(prepared, heads, layer.view, rotation, slots_T)
         return ForwardPart(prepared, rotation, slots_T, made)
 
 

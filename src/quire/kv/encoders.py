@@ -21,6 +21,7 @@ from torch import Tensor
 from quire.base.errors import FailedPrecondition, QuireError, ResourceExhausted
 from quire.base.types import SeqId
 from quire.contracts.attention import AttentionBackend, AttentionState, Scoring
+from quire.contracts.kv_format import KVFormat, KVView, PlainRows
 from quire.contracts.layers import CrossAttention
 from quire.kv import plans
 from quire.kv.forward_need import SlotCopy, pages_for, slots_of
@@ -28,7 +29,7 @@ from quire.kv.pages import PageIds, PagePool
 from quire.kv.part import Part
 from quire.kv.plans import Batch, Prepared
 from quire.kv.sequence_table import SequenceTable
-from quire.kv.storage import LayerRows, PagedStorage
+from quire.kv.storage import PagedStorage
 from quire.ops.attention import attention_weights
 
 
@@ -165,15 +166,15 @@ class EncoderPart(Part):
         *,
         capacity: int,
         page_size: int,
-        dtype: torch.dtype,
+        format: KVFormat,
         device: torch.device,
     ) -> None:
         self.specs = dict(specs)
         self.device = device
-        self.dtype = dtype
+        self.dtype = format.dtype
         self.table = EncodingTable(pages_for(capacity, page_size), page_size)
         slots = self.table.pool.num_pages * page_size
-        self.storage = PagedStorage(list(self.specs.values()), slots, dtype, device)
+        self.storage = PagedStorage(list(self.specs.values()), slots, format, device)
         self._places = {layer: place for place, layer in enumerate(self.specs)}
 
     def clear(self) -> None:
@@ -188,29 +189,40 @@ class EncoderPart(Part):
     def check(self, sequences: SequenceTable) -> None:
         self.table.check(sequences.ids)
 
-    def stored(self, layer_id: int) -> LayerRows:
-        """Return the pool of a layer."""
+    def stored(self, layer_id: int) -> KVView:
+        """Return the rows of a layer, by slot."""
         return self.storage.layers[self._places[layer_id]]
 
-    def fill(self, seq_id: SeqId, layer_id: int, k_SHD: Tensor, v_SHD: Tensor) -> None:
-        """Write a layer's rows, then zeros: kernels read whole pages, and 0 * an old NaN is NaN."""
-        count = pages_for(k_SHD.shape[0], self.table.page_size) * self.table.page_size
-        k_SHD, v_SHD = (_extended(rows_SHD.to(self.device), count) for rows_SHD in (k_SHD, v_SHD))
-        self.write(seq_id, layer_id, 0, k_SHD, v_SHD)
+    def set_rows(self, seq_id: SeqId, layer_id: int, k_SHD: Tensor, v_SHD: Tensor) -> None:
+        """Write all rows of a layer, as ``fill``."""
+        self.fill(seq_id, layer_id, self.storage.pack(self._places[layer_id], k_SHD, v_SHD))
+
+    def fill(self, seq_id: SeqId, layer_id: int, planes: Mapping[str, Tensor]) -> None:
+        """Write a layer's planes ``[S, ...]``, then zeros: kernels read whole pages, and 0 * an old
+        NaN is NaN."""
+        rows = self.table.rows(seq_id, layer_id)
+        count = pages_for(rows, self.table.page_size) * self.table.page_size
+        whole = {name: _extended(plane.to(self.device), count) for name, plane in planes.items()}
+        self.storage.put(self._places[layer_id], self.table.slots(seq_id, range(count)), whole)
 
     def write(self, seq_id: SeqId, layer_id: int, start: int, k_SHD: Tensor, v_SHD: Tensor) -> None:
         """Write rows from ``start`` on."""
         slots = torch.from_numpy(self.table.slots(seq_id, range(start, start + k_SHD.shape[0]))).to(self.device)
         self.storage.write(self._places[layer_id], slots, k_SHD.to(self.device), v_SHD.to(self.device))
 
-    def read(self, seq_id: SeqId, layer_id: int, part: range) -> LayerRows:
+    def read(self, seq_id: SeqId, layer_id: int, part: range) -> PlainRows:
         """Fresh copies of these rows, all of which are set."""
         return self.storage.read(self._places[layer_id], self.table.slots(seq_id, part))
 
+    def take(self, seq_id: SeqId, layer_id: int) -> dict[str, Tensor]:
+        """Return fresh planes of all rows of a layer that is set."""
+        slots = self.table.slots(seq_id, range(self.table.rows(seq_id, layer_id)))
+        return self.storage.take(self._places[layer_id], slots)
 
-def _extended(rows_SHD: Tensor, count: int) -> Tensor:
-    """Return ``count`` rows: those given and zeros."""
-    return torch.cat((rows_SHD, rows_SHD.new_zeros(count - rows_SHD.shape[0], *rows_SHD.shape[1:])))
+
+def _extended(plane: Tensor, count: int) -> Tensor:
+    """Return ``count`` rows of a plane: those given and zeros."""
+    return torch.cat((plane, plane.new_zeros(count - plane.shape[0], *plane.shape[1:])))
 
 
 class EncoderPass:
@@ -246,16 +258,16 @@ class EncoderPass:
         """Return ``[T, Hq, Dv]``, contiguous, in the dtype of q."""
         stored, scoring = self._part.stored(layer_id), Scoring(self._part.specs[layer_id].scale)
         q = q_THD.to(self._part.dtype)
-        return self._backend.run(self.prepared(layer_id).made, q, None, stored.k, stored.v, scoring).to(q_THD.dtype)
+        return self._backend.run(self.prepared(layer_id).made, q, None, stored, scoring).to(q_THD.dtype)
 
     def state(self, layer_id: int, q_THD: Tensor, scale: float | None = None) -> AttentionState:
         """Return the same as an attention state; ``scale=None``: that of the layer."""
         stored = self._part.stored(layer_id)
         scoring = Scoring(self._part.specs[layer_id].scale if scale is None else scale)
         q = q_THD.to(self._part.dtype)
-        return self._backend.run_state(self.prepared(layer_id).made, q, None, stored.k, stored.v, scoring)
+        return self._backend.run_state(self.prepared(layer_id).made, q, None, stored, scoring)
 
     def weights(self, layer_id: int, q_THD: Tensor) -> list[Tensor]:
         """Return ``[Hq, n, S]`` float32 per entry."""
         stored, scoring = self._part.stored(layer_id), Scoring(self._part.specs[layer_id].scale)
-        return attention_weights(self.prepared(layer_id).plan, q_THD.to(self._part.dtype), stored.k, scoring)
+        return attention_weights(self.prepared(layer_id).plan, q_THD.to(self._part.dtype), stored, scoring)

@@ -1,9 +1,9 @@
 """Export of one sequence: metadata, and tensors by layer, independent of pages.
 
-A *group* is one layer. The layout hash covers what writer and reader must have in common: kinds,
-geometry, dtype, RoPE and windows of the layers. Page size, capacity and device may differ.
-Positions that a window has evicted are not exported; the metadata list those that are. A state file
-consists of these groups and the tokens.
+A *group* is one layer: the planes of its rows. The layout hash covers what writer and reader must
+have in common: kinds, geometry, format and dtype, RoPE and windows of the layers. Page size,
+capacity and device may differ. Positions that a window has evicted are not exported; the metadata
+list those that are. A state file consists of these groups and the tokens.
 
 Letters: n rows (tokens); Hkv heads; Dk, Dv head sizes.
 """
@@ -20,14 +20,15 @@ from torch import Tensor
 
 from quire.base.errors import FailedPrecondition, InvalidArgument
 from quire.base.types import SeqId
+from quire.contracts.kv_format import PLAIN, KVFormat
 from quire.contracts.kv_state import TensorPlan
 from quire.contracts.layers import CrossAttention, LatentAttention
-from quire.kv.exports import SequenceExport, group_tensors
+from quire.kv.exports import SequenceExport
 from quire.kv.metadata_checks import hash_of, ranges_of
 from quire.kv.parts import StateParts
 from quire.kv.recurrent import RecurrentPart, dtype_of
 from quire.kv.sequences import Sequence
-from quire.kv.storage import StoredSpec, check_tensor
+from quire.kv.storage import StoredSpec, check_tensor, geometry
 from quire.statefile.container import bytes_of
 from quire.statefile.schema import FORMAT_VERSION
 
@@ -52,7 +53,7 @@ def get_layout(state: StateParts) -> dict[str, Any]:
             }
             for layer, spec in zip(state.recurrent.layer_ids, state.recurrent.specs, strict=True)
         ]
-    found["layers"] = [layer_metadata(spec, state.paged.dtype) for spec in state.stored_specs.values()]
+    found["layers"] = [layer_metadata(spec, state.paged.format) for spec in state.stored_specs.values()]
     return found
 
 
@@ -135,7 +136,8 @@ def export_page_group(
     state: StateParts, seq_id: SeqId, group: int, out: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Return the held rows of one layer, by position, or the states of a recurrent layer. Rows
-    are ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or ``latent [n, row]``, as stored.
+    are planes of the format; plain ones are ``k [n, Hkv, Dk]`` and ``v [n, Hkv, Dv]``, or
+    ``latent [n, row]``.
     ``FailedPrecondition`` for a cross layer that is not set."""
     part = state.recurrent
     recurrent = part is not None and group in part.layer_ids
@@ -158,11 +160,11 @@ def export_page_group(
                 f"export_page_group: layer {group} has no encoder rows of sequence {seq_id}; set_cross_kv was not called, so there "
                 "is no such group"
             )
-        tensors = group_tensors(state.encoders.specs[group], state.encoders.read(seq_id, group, range(rows[group])))
+        tensors = state.encoders.take(seq_id, group)
     else:
         layer = state.layer(group)
         slots = state.sequences.slots(layer.class_index, seq_id, state.sequences.held(seq_id, layer.class_index))
-        tensors = group_tensors(layer.spec, state.paged.classes[layer.class_index].storage.read(layer.index, slots))
+        tensors = state.paged.classes[layer.class_index].storage.take(layer.index, slots)
     if out is None:
         return tensors
     for name, tensor in tensors.items():
@@ -174,8 +176,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def layer_metadata(spec: StoredSpec, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the metadata of one layer, in JSON types. Writer and reader must agree in it."""
+def layer_metadata(spec: StoredSpec, format: KVFormat) -> dict[str, Any]:
+    """Return the metadata of one layer, in JSON types. Writer and reader must agree in it. The
+    plain format is not named, as in files from before there were others."""
     sizes: dict[str, Any]
     rope = None if isinstance(spec, CrossAttention) else spec.rope
     if isinstance(spec, LatentAttention):
@@ -185,7 +188,8 @@ def layer_metadata(spec: StoredSpec, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "kind": spec.kind,
         "window": spec.layer_window,
-        "dtype": dtype_name(dtype),
+        "dtype": dtype_name(format.dtype),
+        **({} if format.name == PLAIN else {"format": format.name}),
         **sizes,
         "rope_mode": "none" if isinstance(spec, CrossAttention) else spec.rope_mode,
         "rope": rope.as_json() if rope else None,
@@ -193,12 +197,10 @@ def layer_metadata(spec: StoredSpec, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def group_plan(spec: StoredSpec, rows: int, dtype: torch.dtype) -> dict[str, TensorPlan]:
+def group_plan(spec: StoredSpec, rows: int, format: KVFormat) -> dict[str, TensorPlan]:
     """Return the tensors of a layer for ``rows`` tokens, or rows of an encoder."""
-    if isinstance(spec, LatentAttention):
-        return {"latent": TensorPlan((rows, spec.row_dim), dtype)}
-    sizes = {"k": spec.head_dim, "v": spec.value_dim}
-    return {name: TensorPlan((rows, spec.num_kv_heads, size), dtype) for name, size in sizes.items()}
+    planes = format.planes(geometry(spec))
+    return {name: TensorPlan((rows, *plane.shape), plane.dtype) for name, plane in planes.items()}
 
 
 def recurrent_plan(part: RecurrentPart, layer_id: int, kept: Iterable[int]) -> dict[str, TensorPlan]:
@@ -213,7 +215,7 @@ def groups_of(state: StateParts, rows: Mapping[int, int], kept: Iterable[int]) -
     found: dict[int, dict[str, TensorPlan]] = {}
     for layer, spec in state.stored_specs.items():
         if layer in rows:
-            found[layer] = group_plan(spec, rows[layer], state.paged.dtype)
+            found[layer] = group_plan(spec, rows[layer], state.paged.format)
     if state.recurrent is not None:
         kept = list(kept)
         for layer in state.recurrent.layer_ids:

@@ -17,7 +17,7 @@ from quire.contracts.layers import LatentAttention
 from quire.kv.forward_need import slots_of
 from quire.kv.pages import PageIds
 from quire.kv.parts import StateParts
-from quire.kv.storage import LayerRows, StoredSpec
+from quire.kv.storage import geometry
 from quire.kv.windows import describe_ranges
 
 
@@ -65,14 +65,19 @@ class SequenceExport:
                 f"rows: positions {start}..{stop - 1} of layer {layer}; one or more of a range of {describe_ranges(kept)} are needed"
             )
         slots = slots_of(self.pages[found.class_index], start, stop, self.state.paged.page_size)
-        return group_tensors(found.spec, self.state.paged.classes[found.class_index].storage.read(found.index, slots))
+        return self.state.paged.classes[found.class_index].storage.take(found.index, slots)
+
+    def plain_rows(self, layer: int, start: int, stop: int) -> dict[str, Tensor]:
+        planes, spec = self.rows(layer, start, stop), self.state.rows_layer(layer, "rows").spec
+        found = self.state.paged.format.expand(geometry(spec), planes)
+        return {"latent": found.k.squeeze(1)} if isinstance(spec, LatentAttention) else found._asdict()
 
     def held_rows(self, layer: int) -> dict[str, Tensor]:
         found = self.state.rows_layer(layer, "held_rows")
         pages, size = self.pages[found.class_index], self.state.paged.page_size
         parts = [slots_of(pages, part.start, part.stop, size) for part in self.ranges[found.class_index]]
         slots = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
-        return group_tensors(found.spec, self.state.paged.classes[found.class_index].storage.read(found.index, slots))
+        return self.state.paged.classes[found.class_index].storage.take(found.index, slots)
 
     def states(self, layer: int, position: int) -> dict[str, Tensor]:
         if layer in self.state.stored_specs:
@@ -85,10 +90,3 @@ class SequenceExport:
         return {
             f"state.{state}": part.storage.read(index, state, slot)[0] for state in range(len(part.specs[index].states))
         }
-
-
-def group_tensors(spec: StoredSpec, rows: LayerRows) -> dict[str, Tensor]:
-    """Return the rows that were read of a layer, by name."""
-    if isinstance(spec, LatentAttention):
-        return {"latent": rows.k.squeeze(1)}
-    return {"k": rows.k, "v": rows.v}

@@ -19,7 +19,6 @@ from torch import Tensor
 from quire.base.errors import DataLoss, FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
 from quire.base.types import SeqId
 from quire.contracts.kv_state import RowPieces, TensorPlan
-from quire.contracts.layers import LatentAttention
 from quire.kv.exchange import (
     checksum,
     counts_of,
@@ -158,7 +157,7 @@ def import_page_group(state: StateParts, seq_id: SeqId, group: int, tensors: Map
             )
         # Only an import says how many rows there must be; else the given number is taken.
         given = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), 0)
-        plan = group_plan(spec, sum(map(len, started.rows[group])) if started else given, state.paged.dtype)
+        plan = group_plan(spec, sum(map(len, started.rows[group])) if started else given, state.paged.format)
     _check_tensors(verb, group, tensors, plan)
     with _writing(state, started, seq_id, verb) as found:
         expected = found.rows.get(group)  # None: a recurrent layer; []: all is shared.
@@ -171,16 +170,9 @@ def import_page_group(state: StateParts, seq_id: SeqId, group: int, tensors: Map
                     f"import_page_group: {name} of layer {group} has checksum {given_sum}, expected {promised}"
                 )
         if part is not None and expected is None:
-            names = list(tensors)
-            _load(
-                state,
-                found,
-                group,
-                lambda *copies: part.import_group(seq_id, group, dict(zip(names, copies, strict=True))),
-                *tensors.values(),
-            )
+            _load(state, found, group, partial(part.import_group, seq_id, group), tensors)
         elif state.encoders is not None and group in state.encoders.specs:
-            state.encoders.fill(seq_id, group, tensors["k"], tensors["v"])
+            state.encoders.fill(seq_id, group, tensors)
         else:
             _write(state, found, group, expected or [], _Whole(tensors))
         found.missing.pop(group, None)
@@ -194,7 +186,7 @@ def import_rows(
     spec = state.rows_layer(group, verb).spec
     pieces = _Whole(rows) if isinstance(rows, Mapping) else rows
     count = sum(pieces.counts)
-    _check_tensors(verb, group, pieces.plan, group_plan(spec, count, state.paged.dtype))
+    _check_tensors(verb, group, pieces.plan, group_plan(spec, count, state.paged.format))
     part = range(start, start + count)
     started = state.imports.get(seq_id)
     expected = started.rows[group] if started else [part]
@@ -237,32 +229,38 @@ def _write(state: StateParts, started: Import, group: int, parts: list[range], p
     layer = state.layer(group)
     storage = state.paged.classes[layer.class_index].storage
     slots = started.slots(layer.class_index, parts, state.paged.page_size)
-    latent, target = isinstance(layer.spec, LatentAttention), storage.layers[layer.index]
-    if pieces.write({"latent": target.k} if latent else {"k": target.k, "v": target.v}, slots):
+    if pieces.write(storage.planes[layer.index], slots):
         return
     breaks = np.flatnonzero(np.diff(slots) != 1).tolist()
     """The rows behind which the next slot is not the next one."""
     stop = 0
     for number, count in enumerate(pieces.counts):
-        piece = pieces.piece(number)
-        rows = (piece["latent"].unsqueeze(1),) if latent else (piece["k"], piece["v"])
+        planes = pieces.piece(number)
         start, stop = stop, stop + count
+        put: Callable[[Mapping[str, Tensor]], None]
         if start < stop and bisect_left(breaks, start) == bisect_left(breaks, stop - 1):
-            write = partial(storage.write_run, layer.index, int(slots[start]))
+            put = partial(storage.put_run, layer.index, int(slots[start]))
         else:
-            write = partial(storage.write_at, layer.index, slots[start:stop])
-        _load(state, started, group, write, *rows)
+            put = partial(storage.put, layer.index, slots[start:stop])
+        _load(state, started, group, put, planes)
 
 
-def _load(state: StateParts, started: Import, group: int, write: Callable[..., None], *tensors: Tensor) -> None:
+def _load(
+    state: StateParts,
+    started: Import,
+    group: int,
+    write: Callable[[Mapping[str, Tensor]], None],
+    tensors: Mapping[str, Tensor],
+) -> None:
     """Let ``write`` have tensors of a layer on the device: at once, or for host memory beside
     what the device computes, from which forwards and the import's end wait for it."""
-    if state.link is None or not all(tensor.is_cpu for tensor in tensors):
-        write(*(tensor.to(state.device) for tensor in tensors))
+    if state.link is None or not all(tensor.is_cpu for tensor in tensors.values()):
+        write({name: tensor.to(state.device) for name, tensor in tensors.items()})
         return
     if started.ready is not None:
         state.link.side_waits(started.ready)
-    state.link.load(tensors, write)
+    names = list(tensors)
+    state.link.load(list(tensors.values()), lambda *copies: write(dict(zip(names, copies, strict=True))))
     started.arrived[group] = state.link.loaded()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.attention import AttentionBackend, Scoring
+from quire.contracts.kv_format import KVFormat, KVView
 from quire.contracts.layers import (
     CrossAttention,
     FullAttention,
@@ -20,6 +21,7 @@ from quire.contracts.layers import (
 )
 from quire.kv.rules import refuse_layer
 from quire.kv.storage import KeyValueSpec, PagedSpec, PagedStorage, StoredSpec
+from quire.ops.attention import ReferenceAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +43,8 @@ class Layer:
     class_index: int
     index: int
     """Among the layers of its class."""
-    k_SHD: Tensor
-    """Of a latent layer ``[S, 1, row]``."""
-    v_SHD: Tensor
-    """Of a latent layer a view of the first columns of ``k_SHD``."""
+    view: KVView
+    """Its rows, by slot."""
     scoring: Scoring
     sinks_H: Tensor | None
     """Learned logits, float32."""
@@ -90,27 +90,41 @@ def supported(layer_id: int, spec: LayerSpec, backend: AttentionBackend, device:
     """Return the spec; ``InvalidArgument`` or ``Unsupported``, if no state can have the layer."""
     if isinstance(spec, LatentAttention):
         fault = _latent_fault(spec)
-        # Its rows are the key of all heads: to a backend it is attention with one KV head.
-        asked: LayerSpec = FullAttention(
-            num_heads=spec.num_heads, num_kv_heads=1, head_dim=spec.row_dim, value_dim=spec.value_dim
-        )
     elif isinstance(spec, CrossAttention):
         fault = _heads_fault(spec)
-        # To a backend its rows are keys from before the forward.
-        asked = FullAttention(
-            num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, value_dim=spec.value_dim
-        )
     elif isinstance(spec, (FullAttention, WindowedAttention)):
-        fault, asked = _heads_fault(spec) or _key_value_fault(spec), spec
+        fault = _heads_fault(spec) or _key_value_fault(spec)
     else:
         raise Unsupported(
             f"layer {layer_id} is of kind {spec.kind!r}; kinds are 'full', 'window', 'latent', 'cross' and 'recurrent'"
         )
     if fault:
         raise InvalidArgument(f"layer {layer_id}: {fault}")
-    if reason := backend.refusal(asked, device):
+    if reason := backend.refusal(_asked(spec), device):
         raise Unsupported(f"layer {layer_id}: {reason}")
     return spec
+
+
+def reading(
+    backend: AttentionBackend, specs: Iterable[StoredSpec], device: torch.device, format: KVFormat
+) -> AttentionBackend:
+    """Return the backend, or the reference, which reads every format, if the backend does not read
+    this one. The layers are supported."""
+    known = all(not backend.refusal(_asked(spec), device, format.name) for spec in specs)
+    return backend if known else ReferenceAttention()
+
+
+def _asked(spec: StoredSpec) -> FullAttention | WindowedAttention:
+    """Return the layer as a backend sees it."""
+    if isinstance(spec, (FullAttention, WindowedAttention)):
+        return spec
+    if isinstance(spec, LatentAttention):
+        # Its rows are the key of all heads: attention with one KV head.
+        heads, key_dim = 1, spec.row_dim
+    else:
+        # Its rows are keys from before the forward.
+        heads, key_dim = spec.num_kv_heads, spec.head_dim
+    return FullAttention(num_heads=spec.num_heads, num_kv_heads=heads, head_dim=key_dim, value_dim=spec.value_dim)
 
 
 def _heads_fault(spec: KeyValueSpec | CrossAttention) -> str:

@@ -83,7 +83,7 @@ def validate(state: StateParts, layout: Mapping[str, Any], given: Mapping[str, A
         raise InvalidArgument(f"import: {found} layers found, {len(mine)} expected")
     for index, (found_layer, expected_layer) in enumerate(zip(layers, mine, strict=True)):
         if found_layer != expected_layer:
-            for name, expected in expected_layer.items():
+            for name, expected in {"format": None, **expected_layer}.items():
                 value = found_layer.get(name) if isinstance(found_layer, dict) else None
                 if value != expected:
                     raise InvalidArgument(f"import: layer {index} has {name} {value!r}, expected {expected!r}")

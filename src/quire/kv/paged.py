@@ -13,6 +13,7 @@ import torch
 
 from quire.base.types import SeqId
 from quire.contracts.attention import AttentionBackend, Scoring
+from quire.contracts.kv_format import KVFormat
 from quire.contracts.layers import LatentAttention, RopeSpec
 from quire.contracts.rows import RowKernels
 from quire.kv.attention_parts import LayerParts, layer_parts
@@ -41,7 +42,7 @@ class PagedPart(Part):
         capacity: int,
         window_capacity: int | None,
         page_size: int,
-        dtype: torch.dtype,
+        format: KVFormat,
         device: torch.device,
         backend: AttentionBackend,
         rows: RowKernels,
@@ -52,7 +53,8 @@ class PagedPart(Part):
         self.layer_ids = tuple(specs)
         """Global ids of ``specs``, ascending."""
         self.page_size = page_size
-        self.dtype = dtype
+        self.format = format
+        self.dtype = format.dtype
         self.device = device
         self.backend = backend
         self.rows = rows
@@ -84,20 +86,18 @@ class PagedPart(Part):
             storage = PagedStorage(
                 [self.specs[index] for index in layers],
                 slots,
-                self.dtype,
+                self.format,
                 self.device,
                 padding=self.padding,
                 row_kernels=self.rows,
             )
-            for place, (index, (k_SHD, v_SHD)) in enumerate(zip(layers, storage.layers, strict=True)):
+            for place, (index, view) in enumerate(zip(layers, storage.layers, strict=True)):
                 spec, sinks_H = self.specs[index], None
                 scoring = Scoring(spec.scale)
                 if not isinstance(spec, LatentAttention):
                     scoring = Scoring(spec.scale, spec.softcap)
                     sinks_H = torch.tensor(spec.sinks, dtype=torch.float32, device=self.device) if spec.sinks else None
-                self.layers[self.layer_ids[index]] = Layer(
-                    spec, len(self.classes), place, k_SHD, v_SHD, scoring, sinks_H
-                )
+                self.layers[self.layer_ids[index]] = Layer(spec, len(self.classes), place, view, scoring, sinks_H)
             self.classes.append(LayerClass(window, tuple(layers), storage))
         return pools
 

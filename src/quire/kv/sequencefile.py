@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.base.errors import DataLoss, InvalidArgument
 from quire.base.interrupts import check as check_interrupts
 from quire.base.types import SeqId
+from quire.contracts.kv_format import PLAIN
 from quire.contracts.kv_state import ModelState, TensorPlan
 from quire.contracts.layers import Recurrent
 from quire.kv import exchange
@@ -90,6 +91,13 @@ def check(
     found = sorted({layer["dtype"] for layer in layers})
     wanted: dict[str, Any] = dict(metadata)
     if found not in ([], [mine]):
+        if formats := sorted(
+            {layer.get("format", PLAIN) for layer in (*layers, *state.get_layout()["layers"])} - {PLAIN}
+        ):
+            raise InvalidArgument(
+                f"the state is stored in {', '.join(found)} and this one holds {mine}; rows of the format {', '.join(formats)} "
+                "are not converted"
+            )
         if not convert_dtype:
             raise InvalidArgument(
                 f"the state is stored in {', '.join(found)} and this one holds {mine}; pass convert_dtype=True to convert it"
@@ -101,7 +109,7 @@ def check(
             raise DataLoss("the layout hash of the state file does not fit its layers")
     groups = state.plan_import(wanted)
     ids = wanted.get("layer_ids") or range(wanted["first_layer"], wanted["first_layer"] + len(layers))
-    said = {layer: one.get("dtype") for layer, one in zip(ids, layers, strict=True)}
+    said = {layer: one["dtype"] for layer, one in zip(ids, layers, strict=True) if "format" not in one}
     for layer, group in groups.items():
         for name, one in group.items():
             full = f"{prefix}layer.{layer}.{name}"

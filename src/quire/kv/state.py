@@ -23,6 +23,7 @@ from quire.base.signatures import checks_arguments
 from quire.base.types import SeqId
 from quire.base.uploads import SharedMemory
 from quire.contracts.attention import AttentionBackend
+from quire.contracts.kv_format import KVFormat
 from quire.contracts.kv_state import RowPieces, TensorPlan
 from quire.contracts.layers import CrossAttention, LayerSpec, Recurrent, sink_refusal, window_refusal
 from quire.contracts.pool_verbs import (
@@ -41,10 +42,11 @@ from quire.kv import exchange, import_verbs, state_room, stored_rows
 from quire.kv.encoders import EncoderPart
 from quire.kv.exports import SequenceExport
 from quire.kv.forward_need import ForwardNeed
-from quire.kv.layer_classes import ids_of, supported
+from quire.kv.layer_classes import ids_of, reading, supported
 from quire.kv.paged import PagedPart
 from quire.kv.part import Part
 from quire.kv.parts import StateParts
+from quire.kv.plain_format import PlainFormat
 from quire.kv.recurrent import RecurrentPart
 from quire.kv.rules import RECURRENT_REFUSAL
 from quire.kv.sequences import check_integer
@@ -69,8 +71,10 @@ class State:
     each class holds, rounded up to whole pages, needed if there is an attention layer;
     ``window_capacity``: the same for classes with a window, which need less (None: as many).
     ``cross_capacity``: rows of encoders over all sequences, needed if and only if there are cross
-    layers. ``backend``: computes attention; None: the reference, which is exact and slow
-    (``quire.kernels.attention.sdpa.SdpaAttention`` is fast).
+    layers. ``format``: how rows of K and V lie in pages; ``dtype``: in the place of a format, plain
+    rows of it; neither: float32. ``backend``: computes attention; None: the reference, which is
+    exact and slow (``quire.kernels.attention.sdpa.SdpaAttention`` is fast). The reference also
+    stands in for a backend that does not read the format.
 
     ``num_states``: slots for recurrent states, kept ones included, needed if and only if there are
     recurrent layers; a sequence needs one, and one more in a forward (``num_states_for`` adds up).
@@ -98,7 +102,8 @@ class State:
         ring: int = 4,
         checkpoint_interval: int = 0,
         page_size: int = 16,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
+        format: KVFormat | None = None,
         device: torch.device | str = "cpu",
         backend: AttentionBackend | None = None,
         recurrence: RecurrenceBackend | None = None,
@@ -119,11 +124,16 @@ class State:
         surplus = "" if attention else "there is no attention layer that would keep any"
         _check_room("capacity", capacity, "tokens", missing, surplus)
         _check_room("window_capacity", window_capacity, "tokens", "", surplus)
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            raise InvalidArgument(f"KV dtype {dtype}; float32, float16, bfloat16 or float64 are stored")
+        if format is None:
+            format = PlainFormat(torch.float32 if dtype is None else dtype)
+        elif dtype is not None:
+            raise InvalidArgument(f"dtype {dtype} and format {format.name!r}, which has a dtype; give one of both")
+        if format.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            raise InvalidArgument(f"KV dtype {format.dtype}; float32, float16, bfloat16 or float64 are stored")
         _check_slots(list(recurrent), num_states, ring, checkpoint_interval, page_size)
         backend, device = ReferenceAttention() if backend is None else backend, torch.device(device)
         stored = {layer: supported(layer, spec, backend, device) for layer, spec in attention.items()}
+        backend = reading(backend, stored.values(), device, format)
         encoders = {layer: spec for layer, spec in stored.items() if isinstance(spec, CrossAttention)}
         missing = f"layers {list(encoders)} are cross layers and cross_capacity is missing; give the encoder rows of all sequences"
         surplus = "" if encoders else "there is no cross layer"
@@ -134,7 +144,7 @@ class State:
             capacity=capacity or 1,
             window_capacity=window_capacity,
             page_size=page_size,
-            dtype=dtype,
+            format=format,
             device=device,
             backend=backend,
             rows=REFERENCE_ROWS if rows is None else rows,
@@ -143,7 +153,7 @@ class State:
         )
         crossed = slots = None
         if cross_capacity is not None:
-            crossed = EncoderPart(encoders, capacity=cross_capacity, page_size=page_size, dtype=dtype, device=device)
+            crossed = EncoderPart(encoders, capacity=cross_capacity, page_size=page_size, format=format, device=device)
         if num_states is not None:
             slots = RecurrentPart(
                 list(recurrent.values()),
@@ -157,7 +167,7 @@ class State:
             )
         self.parts = StateParts(specs, stored, first_layer, paged, crossed, slots)
         self.sequences = paged.sequences
-        self.dtype, self.device, self.page_size = dtype, device, page_size
+        self.dtype, self.device, self.page_size = format.dtype, device, page_size
         self.current_pass: StatePass | None = None
         """The open forward."""
 

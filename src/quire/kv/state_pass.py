@@ -21,6 +21,7 @@ from quire.base.types import SeqId
 from quire.base.uploads import uploaded
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
 from quire.contracts.block_calls import AttentionParts, StackParts
+from quire.contracts.kv_format import PLAIN, KVView, PlainRows
 from quire.contracts.layers import LatentAttention, RopeSpec
 from quire.contracts.model import LatentExpansion
 from quire.contracts.rows import HeadNormWeights, Rotation
@@ -374,13 +375,13 @@ class StatePass:
             return self._attend(layer_id, layer, q_THD, k_THD, v_THD, scoring, masks)
         self.begin_write(layer_id)
         rotation, slots_T = None if rope is None else self._rotation(rope), self._running_slots[layer.class_index]
-        turned_THD = self._paged.rows.place_qkv(qkv_TC, heads, rotation, norms, layer.k_SHD, layer.v_SHD, slots_T)
+        turned_THD = self._paged.rows.place_qkv(qkv_TC, heads, rotation, norms, layer.view, slots_T)
         self.end_write(layer_id)
         q_THD, k_THD = turned_THD.split_with_sizes([heads, spec.num_kv_heads], 1)
         new, sinks_H = (k_THD, v_THD), layer.sinks_H
-        out_THD = self._paged.backend.run(prepared.made, q_THD, new, layer.k_SHD, layer.v_SHD, scoring, sinks_H=sinks_H)
+        out_THD = self._paged.backend.run(prepared.made, q_THD, new, layer.view, scoring, sinks_H=sinks_H)
         if self.capturing:
-            self.weigh(layer_id, prepared.plan, q_THD, layer.k_SHD, scoring, None, sinks_H)
+            self.weigh(layer_id, prepared.plan, q_THD, layer.view, scoring, None, sinks_H)
         return out_THD
 
     def attend_shared(self, source_layer_id: int, q_THD: Tensor) -> Tensor:
@@ -412,16 +413,18 @@ class StatePass:
         self.write(layer_id, layer, k_THD, v_THD)
         prepared = self.masked("fused", layer.class_index, masks)
         q_sink = self._sink_queries(prepared, layer, q_THD)
-        k_SHD, v_SHD, new = layer.k_SHD, layer.v_SHD, (k_THD, v_THD)
+        view: KVView = layer.view
+        new: tuple[Tensor, Tensor] | None = (k_THD, v_THD)
         if layer.spec.rope_mode == "inline" and rope is not None:
             raw = self._compact("fused", layer.class_index) if masks is None else self._compacted(prepared.plan)
-            prepared, k_SHD, v_SHD = raw.prepared, *self._read_raw(layer, raw)
-            new = (self._turn(k_THD, rope).to(self._paged.dtype), v_THD)
+            # These rows are plain now, and the new ones may not be as the format has rounded them.
+            new = (self._turn(k_THD, rope).to(self._paged.dtype), v_THD) if view.format == PLAIN else None
+            prepared, view = raw.prepared, self._read_raw(layer, raw)
         out_THD = self._paged.backend.run(
-            prepared.made, q_turned_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink, sinks_H=layer.sinks_H
+            prepared.made, q_turned_THD, new, view, scoring, q_sink_THD=q_sink, sinks_H=layer.sinks_H
         )
         if self.capturing:
-            self.weigh(layer_id, prepared.plan, q_turned_THD, k_SHD, scoring, q_sink, layer.sinks_H)
+            self.weigh(layer_id, prepared.plan, q_turned_THD, view, scoring, q_sink, layer.sinks_H)
         return out_THD if dtype == self._paged.dtype else out_THD.to(dtype)
 
     def weigh(
@@ -429,14 +432,14 @@ class StatePass:
         layer_id: int,
         plan: ForwardPlan,
         q_THD: Tensor,
-        k_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         q_sink_THD: Tensor | None,
         sinks_H: Tensor | None = None,
     ) -> None:
         """Keep the attention weights of a layer, if they are wanted."""
         if self._observed is None or layer_id in self._observed:
-            found = attention_weights(plan, q_THD, k_SHD, scoring, q_sink_THD=q_sink_THD, sinks_H=sinks_H)
+            found = attention_weights(plan, q_THD, view, scoring, q_sink_THD=q_sink_THD, sinks_H=sinks_H)
             self.weights[layer_id] = found
 
     def require_open(self, layer_id: int) -> None:
@@ -476,8 +479,7 @@ class StatePass:
         """Store zeros as the new tokens' rows of these layers."""
         for layer_id in layer_ids:
             layer = self._state.layer(layer_id)
-            for stored in (layer.k_SHD, layer.v_SHD):
-                stored.index_fill_(0, self.slots[layer.class_index], 0.0)
+            self._paged.classes[layer.class_index].storage.blank_at(layer.index, self.slots[layer.class_index])
 
     def begin_write(self, layer_id: int) -> None:
         """Raise ``FailedPrecondition`` if the layer lacks rows that were left out."""
@@ -523,7 +525,7 @@ class StatePass:
             q_THD, k_THD = self._turn(q_THD, layer.turning), self._turn(k_THD, layer.turning)
         q_THD, k_THD, v_THD = (x_THD.to(self._paged.dtype).contiguous() for x_THD in (q_THD, k_THD, v_THD))
         return self._paged.backend.run_state(
-            prepared.made, q_THD, (k_THD, v_THD), k_THD, v_THD, scoring, q_sink_THD=q_sink, coarse=coarse
+            prepared.made, q_THD, (k_THD, v_THD), PlainRows(k_THD, v_THD), scoring, q_sink_THD=q_sink, coarse=coarse
         )
 
     def cross(
@@ -534,18 +536,17 @@ class StatePass:
         self.require_open(layer_id)
         prepared = self.prepared(keys, layer.class_index)
         q_sink = self._sink_queries(prepared, layer, q_THD)
-        k_SHD, v_SHD = layer.k_SHD, layer.v_SHD
+        view = layer.view
         if layer.turning is not None:
             if layer.spec.rope_mode == "inline":
                 raw = self._compact(keys, layer.class_index)
-                prepared, k_SHD, v_SHD = raw.prepared, *self._read_raw(layer, raw)
+                prepared, view = raw.prepared, self._read_raw(layer, raw)
             q_THD = self._turn(q_THD, layer.turning)
         return self._paged.backend.run_state(
             prepared.made,
             q_THD.to(self._paged.dtype),
             None,
-            k_SHD,
-            v_SHD,
+            view,
             scoring,
             q_sink_THD=q_sink,
             coarse=coarse,
@@ -573,13 +574,13 @@ class StatePass:
         slots_M, positions_M = (uploaded(x, self._state.device) for x in (slots, positions))
         return Raw(self._prepare(compact), slots_M, positions_M, int(positions.max(initial=0)))
 
-    def _read_raw(self, layer: Layer, raw: Raw) -> tuple[Tensor, Tensor]:
+    def _read_raw(self, layer: Layer, raw: Raw) -> PlainRows:
         """Return K, rotated, and V of the compact pool."""
         assert layer.turning is not None
-        k_MHD = layer.k_SHD.index_select(0, raw.slots_M)
+        k_MHD = layer.view.keys(raw.slots_M)
         cos, sin = self._paged.rotary_table(layer.turning).rows(raw.positions_M, raw.max_position)
         turned = rotate(k_MHD, cos, sin, interleaved=layer.turning.interleaved)
-        return turned.to(self._paged.dtype), layer.v_SHD.index_select(0, raw.slots_M)
+        return PlainRows(turned.to(self._paged.dtype), layer.view.values(raw.slots_M))
 
     # -- layers of other kinds, and calls over whole blocks ----------------------------------------
 
@@ -673,13 +674,13 @@ class StatePass:
             # From absorbed scores over all rows.
             keys = self.prepared("fused", layer.class_index)
             q, q_sink = absorbed(keys)
-            self.weigh(layer_id, keys.plan, q, layer.k_SHD, layer.scoring, q_sink)
+            self.weigh(layer_id, keys.plan, q, layer.view, layer.scoring, q_sink)
         narrowed = self.chosen.rows is not None
         if (batch.counts == 1).all() or (narrowed and not latent.worth_expanding(batch, expansion)):
             everything = self.prepared("fused", layer.class_index)
             q, q_sink = absorbed(everything)
             out_THR = self._paged.backend.run(
-                everything.made, q, (rows_T1R, rows_T1R[..., : spec.value_dim]), layer.k_SHD, layer.v_SHD, layer.scoring,
+                everything.made, q, (rows_T1R, rows_T1R[..., : spec.value_dim]), layer.view, layer.scoring,
                 q_sink_THD=q_sink,
             )  # fmt: skip
             return latent.expand_values(out_THR.to(q_THD.dtype), expansion)
@@ -689,22 +690,20 @@ class StatePass:
         if own.plan.sinks is not None:
             q_sink = self.turn_last(q_THD, spec.rope, relative=True).to(self._paged.dtype)
         # From the stored rows, so that results do not depend on where a chunk began.
-        if narrowed:
-            rows_T1R = layer.k_SHD.index_select(0, self.slots[layer.class_index])
-        k_THD, v_THD = latent.expand(rows_T1R.squeeze(1).to(q_THD.dtype), expansion, self._paged.dtype)
-        new = None if narrowed else (k_THD, v_THD)
+        if narrowed or layer.view.format != PLAIN:
+            rows_T1R = layer.view.keys(self.slots[layer.class_index])
+        expanded = PlainRows(*latent.expand(rows_T1R.squeeze(1).to(q_THD.dtype), expansion, self._paged.dtype))
+        new = None if narrowed else expanded
         if not batch.stored.any():
-            found = self._paged.backend.run(own.made, q, new, k_THD, v_THD, layer.scoring, q_sink_THD=q_sink)
+            found = self._paged.backend.run(own.made, q, new, expanded, layer.scoring, q_sink_THD=q_sink)
             return found.to(q_THD.dtype)
-        mine = self._paged.backend.run_state(
-            own.made, q, new, k_THD, v_THD, layer.scoring, q_sink_THD=q_sink, coarse=True
-        )
+        mine = self._paged.backend.run_state(own.made, q, new, expanded, layer.scoring, q_sink_THD=q_sink, coarse=True)
         q, q_sink = absorbed(past)
         before = self._paged.backend.run_state(
-            past.made, q, None, layer.k_SHD, layer.v_SHD, layer.scoring, q_sink_THD=q_sink, coarse=True
+            past.made, q, None, layer.view, layer.scoring, q_sink_THD=q_sink, coarse=True
         )
-        expanded = AttentionState(latent.expand_values(before.out.to(q_THD.dtype), expansion), before.lse)
-        return merge(AttentionState(mine.out.to(q_THD.dtype), mine.lse), expanded).out
+        earlier = AttentionState(latent.expand_values(before.out.to(q_THD.dtype), expansion), before.lse)
+        return merge(AttentionState(mine.out.to(q_THD.dtype), mine.lse), earlier).out
 
     def attend_cross(self, layer_id: int, q_THD: Tensor) -> Tensor:
         """See ``contracts.model.Pass``."""
@@ -805,7 +804,7 @@ class Rehearsal(StatePass):
         layer_id: int,
         plan: ForwardPlan,
         q_THD: Tensor,
-        k_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         q_sink_THD: Tensor | None,
         sinks_H: Tensor | None = None,
@@ -814,7 +813,7 @@ class Rehearsal(StatePass):
         if layer_id < self._first_layer:
             return
         for rows, slots_N, visible_nN, new, into in self._seen_by(self._state.layer(layer_id).class_index, plan):
-            q_nHD, k_NHD = q_THD.index_select(0, rows), k_SHD.index_select(0, slots_N)
+            q_nHD, k_NHD = q_THD.index_select(0, rows), view.keys(slots_N)
             sums_N = weight_sums(q_nHD, k_NHD, visible_nN, scoring, sinks_H)
             self.mass_T.index_add_(0, into, sums_N.index_select(0, new))
 

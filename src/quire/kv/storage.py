@@ -1,7 +1,8 @@
 """Storage of the rows of attention layers: write, read, copy. No sequences here.
 
-A latent layer has one row per token, ``[S, 1, row]``, that is the key of all heads; its value is
-the first Dv columns, so V is a view of K.
+How rows lie is the format's (``contracts.kv_format``); its planes are what is kept, copied and
+given to files. A latent layer has one row per token, ``[N, 1, row]``, that is the key of all heads;
+its value is the first Dv columns, so V is a view of K.
 
 Letters: S slots of the pool; H KV heads; Dk, Dv head sizes of K and V; N rows.
 """
@@ -10,8 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from quire.base.errors import InvalidArgument, ResourceExhausted
 from quire.base.uploads import uploaded
+from quire.contracts.kv_format import Geometry, KVFormat, PlainRows
 from quire.contracts.layers import CrossAttention, FullAttention, LatentAttention, WindowedAttention
 from quire.contracts.rows import RowKernels
 from quire.kv.forward_need import SlotCopy, SlotRange, slot_index
@@ -33,21 +35,6 @@ StoredSpec: TypeAlias = PagedSpec | CrossAttention
 """Layers that keep rows in pages, of tokens or of an encoder."""
 
 
-class Geometry(NamedTuple):
-    """The geometry of a layer's rows; layers of equal geometry are stored together."""
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    latent: bool
-    """V is the first ``value_dim`` columns of K."""
-
-    @property
-    def elements(self) -> int:
-        """Numbers that are kept of a token."""
-        return self.kv_heads * (self.key_dim + (0 if self.latent else self.value_dim))
-
-
 def geometry(spec: StoredSpec) -> Geometry:
     """Return the shape of a layer's rows."""
     if isinstance(spec, LatentAttention):
@@ -55,18 +42,9 @@ def geometry(spec: StoredSpec) -> Geometry:
     return Geometry(spec.num_kv_heads, spec.head_dim, spec.value_dim, False)
 
 
-class LayerRows(NamedTuple):
-    """Rows of one layer, by slot."""
-
-    k: Tensor
-    """``[S, H, Dk]``"""
-    v: Tensor
-    """``[S, H, Dv]``; of a latent layer a view of ``k``"""
-
-
-def bytes_per_token(specs: Sequence[PagedSpec], dtype: torch.dtype) -> int:
+def bytes_per_token(specs: Sequence[PagedSpec], format: KVFormat) -> int:
     """Return the bytes that these layers keep of one token."""
-    return sum(geometry(spec).elements for spec in specs) * dtype.itemsize
+    return sum(format.bytes_per_row(geometry(spec)) for spec in specs)
 
 
 def check_tensor(what: str, given: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
@@ -123,14 +101,14 @@ def _taken(rows_SHD: Tensor, slots: NDArray[np.int64]) -> Tensor:
 
 
 class PagedStorage:
-    """The rows of all layers of one class. Layers of equal geometry are slices of one tensor
-    ``[L, S, H, D]``, so that a copy of pages is one operation for all of them."""
+    """The rows of all layers of one class. Each plane of layers of equal geometry is a slice of one
+    tensor ``[L, S, ...]``, so that a copy of pages is one operation for all of them."""
 
     def __init__(
         self,
         specs: Sequence[StoredSpec],
         num_slots: int,
-        dtype: torch.dtype,
+        format: KVFormat,
         device: torch.device,
         *,
         padding: bool = False,
@@ -140,28 +118,27 @@ class PagedStorage:
         padded forwards write the rows there that no token has. ``row_kernels`` copy slots."""
         self.num_slots = num_slots
         self._row_kernels = row_kernels
-        self.dtype = dtype
+        self.format = format
         self.device = device
+        self._shapes = [geometry(spec) for spec in specs]
         groups: dict[Geometry, list[int]] = {}
-        for layer, spec in enumerate(specs):
-            groups.setdefault(geometry(spec), []).append(layer)
+        for layer, shape in enumerate(self._shapes):
+            groups.setdefault(shape, []).append(layer)
         self._tensors: list[Tensor] = []
-        whole_pool = sum(geometry(spec).elements for spec in specs) * dtype.itemsize * num_slots / 2**30
+        whole_pool = sum(map(format.bytes_per_row, self._shapes)) * num_slots / 2**30
         need = f"the KV pool needs {whole_pool:,.2f} GiB"
-        rows: dict[int, LayerRows] = {}
+        self.planes: list[dict[str, Tensor]] = [{} for _ in specs]
+        """By layer and name, ``[S, ...]``."""
         for shape, layers in groups.items():
-            # Zeros: a kernel may give a row that was never written the weight 0, and 0 * NaN is
-            # NaN.
-            widths = [shape.key_dim] if shape.latent else [shape.key_dim, shape.value_dim]
-            for width in widths:
-                whole = (len(layers), num_slots + padding, shape.kv_heads, width)
-                advice = "give a smaller kv_cache_memory"
-                self._tensors.append(allocate(whole, dtype, device, need, advice))
-            k, v = self._tensors[-len(widths)], self._tensors[-1][..., : shape.value_dim]
-            for index, layer in enumerate(layers):
-                rows[layer] = LayerRows(k[index], v[index])
-        self._latent = [geometry(spec).latent for spec in specs]
-        self.layers = [rows[layer] for layer in range(len(specs))]
+            for name, plane in format.planes(shape).items():
+                # Zeros: a kernel may give a row that was never written the weight 0, and 0 * NaN
+                # is NaN.
+                whole = (len(layers), num_slots + padding, *plane.shape)
+                self._tensors.append(allocate(whole, plane.dtype, device, need, "give a smaller kv_cache_memory"))
+                for layer, tensor in zip(layers, self._tensors[-1].unbind(), strict=True):
+                    self.planes[layer][name] = tensor
+        self.layers = [format.view(shape, planes) for shape, planes in zip(self._shapes, self.planes, strict=True)]
+        """What kernels take of each layer."""
 
     @property
     def num_bytes(self) -> int:
@@ -169,29 +146,38 @@ class PagedStorage:
 
     def write(self, layer: int, slots_N: Tensor, k_NHD: Tensor, v_NHD: Tensor | None = None) -> None:
         """Write rows to slots (int64, on the device). ``v`` is None exactly for a latent layer."""
-        rows = self.layers[layer]
-        rows.k.index_copy_(0, slots_N, k_NHD)
-        if v_NHD is not None:
-            rows.v.index_copy_(0, slots_N, v_NHD)
-
-    def write_at(self, layer: int, slots: NDArray[np.int64], k_NHD: Tensor, v_NHD: Tensor | None = None) -> None:
-        """Write rows of the device to slots that the host knows."""
-        self.write(layer, uploaded(slots, self.device), k_NHD, v_NHD)
+        self.layers[layer].write(slots_N, k_NHD, v_NHD)
 
     def write_run(self, layer: int, start: int, k_NHD: Tensor, v_NHD: Tensor | None = None) -> None:
         """Write rows, on any device, to slots in a row; several times faster than ``write``."""
-        rows = self.layers[layer]
-        copy_rows(rows.k, k_NHD, start)
-        if v_NHD is not None:
-            copy_rows(rows.v, v_NHD, start)
+        self.put_run(layer, start, self.pack(layer, k_NHD, v_NHD))
 
-    def read(self, layer: int, slots: NDArray[np.int64]) -> LayerRows:
-        """Return fresh tensors ``[N, H, D]`` of these slots."""
-        rows = self.layers[layer]
-        k_NHD = _taken(rows.k, slots)
-        if self._latent[layer]:
-            return LayerRows(k_NHD, k_NHD[..., : rows.v.shape[-1]])
-        return LayerRows(k_NHD, _taken(rows.v, slots))
+    def read(self, layer: int, slots: NDArray[np.int64]) -> PlainRows:
+        """Return fresh rows of these slots."""
+        return self.format.expand(self._shapes[layer], self.take(layer, slots))
+
+    # -- planes, as files have them ----------------------------------------------------------------
+
+    def pack(self, layer: int, k_NHD: Tensor, v_NHD: Tensor | None) -> Mapping[str, Tensor]:
+        """Return the planes of a layer's rows."""
+        return self.format.pack(self._shapes[layer], k_NHD, v_NHD)
+
+    def take(self, layer: int, slots: NDArray[np.int64]) -> dict[str, Tensor]:
+        """Return fresh planes of these slots, ``[N, ...]``."""
+        return {name: _taken(plane, slots) for name, plane in self.planes[layer].items()}
+
+    def put(self, layer: int, slots: NDArray[np.int64], planes: Mapping[str, Tensor]) -> None:
+        """Write planes of the device to slots that the host knows."""
+        slots_N = uploaded(slots, self.device)
+        for name, plane in planes.items():
+            self.planes[layer][name].index_copy_(0, slots_N, plane)
+
+    def put_run(self, layer: int, start: int, planes: Mapping[str, Tensor]) -> None:
+        """Write planes, on any device, to slots in a row; several times faster than ``put``."""
+        for name, plane in planes.items():
+            copy_rows(self.planes[layer][name], plane, start)
+
+    # -- slots, in any format ----------------------------------------------------------------------
 
     def copy(self, copies: Sequence[SlotCopy]) -> None:
         """Copy slots, in every layer."""
@@ -205,3 +191,8 @@ class PagedStorage:
         for part in ranges:
             for tensor in self._tensors:
                 tensor[:, part.start : part.start + part.count].zero_()
+
+    def blank_at(self, layer: int, slots_N: Tensor) -> None:
+        """Zero slots (int64, on the device) of one layer."""
+        for plane in self.planes[layer].values():
+            plane.index_fill_(0, slots_N, 0)

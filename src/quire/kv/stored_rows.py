@@ -13,13 +13,14 @@ from torch import Tensor
 
 from quire.base.errors import FailedPrecondition, InvalidArgument, Unsupported
 from quire.base.types import SeqId
+from quire.contracts.kv_format import PlainRows
 from quire.kv.encoders import EncoderPart
 from quire.kv.layer_classes import Layer
 from quire.kv.parts import StateParts
 from quire.kv.recurrent import dtype_of
 from quire.kv.rules import layer_refusal, refuse, refuse_layer
 from quire.kv.sequences import check_integer
-from quire.kv.storage import LayerRows, geometry
+from quire.kv.storage import geometry
 from quire.kv.tensor_checks import check_out, check_type, filled
 from quire.kv.windows import describe_ranges
 
@@ -42,7 +43,7 @@ def set_cross_kv(state: StateParts, layer_id: int, seq_id: SeqId, k: Tensor, v: 
     part.table.require_room(seq_id, count, verb)
     part.storage.copy(part.table.own(seq_id, count))
     part.table.note(seq_id, layer_id, count)
-    part.fill(seq_id, layer_id, k, v)
+    part.set_rows(seq_id, layer_id, k, v)
 
 
 def debug_get_kv(
@@ -164,7 +165,7 @@ def gathered(
     relative: bool,
     out: tuple[Tensor, Tensor] | None,
     verb: str,
-) -> list[LayerRows]:
+) -> list[PlainRows]:
     """Return fresh copies of these rows, layer by layer."""
     start = 0 if start is None else check_integer(start, f"{verb}: start", 0)
     end = None if end is None else check_integer(end, f"{verb}: end", start)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.base.errors import InvalidArgument
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
+from quire.contracts.kv_format import PLAIN, KVView
 from quire.contracts.layers import LayerSpec
 
 
@@ -104,7 +105,7 @@ def check_sink_query(plan: ForwardPlan, q_sink_THD: Tensor | None) -> None:
 
 
 def entry_scores(
-    plan: ForwardPlan, entry: int, q_THD: Tensor, k_SHD: Tensor, scoring: Scoring, q_sink_THD: Tensor | None
+    plan: ForwardPlan, entry: int, q_THD: Tensor, view: KVView, scoring: Scoring, q_sink_THD: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return an entry's scores ``[Hq, n, M]`` over M visible keys, their addresses and slots."""
     rows = slice(int(plan.starts[entry]), int(plan.starts[entry + 1]))
@@ -113,7 +114,7 @@ def entry_scores(
     slots = plan.tables[entry][seen // plan.page_size].astype(np.int64) * plan.page_size + seen % plan.page_size
     addresses, index = (torch.from_numpy(x).to(q_THD.device) for x in (seen, slots))
     # Not by brackets: these would read a slot of page -1 from the end of the pool.
-    k_MHD = k_SHD.index_select(0, index)
+    k_MHD = view.keys(index)
     scores_HNM = masked_scores(q_THD[rows], k_MHD, torch.from_numpy(window[:, seen]).to(q_THD.device), scoring)
     if q_sink_THD is not None:
         sink_NM = torch.from_numpy(sink[:, seen]).to(q_THD.device)
@@ -125,7 +126,7 @@ def entry_scores(
 def attention_weights(
     plan: ForwardPlan,
     q_THD: Tensor,
-    k_SHD: Tensor,
+    view: KVView,
     scoring: Scoring,
     *,
     q_sink_THD: Tensor | None = None,
@@ -139,7 +140,7 @@ def attention_weights(
     check_sink_query(plan, q_sink_THD)
     result = []
     for entry in range(plan.num_entries):
-        scores_HNM, addresses, _ = entry_scores(plan, entry, q_THD, k_SHD, scoring, q_sink_THD)
+        scores_HNM, addresses, _ = entry_scores(plan, entry, q_THD, view, scoring, q_sink_THD)
         lse_HN = torch.logsumexp(scores_HNM, -1)
         if sinks_H is not None:
             lse_HN = torch.logaddexp(lse_HN, sinks_H.to(lse_HN.dtype).unsqueeze(-1))
@@ -182,8 +183,9 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def refusal(self, spec: LayerSpec, device: torch.device) -> str:
-        del device
+    def refusal(self, spec: LayerSpec, device: torch.device, format: str = PLAIN) -> str:
+        """See the contract. Rows of every format are read."""
+        del device, format
         return kind_refusal(self.name, spec)
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
@@ -200,8 +202,7 @@ class ReferenceAttention:
         prepared: Any,
         q_THD: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         *,
         q_sink_THD: Tensor | None = None,
@@ -209,15 +210,14 @@ class ReferenceAttention:
     ) -> Tensor:
         """See the contract. ``InvalidArgument`` if ``q_sink_THD`` is missing or surplus."""
         del new  # the pool has these rows too
-        return self._state(prepared, q_THD, k_SHD, v_SHD, scoring, q_sink_THD, sinks_H).out
+        return self._state(prepared, q_THD, view, scoring, q_sink_THD, sinks_H).out
 
     def run_state(
         self,
         prepared: Any,
         q_THD: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         *,
         q_sink_THD: Tensor | None = None,
@@ -225,23 +225,22 @@ class ReferenceAttention:
     ) -> AttentionState:
         """See the contract; float64 ``lse`` for float64 input, never coarse. Raise as ``run``."""
         del new, coarse
-        return self._state(prepared, q_THD, k_SHD, v_SHD, scoring, q_sink_THD, None)
+        return self._state(prepared, q_THD, view, scoring, q_sink_THD, None)
 
     @staticmethod
     def _state(
         plan: ForwardPlan,
         q_THD: Tensor,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         q_sink_THD: Tensor | None,
         sinks_H: Tensor | None,
     ) -> AttentionState:
         check_sink_query(plan, q_sink_THD)
-        out = q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], v_SHD.shape[-1])
+        out = q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], view.sizes[2])
         lse = q_THD.new_empty(q_THD.shape[:2], dtype=torch.promote_types(q_THD.dtype, torch.float32))
         for entry in range(plan.num_entries):
             rows = slice(int(plan.starts[entry]), int(plan.starts[entry + 1]))
-            scores_HNM, _, slots = entry_scores(plan, entry, q_THD, k_SHD, scoring, q_sink_THD)
-            out[rows], lse[rows] = weigh(scores_HNM, v_SHD.index_select(0, slots), q_THD.dtype, sinks_H)
+            scores_HNM, _, slots = entry_scores(plan, entry, q_THD, view, scoring, q_sink_THD)
+            out[rows], lse[rows] = weigh(scores_HNM, view.values(slots), q_THD.dtype, sinks_H)
         return AttentionState(out, lse)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.uploads import uploaded
+from quire.contracts.kv_format import KVView
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation, RowKernels
 from quire.ops.rope import rotate
 
@@ -65,12 +66,11 @@ class ReferenceRows:
         num_heads: int,
         rotation: Rotation | None,
         norms: HeadNormWeights | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         slots_T: Tensor,
     ) -> Tensor:
         """See ``RowKernels``. In bfloat16 and float16 normed heads are rounded before rotation."""
-        _, kv_heads, dk = k_SHD.shape
+        kv_heads, dk, dv = view.sizes
         columns = (num_heads + kv_heads) * dk
         turned_THD = qkv_TC[:, :columns].view(-1, num_heads + kv_heads, dk)
         if norms is not None:
@@ -78,15 +78,14 @@ class ReferenceRows:
             turned_THD = torch.cat((q_THD, k_THD), 1)
         if rotation is not None:
             turned_THD = rotate(turned_THD, rotation.cos_T1R, rotation.sin_T1R, interleaved=rotation.interleaved)
-        k_SHD.index_copy_(0, slots_T, turned_THD[:, num_heads:])
-        v_SHD.index_copy_(0, slots_T, qkv_TC[:, columns:].view(-1, *v_SHD.shape[1:]))
+        view.write(slots_T, turned_THD[:, num_heads:], qkv_TC[:, columns:].view(-1, kv_heads, dv))
         return turned_THD
 
-    def copy_slots(self, pools_LSHD: Sequence[Tensor], moves_2N: NDArray[np.int64]) -> None:
+    def copy_slots(self, pools: Sequence[Tensor], moves_2N: NDArray[np.int64]) -> None:
         """See ``RowKernels``."""
-        source_N, target_N = uploaded(moves_2N, pools_LSHD[0].device)
-        for pool_LSHD in pools_LSHD:
-            pool_LSHD.index_copy_(1, target_N, pool_LSHD.index_select(1, source_N))
+        source_N, target_N = uploaded(moves_2N, pools[0].device)
+        for pool in pools:
+            pool.index_copy_(1, target_N, pool.index_select(1, source_N))
 
 
 REFERENCE_ROWS = ReferenceRows()

@@ -11,8 +11,10 @@ import torch
 from quire.base.config import EngineConfig, parse_bytes
 from quire.base.errors import InvalidArgument, ResourceExhausted
 from quire.base.host_memory import free_memory, size_words
+from quire.contracts.kv_format import KVFormat
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
 from quire.kv.forward_need import pages_for
+from quire.kv.plain_format import PlainFormat
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.storage import bytes_per_token
 from quire.models.loading import Outline, resolve_dtype
@@ -96,7 +98,7 @@ class PoolSizes:
 def pool_sizes(
     config: EngineConfig,
     specs: Sequence[LayerSpec],
-    dtype: torch.dtype,
+    format: KVFormat,
     max_len: int,
     budget: Budget,
     *,
@@ -110,8 +112,8 @@ def pool_sizes(
     attention = [spec for spec in specs if isinstance(spec, ATTENTION)]
     size = config.page_size
     windows = [spec.layer_window for spec in attention if spec.layer_window is not None]
-    full_bytes = bytes_per_token([spec for spec in attention if spec.layer_window is None], dtype)
-    window_bytes = bytes_per_token([spec for spec in attention if spec.layer_window is not None], dtype)
+    full_bytes = bytes_per_token([spec for spec in attention if spec.layer_window is None], format)
+    window_bytes = bytes_per_token([spec for spec in attention if spec.layer_window is not None], format)
     per_token = full_bytes + window_bytes
     state_bytes = bytes_per_state([spec for spec in specs if isinstance(spec, Recurrent)])
     given, advice, left = budget.words, budget.advice, budget.nbytes
@@ -179,7 +181,7 @@ def check_outline(config: EngineConfig, outline: Outline, device: torch.device) 
     else:
         budget = given_budget(config.kv_cache_memory)
         check_room(budget, outline.weight_bytes, device)
-    pool_sizes(config, outline.layer_specs, kv_dtype, length, budget)
+    pool_sizes(config, outline.layer_specs, PlainFormat(kv_dtype), length, budget)
 
 
 def longest_of(config: EngineConfig, limit: int) -> int:
@@ -192,7 +194,7 @@ def longest_of(config: EngineConfig, limit: int) -> int:
     return length
 
 
-def checkpoint_interval(config: EngineConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
+def checkpoint_interval(config: EngineConfig, specs: Sequence[LayerSpec], format: KVFormat) -> int:
     """Return the tokens between checkpoints of recurrent states; 0 without recurrent layers. By
     default the number of tokens whose K and V have the size of a state. ``InvalidArgument`` if an
     interval is given and no layer is recurrent."""
@@ -206,6 +208,6 @@ def checkpoint_interval(config: EngineConfig, specs: Sequence[LayerSpec], dtype:
         return config.checkpoint_interval
     if not state_bytes:
         return 0
-    per_token = bytes_per_token([spec for spec in specs if isinstance(spec, ATTENTION)], dtype)
+    per_token = bytes_per_token([spec for spec in specs if isinstance(spec, ATTENTION)], format)
     wanted = min(max(LEAST_INTERVAL, -(-state_bytes // per_token) if per_token else DEFAULT_INTERVAL), MOST_INTERVAL)
     return -(-wanted // config.page_size) * config.page_size

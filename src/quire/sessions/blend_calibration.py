@@ -208,7 +208,7 @@ class ProbeRuns:
             with self._sequence(ids) as seq:
                 # Before the next forward, with which windows let go of rows.
                 export = self._engine.runner.state.open_export(seq)
-                layers = {one: layout.split(one, export.rows(one, len(lead), len(ids))) for one in layout.layers}
+                layers = {one: layout.split(one, export.plain_rows(one, len(lead), len(ids))) for one in layout.layers}
                 found[begin, end] = {
                     one: RowsPiece(begin, k.clone(), v.clone(), len(lead)) for one, (k, v) in layers.items()
                 }

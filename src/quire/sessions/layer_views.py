@@ -135,7 +135,7 @@ def _norms(held: Export, spec: LayerSpec, layer: int) -> tuple[NDArray[np.int64]
     for part in held.held(layer):
         for start in range(part.start, part.stop, ROWS_AT_ONCE):
             stop = min(part.stop, start + ROWS_AT_ONCE)
-            for name, values in held.rows(layer, start, stop).items():
+            for name, values in held.plain_rows(layer, start, stop).items():
                 norms = torch.linalg.vector_norm(values.float(), dim=-1)
                 rows[name].append((norms if norms.dim() == 2 else norms.unsqueeze(1)).cpu())
             places.append(np.arange(start, stop, dtype=np.int64))

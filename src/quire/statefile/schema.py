@@ -154,7 +154,7 @@ LAYER = record(
         "rope": anything,
         "rope_fingerprint": text,
     },
-    {"num_kv_heads": integer(1), "head_dim": integer(1), "row_dim": integer(1)},
+    {"format": text, "num_kv_heads": integer(1), "head_dim": integer(1), "row_dim": integer(1)},
 )
 
 RECURRENT = record(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quire.base.errors import InvalidArgument, Unsupported
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
+from quire.contracts.kv_format import PLAIN, KVView, format_refusal, plain_rows
 from quire.contracts.layers import LayerSpec, RopeSpec
 from quire.contracts.rows import HeadNormWeights, Rotation
 from quire.kernels.attention.cpu_calls import (
@@ -107,12 +108,11 @@ class NativeAttention:
         """The vector instructions that it uses: one of ``LEVELS``."""
         return LEVELS[self._level]
 
-    def refusal(self, spec: LayerSpec, device: torch.device) -> str:
-        """Return the reason why this backend cannot run such a layer on that device; "" if it
-        can."""
+    def refusal(self, spec: LayerSpec, device: torch.device, format: str = PLAIN) -> str:
+        """See the contract."""
         if device.type != "cpu":
             return f"the C++ attention runs on a CPU; the state is on {device}"
-        return native_problem() or kind_refusal(self.name, spec)
+        return native_problem() or kind_refusal(self.name, spec) or format_refusal(self.name, format)
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
         """Return True: attention weights exist only for a block of keys at a time."""
@@ -188,13 +188,13 @@ class NativeAttention:
     def layer_part(
         self,
         num_heads: int,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         sinks_H: Tensor | None,
         norms: HeadNormWeights | None,
     ) -> NativePart | None:
         """See the contract. None for pools that are not contiguous."""
+        k_SHD, v_SHD = plain_rows(view, self.name)
         if not (k_SHD.is_contiguous() and v_SHD.is_contiguous()):
             return None
         if sinks_H is not None:
@@ -209,11 +209,12 @@ class NativeAttention:
         return NativePart.of(native, k_SHD, v_SHD, sinks_H, norms)
 
     def forward_part(
-        self, prepared: Any, num_heads: int, k_SHD: Tensor, v_SHD: Tensor, rotation: Rotation | None, slots_T: Tensor
+        self, prepared: Any, num_heads: int, view: KVView, rotation: Rotation | None, slots_T: Tensor
     ) -> NativePart | None:
         """See the contract. None for plans of other backends."""
         if not isinstance(prepared, PagedPlan) or len(prepared.parts) > 1:
             return None
+        k_SHD, v_SHD = plain_rows(view, self.name)
         for name, x in (("K", k_SHD), ("V", v_SHD)):
             _require_planned(prepared, name, x)
         bound = self.bound(prepared, joint_shapes(num_heads, k_SHD, v_SHD))
@@ -225,9 +226,10 @@ class NativeAttention:
         return NativePart.of(native, bound, rotation, slots_T)
 
     def decode_forwards(
-        self, num_heads: int, k_SHD: Tensor, v_SHD: Tensor, window: int | None, page_size: int, rope: RopeSpec | None
+        self, num_heads: int, view: KVView, window: int | None, page_size: int, rope: RopeSpec | None
     ) -> NativeDecodes | None:
         """See the contract."""
+        k_SHD, v_SHD = plain_rows(view, self.name)
         if k_SHD.dtype not in TYPES or not k_SHD.is_cpu:
             return None
         call = CallFields(type=TYPES[k_SHD.dtype], level=self._level)
@@ -241,8 +243,7 @@ class NativeAttention:
         prepared: Any,
         q_THD: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         *,
         q_sink_THD: Tensor | None = None,
@@ -251,16 +252,15 @@ class NativeAttention:
         """See the contract. ``InvalidArgument``: ``q_sink_THD`` missing or surplus, a tensor not of
         the planned type, a page that is not in the pool."""
         if not isinstance(prepared, PagedPlan):
-            return self._other.run(prepared, q_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink_THD, sinks_H=sinks_H)
-        return self._attend(prepared, q_THD, k_SHD, v_SHD, scoring, q_sink_THD, sinks_H, None)
+            return self._other.run(prepared, q_THD, new, view, scoring, q_sink_THD=q_sink_THD, sinks_H=sinks_H)
+        return self._attend(prepared, q_THD, view, scoring, q_sink_THD, sinks_H, None)
 
     def run_state(
         self,
         prepared: Any,
         q_THD: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         *,
         q_sink_THD: Tensor | None = None,
@@ -268,25 +268,23 @@ class NativeAttention:
     ) -> AttentionState:
         """See the contract; never coarse. Raise as ``run``."""
         if not isinstance(prepared, PagedPlan):
-            return self._other.run_state(
-                prepared, q_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink_THD, coarse=coarse
-            )
+            return self._other.run_state(prepared, q_THD, new, view, scoring, q_sink_THD=q_sink_THD, coarse=coarse)
         lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device="cpu")
-        out_THD = self._attend(prepared, q_THD, k_SHD, v_SHD, scoring, q_sink_THD, None, lse_TH)
+        out_THD = self._attend(prepared, q_THD, view, scoring, q_sink_THD, None, lse_TH)
         return AttentionState(out_THD, lse_TH)
 
     def _attend(
         self,
         prepared: PagedPlan,
         q_THD: Tensor,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         q_sink_THD: Tensor | None,
         sinks_H: Tensor | None,
         lse_TH: Tensor | None,
     ) -> Tensor:
         check_sink_query(prepared.plan, q_sink_THD)
+        k_SHD, v_SHD = plain_rows(view, self.name)
         q_THD, k_SHD, v_SHD = _in_rows(q_THD), _in_rows(k_SHD), _in_rows(v_SHD)
         q_sink_THD = None if q_sink_THD is None else _in_rows(q_sink_THD)
         bound = self.bound(prepared, shapes_of(prepared, q_THD, q_sink_THD, k_SHD, v_SHD))

@@ -36,6 +36,7 @@ from torch import Tensor
 from quire.base.errors import InvalidArgument, Unsupported
 from quire.base.uploads import uploaded
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
+from quire.contracts.kv_format import PLAIN, KVView, format_refusal, plain_rows
 from quire.contracts.layers import KeyValueAttention, LayerSpec
 from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kernels.attention.visibility import VisibleKeys, sink_part, window_part
@@ -250,10 +251,9 @@ class FlashInferAttention:
         self._idle: dict[Any, list[Held]] = {}
         self._workspaces: dict[torch.device, Tensor] = {}
 
-    def refusal(self, spec: LayerSpec, device: torch.device) -> str:
-        """Return the reason why this backend cannot run such a layer on that device; "" if it
-        can."""
-        if reason := flashinfer_problem(device) or kind_refusal(self.name, spec):
+    def refusal(self, spec: LayerSpec, device: torch.device, format: str = PLAIN) -> str:
+        """See the contract."""
+        if reason := flashinfer_problem(device) or kind_refusal(self.name, spec) or format_refusal(self.name, format):
             return reason
         if not isinstance(spec, KeyValueAttention) or spec.softcap is not None:
             return CAPPED
@@ -282,8 +282,7 @@ class FlashInferAttention:
         prepared: Any,
         q_THD: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         *,
         q_sink_THD: Tensor | None = None,
@@ -292,8 +291,8 @@ class FlashInferAttention:
         """See the contract. ``InvalidArgument``: ``q_sink_THD`` missing or surplus, a tensor not of
         the planned type. ``Unsupported``: capped scores."""
         if not isinstance(prepared, FlashPlan):
-            return self._other.run(prepared, q_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink_THD, sinks_H=sinks_H)
-        states = self._states(prepared, q_THD, k_SHD, v_SHD, scoring, q_sink_THD, lse=sinks_H is not None)
+            return self._other.run(prepared, q_THD, new, view, scoring, q_sink_THD=q_sink_THD, sinks_H=sinks_H)
+        states = self._states(prepared, q_THD, view, scoring, q_sink_THD, lse=sinks_H is not None)
         if sinks_H is not None:
             nothing, lse_H = states[0].out.new_zeros(1, 1, 1), sinks_H.to(torch.float32)
             states.append(AttentionState(nothing, lse_H.expand(q_THD.shape[:2])))
@@ -304,8 +303,7 @@ class FlashInferAttention:
         prepared: Any,
         q_THD: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         *,
         q_sink_THD: Tensor | None = None,
@@ -313,17 +311,14 @@ class FlashInferAttention:
     ) -> AttentionState:
         """See the contract; never coarse. Raise as ``run``."""
         if not isinstance(prepared, FlashPlan):
-            return self._other.run_state(
-                prepared, q_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink_THD, coarse=coarse
-            )
-        return union(self._states(prepared, q_THD, k_SHD, v_SHD, scoring, q_sink_THD, lse=True), q_THD.dtype)
+            return self._other.run_state(prepared, q_THD, new, view, scoring, q_sink_THD=q_sink_THD, coarse=coarse)
+        return union(self._states(prepared, q_THD, view, scoring, q_sink_THD, lse=True), q_THD.dtype)
 
     def _states(
         self,
         prepared: FlashPlan,
         q_THD: Tensor,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         q_sink_THD: Tensor | None,
         *,
@@ -333,6 +328,7 @@ class FlashInferAttention:
         check_sink_query(prepared.plan, q_sink_THD)
         if scoring.softcap is not None:
             raise Unsupported(CAPPED)
+        k_SHD, v_SHD = plain_rows(view, self.name)
         queries = [q_THD] if q_sink_THD is None else [q_THD, q_sink_THD]
         for x in (*queries, k_SHD, v_SHD):
             if x.dtype != prepared.dtype or x.device.type != prepared.plan.device.type:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire.contracts.attention import AttentionState, Scoring
-from quire.kernels.attention.groups import CausalGroup, Keys, LongChunk, PagedGroup, Pool
+from quire.contracts.kv_format import PlainRows
+from quire.kernels.attention.groups import CausalGroup, Keys, LongChunk, PagedGroup
 from quire.kernels.attention.lse_attention import has_lse_kernel, lse_attention, same_size
 from quire.kernels.attention.row_blocks import KeySpan, RowBlock
 from quire.ops.attention import merge
@@ -52,10 +53,10 @@ def state_of_causal(
     return lse_attention(q, k.transpose(1, 2), v.transpose(1, 2), scoring, causal=True)
 
 
-def run_paged(group: PagedGroup, q_THD: Tensor, pool: Pool, scale: float) -> Tensor:
+def run_paged(group: PagedGroup, q_THD: Tensor, pool: PlainRows, scale: float) -> Tensor:
     """Return ``[R, Hq, Dv]``."""
     heads, dim = q_THD.shape[1:]
-    kv_heads = pool.k_SHD.shape[1]
+    kv_heads = pool.k.shape[1]
     k, v = group.keys.gather(pool)
     q = group.rows.take(q_THD)
     if group.n == 1:
@@ -67,14 +68,14 @@ def run_paged(group: PagedGroup, q_THD: Tensor, pool: Pool, scale: float) -> Ten
     return out.transpose(1, 2).contiguous().view(group.b * group.n, heads, -1)
 
 
-def state_of_paged(group: PagedGroup, q_THD: Tensor, pool: Pool, scoring: Scoring) -> AttentionState:
+def state_of_paged(group: PagedGroup, q_THD: Tensor, pool: PlainRows, scoring: Scoring) -> AttentionState:
     q = group.rows.take(q_THD)
     k, v = group.keys.gather(pool)
     return lse_attention(q.view(group.b, group.n, *q.shape[1:]), k, v, scoring, mask=group.mask)
 
 
 def state_of_long(
-    chunk: LongChunk, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, pool: Pool, scoring: Scoring
+    chunk: LongChunk, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, pool: PlainRows, scoring: Scoring
 ) -> AttentionState:
     """Merge self attention with attention over the past; ``out`` in float32 or better."""
     q = q_NHD.unsqueeze(0)
@@ -84,7 +85,7 @@ def state_of_long(
     return merge(exact(own), lse_attention(q, past_k, past_v, scoring))
 
 
-def with_keys(blocks: Iterable[RowBlock], pool: Pool) -> Iterator[tuple[RowBlock, Tensor, Tensor]]:
+def with_keys(blocks: Iterable[RowBlock], pool: PlainRows) -> Iterator[tuple[RowBlock, Tensor, Tensor]]:
     """Yield each block with the K and V of its entry, ``[1, Hkv, m, D]``, gathered once for
     neighbouring blocks with the same keys."""
     keys: Keys | None = None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.attention import ForwardPlan
+from quire.contracts.kv_format import PlainRows
 from quire.kernels.attention.lse_attention import is_head_of
 from quire.kernels.attention.visibility import VisibleKeys
 
@@ -34,13 +34,6 @@ class BatchRows:
         return x_THD[self.first : self.stop] if self.index is None else x_THD.index_select(0, self.index)
 
 
-class Pool(NamedTuple):
-    """The rows of all pages of one layer."""
-
-    k_SHD: Tensor
-    v_SHD: Tensor
-
-
 @dataclass(frozen=True, slots=True)
 class Keys:
     """m keys of each of b entries: pages or slots to gather, or one run of slots."""
@@ -53,12 +46,12 @@ class Keys:
     """Keys of a page; 1 if ``pages`` are slots."""
     first_slot: int
 
-    def gather(self, pool: Pool) -> tuple[Tensor, Tensor]:
+    def gather(self, pool: PlainRows) -> tuple[Tensor, Tensor]:
         """Return K and V, ``[b, Hkv, m, D]`` (strided). V stays a view of K's first columns."""
-        k = self._rows(pool.k_SHD)
-        if is_head_of(pool.v_SHD, pool.k_SHD):
-            return k, k[..., : pool.v_SHD.shape[-1]]
-        return k, self._rows(pool.v_SHD)
+        k = self._rows(pool.k)
+        if is_head_of(pool.v, pool.k):
+            return k, k[..., : pool.v.shape[-1]]
+        return k, self._rows(pool.v)
 
     def _rows(self, x_SHD: Tensor) -> Tensor:
         if self.pages is None:

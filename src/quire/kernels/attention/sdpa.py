@@ -29,6 +29,7 @@ from torch import Tensor
 
 from quire.base.errors import InvalidArgument
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
+from quire.contracts.kv_format import PLAIN, KVView, PlainRows, format_refusal, plain_rows
 from quire.contracts.layers import KeyValueAttention, LayerSpec
 from quire.kernels.attention.group_calls import (
     blinded,
@@ -47,7 +48,6 @@ from quire.kernels.attention.groups import (
     CausalGroup,
     LongChunk,
     PagedGroup,
-    Pool,
     causal_group,
     is_run,
     keys_of,
@@ -103,13 +103,13 @@ class SdpaPlan:
             # Some kernels misread a mask of another type.
             raise InvalidArgument(f"the batch was planned for {self.dtype}; q is {q_THD.dtype}")
 
-    def fresh(self, part: PartGroups, new: tuple[Tensor, Tensor] | None, pool: Pool) -> tuple[Tensor, Tensor]:
+    def fresh(self, part: PartGroups, new: tuple[Tensor, Tensor] | None, pool: PlainRows) -> tuple[Tensor, Tensor]:
         """Return K and V of the new tokens, for the groups that use them."""
         if new is not None or not (part.causal or part.long):
-            return new or (pool.k_SHD[:0], pool.v_SHD[:0])
+            return new or (pool.k[:0], pool.v[:0])
         if self._new_slots is None:
             self._new_slots = self._slots().to(self.plan.device)
-        return pool.k_SHD.index_select(0, self._new_slots), pool.v_SHD.index_select(0, self._new_slots)
+        return pool.k.index_select(0, self._new_slots), pool.v.index_select(0, self._new_slots)
 
     def _slots(self) -> Tensor:
         """Return int64 ``[T]``: slots of each entry's last ``counts`` keys, 0 if missing or
@@ -129,9 +129,9 @@ class SdpaAttention:
 
     name = "torch"
 
-    def refusal(self, spec: LayerSpec, device: torch.device) -> str:
+    def refusal(self, spec: LayerSpec, device: torch.device, format: str = PLAIN) -> str:
         del device
-        return kind_refusal(self.name, spec)
+        return kind_refusal(self.name, spec) or format_refusal(self.name, format)
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
         """Return True if kernels run such a layer without forming all weights: they cap no scores,
@@ -208,8 +208,7 @@ class SdpaAttention:
         prepared: Any,
         q_THD: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         *,
         q_sink_THD: Tensor | None = None,
@@ -219,7 +218,7 @@ class SdpaAttention:
         planned type."""
         plan: SdpaPlan = prepared
         plan.check(q_THD, q_sink_THD)
-        pool = Pool(k_SHD, v_SHD)
+        pool = plain_rows(view, self.name)
         if plan.sink is None and sinks_H is None and scoring.softcap is None:
             return run_part(plan, plan.window, q_THD, new, pool, scoring)
         state = run_states(plan, q_THD, q_sink_THD, new, pool, scoring)
@@ -233,8 +232,7 @@ class SdpaAttention:
         prepared: Any,
         q_THD: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         *,
         q_sink_THD: Tensor | None = None,
@@ -249,12 +247,17 @@ class SdpaAttention:
         if not coarse:
             wide = torch.promote_types(dtype, torch.float32)
             q_THD, q_sink_THD = q_THD.to(wide), None if q_sink_THD is None else q_sink_THD.to(wide)
-        state = run_states(plan, q_THD, q_sink_THD, new, Pool(k_SHD, v_SHD), scoring)
+        state = run_states(plan, q_THD, q_sink_THD, new, plain_rows(view, self.name), scoring)
         return AttentionState(state.out.to(dtype).contiguous(), state.lse.contiguous())
 
 
 def run_part(
-    plan: SdpaPlan, part: PartGroups, q_THD: Tensor, new: tuple[Tensor, Tensor] | None, pool: Pool, scoring: Scoring
+    plan: SdpaPlan,
+    part: PartGroups,
+    q_THD: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    pool: PlainRows,
+    scoring: Scoring,
 ) -> Tensor:
     """Return attention of one part, without a merge."""
     k_THD, v_THD = plan.fresh(part, new, pool)
@@ -265,7 +268,7 @@ def run_part(
         out = run_paged(part.paged[0], q_THD, pool, scale)
         return out if part.blind is None else out.index_fill_(0, part.blind, 0.0)
     make: Callable[..., Tensor] = q_THD.new_empty if part.complete else q_THD.new_zeros
-    out = make((q_THD.shape[0], q_THD.shape[1], pool.v_SHD.shape[-1]))
+    out = make((q_THD.shape[0], q_THD.shape[1], pool.v.shape[-1]))
     for causal in part.causal:
         store(out, causal.target, causal.real, run_causal(causal, q_THD, k_THD, v_THD, scale))
     for paged in part.paged:
@@ -284,7 +287,7 @@ def run_states(
     q_THD: Tensor,
     q_sink_THD: Tensor | None,
     new: tuple[Tensor, Tensor] | None,
-    pool: Pool,
+    pool: PlainRows,
     scoring: Scoring,
 ) -> AttentionState:
     """Return the batch's state, ``out`` in float32 or better: rounded once, after merges."""
@@ -295,7 +298,12 @@ def run_states(
 
 
 def state_of_part(
-    plan: SdpaPlan, part: PartGroups, q_THD: Tensor, new: tuple[Tensor, Tensor] | None, pool: Pool, scoring: Scoring
+    plan: SdpaPlan,
+    part: PartGroups,
+    q_THD: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    pool: PlainRows,
+    scoring: Scoring,
 ) -> AttentionState:
     k_THD, v_THD = plan.fresh(part, new, pool)
     if part.single:
@@ -304,7 +312,7 @@ def state_of_part(
         state = exact(state_of_paged(part.paged[0], q_THD, pool, scoring))
         return state if part.blind is None else blinded(state, part.blind)
     compute = torch.promote_types(q_THD.dtype, torch.float32)
-    out = q_THD.new_zeros((q_THD.shape[0], q_THD.shape[1], pool.v_SHD.shape[-1]), dtype=compute)
+    out = q_THD.new_zeros((q_THD.shape[0], q_THD.shape[1], pool.v.shape[-1]), dtype=compute)
     lse = q_THD.new_full(q_THD.shape[:2], -torch.inf, dtype=compute)
     for causal in part.causal:
         state = state_of_causal(causal, q_THD, k_THD, v_THD, scoring)

@@ -21,6 +21,7 @@ from torch import Tensor
 from quire.base.errors import InvalidArgument
 from quire.base.uploads import SharedMemory, StaticInputs, StaticPart
 from quire.contracts.attention import AttentionState, ForwardPlan, Scoring
+from quire.contracts.kv_format import PLAIN, KVView, format_refusal, plain_rows
 from quire.contracts.layers import LayerSpec
 from quire.kernels.attention.sdpa import SdpaAttention
 from quire.kernels.attention.tiles import (
@@ -206,10 +207,9 @@ class TritonAttention:
         self._other = SdpaAttention()
         self._least, self._programs = least_split, programs
 
-    def refusal(self, spec: LayerSpec, device: torch.device) -> str:
-        """Return the reason why this backend cannot run such a layer on that device; "" if it
-        can."""
-        return attention_problem(device) or kind_refusal(self.name, spec)
+    def refusal(self, spec: LayerSpec, device: torch.device, format: str = PLAIN) -> str:
+        """See the contract."""
+        return attention_problem(device) or kind_refusal(self.name, spec) or format_refusal(self.name, format)
 
     def fuses(self, spec: LayerSpec, device: torch.device) -> bool:
         """Return True: attention weights exist only for a block of keys at a time."""
@@ -349,8 +349,7 @@ class TritonAttention:
         prepared: Any,
         q_THD: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         *,
         q_sink_THD: Tensor | None = None,
@@ -359,16 +358,15 @@ class TritonAttention:
         """See the contract. ``InvalidArgument``: ``q_sink_THD`` missing or surplus, a tensor not of
         the planned type."""
         if not isinstance(prepared, TiledPlan):
-            return self._other.run(prepared, q_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink_THD, sinks_H=sinks_H)
-        return self._attend(prepared, q_THD, new, k_SHD, v_SHD, scoring, q_sink_THD, sinks_H, None)
+            return self._other.run(prepared, q_THD, new, view, scoring, q_sink_THD=q_sink_THD, sinks_H=sinks_H)
+        return self._attend(prepared, q_THD, new, view, scoring, q_sink_THD, sinks_H, None)
 
     def run_state(
         self,
         prepared: Any,
         q_THD: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         *,
         q_sink_THD: Tensor | None = None,
@@ -376,11 +374,9 @@ class TritonAttention:
     ) -> AttentionState:
         """See the contract; never coarse. Raise as ``run``."""
         if not isinstance(prepared, TiledPlan):
-            return self._other.run_state(
-                prepared, q_THD, new, k_SHD, v_SHD, scoring, q_sink_THD=q_sink_THD, coarse=coarse
-            )
+            return self._other.run_state(prepared, q_THD, new, view, scoring, q_sink_THD=q_sink_THD, coarse=coarse)
         lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-        out_THD = self._attend(prepared, q_THD, new, k_SHD, v_SHD, scoring, q_sink_THD, None, lse_TH)
+        out_THD = self._attend(prepared, q_THD, new, view, scoring, q_sink_THD, None, lse_TH)
         return AttentionState(out_THD, lse_TH)
 
     def _attend(
@@ -388,8 +384,7 @@ class TritonAttention:
         prepared: TiledPlan,
         q_THD: Tensor,
         new: tuple[Tensor, Tensor] | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         scoring: Scoring,
         q_sink_THD: Tensor | None,
         sinks_H: Tensor | None,
@@ -398,6 +393,7 @@ class TritonAttention:
         from quire.kernels.attention.attention_programs import attend_items, merge_states
 
         check_sink_query(prepared.plan, q_sink_THD)
+        k_SHD, v_SHD = plain_rows(view, self.name)
         given = [("q", q_THD), ("q_sink", q_sink_THD), ("K", k_SHD), ("V", v_SHD)]
         for name, x in given:
             if x is not None and (x.dtype != prepared.dtype or x.device.type != prepared.plan.device.type):

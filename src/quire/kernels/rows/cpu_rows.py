@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from quire.contracts.kv_format import KVView, PlainRows
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation
 from quire.kernels.native_library import NativeLibrary, native_library
 from quire.ops.rows import ReferenceRows
@@ -125,16 +126,20 @@ class NativeRows(ReferenceRows):
         num_heads: int,
         rotation: Rotation | None,
         norms: HeadNormWeights | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         slots_T: Tensor,
     ) -> Tensor:
         """See ``RowKernels``."""
         dtype = qkv_TC.dtype
         types = TYPES.get((dtype, dtype if norms is None else norms.q_weight_D.dtype))
-        if types is None or not (qkv_TC.is_cpu and k_SHD.dtype == dtype == v_SHD.dtype and qkv_TC.stride(1) == 1):
-            return super().place_qkv(qkv_TC, num_heads, rotation, norms, k_SHD, v_SHD, slots_T)
+        if (
+            types is None
+            or not isinstance(view, PlainRows)
+            or not (qkv_TC.is_cpu and view.k.dtype == dtype == view.v.dtype and qkv_TC.stride(1) == 1)
+        ):
+            return super().place_qkv(qkv_TC, num_heads, rotation, norms, view, slots_T)
         count, columns = qkv_TC.shape
+        k_SHD, v_SHD = view
         _, kv_heads, key_width = k_SHD.shape
         value_width = v_SHD.shape[2]
         cos = sin = q_weight = k_weight = None

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.uploads import uploaded
+from quire.contracts.kv_format import KVView, PlainRows
 from quire.contracts.rows import ActivationName, HeadNormWeights, Rotation
 from quire.kernels.triton_support import known_dtypes, on_device_of, triton_problem
 from quire.ops.rows import ReferenceRows
@@ -73,23 +74,23 @@ class TritonRows(ReferenceRows):
         num_heads: int,
         rotation: Rotation | None,
         norms: HeadNormWeights | None,
-        k_SHD: Tensor,
-        v_SHD: Tensor,
+        view: KVView,
         slots_T: Tensor,
     ) -> Tensor:
         """See ``RowKernels``."""
         from quire.kernels.rows.row_programs import place_heads
 
-        dtype, (_, kv_heads, dk), dv = qkv_TC.dtype, k_SHD.shape, v_SHD.shape[2]
+        dtype, (kv_heads, dk, dv) = qkv_TC.dtype, view.sizes
         weights = () if norms is None else (norms.q_weight_D, norms.k_weight_D)
         if (
             not _known(qkv_TC, *weights)
-            or not k_SHD.dtype == dtype == v_SHD.dtype
+            or not isinstance(view, PlainRows)
+            or not view.k.dtype == dtype == view.v.dtype
             or qkv_TC.stride(1) != 1
             or max(dk, dv) > AT_ONCE
             or (rotation is not None and rotation.cos_T1R.stride() != rotation.sin_T1R.stride())
         ):
-            return super().place_qkv(qkv_TC, num_heads, rotation, norms, k_SHD, v_SHD, slots_T)
+            return super().place_qkv(qkv_TC, num_heads, rotation, norms, view, slots_T)
         count, rotary, angle_stride = qkv_TC.shape[0], 0, 0
         cos = sin = slots_T
         if rotation is not None:
@@ -102,7 +103,7 @@ class TritonRows(ReferenceRows):
             groups = -(-(num_heads + kv_heads) // heads) + -(-kv_heads // heads)
             with on_device_of(qkv_TC):
                 place_heads[(count, groups)](
-                    out, k_SHD, v_SHD, qkv_TC, slots_T, cos, sin, *(weights or (out, out)),
+                    out, view.k, view.v, qkv_TC, slots_T, cos, sin, *(weights or (out, out)),
                     qkv_TC.stride(0), angle_stride, 0.0 if norms is None else float(norms.eps),
                     HEADS=num_heads, KV_HEADS=kv_heads, DK=dk, DV=dv, ROTARY=rotary,
                     INTERLEAVED=rotation is not None and rotation.interleaved, NORMS=norms is not None,
@@ -110,14 +111,14 @@ class TritonRows(ReferenceRows):
                 )  # fmt: skip
         return out
 
-    def copy_slots(self, pools_LSHD: Sequence[Tensor], moves_2N: NDArray[np.int64]) -> None:
+    def copy_slots(self, pools: Sequence[Tensor], moves_2N: NDArray[np.int64]) -> None:
         """See ``RowKernels``. Programs run in no order, so they copy only if no target slot is also
         a source."""
         from quire.kernels.rows.row_programs import copy_words
 
-        words = [pool.flatten(2).view(torch.int32) for pool in pools_LSHD if _in_words(pool)]
-        if len(words) < len(pools_LSHD) or np.isin(*moves_2N).any():
-            super().copy_slots(pools_LSHD, moves_2N)
+        words = [pool.flatten(2).view(torch.int32) for pool in pools if _in_words(pool)]
+        if len(words) < len(pools) or np.isin(*moves_2N).any():
+            super().copy_slots(pools, moves_2N)
             return
         moves = uploaded(moves_2N, words[0].device)
         for pool_LSW in words:
