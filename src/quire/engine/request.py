@@ -19,6 +19,7 @@ from quire.base.errors import QuireError
 from quire.base.hints import PinAccount
 from quire.base.outputs import FinishReason, Miss
 from quire.base.sampling_params import SamplingParams, StructuredOutputs
+from quire.base.speculation import SpeculationCounts
 from quire.base.token_history import Ids
 from quire.base.types import BASE, LogitsWanted, SeqId
 from quire.branches.branch import Branch
@@ -216,6 +217,8 @@ class Output:
     finished_at: float | None = None
     num_kept: int = 0
     """Tokens of the chunk that the store has taken."""
+    speculation: SpeculationCounts | None = None
+    """What speculation did, once it has ended; None: nothing."""
     verification: Request | None = None
     """The full computation of its prompt, to see how far off a blended one is."""
 

@@ -40,11 +40,12 @@ from quire.engine.miss_search import MissSearch
 from quire.engine.partings import Partings
 from quire.engine.request import BACKGROUND, Request, Status
 from quire.engine.request_queues import RequestQueues
-from quire.engine.step_draft import Failure, Limits, Scheduled, SequencePool, StepDraft, chunk_of
+from quire.engine.step_draft import Failure, Limits, Scheduled, SequencePool, StepDraft, chunk_of, drafted_chunk
 
 if TYPE_CHECKING:
     from quire.branches.tiers import Tier
     from quire.contracts.kv_state import ModelState
+    from quire.engine.drafts import Drafts
 
 DUPLICATE_PREFIX = 32
 """A prompt waits for one being computed if that shares so many tokens more than the cache does."""
@@ -75,6 +76,7 @@ class Scheduler:
         tier: Tier | None = None,
         checkpoints: Checkpoints | None = None,
         misses: MissSearch | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         self._state = state
         self.queues = queues
@@ -84,6 +86,7 @@ class Scheduler:
         self._tier = tier
         self._checkpoints = checkpoints
         self._misses = misses
+        self._drafts = drafts
         self._arrivals = 0
         self._partings = Partings()
         self._steps = 0
@@ -175,8 +178,15 @@ class Scheduler:
             self._make_room(batch, failed)
         kept = None if self._checkpoints is None else self._checkpoints.wishes(batch.requests, batch.counts)
         chunks = tuple(map(chunk_of, batch.requests, batch.counts, kept or repeat(())))
+        drafts: tuple[tuple[int, ...], ...] = ()
+        if self._drafts is not None and any(found := self._drafts.choose(batch, kept)):
+            drafts, tree = tuple(found), bool(self._state.recurrent_ids)
+            chunks = tuple(
+                drafted_chunk(chunk, draft, tree=tree) if draft else chunk
+                for chunk, draft in zip(chunks, drafts, strict=True)
+            )
         self.queues.shares.charge(batch.used)
-        return Scheduled(Step(chunks=chunks), tuple(batch.requests), tuple(failed))
+        return Scheduled(Step(chunks=chunks), tuple(batch.requests), tuple(failed), drafts)
 
     def _fill(self, requests: Iterable[Request], batch: StepDraft) -> None:
         """Add running requests to a step. More may run than it takes (samples of one prompt)."""
@@ -193,11 +203,11 @@ class Scheduler:
             batch.add(request, count)
 
     def computed(self, scheduled: Scheduled) -> None:
-        """Note that the step has run."""
-        for request, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True):
+        """Note that the step has run. Its drafts do not count yet."""
+        for index, (request, chunk) in enumerate(zip(scheduled.requests, scheduled.step.chunks, strict=True)):
             branch = request.branch
             if branch.seq is not None:
-                branch.computed += len(chunk.tokens)
+                branch.computed += len(chunk.tokens) - len(scheduled.draft(index))
 
     def _make_room(self, batch: StepDraft, failed: list[Failure]) -> set[str]:
         """Reclaim, then preempt, until running ones fit; return the keys that lost any."""

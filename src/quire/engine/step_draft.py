@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 from quire.base.errors import QuireError
-from quire.base.types import Chunk, Edit, LogitsWanted, SeqId, Step
+from quire.base.types import Chunk, Edit, LogitsWanted, SeqId, Step, TokenTree
 from quire.engine.request import Request
 
 ALL_LOGITS_CHUNK = 256
@@ -32,6 +32,12 @@ class Scheduled:
     requests: tuple[Request, ...]
     failed: tuple[Failure, ...] = ()
     """Requests that can never run, with the reason; they hold nothing any more."""
+    drafts: tuple[tuple[int, ...], ...] = ()
+    """The last tokens of each chunk that are drafts; empty: no chunk has any."""
+
+    def draft(self, index: int) -> tuple[int, ...]:
+        """Return the drafts of a chunk."""
+        return self.drafts[index] if self.drafts else ()
 
 
 class SequencePool(Protocol):
@@ -127,6 +133,14 @@ class StepDraft:
     @property
     def seqs(self) -> list[SeqId]:
         return [request.branch.seq for request in self.requests if request.branch.seq is not None]
+
+
+def drafted_chunk(chunk: Chunk, drafts: Sequence[int], *, tree: bool) -> Chunk:
+    """Return a chunk with drafts behind its one token. ``tree``: as a tree of one path, of which
+    each node keeps the states of recurrent layers."""
+    ids = [*chunk.tokens, *drafts]
+    parents = TokenTree(tuple(range(-1, len(drafts)))) if tree else None
+    return replace(chunk, tokens=ids, tree=parents, logits="all")
 
 
 def chunk_of(request: Request, count: int, checkpoints: tuple[int, ...]) -> Chunk:

@@ -17,8 +17,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, replace
+
+import torch
 
 from quire.base.blend_inputs import BlendInputs
 from quire.base.errors import BlendLoadError, FailedPrecondition, QuireError
@@ -32,7 +35,8 @@ from quire.branches.stored_state import StoredState
 from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending
 from quire.engine.decodes_ahead import DecodesAhead
-from quire.engine.flights import Flight, Flights
+from quire.engine.drafts import Drafts
+from quire.engine.flights import DraftRows, Flight, Flights
 from quire.engine.pins import PrefixPins
 from quire.engine.prompts import embeddings_of
 from quire.engine.request import Request
@@ -76,6 +80,7 @@ class EngineSteps:
     grammars: Grammars | None
     timeline: Timeline
     metrics: EngineMetrics
+    drafts: Drafts | None = None
     runs_ahead: bool = False
     """Whether steps are queued before the tokens of the steps before are known."""
     _lost_loads: int = 0
@@ -159,6 +164,9 @@ class EngineSteps:
 
     def _failed(self, scheduled: Scheduled, error: Exception) -> list[Request]:
         """End the requests of a step that failed."""
+        for index, request in enumerate(scheduled.requests):
+            if scheduled.draft(index) and not request.finished:
+                self.flights.take_back(request)
         reason = error if isinstance(error, QuireError) else QuireError(f"{type(error).__name__}: {error}")
         failed = [self.requests.fail(request, reason) for request in scheduled.requests if not request.finished]
         self.flights.repair(self.scheduler.running)
@@ -219,6 +227,7 @@ class EngineSteps:
         rows: list[int] = []
         ready: list[Request] = []
         changed: list[Request] = []
+        drafted: dict[Request, DraftRows] = {}
         for index, request in enumerate(scheduled.requests):
             asked, branch, wanted = request.asked, request.branch, request.output
             if branch.seq is None:
@@ -250,14 +259,21 @@ class EngineSteps:
                 while request.seat.siblings:
                     samples.append(self._fork_sample(request, request.seat.siblings[0]))
             ready += samples
-            rows += [output.starts[index + 1] - 1] * len(samples)
+            start, stop = output.starts[index], output.starts[index + 1]
+            if draft := scheduled.draft(index):
+                rows.append(start)
+                first = None if output.known_maxima is None else output.known_maxima[start + 1 : stop]
+                drafted[request] = DraftRows(draft, output.logits_RV[start + 1 : stop], first)
+            else:
+                rows += [stop - 1] * len(samples)
         if not ready:
             return Flight(scheduled, Drawing([], NOTHING_DRAWN), mark, launched, changed)
         logits_RV, first = output.logits_RV, output.known_maxima
         if rows != list(range(logits_RV.shape[0])):
             logits_RV = take_rows(logits_RV, rows)
             first = None if first is None else [first[row] for row in rows]
-        return Flight(scheduled, self.sampling.draw(logits_RV, ready, first), mark, launched, changed)
+        drawing = self.sampling.draw(logits_RV, ready, first)
+        return Flight(scheduled, drawing, mark, launched, changed, drafted)
 
     def _share_prompt(self, request: Request) -> None:
         """Let others fork a computed prompt from now on."""
@@ -288,6 +304,8 @@ class EngineSteps:
         """Queue the step behind a flight whose tokens are not known, where that can be."""
         tokens_R, ready = flight.drawing.tokens_R, flight.drawing.ready
         if not self.runs_ahead or tokens_R is None or self.stored.open:
+            return
+        if flight.drafted or (self.drafts is not None and not self.drafts.may_run_ahead()):
             return
         if any(not ready[row].finished for row in flight.drawing.void):
             return  # It continues with a token that this flight has not run.
@@ -323,6 +341,8 @@ class EngineSteps:
         scheduled, drawing = flight.scheduled, flight.drawing
         try:
             self.sampling.take(drawing)
+            if flight.drafted:
+                self._take_drafts(flight)
         except Exception as error:
             logger.exception("the tokens of a step of %d tokens did not come", scheduled.step.num_tokens)
             return flight.changed + self._failed(scheduled, error)
@@ -333,9 +353,45 @@ class EngineSteps:
         ended = bool(drawing.ready or flight.changed)
         self.branches.tier.ran(step.num_tokens, len(step.chunks), seconds, waited=ended)
         self.timeline.stepped(flight.mark, step.num_tokens, self.metrics.generation_tokens.value)
+        if self.drafts is not None and self.flights.last is None:
+            # Only decodes and their drafts tell what a row costs.
+            decodes = len(step.chunks) if len(drawing.ready) == len(step.chunks) else 0
+            rows = decodes + sum(map(len, scheduled.drafts))
+            if rows == step.num_tokens:
+                self.drafts.ran(rows, decodes, time.monotonic() - flight.launched)
         if self.flights.last is not None:
             self._count_ahead(self.flights.last, {drawing.ready[row] for row in drawing.redrawn})
         return flight.changed + drawing.ready
+
+    def _take_drafts(self, flight: Flight) -> None:
+        """Draw behind the drafts that are the tokens drawn, one after the other; take back the
+        others. The first tokens are taken in."""
+        assert self.drafts is not None
+        going_on = list(flight.drafted)
+        number = 0
+        while going_on := [one for one in going_on if self._is_accepted(one, flight.drafted[one].tokens, number)]:
+            for request in going_on:
+                request.branch.computed += 1
+                self._note_run(request)
+            rows = [flight.drafted[request] for request in going_on]
+            logits_RV = torch.stack([one.logits_RV[number] for one in rows])
+            known = [one.first[number] for one in rows if one.first is not None]
+            self.sampling.take(self.sampling.draw(logits_RV, going_on, known if len(known) == len(rows) else None))
+            number += 1
+        for request in flight.drafted:
+            if not request.finished:
+                self.flights.take_back(request)
+
+    def _is_accepted(self, request: Request, drafts: Sequence[int], number: int) -> bool:
+        """Return whether the token that a request has drawn last is its draft of this number, and
+        the next one can be drawn. Note the end of its drafts."""
+        token = request.output.token_ids[-1] if request.output.token_ids else None
+        matched = number < len(drafts) and token == drafts[number]
+        if matched and not request.finished and request.ready:
+            return True
+        if self.drafts is not None:
+            self.drafts.verified(request, number + matched)
+        return False
 
     def _count_ahead(self, flight: Flight, redrawn: set[Request]) -> None:
         """Count the tokens that a step ahead has run, now that they are known. It ran another token

@@ -1,0 +1,202 @@
+"""The drafts of an engine's steps: which decodes have some, and what came of them. No torch.
+
+A decode with drafts runs its last token and the drafts behind it, and has the logits of each. Its
+tokens are drawn one after the other, as they always are; while one is the next draft, what ran
+behind it counts. Nothing else may see how a token came about.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quire.base.errors import QuireError
+from quire.base.metrics import EngineMetrics
+from quire.base.speculation import Speculation, SpeculationCounts
+from quire.branches import spare_states
+from quire.engine.request import Request
+from quire.engine.step_draft import StepDraft
+from quire.speculation.controller import Controller, Trust
+from quire.speculation.proposer import Context, Draft, Proposer
+
+if TYPE_CHECKING:
+    from quire.contracts.kv_state import ModelState
+
+logger = logging.getLogger("quire.engine")
+
+STEPS_AHEAD = 8
+"""Steps ahead in a row, whose requests have no drafts. Then the tokens are read before the next."""
+
+
+@dataclass(eq=False, slots=True)
+class RequestDrafts:
+    """What speculation has done for one request."""
+
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+    dropped: str = ""
+    """The reason why its proposer was dropped."""
+    trust: Trust = field(default_factory=Trust)
+    verifying: Draft | None = None
+    """The drafts of the step under way."""
+
+
+class Drafts:
+    """Chooses the drafts of steps."""
+
+    def __init__(
+        self, state: ModelState, proposer: Proposer, options: Speculation, *, vocab_size: int, metrics: EngineMetrics
+    ) -> None:
+        self._state, self._proposer, self._options = state, proposer, options
+        self._vocab_size, self._metrics = vocab_size, metrics
+        self.controller = Controller()
+        self._requests: dict[Request, RequestDrafts] = {}
+        self._ahead = 0
+
+    def of(self, request: Request) -> RequestDrafts:
+        """Return what speculation has done for a request."""
+        return self._requests.setdefault(request, RequestDrafts())
+
+    def choose(self, batch: StepDraft, kept: Sequence[tuple[int, ...]] | None) -> list[tuple[int, ...]]:
+        """Return the drafts of each request of a step. ``kept``: per request, where recurrent
+        states are kept."""
+        found: list[tuple[int, ...]] = [()] * len(batch.requests)
+        able = [index for index in range(len(found)) if self._may(batch, index, kept)]
+        rooms = [self._room(batch.requests[index]) for index in able]
+        able = [index for index, room in zip(able, rooms, strict=True) if room > 0]
+        rooms = [room for room in rooms if room > 0]
+        if not able or batch.budget < 1:
+            return found
+        drafts = self._proposed([batch.requests[index] for index in able], rooms)
+        if not any(draft.tokens for draft in drafts):
+            return found
+        chances = [
+            [chance * self.of(batch.requests[index]).trust.factor for chance in draft.chances]
+            for index, draft in zip(able, drafts, strict=True)
+        ]
+        decodes = sum(request.branch.remaining == 1 for request in batch.requests)
+        depths = self.controller.depths(
+            chances, decodes=decodes, rows=sum(batch.counts), most=min(batch.budget, batch.rows - len(able))
+        )
+        for index, draft, depth in zip(able, drafts, depths, strict=True):
+            found[index] = tuple(draft.tokens[:depth])
+        if not self._fit(batch, found):
+            return [()] * len(found)
+        for index, draft, depth in zip(able, drafts, depths, strict=True):
+            notes = self.of(batch.requests[index])
+            if depth:
+                notes.verifying = Draft(draft.tokens[:depth], draft.chances[:depth])
+            else:
+                notes.trust.rested()
+        return found
+
+    def _may(self, batch: StepDraft, index: int, kept: Sequence[tuple[int, ...]] | None) -> bool:
+        """Return whether a request of the step may have drafts."""
+        request = batch.requests[index]
+        output, params = request.output, request.params
+        if params is None or batch.counts[index] != 1 or request.branch.remaining != 1 or not output.token_ids:
+            return False
+        if output.wants != "last" or params.speculative is False or self.of(request).dropped:
+            return False
+        # A tree keeps no state on its way.
+        return not (kept and kept[index])
+
+    def _room(self, request: Request) -> int:
+        """Return the most drafts that a request can use."""
+        params, tokens, window = request.params, request.branch.tokens, request.branch.window
+        assert params is not None
+        room = min(self._options.depth, request.asked.limit - len(tokens) - 1)
+        if params.max_tokens is not None:
+            room = min(room, params.max_tokens - len(request.output.token_ids) - 1)
+        if window is not None:
+            room = min(room, self._state.largest_step(window.size, window.sink) - 1)
+        return room
+
+    def _proposed(self, requests: Sequence[Request], most: Sequence[int]) -> list[Draft]:
+        """Return the drafts that are proposed, up to the first that a grammar forbids. A proposer
+        that fails is dropped for these requests."""
+        try:
+            drafts = list(self._proposer.propose([context_of(request) for request in requests], most))
+            if len(drafts) != len(requests):
+                raise QuireError(f"{len(drafts)} drafts for {len(requests)} requests")
+        except Exception as error:
+            logger.warning(
+                "the proposer %s failed; these requests go on without it", self._proposer.name, exc_info=True
+            )
+            for request in requests:
+                self.of(request).dropped = f"the proposer {self._proposer.name} raised {type(error).__name__}: {error}"
+            return [Draft()] * len(requests)
+        return [
+            self._checked(request, draft, count) for request, draft, count in zip(requests, drafts, most, strict=True)
+        ]
+
+    def _checked(self, request: Request, draft: Draft, most: int) -> Draft:
+        """Return the beginning of a draft that can be verified."""
+        tokens, matcher = list(draft.tokens[:most]), request.output.matcher
+        bad = [token for token in tokens if not 0 <= token < self._vocab_size]
+        if bad or len(draft.chances) != len(draft.tokens):
+            reason = f"gave token {bad[0]}, outside of 0..{self._vocab_size - 1}" if bad else "gave no chance per draft"
+            self.of(request).dropped = f"the proposer {self._proposer.name} {reason}"
+            return Draft()
+        if tokens and matcher is not None:
+            tokens = tokens[: matcher.num_accepted(tokens)]
+        return Draft(tokens, list(draft.chances[: len(tokens)]))
+
+    def _fit(self, batch: StepDraft, drafts: Sequence[Sequence[int]]) -> bool:
+        """Return whether pages, and slots for recurrent states, are free for them."""
+        more = [len(draft) for draft in drafts]
+        if not any(more):
+            return True
+        nodes = sum(count + 1 for count in more if count)
+        if self._state.recurrent_ids and not spare_states.is_roomy(self._state, nodes):
+            return False
+        counts = [count + extra for count, extra in zip(batch.counts, more, strict=True)]
+        return not self._state.missing_pages(batch.seqs, counts)
+
+    def verified(self, request: Request, accepted: int) -> None:
+        """Note how many of a request's drafts were accepted."""
+        notes = self.of(request)
+        draft, notes.verifying = notes.verifying, None
+        if draft is None:
+            return
+        notes.trust.verified(draft.chances, accepted)
+        notes.drafted += len(draft.tokens)
+        notes.accepted += accepted
+        notes.steps += 1
+        self._metrics.drafted_tokens.inc(len(draft.tokens))
+        self._metrics.accepted_tokens.inc(accepted)
+
+    def ran(self, rows: int, decodes: int, seconds: float) -> None:
+        """Note how long a step of decodes and their drafts took."""
+        if rows and decodes:
+            self.controller.costs.measured(rows, seconds)
+
+    def may_run_ahead(self) -> bool:
+        """Return whether another step may be queued before the tokens of the last one are known.
+        Its requests have no drafts."""
+        self._ahead = (self._ahead + 1) % STEPS_AHEAD
+        return self._ahead != 0
+
+    def ended(self, request: Request) -> None:
+        """Note that a request has ended; its counts go into its output."""
+        if (notes := self._requests.pop(request, None)) is None:
+            return
+        if request.params is not None:
+            request.output.speculation = SpeculationCounts(
+                drafted=notes.drafted,
+                accepted=notes.accepted,
+                steps=notes.steps,
+                by_proposer={self._proposer.name: (notes.drafted, notes.accepted)},
+                dropped=notes.dropped,
+            )
+            if not notes.dropped:
+                self._proposer.ended(context_of(request))
+
+
+def context_of(request: Request) -> Context:
+    """Return a request as proposers see it."""
+    branch = request.branch
+    return Context((request.request_id, request.asked.index), branch.tokens.ids, request.asked.num_prompt, branch.salt)
