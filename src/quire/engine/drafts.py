@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from quire.base.errors import QuireError
@@ -42,6 +43,8 @@ class RequestDrafts:
     trust: Trust = field(default_factory=Trust)
     verifying: Draft | None = None
     """The drafts of the step under way."""
+    before: int = 0
+    """Tokens of the output before that step."""
 
 
 class Drafts:
@@ -81,16 +84,15 @@ class Drafts:
         depths = self.controller.depths(
             chances, decodes=decodes, rows=sum(batch.counts), most=min(batch.budget, batch.rows - len(able))
         )
+        depths = self._fitting(batch, able, depths)
         for index, draft, depth in zip(able, drafts, depths, strict=True):
-            found[index] = tuple(draft.tokens[:depth])
-        if not self._fit(batch, found):
-            return [()] * len(found)
-        for index, draft, depth in zip(able, drafts, depths, strict=True):
-            notes = self.of(batch.requests[index])
-            if depth:
-                notes.verifying = Draft(draft.tokens[:depth], draft.chances[:depth])
-            else:
+            notes, request = self.of(batch.requests[index]), batch.requests[index]
+            if not depth:
                 notes.trust.rested()
+                continue
+            found[index] = tuple(draft.tokens[:depth])
+            notes.verifying = Draft(draft.tokens[:depth], draft.chances[:depth])
+            notes.before = len(request.output.token_ids)
         return found
 
     def _may(self, batch: StepDraft, index: int, kept: Sequence[tuple[int, ...]] | None) -> bool:
@@ -145,23 +147,29 @@ class Drafts:
             tokens = tokens[: matcher.num_accepted(tokens)]
         return Draft(tokens, list(draft.chances[: len(tokens)]))
 
-    def _fit(self, batch: StepDraft, drafts: Sequence[Sequence[int]]) -> bool:
-        """Return whether pages, and slots for recurrent states, are free for them."""
-        more = [len(draft) for draft in drafts]
-        if not any(more):
-            return True
-        nodes = sum(count + 1 for count in more if count)
-        if self._state.recurrent_ids and not spare_states.is_roomy(self._state, nodes):
-            return False
-        counts = [count + extra for count, extra in zip(batch.counts, more, strict=True)]
-        return not self._state.missing_pages(batch.seqs, counts)
+    def _fitting(self, batch: StepDraft, able: Sequence[int], depths: Sequence[int]) -> list[int]:
+        """Return the depths, or as much of them as pages, and slots for recurrent states, are free
+        for."""
+        found = list(depths)
+        while any(found):
+            counts = list(batch.counts)
+            for index, depth in zip(able, found, strict=True):
+                counts[index] += depth
+            # Each node of a tree has a state.
+            nodes = sum(depth + 1 for depth in found if depth)
+            roomy = not self._state.recurrent_ids or spare_states.is_roomy(self._state, nodes)
+            if roomy and not self._state.missing_pages(batch.seqs, counts):
+                break
+            found = [depth // 2 for depth in found]
+        return found
 
-    def verified(self, request: Request, accepted: int) -> None:
-        """Note how many of a request's drafts were accepted."""
-        notes = self.of(request)
-        draft, notes.verifying = notes.verifying, None
-        if draft is None:
+    def verified(self, request: Request) -> None:
+        """Note how many drafts of the step under way became tokens of a request."""
+        if (notes := self._requests.get(request)) is None or (draft := notes.verifying) is None:
             return
+        notes.verifying = None
+        drawn = request.output.token_ids[notes.before :]
+        accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drawn, draft.tokens, strict=False)))
         notes.trust.verified(draft.chances, accepted)
         notes.drafted += len(draft.tokens)
         notes.accepted += accepted
@@ -182,6 +190,7 @@ class Drafts:
 
     def ended(self, request: Request) -> None:
         """Note that a request has ended; its counts go into its output."""
+        self.verified(request)
         if (notes := self._requests.pop(request, None)) is None:
             return
         if request.params is not None:

@@ -390,7 +390,7 @@ class EngineSteps:
         if matched and not request.finished and request.ready:
             return True
         if self.drafts is not None:
-            self.drafts.verified(request, number + matched)
+            self.drafts.verified(request)
         return False
 
     def _count_ahead(self, flight: Flight, redrawn: set[Request]) -> None:

@@ -20,8 +20,11 @@ WEIGHT = 0.2
 """The weight of a measurement in the estimate of its width."""
 DRIFT = 0.05
 """Its weight in the estimates of all widths: contexts grow, and machines get busy."""
-FORGETTING = 0.005
-"""How far the estimate of a width that is not tried comes back to the first guess, each step."""
+FORGETTING = 0.01
+"""How far the estimate of a width that was not tried for long comes back to the first guess, each
+step."""
+LONG = 200
+"""Steps after which that begins."""
 OUTLIER = 2.0
 """A measurement counts as at most so many times the estimate: one hiccup ends nothing."""
 
@@ -33,6 +36,9 @@ class StepCosts:
         self._seconds: dict[int, float] = {}
         self._widths: list[int] = []
         """The measured widths, ascending."""
+        self._steps = 0
+        self._tried: dict[int, int] = {}
+        """By width the step of its last measurement."""
 
     def seconds(self, rows: int) -> float:
         """Return the estimate for a step of ``rows`` rows. It is monotone in ``rows``."""
@@ -68,12 +74,17 @@ class StepCosts:
             self._seconds[rows] = expected * ratio
         else:
             self._seconds[rows] *= 1 + WEIGHT * (ratio - 1)
+        self._steps += 1
+        self._tried[rows] = self._steps
         base = self._seconds[self._widths[0]]
         for width in self._widths:
-            if width != rows:
-                value = self._seconds[width] * (1 + DRIFT * (ratio - 1))
+            if width == rows:
+                continue
+            value = self._seconds[width] * (1 + DRIFT * (ratio - 1))
+            if self._steps - self._tried[width] > LONG:
                 guess = min(value, base * (1 + FIRST_SLOPE * (width - self._widths[0])))
-                self._seconds[width] = value + FORGETTING * (guess - value)
+                value += FORGETTING * (guess - value)
+            self._seconds[width] = value
 
 
 @dataclass(slots=True, eq=False)

@@ -96,13 +96,14 @@ class Match:
     text: SuffixAutomaton
     length: int
     behind: int
+    repeats: bool
+    """Whether the text is the request's own: behind its end it goes on with itself."""
 
     def expected(self, most: int) -> list[int]:
-        """Return the tokens that followed, at most ``most``. What reaches the end of the request's
-        own text is continued by itself, as in a repetition."""
+        """Return the tokens that followed, at most ``most``."""
         known = self.text.tokens
         found = known[self.behind : self.behind + most].tolist()
-        if found and len(found) < most and self.behind + len(found) == len(known):
+        if found and len(found) < most and self.repeats:
             period = len(known) - self.behind
             found += [found[index % period] for index in range(len(found), most)]
         gap = next((index for index, token in enumerate(found) if token < 0), len(found))
@@ -130,12 +131,12 @@ class Reader:
     def find(self) -> None:
         """Find the longest suffix that occurred before."""
         length, behind = self.own.longest_repeat()
-        self.match = Match(self.own, length, behind) if length else None
+        self.match = Match(self.own, length, behind, True) if length else None
         for cursor in self.cursors:
             # An output's end, or a gap, tells nothing.
             if cursor.length > length and cursor.behind < len(cursor.text):
                 length = cursor.length
-                self.match = Match(cursor.text, length, cursor.behind)
+                self.match = Match(cursor.text, length, cursor.behind, False)
 
 
 class Lookup:
