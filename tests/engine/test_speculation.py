@@ -322,6 +322,25 @@ def test_grammars(form: dict[str, Any]) -> None:
     assert sum(one.speculation.accepted for one in second if one.speculation is not None) > 0
 
 
+def test_what_a_grammar_forces_is_drafted() -> None:
+    """Names of properties run in one step, though nothing like them occurred before."""
+    form = {"type": "object", "properties": {"first_name_of_person": {"enum": ["aa", "bb"]}},
+            "required": ["first_name_of_person"], "additionalProperties": False}  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs={"json": form})
+    found = []
+    for speculative in (None, "lookup"):
+        with LLM("tiny-python", device="cpu", dtype="float32", kv_cache_memory="16MiB", speculative=speculative) as llm:
+            if speculative:
+                drafts_of(llm).controller = Everything()
+            found += llm.generate(["x = "], params, use_tqdm=False)
+    plain, drafted = found
+    assert drafted.outputs[0].text == plain.outputs[0].text
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    tried, accepted = drafted.speculation.by_proposer["grammar"]
+    assert 3 <= accepted <= tried
+    assert drafted.speculation.accepted == sum(pair[1] for pair in drafted.speculation.by_proposer.values())
+
+
 def test_texts_stream_in_order() -> None:
     """Several tokens a step: the pieces join to the text, also with a stop string within them."""
     prompt = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\ndef mul(a, b):\n"
@@ -378,15 +397,15 @@ def test_long_conversations(
 
 def converse(make_llm: MakeLLM, checkpoint: Checkpoint, folder: Path, seed: int, steps: int) -> None:
     room = "8MiB" if "falcon" in type(checkpoint.model).__name__.lower() else "2MiB"  # Its states are large.
-    llm = speculating(make_llm, checkpoint, Told(seed, right=0.5), kv_cache_memory=room, page_size=4)
+    llm = speculating(make_llm, checkpoint, Told(seed), kv_cache_memory=room, page_size=4)
     drafts = drafts_of(llm)
     conversations = Drafted(llm, checkpoint, seed, folder)
     for number in range(steps):
         told = drafts._proposer
         assert isinstance(told, Told)
         if conversations.sessions and number % 2:
-            _, tokens = conversations.rng.choice(conversations.sessions)
-            told.known = [tokens + checkpoint.greedy(tokens, 9)]
+            some = conversations.sessions[-3:]
+            told.known = [tokens + checkpoint.greedy(tokens, 9) for _, tokens in some]
         conversations.step()
         check(llm)
     conversations.finish()

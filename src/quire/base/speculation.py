@@ -85,6 +85,14 @@ class SpeculationCounts:
     dropped: str = ""
     """The reason why the request's proposer was dropped; empty: it was not."""
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return them in the form of HTTP replies."""
+        found: dict[str, Any] = {"drafted": self.drafted, "accepted": self.accepted, "steps": self.steps}
+        found["by_proposer"] = {
+            name: {"drafted": drafted, "accepted": accepted} for name, (drafted, accepted) in self.by_proposer.items()
+        }
+        return found | ({"dropped": self.dropped} if self.dropped else {})
+
     def __add__(self, other: SpeculationCounts) -> SpeculationCounts:
         names = {**self.by_proposer, **other.by_proposer}
         pairs = {name: (self.by_proposer.get(name, (0, 0)), other.by_proposer.get(name, (0, 0))) for name in names}

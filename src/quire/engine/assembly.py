@@ -84,7 +84,9 @@ def make_engine(
         checkpoints = Checkpoints(state, checkpoint_interval, EngineSequences(queues, branches, stored))
     drafts = None
     if speculation is not None:
-        drafts = Drafts(state, proposer or Lookup(), speculation, vocab_size=vocab_size, metrics=metrics)
+        drafts = Drafts(
+            state, proposer or Lookup(), speculation, vocab_size=vocab_size, metrics=metrics, tokenizer=tokenizer
+        )
     scheduler = Scheduler(
         state,
         queues=queues,

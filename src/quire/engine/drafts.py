@@ -24,9 +24,15 @@ from quire.speculation.proposer import Context, Draft, Proposer
 
 if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState
+    from quire.grammars.matcher import GrammarMatcher
+    from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire.engine")
 
+GRAMMAR = "grammar"
+"""The proposer's name where a grammar leaves no choice."""
+FORCED = 0.9
+"""The chance of a token of a forced text: that the model cuts the text as the tokenizer does."""
 STEPS_AHEAD = 8
 """Steps ahead in a row, whose requests have no drafts. Then the tokens are read before the next."""
 
@@ -38,6 +44,8 @@ class RequestDrafts:
     drafted: int = 0
     accepted: int = 0
     steps: int = 0
+    by_proposer: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Drafted and accepted, by proposer."""
     dropped: str = ""
     """The reason why its proposer was dropped."""
     trust: Trust = field(default_factory=Trust)
@@ -51,10 +59,18 @@ class Drafts:
     """Chooses the drafts of steps."""
 
     def __init__(
-        self, state: ModelState, proposer: Proposer, options: Speculation, *, vocab_size: int, metrics: EngineMetrics
+        self,
+        state: ModelState,
+        proposer: Proposer,
+        options: Speculation,
+        *,
+        vocab_size: int,
+        metrics: EngineMetrics,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
+        """``tokenizer`` gives the tokens of texts that grammars force; None: there are none."""
         self._state, self._proposer, self._options = state, proposer, options
-        self._vocab_size, self._metrics = vocab_size, metrics
+        self._vocab_size, self._metrics, self._tokenizer = vocab_size, metrics, tokenizer
         self.controller = Controller()
         self._requests: dict[Request, RequestDrafts] = {}
         self._ahead = 0
@@ -91,7 +107,7 @@ class Drafts:
                 notes.trust.rested()
                 continue
             found[index] = tuple(draft.tokens[:depth])
-            notes.verifying = Draft(draft.tokens[:depth], draft.chances[:depth])
+            notes.verifying = Draft(draft.tokens[:depth], draft.chances[:depth], draft.proposer)
             notes.before = len(request.output.token_ids)
         return found
 
@@ -101,7 +117,7 @@ class Drafts:
         output, params = request.output, request.params
         if params is None or batch.counts[index] != 1 or request.branch.remaining != 1 or not output.token_ids:
             return False
-        if output.wants != "last" or params.speculative is False or self.of(request).dropped:
+        if output.wants != "last" or not params.speculative or self.of(request).dropped:
             return False
         # A tree keeps no state on its way.
         return not (kept and kept[index])
@@ -130,7 +146,7 @@ class Drafts:
             )
             for request in requests:
                 self.of(request).dropped = f"the proposer {self._proposer.name} raised {type(error).__name__}: {error}"
-            return [Draft()] * len(requests)
+            drafts = [Draft()] * len(requests)
         return [
             self._checked(request, draft, count) for request, draft, count in zip(requests, drafts, most, strict=True)
         ]
@@ -143,9 +159,19 @@ class Drafts:
             reason = f"gave token {bad[0]}, outside of 0..{self._vocab_size - 1}" if bad else "gave no chance per draft"
             self.of(request).dropped = f"the proposer {self._proposer.name} {reason}"
             return Draft()
-        if tokens and matcher is not None:
-            tokens = tokens[: matcher.num_accepted(tokens)]
-        return Draft(tokens, list(draft.chances[: len(tokens)]))
+        if matcher is None:
+            return Draft(tokens, list(draft.chances[: len(tokens)]), self._proposer.name)
+        forced = self._forced(matcher)[:most]
+        if tokens[: len(forced)] != forced:
+            # What the grammar leaves no choice in is surer than what was proposed.
+            return Draft(forced, [FORCED] * len(forced), GRAMMAR)
+        tokens = tokens[: matcher.num_accepted(tokens)] if tokens else tokens
+        return Draft(tokens, list(draft.chances[: len(tokens)]), self._proposer.name)
+
+    def _forced(self, matcher: GrammarMatcher) -> list[int]:
+        """Return the tokens of a text that must come next. The model may cut it otherwise."""
+        text = "" if self._tokenizer is None else matcher.forced_text()
+        return self._tokenizer.encode_inside(text) if self._tokenizer is not None and text else []
 
     def _fitting(self, batch: StepDraft, able: Sequence[int], depths: Sequence[int]) -> list[int]:
         """Return the depths, or as much of them as pages, and slots for recurrent states, are free
@@ -174,6 +200,8 @@ class Drafts:
         notes.drafted += len(draft.tokens)
         notes.accepted += accepted
         notes.steps += 1
+        before = notes.by_proposer.get(draft.proposer, (0, 0))
+        notes.by_proposer[draft.proposer] = before[0] + len(draft.tokens), before[1] + accepted
         self._metrics.drafted_tokens.inc(len(draft.tokens))
         self._metrics.accepted_tokens.inc(accepted)
 
@@ -198,7 +226,7 @@ class Drafts:
                 drafted=notes.drafted,
                 accepted=notes.accepted,
                 steps=notes.steps,
-                by_proposer={self._proposer.name: (notes.drafted, notes.accepted)},
+                by_proposer=notes.by_proposer or {self._proposer.name: (0, 0)},
                 dropped=notes.dropped,
             )
             if not notes.dropped:

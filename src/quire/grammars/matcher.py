@@ -63,6 +63,16 @@ class GrammarMatcher:
         self._seconds += time.thread_time() - started
         return count
 
+    def forced_text(self) -> str:
+        """Return the text that must come next, as far as whole characters are certain; "" if there
+        is a choice, or if the grammar is slow."""
+        if self.slow or not self.ready:
+            return ""
+        started = time.thread_time()
+        text: str = self.inner.compute_ff_bytes().decode("utf-8", errors="ignore")
+        self._seconds += time.thread_time() - started
+        return text
+
     @property
     def ready(self) -> bool:
         """Return whether a mask can be had without waiting for its computation."""

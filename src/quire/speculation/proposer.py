@@ -29,6 +29,8 @@ class Draft:
     tokens: Sequence[int] = ()
     chances: Sequence[float] = ()
     """Of each token: the estimated probability that it is accepted if those before it are."""
+    proposer: str = ""
+    """Who proposed it, for counters."""
 
 
 NO_DRAFT = Draft()
