@@ -63,9 +63,9 @@ MUTANTS = (
     ),
     Mutant(
         name="replays-under-the-wrong-adapter",
-        file="executor/transaction.py",
-        old="adapter=self.parts[row].runs.at(self.parts[row].begin + begin),",
-        new="adapter=self.parts[row].runs.at(self.parts[row].start),",
+        file="branches/extension.py",
+        old="adapter = None if self.runs is BASE else self.runs.at(self.end)",
+        new="adapter = None if self.runs is BASE else self.runs.at(len(self.branch.tokens))",
         tests=("executor/test_adapters.py::test_replay_runs_each_token_under_its_own",),
     ),
     Mutant(

@@ -28,9 +28,9 @@ EXECUTOR = (
     ),
     Mutant(
         name="nodes-verified-as-a-chain",
-        file="executor/transaction.py",
-        old="tree = None if part.parents is None else TokenTree(part.parents)",
-        new="tree = None if part.parents is None else TokenTree(tuple(range(-1, len(part.parents) - 1)))",
+        file="branches/extension.py",
+        old="tree = None if self.parents is None else TokenTree(self.parents)",
+        new="tree = None if self.parents is None else TokenTree(tuple(range(-1, len(self.parents) - 1)))",
         tests=("executor/test_trees.py::test_each_path_equals_that_path_alone",),
     ),
     Mutant(

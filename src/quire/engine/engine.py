@@ -377,7 +377,7 @@ class Engine:
             with self.lock:
                 self.prefix_pins.clear(lambda key: isinstance(key, AdapterKey) and key.names(fingerprint))
                 gone = self.cache.forget_keys(lambda key: isinstance(key, AdapterKey) and key.names(fingerprint))
-                self.branches.remove_all(gone)
+                self.branches.remove(*gone)
 
     def reset_prefix_cache(self) -> None:
         """Forget all finished sequences, pinned ones too, also those in memory outside of the pool,

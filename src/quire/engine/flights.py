@@ -43,14 +43,7 @@ class Flights:
     def withdraw(self, request: Request) -> None:
         """Take back what a step has run of a request that ends with an earlier token."""
         if self.reading is not None and self.last is not None and request in self.last.scheduled.requests:
-            self.take_back(request)
-
-    def take_back(self, request: Request) -> None:
-        """Take back what has run of a request beyond what counts as computed."""
-        branch = request.branch
-        if branch.seq is not None:
-            held = self._branches.runner.state.sequence_length(branch.seq)
-            branch.recede(self._branches.pop(branch.seq, held, branch.computed))
+            self._branches.take_back(request.branch, request.branch.computed)
 
     def repair(self, running: Iterable[Request]) -> None:
         """Correct the requests' counts of computed tokens, after an interrupted step."""
@@ -58,7 +51,5 @@ class Flights:
             if flight is not None:
                 flight.drawing.drop()
         self.last = self.reading = None
-        for branch in (request.branch for request in running):
-            if branch.seq is not None:
-                held = self._branches.runner.state.sequence_length(branch.seq)
-                branch.recede(self._branches.pop(branch.seq, held, min(held, len(branch.tokens) - 1)))
+        for request in running:
+            self._branches.take_back(request.branch, len(request.branch.tokens) - 1)

@@ -181,7 +181,7 @@ class PrefixPins:
             self._branches.remove(branch.seq)
             raise
         self._branches.hold(branch)
-        self._branches.remove_all(cache.insert(branch.seq, ids, prompt.key, live=True))
+        self._branches.remove(*cache.insert(branch.seq, ids, prompt.key, live=True))
         self._held[name] = PinnedPrefix(branch, until)
         return length, name
 
@@ -213,7 +213,7 @@ class PrefixPins:
         branch, branches = self._held.pop(name).branch, self._branches
         branches.sessions.pop(id(branch), None)
         if branch.seq is not None and branches.cache is not None:
-            branches.remove_all(branches.cache.insert(branch.seq, branch.tokens.ids, branch.key))
+            branches.remove(*branches.cache.insert(branch.seq, branch.tokens.ids, branch.key))
 
     def drop(self, name: PrefixName) -> None:
         """Give up one whose state is broken."""

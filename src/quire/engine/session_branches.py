@@ -8,7 +8,7 @@ a session's state may go to host memory. The caller holds the engine's lock.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -21,12 +21,12 @@ from quire.base.media import Media
 from quire.base.metrics import EngineMetrics
 from quire.base.outputs import Miss
 from quire.base.token_history import common_prefix
-from quire.base.types import AdapterRuns, DropCheckpoint, Edit, Fork, Pop, Remove, SeqId, Step
+from quire.base.types import AdapterRuns, DropCheckpoint, Edit, Fork, Pop, Remove, SeqId
 from quire.branches import spare_states
 from quire.branches.branch import COMPUTED, Branch
 from quire.branches.past_prefixes import LEAST
+from quire.branches.pool import BranchPool
 from quire.branches.prefix_cache import LOOKED_AT, RadixCache
-from quire.branches.replay_needs import nearest
 from quire.branches.tiers import Tier
 from quire.engine import layer_memory
 from quire.engine.miss_search import QUOTED
@@ -47,11 +47,11 @@ def media_of(session: SessionBranch, tokens: NDArray[np.int64], media: Media) ->
     return known
 
 
-class SessionBranches:
+class SessionBranches(BranchPool):
     """The branches of all sessions of one engine, beside the prefix cache of the same pool."""
 
     def __init__(self, runner: Runner, *, cache: RadixCache | None, tier: Tier, metrics: EngineMetrics) -> None:
-        self.runner = runner
+        self._runner = runner
         self.cache = cache
         self.tier = tier
         self.metrics = metrics
@@ -62,23 +62,23 @@ class SessionBranches:
         self.revision = 0
         """How often a session was used, named or closed."""
 
-    def apply(self, edit: Edit) -> None:
-        """Execute an edit now."""
-        state = self.runner.state
-        if isinstance(edit, Remove):
-            self.tier.drop(edit.seq)
-        if state.recurrent_ids and isinstance(edit, (Fork, Pop)):
-            seq = edit.parent if isinstance(edit, Fork) else edit.seq
-            length = state.sequence_length(seq)
-            position = edit.pos if isinstance(edit, Fork) else length - edit.n
-            self.metrics.checkpoints_used.inc(0 < position < length)
-        self.runner.execute(Step(edits=(edit,)))
-        if isinstance(edit, Fork):
-            self.metrics.forks.inc()
+    @property
+    def runner(self) -> Runner:
+        return self._runner
 
-    def new_seq(self) -> SeqId:
-        """Return an id for a new sequence."""
-        return self.runner.new_seq()
+    def apply(self, *edits: Edit) -> None:
+        state = self.state
+        for edit in edits:
+            if isinstance(edit, Remove):
+                self.tier.drop(edit.seq)
+            if state.recurrent_ids and isinstance(edit, (Fork, Pop)):
+                seq = edit.parent if isinstance(edit, Fork) else edit.seq
+                length = state.sequence_length(seq)
+                position = edit.pos if isinstance(edit, Fork) else length - edit.n
+                self.metrics.checkpoints_used.inc(0 < position < length)
+            BranchPool.apply(self, edit)
+            if isinstance(edit, Fork):
+                self.metrics.forks.inc()
 
     def make_room(self) -> bool:
         """Give up one thing that can be had again; return whether there was any."""
@@ -88,27 +88,21 @@ class SessionBranches:
         """Return whether one forward can use these adapters together."""
         return self.runner.adapters.fits(adapters)
 
-    def remove(self, seq: SeqId) -> None:
-        """Forget a sequence everywhere."""
-        if self.cache is not None and seq in self.cache:
-            self.cache.remove(seq)
-        self.apply(Remove(seq))
-
-    def remove_all(self, seqs: Iterable[SeqId]) -> None:
-        """Remove sequences that the prefix cache has forgotten."""
+    def remove(self, *seqs: SeqId) -> None:
+        """Forget sequences everywhere."""
         for seq in seqs:
+            if self.cache is not None and seq in self.cache:
+                self.cache.remove(seq)
             self.apply(Remove(seq))
 
     def pop(self, seq: SeqId, held: int, length: int) -> int:
-        """Shorten a sequence of ``held`` tokens, also for the prefix cache, to ``length`` or the
-        nearest position below that a window has left; return its tokens then."""
-        if held <= length:
-            return held
-        kept = self.runner.state.nearest_reachable(seq, length)
-        self.apply(Pop(seq, held - kept))
-        if self.cache is not None and seq in self.cache and self.cache.length(seq) > kept:
+        kept = BranchPool.pop(self, seq, held, length)
+        if kept < held and self.cache is not None and seq in self.cache and self.cache.length(seq) > kept:
             self.cache.truncate(seq, kept)
         return kept
+
+    def reach(self, branch: Branch, length: int, what: str = "session: ") -> int:
+        return BranchPool.reach(self, branch, length, what)
 
     def share(self, branch: Branch, key: Hashable, *, live: bool, keep: bool = False) -> None:
         """Let prompts find what a branch has computed, up to the first token whose state is not
@@ -120,9 +114,9 @@ class SessionBranches:
         if not live:
             exact = self.pop(seq, branch.computed, exact)
         held = branch.tokens.ids[:exact]
-        self.remove_all(self.cache.insert(seq, held, key, live=live))
-        if keep and branch.origin.exact and self.runner.state.forgets:
-            self.remove_all(self.cache.insert(self.fork_of(seq), held, key))
+        self.remove(*self.cache.insert(seq, held, key, live=live))
+        if keep and branch.origin.exact and self.state.forgets:
+            self.remove(*self.cache.insert(self.fork_of(seq), held, key))
 
     def fingerprint_of(self, adapter: int) -> str:
         """Return a loaded adapter's fingerprint; ``NotFound``."""
@@ -144,8 +138,8 @@ class SessionBranches:
             return
         old, length = self.cache.key_of(seq), self.cache.length(seq)
         self.cache.remove(seq)
-        if length and self.runner.state.nearest_reachable(seq, length) == length:
-            self.remove_all(self.cache.insert(self.fork_of(seq, length), session.tokens.ids[:length], old))
+        if length and self.state.nearest_reachable(seq, length) == length:
+            self.remove(*self.cache.insert(self.fork_of(seq, length), session.tokens.ids[:length], old))
 
     def hold(self, session: SessionBranch) -> None:
         """Remember a session, as the one used last."""
@@ -168,19 +162,6 @@ class SessionBranches:
             child.origin, child.mark = COMPUTED, None
         self.hold(child)
         return child
-
-    def fork_of(self, seq: SeqId, length: int = -1) -> SeqId:
-        """Fork a sequence, or its first ``length`` tokens; return the fork."""
-        fork = self.runner.new_seq()
-        self.apply(Fork(seq, fork, length))
-        return fork
-
-    def reach(self, session: SessionBranch, length: int) -> int:
-        """Return the computed tokens that a session keeps if it goes back to its first ``length``:
-        fewer where a window has let go of some. ``FailedPrecondition`` if they cannot be computed
-        again."""
-        wanted = min(length, session.computed)
-        return nearest(self.runner.state, session, wanted, self.runner.adapters.ids, "session: ")
 
     def change(self, session: SessionBranch, length: int, adapter: int | None) -> None:
         """Cut a session to its first ``length`` tokens, to continue under ``adapter``. Its computed
@@ -205,7 +186,7 @@ class SessionBranches:
             return
         kept, found = self.reach(session, length), self.found(session, length)
         if found is None or found[1] <= kept:
-            session.recede(self.pop(session.seq, session.computed, length))
+            self.take_back(session, length)
             return
         # Another sequence is nearer: the session continues from a fork of it.
         fork = self.fork_of(*found)
@@ -215,7 +196,7 @@ class SessionBranches:
     def found(self, session: SessionBranch, length: int) -> tuple[SeqId, int] | None:
         """Return another sequence in the prefix cache, and at how many of the session's first
         ``length`` tokens it can be forked."""
-        forgets = self.runner.state.forgets
+        forgets = self.state.forgets
         if self.cache is None or not forgets or session.modified or session.window is not None:
             return None
         return self.cache.find(session.tokens.ids[:length], self.key_of(session), without=session.seq)
@@ -237,7 +218,7 @@ class SessionBranches:
         session.logits = None
 
     def _write(self, session: SessionBranch, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
-        seq, state = session.seq, self.runner.state
+        seq, state = session.seq, self.state
         assert seq is not None
         recurrent = layer in state.recurrent_ids
         if recurrent and session.computed in state.checkpoints(seq):
@@ -288,7 +269,7 @@ class SessionBranches:
         self._take_nearer(session, request)
         work.shared, work.common = shared, common
         work.session, session.request = session, request
-        if session.modified and session.seq is not None and (self.runner.state.forgets or session.window is not None):
+        if session.modified and session.seq is not None and (self.state.forgets or session.window is not None):
             work.way_back = self.fork_of(session.seq)
         work.seq, work.computed, work.origin = session.seq, session.computed, session.origin
         request.seat.admitted = session.seq is not None
@@ -341,7 +322,7 @@ class SessionBranches:
                 session.logits = None
                 runs = runs_of_session(session.runs, session.computed, session.adapter)
                 same = session.runs.agreed(runs, session.computed)
-                session.recede(0 if session.seq is None else self.pop(session.seq, session.computed, same))
+                self.take_back(session, same)
                 session.runs = runs
         if work.way_back is not None:
             self.remove(work.way_back)
@@ -361,12 +342,12 @@ class SessionBranches:
         way_back = request.branch.way_back
         if way_back is None or session.seq is None or session.computed <= length:
             self.rewind(session, length)
-        elif self.runner.state.nearest_reachable(session.seq, length) == length:
-            session.recede(self.pop(session.seq, session.computed, length))
+        elif self.state.nearest_reachable(session.seq, length) == length:
+            self.take_back(session, length)
         else:
             self.remove(session.seq)
             session.seq, request.branch.way_back = way_back, None
-            session.computed = self.runner.state.sequence_length(way_back)
+            session.computed = self.state.sequence_length(way_back)
 
     def evict(self) -> bool:
         """Give up the cached sequence that was used longest ago; return whether there was any."""
@@ -381,7 +362,7 @@ class SessionBranches:
         """Let the tier copy cached prefixes that would go next, in the background, if the pool is
         nearly full: so that no request waits for the copy when they are evicted. Idle sessions may
         continue, and a copy's fork would make them split a page."""
-        state = self.runner.state
+        state = self.state
         if all(AHEAD * free >= size for free, size in zip(state.free_pages(), state.pool_sizes(), strict=True)):
             return
         most = math.inf if state.capacity is None else state.capacity / AHEAD
@@ -408,12 +389,12 @@ class SessionBranches:
             return 0
         given_up = 0
         for seq, length in self.cache.cached_on(tokens, key, start):
-            kept = self.runner.state.nearest_reachable(seq, start)
+            kept = self.state.nearest_reachable(seq, start)
             fork = self.fork_of(seq, kept) if kept else None
             self._save_cached(seq)
             self.remove(seq)
             if fork is not None:
-                self.remove_all(self.cache.insert(fork, tokens[:kept], key))
+                self.remove(*self.cache.insert(fork, tokens[:kept], key))
             given_up = max(given_up, length - start)
         return given_up
 
@@ -426,7 +407,7 @@ class SessionBranches:
         given_up = session.computed - start
         self.tier.save(session)
         if start and session.seq is not None:
-            session.recede(self.pop(session.seq, session.computed, start))
+            self.take_back(session, start)
         else:
             self.drop(session)
         return given_up
@@ -458,7 +439,7 @@ class SessionBranches:
     def clear_cache(self) -> None:
         """Forget all finished sequences."""
         if self.cache is not None:
-            self.remove_all(self.cache.clear())
+            self.remove(*self.cache.clear())
 
     def forget(self, session: SessionBranch) -> None:
         """Give back the pages of a closed session."""

@@ -27,6 +27,7 @@ from quire.base.interrupts import Lock
 from quire.base.metrics import EngineMetrics
 from quire.base.outputs import Miss
 from quire.base.types import Inputs
+from quire.branches.extension import extend, keep
 from quire.branches.state_loads import LoadFailed
 from quire.branches.stored_state import StoredState
 from quire.engine.blend_runs import BlendRuns
@@ -148,7 +149,9 @@ class EngineSteps:
             if output is None:
                 return None
             self._count_step(output, mark)
-            self.scheduler.computed(scheduled)
+            # A request without a sequence ran behind a load that failed.
+            ran = [one for one in scheduled.extensions if one.branch.seq is not None]
+            keep(self.branches, ran, [one.ids.size for one in ran])
             for request in scheduled.requests:
                 self._note_run(request)
             return self._drawn(scheduled, output, mark, launched)
@@ -202,9 +205,9 @@ class EngineSteps:
         )
         awaited = tuple(chunk.seq for chunk in scheduled.step.chunks if chunk.seq in self.stored.open)
         if embeddings is None and not awaited and blend is None:
-            return self.runner.execute(scheduled.step)
-        inputs = Inputs(embeddings=embeddings)
-        return self.runner.execute(replace(scheduled.step, inputs=inputs, awaited=awaited, blend=blend))
+            return extend(self.runner, scheduled.step, scheduled.extensions)
+        step = replace(scheduled.step, inputs=Inputs(embeddings=embeddings), awaited=awaited, blend=blend)
+        return extend(self.runner, step, scheduled.extensions)
 
     def _note_run(self, request: Request) -> None:
         """Update the pins and the capture of a request once more of its tokens are computed."""
@@ -306,12 +309,13 @@ class EngineSteps:
         try:
             # Of a row that fails any token will do: its request ends.
             tokens_R = tokens_R.clamp(min=0)
-            output = self.runner.execute(replace(scheduled.step, inputs=Inputs(drawn=tokens_R)))
+            step = replace(scheduled.step, inputs=Inputs(drawn=tokens_R))
+            output = extend(self.runner, step, scheduled.extensions)
             drawing = self.sampling.draw(output.logits_RV, going_on, unread_R=tokens_R)
         except Exception:
             logger.warning("a step ahead failed; its tokens run again behind those before them", exc_info=True)
             for request in scheduled.requests:
-                self.flights.take_back(request)
+                self.branches.take_back(request.branch, request.branch.computed)
             return
         self._count_step(output, mark)
         self.metrics.steps_ahead.inc()
@@ -341,13 +345,12 @@ class EngineSteps:
         """Count the tokens that a step ahead has run, now that they are known. It ran another token
         of ``redrawn`` requests, which is taken back."""
         going_on = 0
-        for row, request in enumerate(flight.drawing.ready):
-            if request in redrawn and not request.finished:
-                self.flights.take_back(request)
+        for row, (request, extension) in enumerate(zip(flight.drawing.ready, flight.scheduled.extensions, strict=True)):
+            if not request.finished:
+                keep(self.branches, [extension], [int(request not in redrawn)])
             if request in redrawn or request.finished:
                 flight.drawing.drop_row(row)
                 continue
-            request.branch.computed += 1
             self._note_run(request)
             going_on += 1
         self.metrics.tokens_withdrawn.inc(len(flight.drawing.ready) - going_on)

@@ -139,7 +139,7 @@ def _import_rows(cache: CacheRows, file: StateFile, saved: Sequence[SavedRow]) -
         for row in saved:
             seq = pool.runner.new_seq()
             if row.sequence is None:
-                pool.edit(
+                pool.apply(
                     Add(seq), *(() if row.window is None else (SetWindow(seq, row.window.size, row.window.sink),))
                 )
             else:
@@ -151,6 +151,6 @@ def _import_rows(cache: CacheRows, file: StateFile, saved: Sequence[SavedRow]) -
             fresh.append(new)
     except BaseException:
         with suppress(NotFound):
-            pool.remove([row.seq for row in fresh])
+            pool.remove(*(row.seq for row in fresh))
         raise
     return fresh
