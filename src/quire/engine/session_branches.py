@@ -21,14 +21,13 @@ from quire.base.media import Media
 from quire.base.metrics import EngineMetrics
 from quire.base.outputs import Miss
 from quire.base.token_history import common_prefix
-from quire.base.types import AdapterRuns, DropCheckpoint, Edit, Fork, Pop, Remove, SeqId
+from quire.base.types import AdapterRuns, DropCheckpoint, Edit, Fork, Overwrite, Pop, Remove, SeqId
 from quire.branches import spare_states
 from quire.branches.branch import COMPUTED, Branch
 from quire.branches.past_prefixes import LEAST
 from quire.branches.pool import BranchPool
 from quire.branches.prefix_cache import LOOKED_AT, RadixCache
 from quire.branches.tiers import Tier
-from quire.engine import layer_memory
 from quire.engine.miss_search import QUOTED
 from quire.engine.request import Request, SessionBranch
 from quire.runner.local import Runner
@@ -227,7 +226,7 @@ class SessionBranches(BranchPool):
         try:
             while True:
                 try:
-                    layer_memory.write(state, seq, layer, start, tensors)
+                    self.apply(Overwrite(seq, layer, start, tensors))
                     return
                 except ResourceExhausted:
                     if not self.runner.room.make():

@@ -143,7 +143,7 @@ def _import_rows(cache: CacheRows, file: StateFile, saved: Sequence[SavedRow]) -
                     Add(seq), *(() if row.window is None else (SetWindow(seq, row.window.size, row.window.sink),))
                 )
             else:
-                load_row(pool.state, seq, file, row)
+                load_row(pool.runner, seq, file, row)
             new = Row(seq=seq, computed=row.length)
             row.fill(new, row.length)
             new.runs = new.runs_before(row.length)

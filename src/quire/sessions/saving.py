@@ -174,7 +174,7 @@ def load(
         seq = engine.runner.new_seq()
         while True:
             try:
-                load_row(engine.runner.state, seq, file, saved)
+                load_row(engine.runner, seq, file, saved)
                 break
             except ResourceExhausted:
                 if not engine.runner.room.make():
