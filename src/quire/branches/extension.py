@@ -91,7 +91,9 @@ def keep(pool: BranchPool, extensions: Sequence[Extension], counts: Sequence[int
     Where no state is left at the end of a chain that is cut, the branch has fewer computed tokens.
     """
     for one, count in zip(extensions, counts, strict=True):
-        if one.parents is not None and one.ids.size:
+        if not one.ids.size:
+            continue
+        if one.parents is not None:
             pool.apply(Commit((one.seq,), (count,)))
             one.branch.computed = one.start + len(one.kept(count))
         elif count < one.ids.size:

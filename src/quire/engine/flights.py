@@ -10,8 +10,8 @@ from quire.engine.request import Request
 from quire.engine.step_draft import Scheduled
 
 if TYPE_CHECKING:
+    from quire.branches.session_branches import SessionBranches
     from quire.engine.sampling_step import Drawing
-    from quire.engine.session_branches import SessionBranches
     from quire.engine.timeline import StepMark
 
 

@@ -28,6 +28,7 @@ from quire.base.metrics import EngineMetrics
 from quire.base.outputs import Miss
 from quire.base.types import Inputs
 from quire.branches.extension import extend, keep
+from quire.branches.session_branches import SessionBranches
 from quire.branches.state_loads import LoadFailed
 from quire.branches.stored_state import StoredState
 from quire.engine.blend_runs import BlendRuns
@@ -40,7 +41,6 @@ from quire.engine.request import Request
 from quire.engine.requests import Requests
 from quire.engine.sampling_step import Drawing, SamplingStep
 from quire.engine.scheduler import Scheduler
-from quire.engine.session_branches import SessionBranches
 from quire.engine.step_draft import Scheduled
 from quire.engine.timeline import StepMark, Timeline
 from quire.grammars.grammars import Grammars

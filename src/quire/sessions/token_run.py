@@ -16,9 +16,9 @@ from torch import Tensor
 from quire.base.errors import Cancelled, FailedPrecondition, Unsupported
 from quire.base.types import Add, Chunk, Edit, Inputs, SetWindow, Step
 from quire.branches.branch import COMPUTED
+from quire.branches.session_branch import SessionBranch
 from quire.engine.engine import Engine
 from quire.engine.prompts import embeddings_of
-from quire.engine.request import SessionBranch
 from quire.sessions.blend_calibration import run_step
 
 

@@ -20,22 +20,17 @@ from quire.base.errors import QuireError, ResourceExhausted
 from quire.base.media import Media
 from quire.base.metrics import EngineMetrics
 from quire.base.outputs import Miss
-from quire.base.token_history import common_prefix
 from quire.base.types import AdapterRuns, DropCheckpoint, Edit, Fork, Overwrite, Pop, Remove, SeqId
 from quire.branches import spare_states
 from quire.branches.branch import COMPUTED, Branch
-from quire.branches.past_prefixes import LEAST
 from quire.branches.pool import BranchPool
 from quire.branches.prefix_cache import LOOKED_AT, RadixCache
+from quire.branches.session_branch import SessionBranch
 from quire.branches.tiers import Tier
-from quire.engine.miss_search import QUOTED
-from quire.engine.request import Request, SessionBranch
 from quire.runner.local import Runner
 
 AHEAD = 4
 """A pool is nearly full if less than one in so many pages is free. As many are copied ahead."""
-KEEP_TOKENS = 32
-"""Tokens that a run without sampling must add for a fork of its end to be kept (a prompt's)."""
 
 
 def media_of(session: SessionBranch, tokens: NDArray[np.int64], media: Media) -> Media:
@@ -129,7 +124,7 @@ class SessionBranches(BranchPool):
         """Return the prefix cache's key of a session's computed tokens."""
         return self.prefix_key(session.key, session.runs)
 
-    def _leave_other_key(self, session: SessionBranch, key: Hashable) -> None:
+    def leave_other_key(self, session: SessionBranch, key: Hashable) -> None:
         """Let a session's sequence continue under ``key``. If the prefix cache knows it under
         another key, a fork of it takes its place there, for prompts with the old history."""
         seq = session.seq
@@ -248,106 +243,6 @@ class SessionBranches(BranchPool):
         session.seq = None
         session.recede(0)
 
-    def lend(self, session: SessionBranch, request: Request) -> None:
-        """Let the request work on the session's sequence, as far as it agrees; at least one token
-        must run. New tokens and the last one run under the session's adapter."""
-        work, reuse = request.branch, request.seat.reuse
-        common = common_prefix(session.tokens.ids, work.tokens.ids)
-        last = len(work.tokens) + len(request.asked.tail) - 1
-        work.runs = session.runs.then(min(common, last), session.adapter)
-        work.key = self.prefix_key(session.key, work.runs)
-        shared = session.runs.agreed(work.runs, common)
-        wanted = min(shared, len(work.tokens) - 1)
-        reuse.known = min(wanted, session.computed)
-        if LEAST <= common < min(session.computed, len(work.tokens)):
-            reuse.miss(Miss.OTHER_TEXT, common, session.tokens.ids[common : common + QUOTED].copy())
-        self.rewind(session, wanted)
-        self._leave_other_key(session, work.key)
-        if session.modified:
-            self.anchor(session)
-        self._take_nearer(session, request)
-        work.shared, work.common = shared, common
-        work.session, session.request = session, request
-        if session.modified and session.seq is not None and (self.state.forgets or session.window is not None):
-            work.way_back = self.fork_of(session.seq)
-        work.seq, work.computed, work.origin = session.seq, session.computed, session.origin
-        request.seat.admitted = session.seq is not None
-        reuse.count(session.computed)
-        if reuse.replayed and request.seat.admitted:
-            reuse.miss(self.forgets, reuse.known)
-        work.reusable = True
-        # A state that forgets is no prefix for others.
-        work.cacheable = not session.modified and session.window is None
-        work.window = session.window
-        work.pinned = session.pinned or session.modified
-
-    def _take_nearer(self, session: SessionBranch, request: Request) -> None:
-        """Let a session whose tokens change continue from a fork of another sequence, if that has
-        more of the new ones."""
-        if self.cache is None or session.seq is None or session.modified or session.window is not None:
-            return
-        work, fresh_from = request.branch, request.output.fresh_from
-        limit = len(work.tokens) - 1 if fresh_from is None else min(len(work.tokens) - 1, fresh_from)
-        found = self.cache.find(work.tokens.ids[:limit], work.key, without=session.seq)
-        if found is None or found[1] <= session.computed or found[0] == session.seq:
-            return
-        fork = self.fork_of(*found)
-        self.remove(session.seq)
-        session.seq, session.computed, session.origin = fork, found[1], COMPUTED
-
-    def settle(self, session: SessionBranch, request: Request) -> None:
-        """Give the sequence back to its session; after success the tokens join it."""
-        work, output = request.branch, request.output
-        session.request = None
-        session.seq, work.seq = work.seq, None
-        session.origin = work.origin
-        session.recede(work.computed if session.seq is not None else 0)
-        if request.succeeded:
-            count = len(work.tokens) if output.kept is None else request.asked.num_prompt + output.kept
-            tokens = work.tokens.fork(count)
-            tokens.extend(request.asked.tail)
-            session.tokens, session.logits = tokens, None
-            session.note(request)
-            session.runs = runs_of_session(work.runs, len(tokens), session.adapter)
-            self._return_to(session, request, work.runs.agreed(session.runs, count))
-        elif output.finish_reason == "error" and not (session.pinned or session.modified):
-            # Whatever broke, the state may be broken too.
-            self.drop(session)
-        else:
-            self._return_to(session, request, work.shared)
-            if session.modified and session.computed < len(session.tokens) - 1 and work.way_back is None:
-                # What was taken back was written by ``set_kv`` and cannot be computed again.
-                session.truncate(session.computed)
-                session.logits = None
-                runs = runs_of_session(session.runs, session.computed, session.adapter)
-                same = session.runs.agreed(runs, session.computed)
-                self.take_back(session, same)
-                session.runs = runs
-        if work.way_back is not None:
-            self.remove(work.way_back)
-            work.way_back = None
-        self.hold(session)
-        if self.cache is None or session.seq is None or not session.computed:
-            return
-        is_end = request.params is not None or len(work.tokens) - request.seat.reuse.cached >= KEEP_TOKENS
-        if work.cacheable:
-            self.share(session, self.key_of(session), live=True, keep=is_end)
-        if is_end and (work.cacheable or session.window is not None):
-            self.tier.keep(session)
-
-    def _return_to(self, session: SessionBranch, request: Request, length: int) -> None:
-        """Take back what is computed after ``length``. If a window has let go of what that needs,
-        and the tokens cannot bring it back, use the fork made by ``lend``. It never refuses."""
-        way_back = request.branch.way_back
-        if way_back is None or session.seq is None or session.computed <= length:
-            self.rewind(session, length)
-        elif self.state.nearest_reachable(session.seq, length) == length:
-            self.take_back(session, length)
-        else:
-            self.remove(session.seq)
-            session.seq, request.branch.way_back = way_back, None
-            session.computed = self.state.sequence_length(way_back)
-
     def evict(self) -> bool:
         """Give up the cached sequence that was used longest ago; return whether there was any."""
         if self.cache is None or (seq := self.cache.oldest()) is None:
@@ -431,8 +326,7 @@ class SessionBranches(BranchPool):
         found = set()
         for session in self.sessions.values():
             if session.modified or session.mark is not None:
-                found.add(session.seq)
-                found.add(None if session.request is None else session.request.branch.way_back)
+                found |= {session.seq, session.way_back}
         return {seq for seq in found if seq is not None}
 
     def clear_cache(self) -> None:
