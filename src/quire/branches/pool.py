@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 
 from quire.base.types import Edit, Fork, Pop, Remove, SeqId, Step
-from quire.branches.branch import Branch
+from quire.branches.branch import COMPUTED, Branch
 from quire.branches.replay_needs import nearest
 from quire.contracts.kv_state import ModelState
 from quire.runner.local import Runner
@@ -68,3 +68,12 @@ class BranchPool(ABC):
         fewer where no state is left. ``FailedPrecondition`` if the tokens after them cannot be
         replayed. ``what``: name of the branch in errors."""
         return nearest(self.state, branch, min(length, branch.computed), self.adapter_ids, what)
+
+    def fork_state(self, parent: Branch, child: Branch, held: int) -> None:
+        """Give a branch with the first tokens of another a fork of the state of ``held`` of them.
+        The others are left to run."""
+        if parent.seq is None or not held:
+            child.seq, child.computed, child.origin, child.mark = None, 0, COMPUTED, None
+            return
+        child.seq = self.fork_of(parent.seq, held)
+        child.recede(held)

@@ -147,13 +147,7 @@ class SessionBranches(BranchPool):
         child = SessionBranch(key=parent.key, adapter=parent.adapter)
         child.become(parent, length, None)
         child.runs = runs_of_session(parent.runs, length, parent.adapter)
-        agreed = parent.runs.agreed(child.runs, length)
-        held = self.reach(parent, agreed)
-        if parent.seq is not None and held:
-            child.seq = self.fork_of(parent.seq, held)
-            child.recede(held)
-        else:
-            child.origin, child.mark = COMPUTED, None
+        self.fork_state(parent, child, self.reach(parent, parent.runs.agreed(child.runs, length)))
         self.hold(child)
         return child
 
@@ -181,11 +175,16 @@ class SessionBranches(BranchPool):
         kept, found = self.reach(session, length), self.found(session, length)
         if found is None or found[1] <= kept:
             self.take_back(session, length)
-            return
-        # Another sequence is nearer: the session continues from a fork of it.
-        fork = self.fork_of(*found)
-        self.remove(session.seq)
-        session.seq, session.computed, session.origin = fork, found[1], COMPUTED
+        else:
+            self.continue_from(session, *found)
+
+    def continue_from(self, session: SessionBranch, seq: SeqId, length: int) -> None:
+        """Let a session continue from a fork of another sequence, whose first ``length`` tokens are
+        its own."""
+        fork = self.fork_of(seq, length)
+        if session.seq is not None:
+            self.remove(session.seq)
+        session.seq, session.computed, session.origin = fork, length, COMPUTED
 
     def found(self, session: SessionBranch, length: int) -> tuple[SeqId, int] | None:
         """Return another sequence in the prefix cache, and at how many of the session's first

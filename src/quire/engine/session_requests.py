@@ -9,7 +9,6 @@ from quire.adapters.keys import runs_of_session
 from quire.base.outputs import Miss
 from quire.base.sampling_params import StructuredOutputs
 from quire.base.token_history import common_prefix
-from quire.branches.branch import COMPUTED
 from quire.branches.past_prefixes import LEAST
 from quire.branches.session_branch import SessionBranch
 from quire.branches.session_branches import SessionBranches
@@ -63,11 +62,8 @@ def _take_nearer(branches: SessionBranches, session: SessionBranch, request: Req
     work, fresh_from = request.branch, request.output.fresh_from
     limit = len(work.tokens) - 1 if fresh_from is None else min(len(work.tokens) - 1, fresh_from)
     found = branches.cache.find(work.tokens.ids[:limit], work.key, without=session.seq)
-    if found is None or found[1] <= session.computed or found[0] == session.seq:
-        return
-    fork = branches.fork_of(*found)
-    branches.remove(session.seq)
-    session.seq, session.computed, session.origin = fork, found[1], COMPUTED
+    if found is not None and found[1] > session.computed and found[0] != session.seq:
+        branches.continue_from(session, *found)
 
 
 def end(branches: SessionBranches, session: SessionBranch, request: Request) -> None:
