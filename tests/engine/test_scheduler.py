@@ -132,8 +132,11 @@ class World:
     def step(self) -> Scheduled:
         scheduled = self.scheduler.schedule()
         self.pages.run(scheduled)
-        self.scheduler.computed(scheduled)
-        for request in scheduled.requests:
+        for request, extension, chunk in zip(
+            scheduled.requests, scheduled.extensions, scheduled.step.chunks, strict=True
+        ):
+            assert (extension.branch, extension.end) == (request.branch, request.branch.computed)
+            request.branch.computed += len(chunk.tokens)
             assert request.branch.seq is not None
             assert request.branch.computed == self.pages.lengths[request.branch.seq]
             if not request.branch.remaining:

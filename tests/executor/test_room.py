@@ -187,7 +187,7 @@ def test_what_can_never_fit_in_pages_costs_nobody_anything(hybrid: Hybrid) -> No
     with executor.lock:
         seqs = executor.pool.add(1)
         assert executor.pool.missing_full_pages(seqs, [121]) == 31 - executor.pool.state.num_available_pages()
-        executor.pool.remove(seqs)
+        executor.pool.remove(*seqs)
     assert num_cached(engine) == cached
 
 

@@ -12,6 +12,7 @@ from quire.base.metrics import EngineMetrics
 from quire.base.speculation import Speculation
 from quire.branches.past_prefixes import PastPrefixes
 from quire.branches.prefix_cache import RadixCache
+from quire.branches.session_branches import SessionBranches
 from quire.branches.stored_state import StoredState
 from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending, lead_text_of, start_of
@@ -29,7 +30,6 @@ from quire.engine.requests import Requests
 from quire.engine.sample_outputs import SampleOutputs
 from quire.engine.sampling_step import SamplingStep
 from quire.engine.scheduler import Scheduler
-from quire.engine.session_branches import SessionBranches
 from quire.engine.step_draft import Limits
 from quire.engine.steps import EngineSteps
 from quire.engine.timeline import Timeline

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from quire.base.errors import QuireError
 from quire.base.metrics import EngineMetrics
 from quire.base.speculation import Speculation, SpeculationCounts
-from quire.branches import spare_states
 from quire.engine.request import Request
 from quire.engine.step_draft import StepDraft
 from quire.speculation.controller import Controller, Trust
@@ -72,6 +71,9 @@ class Drafts:
         self._state, self._proposer, self._options = state, proposer, options
         self._vocab_size, self._metrics, self._tokenizer = vocab_size, metrics, tokenizer
         self.controller = Controller()
+        self.are_trees = bool(state.recurrent_ids)
+        """Whether drafts run as a tree of one path, whose nodes keep the states of recurrent
+        layers."""
         self._requests: dict[Request, RequestDrafts] = {}
         self._ahead = 0
 
@@ -100,7 +102,7 @@ class Drafts:
         depths = self.controller.depths(
             chances, decodes=decodes, rows=sum(batch.counts), most=min(batch.budget, batch.rows - len(able))
         )
-        depths = self._fitting(batch, able, depths)
+        depths = self._fitting(batch, able, depths, sum(map(len, kept or ())))
         for index, draft, depth in zip(able, drafts, depths, strict=True):
             notes, request = self.of(batch.requests[index]), batch.requests[index]
             if not depth:
@@ -173,17 +175,19 @@ class Drafts:
         text = "" if self._tokenizer is None else matcher.forced_text()
         return self._tokenizer.encode_inside(text) if self._tokenizer is not None and text else []
 
-    def _fitting(self, batch: StepDraft, able: Sequence[int], depths: Sequence[int]) -> list[int]:
-        """Return the depths, or as much of them as pages, and slots for recurrent states, are free
-        for."""
-        found = list(depths)
+    def _fitting(self, batch: StepDraft, able: Sequence[int], depths: Sequence[int], kept: int) -> list[int]:
+        """Return the depths, or as much of them as there is room for: free pages, and half of the
+        slots for recurrent states that the step leaves. ``kept``: slots that it keeps besides."""
+        found, spare = list(depths), 0
+        if self.are_trees and any(found):
+            spare = self._state.spare_states(batch.seqs, batch.counts) - kept
         while any(found):
             counts = list(batch.counts)
             for index, depth in zip(able, found, strict=True):
                 counts[index] += depth
             # Each node of a tree has a state.
             nodes = sum(depth + 1 for depth in found if depth)
-            roomy = not self._state.recurrent_ids or spare_states.is_roomy(self._state, nodes)
+            roomy = not self.are_trees or 2 * nodes <= spare
             if roomy and not self._state.missing_pages(batch.seqs, counts):
                 break
             found = [depth // 2 for depth in found]

@@ -6,15 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.base.types import Commit
-from quire.engine.request import Request, RequestBranch
+from quire.engine.request import Request
 from quire.engine.step_draft import Scheduled
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quire.branches.session_branches import SessionBranches
     from quire.engine.sampling_step import Drawing
-    from quire.engine.session_branches import SessionBranches
     from quire.engine.timeline import StepMark
 
 
@@ -63,23 +62,7 @@ class Flights:
             return
         ahead = self.last is not None and request in self.last.scheduled.requests
         if ahead or request in self.reading.drafted:
-            self.take_back(request)
-
-    def take_back(self, request: Request) -> None:
-        """Take back what has run of a request beyond what counts as computed."""
-        branch = request.branch
-        if branch.seq is not None:
-            self._cut(branch, branch.computed)
-
-    def _cut(self, branch: RequestBranch, length: int) -> None:
-        """Cut a sequence to ``length`` tokens, a path of drafts of it included."""
-        assert branch.seq is not None
-        state = self._branches.runner.state
-        held = state.sequence_length(branch.seq)
-        if state.pending_nodes(branch.seq):
-            self._branches.apply(Commit((branch.seq,), (length - held - 1 if length > held else -1,)))
-            held = max(held, length)
-        branch.recede(self._branches.pop(branch.seq, held, length))
+            self._branches.take_back(request.branch, request.branch.computed)
 
     def repair(self, running: Iterable[Request]) -> None:
         """Correct the requests' counts of computed tokens, after an interrupted step."""
@@ -87,13 +70,5 @@ class Flights:
             if flight is not None:
                 flight.drawing.drop()
         self.last = self.reading = None
-        for branch in (request.branch for request in running):
-            if branch.seq is not None:
-                self._cut(branch, self._safe_length(branch))
-
-    def _safe_length(self, branch: RequestBranch) -> int:
-        """Return the number of tokens whose rows are certain: of drafts only the input token's."""
-        assert branch.seq is not None
-        state = self._branches.runner.state
-        held = state.sequence_length(branch.seq) + min(1, state.pending_nodes(branch.seq))
-        return min(held, len(branch.tokens) - 1)
+        for request in running:
+            self._branches.take_back(request.branch, len(request.branch.tokens) - 1)

@@ -33,14 +33,14 @@ from typing import TYPE_CHECKING
 from quire.base.errors import PoolExhausted, QuireError, ResourceExhausted
 from quire.base.outputs import Miss
 from quire.base.token_history import common_prefix
-from quire.base.types import Add, Fork, Remove, SeqId, SetWindow, Step
+from quire.base.types import Add, Fork, Remove, SeqId, SetWindow
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.miss_search import MissSearch
 from quire.engine.partings import Partings
 from quire.engine.request import BACKGROUND, Request, Status
 from quire.engine.request_queues import RequestQueues
-from quire.engine.step_draft import Failure, Limits, Scheduled, SequencePool, StepDraft, chunk_of, drafted_chunk
+from quire.engine.step_draft import Failure, Limits, Scheduled, SequencePool, StepDraft, scheduled
 
 if TYPE_CHECKING:
     from quire.branches.tiers import Tier
@@ -177,16 +177,11 @@ class Scheduler:
             # A request without room may have left a fork of a running one, which needs a page.
             self._make_room(batch, failed)
         kept = None if self._checkpoints is None else self._checkpoints.wishes(batch.requests, batch.counts)
-        chunks = tuple(map(chunk_of, batch.requests, batch.counts, kept or repeat(())))
-        drafts: tuple[tuple[int, ...], ...] = ()
-        if self._drafts is not None and any(found := self._drafts.choose(batch, kept)):
-            drafts, tree = tuple(found), bool(self._state.recurrent_ids)
-            chunks = tuple(
-                drafted_chunk(chunk, draft, tree=tree) if draft else chunk
-                for chunk, draft in zip(chunks, drafts, strict=True)
-            )
         self.queues.shares.charge(batch.used)
-        return Scheduled(Step(chunks=chunks), tuple(batch.requests), tuple(failed), drafts)
+        if self._drafts is None:
+            return scheduled(batch.requests, batch.counts, kept or repeat(()), failed)
+        drafts = self._drafts.choose(batch, kept)
+        return scheduled(batch.requests, batch.counts, kept or repeat(()), failed, drafts, trees=self._drafts.are_trees)
 
     def _fill(self, requests: Iterable[Request], batch: StepDraft) -> None:
         """Add running requests to a step. More may run than it takes (samples of one prompt)."""
@@ -201,13 +196,6 @@ class Scheduler:
     def _add(self, request: Request, batch: StepDraft) -> None:
         if count := self._count(request, batch):
             batch.add(request, count)
-
-    def computed(self, scheduled: Scheduled) -> None:
-        """Note that the step has run. Its drafts do not count yet."""
-        for index, (request, chunk) in enumerate(zip(scheduled.requests, scheduled.step.chunks, strict=True)):
-            branch = request.branch
-            if branch.seq is not None:
-                branch.computed += len(chunk.tokens) - len(scheduled.draft(index))
 
     def _make_room(self, batch: StepDraft, failed: list[Failure]) -> set[str]:
         """Reclaim, then preempt, until running ones fit; return the keys that lost any."""

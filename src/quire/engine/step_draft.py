@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+import numpy as np
+
 from quire.base.errors import QuireError
-from quire.base.types import Chunk, Edit, LogitsWanted, SeqId, Step, TokenTree
+from quire.base.types import Chunk, Edit, LogitsWanted, SeqId, Step
+from quire.branches.extension import Extension
 from quire.engine.request import Request
 
 ALL_LOGITS_CHUNK = 256
@@ -26,10 +29,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A step and its requests: ``requests[i]`` runs ``step.chunks[i]``."""
+    """A step and its requests: ``extensions[i]`` of ``requests[i]`` runs ``step.chunks[i]``."""
 
     step: Step
     requests: tuple[Request, ...]
+    extensions: tuple[Extension, ...]
     failed: tuple[Failure, ...] = ()
     """Requests that can never run, with the reason; they hold nothing any more."""
     drafts: tuple[tuple[int, ...], ...] = ()
@@ -135,23 +139,35 @@ class StepDraft:
         return [request.branch.seq for request in self.requests if request.branch.seq is not None]
 
 
-def drafted_chunk(chunk: Chunk, drafts: Sequence[int], *, tree: bool) -> Chunk:
-    """Return a chunk with drafts behind its one token. ``tree``: as a tree of one path, of which
-    each node keeps the states of recurrent layers."""
-    ids = [*chunk.tokens, *drafts]
-    parents = TokenTree(tuple(range(-1, len(drafts)))) if tree else None
-    return replace(chunk, tokens=ids, tree=parents, logits="all")
+def scheduled(
+    requests: Sequence[Request],
+    counts: Sequence[int],
+    checkpoints: Iterable[tuple[int, ...]],
+    failed: Sequence[Failure] = (),
+    drafts: Sequence[tuple[int, ...]] = (),
+    *,
+    trees: bool = False,
+) -> Scheduled:
+    """Return the step of the next ``counts[i]`` tokens of each request, and ``drafts[i]`` behind
+    them. ``trees``: drafts run as a tree of one path, of which each node keeps the states of
+    recurrent layers."""
+    extensions = tuple(Extension(one.branch, one.branch.computed, one.branch.runs) for one in requests)
+    chunks = tuple(map(_chunk, requests, extensions, counts, checkpoints))
+    if not any(drafts):
+        return Scheduled(Step(chunks=chunks), tuple(requests), extensions, tuple(failed))
+    for extension, draft in zip(extensions, drafts, strict=True):
+        if draft and trees:
+            extension.parents = tuple(range(-1, len(draft)))
+    chunks = tuple(
+        extension.chunk(np.array([*chunk.tokens, *draft], dtype=np.int64), "all") if draft else chunk
+        for extension, chunk, draft in zip(extensions, chunks, drafts, strict=True)
+    )
+    return Scheduled(Step(chunks=chunks), tuple(requests), extensions, tuple(failed), tuple(drafts))
 
 
-def chunk_of(request: Request, count: int, checkpoints: tuple[int, ...]) -> Chunk:
-    """Return the next tokens of a request as a part of a step."""
-    branch = request.branch
-    start = branch.computed
+def _chunk(request: Request, extension: Extension, count: int, checkpoints: tuple[int, ...]) -> Chunk:
+    branch, start = request.branch, extension.start
     wants: LogitsWanted = request.output.wants
     if wants == "last" and count < branch.remaining:
         wants = "none"
-    if branch.seq is None:
-        raise QuireError("a scheduled request has no sequence")
-    ids = branch.tokens.ids[start : start + count].copy()
-    adapter = branch.next_adapter
-    return Chunk(branch.seq, ids, adapter=adapter, logits=wants, checkpoints=checkpoints)  # type: ignore[arg-type]
+    return extension.chunk(branch.tokens.ids[start : start + count].copy(), wants, checkpoints)

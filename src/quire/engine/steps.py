@@ -30,6 +30,8 @@ from quire.base.interrupts import Lock
 from quire.base.metrics import EngineMetrics
 from quire.base.outputs import Miss
 from quire.base.types import Inputs
+from quire.branches.extension import extend, keep
+from quire.branches.session_branches import SessionBranches
 from quire.branches.state_loads import LoadFailed
 from quire.branches.stored_state import StoredState
 from quire.engine.blend_runs import BlendRuns
@@ -43,7 +45,6 @@ from quire.engine.request import Request
 from quire.engine.requests import Requests
 from quire.engine.sampling_step import Drawing, SamplingStep
 from quire.engine.scheduler import Scheduler
-from quire.engine.session_branches import SessionBranches
 from quire.engine.step_draft import Scheduled
 from quire.engine.timeline import StepMark, Timeline
 from quire.grammars.grammars import Grammars
@@ -153,7 +154,14 @@ class EngineSteps:
             if output is None:
                 return None
             self._count_step(output, mark)
-            self.scheduler.computed(scheduled)
+            # A request without a sequence ran behind a load that failed.
+            ran = [one for one in scheduled.extensions if one.branch.seq is not None]
+            if scheduled.drafts:
+                # What of the drafts counts is known when tokens are drawn.
+                ran = [one for one, draft in zip(scheduled.extensions, scheduled.drafts, strict=True) if not draft]
+                for one, draft in zip(scheduled.extensions, scheduled.drafts, strict=True):
+                    one.branch.computed += bool(draft)
+            keep(self.branches, ran, [one.ids.size for one in ran])
             for request in scheduled.requests:
                 self._note_run(request)
             return self._drawn(scheduled, output, mark, launched)
@@ -166,7 +174,7 @@ class EngineSteps:
         """End the requests of a step that failed."""
         for index, request in enumerate(scheduled.requests):
             if scheduled.draft(index) and not request.finished:
-                self.flights.take_back(request)
+                self.branches.take_back(request.branch, request.branch.computed)
         reason = error if isinstance(error, QuireError) else QuireError(f"{type(error).__name__}: {error}")
         failed = [self.requests.fail(request, reason) for request in scheduled.requests if not request.finished]
         self.flights.repair(self.scheduler.running)
@@ -210,9 +218,9 @@ class EngineSteps:
         )
         awaited = tuple(chunk.seq for chunk in scheduled.step.chunks if chunk.seq in self.stored.open)
         if embeddings is None and not awaited and blend is None:
-            return self.runner.execute(scheduled.step)
-        inputs = Inputs(embeddings=embeddings)
-        return self.runner.execute(replace(scheduled.step, inputs=inputs, awaited=awaited, blend=blend))
+            return extend(self.runner, scheduled.step, scheduled.extensions)
+        step = replace(scheduled.step, inputs=Inputs(embeddings=embeddings), awaited=awaited, blend=blend)
+        return extend(self.runner, step, scheduled.extensions)
 
     def _note_run(self, request: Request) -> None:
         """Update the pins and the capture of a request once more of its tokens are computed."""
@@ -324,12 +332,13 @@ class EngineSteps:
         try:
             # Of a row that fails any token will do: its request ends.
             tokens_R = tokens_R.clamp(min=0)
-            output = self.runner.execute(replace(scheduled.step, inputs=Inputs(drawn=tokens_R)))
+            step = replace(scheduled.step, inputs=Inputs(drawn=tokens_R))
+            output = extend(self.runner, step, scheduled.extensions)
             drawing = self.sampling.draw(output.logits_RV, going_on, unread_R=tokens_R)
         except Exception:
             logger.warning("a step ahead failed; its tokens run again behind those before them", exc_info=True)
             for request in scheduled.requests:
-                self.flights.take_back(request)
+                self.branches.take_back(request.branch, request.branch.computed)
             return
         self._count_step(output, mark)
         self.metrics.steps_ahead.inc()
@@ -380,7 +389,7 @@ class EngineSteps:
             number += 1
         for request in flight.drafted:
             if not request.finished:
-                self.flights.take_back(request)
+                self.branches.take_back(request.branch, request.branch.computed)
 
     def _is_accepted(self, request: Request, drafts: Sequence[int], number: int) -> bool:
         """Return whether the token that a request has drawn last is its draft of this number, and
@@ -397,13 +406,12 @@ class EngineSteps:
         """Count the tokens that a step ahead has run, now that they are known. It ran another token
         of ``redrawn`` requests, which is taken back."""
         going_on = 0
-        for row, request in enumerate(flight.drawing.ready):
-            if request in redrawn and not request.finished:
-                self.flights.take_back(request)
+        for row, (request, extension) in enumerate(zip(flight.drawing.ready, flight.scheduled.extensions, strict=True)):
+            if not request.finished:
+                keep(self.branches, [extension], [int(request not in redrawn)])
             if request in redrawn or request.finished:
                 flight.drawing.drop_row(row)
                 continue
-            request.branch.computed += 1
             self._note_run(request)
             going_on += 1
         self.metrics.tokens_withdrawn.inc(len(flight.drawing.ready) - going_on)

@@ -120,7 +120,7 @@ class KVCache(CacheRows):
             self.set_pending(row, None)
             if row.window != self.pool.facts.row_window:
                 # The window came with a session's state; a cleared cache is like a new one.
-                self.pool.remove([row.seq])
+                self.pool.remove(row.seq)
                 (row.seq,), row.window = self.pool.add(1), self.pool.facts.row_window
 
     @locked

@@ -9,11 +9,11 @@ from weakref import WeakValueDictionary
 from quire.base.errors import FailedPrecondition, QuireError, ResourceExhausted
 from quire.base.finalizers import Orphans
 from quire.base.interrupts import Lock
-from quire.base.types import AdapterRuns, Add, Edit, Fork, Remove, SeqId, SetWindow, Step
+from quire.base.types import AdapterRuns, Add, Fork, SeqId, SetWindow
 from quire.branches import spare_states
 from quire.branches.model_facts import ModelFacts
+from quire.branches.pool import BranchPool
 from quire.branches.spare_states import SpareStateOwner
-from quire.contracts.kv_state import ModelState
 from quire.executor.row import Row
 from quire.executor.running_calls import Operations
 from quire.runner.local import Runner
@@ -36,7 +36,7 @@ class PooledCache(SpareStateOwner, Protocol):
         ...
 
 
-class CachePool:
+class CachePool(BranchPool):
     """The services of an executor for its KV caches.
 
     ``lock`` serialises all use of the runner; all users of the runner must share it. Until
@@ -83,21 +83,12 @@ class CachePool:
         """Return the runner; None after shutdown."""
         return self._runner
 
-    @property
-    def state(self) -> ModelState:
-        return self.runner.state
-
-    def edit(self, *edits: Edit) -> None:
-        """Apply edits through the runner, so that every rank applies them."""
-        if edits:
-            self.runner.execute(Step(edits=edits))
-
     def add(self, count: int) -> list[SeqId]:
         """Add empty sequences."""
-        seqs = [self.runner.new_seq() for _ in range(count)]
-        self.edit(*(Add(seq) for seq in seqs))
+        seqs = [self.new_seq() for _ in range(count)]
+        self.apply(*(Add(seq) for seq in seqs))
         if (window := self.facts.row_window) is not None:
-            self.edit(*(SetWindow(seq, window.size, window.sink) for seq in seqs))
+            self.apply(*(SetWindow(seq, window.size, window.sink) for seq in seqs))
         return seqs
 
     def fork(self, parents: Sequence[SeqId], positions: Sequence[int] | None = None) -> list[SeqId]:
@@ -105,9 +96,9 @@ class CachePool:
         errors of ``require_reachable`` before any fork."""
         if positions is not None:
             self.require_reachable(parents, positions)
-        seqs = [self.runner.new_seq() for _ in parents]
+        seqs = [self.new_seq() for _ in parents]
         starts = [-1] * len(seqs) if positions is None else positions
-        self.edit(*(Fork(parent, child, pos) for parent, child, pos in zip(parents, seqs, starts, strict=True)))
+        self.apply(*(Fork(parent, child, pos) for parent, child, pos in zip(parents, seqs, starts, strict=True)))
         return seqs
 
     def require_reachable(self, seqs: Sequence[SeqId], positions: Sequence[int]) -> None:
@@ -123,9 +114,6 @@ class CachePool:
                     f"position {position} of sequence {seq} is reachable only by running {again} tokens again from a recurrent "
                     f"state that is kept; go to {position - again} and run them"
                 )
-
-    def remove(self, seqs: Sequence[SeqId]) -> None:
-        self.edit(*(Remove(seq) for seq in seqs))
 
     def reclaim(self) -> bool:
         """Give up one thing of any owner; return False if there is none. Call it under the lock."""
@@ -227,11 +215,6 @@ class CachePool:
         """Update ``peak_bytes``."""
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
-    @property
-    def adapter_ids(self) -> Collection[int]:
-        """Return the ids of the loaded adapters."""
-        return self.runner.adapters.ids
-
     def note_adapters(self, histories: Iterable[AdapterRuns]) -> None:
         """Keep the fingerprints of adapters, which may be unloaded while caches name them."""
         wanted = frozenset[int]().union(*(runs.ids for runs in histories))
@@ -249,7 +232,7 @@ class CachePool:
     def free(self, rows: list[Row]) -> bool:
         """Remove the sequences of rows; return False if none of them existed any more."""
         left = [] if self._runner is None else [seq for row in rows for seq in row.seqs if self.state.has_sequence(seq)]
-        self.remove(left)
+        self.remove(*left)
         return bool(left)
 
     def sweep(self) -> bool:

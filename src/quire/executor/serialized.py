@@ -139,11 +139,11 @@ def _import_rows(cache: CacheRows, file: StateFile, saved: Sequence[SavedRow]) -
         for row in saved:
             seq = pool.runner.new_seq()
             if row.sequence is None:
-                pool.edit(
+                pool.apply(
                     Add(seq), *(() if row.window is None else (SetWindow(seq, row.window.size, row.window.sink),))
                 )
             else:
-                load_row(pool.state, seq, file, row)
+                load_row(pool.runner, seq, file, row)
             new = Row(seq=seq, computed=row.length)
             row.fill(new, row.length)
             new.runs = new.runs_before(row.length)
@@ -151,6 +151,6 @@ def _import_rows(cache: CacheRows, file: StateFile, saved: Sequence[SavedRow]) -
             fresh.append(new)
     except BaseException:
         with suppress(NotFound):
-            pool.remove([row.seq for row in fresh])
+            pool.remove(*(row.seq for row in fresh))
         raise
     return fresh

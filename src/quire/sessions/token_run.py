@@ -15,10 +15,9 @@ from torch import Tensor
 
 from quire.base.errors import Cancelled, FailedPrecondition, Unsupported
 from quire.base.types import Add, Chunk, Edit, Inputs, SetWindow, Step
-from quire.branches.branch import COMPUTED
+from quire.branches.session_branch import SessionBranch
 from quire.engine.engine import Engine
 from quire.engine.prompts import embeddings_of
-from quire.engine.request import SessionBranch
 from quire.sessions.blend_calibration import run_step
 
 
@@ -104,11 +103,7 @@ def _fork(engine: Engine, source: SessionBranch, length: int, verb: str) -> Sess
         )
     # No other request can give it up.
     fork.pinned = True
-    if source.seq is not None and held:
-        fork.seq = engine.branches.fork_of(source.seq, held)
-        fork.recede(held)
-    else:
-        fork.origin, fork.mark = COMPUTED, None
+    engine.branches.fork_state(source, fork, held)
     engine.branches.hold(fork)
     return fork
 
