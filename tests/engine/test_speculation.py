@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from quire import LLM, SamplingParams, Speculation
 from quire.base.errors import InvalidArgument, QuireError, Unsupported
 from quire.engine.drafts import Drafts
+from quire.kv.recurrent import bytes_per_state
 from quire.speculation.controller import Controller, StepCosts
 from quire.speculation.proposer import Context, Draft
 
@@ -193,6 +194,18 @@ def test_in_a_pool_that_is_too_small(make_llm: MakeLLM, checkpoint: Checkpoint) 
     assert token_ids(outputs) == [checkpoint.greedy(prompt, 40) for prompt in prompts]
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     check(llm)
+
+
+def test_many_recurrent_requests_in_few_slots(make_llm: MakeLLM, tmp_path: Path) -> None:
+    """Drafts take what others leave of the slots for states, and no step fails for lack of one."""
+    checkpoint = make_family("mamba2", tmp_path)
+    prompts = [random_tokens(12, seed=seed) for seed in range(6)]
+    told = Told()
+    told.known = [prompt + checkpoint.greedy(prompt, 24) for prompt in prompts]
+    state_bytes = bytes_per_state(engine_of(make_llm(checkpoint)).runner.state.parts.recurrent.specs)  # type: ignore[attr-defined]
+    llm = drafting(make_llm(checkpoint, kv_cache_memory=26 * state_bytes, speculative="lookup"), told)
+    assert token_ids(llm.generate(prompts, greedy(24))) == [checkpoint.greedy(prompt, 24) for prompt in prompts]
+    assert llm.metrics()["quire:accepted_tokens_total"] > 0
 
 
 # -- what is drawn ---------------------------------------------------------------------------------
