@@ -196,6 +196,21 @@ def test_in_a_pool_that_is_too_small(make_llm: MakeLLM, checkpoint: Checkpoint) 
     check(llm)
 
 
+@pytest.mark.parametrize("kind", ["mistral", "qwen3-next"])
+def test_nothing_runs_twice(make_llm: MakeLLM, checkpoints: dict[str, Checkpoint], tmp_path: Path, kind: str) -> None:
+    """A draft that is taken back costs its own row: recurrent layers have a state behind each."""
+    checkpoint = checkpoints.get(kind) or make_family(kind, tmp_path)
+    told = Told(right=0.6)
+    told.known = [PROMPT + checkpoint.greedy(PROMPT, 40)]
+    llm = drafting(make_llm(checkpoint, speculative="lookup"), told)
+    steps = record(llm)
+    (output,) = llm.generate([PROMPT], greedy(40))
+    counts = output.speculation
+    assert counts is not None
+    assert 0 < counts.accepted < counts.drafted
+    assert steps.num_tokens == len(PROMPT) + len(steps.forwards) - 1 + counts.drafted
+
+
 def test_many_recurrent_requests_in_few_slots(make_llm: MakeLLM, tmp_path: Path) -> None:
     """Drafts take what others leave of the slots for states, and no step fails for lack of one."""
     checkpoint = make_family("mamba2", tmp_path)
@@ -296,6 +311,8 @@ def test_stops_cut_within_drafts(make_llm: MakeLLM, checkpoint: Checkpoint, cut:
     first = tokens.index(tokens[cut])
     assert output.token_ids == tokens[: first + 1]
     assert output.stop_reason == tokens[cut]
+    state = engine_of(llm).runner.state
+    assert {state.sequence_length(seq) for seq in state.sequences.ids} <= {len(PROMPT), len(PROMPT) + first}  # type: ignore[attr-defined]
     assert session.generate(greedy(12)).outputs[0].token_ids == checkpoint.greedy(session.tokens[:-12], 12)
     check(llm)
 

@@ -34,7 +34,7 @@ MUTANTS = (
         file="engine/step_draft.py",
         old="        if draft and trees:\n",
         new="        if False:\n",
-        tests=(f"{TESTS}::test_random_requests",),
+        tests=(f"{TESTS}::test_nothing_runs_twice",),
     ),
     Mutant(
         name="drafts-of-a-tree-keep-a-node-less",
