@@ -149,9 +149,7 @@ class EngineSteps:
             if output is None:
                 return None
             self._count_step(output, mark)
-            # A request without a sequence ran behind a load that failed.
-            ran = [one for one in scheduled.extensions if one.branch.seq is not None]
-            keep(self.branches, ran, [one.ids.size for one in ran])
+            keep(self.branches, scheduled.extensions)
             for request in scheduled.requests:
                 self._note_run(request)
             return self._drawn(scheduled, output, mark, launched)

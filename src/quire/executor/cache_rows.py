@@ -188,8 +188,8 @@ class CacheRows:
         tokens = 0
         for row in self.rows:
             if row.chain is not None:
-                keep(self.pool, [row.chain], [row.chain.ids.size - 1])
-                tokens += row.chain.ids.size
+                keep(self.pool, [row.chain], [row.chain.num_run - 1])
+                tokens += row.chain.num_run
                 row.chain = None
         return tokens
 
@@ -200,7 +200,7 @@ class CacheRows:
             raise QuireError("there is no chain to cut")
         keep(self.pool, [chain], [length - chain.start - 1])
         row.chain = None
-        if length < chain.start + chain.ids.size:
+        if length < chain.end:
             self.mark_cut(row, length)
         self.touch()
 
