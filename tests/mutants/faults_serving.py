@@ -139,7 +139,7 @@ SESSIONS = (
     ),
     Mutant(
         name="fork-counts-what-a-window-lost",
-        file="branches/session_branches.py",
+        file="branches/pool.py",
         old="child.recede(held)",
         new="child.recede(min(parent.computed, held + 1))",
         tests=("engine/test_sessions.py::test_fork",),

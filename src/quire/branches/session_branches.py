@@ -147,7 +147,8 @@ class SessionBranches(BranchPool):
         child = SessionBranch(key=parent.key, adapter=parent.adapter)
         child.become(parent, length, None)
         child.runs = runs_of_session(parent.runs, length, parent.adapter)
-        self.fork_state(parent, child, self.reach(parent, parent.runs.agreed(child.runs, length)))
+        agreed = parent.runs.agreed(child.runs, length)
+        self.fork_state(parent, child, self.reach(parent, agreed))
         self.hold(child)
         return child
 
