@@ -8,7 +8,7 @@ a session's state may go to host memory. The caller holds the engine's lock.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -73,14 +73,6 @@ class SessionBranches(BranchPool):
             BranchPool.apply(self, edit)
             if isinstance(edit, Fork):
                 self.metrics.forks.inc()
-
-    def make_room(self) -> bool:
-        """Give up one thing that can be had again; return whether there was any."""
-        return self.runner.room.make()
-
-    def fits(self, adapters: Collection[int]) -> bool:
-        """Return whether one forward can use these adapters together."""
-        return self.runner.adapters.fits(adapters)
 
     def remove(self, *seqs: SeqId) -> None:
         """Forget sequences everywhere."""

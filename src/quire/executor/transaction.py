@@ -104,7 +104,7 @@ class Transaction:
         several = self.several or any(part.replayed for part in self.parts)
         self._lets_go = several and (self._facts.is_windowed or any(part.row.window is not None for part in self.parts))
         kept = [part for part in self.parts if self.aside or part.rewinds or self._needs_a_way_back(part)]
-        forks = self.pool.fork([part.row.seq for part in kept], [part.begin for part in kept])
+        forks = self.pool.fork_rows([part.row for part in kept], [part.begin for part in kept])
         for part, seq in zip(kept, forks, strict=True):
             part.new.branch = part.row.like(seq, part.start)
             part.new.branch.recede(part.begin)
