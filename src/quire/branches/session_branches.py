@@ -1,4 +1,4 @@
-"""Branches that outlive a request: of sessions, and of the prefix cache.
+"""``SessionBranches``: branches that outlive a request, of sessions and of the prefix cache.
 
 A session's sequence is held by the request that works on it, until the request ends. What can be
 had again (a cached sequence, an idle session's state) is given up when the pool is short; a copy of
