@@ -63,7 +63,7 @@ def begun(pool: BranchPool, ids: Sequence[int]) -> Branch:
 def compute(pool: BranchPool, branch: Branch) -> Tensor:
     new = Extension(branch, branch.computed, branch.runs)
     logits_RV = run(pool, new, branch.tokens.ids[branch.computed :].tolist())
-    keep(pool, [new], [new.ids.size])
+    keep(pool, [new])
     assert not branch.remaining
     return logits_RV
 
@@ -181,4 +181,5 @@ def test_a_prompt_finds_no_drafts_that_were_taken_back(llama: Tiny) -> None:  # 
     branch = begun(pool, tokens)
     pool.share(branch, None, live=True)
     pool.take_back(branch, 12)
+    assert pool.cache.length(branch.seq) == 12
     assert pool.cache.find(np.array(tokens), None) == (branch.seq, 12)

@@ -164,7 +164,7 @@ def test_a_call_that_asks_for_room_keeps_the_states_that_it_goes_back_to(hybrid:
     pool.runner.room.join(owner)
     assert pool.state.checkpoints(handle.cache.rows[0].seq) == [6]
     with pool.lock:
-        assert not pool.reclaim()
+        assert not pool.make_room()
     assert asked == list(Rank)
     assert pool.state.checkpoints(handle.cache.rows[0].seq) == [6]
 

@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         name="replays-under-the-wrong-adapter",
         file="branches/extension.py",
-        old="adapter = None if self.runs is BASE else self.runs.at(self.end)",
+        old="adapter = None if self.runs is BASE else self.runs.at(self.start + self.num_run)",
         new="adapter = None if self.runs is BASE else self.runs.at(len(self.branch.tokens))",
         tests=("executor/test_adapters.py::test_replay_runs_each_token_under_its_own",),
     ),

@@ -139,7 +139,7 @@ SESSIONS = (
     ),
     Mutant(
         name="fork-counts-what-a-window-lost",
-        file="branches/session_branches.py",
+        file="branches/pool.py",
         old="child.recede(held)",
         new="child.recede(min(parent.computed, held + 1))",
         tests=("engine/test_sessions.py::test_fork",),
@@ -147,8 +147,8 @@ SESSIONS = (
     Mutant(
         name="window-forgotten-when-computed-again",
         file="engine/scheduler.py",
-        old="            if branch.window is not None:\n                self._pool.apply(SetWindow",
-        new="            if branch.window is not None and not request.seat.num_preemptions:\n                self._pool.apply(SetWindow",
+        old="self._pool.add_seq(branch.window)",
+        new="self._pool.add_seq(None if request.seat.num_preemptions else branch.window)",
         tests=("test_gaps.py::test_a_session_with_a_window_that_is_preempted_keeps_its_window",),
     ),
     Mutant(

@@ -9,7 +9,7 @@ tokens of a step ahead, of a call that fails, and of a tree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -48,25 +48,34 @@ class Extension:
     """The parents of its tokens, which run as one tree in one forward; None: a chain."""
     positions: Ids | None = None
     """Positions of its tokens; None: their indices, or as their tree implies."""
-    ids: Ids = field(default_factory=lambda: NOTHING)
-    """The tokens that have run."""
+    num_run: int = 0
+    """Number of its tokens that have run."""
+    pieces: tuple[Ids, ...] = ()
+    """These tokens, forward by forward."""
 
     @property
     def seq(self) -> SeqId:
-        if self.branch.seq is None:
-            raise QuireError("a branch without a sequence cannot run")
+        assert self.branch.seq is not None
         return self.branch.seq
 
     @property
     def end(self) -> int:
         """The position of its next token, as far as it is a chain."""
-        return self.start + self.ids.size
+        return self.start + self.num_run
+
+    @property
+    def ids(self) -> Ids:
+        """The tokens that have run."""
+        return np.concatenate((NOTHING, *self.pieces))
 
     def chunk(self, ids: Ids, logits: LogitsWanted = "last", checkpoints: tuple[int, ...] = ()) -> Chunk:
         """Return its next tokens, all under one adapter, as a part of a forward."""
+        seq = self.branch.seq
+        if seq is None:
+            raise QuireError("a branch without a sequence cannot run")
         tree = None if self.parents is None else TokenTree(self.parents)
-        adapter = None if self.runs is BASE else self.runs.at(self.end)
-        return Chunk(self.seq, ids, tree, adapter, logits, checkpoints)  # type: ignore[arg-type]
+        adapter = None if self.runs is BASE else self.runs.at(self.start + self.num_run)
+        return Chunk(seq, ids, tree, adapter, logits, checkpoints)  # type: ignore[arg-type]
 
     def kept(self, count: int) -> Ids:
         """Return the indices of the tokens that count: the first ``count``, or the path to node
@@ -80,23 +89,28 @@ def extend(runner: Runner, step: Step, extensions: Sequence[Extension]) -> StepO
     output = runner.execute(step)
     for extension, chunk in zip(extensions, step.chunks, strict=True):
         ids: Ids = chunk.tokens  # type: ignore[assignment]
-        extension.ids = np.concatenate((extension.ids, ids)) if extension.ids.size else ids
+        extension.num_run += len(ids)
+        extension.pieces += (ids,)
     return output
 
 
-def keep(pool: BranchPool, extensions: Sequence[Extension], counts: Sequence[int]) -> None:
-    """Let the first ``counts[i]`` tokens of each extension count, or the path to node ``counts[i]``
-    of its tree, and take the others back. The branch's history has these tokens, or gets them.
+def keep(pool: BranchPool, extensions: Sequence[Extension], counts: Sequence[int] | None = None) -> None:
+    """Let the first ``counts[i]`` tokens of each extension count (None: all), or the path to node
+    ``counts[i]`` of its tree, and take the others back. The branch's history has these tokens, or
+    gets them.
 
-    Where no state is left at the end of a chain that is cut, the branch has fewer computed tokens.
+    A branch without a sequence, whose load failed, keeps nothing. Where no state is left at the end
+    of a chain that is cut, the branch has fewer computed tokens.
     """
-    for one, count in zip(extensions, counts, strict=True):
-        if not one.ids.size:
+    for index, one in enumerate(extensions):
+        branch, ran = one.branch, one.num_run
+        if branch.seq is None or not ran:
             continue
+        count = ran if counts is None else counts[index]
         if one.parents is not None:
-            pool.apply(Commit((one.seq,), (count,)))
-            one.branch.computed = one.start + len(one.kept(count))
-        elif count < one.ids.size:
-            one.branch.recede(pool.pop(one.seq, one.end, one.start + count))
+            pool.apply(Commit((branch.seq,), (count,)))
+            branch.computed = one.start + len(one.kept(count))
+        elif count < ran:
+            branch.recede(pool.pop(branch.seq, one.end, one.start + count))
         else:
-            one.branch.computed = one.end
+            branch.computed = one.start + ran

@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 
-from quire.base.types import Commit, Edit, Fork, Pop, Remove, SeqId, Step
+from quire.base.types import Add, Commit, Edit, Fork, Pop, Remove, SeqId, SetWindow, Step
 from quire.branches.branch import COMPUTED, Branch
-from quire.branches.replay_needs import nearest
+from quire.branches.replay_needs import require_again
 from quire.contracts.kv_state import ModelState
+from quire.kv.windows import Window
 from quire.runner.local import Runner
 
 
@@ -34,9 +35,23 @@ class BranchPool(ABC):
         if edits:
             self.runner.execute(Step(edits=edits))
 
+    def make_room(self) -> bool:
+        """Give up one thing that can be had again; return False if there is none."""
+        return self.runner.room.make()
+
+    def fits(self, adapters: Collection[int]) -> bool:
+        """Return True if one forward can use these adapters together. One alone always fits."""
+        return self.runner.adapters.fits(adapters)
+
     def new_seq(self) -> SeqId:
         """Return an id for a new sequence."""
         return self.runner.new_seq()
+
+    def add_seq(self, window: Window | None = None) -> SeqId:
+        """Add an empty sequence, which keeps a window of its tokens; return its id."""
+        seq = self.new_seq()
+        self.apply(Add(seq), *(() if window is None else (SetWindow(seq, window.size, window.sink),)))
+        return seq
 
     def fork_of(self, seq: SeqId, length: int = -1) -> SeqId:
         """Fork a sequence, or its first ``length`` tokens; return the fork. Copies no page."""
@@ -74,7 +89,13 @@ class BranchPool(ABC):
         """Return the computed tokens that a branch keeps if it goes back to its first ``length``:
         fewer where no state is left. ``FailedPrecondition`` if the tokens after them cannot be
         replayed. ``what``: name of the branch in errors."""
-        return nearest(self.state, branch, min(length, branch.computed), self.adapter_ids, what)
+        if branch.seq is None:
+            return 0
+        wanted = min(length, branch.computed)
+        position = self.state.nearest_reachable(branch.seq, wanted)
+        if position < wanted:
+            require_again(self.state, branch, position, wanted, self.adapter_ids, what)
+        return position
 
     def fork_state(self, parent: Branch, child: Branch, held: int) -> None:
         """Give a branch with the first tokens of another a fork of the state of ``held`` of them.

@@ -1,4 +1,4 @@
-"""Branches that outlive a request: of sessions, and of the prefix cache.
+"""``SessionBranches``: branches that outlive a request, of sessions and of the prefix cache.
 
 A session's sequence is held by the request that works on it, until the request ends. What can be
 had again (a cached sequence, an idle session's state) is given up when the pool is short; a copy of
@@ -8,7 +8,7 @@ a session's state may go to host memory. The caller holds the engine's lock.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -73,14 +73,6 @@ class SessionBranches(BranchPool):
             BranchPool.apply(self, edit)
             if isinstance(edit, Fork):
                 self.metrics.forks.inc()
-
-    def make_room(self) -> bool:
-        """Give up one thing that can be had again; return whether there was any."""
-        return self.runner.room.make()
-
-    def fits(self, adapters: Collection[int]) -> bool:
-        """Return whether one forward can use these adapters together."""
-        return self.runner.adapters.fits(adapters)
 
     def remove(self, *seqs: SeqId) -> None:
         """Forget sequences everywhere."""
@@ -147,7 +139,8 @@ class SessionBranches(BranchPool):
         child = SessionBranch(key=parent.key, adapter=parent.adapter)
         child.become(parent, length, None)
         child.runs = runs_of_session(parent.runs, length, parent.adapter)
-        self.fork_state(parent, child, self.reach(parent, parent.runs.agreed(child.runs, length)))
+        agreed = parent.runs.agreed(child.runs, length)
+        self.fork_state(parent, child, self.reach(parent, agreed))
         self.hold(child)
         return child
 

@@ -33,16 +33,17 @@ from typing import TYPE_CHECKING
 from quire.base.errors import PoolExhausted, QuireError, ResourceExhausted
 from quire.base.outputs import Miss
 from quire.base.token_history import common_prefix
-from quire.base.types import Add, Fork, Remove, SeqId, SetWindow
+from quire.base.types import Remove, SeqId
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.miss_search import MissSearch
 from quire.engine.partings import Partings
 from quire.engine.request import BACKGROUND, Request, Status
 from quire.engine.request_queues import RequestQueues
-from quire.engine.step_draft import Failure, Limits, Scheduled, SequencePool, StepDraft, scheduled
+from quire.engine.step_draft import Failure, Limits, Scheduled, StepDraft, scheduled
 
 if TYPE_CHECKING:
+    from quire.branches.pool import BranchPool
     from quire.branches.tiers import Tier
     from quire.contracts.kv_state import ModelState
     from quire.engine.drafts import Drafts
@@ -71,7 +72,7 @@ class Scheduler:
         state: ModelState,
         *,
         queues: RequestQueues,
-        pool: SequencePool,
+        pool: BranchPool,
         cache: RadixCache | None,
         tier: Tier | None = None,
         checkpoints: Checkpoints | None = None,
@@ -410,7 +411,6 @@ class Scheduler:
         branch, reuse = request.branch, request.seat.reuse
         if branch.seq is not None:
             return
-        seq = self._pool.new_seq()
         limit = self._limit(request)
         found = None
         if self._cache is not None and branch.cacheable and limit > 0:
@@ -418,19 +418,14 @@ class Scheduler:
             found = self._cache.match(ids, branch.key)
             reuse.known = max(reuse.known, self._cache.held(ids, branch.key))
         if found is None or not found[1]:
-            self._pool.apply(Add(seq))
-            if branch.window is not None:
-                self._pool.apply(SetWindow(seq, branch.window.size, branch.window.sink))
-            branch.computed = 0
+            branch.seq, branch.computed = self._pool.add_seq(branch.window), 0
         else:
             parent, length = found
-            self._pool.apply(Fork(parent, seq, length))
-            branch.computed = length
+            branch.seq, branch.computed = self._pool.fork_of(parent, length), length
         if self._checkpoints is not None and branch.computed < reuse.known:
             # Here this prompt parts from another: the next one with this beginning will find a
             # state.
             request.seat.partings.add(reuse.known)
-        branch.seq = seq
         request.note_reuse()
 
     def _bring(self, request: Request, attached: bool) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from quire.base.errors import QuireError
-from quire.base.types import Chunk, Edit, LogitsWanted, SeqId, Step
+from quire.base.types import Chunk, LogitsWanted, SeqId, Step
 from quire.branches.extension import Extension
 from quire.engine.request import Request
+
+if TYPE_CHECKING:
+    from quire.branches.pool import BranchPool
 
 ALL_LOGITS_CHUNK = 256
 """Tokens of a step whose logits are all wanted: float32 rows of the whole vocabulary."""
@@ -44,27 +47,6 @@ class Scheduled:
         return self.drafts[index] if self.drafts else ()
 
 
-class SequencePool(Protocol):
-    """The sequences of a KV state, as a scheduler changes them."""
-
-    def new_seq(self) -> SeqId:
-        """Return an id for a new sequence."""
-        ...
-
-    def apply(self, edit: Edit) -> None:
-        """Execute an edit at once."""
-        ...
-
-    def make_room(self) -> bool:
-        """Give up something that can be had again, a cached sequence or an idle session's state;
-        return whether there was any."""
-        ...
-
-    def fits(self, adapters: Collection[int]) -> bool:
-        """Return whether one forward can use these adapters together. One alone always fits."""
-        ...
-
-
 @dataclass(slots=True)
 class StepDraft:
     """A step in the making."""
@@ -78,7 +60,7 @@ class StepDraft:
     counts: list[int] = field(default_factory=list)
     adapters: set[int] = field(default_factory=set)
     """Those that it uses."""
-    pool: SequencePool | None = None
+    pool: BranchPool | None = None
     """The judge of adapters that one forward is to use together; None: any can."""
     held_back: bool = False
     """Whether a request waits for room for its adapter."""

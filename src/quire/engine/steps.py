@@ -154,14 +154,13 @@ class EngineSteps:
             if output is None:
                 return None
             self._count_step(output, mark)
-            # A request without a sequence ran behind a load that failed.
-            ran = [one for one in scheduled.extensions if one.branch.seq is not None]
+            ran = scheduled.extensions
             if scheduled.drafts:
                 # What of the drafts counts is known when tokens are drawn.
-                ran = [one for one, draft in zip(scheduled.extensions, scheduled.drafts, strict=True) if not draft]
+                ran = tuple(one for one, draft in zip(ran, scheduled.drafts, strict=True) if not draft)
                 for one, draft in zip(scheduled.extensions, scheduled.drafts, strict=True):
                     one.branch.computed += bool(draft)
-            keep(self.branches, ran, [one.ids.size for one in ran])
+            keep(self.branches, ran)
             for request in scheduled.requests:
                 self._note_run(request)
             return self._drawn(scheduled, output, mark, launched)

@@ -175,8 +175,7 @@ class KVCache(CacheRows):
     def _copy_rows(self, source: KVCache, indices: Sequence[int]) -> None:
         source.commit_chains()
         origins = [source.rows[index] for index in indices]
-        seqs = self.pool.fork([row.seq for row in origins])
-        self.replace_content([row.like(seq) for seq, row in zip(seqs, origins, strict=True)])
+        self.replace_content([row.like(self.pool.fork_of(row.seq)) for row in origins])
 
     def serialize(self) -> bytes:
         with self.pool.lock:

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 from quire.base.errors import FailedPrecondition, QuireError, ResourceExhausted
 from quire.base.finalizers import Orphans
 from quire.base.interrupts import Lock
-from quire.base.types import AdapterRuns, Add, Fork, SeqId, SetWindow
+from quire.base.types import AdapterRuns, SeqId
 from quire.branches import spare_states
 from quire.branches.model_facts import ModelFacts
 from quire.branches.pool import BranchPool
@@ -85,21 +85,13 @@ class CachePool(BranchPool):
 
     def add(self, count: int) -> list[SeqId]:
         """Add empty sequences."""
-        seqs = [self.new_seq() for _ in range(count)]
-        self.apply(*(Add(seq) for seq in seqs))
-        if (window := self.facts.row_window) is not None:
-            self.apply(*(SetWindow(seq, window.size, window.sink) for seq in seqs))
-        return seqs
+        return [self.add_seq(self.facts.row_window) for _ in range(count)]
 
-    def fork(self, parents: Sequence[SeqId], positions: Sequence[int] | None = None) -> list[SeqId]:
-        """Fork the first ``positions[i]`` tokens of each (None: all). Copies no page. Raises the
-        errors of ``require_reachable`` before any fork."""
-        if positions is not None:
-            self.require_reachable(parents, positions)
-        seqs = [self.new_seq() for _ in parents]
-        starts = [-1] * len(seqs) if positions is None else positions
-        self.apply(*(Fork(parent, child, pos) for parent, child, pos in zip(parents, seqs, starts, strict=True)))
-        return seqs
+    def fork_rows(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[SeqId]:
+        """Fork the first ``lengths[i]`` tokens of each row. Copies no page. Raises the errors of
+        ``require_reachable`` before any fork."""
+        self.require_reachable([row.seq for row in rows], lengths)
+        return [self.fork_of(row.seq, length) for row, length in zip(rows, lengths, strict=True)]
 
     def require_reachable(self, seqs: Sequence[SeqId], positions: Sequence[int]) -> None:
         """Raise ``FailedPrecondition`` unless each sequence can be cut to its position without a
@@ -115,8 +107,8 @@ class CachePool(BranchPool):
                     f"state that is kept; go to {position - again} and run them"
                 )
 
-    def reclaim(self) -> bool:
-        """Give up one thing of any owner; return False if there is none. Call it under the lock."""
+    def make_room(self) -> bool:
+        """See ``BranchPool``. A running call may still need states of this pool's own."""
         return self.runner.room.make(self)
 
     def has_room(self, rows: int, tokens: int) -> bool:
@@ -157,14 +149,14 @@ class CachePool(BranchPool):
         counted."""
         parents = trees if trees is not None and any(tree is not None for tree in trees) else None
         while (short := self.state.page_shortage(seqs, counts, parents)).missing:
-            if short.never or not self.reclaim():
+            if short.never or not self.make_room():
                 return short.missing
         return 0
 
     def missing_full_pages(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> int:
         """As ``missing_pages``, for layers that keep all tokens, without copies of shared tails."""
         while (short := self.state.full_page_shortage(seqs, counts)).missing:
-            if short.never or not self.reclaim():
+            if short.never or not self.make_room():
                 return short.missing
         return 0
 
@@ -180,7 +172,7 @@ class CachePool(BranchPool):
         never = not self.facts.recurrent_ids or needed > self.state.pool_sizes()[-1]
         caches = spare_states.by_last_access(self.caches.values())
         while (missing := needed - self.available_states) > 0:
-            if never or not (spare_states.give_up(caches, missing) or self.reclaim()):
+            if never or not (spare_states.give_up(caches, missing) or self.make_room()):
                 return missing
         return 0
 
@@ -192,7 +184,7 @@ class CachePool(BranchPool):
                 f"{what} needs {states} recurrent states and {self.available_states} are free; release or clear caches"
             )
         while self.facts.specs and pages > self.state.num_available_pages():
-            if not self.reclaim():
+            if not self.make_room():
                 free = self.state.num_available_pages()
                 raise ResourceExhausted(
                     f"{what} needs {pages} pages of {self.page_size} tokens and {free} of {self.state.num_pages} are free; "

@@ -143,7 +143,7 @@ class CacheRows:
         """Return a cache of the first ``lengths[i]`` tokens of row i. Raises the errors of
         ``truncate``."""
         self.commit_chains()
-        seqs = self.pool.fork([row.seq for row in self.rows], lengths)
+        seqs = self.pool.fork_rows(self.rows, lengths)
         rows = [row.like(seq, length) for seq, row, length in zip(seqs, self.rows, lengths, strict=True)]
         return type(self)(self.pool, rows, capacity=self.capacity, dynamic=self.dynamic)
 
@@ -188,8 +188,8 @@ class CacheRows:
         tokens = 0
         for row in self.rows:
             if row.chain is not None:
-                keep(self.pool, [row.chain], [row.chain.ids.size - 1])
-                tokens += row.chain.ids.size
+                keep(self.pool, [row.chain], [row.chain.num_run - 1])
+                tokens += row.chain.num_run
                 row.chain = None
         return tokens
 
@@ -200,7 +200,7 @@ class CacheRows:
             raise QuireError("there is no chain to cut")
         keep(self.pool, [chain], [length - chain.start - 1])
         row.chain = None
-        if length < chain.start + chain.ids.size:
+        if length < chain.end:
             self.mark_cut(row, length)
         self.touch()
 
@@ -239,7 +239,7 @@ def become_fork(cache: CacheRows, branch: Branch, *, private: bool) -> None:
             row.window = branch.window
         return
     cache.pool.note_adapters([branch.runs_before(length)])
-    (seq,) = cache.pool.fork([branch.seq])
+    seq = cache.pool.fork_of(branch.seq)
     fresh = Row(seq=seq)
     fresh.become(branch, length, seq)
     fresh.tokens.media = NO_MEDIA  # a cache does not store embeddings

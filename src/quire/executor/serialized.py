@@ -17,7 +17,6 @@ from torch import Tensor
 
 from quire.adapters.history import written
 from quire.base.errors import InvalidArgument, NotFound, ResourceExhausted, Unsupported
-from quire.base.types import Add, SetWindow
 from quire.branches.saved_rows import (
     KV_CACHE,
     KV_CACHE_WITH_POSITIONS,
@@ -137,12 +136,10 @@ def _import_rows(cache: CacheRows, file: StateFile, saved: Sequence[SavedRow]) -
     fresh: list[Row] = []
     try:
         for row in saved:
-            seq = pool.runner.new_seq()
             if row.sequence is None:
-                pool.apply(
-                    Add(seq), *(() if row.window is None else (SetWindow(seq, row.window.size, row.window.sink),))
-                )
+                seq = pool.add_seq(row.window)
             else:
+                seq = pool.new_seq()
                 load_row(pool.runner, seq, file, row)
             new = Row(seq=seq, computed=row.length)
             row.fill(new, row.length)

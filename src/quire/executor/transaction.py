@@ -104,7 +104,7 @@ class Transaction:
         several = self.several or any(part.replayed for part in self.parts)
         self._lets_go = several and (self._facts.is_windowed or any(part.row.window is not None for part in self.parts))
         kept = [part for part in self.parts if self.aside or part.rewinds or self._needs_a_way_back(part)]
-        forks = self.pool.fork([part.row.seq for part in kept], [part.begin for part in kept])
+        forks = self.pool.fork_rows([part.row for part in kept], [part.begin for part in kept])
         for part, seq in zip(kept, forks, strict=True):
             part.new.branch = part.row.like(seq, part.start)
             part.new.branch.recede(part.begin)
@@ -321,7 +321,7 @@ class Transaction:
                 # The others have no state to return to, so they rewind to their starts.
                 self.operation.check()
             self._forward(again, pieces, _chunks(again, tokens, ["none"] * len(again), pieces))
-        keep(self.pool, again, [one.ids.size for one in again])
+        keep(self.pool, again)
         self._arrived = True
         self._keep_starts(self._given_up)
 
@@ -365,10 +365,10 @@ class Transaction:
         Of a tree, the path to node ``counts[i]`` counts; -1: nothing. A part without tokens stays
         as it was. Where layers are recurrent, a chain counts as a whole only.
         """
-        kept = [part.new.ids.size for part in self.parts] if counts is None else list(counts)
+        kept = [part.new.num_run for part in self.parts] if counts is None else list(counts)
         keep(self.pool, [part.new for part in self.parts], kept)
         for part, count in zip(self.parts, kept, strict=True):
-            if part.new.ids.size:
+            if part.new.num_run:
                 self._replace(part)
                 part.cache.take(part.row, part.new, count)
         self._finish()
@@ -389,7 +389,7 @@ class Transaction:
                 raise QuireError("only what ran as a tree can be left open")
             self._replace(part)
             part.new.branch = part.row
-            part.cache.take(part.row, part.new, part.new.ids.size - 1)
+            part.cache.take(part.row, part.new, part.new.num_run - 1)
             part.row.chain = part.new
         self._finish()
 
@@ -465,7 +465,7 @@ def _positions(extensions: Sequence[Extension], pieces: Sequence[Piece]) -> Ids 
     found = []
     for row, begin, end in pieces:
         new, count = extensions[row], end - begin
-        first = new.ids.size
+        first = new.num_run
         found.append(
             np.arange(new.end, new.end + count) if new.positions is None else new.positions[first : first + count]
         )
