@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 import quire.engine.sampling_step
+import quire.engine.steps
 import quire.sampling.logit_edits
 import quire.sampling.sampler
 from checkpoints import DEFAULT_DIRECTORY, SHAPES, checkpoint, text_tokenizer
@@ -247,7 +248,8 @@ def clocks_of(llm: LLM) -> Clocks:
     state = engine.runner.state
     clocks = Clocks()
     for owner, names, part in (
-        (engine.scheduler, ("schedule", "computed"), SCHEDULER),
+        (engine.scheduler, ("schedule",), SCHEDULER),
+        (quire.engine.steps, ("keep",), SCHEDULER),
         (state, ("begin_forward", "end_forward", "open_pass"), KV),
         (StatePass, ("__init__",), PLAN),
         (StatePass, ("stack_parts", "attention_parts"), PLAN),

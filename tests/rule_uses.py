@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quire import AsyncLLM, BeamSearchParams, BlendParams, SamplingParams, Segment, StructuredOutputs
 from quire.base.types import Commit, Fork, Pop, Step, TokenTree
-from quire.engine.layer_memory import read
+from quire.kv.layer_memory import read
 
 
 def generate(bed: Bed) -> None:

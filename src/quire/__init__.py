@@ -26,6 +26,7 @@ from quire.base.hints import CacheHints, Pin
 from quire.base.openmp import DECISION as _DECISION  # noqa: F401  (before anybody loads torch)
 from quire.base.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputs
 from quire.base.segments import BlendParams, Segment
+from quire.base.speculation import Speculation
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM, AsyncSession, SampleDelta
@@ -102,6 +103,7 @@ __all__ = [
     "SamplingParams",
     "Segment",
     "Session",
+    "Speculation",
     "StructuredOutputs",
     "Unsupported",
     "WarmedSegment",

@@ -21,6 +21,7 @@ from quire.base.config import ATTENTION_CLASSES, EngineConfig, ExecutorConfig, p
 from quire.base.errors import CheckpointError, InvalidArgument, Unsupported
 from quire.base.host_memory import free_memory
 from quire.base.sampling_params import SamplingParams
+from quire.base.speculation import read_speculation
 from quire.branches.stored_state import StoredState
 from quire.contracts.adapters import Adapter
 from quire.contracts.attention import AttentionBackend
@@ -182,6 +183,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         checkpoint_interval=interval,
         seed=config.seed,
         stored=StoredState(runner, make_store(config), identity),
+        speculation=read_speculation("speculative", config.speculative),
     )
     engine.sampling.kernel = fastest_draw(device)
     if device.type != "cpu":

@@ -30,6 +30,7 @@ from quire.base.process_exit import end_with_process
 from quire.base.sampling_params import BeamSearchParams, SamplingParams
 from quire.base.segments import BlendParams, Segment
 from quire.base.signatures import require_bool
+from quire.base.speculation import Speculation
 from quire.blend.calibration import PROBES, BlendCalibration, QualityLimits
 from quire.blend.given_parts import checked_part
 from quire.build import build, quantization_problem
@@ -99,7 +100,7 @@ class LLM:
         async_scheduling: bool = True,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
-        speculative: object | None = None,
+        speculative: Speculation | Mapping[str, Any] | str | None = None,
         adapters: Mapping[str, str | Path] | None = None,
         quantization: str | None = None,
         tokenizer: str | Path | None = None,

@@ -77,7 +77,7 @@ class CountingRunner:
         self.inner = inner
         self.model, self.state, self.room = inner.model, inner.state, inner.room
         self.adapters, self.transfers = inner.adapters, inner.transfers
-        self.row_sources, self.logits = inner.row_sources, inner.logits
+        self.row_sources, self.logits, self.files = inner.row_sources, inner.logits, inner.files
         self.tokens = 0
 
     @property

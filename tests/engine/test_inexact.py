@@ -18,7 +18,7 @@ from quire import LLM, CacheHints, DataLoss, Pin, Session
 from quire.branches.branch import Origin
 from quire.cli.inspection import facts_of, print_description
 from quire.contracts.executor import PrefillInput
-from quire.engine import layer_memory
+from quire.kv import layer_memory
 from quire.sessions.preparation import cache_key
 
 from .conftest import Checkpoint, MakeLLM, assert_near, check, engine_of, greedy, random_tokens

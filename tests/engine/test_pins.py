@@ -28,8 +28,7 @@ def pages_of(llm: LLM, sessions: Iterable[Session]) -> list[int]:
     state = engine.runner.state
     seqs = []
     for session in sessions:
-        request = session._state.request
-        found = [session._state.seq] if request is None else [request.branch.seq, request.branch.way_back]
+        found = (session._state.present.seq, session._state.way_back)
         seqs += [seq for seq in found if seq is not None]
     counts = []
     for index in range(len(state.sequences.pools)):

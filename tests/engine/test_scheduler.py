@@ -10,11 +10,13 @@ import pytest
 from quire.base.errors import ResourceExhausted
 from quire.base.token_history import common_prefix
 from quire.base.types import BASE, AdapterRuns, Add, Edit, Fork, Pop, Remove
+from quire.branches.pool import BranchPool
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.request import Request, Status
 from quire.engine.request_queues import RequestQueues
 from quire.engine.scheduler import Scheduler
 from quire.engine.step_draft import Limits, Scheduled
+from quire.runner.local import Runner
 
 from .made_requests import MaskInTheMaking, made_request
 
@@ -81,7 +83,7 @@ class Pages:
         return any(self.held[seq][-1] in pages for name, pages in self.held.items() if name != seq)
 
 
-class World:
+class World(BranchPool):
     """A scheduler with its state, a cache, and a loop that appends a token to whatever has run
     completely.
     """
@@ -106,12 +108,17 @@ class World:
             cache=self.cache,
         )
 
+    @property
+    def runner(self) -> Runner:
+        raise AssertionError("no step runs here")
+
     def new_seq(self) -> int:
         self.next += 1
         return self.next
 
-    def apply(self, edit: Edit) -> None:
-        self.pages.apply(edit)
+    def apply(self, *edits: Edit) -> None:
+        for edit in edits:
+            self.pages.apply(edit)
 
     def fits(self, adapters: Collection[int]) -> bool:
         return self.judge is None or self.judge(adapters)
@@ -132,8 +139,11 @@ class World:
     def step(self) -> Scheduled:
         scheduled = self.scheduler.schedule()
         self.pages.run(scheduled)
-        self.scheduler.computed(scheduled)
-        for request in scheduled.requests:
+        for request, extension, chunk in zip(
+            scheduled.requests, scheduled.extensions, scheduled.step.chunks, strict=True
+        ):
+            assert (extension.branch, extension.end) == (request.branch, request.branch.computed)
+            request.branch.computed += len(chunk.tokens)
             assert request.branch.seq is not None
             assert request.branch.computed == self.pages.lengths[request.branch.seq]
             if not request.branch.remaining:

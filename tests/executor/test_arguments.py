@@ -72,7 +72,7 @@ ATTENTION = FullAttention(num_heads=2, num_kv_heads=1, head_dim=4, value_dim=4)
 RECURRENT = Recurrent(states=(StateTensor(shape=(1, 2, 2), dtype="float32"),))
 INTERNAL = {
     "Executor": {"operation", "record_decode", "record_prefill"},
-    "KVCache": {"record", "set_pending", "keep_path", "cut_chain", "mark", "mark_cut", "replace_content"},
+    "KVCache": {"take", "set_pending", "keep_path", "cut_chain", "mark", "mark_cut", "replace_content"},
     "ParamsSampling": {"draw"},
 }
 """What other parts of the package call with values of their own."""

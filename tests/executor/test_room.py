@@ -164,7 +164,7 @@ def test_a_call_that_asks_for_room_keeps_the_states_that_it_goes_back_to(hybrid:
     pool.runner.room.join(owner)
     assert pool.state.checkpoints(handle.cache.rows[0].seq) == [6]
     with pool.lock:
-        assert not pool.reclaim()
+        assert not pool.make_room()
     assert asked == list(Rank)
     assert pool.state.checkpoints(handle.cache.rows[0].seq) == [6]
 
@@ -187,7 +187,7 @@ def test_what_can_never_fit_in_pages_costs_nobody_anything(hybrid: Hybrid) -> No
     with executor.lock:
         seqs = executor.pool.add(1)
         assert executor.pool.missing_full_pages(seqs, [121]) == 31 - executor.pool.state.num_available_pages()
-        executor.pool.remove(seqs)
+        executor.pool.remove(*seqs)
     assert num_cached(engine) == cached
 
 

@@ -27,10 +27,10 @@ from tests.executor.test_llm_executor import greedy
 
 from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, ResourceExhausted
 from quire.base.sampling_params import SamplingParams
+from quire.branches.extension import path_to
 from quire.contracts.executor import DecodeInput, DecodeOutput
 from quire.executor.executor import Executor
 from quire.executor.request_sampling import ParamsSampling, draw_from
-from quire.executor.row import path_to
 from quire.executor.speculation import judge_by_sampling, judge_by_threshold
 
 PARENTS = (-1, 0, 0, 1, 1, 2, -1, 6)

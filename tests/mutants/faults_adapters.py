@@ -42,14 +42,14 @@ MUTANTS = (
     ),
     Mutant(
         name="sessions-lend-what-another-adapter-computed",
-        file="engine/session_branches.py",
-        old="        shared = session.runs.agreed(work.runs, common)",
-        new="        shared = common",
+        file="engine/session_requests.py",
+        old="    shared = session.runs.agreed(work.runs, common)",
+        new="    shared = common",
         tests=("engine/test_adapters.py::test_a_chat_that_parts_from_the_session", "engine/test_adapters.py"),
     ),
     Mutant(
         name="forks-hold-the-last-token-of-another-adapter",
-        file="engine/session_branches.py",
+        file="branches/session_branches.py",
         old="agreed = parent.runs.agreed(child.runs, length)\n",
         new="agreed = length\n",
         tests=("engine/test_adapters.py::test_a_rewind_into_another_run", "engine/test_adapters.py"),
@@ -63,9 +63,9 @@ MUTANTS = (
     ),
     Mutant(
         name="replays-under-the-wrong-adapter",
-        file="executor/transaction.py",
-        old="adapter=self.parts[row].runs.at(self.parts[row].begin + begin),",
-        new="adapter=self.parts[row].runs.at(self.parts[row].start),",
+        file="branches/extension.py",
+        old="adapter = None if self.runs is BASE else self.runs.at(self.start + self.num_run)",
+        new="adapter = None if self.runs is BASE else self.runs.at(len(self.branch.tokens))",
         tests=("executor/test_adapters.py::test_replay_runs_each_token_under_its_own",),
     ),
     Mutant(

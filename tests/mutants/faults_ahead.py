@@ -59,7 +59,7 @@ MUTANTS = (
     Mutant(
         name="ahead-a-failed-step-leaves-its-tokens",
         file=STEPS,
-        old="            for request in scheduled.requests:\n                self.flights.take_back(request)\n            return\n",
+        old="            for request in scheduled.requests:\n                self.branches.take_back(request.branch, request.branch.computed)\n            return\n",
         new="            return\n",
         tests=(f"{TESTS}::test_a_step_ahead_that_fails_runs_again",),
     ),

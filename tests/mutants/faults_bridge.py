@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     Mutant(
         name="sessions-lose-embeddings",
-        file="engine/session_branches.py",
+        file="engine/session_requests.py",
         old="tokens = work.tokens.fork(count)",
         new="tokens = type(work.tokens)(work.tokens.ids[:count])",
         tests=("engine/test_media.py::test_sessions_at_random",),
@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     Mutant(
         name="gone-embeddings-not-missed",
-        file="engine/session_branches.py",
+        file="branches/session_branches.py",
         old="    known.require(tokens[max(0, min(session.computed, tokens.size - 1)) :])\n",
         new="",
         tests=("engine/test_media.py::test_saved_and_as_a_cache",),

@@ -7,7 +7,7 @@ from tests.mutants.harness import Mutant
 MUTANTS = (
     Mutant(
         name="prompts-begin-with-inexact-state",
-        file="engine/session_branches.py",
+        file="branches/session_branches.py",
         old="seq, exact = branch.seq, branch.origin.exact_part(branch.computed)",
         new="seq, exact = branch.seq, branch.computed",
         tests=("engine/test_inexact.py::test_prompts_begin_with_the_exact_part",),
@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     Mutant(
         name="requests-forget-that-a-session-is-inexact",
-        file="engine/session_branches.py",
+        file="engine/session_requests.py",
         old="work.seq, work.computed, work.origin = session.seq, session.computed, session.origin",
         new="work.seq, work.computed = session.seq, session.computed",
         tests=("engine/test_inexact.py::test_forks_and_rewinds", "engine/test_inexact.py::test_at_random"),
@@ -105,7 +105,7 @@ MUTANTS = (
     ),
     Mutant(
         name="logits-of-before-a-write-are-given",
-        file="engine/session_branches.py",
+        file="branches/session_branches.py",
         old="session.origin = replace(session.origin, modified=True)\n        session.logits = None\n",
         new="session.origin = replace(session.origin, modified=True)\n",
         tests=("engine/test_sessions.py::test_logits_after_a_write_are_new",),

@@ -50,15 +50,15 @@ MUTANTS = (
     Mutant(
         name="chunks-all-rotated-as-the-first",
         file="executor/transaction.py",
-        old="part.positions[first : first + count]",
-        new="part.positions[:count]",
+        old="new.positions[first : first + count]",
+        new="new.positions[:count]",
         tests=("executor/test_positions.py::test_chunks_of_one_call_and_rows_of_a_batch",),
     ),
     Mutant(
         name="positions-in-a-row-with-a-window",
         file="executor/row_extension.py",
-        old="if self.positions is not None and self.row.window is not None:",
-        new="if self.positions is not None and facts.row_window is not None:",
+        old="if self.new.positions is not None and self.row.window is not None:",
+        new="if self.new.positions is not None and facts.row_window is not None:",
         tests=("executor/test_positions.py::test_a_row_with_a_window_of_its_own",),
     ),
     Mutant(

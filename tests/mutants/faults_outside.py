@@ -42,7 +42,7 @@ MUTANTS = (
     ),
     Mutant(
         name="state-kept-after-a-failure",
-        file="engine/session_branches.py",
+        file="engine/session_requests.py",
         old='output.finish_reason == "error" and not (session.pinned or session.modified)',
         new='output.finish_reason == "error" and False',
         tests=("engine/test_sessions.py::test_what_a_failure_left_of_a_session_is_computed_again",),

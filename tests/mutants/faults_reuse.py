@@ -70,7 +70,7 @@ MUTANTS = (
     ),
     Mutant(
         name="text-that-a-session-replaces-not-noted",
-        file="engine/session_branches.py",
+        file="engine/session_requests.py",
         old="if LEAST <= common < min(session.computed, len(work.tokens)):",
         new="if common < 0:",
         tests=("engine/test_reuse.py::test_a_template_that_changes_old_turns",),

@@ -28,9 +28,9 @@ EXECUTOR = (
     ),
     Mutant(
         name="nodes-verified-as-a-chain",
-        file="executor/transaction.py",
-        old="tree = None if part.parents is None else TokenTree(part.parents)",
-        new="tree = None if part.parents is None else TokenTree(tuple(range(-1, len(part.parents) - 1)))",
+        file="branches/extension.py",
+        old="tree = None if self.parents is None else TokenTree(self.parents)",
+        new="tree = None if self.parents is None else TokenTree(tuple(range(-1, len(self.parents) - 1)))",
         tests=("executor/test_trees.py::test_each_path_equals_that_path_alone",),
     ),
     Mutant(
@@ -132,14 +132,14 @@ SESSIONS = (
     ),
     Mutant(
         name="lost-position-counts-as-computed",
-        file="engine/session_branches.py",
+        file="branches/session_branches.py",
         old="            self.cache.truncate(seq, kept)\n        return kept",
         new="            self.cache.truncate(seq, kept)\n        return length",
         tests=("engine/test_windowed_sessions.py::test_rewind_within_and_behind_the_window",),
     ),
     Mutant(
         name="fork-counts-what-a-window-lost",
-        file="engine/session_branches.py",
+        file="branches/pool.py",
         old="child.recede(held)",
         new="child.recede(min(parent.computed, held + 1))",
         tests=("engine/test_sessions.py::test_fork",),
@@ -147,13 +147,13 @@ SESSIONS = (
     Mutant(
         name="window-forgotten-when-computed-again",
         file="engine/scheduler.py",
-        old="            if branch.window is not None:\n                self._pool.apply(SetWindow",
-        new="            if branch.window is not None and not request.seat.num_preemptions:\n                self._pool.apply(SetWindow",
+        old="self._pool.add_seq(branch.window)",
+        new="self._pool.add_seq(None if request.seat.num_preemptions else branch.window)",
         tests=("test_gaps.py::test_a_session_with_a_window_that_is_preempted_keeps_its_window",),
     ),
     Mutant(
         name="windowed-session-is-a-prefix-for-others",
-        file="engine/session_branches.py",
+        file="engine/session_requests.py",
         old="work.cacheable = not session.modified and session.window is None",
         new="work.cacheable = not session.modified",
         tests=("engine/test_windowed_sessions.py::test_shares_no_prefix_with_sessions_without_a_window",),
@@ -379,21 +379,21 @@ CHECKPOINTS = (
 WRITTEN = (
     Mutant(
         name="state-of-before-the-write-stays-kept",
-        file="engine/session_branches.py",
+        file="branches/session_branches.py",
         old="            self.apply(DropCheckpoint(seq, session.computed))\n",
         new="            pass\n",
         tests=("engine/test_checkpoints.py::test_a_written_state_is_what_one_comes_back_to",),
     ),
     Mutant(
         name="written-session-without-an-anchor",
-        file="engine/session_branches.py",
-        old="        if session.modified:\n            self.anchor(session)\n",
+        file="engine/session_requests.py",
+        old="    if session.modified:\n        branches.anchor(session)\n",
         new="",
         tests=("engine/test_checkpoints.py::test_a_written_session_stays_usable_when_slots_fill",),
     ),
     Mutant(
         name="shorter-hit-instead-of-own-state",
-        file="engine/session_branches.py",
+        file="branches/session_branches.py",
         old="if found is None or found[1] <= kept:",
         new="if found is None:",
         tests=("engine/test_checkpoints.py::test_going_back_uses_the_nearer_of_ones_own_states_and_the_cache",),

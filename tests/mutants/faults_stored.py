@@ -12,7 +12,7 @@ AHEAD = "engine/test_saving_ahead.py"
 MUTANTS = (
     Mutant(
         name="windowed-sessions-are-not-written",
-        file="engine/session_branches.py",
+        file="engine/session_requests.py",
         old="if is_end and (work.cacheable or session.window is not None):",
         new="if is_end and work.cacheable:",
         tests=("engine/test_stored_files.py::test_a_session_with_a_window_is_written_while_it_goes_on",),

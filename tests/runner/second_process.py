@@ -16,6 +16,7 @@ from quire.base.errors import QuireError
 from quire.base.types import Step
 from quire.blend.rows_task import RowsPiece
 from quire.runner.local import Runner, StepOutput
+from quire.statefile.container import read_state
 
 SECONDS = 120
 Write: TypeAlias = tuple[int, int, int | None, dict[str, Tensor]]
@@ -36,6 +37,12 @@ def sequences_of(runner: Runner) -> list[list[int]]:
     """Each sequence, its length, and the positions of its kept recurrent states."""
     state: Any = runner.state
     return [[seq, state.sequence_length(seq), *state.checkpoints(seq)] for seq in state.sequences.ids]
+
+
+def metadata_of(runner: Runner) -> list[Mapping[str, Any]]:
+    """Each sequence's metadata, with checksums of all that its layers hold."""
+    state: Any = runner.state
+    return [state.get_checkpoint_metadata(seq) for seq in state.sequences.ids]
 
 
 class GivenRows:
@@ -99,10 +106,12 @@ class Copies:
             else:
                 state.import_rows(seq, layer, start, tensors)
 
-    def run(self, copy: bytes, kept: set[int]) -> list[Tensor] | str:
-        """Return what a step computes, or the name of its error. ``kept``: tensors of logits."""
+    def run(self, copy: bytes, kept: set[int], files: Mapping[int, bytes]) -> list[Tensor] | str:
+        """Return what a step computes, or the name of its error. ``kept``: tensors of logits;
+        ``files``: the state files that it loads."""
         runner, step = self.llm.engine.runner, pickle.loads(copy)
         runner.transfers.update(dict.fromkeys(step.awaited, Arrived()))
+        runner.files.update((seq, read_state(data)) for seq, data in files.items())
         for name in runner.logits.keys() - kept:
             del runner.logits[name]
         try:
@@ -112,12 +121,19 @@ class Copies:
         finally:
             runner.row_sources.sources.clear()
             runner.transfers.clear()
+            for file in runner.files.values():
+                file.close()
+            runner.files.clear()
 
     def sequences(self) -> list[list[int]]:
         """Check the state, and return its sequences."""
         runner = self.llm.engine.runner
         runner.state.check()
         return sequences_of(runner)
+
+    def metadata(self) -> list[Mapping[str, Any]]:
+        """Return the metadata of all sequences, checksums of their bytes included."""
+        return metadata_of(self.llm.engine.runner)
 
 
 def serve(connection: Connection) -> None:

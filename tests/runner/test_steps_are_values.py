@@ -24,12 +24,12 @@ from tests.engine.conftest import (  # noqa: F401
     random_tokens,
 )
 from tests.executor.conftest import prompt, token
-from tests.runner.second_process import SECONDS, SecondProcess, Write, found_by, sequences_of
+from tests.runner.second_process import SECONDS, SecondProcess, Write, found_by, metadata_of, sequences_of
 from torch import Tensor
 
 from quire import LLM, BlendParams, SamplingParams, Segment, Unsupported
 from quire.base.errors import QuireError
-from quire.base.types import Fork, Import, Step
+from quire.base.types import Fork, Import, Load, Overwrite, Remove, Step
 from quire.contracts.executor import PrefillInput
 from quire.contracts.kv_state import RowPieces
 from quire.runner.local import StepOutput
@@ -80,12 +80,14 @@ def follow(llm: LLM, second: SecondProcess) -> list[Step]:
         import_rows(seq, layer, start, given)
 
     def group(seq: int, layer: int, given: Mapping[str, Tensor]) -> None:
-        awaited.wait(SECONDS)
-        writes.append((seq, layer, None, dict(given)))
+        if seq not in runner.files:  # A transfer brings it, and no edit.
+            awaited.wait(SECONDS)
+            writes.append((seq, layer, None, dict(given)))
         import_group(seq, layer, given)
 
     def both(step: Step) -> StepOutput:
         copy, kept = pickle.dumps(step), set(runner.logits)
+        files = {edit.seq: bytes(runner.files[edit.seq]._view or b"") for edit in step.edits if isinstance(edit, Load)}
         if step.awaited:
             awaited.set()
         try:
@@ -98,7 +100,7 @@ def follow(llm: LLM, second: SecondProcess) -> list[Step]:
                 layers = {layer: list(source.pieces(layer)) for layer in state.geometry.layer_ids}
                 second.ask("rows", chunk.source, layers)
         second.ask("imported", [writes.pop(0) for _ in range(len(writes))])
-        answer = second.ask("run", copy, kept)
+        answer = second.ask("run", copy, kept, files)
         if output is None:
             assert error is not None
             assert answer == type(error).__name__
@@ -123,8 +125,7 @@ def whole(given: Mapping[str, Tensor] | RowPieces) -> dict[str, Tensor]:
 
 
 def generate(llm: LLM) -> None:
-    """Prompts in pieces, samples that fork, a cached beginning, more sequences than the pool holds,
-    and steps ahead."""
+    """Prompts in pieces, samples that fork, a cached beginning, and steps ahead."""
     shared = random_tokens(30)
     prompts = [[*shared, *random_tokens(count, seed=count)] for count in (3, 20, 55)]
     llm.generate(prompts[:1], SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=9, ignore_eos=True))
@@ -189,12 +190,50 @@ def restored(llm: LLM) -> None:
     llm.generate(tokens, greedy(3))
 
 
-SCENARIOS = {one.__name__: one for one in (generate, sessions, executor, blended, restored)}
+def preempted(llm: LLM) -> None:
+    """More sequences than the pool holds until the end."""
+    llm.generate([random_tokens(24, seed=one) for one in range(8)], greedy(60))
+    assert engine_of(llm).scheduler.num_preemptions
+
+
+def written(llm: LLM) -> None:
+    """Rows and states that a user writes, in a session that shares its pages."""
+    with llm.session(random_tokens(40)) as session, session.fork() as other:
+        for layer, spec in enumerate(llm.model.layer_specs):
+            found = {name: one for name, one in other.kv(layer).items() if name != "positions"}
+            changed = {name: one[-3:] + 1 if spec.kind != "recurrent" else one * 2 for name, one in found.items()}
+            other.set_kv(layer, start=0 if spec.kind == "recurrent" else 37, **changed)
+        other.generate(greedy(3))
+        session.generate(greedy(3))
+
+
+def loaded(llm: LLM) -> None:
+    """State files of a session and of a KV cache."""
+    with llm.session(random_tokens(40)) as session:
+        session.generate(greedy(3))
+        data = session.to_bytes()
+    with llm.session_from_bytes(data) as session:
+        session.generate(greedy(3))
+    ex = llm.executor
+    cache = ex.prefill(prompt(random_tokens(20), random_tokens(20, seed=1))).kv_cache
+    data = cache.cache.serialize()
+    cache.cache.release()
+    other = ex.create_kv_cache(batch_size=2)
+    other.load(data)
+    other.release()
+
+
+SCENARIOS = {one.__name__: one for one in (generate, preempted, sessions, written, loaded, executor, blended, restored)}
+POOL = {"preempted": 320}
+"""Tokens of the pool by scenario, where it is no large one."""
 
 
 HELD: dict[str, list[Callable[[Step], object]]] = {
     "generate": [lambda step: len(step.chunks) > 1, lambda step: step.inputs.drawn is not None],
+    "preempted": [lambda step: any(isinstance(edit, Remove) for edit in step.edits)],
     "sessions": [lambda step: any(isinstance(edit, Fork) for edit in step.edits)],
+    "written": [lambda step: any(isinstance(edit, Overwrite) for edit in step.edits)],
+    "loaded": [lambda step: any(isinstance(edit, Load) for edit in step.edits)],
     "executor": [lambda step: step.inputs.places, lambda step: step.inputs.hidden_states],
     "blended": [lambda step: step.blend],
     "restored": [lambda step: step.awaited, lambda step: any(isinstance(edit, Import) for edit in step.edits)],
@@ -211,7 +250,7 @@ def test_steps_run_in_another_process(
     second: SecondProcess,
     make_llm: MakeLLM,  # noqa: F811
 ) -> None:
-    options = {**OPTIONS, "kv_cache_memory": 2048 * BYTES_PER_TOKEN}
+    options = {**OPTIONS, "kv_cache_memory": POOL.get(scenario, 2048) * BYTES_PER_TOKEN}
     path = families(family).path
     llm = make_llm(path, **options)
     second.ask("open", str(path), options)
@@ -222,4 +261,5 @@ def test_steps_run_in_another_process(
         assert (family, scenario) == ("hybrid", "blended")
         return
     assert second.ask("sequences") == sequences_of(engine_of(llm).runner)
+    assert second.ask("metadata") == metadata_of(engine_of(llm).runner)
     assert all(any(map(held, steps)) for held in HELD[scenario])

@@ -20,6 +20,7 @@ from typing import Any
 
 from quire.base.errors import InvalidArgument, Unsupported
 from quire.base.signatures import require_bool
+from quire.base.speculation import METHODS, Speculation, read_speculation
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_CLASSES = {
@@ -134,7 +135,10 @@ class EngineConfig:
     async_scheduling: bool = option(True, "On a GPU, queue the next step before the tokens of the last one are known.")
     tensor_parallel_size: int = option(1, "Devices over which each layer is split; this release has 1 only.")
     pipeline_parallel_size: int = option(1, "Devices over which the layers are divided; this release has 1 only.")
-    speculative: object | None = option(None, "Speculative decoding; this release has none.")
+    speculative: Speculation | str | None = option(  # noqa: RUF009
+        None,
+        f"Draft later tokens and verify several in one step: {', '.join(METHODS)} or off; the texts stay the same.",
+    )
     adapters: Mapping[str, str] | None = option(
         None,
         "LoRA adapters to load at start, NAME=WHERE: a bundled one, a PEFT directory or a Hugging Face id; may be repeated.",
@@ -198,6 +202,7 @@ class EngineConfig:
         _set(self, require_bool, "enable_prefix_caching", "enforce_eager", "async_scheduling", "trust_remote_code")
         _set(self, require_bool, "parse_special")
         _set(self, _name, "revision", "attention_backend")
+        _set(self, read_speculation, "speculative")
         _set(self, check_int, "seed", low=0, high=2**63 - 1)
         _set(self, lambda _, value: named_paths(value), "adapters")
         _set(self, check_int, "tensor_parallel_size", "pipeline_parallel_size", low=1)
@@ -205,7 +210,6 @@ class EngineConfig:
             ("attention_backend", self.attention_backend in ATTENTION_BACKENDS, _one_of(ATTENTION_BACKENDS)),
             ("tensor_parallel_size", self.tensor_parallel_size == 1, "1"),
             ("pipeline_parallel_size", self.pipeline_parallel_size == 1, "1"),
-            ("speculative", self.speculative is None, "nothing; leave it out"),
             ("quantization", self.quantization in (None, *QUANTIZATIONS), f"{_one_of(QUANTIZATIONS)}, or left out"),
             ("trust_remote_code", not self.trust_remote_code, "False: code from a checkpoint is never run"),
         ):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from quire.base.display import Pictured
 from quire.base.errors import QuireError
 from quire.base.hints import HintResult
+from quire.base.speculation import SpeculationCounts
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -206,6 +207,8 @@ class RequestOutput(Pictured):
     """The result of each hint of the request, after it has ended."""
     blend: Blend | None = None
     """The blending of the prompt; None if it was not requested."""
+    speculation: SpeculationCounts | None = None
+    """What speculation did for its samples that have ended; None: it was off."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
 

@@ -274,6 +274,9 @@ class SamplingParams:
         "Log-probabilities of the prompt's tokens but the first; runs all of the prompt, also what is cached.",
         on=Surface.COMPLETIONS | Surface.CHATS,
     )
+    speculative: bool = declared(
+        True, SWITCH, "Let the engine verify drafts of later tokens, if it is to; the tokens are the same."
+    )
     skip_special_tokens: bool = declared(True, SWITCH, "Leave special tokens out of the text.")
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = declared(  # noqa: RUF009
         None, Kind(_structured, dict[str, Any]), "The text's form: json, json_object, regex, grammar or choice."

@@ -196,6 +196,29 @@ class FinishImport:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """Make a sequence from a state file, which the runner has open (``Runner.files``)."""
+
+    seq: SeqId
+    metadata: Mapping[str, object]
+    """Metadata of the sequence in the file, as ``sequencefile.check`` returns them."""
+    prefix: str = ""
+    """Prefix of the names of its tensors."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Overwrite:
+    """Overwrite rows of one layer of a sequence, or all present states of a recurrent layer."""
+
+    seq: SeqId
+    layer: int
+    start: int
+    """Position of the first row; 0 for states."""
+    tensors: Mapping[str, Tensor]
+    """All tensors of the layer, by name (``kv.layer_memory.names_of``)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Remove:
     """Remove a sequence."""
 
@@ -203,7 +226,18 @@ class Remove:
 
 
 Edit: TypeAlias = (
-    Add | Fork | Pop | Commit | SetWindow | KeepCheckpoint | DropCheckpoint | Import | FinishImport | Remove
+    Add
+    | Fork
+    | Pop
+    | Commit
+    | SetWindow
+    | KeepCheckpoint
+    | DropCheckpoint
+    | Import
+    | FinishImport
+    | Load
+    | Overwrite
+    | Remove
 )
 
 

@@ -18,20 +18,6 @@ if TYPE_CHECKING:
     from quire.contracts.kv_state import ModelState
 
 
-def nearest(state: ModelState, branch: Branch, length: int, loaded: Collection[int], what: str) -> int:
-    """Return the latest position, at most ``length``, at which a branch can be forked or cut.
-
-    ``FailedPrecondition`` if the tokens from there to ``length`` cannot be replayed. ``loaded``:
-    the adapters that can run; ``what``: name of the branch in errors.
-    """
-    if branch.seq is None:
-        return 0
-    position = state.nearest_reachable(branch.seq, length)
-    if position < length:
-        require_again(state, branch, position, length, loaded, what)
-    return position
-
-
 def require_again(
     state: ModelState, branch: Branch, start: int, length: int, loaded: Collection[int], what: str, since: int = -1
 ) -> None:

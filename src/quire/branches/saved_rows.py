@@ -16,9 +16,8 @@ import numpy as np
 from quire.adapters.history import as_read
 from quire.base.errors import DataLoss, InvalidArgument, Unsupported
 from quire.base.token_history import LAST_PLACEHOLDER, UNKNOWN, Ids, TokenHistory
-from quire.base.types import BASE, AdapterRuns
+from quire.base.types import BASE, AdapterRuns, Load, SeqId, Step
 from quire.branches.branch import Branch, Origin
-from quire.contracts.kv_state import ModelState
 from quire.kv import sequencefile
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS
 from quire.kv.windows import Window
@@ -258,7 +257,11 @@ def _of_row(found: Mapping[str, Any], name: str, row: int, otherwise: Any) -> An
     return _listed(found, name, found["batch_size"])[row] if found.get(name) else otherwise
 
 
-def load_row(state: ModelState, seq: int, file: StateFile, row: SavedRow) -> None:
-    """Import a row with state as sequence ``seq``. ``ResourceExhausted`` without room."""
+def load_row(runner: Runner, seq: SeqId, file: StateFile, row: SavedRow) -> None:
+    """Load a row with state as sequence ``seq``. ``ResourceExhausted`` without room."""
     assert row.sequence is not None
-    sequencefile.load(state, seq, file, row.sequence, row.prefix)
+    runner.files[seq] = file
+    try:
+        runner.execute(Step(edits=(Load(seq, row.sequence, row.prefix),)))
+    finally:
+        del runner.files[seq]

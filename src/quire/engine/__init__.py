@@ -1,6 +1,6 @@
 """The engine: requests in, tokens out, one step at a time.
 
 ``engine`` over ``steps``: the loop. ``scheduler`` over ``request_queues`` and ``key_shares``: what
-runs next. ``sampling_step``: tokens out of logits. ``session_branches``, ``pins``, ``checkpoints``:
+runs next. ``sampling_step``: tokens out of logits. ``session_requests``, ``pins``, ``checkpoints``:
 what is kept. ``blending``, ``prompt_blend``: prompts of segments. ``beam``: beam search.
 """

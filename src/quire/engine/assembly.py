@@ -9,13 +9,16 @@ import torch
 from quire.base.finalizers import Orphans
 from quire.base.interrupts import Lock
 from quire.base.metrics import EngineMetrics
+from quire.base.speculation import Speculation
 from quire.branches.past_prefixes import PastPrefixes
 from quire.branches.prefix_cache import RadixCache
+from quire.branches.session_branches import SessionBranches
 from quire.branches.stored_state import StoredState
 from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending, lead_text_of, start_of
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.decodes_ahead import DecodesAhead
+from quire.engine.drafts import Drafts
 from quire.engine.engine import Engine
 from quire.engine.flights import Flights
 from quire.engine.giving_up import EngineGiver, EngineSequences
@@ -27,12 +30,13 @@ from quire.engine.requests import Requests
 from quire.engine.sample_outputs import SampleOutputs
 from quire.engine.sampling_step import SamplingStep
 from quire.engine.scheduler import Scheduler
-from quire.engine.session_branches import SessionBranches
 from quire.engine.step_draft import Limits
 from quire.engine.steps import EngineSteps
 from quire.engine.timeline import Timeline
 from quire.grammars.grammars import Grammars
 from quire.runner.local import Runner
+from quire.speculation.lookup import Lookup
+from quire.speculation.proposer import Proposer
 from quire.text.tokenizer import Tokenizer
 
 
@@ -47,8 +51,11 @@ def make_engine(
     checkpoint_interval: int = 0,
     seed: int = 0,
     stored: StoredState | None = None,
+    speculation: Speculation | None = None,
+    proposer: Proposer | None = None,
 ) -> Engine:
-    """Return an engine over a runner. When pages are short, the runner asks it to give up some."""
+    """Return an engine over a runner. When pages are short, the runner asks it to give up some.
+    ``proposer``: what drafts tokens with ``speculation``; None: what its method names."""
     state, vocab_size = runner.state, runner.model.vocab_size
     ends = frozenset(eos_ids)
     grammars = None
@@ -75,6 +82,11 @@ def make_engine(
     checkpoints = None
     if state.recurrent_ids:
         checkpoints = Checkpoints(state, checkpoint_interval, EngineSequences(queues, branches, stored))
+    drafts = None
+    if speculation is not None:
+        drafts = Drafts(
+            state, proposer or Lookup(), speculation, vocab_size=vocab_size, metrics=metrics, tokenizer=tokenizer
+        )
     scheduler = Scheduler(
         state,
         queues=queues,
@@ -83,6 +95,7 @@ def make_engine(
         tier=stored,
         checkpoints=checkpoints,
         misses=None if cache is None else MissSearch(cache, past, branches.forgets),
+        drafts=drafts,
     )
     # What runs them.
     timeline = Timeline(scheduler, stored, state, ends, metrics)
@@ -96,6 +109,7 @@ def make_engine(
         prefix_pins=prefix_pins,
         timeline=timeline,
         metrics=metrics,
+        drafts=drafts,
     )
     sampling = SamplingStep(eos_ids=ends, grammars=grammars, metrics=metrics, ends=requests, gaps=timeline.gaps)
     blend_runs = BlendRuns(runner=runner, requests=requests, blending=blending, checks=checks, metrics=metrics)
@@ -116,6 +130,7 @@ def make_engine(
         grammars=grammars,
         timeline=timeline,
         metrics=metrics,
+        drafts=drafts,
     )
     giver = EngineGiver(
         requests=requests,

@@ -23,8 +23,9 @@ from quire.base.interrupts import check
 from quire.base.outputs import BeamSearchOutput, BeamSearchSequence, FinishReason
 from quire.base.sampling_params import BeamSearchParams
 from quire.base.token_history import TokenHistory
+from quire.branches.session_branch import SessionBranch
 from quire.engine.engine import Engine
-from quire.engine.request import Request, SessionBranch
+from quire.engine.request import Request
 from quire.engine.request_outputs import by_token
 from quire.sampling.sampled_tokens import RankedLogprob, TokenLogprobs
 from quire.sampling.token_logprobs import top_logprobs

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from quire.base.types import Chunk, Step
+import numpy as np
+
+from quire.base.token_history import Ids
+from quire.base.types import Step
+from quire.branches.extension import Extension
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
@@ -18,6 +22,9 @@ if TYPE_CHECKING:
 PATIENCE = 16
 """Steps ahead in a row beside requests that wait for pages. Then the scheduler checks whether there
 are any: pages come free in other ways than by the end of a request."""
+
+UNREAD: Final[Ids] = np.zeros(1, dtype=np.int64)
+"""The token of a chunk that the host has not read."""
 
 
 class DecodesAhead:
@@ -44,12 +51,10 @@ class DecodesAhead:
         if len(seqs) < len(requests) or self._state.missing_pages(seqs, counts):
             return None
         kept = [()] * len(seqs) if self._checkpoints is None else self._checkpoints.wishes(requests, counts)
-        chunks = tuple(
-            Chunk(seq, [0], adapter=request.branch.next_adapter, logits="last", checkpoints=positions)
-            for seq, request, positions in zip(seqs, requests, kept, strict=True)
-        )
+        extensions = tuple(Extension(one.branch, one.branch.computed, one.branch.runs) for one in requests)
+        chunks = tuple(one.chunk(UNREAD, "last", positions) for one, positions in zip(extensions, kept, strict=True))
         scheduler.queues.shares.charge(Counter(request.asked.owner for request in requests))
-        return Scheduled(Step(chunks=chunks), tuple(requests))
+        return Scheduled(Step(chunks=chunks), tuple(requests), extensions)
 
     def _nobody_comes(self) -> bool:
         """Return whether no request waits, or none of the waiting could be admitted now."""

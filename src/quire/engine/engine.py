@@ -29,22 +29,33 @@ from quire.base.token_history import Ids, TokenHistory
 from quire.base.types import BASE
 from quire.branches.past_prefixes import PastPrefixes
 from quire.branches.prefix_cache import RadixCache
+from quire.branches.session_branch import SessionBranch
+from quire.branches.session_branches import SessionBranches, media_of
 from quire.branches.stored_state import StoredState
+from quire.engine import session_requests
 from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.giving_up import EngineGiver
 from quire.engine.page_use import OWNERS, PageUse, page_use
-from quire.engine.pins import Pins, PrefixPins, final_length
+from quire.engine.pins import Pins, PrefixPins
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.prompt_logprobs import PromptLogprobs
-from quire.engine.request import BACKGROUND, AskedFor, OnLogits, Output, Request, RequestBranch, Seat, SessionBranch
+from quire.engine.request import (
+    BACKGROUND,
+    AskedFor,
+    OnLogits,
+    Output,
+    Request,
+    RequestBranch,
+    Seat,
+    final_length,
+)
 from quire.engine.request_checks import RequestChecks
 from quire.engine.requests import Requests, owner_of
 from quire.engine.sample_outputs import SampleOutputs
 from quire.engine.sampling_step import SamplingStep
 from quire.engine.scheduler import Scheduler
-from quire.engine.session_branches import SessionBranches, media_of
 from quire.engine.steps import EngineSteps
 from quire.engine.timeline import Timeline
 from quire.grammars.grammars import Grammars
@@ -179,7 +190,7 @@ class Engine:
             if session is not None:
                 if params.prompt_logprobs is not None:
                     self.branches.drop(session)
-                self.branches.lend(session, leader)
+                session_requests.begin(self.branches, session, leader)
             self.requests.queue(samples)
             return samples
 
@@ -230,7 +241,7 @@ class Engine:
                     on_logits=on_logits,
                 ),
             )
-            self.branches.lend(session, request)
+            session_requests.begin(self.branches, session, request)
             self.requests.queue([request], arrival)
             return request
 
@@ -308,7 +319,7 @@ class Engine:
         """Cancel the requests of a closed session, and free its pages."""
         with self.lock:
             for one in (session, session.successor):
-                if one is not None and one.request is not None:
+                if one is not None and isinstance(one.request, Request):
                     self.requests.finish(one.request, "cancelled")
             self.branches.forget(session)
 
@@ -377,7 +388,7 @@ class Engine:
             with self.lock:
                 self.prefix_pins.clear(lambda key: isinstance(key, AdapterKey) and key.names(fingerprint))
                 gone = self.cache.forget_keys(lambda key: isinstance(key, AdapterKey) and key.names(fingerprint))
-                self.branches.remove_all(gone)
+                self.branches.remove(*gone)
 
     def reset_prefix_cache(self) -> None:
         """Forget all finished sequences, pinned ones too, also those in memory outside of the pool,

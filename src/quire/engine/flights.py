@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.engine.request import Request
 from quire.engine.step_draft import Scheduled
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.branches.session_branches import SessionBranches
     from quire.engine.sampling_step import Drawing
-    from quire.engine.session_branches import SessionBranches
     from quire.engine.timeline import StepMark
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftRows:
+    """The drafts of a request that a step has run."""
+
+    tokens: tuple[int, ...]
+    logits_RV: Tensor
+    """The logits behind each of them, ``[R, V]``."""
+    first: Sequence[int] | None = None
+    """Their ``first_maxima``, if they are known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +39,8 @@ class Flight:
     """When, in monotonic time."""
     changed: list[Request]
     """The requests that ended, without a token, while it was queued."""
+    drafted: dict[Request, DraftRows] = field(default_factory=dict)
+    """The requests whose drafts it has run."""
 
 
 class Flights:
@@ -41,16 +56,13 @@ class Flights:
         """The step before it, while its tokens are being read."""
 
     def withdraw(self, request: Request) -> None:
-        """Take back what a step has run of a request that ends with an earlier token."""
-        if self.reading is not None and self.last is not None and request in self.last.scheduled.requests:
-            self.take_back(request)
-
-    def take_back(self, request: Request) -> None:
-        """Take back what has run of a request beyond what counts as computed."""
-        branch = request.branch
-        if branch.seq is not None:
-            held = self._branches.runner.state.sequence_length(branch.seq)
-            branch.recede(self._branches.pop(branch.seq, held, branch.computed))
+        """Take back what a step has run of a request that ends with an earlier token, or with a
+        token before its last draft."""
+        if self.reading is None:
+            return
+        ahead = self.last is not None and request in self.last.scheduled.requests
+        if ahead or request in self.reading.drafted:
+            self._branches.take_back(request.branch, request.branch.computed)
 
     def repair(self, running: Iterable[Request]) -> None:
         """Correct the requests' counts of computed tokens, after an interrupted step."""
@@ -58,7 +70,5 @@ class Flights:
             if flight is not None:
                 flight.drawing.drop()
         self.last = self.reading = None
-        for branch in (request.branch for request in running):
-            if branch.seq is not None:
-                held = self._branches.runner.state.sequence_length(branch.seq)
-                branch.recede(self._branches.pop(branch.seq, held, min(held, len(branch.tokens) - 1)))
+        for request in running:
+            self._branches.take_back(request.branch, len(request.branch.tokens) - 1)

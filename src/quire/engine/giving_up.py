@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from quire.base.finalizers import Orphans
 from quire.base.types import Edit, SeqId
+from quire.branches.session_branches import SessionBranches
 from quire.branches.stored_state import StoredState
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.flights import Flights
 from quire.engine.pins import PrefixPins
 from quire.engine.request_queues import RequestQueues
 from quire.engine.requests import Requests
-from quire.engine.session_branches import SessionBranches
 from quire.runner.reclaim import Rank
 
 

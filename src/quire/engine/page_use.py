@@ -9,8 +9,8 @@ from quire.base.types import SeqId
 from quire.branches.prefix_cache import RadixCache
 
 if TYPE_CHECKING:
+    from quire.branches.session_branches import SessionBranches
     from quire.contracts.kv_state import ModelState
-    from quire.engine.session_branches import SessionBranches
 
 
 OWNERS = ("free", "evictable", "held", "pinned")
@@ -60,7 +60,7 @@ def sequence_owners(state: ModelState, sessions: SessionBranches, cache: RadixCa
         evictable.update(cache.ages())
     pinned = set(written)
     for session in sessions.sessions.values():
-        seq = session.seq if session.request is None else session.request.branch.seq
+        seq = session.present.seq
         if seq is None:
             continue
         if session.pinned or session.modified:

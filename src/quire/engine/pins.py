@@ -22,12 +22,13 @@ from quire.base.errors import FailedPrecondition, PoolExhausted, QuireError, Quo
 from quire.base.hints import PinAccount, PrefixName, RequestHints
 from quire.base.types import BASE, SeqId
 from quire.branches.prefix_cache import RadixCache
-from quire.engine.request import RequestBranch, SessionBranch
+from quire.branches.session_branch import SessionBranch
+from quire.engine.request import RequestBranch
 from quire.kv.windows import Window
 
 if TYPE_CHECKING:
+    from quire.branches.session_branches import SessionBranches
     from quire.contracts.kv_state import ModelState
-    from quire.engine.session_branches import SessionBranches
 
 
 class Pins:
@@ -85,24 +86,12 @@ class Pins:
 
 
 def _sequences(session: SessionBranch) -> list[SeqId]:
-    request = session.request
-    found = [session.seq] if request is None else [request.branch.seq, request.branch.way_back]
-    return [seq for seq in found if seq is not None]
+    return [seq for seq in (session.present.seq, session.way_back) if seq is not None]
 
 
 def _goal(session: SessionBranch) -> int:
     """Return the tokens of whose state a session has when its request ends."""
-    request = session.request
-    if request is None:
-        return session.computed
-    if request.params is None:
-        return len(request.branch.tokens)
-    return final_length(request.asked.num_prompt, request.params.max_tokens, request.asked.limit)
-
-
-def final_length(prompt: int, max_tokens: int | None, limit: int) -> int:
-    """Return the computed tokens at a generation's end: all but the last. ``limit`` bounds them."""
-    return limit if max_tokens is None else min(limit, prompt + max_tokens - 1)
+    return session.computed if session.request is None else session.request.final_length
 
 
 def _sizes(window: Window | None) -> tuple[int, int] | None:
@@ -181,7 +170,7 @@ class PrefixPins:
             self._branches.remove(branch.seq)
             raise
         self._branches.hold(branch)
-        self._branches.remove_all(cache.insert(branch.seq, ids, prompt.key, live=True))
+        self._branches.remove(*cache.insert(branch.seq, ids, prompt.key, live=True))
         self._held[name] = PinnedPrefix(branch, until)
         return length, name
 
@@ -213,7 +202,7 @@ class PrefixPins:
         branch, branches = self._held.pop(name).branch, self._branches
         branches.sessions.pop(id(branch), None)
         if branch.seq is not None and branches.cache is not None:
-            branches.remove_all(branches.cache.insert(branch.seq, branch.tokens.ids, branch.key))
+            branches.remove(*branches.cache.insert(branch.seq, branch.tokens.ids, branch.key))
 
     def drop(self, name: PrefixName) -> None:
         """Give up one whose state is broken."""

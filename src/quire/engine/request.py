@@ -1,5 +1,5 @@
 """One request, from waiting to finished: what was asked, its branch, the scheduler's notes, and its
-output. And the branch of a session, between its requests. No torch at run time.
+output. No torch at run time.
 
 What is left to run of a request is ``branch.remaining``; one token left is a decode.
 """
@@ -7,23 +7,21 @@ What is left to run of a request is ``branch.remaining``; one token left is a de
 from __future__ import annotations
 
 import enum
-import itertools
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
-from weakref import ref
+from typing import TYPE_CHECKING, Any
 
 from quire.adapters.keys import salt_of
 from quire.base.errors import QuireError
-from quire.base.hints import PinAccount
 from quire.base.outputs import FinishReason, Miss
-from quire.base.sampling_params import SamplingParams, StructuredOutputs
+from quire.base.sampling_params import SamplingParams
+from quire.base.speculation import SpeculationCounts
 from quire.base.token_history import Ids
-from quire.base.types import BASE, LogitsWanted, SeqId
+from quire.base.types import BASE, LogitsWanted
 from quire.branches.branch import Branch
+from quire.branches.session_branch import SessionBranch
 from quire.branches.tiers import Brought
-from quire.sampling.generations import Generation, Generations, counts_of, cut_generations, with_generation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,8 +134,6 @@ class RequestBranch(Branch):
     """Tokens that the prompt has in common with ``session``, run under the same adapters."""
     common: int = 0
     """Tokens that it has in common with ``session``."""
-    way_back: SeqId | None = None
-    """A fork of the session's sequence as it was, if nothing else brings that state back."""
 
     @property
     def salt(self) -> Hashable:
@@ -216,6 +212,8 @@ class Output:
     finished_at: float | None = None
     num_kept: int = 0
     """Tokens of the chunk that the store has taken."""
+    speculation: SpeculationCounts | None = None
+    """What speculation did, once it has ended; None: nothing."""
     verification: Request | None = None
     """The full computation of its prompt, to see how far off a blended one is."""
 
@@ -258,6 +256,14 @@ class Request:
         num_prompt = self.asked.num_prompt
         over = self.finished or bool(self.output.token_ids)
         return num_prompt if over else min(self.branch.computed, num_prompt)
+
+    @property
+    def final_length(self) -> int:
+        """The number of tokens whose state exists at its end, at most."""
+        params, asked = self.asked.params, self.asked
+        if params is None:
+            return len(self.branch.tokens)
+        return final_length(asked.num_prompt, params.max_tokens, asked.limit)
 
     @property
     def masked(self) -> bool:
@@ -305,86 +311,6 @@ class Request:
             self.note_reuse()
 
 
-class BranchUser(Protocol):
-    """A session, as readers of its branch see it."""
-
-    @property
-    def name(self) -> str | None:
-        """Return the session's name; None: it has none."""
-
-    @property
-    def last_commit(self) -> str | None:
-        """Return the id of the commit that the session continues; None: there is none."""
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class SessionBranch(Branch):
-    """What a session is between its requests."""
-
-    key: Hashable
-    """What may share a prefix with it, beside the adapters: the salt."""
-    adapter: int | None = None
-    """The adapter of its next tokens, as of its last token; None: the base model."""
-    pinned: bool = False
-    """The state must not be given up."""
-    account: PinAccount | None = None
-    """The account for which it is pinned."""
-    request: Request | None = None
-    """The request that works on the sequence now."""
-    successor: SessionBranch | None = None
-    """The branch that takes its place once it is computed."""
-    logits: Tensor | None = None
-    """Logits of the next token, float32 ``[V]``, if they were asked for."""
-    number: int = field(default_factory=itertools.count(1).__next__)
-    """What tells it from all others of the process."""
-    user: ref[BranchUser] | None = None
-    """The session whose branch it is; None: a call has made it for itself."""
-    generations: Generations = ()
-    """The generations that made its tokens."""
-
-    def __post_init__(self) -> None:
-        self.runs = BASE.then(0, self.adapter)
-
-    @property
-    def salt(self) -> Hashable:
-        return self.key
-
-    def become(self, other: Branch, length: int, seq: SeqId | None) -> None:
-        """See ``Branch``. The generations of these tokens come with them."""
-        Branch.become(self, other, length, seq)
-        self.generations = cut_generations(other.generations, length) if isinstance(other, SessionBranch) else ()
-
-    def truncate(self, length: int) -> None:
-        """Keep the first ``length`` tokens and their generations."""
-        self.tokens.truncate(length)
-        self.generations = cut_generations(self.generations, length)
-
-    def note(self, request: Request) -> None:
-        """Note the request's generation in the session. Both have the same tokens."""
-        self.generations = cut_generations(self.generations, request.branch.common)
-        asked, output = request.asked, request.output
-        if asked.params is None or output.finish_reason is None:
-            return
-        kept = len(output.token_ids) if output.kept is None else output.kept
-        given = asked.params.structured_outputs
-        form = given if isinstance(given, StructuredOutputs) else None
-        made = Generation(
-            asked.num_prompt,
-            asked.num_prompt + kept,
-            output.finish_reason,
-            output.stop_reason,
-            "" if form is None else next(iter(form.forms)),
-            counts_of(output.mask_counts),
-        )
-        self.generations = with_generation(self.generations, made)
-
-    @property
-    def busy(self) -> bool:
-        """Return whether some call works on it, or on its successor."""
-        return self.request is not None or self.successor is not None
-
-    @property
-    def droppable(self) -> bool:
-        """Return whether its pages may be taken: no request uses them, it is not pinned, and
-        computing gives its state again."""
-        return self.seq is not None and not (self.request is not None or self.pinned or self.modified)
+def final_length(prompt: int, max_tokens: int | None, limit: int) -> int:
+    """Return the computed tokens at a generation's end: all but the last. ``limit`` bounds them."""
+    return limit if max_tokens is None else min(limit, prompt + max_tokens - 1)

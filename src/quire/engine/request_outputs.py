@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from quire.base.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, Reuse, WarmedSegment
+from quire.base.speculation import SpeculationCounts
 from quire.base.token_history import Ids
 from quire.blend.chunk_matching import LEAST
 from quire.engine.request import Request
@@ -34,6 +35,7 @@ def request_output(samples: Sequence[Request], tokenizer: Tokenizer | None, prom
         reuse=reuse_of(first, tokenizer),
         hints=() if first.asked.hints is None else tuple(first.asked.hints.results),
         blend=None if first.branch.blend is None else first.branch.blend.report(first.branch),
+        speculation=_speculation(samples),
         metrics=RequestMetrics(
             arrival_time=first.asked.arrival,
             first_token_time=min(stamps, default=None),
@@ -41,6 +43,11 @@ def request_output(samples: Sequence[Request], tokenizer: Tokenizer | None, prom
             num_preemptions=sum(sample.seat.num_preemptions for sample in samples),
         ),
     )
+
+
+def _speculation(samples: Sequence[Request]) -> SpeculationCounts | None:
+    counts = [sample.output.speculation for sample in samples if sample.output.speculation is not None]
+    return sum(counts[1:], counts[0]) if counts else None
 
 
 def warmed(submitted: Sequence[tuple[int, Sequence[Request]]]) -> list[WarmedSegment]:

@@ -13,15 +13,17 @@ from quire.base.caller_context import caller
 from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError
 from quire.base.metrics import EngineMetrics
 from quire.base.outputs import FinishReason
+from quire.engine import session_requests
 from quire.engine.flights import Flights
 from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from quire.branches.session_branches import SessionBranches
     from quire.branches.stored_state import StoredState
     from quire.engine.blending import Blending
+    from quire.engine.drafts import Drafts
     from quire.engine.pins import PrefixPins
-    from quire.engine.session_branches import SessionBranches
     from quire.engine.timeline import Timeline
 
 
@@ -42,6 +44,7 @@ class Requests:
     prefix_pins: PrefixPins
     timeline: Timeline
     metrics: EngineMetrics
+    drafts: Drafts | None = None
     by_id: dict[str, list[Request]] = field(default_factory=dict)
     """The samples of each prompt, until all of them have ended."""
     yielding: Request | None = None
@@ -164,8 +167,10 @@ class Requests:
             self.metrics.request_success.inc(reason)
             self.metrics.e2e_request_latency.observe(output.finished_at - request.asked.arrival)
         self.timeline.ended(request)
+        if self.drafts is not None:
+            self.drafts.ended(request)
         if branch.session is not None:
-            self.branches.settle(branch.session, request)
+            session_requests.end(self.branches, branch.session, request)
         else:
             self._release(request)
         samples = self.by_id.get(request.request_id, ())

@@ -33,18 +33,20 @@ from typing import TYPE_CHECKING
 from quire.base.errors import PoolExhausted, QuireError, ResourceExhausted
 from quire.base.outputs import Miss
 from quire.base.token_history import common_prefix
-from quire.base.types import Add, Fork, Remove, SeqId, SetWindow, Step
+from quire.base.types import Remove, SeqId
 from quire.branches.prefix_cache import RadixCache
 from quire.engine.checkpoints import Checkpoints
 from quire.engine.miss_search import MissSearch
 from quire.engine.partings import Partings
 from quire.engine.request import BACKGROUND, Request, Status
 from quire.engine.request_queues import RequestQueues
-from quire.engine.step_draft import Failure, Limits, Scheduled, SequencePool, StepDraft, chunk_of
+from quire.engine.step_draft import Failure, Limits, Scheduled, StepDraft, scheduled
 
 if TYPE_CHECKING:
+    from quire.branches.pool import BranchPool
     from quire.branches.tiers import Tier
     from quire.contracts.kv_state import ModelState
+    from quire.engine.drafts import Drafts
 
 DUPLICATE_PREFIX = 32
 """A prompt waits for one being computed if that shares so many tokens more than the cache does."""
@@ -70,11 +72,12 @@ class Scheduler:
         state: ModelState,
         *,
         queues: RequestQueues,
-        pool: SequencePool,
+        pool: BranchPool,
         cache: RadixCache | None,
         tier: Tier | None = None,
         checkpoints: Checkpoints | None = None,
         misses: MissSearch | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         self._state = state
         self.queues = queues
@@ -84,6 +87,7 @@ class Scheduler:
         self._tier = tier
         self._checkpoints = checkpoints
         self._misses = misses
+        self._drafts = drafts
         self._arrivals = 0
         self._partings = Partings()
         self._steps = 0
@@ -174,9 +178,11 @@ class Scheduler:
             # A request without room may have left a fork of a running one, which needs a page.
             self._make_room(batch, failed)
         kept = None if self._checkpoints is None else self._checkpoints.wishes(batch.requests, batch.counts)
-        chunks = tuple(map(chunk_of, batch.requests, batch.counts, kept or repeat(())))
         self.queues.shares.charge(batch.used)
-        return Scheduled(Step(chunks=chunks), tuple(batch.requests), tuple(failed))
+        if self._drafts is None:
+            return scheduled(batch.requests, batch.counts, kept or repeat(()), failed)
+        drafts = self._drafts.choose(batch, kept)
+        return scheduled(batch.requests, batch.counts, kept or repeat(()), failed, drafts, trees=self._drafts.are_trees)
 
     def _fill(self, requests: Iterable[Request], batch: StepDraft) -> None:
         """Add running requests to a step. More may run than it takes (samples of one prompt)."""
@@ -191,13 +197,6 @@ class Scheduler:
     def _add(self, request: Request, batch: StepDraft) -> None:
         if count := self._count(request, batch):
             batch.add(request, count)
-
-    def computed(self, scheduled: Scheduled) -> None:
-        """Note that the step has run."""
-        for request, chunk in zip(scheduled.requests, scheduled.step.chunks, strict=True):
-            branch = request.branch
-            if branch.seq is not None:
-                branch.computed += len(chunk.tokens)
 
     def _make_room(self, batch: StepDraft, failed: list[Failure]) -> set[str]:
         """Reclaim, then preempt, until running ones fit; return the keys that lost any."""
@@ -412,7 +411,6 @@ class Scheduler:
         branch, reuse = request.branch, request.seat.reuse
         if branch.seq is not None:
             return
-        seq = self._pool.new_seq()
         limit = self._limit(request)
         found = None
         if self._cache is not None and branch.cacheable and limit > 0:
@@ -420,19 +418,14 @@ class Scheduler:
             found = self._cache.match(ids, branch.key)
             reuse.known = max(reuse.known, self._cache.held(ids, branch.key))
         if found is None or not found[1]:
-            self._pool.apply(Add(seq))
-            if branch.window is not None:
-                self._pool.apply(SetWindow(seq, branch.window.size, branch.window.sink))
-            branch.computed = 0
+            branch.seq, branch.computed = self._pool.add_seq(branch.window), 0
         else:
             parent, length = found
-            self._pool.apply(Fork(parent, seq, length))
-            branch.computed = length
+            branch.seq, branch.computed = self._pool.fork_of(parent, length), length
         if self._checkpoints is not None and branch.computed < reuse.known:
             # Here this prompt parts from another: the next one with this beginning will find a
             # state.
             request.seat.partings.add(reuse.known)
-        branch.seq = seq
         request.note_reuse()
 
     def _bring(self, request: Request, attached: bool) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
 
 from quire.base.errors import QuireError
-from quire.base.types import Chunk, Edit, LogitsWanted, SeqId, Step
+from quire.base.types import Chunk, LogitsWanted, SeqId, Step
+from quire.branches.extension import Extension
 from quire.engine.request import Request
+
+if TYPE_CHECKING:
+    from quire.branches.pool import BranchPool
 
 ALL_LOGITS_CHUNK = 256
 """Tokens of a step whose logits are all wanted: float32 rows of the whole vocabulary."""
@@ -26,33 +32,19 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A step and its requests: ``requests[i]`` runs ``step.chunks[i]``."""
+    """A step and its requests: ``extensions[i]`` of ``requests[i]`` runs ``step.chunks[i]``."""
 
     step: Step
     requests: tuple[Request, ...]
+    extensions: tuple[Extension, ...]
     failed: tuple[Failure, ...] = ()
     """Requests that can never run, with the reason; they hold nothing any more."""
+    drafts: tuple[tuple[int, ...], ...] = ()
+    """The last tokens of each chunk that are drafts; empty: no chunk has any."""
 
-
-class SequencePool(Protocol):
-    """The sequences of a KV state, as a scheduler changes them."""
-
-    def new_seq(self) -> SeqId:
-        """Return an id for a new sequence."""
-        ...
-
-    def apply(self, edit: Edit) -> None:
-        """Execute an edit at once."""
-        ...
-
-    def make_room(self) -> bool:
-        """Give up something that can be had again, a cached sequence or an idle session's state;
-        return whether there was any."""
-        ...
-
-    def fits(self, adapters: Collection[int]) -> bool:
-        """Return whether one forward can use these adapters together. One alone always fits."""
-        ...
+    def draft(self, index: int) -> tuple[int, ...]:
+        """Return the drafts of a chunk."""
+        return self.drafts[index] if self.drafts else ()
 
 
 @dataclass(slots=True)
@@ -68,7 +60,7 @@ class StepDraft:
     counts: list[int] = field(default_factory=list)
     adapters: set[int] = field(default_factory=set)
     """Those that it uses."""
-    pool: SequencePool | None = None
+    pool: BranchPool | None = None
     """The judge of adapters that one forward is to use together; None: any can."""
     held_back: bool = False
     """Whether a request waits for room for its adapter."""
@@ -129,15 +121,35 @@ class StepDraft:
         return [request.branch.seq for request in self.requests if request.branch.seq is not None]
 
 
-def chunk_of(request: Request, count: int, checkpoints: tuple[int, ...]) -> Chunk:
-    """Return the next tokens of a request as a part of a step."""
-    branch = request.branch
-    start = branch.computed
+def scheduled(
+    requests: Sequence[Request],
+    counts: Sequence[int],
+    checkpoints: Iterable[tuple[int, ...]],
+    failed: Sequence[Failure] = (),
+    drafts: Sequence[tuple[int, ...]] = (),
+    *,
+    trees: bool = False,
+) -> Scheduled:
+    """Return the step of the next ``counts[i]`` tokens of each request, and ``drafts[i]`` behind
+    them. ``trees``: drafts run as a tree of one path, of which each node keeps the states of
+    recurrent layers."""
+    extensions = tuple(Extension(one.branch, one.branch.computed, one.branch.runs) for one in requests)
+    chunks = tuple(map(_chunk, requests, extensions, counts, checkpoints))
+    if not any(drafts):
+        return Scheduled(Step(chunks=chunks), tuple(requests), extensions, tuple(failed))
+    for extension, draft in zip(extensions, drafts, strict=True):
+        if draft and trees:
+            extension.parents = tuple(range(-1, len(draft)))
+    chunks = tuple(
+        extension.chunk(np.array([*chunk.tokens, *draft], dtype=np.int64), "all") if draft else chunk
+        for extension, chunk, draft in zip(extensions, chunks, drafts, strict=True)
+    )
+    return Scheduled(Step(chunks=chunks), tuple(requests), extensions, tuple(failed), tuple(drafts))
+
+
+def _chunk(request: Request, extension: Extension, count: int, checkpoints: tuple[int, ...]) -> Chunk:
+    branch, start = request.branch, extension.start
     wants: LogitsWanted = request.output.wants
     if wants == "last" and count < branch.remaining:
         wants = "none"
-    if branch.seq is None:
-        raise QuireError("a scheduled request has no sequence")
-    ids = branch.tokens.ids[start : start + count].copy()
-    adapter = branch.next_adapter
-    return Chunk(branch.seq, ids, adapter=adapter, logits=wants, checkpoints=checkpoints)  # type: ignore[arg-type]
+    return extension.chunk(branch.tokens.ids[start : start + count].copy(), wants, checkpoints)

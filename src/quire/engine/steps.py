@@ -17,8 +17,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, replace
+
+import torch
 
 from quire.base.blend_inputs import BlendInputs
 from quire.base.errors import BlendLoadError, FailedPrecondition, QuireError
@@ -27,19 +30,21 @@ from quire.base.interrupts import Lock
 from quire.base.metrics import EngineMetrics
 from quire.base.outputs import Miss
 from quire.base.types import Inputs
+from quire.branches.extension import extend, keep
+from quire.branches.session_branches import SessionBranches
 from quire.branches.state_loads import LoadFailed
 from quire.branches.stored_state import StoredState
 from quire.engine.blend_runs import BlendRuns
 from quire.engine.blending import Blending
 from quire.engine.decodes_ahead import DecodesAhead
-from quire.engine.flights import Flight, Flights
+from quire.engine.drafts import Drafts
+from quire.engine.flights import DraftRows, Flight, Flights
 from quire.engine.pins import PrefixPins
 from quire.engine.prompts import embeddings_of
 from quire.engine.request import Request
 from quire.engine.requests import Requests
 from quire.engine.sampling_step import Drawing, SamplingStep
 from quire.engine.scheduler import Scheduler
-from quire.engine.session_branches import SessionBranches
 from quire.engine.step_draft import Scheduled
 from quire.engine.timeline import StepMark, Timeline
 from quire.grammars.grammars import Grammars
@@ -76,6 +81,7 @@ class EngineSteps:
     grammars: Grammars | None
     timeline: Timeline
     metrics: EngineMetrics
+    drafts: Drafts | None = None
     runs_ahead: bool = False
     """Whether steps are queued before the tokens of the steps before are known."""
     _lost_loads: int = 0
@@ -148,7 +154,13 @@ class EngineSteps:
             if output is None:
                 return None
             self._count_step(output, mark)
-            self.scheduler.computed(scheduled)
+            ran = scheduled.extensions
+            if scheduled.drafts:
+                # What of the drafts counts is known when tokens are drawn.
+                ran = tuple(one for one, draft in zip(ran, scheduled.drafts, strict=True) if not draft)
+                for one, draft in zip(scheduled.extensions, scheduled.drafts, strict=True):
+                    one.branch.computed += bool(draft)
+            keep(self.branches, ran)
             for request in scheduled.requests:
                 self._note_run(request)
             return self._drawn(scheduled, output, mark, launched)
@@ -159,6 +171,9 @@ class EngineSteps:
 
     def _failed(self, scheduled: Scheduled, error: Exception) -> list[Request]:
         """End the requests of a step that failed."""
+        for index, request in enumerate(scheduled.requests):
+            if scheduled.draft(index) and not request.finished:
+                self.branches.take_back(request.branch, request.branch.computed)
         reason = error if isinstance(error, QuireError) else QuireError(f"{type(error).__name__}: {error}")
         failed = [self.requests.fail(request, reason) for request in scheduled.requests if not request.finished]
         self.flights.repair(self.scheduler.running)
@@ -202,9 +217,9 @@ class EngineSteps:
         )
         awaited = tuple(chunk.seq for chunk in scheduled.step.chunks if chunk.seq in self.stored.open)
         if embeddings is None and not awaited and blend is None:
-            return self.runner.execute(scheduled.step)
-        inputs = Inputs(embeddings=embeddings)
-        return self.runner.execute(replace(scheduled.step, inputs=inputs, awaited=awaited, blend=blend))
+            return extend(self.runner, scheduled.step, scheduled.extensions)
+        step = replace(scheduled.step, inputs=Inputs(embeddings=embeddings), awaited=awaited, blend=blend)
+        return extend(self.runner, step, scheduled.extensions)
 
     def _note_run(self, request: Request) -> None:
         """Update the pins and the capture of a request once more of its tokens are computed."""
@@ -219,6 +234,7 @@ class EngineSteps:
         rows: list[int] = []
         ready: list[Request] = []
         changed: list[Request] = []
+        drafted: dict[Request, DraftRows] = {}
         for index, request in enumerate(scheduled.requests):
             asked, branch, wanted = request.asked, request.branch, request.output
             if branch.seq is None:
@@ -250,14 +266,21 @@ class EngineSteps:
                 while request.seat.siblings:
                     samples.append(self._fork_sample(request, request.seat.siblings[0]))
             ready += samples
-            rows += [output.starts[index + 1] - 1] * len(samples)
+            start, stop = output.starts[index], output.starts[index + 1]
+            if draft := scheduled.draft(index):
+                rows.append(start)
+                first = None if output.known_maxima is None else output.known_maxima[start + 1 : stop]
+                drafted[request] = DraftRows(draft, output.logits_RV[start + 1 : stop], first)
+            else:
+                rows += [stop - 1] * len(samples)
         if not ready:
             return Flight(scheduled, Drawing([], NOTHING_DRAWN), mark, launched, changed)
         logits_RV, first = output.logits_RV, output.known_maxima
         if rows != list(range(logits_RV.shape[0])):
             logits_RV = take_rows(logits_RV, rows)
             first = None if first is None else [first[row] for row in rows]
-        return Flight(scheduled, self.sampling.draw(logits_RV, ready, first), mark, launched, changed)
+        drawing = self.sampling.draw(logits_RV, ready, first)
+        return Flight(scheduled, drawing, mark, launched, changed, drafted)
 
     def _share_prompt(self, request: Request) -> None:
         """Let others fork a computed prompt from now on."""
@@ -289,6 +312,8 @@ class EngineSteps:
         tokens_R, ready = flight.drawing.tokens_R, flight.drawing.ready
         if not self.runs_ahead or tokens_R is None or self.stored.open:
             return
+        if flight.drafted or (self.drafts is not None and not self.drafts.may_run_ahead()):
+            return
         if any(not ready[row].finished for row in flight.drawing.void):
             return  # It continues with a token that this flight has not run.
         rows = [row for row, one in enumerate(ready) if not (one.finished or self.sampling.is_last(one))]
@@ -306,12 +331,13 @@ class EngineSteps:
         try:
             # Of a row that fails any token will do: its request ends.
             tokens_R = tokens_R.clamp(min=0)
-            output = self.runner.execute(replace(scheduled.step, inputs=Inputs(drawn=tokens_R)))
+            step = replace(scheduled.step, inputs=Inputs(drawn=tokens_R))
+            output = extend(self.runner, step, scheduled.extensions)
             drawing = self.sampling.draw(output.logits_RV, going_on, unread_R=tokens_R)
         except Exception:
             logger.warning("a step ahead failed; its tokens run again behind those before them", exc_info=True)
             for request in scheduled.requests:
-                self.flights.take_back(request)
+                self.branches.take_back(request.branch, request.branch.computed)
             return
         self._count_step(output, mark)
         self.metrics.steps_ahead.inc()
@@ -323,6 +349,8 @@ class EngineSteps:
         scheduled, drawing = flight.scheduled, flight.drawing
         try:
             self.sampling.take(drawing)
+            if flight.drafted:
+                self._take_drafts(flight)
         except Exception as error:
             logger.exception("the tokens of a step of %d tokens did not come", scheduled.step.num_tokens)
             return flight.changed + self._failed(scheduled, error)
@@ -333,21 +361,56 @@ class EngineSteps:
         ended = bool(drawing.ready or flight.changed)
         self.branches.tier.ran(step.num_tokens, len(step.chunks), seconds, waited=ended)
         self.timeline.stepped(flight.mark, step.num_tokens, self.metrics.generation_tokens.value)
+        if self.drafts is not None and self.flights.last is None:
+            # Only decodes and their drafts tell what a row costs.
+            decodes = len(step.chunks) if len(drawing.ready) == len(step.chunks) else 0
+            rows = decodes + sum(map(len, scheduled.drafts))
+            if rows == step.num_tokens:
+                self.drafts.ran(rows, decodes, time.monotonic() - flight.launched)
         if self.flights.last is not None:
             self._count_ahead(self.flights.last, {drawing.ready[row] for row in drawing.redrawn})
         return flight.changed + drawing.ready
+
+    def _take_drafts(self, flight: Flight) -> None:
+        """Draw behind the drafts that are the tokens drawn, one after the other; take back the
+        others. The first tokens are taken in."""
+        assert self.drafts is not None
+        going_on = list(flight.drafted)
+        number = 0
+        while going_on := [one for one in going_on if self._is_accepted(one, flight.drafted[one].tokens, number)]:
+            for request in going_on:
+                request.branch.computed += 1
+                self._note_run(request)
+            rows = [flight.drafted[request] for request in going_on]
+            logits_RV = torch.stack([one.logits_RV[number] for one in rows])
+            known = [one.first[number] for one in rows if one.first is not None]
+            self.sampling.take(self.sampling.draw(logits_RV, going_on, known if len(known) == len(rows) else None))
+            number += 1
+        for request in flight.drafted:
+            if not request.finished:
+                self.branches.take_back(request.branch, request.branch.computed)
+
+    def _is_accepted(self, request: Request, drafts: Sequence[int], number: int) -> bool:
+        """Return whether the token that a request has drawn last is its draft of this number, and
+        the next one can be drawn. Note the end of its drafts."""
+        token = request.output.token_ids[-1] if request.output.token_ids else None
+        matched = number < len(drafts) and token == drafts[number]
+        if matched and not request.finished and request.ready:
+            return True
+        if self.drafts is not None:
+            self.drafts.verified(request)
+        return False
 
     def _count_ahead(self, flight: Flight, redrawn: set[Request]) -> None:
         """Count the tokens that a step ahead has run, now that they are known. It ran another token
         of ``redrawn`` requests, which is taken back."""
         going_on = 0
-        for row, request in enumerate(flight.drawing.ready):
-            if request in redrawn and not request.finished:
-                self.flights.take_back(request)
+        for row, (request, extension) in enumerate(zip(flight.drawing.ready, flight.scheduled.extensions, strict=True)):
+            if not request.finished:
+                keep(self.branches, [extension], [int(request not in redrawn)])
             if request in redrawn or request.finished:
                 flight.drawing.drop_row(row)
                 continue
-            request.branch.computed += 1
             self._note_run(request)
             going_on += 1
         self.metrics.tokens_withdrawn.inc(len(flight.drawing.ready) - going_on)

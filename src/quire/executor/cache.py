@@ -120,7 +120,7 @@ class KVCache(CacheRows):
             self.set_pending(row, None)
             if row.window != self.pool.facts.row_window:
                 # The window came with a session's state; a cleared cache is like a new one.
-                self.pool.remove([row.seq])
+                self.pool.remove(row.seq)
                 (row.seq,), row.window = self.pool.add(1), self.pool.facts.row_window
 
     @locked
@@ -175,8 +175,7 @@ class KVCache(CacheRows):
     def _copy_rows(self, source: KVCache, indices: Sequence[int]) -> None:
         source.commit_chains()
         origins = [source.rows[index] for index in indices]
-        seqs = self.pool.fork([row.seq for row in origins])
-        self.replace_content([row.like(seq) for seq, row in zip(seqs, origins, strict=True)])
+        self.replace_content([row.like(self.pool.fork_of(row.seq)) for row in origins])
 
     def serialize(self) -> bytes:
         with self.pool.lock:

@@ -9,11 +9,11 @@ from weakref import WeakValueDictionary
 from quire.base.errors import FailedPrecondition, QuireError, ResourceExhausted
 from quire.base.finalizers import Orphans
 from quire.base.interrupts import Lock
-from quire.base.types import AdapterRuns, Add, Edit, Fork, Remove, SeqId, SetWindow, Step
+from quire.base.types import AdapterRuns, SeqId
 from quire.branches import spare_states
 from quire.branches.model_facts import ModelFacts
+from quire.branches.pool import BranchPool
 from quire.branches.spare_states import SpareStateOwner
-from quire.contracts.kv_state import ModelState
 from quire.executor.row import Row
 from quire.executor.running_calls import Operations
 from quire.runner.local import Runner
@@ -36,7 +36,7 @@ class PooledCache(SpareStateOwner, Protocol):
         ...
 
 
-class CachePool:
+class CachePool(BranchPool):
     """The services of an executor for its KV caches.
 
     ``lock`` serialises all use of the runner; all users of the runner must share it. Until
@@ -83,32 +83,15 @@ class CachePool:
         """Return the runner; None after shutdown."""
         return self._runner
 
-    @property
-    def state(self) -> ModelState:
-        return self.runner.state
-
-    def edit(self, *edits: Edit) -> None:
-        """Apply edits through the runner, so that every rank applies them."""
-        if edits:
-            self.runner.execute(Step(edits=edits))
-
     def add(self, count: int) -> list[SeqId]:
         """Add empty sequences."""
-        seqs = [self.runner.new_seq() for _ in range(count)]
-        self.edit(*(Add(seq) for seq in seqs))
-        if (window := self.facts.row_window) is not None:
-            self.edit(*(SetWindow(seq, window.size, window.sink) for seq in seqs))
-        return seqs
+        return [self.add_seq(self.facts.row_window) for _ in range(count)]
 
-    def fork(self, parents: Sequence[SeqId], positions: Sequence[int] | None = None) -> list[SeqId]:
-        """Fork the first ``positions[i]`` tokens of each (None: all). Copies no page. Raises the
-        errors of ``require_reachable`` before any fork."""
-        if positions is not None:
-            self.require_reachable(parents, positions)
-        seqs = [self.runner.new_seq() for _ in parents]
-        starts = [-1] * len(seqs) if positions is None else positions
-        self.edit(*(Fork(parent, child, pos) for parent, child, pos in zip(parents, seqs, starts, strict=True)))
-        return seqs
+    def fork_rows(self, rows: Sequence[Row], lengths: Sequence[int]) -> list[SeqId]:
+        """Fork the first ``lengths[i]`` tokens of each row. Copies no page. Raises the errors of
+        ``require_reachable`` before any fork."""
+        self.require_reachable([row.seq for row in rows], lengths)
+        return [self.fork_of(row.seq, length) for row, length in zip(rows, lengths, strict=True)]
 
     def require_reachable(self, seqs: Sequence[SeqId], positions: Sequence[int]) -> None:
         """Raise ``FailedPrecondition`` unless each sequence can be cut to its position without a
@@ -124,11 +107,8 @@ class CachePool:
                     f"state that is kept; go to {position - again} and run them"
                 )
 
-    def remove(self, seqs: Sequence[SeqId]) -> None:
-        self.edit(*(Remove(seq) for seq in seqs))
-
-    def reclaim(self) -> bool:
-        """Give up one thing of any owner; return False if there is none. Call it under the lock."""
+    def make_room(self) -> bool:
+        """See ``BranchPool``. A running call may still need states of this pool's own."""
         return self.runner.room.make(self)
 
     def has_room(self, rows: int, tokens: int) -> bool:
@@ -169,14 +149,14 @@ class CachePool:
         counted."""
         parents = trees if trees is not None and any(tree is not None for tree in trees) else None
         while (short := self.state.page_shortage(seqs, counts, parents)).missing:
-            if short.never or not self.reclaim():
+            if short.never or not self.make_room():
                 return short.missing
         return 0
 
     def missing_full_pages(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> int:
         """As ``missing_pages``, for layers that keep all tokens, without copies of shared tails."""
         while (short := self.state.full_page_shortage(seqs, counts)).missing:
-            if short.never or not self.reclaim():
+            if short.never or not self.make_room():
                 return short.missing
         return 0
 
@@ -192,7 +172,7 @@ class CachePool:
         never = not self.facts.recurrent_ids or needed > self.state.pool_sizes()[-1]
         caches = spare_states.by_last_access(self.caches.values())
         while (missing := needed - self.available_states) > 0:
-            if never or not (spare_states.give_up(caches, missing) or self.reclaim()):
+            if never or not (spare_states.give_up(caches, missing) or self.make_room()):
                 return missing
         return 0
 
@@ -204,7 +184,7 @@ class CachePool:
                 f"{what} needs {states} recurrent states and {self.available_states} are free; release or clear caches"
             )
         while self.facts.specs and pages > self.state.num_available_pages():
-            if not self.reclaim():
+            if not self.make_room():
                 free = self.state.num_available_pages()
                 raise ResourceExhausted(
                     f"{what} needs {pages} pages of {self.page_size} tokens and {free} of {self.state.num_pages} are free; "
@@ -227,11 +207,6 @@ class CachePool:
         """Update ``peak_bytes``."""
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
-    @property
-    def adapter_ids(self) -> Collection[int]:
-        """Return the ids of the loaded adapters."""
-        return self.runner.adapters.ids
-
     def note_adapters(self, histories: Iterable[AdapterRuns]) -> None:
         """Keep the fingerprints of adapters, which may be unloaded while caches name them."""
         wanted = frozenset[int]().union(*(runs.ids for runs in histories))
@@ -249,7 +224,7 @@ class CachePool:
     def free(self, rows: list[Row]) -> bool:
         """Remove the sequences of rows; return False if none of them existed any more."""
         left = [] if self._runner is None else [seq for row in rows for seq in row.seqs if self.state.has_sequence(seq)]
-        self.remove(left)
+        self.remove(*left)
         return bool(left)
 
     def sweep(self) -> bool:

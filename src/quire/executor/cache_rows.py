@@ -16,13 +16,13 @@ from typing import Concatenate, Final, ParamSpec, Self, TypeVar
 from quire.base.errors import NotFound, QuireError
 from quire.base.media import NO_MEDIA
 from quire.base.signatures import checks_arguments
-from quire.base.token_history import Ids
-from quire.base.types import AdapterRuns, Commit, DropCheckpoint, Pop, SetWindow
+from quire.base.types import DropCheckpoint, Pop, SetWindow
 from quire.branches import spare_states
 from quire.branches.branch import Branch
+from quire.branches.extension import Extension, keep
 from quire.branches.replay_needs import why_fixed
 from quire.executor.cache_pool import CachePool
-from quire.executor.row import Pending, Row
+from quire.executor.row import Row
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -102,27 +102,28 @@ class CacheRows:
         self.commit_chains()
         surplus = [present - length for present, length in zip(self.lengths, lengths, strict=True)]
         self.pool.require_reachable([row.seq for row in self.rows], lengths)
-        self.pool.edit(*(Pop(row.seq, count) for row, count in zip(self.rows, surplus, strict=True) if count))
+        self.pool.apply(*(Pop(row.seq, count) for row, count in zip(self.rows, surplus, strict=True) if count))
         for row, length, count in zip(self.rows, lengths, surplus, strict=True):
             if count:
                 self.mark_cut(row, length)
                 self.set_pending(row, None)
 
-    def record(self, row: Row, start: int, ids: Ids, runs: AdapterRuns, positions: Ids | None = None) -> None:
-        """Record that the row consists of its first ``start`` tokens, then ``ids``. They are at
-        ``positions`` (None: their indices); ``runs``: the adapters of all tokens of the row."""
-        row.tokens.replace_from(start, ids)
-        row.computed, row.runs = row.tokens.size, runs
+    def take(self, row: Row, new: Extension, count: int) -> None:
+        """Record that a row ends with the tokens of ``new`` that count (``keep``), behind its first
+        ``new.start`` ones."""
+        taken = new.kept(count)
+        row.tokens.replace_from(new.start, new.ids[taken])
+        row.computed, row.runs = row.tokens.size, new.runs
         row.runs = row.runs_before(row.computed)
-        row.stand(start, positions)
+        row.stand(new.start, None if new.positions is None else new.positions[taken])
         self.capacity = max(self.capacity, row.computed)
         self.set_pending(row, None)
         self.touch()
 
-    def set_pending(self, row: Row, pending: Pending | None) -> None:
+    def set_pending(self, row: Row, pending: Extension | None) -> None:
         """Keep a verified tree beside a row, in place of an earlier one."""
         if row.pending is not None:
-            self.pool.remove([row.pending.seq])
+            self.pool.remove(row.pending.seq)
         row.pending = pending
 
     def keep_path(self, row: Row, node: int) -> None:
@@ -130,28 +131,26 @@ class CacheRows:
         pending = row.pending
         if pending is None:
             raise QuireError("there is no tree to keep a path of")
-        self.pool.edit(Commit((pending.seq,), (node,)))
+        keep(self.pool, [pending], [node])
         if pending.start < self.pool.state.sequence_length(row.seq):
             self.mark_cut(row, pending.start)
-        self.pool.remove([row.seq])
+        self.pool.remove(row.seq)
         row.seq, row.pending = pending.seq, None
-        path = pending.path(node)
-        positions = None if pending.positions is None else pending.positions[path]
-        self.record(row, pending.start, pending.ids[path], pending.runs, positions)
+        self.take(row, pending, node)
 
     @locked
     def copy_of(self, lengths: Sequence[int]) -> Self:
         """Return a cache of the first ``lengths[i]`` tokens of row i. Raises the errors of
         ``truncate``."""
         self.commit_chains()
-        seqs = self.pool.fork([row.seq for row in self.rows], lengths)
+        seqs = self.pool.fork_rows(self.rows, lengths)
         rows = [row.like(seq, length) for seq, row, length in zip(seqs, self.rows, lengths, strict=True)]
         return type(self)(self.pool, rows, capacity=self.capacity, dynamic=self.dynamic)
 
     def replace_content(self, fresh: Sequence[Row]) -> None:
         """Replace the rows by new sequences; remove the old ones. Their handles with tokens become
         stale."""
-        self.pool.remove([seq for row in self.rows for seq in row.seqs])
+        self.pool.remove(*(seq for row in self.rows for seq in row.seqs))
         for row, new in zip(self.rows, fresh, strict=True):
             row.pending = row.chain = None
             self.mark_cut(row, 0)
@@ -189,8 +188,8 @@ class CacheRows:
         tokens = 0
         for row in self.rows:
             if row.chain is not None:
-                self.pool.edit(Commit((row.seq,), (row.chain.ids.size - 1,)))
-                tokens += row.chain.ids.size
+                keep(self.pool, [row.chain], [row.chain.num_run - 1])
+                tokens += row.chain.num_run
                 row.chain = None
         return tokens
 
@@ -199,9 +198,9 @@ class CacheRows:
         chain = row.chain
         if chain is None:
             raise QuireError("there is no chain to cut")
-        self.pool.edit(Commit((row.seq,), (length - chain.start - 1,)))
+        keep(self.pool, [chain], [length - chain.start - 1])
         row.chain = None
-        if length < chain.start + chain.ids.size:
+        if length < chain.end:
             self.mark_cut(row, length)
         self.touch()
 
@@ -224,7 +223,7 @@ class CacheRows:
                 continue
             for position in held:
                 if position == row.mark or not why_fixed(row, 0, position, self.pool.adapter_ids):
-                    self.pool.edit(DropCheckpoint(row.seq, position))
+                    self.pool.apply(DropCheckpoint(row.seq, position))
                     found += 1
             row.mark = None
         return found
@@ -236,11 +235,11 @@ def become_fork(cache: CacheRows, branch: Branch, *, private: bool) -> None:
     length, row = len(branch.tokens), cache.rows[0]
     if branch.seq is None:
         if branch.window is not None:
-            cache.pool.edit(SetWindow(row.seq, branch.window.size, branch.window.sink))
+            cache.pool.apply(SetWindow(row.seq, branch.window.size, branch.window.sink))
             row.window = branch.window
         return
     cache.pool.note_adapters([branch.runs_before(length)])
-    (seq,) = cache.pool.fork([branch.seq])
+    seq = cache.pool.fork_of(branch.seq)
     fresh = Row(seq=seq)
     fresh.become(branch, length, seq)
     fresh.tokens.media = NO_MEDIA  # a cache does not store embeddings

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from quire.base.errors import FailedPrecondition, InvalidArgument
 from quire.base.signatures import checks_arguments
+from quire.branches.extension import Extension
 from quire.contracts.kv_cache import BlockTable, CacheHandleStats
 from quire.executor import rewinding
 from quire.executor.cache import KVCache, require_kv_layer
-from quire.executor.row import Pending
 from quire.kv.forward_need import pages_for
 
 
@@ -29,7 +29,7 @@ class Handle:
     lengths: tuple[int, ...]
     """Number of covered tokens of each row."""
     revision: int
-    pending: Pending | None = None
+    pending: Extension | None = None
     """The uncommitted tree that contains its last tokens; None: they are in the cache."""
     node: int = -1
     """The node of its last token in that tree."""

@@ -11,7 +11,7 @@ from quire.executor.cache import KVCache
 from quire.executor.cache_pool import CachePool
 from quire.executor.forward_packing import LOGITS_ONLY
 from quire.executor.prefix_sharing import shared_rows
-from quire.executor.row_extension import Extension, extensions
+from quire.executor.row_extension import RowExtension, extensions
 
 
 def place(pool: CachePool, item: CallItem, wanted: LogitsWanted, *, share: bool) -> tuple[CallItem, KVCache]:
@@ -31,7 +31,7 @@ def place(pool: CachePool, item: CallItem, wanted: LogitsWanted, *, share: bool)
     return replace(item, cache=cache, starts=starts, tokens=tokens, positions=positions), cache
 
 
-def rows_to_extend(placed: Sequence[tuple[CallItem, KVCache]], verb: str) -> list[Extension]:
+def rows_to_extend(placed: Sequence[tuple[CallItem, KVCache]], verb: str) -> list[RowExtension]:
     """Return the extensions of the rows of all items. With several items, errors name the item."""
     return [
         part

@@ -31,7 +31,7 @@ from quire.executor.request_sampling import (
     drawing,
     history_for,
 )
-from quire.executor.row_extension import Extension, extensions, packed, require_vocabulary
+from quire.executor.row_extension import RowExtension, extensions, packed, require_vocabulary
 from quire.executor.running_calls import Stopwatch
 from quire.executor.transaction import Transaction
 from quire.kv.sequences import check_integer
@@ -219,7 +219,7 @@ class LlmExecutor:
 
     def _decode_parts(
         self, inputs: ExecutorInputs, kv_cache: CacheLike, lora_id: int | None, count: int
-    ) -> tuple[list[Ids], KVCache, list[Extension]]:
+    ) -> tuple[list[Ids], KVCache, list[RowExtension]]:
         if inputs.vision is not None or inputs.audio is not None:
             raise InvalidArgument("a decode step takes token ids only; give vision and audio data to prefill")
         if inputs.text is None or inputs.text.token_ids.shape[1] != 1:
@@ -237,7 +237,7 @@ class LlmExecutor:
             cache.capacity = max(cache.capacity, roomy)
 
     def _draws(
-        self, cache: KVCache, parts: Sequence[Extension], tokens: Sequence[Ids], sampling: Sequence[Sampling] | None
+        self, cache: KVCache, parts: Sequence[RowExtension], tokens: Sequence[Ids], sampling: Sequence[Sampling] | None
     ) -> list[Draw]:
         if sampling is not None and len(sampling) != len(parts):
             raise InvalidArgument(f"sampling has {len(sampling)} entries for {len(parts)} rows; give one per row")

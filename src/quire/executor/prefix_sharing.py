@@ -37,7 +37,7 @@ def shared_rows(
         if parent is None:
             rows.append(Row(seq=pool.add(1)[0], window=pool.facts.row_window))
         else:
-            rows.append(parent.like(pool.fork([parent.seq], [length])[0], length))
+            rows.append(parent.like(pool.fork_of(parent.seq, length), length))
         lengths.append(length)
     return rows, tuple(lengths)
 

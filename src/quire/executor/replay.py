@@ -10,27 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
-from quire.base.token_history import Ids
-from quire.branches.replay_needs import nearest
 from quire.executor.cache_pool import CachePool
 from quire.executor.forward_packing import Piece
 from quire.executor.row import Row
 
-NOTHING: Ids = np.empty(0, dtype=np.int64)
 
+def replay_start(pool: CachePool, row: Row, start: int, label: str = "") -> int:
+    """Return the position, at most ``start``, from which a fork of a row without an open chain
+    must run the row's tokens.
 
-def owed_tokens(pool: CachePool, row: Row, start: int, label: str = "") -> Ids:
-    """Return the tokens before ``start`` to replay on a fork of a row without an open chain.
-
-    The fork ends at ``start`` minus their number. They are empty if no layer is recurrent or the
-    state at ``start`` is kept. ``FailedPrecondition``: they cannot be replayed (``going_back``).
+    It is ``start`` if no layer is recurrent or the state there is kept. ``FailedPrecondition``: the
+    tokens cannot be replayed (``replay_needs``).
     """
     if not pool.facts.recurrent_ids or start >= pool.state.sequence_length(row.seq):
-        return NOTHING
-    origin = nearest(pool.state, row, start, pool.adapter_ids, f"{label}: " if label else "")
-    return row.tokens.ids[origin:start].copy() if origin < start else NOTHING
+        return start
+    return pool.reach(row, start, f"{label}: " if label else "")
 
 
 def states_needed(

@@ -8,7 +8,7 @@ from typing import TypeVar
 from quire.base.token_history import Ids
 from quire.base.types import AdapterRuns
 from quire.executor.cache_rows import CacheRows
-from quire.executor.replay import owed_tokens
+from quire.executor.replay import replay_start
 from quire.executor.row_extension import extensions, packed
 from quire.executor.running_calls import Operation
 from quire.executor.transaction import Transaction
@@ -31,7 +31,7 @@ def truncate(cache: CacheRows, lengths: Sequence[int], operation: Operation) -> 
         return
     cache.commit_chains()
     rows = zip(cache.rows, lengths, strict=True)
-    if not any(owed_tokens(cache.pool, row, length, operation.verb).size for row, length in rows):
+    if all(replay_start(cache.pool, row, length, operation.verb) == length for row, length in rows):
         cache.truncate(lengths)
         return
     parts = extensions(cache, lengths, [0] * cache.batch_size)
@@ -43,18 +43,17 @@ def copy_of(cache: C, lengths: Sequence[int], operation: Operation) -> C:
     """Return a cache of the first ``lengths[i]`` tokens of row i. Call it under the lock."""
     pool = cache.pool
     cache.commit_chains()
-    owed = [owed_tokens(pool, row, n, operation.verb) for row, n in zip(cache.rows, lengths, strict=True)]
-    counts = [ids.size for ids in owed]
-    origins = [length - count for length, count in zip(lengths, counts, strict=True)]
+    origins = [replay_start(pool, row, n, operation.verb) for row, n in zip(cache.rows, lengths, strict=True)]
+    owed = [row.tokens.ids[begin:end] for row, begin, end in zip(cache.rows, origins, lengths, strict=True)]
     copy = cache.copy_of(origins)
-    if not any(counts):
+    if tuple(origins) == tuple(lengths):
         return copy
     try:
         run_owed(copy, owed, [row.runs for row in cache.rows], operation)
     except BaseException:
         copy.release()
         raise
-    pool.replayed_tokens += sum(counts)
+    pool.replayed_tokens += sum(lengths) - sum(origins)
     return copy
 
 
@@ -64,7 +63,7 @@ def run_owed(cache: CacheRows, owed: Sequence[Ids], runs: Sequence[AdapterRuns],
     pool, origins, counts = cache.pool, cache.lengths, [ids.size for ids in owed]
     parts = extensions(cache, origins, counts)
     for part, history in zip(parts, runs, strict=True):
-        part.runs = history
+        part.new.runs = history
     forwards = packed(pool, parts, origins, counts, pool.facts.chunk_size)
     with Transaction(pool, parts, operation, several=True, forwards=forwards) as work:
         work.run(owed, ["none"] * len(owed), budget=pool.facts.chunk_size)

@@ -6,44 +6,14 @@ A handle of length n is stale if its row was cut below n after the handle was ma
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from quire.base.token_history import Ids, TokenHistory
-from quire.base.types import BASE, AdapterRuns, SeqId
+from quire.base.types import SeqId
 from quire.branches.branch import COMPUTED, Branch
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pending:
-    """A verified token tree on a fork of its row, before the commit of a path."""
-
-    seq: SeqId
-    start: int
-    """Number of tokens before the tree."""
-    ids: Ids
-    """Ids of the nodes."""
-    parents: tuple[int, ...]
-    runs: AdapterRuns = BASE
-    """The adapters of the tokens before the tree, and of the tree itself."""
-    positions: Ids | None = None
-    """Positions of the nodes, if positions were given for them or earlier tokens; None: as the tree
-    implies."""
-
-    def path(self, node: int) -> list[int]:
-        """Return the nodes from a root to ``node``."""
-        return path_to(self.parents, node)
-
-
-def path_to(parents: Sequence[int], node: int) -> list[int]:
-    """Return the nodes of a tree from a root to ``node``; empty for -1."""
-    found = []
-    while node >= 0:
-        found.append(node)
-        node = parents[node]
-    return found[::-1]
+from quire.branches.extension import Extension
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -55,8 +25,9 @@ class Row(Branch):
     """The rotation position of each token; None: its index."""
     cuts: list[tuple[int, int]] = field(default_factory=list)
     """(revision, length), both ascending: a later cut at or below an earlier one replaces it."""
-    pending: Pending | None = None
-    chain: Pending | None = None
+    pending: Extension | None = None
+    """A verified token tree on a fork of the row, before the commit of a path."""
+    chain: Extension | None = None
     """A verified chain, only if layers are recurrent; None: there is none.
 
     Its tokens belong to the row and are uncommitted nodes of its own sequence, so the row can be

@@ -1,5 +1,4 @@
-"""``Extension``: a row of a call, its target sequence and its written tokens, part of a
-transaction.
+"""``RowExtension``: the new tokens of one row of a call, part of a transaction.
 
 Letters: n tokens of a row.
 """
@@ -7,73 +6,70 @@ Letters: n tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from quire.base.errors import InvalidArgument, ResourceExhausted, Unsupported
 from quire.base.token_history import Ids
-from quire.base.types import BASE, AdapterRuns, Commit, Edit, Pop, SeqId
+from quire.base.types import BASE, SeqId
+from quire.branches.extension import Extension, path_to
 from quire.branches.model_facts import ModelFacts
 from quire.executor.cache_pool import CachePool
 from quire.executor.cache_rows import CacheRows
 from quire.executor.forward_packing import Piece, RowAdapters, pack
-from quire.executor.replay import NOTHING
-from quire.executor.row import Row, are_indices, path_to
+from quire.executor.row import Row, are_indices
 from quire.kv.rule_table import POSITIONS_OF_WINDOWS
 
 
 @dataclass(slots=True, eq=False)
-class Extension:
-    """One row that a call extends by up to ``count`` tokens from ``start`` on."""
+class RowExtension:
+    """One row that a call extends by up to ``count`` tokens."""
 
     cache: CacheRows
     row: Row
-    start: int
     count: int
     old_length: int
     label: str
     """The row's name in errors."""
-    parents: tuple[int, ...] | None = None
-    """The parents of its tokens, which run as one tree in one forward; None: a chain."""
-    runs: AdapterRuns = BASE
-    """The adapter of each token, also of replayed tokens before ``start``."""
-    positions: Ids | None = None
-    """Positions of its tokens, ``[count]``; None: their indices, or as their tree implies."""
-    seq: SeqId = field(init=False)
-    """The sequence that it runs on: the row's or a fork of it."""
-    old_seq: SeqId | None = field(init=False)
-    """The row's former sequence, kept for an undo; None: ``seq`` is the row's."""
-    written: list[Ids] = field(default_factory=list)
-    """The ids that ran, in recorded form."""
-    owed: Ids = field(default_factory=lambda: NOTHING)
-    """The tokens before ``start`` that ``seq`` must replay first."""
+    new: Extension
+    """Its branch is the row, or a fork of the row that takes its place at the end of the call."""
+    begin: int
+    """The position from which the branch runs: tokens before the new ones may have to be
+    replayed."""
     holds_start: bool = False
-    """Whether the recurrent state at ``start`` is kept on ``seq`` during the call."""
-
-    def __post_init__(self) -> None:
-        self.seq, self.old_seq = self.row.seq, None
+    """Whether the recurrent state before the new tokens is kept during the call."""
 
     @property
-    def num_written(self) -> int:
-        return sum(ids.size for ids in self.written)
+    def seq(self) -> SeqId:
+        return self.new.seq
+
+    @property
+    def start(self) -> int:
+        return self.new.start
+
+    @property
+    def on_fork(self) -> bool:
+        """Whether the row's own sequence is still as it was, for an undo."""
+        return self.new.seq != self.row.seq
 
     @property
     def rewinds(self) -> bool:
         return self.start < self.old_length
 
     @property
-    def begin(self) -> int:
-        """The position at which ``seq`` begins to run, replayed tokens included."""
-        return self.start - self.owed.size
+    def replayed(self) -> int:
+        """The number of tokens to replay."""
+        return self.start - self.begin
 
     @property
     def depth(self) -> int:
         """The number of positions that the tokens need: for a tree the length of its longest
         path."""
-        if self.parents is None:
+        parents = self.new.parents
+        if parents is None:
             return self.count
-        return max(len(path_to(self.parents, node)) for node in range(len(self.parents)))
+        return max(len(path_to(parents, node)) for node in range(len(parents)))
 
     def require_limits(self, facts: ModelFacts) -> None:
         """Raise ``ResourceExhausted`` beyond limits, ``Unsupported`` for positions in a window."""
@@ -83,9 +79,9 @@ class Extension:
                 f"{label}{self.depth} tokens from position {self.start} on are beyond the model's maximum of "
                 f"{facts.max_model_len}"
             )
-        if self.positions is not None and self.row.window is not None:
+        if self.new.positions is not None and self.row.window is not None:
             raise Unsupported(f"{label}position_ids: {POSITIONS_OF_WINDOWS}")
-        if self.positions is not None and (last := int(self.positions.max(initial=0))) >= facts.max_model_len:
+        if self.new.positions is not None and (last := int(self.new.positions.max(initial=0))) >= facts.max_model_len:
             raise ResourceExhausted(
                 f"{label}position {last} is beyond the model's maximum; positions are 0..{facts.max_model_len - 1}"
             )
@@ -103,20 +99,19 @@ def extensions(
     label: str = "",
     adapter: int | None = None,
     positions: Sequence[Ids | None] | None = None,
-) -> list[Extension]:
+) -> list[RowExtension]:
     """Return the extensions of all rows of a cache under ``adapter``, as chains of tokens.
     ``positions``: of the tokens; None: directly after the tokens before."""
     given = [None] * cache.batch_size if positions is None else positions
     return [
-        Extension(
+        RowExtension(
             cache,
             row,
-            start,
             count,
             old,
             f"{label}row {index}" if cache.batch_size > 1 else label,
-            runs=row.runs.then(start, adapter),
-            positions=_positions(row, start, count, given[index]),
+            Extension(row, start, row.runs.then(start, adapter), positions=_positions(row, start, count, given[index])),
+            begin=start,
         )
         for index, (row, start, count, old) in enumerate(zip(cache.rows, starts, counts, cache.lengths, strict=True))
     ]
@@ -145,26 +140,17 @@ def placed(row: Row, start: int, given: Sequence[Ids | None], parents: Sequence[
 
 def packed(
     pool: CachePool,
-    parts: Sequence[Extension],
+    parts: Sequence[RowExtension],
     positions: Sequence[int],
     counts: Sequence[int],
     budget: int,
     blocks: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> list[list[Piece]]:
     """Return forwards of ``counts[i]`` tokens of part i from ``positions[i]`` on; see ``pack``."""
-    if all(part.runs == BASE for part in parts):
+    if all(part.new.runs == BASE for part in parts):
         return pack(counts, budget, blocks)
-    adapters = RowAdapters(runs=[part.runs for part in parts], starts=positions, fits=pool.runner.adapters.fits)
+    adapters = RowAdapters(runs=[part.new.runs for part in parts], starts=positions, fits=pool.runner.adapters.fits)
     return pack(counts, budget, blocks, adapters)
-
-
-def kept_edits(part: Extension, count: int) -> list[Edit]:
-    """Return the edits that keep the first ``count`` tokens that ran, or a tree's path to node
-    ``count``."""
-    if part.parents is not None:
-        return [Commit((part.seq,), (count,))] if part.num_written else []
-    surplus = part.num_written - count
-    return [Pop(part.seq, surplus)] if surplus > 0 else []
 
 
 def require_vocabulary(ids: Ids, vocab_size: int, what: str, *, placeholders: bool = False) -> None:

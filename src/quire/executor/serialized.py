@@ -17,7 +17,6 @@ from torch import Tensor
 
 from quire.adapters.history import written
 from quire.base.errors import InvalidArgument, NotFound, ResourceExhausted, Unsupported
-from quire.base.types import Add, SetWindow
 from quire.branches.saved_rows import (
     KV_CACHE,
     KV_CACHE_WITH_POSITIONS,
@@ -137,13 +136,11 @@ def _import_rows(cache: CacheRows, file: StateFile, saved: Sequence[SavedRow]) -
     fresh: list[Row] = []
     try:
         for row in saved:
-            seq = pool.runner.new_seq()
             if row.sequence is None:
-                pool.edit(
-                    Add(seq), *(() if row.window is None else (SetWindow(seq, row.window.size, row.window.sink),))
-                )
+                seq = pool.add_seq(row.window)
             else:
-                load_row(pool.state, seq, file, row)
+                seq = pool.new_seq()
+                load_row(pool.runner, seq, file, row)
             new = Row(seq=seq, computed=row.length)
             row.fill(new, row.length)
             new.runs = new.runs_before(row.length)
@@ -151,6 +148,6 @@ def _import_rows(cache: CacheRows, file: StateFile, saved: Sequence[SavedRow]) -
             fresh.append(new)
     except BaseException:
         with suppress(NotFound):
-            pool.remove([row.seq for row in fresh])
+            pool.remove(*(row.seq for row in fresh))
         raise
     return fresh

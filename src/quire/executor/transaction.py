@@ -23,7 +23,8 @@ from torch import Tensor
 
 from quire.base.errors import QuireError, ResourceExhausted
 from quire.base.token_history import Ids
-from quire.base.types import Chunk, DropCheckpoint, KeepCheckpoint, LogitsPlace, LogitsWanted, Pop, Step, TokenTree
+from quire.base.types import NO_INPUTS, Chunk, DropCheckpoint, Inputs, KeepCheckpoint, LogitsPlace, LogitsWanted, Step
+from quire.branches.extension import NOTHING, Extension, extend, keep
 from quire.branches.row_media import RowMedia, recorded_ids
 from quire.executor.cache_pool import CachePool
 from quire.executor.forward_packing import (
@@ -36,9 +37,8 @@ from quire.executor.forward_packing import (
     places_of,
     rows_wanted,
 )
-from quire.executor.replay import NOTHING, owed_tokens, states_needed
-from quire.executor.row import Pending, path_to
-from quire.executor.row_extension import Extension, kept_edits, packed
+from quire.executor.replay import replay_start, states_needed
+from quire.executor.row_extension import RowExtension, packed
 from quire.executor.running_calls import Operation
 from quire.runner.local import StepOutput
 
@@ -55,7 +55,7 @@ class Transaction:
     def __init__(
         self,
         pool: CachePool,
-        parts: Sequence[Extension],
+        parts: Sequence[RowExtension],
         operation: Operation,
         *,
         several: bool = False,
@@ -84,7 +84,7 @@ class Transaction:
         self._comes_back = comes_back
         self._needed = 0
         """Slots for recurrent states that the call takes."""
-        self._given_up: list[Extension] = []
+        self._given_up: list[RowExtension] = []
         """The rows without an old version, if there is room for the states at their starts."""
         self._arrived = False
         self._committed = False
@@ -99,14 +99,15 @@ class Transaction:
             part.require_limits(self._facts)
         for part in self.parts:
             part.cache.commit_chains()
-            part.owed = owed_tokens(self.pool, part.row, part.start, part.label)
-        self.pool.note_adapters([part.runs for part in self.parts])
-        several = self.several or any(part.owed.size for part in self.parts)
+            part.begin = replay_start(self.pool, part.row, part.start, part.label)
+        self.pool.note_adapters([part.new.runs for part in self.parts])
+        several = self.several or any(part.replayed for part in self.parts)
         self._lets_go = several and (self._facts.is_windowed or any(part.row.window is not None for part in self.parts))
         kept = [part for part in self.parts if self.aside or part.rewinds or self._needs_a_way_back(part)]
-        forks = self.pool.fork([part.row.seq for part in kept], [part.begin for part in kept])
+        forks = self.pool.fork_rows([part.row for part in kept], [part.begin for part in kept])
         for part, seq in zip(kept, forks, strict=True):
-            part.seq, part.old_seq = seq, part.row.seq
+            part.new.branch = part.row.like(seq, part.start)
+            part.new.branch.recede(part.begin)
         try:
             self._reserve(kept)
         except BaseException:
@@ -116,7 +117,7 @@ class Transaction:
             self._keep_starts([part for part in self.parts if not part.rewinds])
         return self
 
-    def _needs_a_way_back(self, part: Extension) -> bool:
+    def _needs_a_way_back(self, part: RowExtension) -> bool:
         """Return whether a fork is needed to undo the call's forwards but the last.
 
         Taking tokens back is not enough where the page of the first new token must be copied (a
@@ -127,24 +128,24 @@ class Transaction:
             return False
         return self._lets_go or self.pool.state.shares_tail(part.row.seq)
 
-    def _keep_starts(self, parts: Sequence[Extension]) -> None:
+    def _keep_starts(self, parts: Sequence[RowExtension]) -> None:
         """Keep the recurrent states of ``parts``, all at their starts, that have no old version."""
         state = self.pool.state
         if not self._facts.recurrent_ids:
             return
         for part in parts:
-            if part.old_seq is None and part.start and part.count and part.parents is None:
+            if not part.on_fork and part.start and part.count and part.new.parents is None:
                 part.holds_start = part.start not in state.checkpoints(part.seq)
                 if part.holds_start:
-                    self.pool.edit(KeepCheckpoint(part.seq))
+                    self.pool.apply(KeepCheckpoint(part.seq))
 
     def _drop_starts(self) -> None:
         for part in self.parts:
             if part.holds_start:
-                self.pool.edit(DropCheckpoint(part.seq, part.start))
+                self.pool.apply(DropCheckpoint(part.seq, part.start))
                 part.holds_start = False
 
-    def _reserve(self, kept: Sequence[Extension]) -> None:
+    def _reserve(self, kept: Sequence[RowExtension]) -> None:
         """Make room for everything; give up old versions only if that makes it fit."""
         if self._path_if_room:
             self._become_paths()
@@ -173,32 +174,32 @@ class Transaction:
             missing_states = self._missing_states(holding)
             if missing_states > self._freed_states(given_up):
                 raise self._no_states(missing_states)
-        self.pool.remove([part.row.seq for part in given_up])
+        self.pool.remove(*(part.row.seq for part in given_up))
         for part in given_up:
             # From here on an error leaves the row at ``start``, or where its fork stands then.
-            part.row.seq, part.old_seq = part.seq, None
+            part.row.seq = part.seq
             self._mark_rewound(part)
         if holding <= self.pool.available_states:
             self._given_up = given_up
 
     def _tokens(self) -> str:
         """Return, in words, what there is no room for."""
-        owed, more = sum(part.owed.size for part in self.parts), sum(part.count for part in self.parts)
-        again = f"{owed} tokens that must be run again"
-        return f"{again} and {more} more" if owed and more else again if owed else f"{more} more tokens"
+        again, more = sum(part.replayed for part in self.parts), sum(part.count for part in self.parts)
+        replayed = f"{again} tokens that must be run again"
+        return f"{replayed} and {more} more" if again and more else replayed if again else f"{more} more tokens"
 
     def _no_states(self, missing: int) -> ResourceExhausted:
         return ResourceExhausted(
             f"no room for {self._tokens()}: {missing} slots for recurrent states are missing; release or clear caches"
         )
 
-    def _takes_a_slot(self, part: Extension) -> bool:
+    def _takes_a_slot(self, part: RowExtension) -> bool:
         """Return whether keeping the state at the start takes a slot beyond ``_needed``. It does
         unless the state was there before, or is kept by itself."""
         interval = self._facts.state_interval
-        return part.owed.size > 0 and not (interval and part.start % interval == 0)
+        return part.replayed > 0 and not (interval and part.start % interval == 0)
 
-    def _freed_states(self, parts: Sequence[Extension]) -> int:
+    def _freed_states(self, parts: Sequence[RowExtension]) -> int:
         """Return the number of slots freed by dropping the versions before the rewinds of
         ``parts``."""
         if self.aside:
@@ -212,12 +213,12 @@ class Transaction:
         the pages for a first token of each row, and for all tokens in layers without a window;
         ``run`` counts again before each forward.
         """
-        growing = [part for part in self.parts if part.count + part.owed.size]
+        growing = [part for part in self.parts if part.count + part.replayed]
         if not growing:
             return 0
-        seqs, counts = [part.seq for part in growing], [part.owed.size + part.count for part in growing]
+        seqs, counts = [part.seq for part in growing], [part.replayed + part.count for part in growing]
         # Behind tokens that are run again a tree takes the pages of as many tokens.
-        trees = [None if part.owed.size else part.parents for part in growing]
+        trees = [None if part.replayed else part.new.parents for part in growing]
         if self._lets_go:
             return max(self.pool.missing_pages(seqs, [1] * len(seqs)), self.pool.missing_full_pages(seqs, counts))
         return self.pool.missing_pages(seqs, counts, trees)
@@ -229,33 +230,33 @@ class Transaction:
         if self.pool.missing_states(needed):
             # The forks hold what their rows have given up, too.
             forks = [part.seq for part in self.parts if part.seq != part.row.seq]
-            self.pool.edit(*(DropCheckpoint(seq, at) for seq in forks for at in self.pool.state.checkpoints(seq)))
+            self.pool.apply(*(DropCheckpoint(seq, at) for seq in forks for at in self.pool.state.checkpoints(seq)))
         return self.pool.missing_states(needed)
 
     def _states_needed(self) -> int:
         own = self._forwards
         if own is None:
             own = [[Piece(index, 0, part.count) for index, part in enumerate(self.parts) if part.count]]
-        chains, trees = (own, ()) if all(part.parents is None for part in self.parts) else ((), own)
+        chains, trees = (own, ()) if all(part.new.parents is None for part in self.parts) else ((), own)
         return states_needed(
             [part.begin for part in self.parts],
-            chain(self._owed_forwards(), chains),
+            chain(self._replays(), chains),
             trees,
             interval=self._facts.state_interval,
         )
 
     def _become_paths(self) -> None:
         for part in self.parts:
-            part.parents = tuple(range(-1, part.count - 1))
+            part.new.parents = tuple(range(-1, part.count - 1))
         if not self._facts.recurrent_ids or self._states_needed() > self.pool.available_states:
             for part in self.parts:
-                part.parents = None
+                part.new.parents = None
 
-    def _owed_forwards(self) -> list[list[Piece]]:
-        counts = [part.owed.size for part in self.parts]
+    def _replays(self) -> list[list[Piece]]:
+        counts = [part.replayed for part in self.parts]
         return packed(self.pool, self.parts, [part.begin for part in self.parts], counts, self._facts.chunk_size)
 
-    def _mark_rewound(self, part: Extension) -> None:
+    def _mark_rewound(self, part: RowExtension) -> None:
         if part.rewinds:
             part.cache.mark_cut(part.row, part.start)
 
@@ -280,10 +281,9 @@ class Transaction:
         self.arrive()
         media = [None] * len(tokens) if media is None else media
         blocks = [() if found is None else found.blocks for found in media]
-        records = [recorded_ids(ids, found) for ids, found in zip(tokens, media, strict=True)]
-        positions = [part.start + part.num_written for part in self.parts]
-        sizes = [ids.size for ids in tokens]
-        forwards = packed(self.pool, self.parts, positions, sizes, budget, blocks)
+        tokens = [recorded_ids(ids, found) for ids, found in zip(tokens, media, strict=True)]
+        new, sizes = [part.new for part in self.parts], [ids.size for ids in tokens]
+        forwards = packed(self.pool, self.parts, [one.end for one in new], sizes, budget, blocks)
         counts = [rows_wanted(*one) for one in zip(wanted, sizes, strict=True)]
         if not places and len(forwards) > 1:
             # One tensor for each row, so that pieces need not be joined by a copy of all.
@@ -292,19 +292,14 @@ class Transaction:
         try:
             for pieces in forwards:
                 self.operation.check()
-                self.operation.num_sequences = len(pieces)
-                self._check_room(pieces)
-                lengths = [self.parts[piece.row].start + self.parts[piece.row].num_written for piece in pieces]
-                chunks = tuple(self._chunk(tokens, wanted, piece) for piece in pieces)
+                chunks = _chunks(new, tokens, wanted, pieces)
+                lengths = [new[piece.row].end for piece in pieces]
                 inputs = inputs_of(pieces, media, lengths, asked, places_of(pieces, chunks, places) if places else ())
-                if (stand := self._positions(pieces)) is not None:
+                if (stand := _positions(new, pieces)) is not None:
                     inputs = replace(inputs, positions=stand)
-                output = self._execute(Step(chunks=chunks, inputs=inputs))
+                output = self._forward(new, pieces, chunks, inputs)
                 for number, piece in enumerate(pieces):
                     results[piece.row].add(output, number)
-                for row, begin, end in pieces:
-                    self.parts[row].written.append(records[row][begin:end])
-                self.pool.note_use()
         finally:
             made = self.pool.runner.logits
             self.logits = {name: made.pop(name) for name in {place.tensor for place in places} & made.keys()}
@@ -319,26 +314,14 @@ class Transaction:
         """Run the tokens that lead to the rows' starts, as ``run`` does by itself."""
         if self._arrived:
             return
-        for pieces in self._owed_forwards():
-            if all(self.parts[piece.row].old_seq is not None for piece in pieces):
+        again = [Extension(part.new.branch, part.begin, part.new.runs) for part in self.parts]
+        tokens = [one.branch.tokens.ids[one.start :] if one.branch.remaining else NOTHING for one in again]
+        for pieces in self._replays():
+            if all(self.parts[piece.row].on_fork for piece in pieces):
                 # The others have no state to return to, so they rewind to their starts.
                 self.operation.check()
-            self.operation.num_sequences = len(pieces)
-            self._check_room(pieces)
-            self._execute(
-                Step(
-                    chunks=tuple(
-                        Chunk(
-                            self.parts[row].seq,
-                            self.parts[row].owed[begin:end],  # type: ignore[arg-type]
-                            adapter=self.parts[row].runs.at(self.parts[row].begin + begin),
-                            logits="none",
-                        )
-                        for row, begin, end in pieces
-                    )
-                )
-            )
-            self.pool.note_use()
+            self._forward(again, pieces, _chunks(again, tokens, ["none"] * len(again), pieces))
+        keep(self.pool, again)
         self._arrived = True
         self._keep_starts(self._given_up)
 
@@ -351,30 +334,18 @@ class Transaction:
         if missing := self.pool.missing_pages(seqs, [piece.end - piece.begin for piece in pieces]):
             raise ResourceExhausted(f"no room for the call: {missing} pages are missing; release or clear caches")
 
-    def _chunk(self, tokens: Sequence[Ids], wanted: Sequence[LogitsWanted], piece: Piece) -> Chunk:
-        kind, part = wanted[piece.row], self.parts[piece.row]
-        if kind == "last" and piece.end < tokens[piece.row].size:
-            kind = "none"
-        tree = None if part.parents is None else TokenTree(part.parents)
-        ids = tokens[piece.row][piece.begin : piece.end]
-        adapter = part.runs.at(part.start + part.num_written)
-        return Chunk(part.seq, ids, tree, adapter, kind)  # type: ignore[arg-type]
-
-    def _positions(self, pieces: Sequence[Piece]) -> Ids | None:
-        """Return the positions of a forward's tokens; None: all at their indices."""
-        parts = [self.parts[piece.row] for piece in pieces]
-        if all(part.positions is None for part in parts):
-            return None
-        found = []
-        for part, (_, begin, end) in zip(parts, pieces, strict=True):
-            first, count = part.num_written, end - begin
-            indices = np.arange(part.start + first, part.start + first + count)
-            found.append(indices if part.positions is None else part.positions[first : first + count])
-        return np.concatenate(found)
-
-    def _execute(self, step: Step) -> StepOutput:
+    def _forward(
+        self,
+        extensions: Sequence[Extension],
+        pieces: Sequence[Piece],
+        chunks: tuple[Chunk, ...],
+        inputs: Inputs = NO_INPUTS,
+    ) -> StepOutput:
+        self.operation.num_sequences = len(pieces)
+        self._check_room(pieces)
+        step = Step(chunks=chunks, inputs=inputs)
         try:
-            return self.pool.runner.execute(step)
+            output = extend(self.pool.runner, step, [extensions[piece.row] for piece in pieces])
         except QuireError:
             raise
         except torch.AcceleratorError as error:
@@ -383,27 +354,23 @@ class Transaction:
             raise QuireError(f"{self.operation.verb}: {self.pool.broken}") from error
         except Exception as error:
             raise QuireError(f"{self.operation.verb} failed while computing: {error}") from error
+        self.pool.note_use()
+        return output
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def commit(self, keep: Sequence[int] | None = None) -> None:
-        """Let the first ``keep[i]`` tokens that ran count; None: all.
+    def commit(self, counts: Sequence[int] | None = None) -> None:
+        """Let the first ``counts[i]`` tokens that ran count; None: all.
 
-        Of a tree, the path to node ``keep[i]`` counts; -1: nothing. A part without tokens stays as
-        it was. Where layers are recurrent, what ran as a chain counts as a whole only.
+        Of a tree, the path to node ``counts[i]`` counts; -1: nothing. A part without tokens stays
+        as it was. Where layers are recurrent, a chain counts as a whole only.
         """
-        kept = [part.num_written for part in self.parts] if keep is None else list(keep)
-        self.pool.edit(
-            *(edit for part, count in zip(self.parts, kept, strict=True) for edit in kept_edits(part, count))
-        )
+        kept = [part.new.num_run for part in self.parts] if counts is None else list(counts)
+        keep(self.pool, [part.new for part in self.parts], kept)
         for part, count in zip(self.parts, kept, strict=True):
-            if part.num_written == 0:
-                continue
-            self._replace(part)
-            ids = np.concatenate(part.written)
-            taken = np.arange(count) if part.parents is None else np.array(path_to(part.parents, count), dtype=np.int64)
-            positions = None if part.positions is None else part.positions[taken]
-            part.cache.record(part.row, part.start, ids[taken], part.runs, positions)
+            if part.new.num_run:
+                self._replace(part)
+                part.cache.take(part.row, part.new, count)
         self._finish()
 
     def commit_cuts(self) -> None:
@@ -412,77 +379,94 @@ class Transaction:
         for part in self.parts:
             if part.rewinds:
                 self._replace(part)
-                part.cache.record(part.row, part.start, NOTHING, part.runs)
+                part.cache.take(part.row, part.new, 0)
         self._finish()
 
     def leave_open(self) -> None:
         """Let chains that ran as trees of one path count, with the states behind their tokens."""
         for part in self.parts:
-            if part.parents is None:
+            if part.new.parents is None:
                 raise QuireError("only what ran as a tree can be left open")
             self._replace(part)
-            ids = np.concatenate(part.written)
-            part.cache.record(part.row, part.start, ids, part.runs, part.positions)
-            part.row.chain = Pending(part.seq, part.start, ids, part.parents, part.runs)
+            part.new.branch = part.row
+            part.cache.take(part.row, part.new, part.new.num_run - 1)
+            part.row.chain = part.new
         self._finish()
 
-    def _replace(self, part: Extension) -> None:
+    def _replace(self, part: RowExtension) -> None:
         """Let the sequence that ran be the row's."""
-        if part.old_seq is None:
-            return
-        self.pool.remove([part.old_seq])
-        part.row.seq, part.old_seq = part.seq, None
-        self._mark_rewound(part)
+        if part.on_fork:
+            self.pool.remove(part.row.seq)
+            part.row.seq = part.seq
+            self._mark_rewound(part)
 
     def _finish(self) -> None:
         self._drop_unused_forks()
         self._drop_starts()
         self._committed = True
 
-    def set_aside(self) -> list[Pending]:
+    def set_aside(self) -> list[Extension]:
         """Keep the new nodes, one tree per row, beside the rows, which stay as they were."""
         found = []
         for part in self.parts:
-            if part.parents is None or part.old_seq is None:
+            if part.new.parents is None or not part.on_fork:
                 raise QuireError("only a tree that ran on a fork can be set aside")
-            ids = np.concatenate(part.written)
-            pending = Pending(part.seq, part.start, ids, part.parents, part.runs, part.positions)
-            part.seq, part.old_seq = part.old_seq, None
-            part.cache.set_pending(part.row, pending)
-            found.append(pending)
+            part.cache.set_pending(part.row, part.new)
+            found.append(part.new)
+            part.new = Extension(part.row, part.start)
         self._finish()
         return found
 
-    def _drop_unused_forks(self, parts: Sequence[Extension] | None = None) -> None:
+    def _drop_unused_forks(self, parts: Sequence[RowExtension] | None = None) -> None:
         """Remove the forks of ``parts``; None: of all."""
         for part in self.parts if parts is None else parts:
-            if part.old_seq is not None:
-                self.pool.remove([part.seq])
-                part.seq, part.old_seq = part.old_seq, None
+            if part.on_fork:
+                self.pool.remove(part.seq)
+                part.new.branch = part.row
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._committed:
             if kind is None and self._arrived:
-                self.pool.replayed_tokens += sum(part.owed.size for part in self.parts)
+                self.pool.replayed_tokens += sum(part.replayed for part in self.parts)
             return
-        undone = [part for part in self.parts if part.old_seq is None]
+        undone = [part for part in self.parts if not part.on_fork]
         self._drop_unused_forks()
         for part in undone:
             self._undo(part)
         self._drop_starts()
 
-    def _undo(self, part: Extension) -> None:
+    def _undo(self, part: RowExtension) -> None:
         """Take back what ran on the row itself, which may end before its start then."""
-        if part.parents is not None:
-            self.pool.edit(*kept_edits(part, -1))
-        state = self.pool.state
-        length = state.sequence_length(part.seq)
-        end = min(length, part.start)
-        if self._facts.recurrent_ids:
-            end = state.nearest_reachable(part.seq, end)
-        if end < length:
-            self.pool.edit(Pop(part.seq, length - end))
-        if end < part.start:
+        if part.new.parents is not None:
+            keep(self.pool, [part.new], [-1])
+        self.pool.take_back(part.new.branch, part.start)
+        if (end := part.new.branch.computed) < part.start:
             part.cache.mark_cut(part.row, end)
+
+
+def _chunks(
+    extensions: Sequence[Extension], tokens: Sequence[Ids], wanted: Sequence[LogitsWanted], pieces: Sequence[Piece]
+) -> tuple[Chunk, ...]:
+    """Return the chunks of a forward of pieces of ``tokens[i]``, new ones of extension i."""
+    return tuple(
+        extensions[row].chunk(
+            tokens[row][begin:end], "none" if wanted[row] == "last" and end < tokens[row].size else wanted[row]
+        )
+        for row, begin, end in pieces
+    )
+
+
+def _positions(extensions: Sequence[Extension], pieces: Sequence[Piece]) -> Ids | None:
+    """Return the positions of a forward's tokens; None: all at their indices."""
+    if all(extensions[piece.row].positions is None for piece in pieces):
+        return None
+    found = []
+    for row, begin, end in pieces:
+        new, count = extensions[row], end - begin
+        first = new.num_run
+        found.append(
+            np.arange(new.end, new.end + count) if new.positions is None else new.positions[first : first + count]
+        )
+    return np.concatenate(found)

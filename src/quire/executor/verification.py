@@ -18,6 +18,7 @@ from quire.base.errors import InvalidArgument, Unsupported
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_history import Ids
 from quire.branches import spare_states
+from quire.branches.extension import path_to
 from quire.contracts.executor import CacheLike, DecodeInput, DecodeOutput, RequestSampling, SpeculativeOutput
 from quire.executor import speculation
 from quire.executor.arguments import (
@@ -33,8 +34,7 @@ from quire.executor.cache import KVCache
 from quire.executor.cache_pool import CachePool
 from quire.executor.forward_packing import LOGITS_ONLY, RowOutput, WantedOutputs
 from quire.executor.handle import Handle, handle_of
-from quire.executor.row import path_to
-from quire.executor.row_extension import Extension, extensions, placed, require_vocabulary
+from quire.executor.row_extension import RowExtension, extensions, placed, require_vocabulary
 from quire.executor.running_calls import Operation
 from quire.executor.transaction import Transaction
 
@@ -90,7 +90,7 @@ def verify(
     roomy = tree is None and len(ids) > 1 and spare_states.is_roomy(pool.state, len(ids))
     part = _extension(cache, start, tree, items[0].adapter, [item.positions[0] for item in items])
     with Transaction(pool, [part], operation, aside=tree is not None, path_if_room=roomy) as work:
-        opened = tree is None and part.parents is not None
+        opened = tree is None and part.new.parents is not None
         work.arrive()
         mark = spare_states.mark(pool.runner, part.seq, part.row.mark) if tree is None else part.row.mark
         if part.seq == part.row.seq:
@@ -120,11 +120,11 @@ def _one_row(item: CallItem) -> tuple[KVCache, int]:
 
 def _extension(
     cache: KVCache, start: int, parents: tuple[int, ...] | None, adapter: int | None, given: Sequence[Ids | None]
-) -> Extension:
+) -> RowExtension:
     """Extend a row by a token for each entry of ``given``, its position or None."""
     part = extensions(cache, [start], [len(given)], adapter=adapter)[0]
-    part.parents = parents
-    part.positions = placed(part.row, start, given, range(-1, len(given) - 1) if parents is None else parents)
+    part.new.parents = parents
+    part.new.positions = placed(part.row, start, given, range(-1, len(given) - 1) if parents is None else parents)
     return part
 
 
@@ -204,11 +204,11 @@ def speculate(
         rows_RV = work.run([ids], ["all"])[0].logits_RV
         verdict = judge(rows_RV)
         taken = 1 + verdict.accepted
-        if part.parents is not None:
+        if part.new.parents is not None:
             work.commit([verdict.row])
         elif not is_recurrent or taken == len(ids):
             work.commit([taken])
-    if is_recurrent and part.parents is None and taken < len(ids):
+    if is_recurrent and part.new.parents is None and taken < len(ids):
         # That run was undone; now with the accepted tokens alone.
         with Transaction(pool, [_extension(cache, start, None, item.adapter, given[:taken])], operation) as work:
             work.run([ids[:taken]], ["none"])

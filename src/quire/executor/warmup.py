@@ -82,7 +82,7 @@ def _peak_of_chunk(pool: CachePool, tokens: int, *, placed: bool = False) -> int
     try:
         return peak_bytes(run, pool.facts.device)
     finally:
-        pool.remove(seqs)
+        pool.remove(*seqs)
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
@@ -137,4 +137,4 @@ def _decode_rate(pool: CachePool, batch: int) -> float:
             times.append(watch.seconds())
         return batch / min(times) if times else 0.0
     finally:
-        pool.remove(seqs)
+        pool.remove(*seqs)

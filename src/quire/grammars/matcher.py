@@ -6,6 +6,7 @@ Letters: M matchers; B words of a mask (``quire.sampling.filters``).
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,6 +55,23 @@ class GrammarMatcher:
         accepted = bool(self.inner.validate_tokens([token]) == 1)
         self._seconds += time.thread_time() - started
         return accepted
+
+    def num_accepted(self, tokens: Sequence[int]) -> int:
+        """Return how many of ``tokens``, one after the other, continue the text."""
+        started = time.thread_time()
+        count = int(self.inner.validate_tokens(list(tokens)))
+        self._seconds += time.thread_time() - started
+        return count
+
+    def forced_text(self) -> str:
+        """Return the text that must come next, as far as whole characters are certain; "" if there
+        is a choice, or if the grammar is slow."""
+        if self.slow or not self.ready:
+            return ""
+        started = time.thread_time()
+        text: str = self.inner.compute_ff_bytes().decode("utf-8", errors="ignore")
+        self._seconds += time.thread_time() - started
+        return text
 
     @property
     def ready(self) -> bool:

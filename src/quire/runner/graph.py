@@ -133,6 +133,7 @@ class GraphRunner:
             raise Unsupported(f"captured steps: {reason}")
         self.model, self.room, self.adapters = inner.model, inner.room, inner.adapters
         self.transfers, self.row_sources, self.logits = inner.transfers, inner.row_sources, inner.logits
+        self.files = inner.files
         self.state: ModelState = state
         self._inner, self._state, self._capture = inner, state, capture
         self._longest, self._largest, self._most = longest, largest, sizes

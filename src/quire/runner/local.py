@@ -30,7 +30,9 @@ from quire.base.types import (
     Import,
     Inputs,
     KeepCheckpoint,
+    Load,
     LogitsPlace,
+    Overwrite,
     Pop,
     Remove,
     SeqId,
@@ -42,8 +44,10 @@ from quire.blend.forward import BlendedForward
 from quire.blend.row_sources import RowSources
 from quire.contracts.kv_state import ModelState
 from quire.contracts.model import Block, Model, OpenPass
+from quire.kv import layer_memory, sequencefile
 from quire.kv.rule_table import position_refusal, weights_refusal
 from quire.runner.reclaim import Room
+from quire.statefile.container import StateFile
 
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -98,6 +102,9 @@ class Runner(Protocol):
     """The transfers that steps may await, by sequence. Owners add and remove theirs."""
     row_sources: RowSources
     """The cached rows that blended steps name."""
+    files: dict[SeqId, StateFile]
+    """The open state files that edits load, by the sequence that is made. Owners add and remove
+    theirs."""
     logits: dict[int, Tensor]
     """Tensors float32 ``[size, V]`` that steps have named as places for logits, with zeros in rows
     that nothing was written to. Callers remove what they have named."""
@@ -133,6 +140,7 @@ class LocalRunner:
         self.room = Room()
         self.transfers: dict[SeqId, Transfer] = {}
         self.row_sources = RowSources(state)
+        self.files: dict[SeqId, StateFile] = {}
         self.logits: dict[int, Tensor] = {}
         self._revision = 0
 
@@ -394,6 +402,12 @@ class LocalRunner:
                     raise
             case FinishImport(seq):
                 self.state.finish_import(seq)
+            case Load(seq, metadata, prefix):
+                if seq not in self.files:
+                    raise FailedPrecondition(f"sequence {seq} is to be loaded, and no state file is open for it")
+                sequencefile.load(self.state, seq, self.files[seq], metadata, prefix)
+            case Overwrite(seq, layer, start, tensors):
+                layer_memory.write(self.state, seq, layer, start, tensors)
             case Commit(seqs, leaves):
                 self.state.commit_accepted_token_tree_nodes(seqs, leaves)
             case SetWindow(seq, window, sink):

@@ -1,6 +1,6 @@
 """Sessions: live sequences that a user holds.
 
 ``session``: the table of contents. ``edits``, ``saving``, ``history``, ``commits``,
-``layer_memory``: bodies of its verbs. ``chat_turns``: its messages. ``durable``: sessions that
-outlive the process.
+``state``: bodies of its verbs. ``chat_turns``: its messages. ``durable``: sessions that outlive the
+process.
 """

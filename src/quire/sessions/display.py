@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from quire.branches.session_branch import SessionBranch
     from quire.engine.engine import Engine
-    from quire.engine.request import SessionBranch
     from quire.sessions.live_sequence import LiveSequence
     from quire_inspector.drawing.summaries import Summary
 
@@ -65,7 +65,7 @@ def _pages(engine: Engine, state: SessionBranch) -> list[str]:
     if not engine.lock.acquire(blocking=False):
         return ["generating"] if state.busy else []
     try:
-        seq = state.seq if state.request is None else state.request.branch.seq
+        seq = state.present.seq
         held, shared = (0, 0) if seq is None else engine.runner.state.sequence_pages(seq)
     finally:
         engine.lock.release()

@@ -23,8 +23,8 @@ from typing import Any
 from quire.adapters.history import written
 from quire.adapters.keys import is_private, private_salt
 from quire.base.errors import DataLoss, InvalidArgument, NotDurable, NotFound, QuireError, StoreDamaged
+from quire.branches.session_branch import SessionBranch
 from quire.engine.engine import Engine
-from quire.engine.request import SessionBranch
 from quire.kv.sequencefile import IDENTITY, other_length
 from quire.models.fingerprint import ModelIdentity
 from quire.sessions import saving as saved_sessions

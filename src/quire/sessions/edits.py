@@ -19,10 +19,11 @@ from quire.base.token_history import Ids, TokenHistory
 from quire.base.types import SeqId
 from quire.blend.sequence_rows import Move
 from quire.branches.replay_needs import why_fixed
+from quire.branches.session_branch import SessionBranch
 from quire.contracts.executor import ExecutorInputs
 from quire.engine.prompt_blend import PromptBlend
 from quire.engine.prompts import Prompt, Text
-from quire.engine.request import Request, SessionBranch
+from quire.engine.request import Request
 from quire.sessions.live_sequence import LiveSequence
 from quire.text.text_spans import TextPlace, changed_text, pieces_of, place_of, text_of
 from quire.text.token_ids import is_integer

@@ -19,12 +19,13 @@ from quire.base.errors import Cancelled, FailedPrecondition, InvalidArgument
 from quire.base.media import NO_MEDIA, Media
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_history import Ids
+from quire.branches.session_branch import SessionBranch
 from quire.contracts.executor import ExecutorInputs
 from quire.contracts.layers import LayerSpec
 from quire.engine.engine import Engine
 from quire.engine.progress_bars import run_shown
 from quire.engine.prompts import Prompt, Text, is_segmented, read_prompt
-from quire.engine.request import Request, SessionBranch
+from quire.engine.request import Request
 from quire.engine.segmented_prompts import read_segments
 from quire.models.fingerprint import ModelIdentity
 from quire.sessions.chat_turns import ChatTurns

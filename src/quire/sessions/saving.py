@@ -14,9 +14,9 @@ from quire.adapters.keys import private_salt
 from quire.base.errors import DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unsupported
 from quire.base.token_history import Ids, TokenHistory
 from quire.branches.saved_rows import NO_POSITIONS, SESSION, load_row, other_eviction, read_rows
+from quire.branches.session_branch import SessionBranch
 from quire.engine.engine import Engine
 from quire.engine.progress_bars import byte_bar, counted, verify_shown
-from quire.engine.request import SessionBranch
 from quire.kv import sequencefile
 from quire.kv.windows import Window
 from quire.models.fingerprint import ModelIdentity
@@ -174,7 +174,7 @@ def load(
         seq = engine.runner.new_seq()
         while True:
             try:
-                load_row(engine.runner.state, seq, file, saved)
+                load_row(engine.runner, seq, file, saved)
                 break
             except ResourceExhausted:
                 if not engine.runner.room.make():

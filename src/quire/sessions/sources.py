@@ -11,9 +11,9 @@ from quire.base.errors import FailedPrecondition, InvalidArgument
 from quire.base.signatures import require_bool
 from quire.base.token_history import TokenHistory
 from quire.branches.model_facts import checked_window
+from quire.branches.session_branch import SessionBranch
 from quire.contracts.executor import CacheLike, ExecutorInputs
 from quire.engine.prompts import Prompt
-from quire.engine.request import SessionBranch
 from quire.models.fingerprint import ModelIdentity
 from quire.sessions import saving as saved_sessions
 from quire.sessions import scoring

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from quire.base.errors import QuireError
 from quire.base.token_history import common_prefix
+from quire.branches.session_branch import SessionBranch
 from quire.contracts.token_views import ChancesView, ComparisonView, MaskView, PartingSide, StopView, TokenChance
 from quire.engine.engine import Engine
-from quire.engine.request import SessionBranch
 from quire.sampling.generations import ended_at, generation_at
 from quire.sessions.token_run import TokenRun, require_idle, run_token
 

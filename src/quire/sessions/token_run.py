@@ -14,11 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from quire.base.errors import Cancelled, FailedPrecondition, Unsupported
-from quire.base.types import Add, Chunk, Edit, Inputs, SetWindow, Step
-from quire.branches.branch import COMPUTED
+from quire.base.types import Chunk, Inputs, Step
+from quire.branches.session_branch import SessionBranch
 from quire.engine.engine import Engine
 from quire.engine.prompts import embeddings_of
-from quire.engine.request import SessionBranch
 from quire.sessions.blend_calibration import run_step
 
 
@@ -73,7 +72,7 @@ def run_token(
             if engine.closed:
                 raise FailedPrecondition(f"{verb}: the LLM is closed; make a new one")
             if fork.seq is None:
-                _begin(engine, fork)
+                fork.seq = engine.branches.add_seq(fork.window)
             assert fork.seq is not None
             layers = frozenset() if observed is None else frozenset((observed,))
             inputs = Inputs(embeddings=embeddings_of([media.embeddings(ids[position:].tolist())]), observed=layers)
@@ -104,23 +103,9 @@ def _fork(engine: Engine, source: SessionBranch, length: int, verb: str) -> Sess
         )
     # No other request can give it up.
     fork.pinned = True
-    if source.seq is not None and held:
-        fork.seq = engine.branches.fork_of(source.seq, held)
-        fork.recede(held)
-    else:
-        fork.origin, fork.mark = COMPUTED, None
+    engine.branches.fork_state(source, fork, held)
     engine.branches.hold(fork)
     return fork
-
-
-def _begin(engine: Engine, fork: SessionBranch) -> None:
-    """Give a fork without any state an empty sequence."""
-    seq = engine.runner.new_seq()
-    edits: list[Edit] = [Add(seq)]
-    if fork.window is not None:
-        edits.append(SetWindow(seq, fork.window.size, fork.window.sink))
-    engine.runner.execute(Step(edits=tuple(edits)))
-    fork.seq = seq
 
 
 def _compute(engine: Engine, fork: SessionBranch, ids: np.ndarray[tuple[int], np.dtype[np.int64]], verb: str) -> None:

@@ -13,7 +13,7 @@ from quire.base.config import check_int
 from quire.base.errors import InvalidArgument
 from quire.contracts.layers import LayerSpec
 from quire.contracts.token_views import AttentionView, ChancesView, ComparisonView, NormsView
-from quire.engine import layer_memory
+from quire.kv import layer_memory
 from quire.sessions import layer_views, token_chances
 from quire.sessions.live_sequence import LiveSequence
 

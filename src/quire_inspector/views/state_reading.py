@@ -28,7 +28,7 @@ from quire.executor.row import Row
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
     from quire.engine.request import Request
-from quire.engine.request import SessionBranch
+from quire.branches.session_branch import SessionBranch
 
 NO_TOKENS: Ids = np.empty(0, dtype=np.int64)
 
@@ -169,7 +169,7 @@ def _branches(engine: Engine, names: AdapterNames) -> Iterator[ReadBranch]:
         yield _session(engine, names, session, is_prefix=id(session) in pins)
         if session.request is not None:
             seen.add(id(session.request))
-            yield from _way_back(engine, session.request)
+            yield from _way_back(engine, session)
     for request in (*engine.scheduler.running, *engine.scheduler.waiting):
         if id(request) not in seen:
             yield _request(names, request)
@@ -181,7 +181,7 @@ def _branches(engine: Engine, names: AdapterNames) -> Iterator[ReadBranch]:
 
 def _session(engine: Engine, names: AdapterNames, session: SessionBranch, *, is_prefix: bool) -> ReadBranch:
     user = None if session.user is None else session.user()
-    work = session if session.request is None else session.request.branch
+    work = session.present
     return ReadBranch(
         kind="session" if session.user is not None else "cached" if is_prefix else "other",
         label=f"{'pin' if is_prefix else ''}{session.number}",
@@ -223,10 +223,9 @@ def _request(names: AdapterNames, request: Request) -> ReadBranch:
     )
 
 
-def _way_back(engine: Engine, request: Request) -> Iterator[ReadBranch]:
-    """Yield the state that a request's session had when the request began, if that is kept."""
-    session, seq = request.branch.session, request.branch.way_back
-    if session is not None and seq is not None:
+def _way_back(engine: Engine, session: SessionBranch) -> Iterator[ReadBranch]:
+    """Yield the state that a session had when its request began, if that is kept."""
+    if (seq := session.way_back) is not None:
         length = engine.runner.state.sequence_length(seq)
         yield ReadBranch(
             kind="other",

@@ -109,12 +109,14 @@ class Reply(ABC):
 
     def quire(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the reports beside the usage that OpenAI does not have: reuse and blending of the
-        prompts that ran, and outcomes of hints."""
+        prompts that ran, speculation, and outcomes of hints."""
         found: dict[str, Any] = {}
         if ran := [self.outputs[number] for number in sorted(self.outputs)]:
             found["reuse"] = reuse_body(ran, alone=self._alone)
         if blends := [output.blend for output in outputs if output.blend is not None]:
             found["blend"] = blend_body([replace(one, unplaced=self.unplaced) for one in blends])
+        if counts := [output.speculation for output in outputs if output.speculation is not None]:
+            found["speculation"] = sum(counts[1:], counts[0]).as_dict()
         if hints := self.hints.answers(dict(zip(sorted(self.outputs), outputs, strict=True))):
             found["hints"] = hints
         return {"quire": found} if found else {}

@@ -1,4 +1,4 @@
-"""Branches that outlive a request: of sessions, and of the prefix cache.
+"""``SessionBranches``: branches that outlive a request, of sessions and of the prefix cache.
 
 A session's sequence is held by the request that works on it, until the request ends. What can be
 had again (a cached sequence, an idle session's state) is given up when the pool is short; a copy of
@@ -8,7 +8,7 @@ a session's state may go to host memory. The caller holds the engine's lock.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -20,23 +20,17 @@ from quire.base.errors import QuireError, ResourceExhausted
 from quire.base.media import Media
 from quire.base.metrics import EngineMetrics
 from quire.base.outputs import Miss
-from quire.base.token_history import common_prefix
-from quire.base.types import AdapterRuns, DropCheckpoint, Edit, Fork, Pop, Remove, SeqId, Step
+from quire.base.types import AdapterRuns, DropCheckpoint, Edit, Fork, Overwrite, Pop, Remove, SeqId
 from quire.branches import spare_states
 from quire.branches.branch import COMPUTED, Branch
-from quire.branches.past_prefixes import LEAST
+from quire.branches.pool import BranchPool
 from quire.branches.prefix_cache import LOOKED_AT, RadixCache
-from quire.branches.replay_needs import nearest
+from quire.branches.session_branch import SessionBranch
 from quire.branches.tiers import Tier
-from quire.engine import layer_memory
-from quire.engine.miss_search import QUOTED
-from quire.engine.request import Request, SessionBranch
 from quire.runner.local import Runner
 
 AHEAD = 4
 """A pool is nearly full if less than one in so many pages is free. As many are copied ahead."""
-KEEP_TOKENS = 32
-"""Tokens that a run without sampling must add for a fork of its end to be kept (a prompt's)."""
 
 
 def media_of(session: SessionBranch, tokens: NDArray[np.int64], media: Media) -> Media:
@@ -47,11 +41,11 @@ def media_of(session: SessionBranch, tokens: NDArray[np.int64], media: Media) ->
     return known
 
 
-class SessionBranches:
+class SessionBranches(BranchPool):
     """The branches of all sessions of one engine, beside the prefix cache of the same pool."""
 
     def __init__(self, runner: Runner, *, cache: RadixCache | None, tier: Tier, metrics: EngineMetrics) -> None:
-        self.runner = runner
+        self._runner = runner
         self.cache = cache
         self.tier = tier
         self.metrics = metrics
@@ -62,53 +56,39 @@ class SessionBranches:
         self.revision = 0
         """How often a session was used, named or closed."""
 
-    def apply(self, edit: Edit) -> None:
-        """Execute an edit now."""
-        state = self.runner.state
-        if isinstance(edit, Remove):
-            self.tier.drop(edit.seq)
-        if state.recurrent_ids and isinstance(edit, (Fork, Pop)):
-            seq = edit.parent if isinstance(edit, Fork) else edit.seq
-            length = state.sequence_length(seq)
-            position = edit.pos if isinstance(edit, Fork) else length - edit.n
-            self.metrics.checkpoints_used.inc(0 < position < length)
-        self.runner.execute(Step(edits=(edit,)))
-        if isinstance(edit, Fork):
-            self.metrics.forks.inc()
+    @property
+    def runner(self) -> Runner:
+        return self._runner
 
-    def new_seq(self) -> SeqId:
-        """Return an id for a new sequence."""
-        return self.runner.new_seq()
+    def apply(self, *edits: Edit) -> None:
+        state = self.state
+        for edit in edits:
+            if isinstance(edit, Remove):
+                self.tier.drop(edit.seq)
+            if state.recurrent_ids and isinstance(edit, (Fork, Pop)):
+                seq = edit.parent if isinstance(edit, Fork) else edit.seq
+                length = state.sequence_length(seq)
+                position = edit.pos if isinstance(edit, Fork) else length - edit.n
+                self.metrics.checkpoints_used.inc(0 < position < length)
+            BranchPool.apply(self, edit)
+            if isinstance(edit, Fork):
+                self.metrics.forks.inc()
 
-    def make_room(self) -> bool:
-        """Give up one thing that can be had again; return whether there was any."""
-        return self.runner.room.make()
-
-    def fits(self, adapters: Collection[int]) -> bool:
-        """Return whether one forward can use these adapters together."""
-        return self.runner.adapters.fits(adapters)
-
-    def remove(self, seq: SeqId) -> None:
-        """Forget a sequence everywhere."""
-        if self.cache is not None and seq in self.cache:
-            self.cache.remove(seq)
-        self.apply(Remove(seq))
-
-    def remove_all(self, seqs: Iterable[SeqId]) -> None:
-        """Remove sequences that the prefix cache has forgotten."""
+    def remove(self, *seqs: SeqId) -> None:
+        """Forget sequences everywhere."""
         for seq in seqs:
+            if self.cache is not None and seq in self.cache:
+                self.cache.remove(seq)
             self.apply(Remove(seq))
 
     def pop(self, seq: SeqId, held: int, length: int) -> int:
-        """Shorten a sequence of ``held`` tokens, also for the prefix cache, to ``length`` or the
-        nearest position below that a window has left; return its tokens then."""
-        if held <= length:
-            return held
-        kept = self.runner.state.nearest_reachable(seq, length)
-        self.apply(Pop(seq, held - kept))
-        if self.cache is not None and seq in self.cache and self.cache.length(seq) > kept:
+        kept = BranchPool.pop(self, seq, held, length)
+        if kept < held and self.cache is not None and seq in self.cache and self.cache.length(seq) > kept:
             self.cache.truncate(seq, kept)
         return kept
+
+    def reach(self, branch: Branch, length: int, what: str = "session: ") -> int:
+        return BranchPool.reach(self, branch, length, what)
 
     def share(self, branch: Branch, key: Hashable, *, live: bool, keep: bool = False) -> None:
         """Let prompts find what a branch has computed, up to the first token whose state is not
@@ -120,9 +100,9 @@ class SessionBranches:
         if not live:
             exact = self.pop(seq, branch.computed, exact)
         held = branch.tokens.ids[:exact]
-        self.remove_all(self.cache.insert(seq, held, key, live=live))
-        if keep and branch.origin.exact and self.runner.state.forgets:
-            self.remove_all(self.cache.insert(self.fork_of(seq), held, key))
+        self.remove(*self.cache.insert(seq, held, key, live=live))
+        if keep and branch.origin.exact and self.state.forgets:
+            self.remove(*self.cache.insert(self.fork_of(seq), held, key))
 
     def fingerprint_of(self, adapter: int) -> str:
         """Return a loaded adapter's fingerprint; ``NotFound``."""
@@ -136,7 +116,7 @@ class SessionBranches:
         """Return the prefix cache's key of a session's computed tokens."""
         return self.prefix_key(session.key, session.runs)
 
-    def _leave_other_key(self, session: SessionBranch, key: Hashable) -> None:
+    def leave_other_key(self, session: SessionBranch, key: Hashable) -> None:
         """Let a session's sequence continue under ``key``. If the prefix cache knows it under
         another key, a fork of it takes its place there, for prompts with the old history."""
         seq = session.seq
@@ -144,8 +124,8 @@ class SessionBranches:
             return
         old, length = self.cache.key_of(seq), self.cache.length(seq)
         self.cache.remove(seq)
-        if length and self.runner.state.nearest_reachable(seq, length) == length:
-            self.remove_all(self.cache.insert(self.fork_of(seq, length), session.tokens.ids[:length], old))
+        if length and self.state.nearest_reachable(seq, length) == length:
+            self.remove(*self.cache.insert(self.fork_of(seq, length), session.tokens.ids[:length], old))
 
     def hold(self, session: SessionBranch) -> None:
         """Remember a session, as the one used last."""
@@ -160,27 +140,9 @@ class SessionBranches:
         child.become(parent, length, None)
         child.runs = runs_of_session(parent.runs, length, parent.adapter)
         agreed = parent.runs.agreed(child.runs, length)
-        held = self.reach(parent, agreed)
-        if parent.seq is not None and held:
-            child.seq = self.fork_of(parent.seq, held)
-            child.recede(held)
-        else:
-            child.origin, child.mark = COMPUTED, None
+        self.fork_state(parent, child, self.reach(parent, agreed))
         self.hold(child)
         return child
-
-    def fork_of(self, seq: SeqId, length: int = -1) -> SeqId:
-        """Fork a sequence, or its first ``length`` tokens; return the fork."""
-        fork = self.runner.new_seq()
-        self.apply(Fork(seq, fork, length))
-        return fork
-
-    def reach(self, session: SessionBranch, length: int) -> int:
-        """Return the computed tokens that a session keeps if it goes back to its first ``length``:
-        fewer where a window has let go of some. ``FailedPrecondition`` if they cannot be computed
-        again."""
-        wanted = min(length, session.computed)
-        return nearest(self.runner.state, session, wanted, self.runner.adapters.ids, "session: ")
 
     def change(self, session: SessionBranch, length: int, adapter: int | None) -> None:
         """Cut a session to its first ``length`` tokens, to continue under ``adapter``. Its computed
@@ -205,17 +167,22 @@ class SessionBranches:
             return
         kept, found = self.reach(session, length), self.found(session, length)
         if found is None or found[1] <= kept:
-            session.recede(self.pop(session.seq, session.computed, length))
-            return
-        # Another sequence is nearer: the session continues from a fork of it.
-        fork = self.fork_of(*found)
-        self.remove(session.seq)
-        session.seq, session.computed, session.origin = fork, found[1], COMPUTED
+            self.take_back(session, length)
+        else:
+            self.continue_from(session, *found)
+
+    def continue_from(self, session: SessionBranch, seq: SeqId, length: int) -> None:
+        """Let a session continue from a fork of another sequence, whose first ``length`` tokens are
+        its own."""
+        fork = self.fork_of(seq, length)
+        if session.seq is not None:
+            self.remove(session.seq)
+        session.seq, session.computed, session.origin = fork, length, COMPUTED
 
     def found(self, session: SessionBranch, length: int) -> tuple[SeqId, int] | None:
         """Return another sequence in the prefix cache, and at how many of the session's first
         ``length`` tokens it can be forked."""
-        forgets = self.runner.state.forgets
+        forgets = self.state.forgets
         if self.cache is None or not forgets or session.modified or session.window is not None:
             return None
         return self.cache.find(session.tokens.ids[:length], self.key_of(session), without=session.seq)
@@ -237,7 +204,7 @@ class SessionBranches:
         session.logits = None
 
     def _write(self, session: SessionBranch, layer: int, start: int, tensors: Mapping[str, Tensor]) -> None:
-        seq, state = session.seq, self.runner.state
+        seq, state = session.seq, self.state
         assert seq is not None
         recurrent = layer in state.recurrent_ids
         if recurrent and session.computed in state.checkpoints(seq):
@@ -246,7 +213,7 @@ class SessionBranches:
         try:
             while True:
                 try:
-                    layer_memory.write(state, seq, layer, start, tensors)
+                    self.apply(Overwrite(seq, layer, start, tensors))
                     return
                 except ResourceExhausted:
                     if not self.runner.room.make():
@@ -268,106 +235,6 @@ class SessionBranches:
         session.seq = None
         session.recede(0)
 
-    def lend(self, session: SessionBranch, request: Request) -> None:
-        """Let the request work on the session's sequence, as far as it agrees; at least one token
-        must run. New tokens and the last one run under the session's adapter."""
-        work, reuse = request.branch, request.seat.reuse
-        common = common_prefix(session.tokens.ids, work.tokens.ids)
-        last = len(work.tokens) + len(request.asked.tail) - 1
-        work.runs = session.runs.then(min(common, last), session.adapter)
-        work.key = self.prefix_key(session.key, work.runs)
-        shared = session.runs.agreed(work.runs, common)
-        wanted = min(shared, len(work.tokens) - 1)
-        reuse.known = min(wanted, session.computed)
-        if LEAST <= common < min(session.computed, len(work.tokens)):
-            reuse.miss(Miss.OTHER_TEXT, common, session.tokens.ids[common : common + QUOTED].copy())
-        self.rewind(session, wanted)
-        self._leave_other_key(session, work.key)
-        if session.modified:
-            self.anchor(session)
-        self._take_nearer(session, request)
-        work.shared, work.common = shared, common
-        work.session, session.request = session, request
-        if session.modified and session.seq is not None and (self.runner.state.forgets or session.window is not None):
-            work.way_back = self.fork_of(session.seq)
-        work.seq, work.computed, work.origin = session.seq, session.computed, session.origin
-        request.seat.admitted = session.seq is not None
-        reuse.count(session.computed)
-        if reuse.replayed and request.seat.admitted:
-            reuse.miss(self.forgets, reuse.known)
-        work.reusable = True
-        # A state that forgets is no prefix for others.
-        work.cacheable = not session.modified and session.window is None
-        work.window = session.window
-        work.pinned = session.pinned or session.modified
-
-    def _take_nearer(self, session: SessionBranch, request: Request) -> None:
-        """Let a session whose tokens change continue from a fork of another sequence, if that has
-        more of the new ones."""
-        if self.cache is None or session.seq is None or session.modified or session.window is not None:
-            return
-        work, fresh_from = request.branch, request.output.fresh_from
-        limit = len(work.tokens) - 1 if fresh_from is None else min(len(work.tokens) - 1, fresh_from)
-        found = self.cache.find(work.tokens.ids[:limit], work.key, without=session.seq)
-        if found is None or found[1] <= session.computed or found[0] == session.seq:
-            return
-        fork = self.fork_of(*found)
-        self.remove(session.seq)
-        session.seq, session.computed, session.origin = fork, found[1], COMPUTED
-
-    def settle(self, session: SessionBranch, request: Request) -> None:
-        """Give the sequence back to its session; after success the tokens join it."""
-        work, output = request.branch, request.output
-        session.request = None
-        session.seq, work.seq = work.seq, None
-        session.origin = work.origin
-        session.recede(work.computed if session.seq is not None else 0)
-        if request.succeeded:
-            count = len(work.tokens) if output.kept is None else request.asked.num_prompt + output.kept
-            tokens = work.tokens.fork(count)
-            tokens.extend(request.asked.tail)
-            session.tokens, session.logits = tokens, None
-            session.note(request)
-            session.runs = runs_of_session(work.runs, len(tokens), session.adapter)
-            self._return_to(session, request, work.runs.agreed(session.runs, count))
-        elif output.finish_reason == "error" and not (session.pinned or session.modified):
-            # Whatever broke, the state may be broken too.
-            self.drop(session)
-        else:
-            self._return_to(session, request, work.shared)
-            if session.modified and session.computed < len(session.tokens) - 1 and work.way_back is None:
-                # What was taken back was written by ``set_kv`` and cannot be computed again.
-                session.truncate(session.computed)
-                session.logits = None
-                runs = runs_of_session(session.runs, session.computed, session.adapter)
-                same = session.runs.agreed(runs, session.computed)
-                session.recede(0 if session.seq is None else self.pop(session.seq, session.computed, same))
-                session.runs = runs
-        if work.way_back is not None:
-            self.remove(work.way_back)
-            work.way_back = None
-        self.hold(session)
-        if self.cache is None or session.seq is None or not session.computed:
-            return
-        is_end = request.params is not None or len(work.tokens) - request.seat.reuse.cached >= KEEP_TOKENS
-        if work.cacheable:
-            self.share(session, self.key_of(session), live=True, keep=is_end)
-        if is_end and (work.cacheable or session.window is not None):
-            self.tier.keep(session)
-
-    def _return_to(self, session: SessionBranch, request: Request, length: int) -> None:
-        """Take back what is computed after ``length``. If a window has let go of what that needs,
-        and the tokens cannot bring it back, use the fork made by ``lend``. It never refuses."""
-        way_back = request.branch.way_back
-        if way_back is None or session.seq is None or session.computed <= length:
-            self.rewind(session, length)
-        elif self.runner.state.nearest_reachable(session.seq, length) == length:
-            session.recede(self.pop(session.seq, session.computed, length))
-        else:
-            self.remove(session.seq)
-            session.seq, request.branch.way_back = way_back, None
-            session.computed = self.runner.state.sequence_length(way_back)
-
     def evict(self) -> bool:
         """Give up the cached sequence that was used longest ago; return whether there was any."""
         if self.cache is None or (seq := self.cache.oldest()) is None:
@@ -381,7 +248,7 @@ class SessionBranches:
         """Let the tier copy cached prefixes that would go next, in the background, if the pool is
         nearly full: so that no request waits for the copy when they are evicted. Idle sessions may
         continue, and a copy's fork would make them split a page."""
-        state = self.runner.state
+        state = self.state
         if all(AHEAD * free >= size for free, size in zip(state.free_pages(), state.pool_sizes(), strict=True)):
             return
         most = math.inf if state.capacity is None else state.capacity / AHEAD
@@ -408,12 +275,12 @@ class SessionBranches:
             return 0
         given_up = 0
         for seq, length in self.cache.cached_on(tokens, key, start):
-            kept = self.runner.state.nearest_reachable(seq, start)
+            kept = self.state.nearest_reachable(seq, start)
             fork = self.fork_of(seq, kept) if kept else None
             self._save_cached(seq)
             self.remove(seq)
             if fork is not None:
-                self.remove_all(self.cache.insert(fork, tokens[:kept], key))
+                self.remove(*self.cache.insert(fork, tokens[:kept], key))
             given_up = max(given_up, length - start)
         return given_up
 
@@ -426,7 +293,7 @@ class SessionBranches:
         given_up = session.computed - start
         self.tier.save(session)
         if start and session.seq is not None:
-            session.recede(self.pop(session.seq, session.computed, start))
+            self.take_back(session, start)
         else:
             self.drop(session)
         return given_up
@@ -451,14 +318,13 @@ class SessionBranches:
         found = set()
         for session in self.sessions.values():
             if session.modified or session.mark is not None:
-                found.add(session.seq)
-                found.add(None if session.request is None else session.request.branch.way_back)
+                found |= {session.seq, session.way_back}
         return {seq for seq in found if seq is not None}
 
     def clear_cache(self) -> None:
         """Forget all finished sequences."""
         if self.cache is not None:
-            self.remove_all(self.cache.clear())
+            self.remove(*self.cache.clear())
 
     def forget(self, session: SessionBranch) -> None:
         """Give back the pages of a closed session."""

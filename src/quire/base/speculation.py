@@ -1,0 +1,105 @@
+"""Speculation: its options, and what it did for a request. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from quire.base.errors import InvalidArgument, Unsupported
+
+Method = Literal["auto", "lookup"]
+METHODS: tuple[str, ...] = get_args(Method)
+MAX_DEPTH = 64
+"""Most drafts of a request in one step."""
+PLANNED = {
+    "draft": "a draft model",
+    "eagle": "EAGLE heads",
+    "mtp": "the checkpoint's own heads for later tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How later tokens are proposed, so that one step verifies several.
+
+    The tokens are those that the model gives without speculation: a draft is kept only if it is the
+    token that the request's own sampling draws there.
+    """
+
+    method: Method = "auto"
+    """``lookup`` copies what followed the same tokens earlier, in this request or in outputs under
+    the same salt; ``auto`` is ``lookup`` in this release."""
+    depth: int = 16
+    """Most drafts of a request in one step, 1 to ``MAX_DEPTH``. Fewer are tried where fewer pay."""
+
+    def __post_init__(self) -> None:
+        if self.method in PLANNED:
+            raise Unsupported(
+                f"speculative: method {self.method!r} ({PLANNED[self.method]}) is not in this release; "
+                f"give one of {', '.join(METHODS)}",
+                field="speculative",
+            )
+        if self.method not in METHODS:
+            raise InvalidArgument(field="speculative.method", given=self.method, allowed=f"one of {', '.join(METHODS)}")
+        if type(self.depth) is not int or not 1 <= self.depth <= MAX_DEPTH:
+            allowed = f"an integer in 1..{MAX_DEPTH}"
+            raise InvalidArgument(field="speculative.depth", given=self.depth, allowed=allowed)
+
+
+def read_speculation(name: str, given: Any) -> Speculation | None:
+    """Return options from an object, a method's name, a mapping of fields, ``"off"`` or None.
+
+    Raises ``InvalidArgument`` for anything else, and ``Unsupported`` for a method that is planned.
+    """
+    if given is None or given == "off" or given is False:
+        return None
+    if isinstance(given, Speculation):
+        return given
+    if isinstance(given, str):
+        return Speculation(method=given.partition(":")[0])  # type: ignore[arg-type]
+    if isinstance(given, Mapping):
+        unknown = sorted(set(map(str, given)) - {"method", "depth"})
+        if unknown:
+            raise InvalidArgument(
+                field=f"{name}.{unknown[0]}", given=given[unknown[0]], allowed="method and depth only"
+            )
+        return Speculation(**given)
+    raise InvalidArgument(
+        field=name, given=given, allowed=f'a quire.Speculation, one of {", ".join(METHODS)}, or "off"'
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculationCounts:
+    """What speculation did for the samples of a request."""
+
+    drafted: int = 0
+    """Drafts that a step has verified."""
+    accepted: int = 0
+    """Drafts that became tokens of the output."""
+    steps: int = 0
+    """Steps that had drafts."""
+    by_proposer: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Drafted and accepted, by proposer."""
+    dropped: str = ""
+    """The reason why the request's proposer was dropped; empty: it was not."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return them in the form of HTTP replies."""
+        found: dict[str, Any] = {"drafted": self.drafted, "accepted": self.accepted, "steps": self.steps}
+        found["by_proposer"] = {
+            name: {"drafted": drafted, "accepted": accepted} for name, (drafted, accepted) in self.by_proposer.items()
+        }
+        return found | ({"dropped": self.dropped} if self.dropped else {})
+
+    def __add__(self, other: SpeculationCounts) -> SpeculationCounts:
+        names = {**self.by_proposer, **other.by_proposer}
+        pairs = {name: (self.by_proposer.get(name, (0, 0)), other.by_proposer.get(name, (0, 0))) for name in names}
+        return SpeculationCounts(
+            drafted=self.drafted + other.drafted,
+            accepted=self.accepted + other.accepted,
+            steps=self.steps + other.steps,
+            by_proposer={name: (a[0] + b[0], a[1] + b[1]) for name, (a, b) in pairs.items()},
+            dropped=self.dropped or other.dropped,
+        )

@@ -1,0 +1,243 @@
+"""The drafts of an engine's steps: which decodes have some, and what came of them. No torch.
+
+A decode with drafts runs its last token and the drafts behind it, and has the logits of each. Its
+tokens are drawn one after the other, as they always are; while one is the next draft, what ran
+behind it counts. Nothing else may see how a token came about.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from quire.base.errors import QuireError
+from quire.base.metrics import EngineMetrics
+from quire.base.speculation import Speculation, SpeculationCounts
+from quire.engine.request import Request
+from quire.engine.step_draft import StepDraft
+from quire.speculation.controller import Controller, Trust
+from quire.speculation.proposer import Context, Draft, Proposer
+
+if TYPE_CHECKING:
+    from quire.contracts.kv_state import ModelState
+    from quire.grammars.matcher import GrammarMatcher
+    from quire.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("quire.engine")
+
+GRAMMAR = "grammar"
+"""The proposer's name where a grammar leaves no choice."""
+FORCED = 0.9
+"""The chance of a token of a forced text: that the model cuts the text as the tokenizer does."""
+STEPS_AHEAD = 8
+"""Steps ahead in a row, whose requests have no drafts. Then the tokens are read before the next."""
+
+
+@dataclass(eq=False, slots=True)
+class RequestDrafts:
+    """What speculation has done for one request."""
+
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+    by_proposer: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Drafted and accepted, by proposer."""
+    dropped: str = ""
+    """The reason why its proposer was dropped."""
+    trust: Trust = field(default_factory=Trust)
+    verifying: Draft | None = None
+    """The drafts of the step under way."""
+    before: int = 0
+    """Tokens of the output before that step."""
+
+
+class Drafts:
+    """Chooses the drafts of steps."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        proposer: Proposer,
+        options: Speculation,
+        *,
+        vocab_size: int,
+        metrics: EngineMetrics,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """``tokenizer`` gives the tokens of texts that grammars force; None: there are none."""
+        self._state, self._proposer, self._options = state, proposer, options
+        self._vocab_size, self._metrics, self._tokenizer = vocab_size, metrics, tokenizer
+        self.controller = Controller()
+        self.are_trees = bool(state.recurrent_ids)
+        """Whether drafts run as a tree of one path, whose nodes keep the states of recurrent
+        layers."""
+        self._requests: dict[Request, RequestDrafts] = {}
+        self._ahead = 0
+
+    def of(self, request: Request) -> RequestDrafts:
+        """Return what speculation has done for a request."""
+        return self._requests.setdefault(request, RequestDrafts())
+
+    def choose(self, batch: StepDraft, kept: Sequence[tuple[int, ...]] | None) -> list[tuple[int, ...]]:
+        """Return the drafts of each request of a step. ``kept``: per request, where recurrent
+        states are kept."""
+        found: list[tuple[int, ...]] = [()] * len(batch.requests)
+        able = [index for index in range(len(found)) if self._may(batch, index, kept)]
+        rooms = [self._room(batch.requests[index]) for index in able]
+        able = [index for index, room in zip(able, rooms, strict=True) if room > 0]
+        rooms = [room for room in rooms if room > 0]
+        if not able or batch.budget < 1:
+            return found
+        drafts = self._proposed([batch.requests[index] for index in able], rooms)
+        if not any(draft.tokens for draft in drafts):
+            return found
+        chances = [
+            [chance * self.of(batch.requests[index]).trust.factor for chance in draft.chances]
+            for index, draft in zip(able, drafts, strict=True)
+        ]
+        decodes = sum(request.branch.remaining == 1 for request in batch.requests)
+        depths = self.controller.depths(
+            chances, decodes=decodes, rows=sum(batch.counts), most=min(batch.budget, batch.rows - len(able))
+        )
+        depths = self._fitting(batch, able, depths, sum(map(len, kept or ())))
+        for index, draft, depth in zip(able, drafts, depths, strict=True):
+            notes, request = self.of(batch.requests[index]), batch.requests[index]
+            if not depth:
+                notes.trust.rested()
+                continue
+            found[index] = tuple(draft.tokens[:depth])
+            notes.verifying = Draft(draft.tokens[:depth], draft.chances[:depth], draft.proposer)
+            notes.before = len(request.output.token_ids)
+        return found
+
+    def _may(self, batch: StepDraft, index: int, kept: Sequence[tuple[int, ...]] | None) -> bool:
+        """Return whether a request of the step may have drafts."""
+        request = batch.requests[index]
+        output, params = request.output, request.params
+        if params is None or batch.counts[index] != 1 or request.branch.remaining != 1 or not output.token_ids:
+            return False
+        if output.wants != "last" or not params.speculative or self.of(request).dropped:
+            return False
+        # A tree keeps no state on its way.
+        return not (kept and kept[index])
+
+    def _room(self, request: Request) -> int:
+        """Return the most drafts that a request can use."""
+        params, tokens, window = request.params, request.branch.tokens, request.branch.window
+        assert params is not None
+        room = min(self._options.depth, request.asked.limit - len(tokens) - 1)
+        if params.max_tokens is not None:
+            room = min(room, params.max_tokens - len(request.output.token_ids) - 1)
+        if window is not None:
+            room = min(room, self._state.largest_step(window.size, window.sink) - 1)
+        return room
+
+    def _proposed(self, requests: Sequence[Request], most: Sequence[int]) -> list[Draft]:
+        """Return the drafts that are proposed, up to the first that a grammar forbids. A proposer
+        that fails is dropped for these requests."""
+        try:
+            drafts = list(self._proposer.propose([context_of(request) for request in requests], most))
+            if len(drafts) != len(requests):
+                raise QuireError(f"{len(drafts)} drafts for {len(requests)} requests")
+        except Exception as error:
+            logger.warning(
+                "the proposer %s failed; these requests go on without it", self._proposer.name, exc_info=True
+            )
+            for request in requests:
+                self.of(request).dropped = f"the proposer {self._proposer.name} raised {type(error).__name__}: {error}"
+            drafts = [Draft()] * len(requests)
+        return [
+            self._checked(request, draft, count) for request, draft, count in zip(requests, drafts, most, strict=True)
+        ]
+
+    def _checked(self, request: Request, draft: Draft, most: int) -> Draft:
+        """Return the beginning of a draft that can be verified."""
+        tokens, matcher = list(draft.tokens[:most]), request.output.matcher
+        bad = [token for token in tokens if not 0 <= token < self._vocab_size]
+        if bad or len(draft.chances) != len(draft.tokens):
+            reason = f"gave token {bad[0]}, outside of 0..{self._vocab_size - 1}" if bad else "gave no chance per draft"
+            self.of(request).dropped = f"the proposer {self._proposer.name} {reason}"
+            return Draft()
+        if matcher is None:
+            return Draft(tokens, list(draft.chances[: len(tokens)]), self._proposer.name)
+        forced = self._forced(matcher)[:most]
+        if tokens[: len(forced)] != forced:
+            # What the grammar leaves no choice in is surer than what was proposed.
+            return Draft(forced, [FORCED] * len(forced), GRAMMAR)
+        tokens = tokens[: matcher.num_accepted(tokens)] if tokens else tokens
+        return Draft(tokens, list(draft.chances[: len(tokens)]), self._proposer.name)
+
+    def _forced(self, matcher: GrammarMatcher) -> list[int]:
+        """Return the tokens of a text that must come next. The model may cut it otherwise."""
+        text = "" if self._tokenizer is None else matcher.forced_text()
+        return self._tokenizer.encode_inside(text) if self._tokenizer is not None and text else []
+
+    def _fitting(self, batch: StepDraft, able: Sequence[int], depths: Sequence[int], kept: int) -> list[int]:
+        """Return the depths, or as much of them as there is room for: free pages, and half of the
+        slots for recurrent states that the step leaves. ``kept``: slots that it keeps besides."""
+        found, spare = list(depths), 0
+        if self.are_trees and any(found):
+            spare = self._state.spare_states(batch.seqs, batch.counts) - kept
+        while any(found):
+            counts = list(batch.counts)
+            for index, depth in zip(able, found, strict=True):
+                counts[index] += depth
+            # Each node of a tree has a state.
+            nodes = sum(depth + 1 for depth in found if depth)
+            roomy = not self.are_trees or 2 * nodes <= spare
+            if roomy and not self._state.missing_pages(batch.seqs, counts):
+                break
+            found = [depth // 2 for depth in found]
+        return found
+
+    def verified(self, request: Request) -> None:
+        """Note how many drafts of the step under way became tokens of a request."""
+        if (notes := self._requests.get(request)) is None or (draft := notes.verifying) is None:
+            return
+        notes.verifying = None
+        drawn = request.output.token_ids[notes.before :]
+        accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drawn, draft.tokens, strict=False)))
+        notes.trust.verified(draft.chances, accepted)
+        notes.drafted += len(draft.tokens)
+        notes.accepted += accepted
+        notes.steps += 1
+        before = notes.by_proposer.get(draft.proposer, (0, 0))
+        notes.by_proposer[draft.proposer] = before[0] + len(draft.tokens), before[1] + accepted
+        self._metrics.drafted_tokens.inc(len(draft.tokens))
+        self._metrics.accepted_tokens.inc(accepted)
+
+    def ran(self, rows: int, decodes: int, seconds: float) -> None:
+        """Note how long a step of decodes and their drafts took."""
+        if rows and decodes:
+            self.controller.costs.measured(rows, seconds)
+
+    def may_run_ahead(self) -> bool:
+        """Return whether another step may be queued before the tokens of the last one are known.
+        Its requests have no drafts."""
+        self._ahead = (self._ahead + 1) % STEPS_AHEAD
+        return self._ahead != 0
+
+    def ended(self, request: Request) -> None:
+        """Note that a request has ended; its counts go into its output."""
+        self.verified(request)
+        if (notes := self._requests.pop(request, None)) is None:
+            return
+        if request.params is not None:
+            request.output.speculation = SpeculationCounts(
+                drafted=notes.drafted,
+                accepted=notes.accepted,
+                steps=notes.steps,
+                by_proposer=notes.by_proposer or {self._proposer.name: (0, 0)},
+                dropped=notes.dropped,
+            )
+            if not notes.dropped:
+                self._proposer.ended(context_of(request))
+
+
+def context_of(request: Request) -> Context:
+    """Return a request as proposers see it."""
+    branch = request.branch
+    return Context((request.request_id, request.asked.index), branch.tokens.ids, request.asked.num_prompt, branch.salt)

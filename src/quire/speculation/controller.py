@@ -1,0 +1,149 @@
+"""``Controller``: how many drafts a step verifies, by what steps have cost. No torch.
+
+A step of more rows takes longer, and an accepted draft saves a part of a later step. Both are
+estimated: the seconds of a step by its rows from steps as they run, and the accepted drafts by
+the proposers' chances, corrected by what was accepted. The drafts that raise tokens per second
+most are taken.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+GAIN = 1.03
+"""Drafts are taken if they promise so many times the tokens per second of none."""
+FIRST_SLOPE = 0.04
+"""What a further row costs of a step of one row, until that is known."""
+WEIGHT = 0.2
+"""The weight of a measurement in the estimate of its width."""
+DRIFT = 0.05
+"""Its weight in the estimates of all widths: contexts grow, and machines get busy."""
+FORGETTING = 0.01
+"""How far the estimate of a width that was not tried for long comes back to the first guess, each
+step."""
+LONG = 200
+"""Steps after which that begins."""
+OUTLIER = 2.0
+"""A measurement counts as at most so many times the estimate: one hiccup ends nothing."""
+
+
+class StepCosts:
+    """The seconds of a step by its number of rows."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._widths: list[int] = []
+        """The measured widths, ascending."""
+        self._steps = 0
+        self._tried: dict[int, int] = {}
+        """By width the step of its last measurement."""
+
+    def seconds(self, rows: int) -> float:
+        """Return the estimate for a step of ``rows`` rows. It is monotone in ``rows``."""
+        widths, known = self._widths, self._seconds
+        if not widths:
+            return 1.0 + FIRST_SLOPE * (rows - 1)
+        index = bisect_left(widths, rows)
+        if index == len(widths):
+            return self._beyond(rows)
+        # A step that was wider and took less bounds it.
+        least = min(known[width] for width in widths[index:])
+        if widths[index] == rows or index == 0:
+            return least
+        below = widths[index - 1]
+        base = min(known[below], least)
+        return base + (least - base) * (rows - below) / (widths[index] - below)
+
+    def _beyond(self, rows: int) -> float:
+        """Return the estimate for a width above all that were measured."""
+        first, last = self._widths[0], self._widths[-1]
+        base, end = min(self._seconds.values()), self._seconds[last]
+        slope = FIRST_SLOPE * base
+        if last > first:
+            slope = max(slope, (end - base) / (last - first))
+        return end + slope * (rows - last)
+
+    def measured(self, rows: int, seconds: float) -> None:
+        """Note that a step of ``rows`` rows has taken ``seconds``."""
+        expected = self.seconds(rows) if self._widths else seconds
+        ratio = min(max(seconds / expected, 1 / OUTLIER), OUTLIER)
+        if rows not in self._seconds:
+            insort(self._widths, rows)
+            self._seconds[rows] = expected * ratio
+        else:
+            self._seconds[rows] *= 1 + WEIGHT * (ratio - 1)
+        self._steps += 1
+        self._tried[rows] = self._steps
+        base = self._seconds[self._widths[0]]
+        for width in self._widths:
+            if width == rows:
+                continue
+            value = self._seconds[width] * (1 + DRIFT * (ratio - 1))
+            if self._steps - self._tried[width] > LONG:
+                guess = min(value, base * (1 + FIRST_SLOPE * (width - self._widths[0])))
+                value += FORGETTING * (guess - value)
+            self._seconds[width] = value
+
+
+@dataclass(slots=True, eq=False)
+class Trust:
+    """How far a proposer's chances are right for one request."""
+
+    promised: float = 0.0
+    accepted: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        """Return the factor for a chance, at most 1."""
+        return min(1.0, (self.accepted + 1) / (self.promised + 1))
+
+    def verified(self, chances: Sequence[float], accepted: int) -> None:
+        """Note how many drafts with these chances were accepted."""
+        promised, through = 0.0, 1.0
+        for chance in chances:
+            through *= chance
+            promised += through
+        self.promised = 0.9 * self.promised + promised
+        self.accepted = 0.9 * self.accepted + accepted
+
+    def rested(self) -> None:
+        """Note a step without drafts: after some, the chances are trusted again."""
+        self.promised *= 0.98
+        self.accepted *= 0.98
+
+
+class Controller:
+    """Chooses drafts by what they cost and promise."""
+
+    def __init__(self) -> None:
+        self.costs = StepCosts()
+
+    def depths(self, chances: Sequence[Sequence[float]], *, decodes: int, rows: int, most: int) -> list[int]:
+        """Return how many drafts of each request to verify, together at most ``most``.
+
+        ``chances[i]``: of each draft of request i, that it is accepted if those before it are.
+        ``decodes``: requests of the step that draw a token anyway. ``rows``: its rows without
+        drafts.
+        """
+        # A draft promises less than the one before it, so the best ones are beginnings of chains.
+        found: list[tuple[float, int]] = []
+        for request, chain in enumerate(chances):
+            through = 1.0
+            for chance in chain:
+                through *= chance
+                found.append((through, request))
+        found.sort(key=lambda one: -one[0])
+        depths, seconds = [0] * len(chances), self.costs.seconds
+        tokens, without = float(decodes), seconds(rows)
+        own = seconds(decodes)
+        best, best_count = GAIN * tokens / own, 0
+        for count, (through, _) in enumerate(found[:most], 1):
+            tokens += through
+            rate = tokens / (own + seconds(rows + count) - without)
+            if rate > best:
+                best, best_count = rate, count
+        for _, request in found[:best_count]:
+            depths[request] += 1
+        return depths

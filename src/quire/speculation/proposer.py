@@ -1,0 +1,50 @@
+"""``Proposer``: the Protocol of what drafts tokens. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.base.token_history import Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A request as proposers see it."""
+
+    name: Hashable
+    """What tells it from all requests under way."""
+    ids: Ids
+    """All of its tokens, ``[T]``, those of the prompt included. The last one has not run."""
+    num_prompt: int
+    salt: Hashable
+    """Only requests of one salt may learn from each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Proposed tokens of one request, a chain."""
+
+    tokens: Sequence[int] = ()
+    chances: Sequence[float] = ()
+    """Of each token: the estimated probability that it is accepted if those before it are."""
+    proposer: str = ""
+    """Who proposed it, for counters."""
+
+
+NO_DRAFT = Draft()
+
+
+class Proposer(Protocol):
+    """A source of drafts."""
+
+    @property
+    def name(self) -> str:
+        """Return the method's name, for counters."""
+
+    def propose(self, contexts: Sequence[Context], most: Sequence[int]) -> Sequence[Draft]:
+        """Return a draft of at most ``most[i]`` tokens for each request; it may be empty."""
+
+    def ended(self, context: Context) -> None:
+        """Note that a request has ended, and forget it."""

@@ -1,0 +1,116 @@
+"""How many drafts are taken, by what steps cost and what was accepted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from quire.speculation.controller import Controller, StepCosts, Trust
+
+
+def controller(slope: float, widths: Iterable[int] = range(1, 40)) -> Controller:
+    """Return one that knows all widths: one row takes a second, each other ``slope``."""
+    found = Controller()
+    for _ in range(5):
+        for rows in widths:
+            found.costs.measured(rows, 1 + slope * (rows - 1))
+    return found
+
+
+def test_sure_drafts_are_taken_where_rows_cost_little() -> None:
+    assert controller(0.03).depths([[0.95] * 16], decodes=1, rows=1, most=64) == [16]
+    assert controller(0.03).depths([[0.95] * 16], decodes=1, rows=1, most=5) == [5]
+
+
+def test_nothing_is_taken_where_a_row_costs_a_step() -> None:
+    assert controller(1.0).depths([[0.95] * 16], decodes=1, rows=1, most=64) == [0]
+
+
+def test_unsure_drafts_are_left() -> None:
+    assert controller(0.1).depths([[0.05] * 16], decodes=1, rows=1, most=64) == [0]
+
+
+def test_the_surest_requests_come_first() -> None:
+    shallow, deep = controller(0.12).depths([[0.3] * 16, [0.97] * 16], decodes=2, rows=2, most=64)
+    assert deep > shallow
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_choice_is_the_best_of_all(seed: int) -> None:
+    """Against every number of drafts of one request."""
+    rng = random.Random(seed)
+    for _ in range(50):
+        slope, chance = rng.uniform(0.01, 0.5), rng.uniform(0.2, 0.99)
+        chooser = controller(slope)
+
+        def rate(depth: int, chance: float = chance, chooser: Controller = chooser) -> float:
+            tokens = 1 + sum(chance ** (number + 1) for number in range(depth))
+            return tokens / chooser.costs.seconds(1 + depth)
+
+        (found,) = chooser.depths([[chance] * 12], decodes=1, rows=1, most=64)
+        best = max(rate(depth) for depth in range(13))
+        assert rate(found) == pytest.approx(best) or (found == 0 and best <= 1.03 * rate(0))
+
+
+def test_beside_a_long_prompt_rows_cost_their_own_time() -> None:
+    """256 rows of a prompt are paid anyway."""
+    assert controller(0.05, widths=(1, 2, 3, 5, 257, 259, 261)).depths([[0.9] * 4], decodes=1, rows=257, most=64) == [4]
+    assert controller(0.9, widths=(1, 2, 3, 5, 257, 259, 261)).depths([[0.9] * 4], decodes=1, rows=257, most=64) == [0]
+
+
+class TestCosts:
+    def test_are_monotone_whatever_was_measured(self) -> None:
+        rng = random.Random(1)
+        costs = StepCosts()
+        for _ in range(300):
+            costs.measured(rng.choice([1, 2, 3, 5, 8, 17, 33]), rng.uniform(0.5, 3))
+            found = [costs.seconds(rows) for rows in range(1, 60)]
+            assert found == sorted(found)
+            assert found[0] > 0
+
+    def test_follow_what_is_measured(self) -> None:
+        costs = StepCosts()
+        for _ in range(60):
+            costs.measured(1, 0.1)
+            costs.measured(9, 0.2)
+        assert costs.seconds(1) == pytest.approx(0.1, rel=0.1)
+        assert costs.seconds(9) == pytest.approx(0.2, rel=0.1)
+        assert costs.seconds(5) == pytest.approx(0.15, rel=0.1)
+
+    def test_a_hiccup_ends_nothing(self) -> None:
+        chooser = controller(0.03)
+        chooser.costs.measured(5, 1000.0)
+        assert chooser.depths([[0.95] * 16], decodes=1, rows=1, most=64) == [16]
+
+    def test_a_width_that_was_dear_is_tried_again(self) -> None:
+        chooser = Controller()
+        for _ in range(30):
+            chooser.costs.measured(1, 1.0)
+            chooser.costs.measured(9, 30.0)
+        assert chooser.depths([[0.9] * 8], decodes=1, rows=1, most=64) == [0]
+        for _ in range(2000):
+            chooser.costs.measured(1, 1.0)
+        assert chooser.depths([[0.9] * 8], decodes=1, rows=1, most=64) != [0]
+
+
+class TestTrust:
+    def test_falls_with_promises_that_are_not_kept(self) -> None:
+        trust = Trust()
+        for _ in range(20):
+            trust.verified([1.0] * 8, 0)
+        assert trust.factor < 0.05
+
+    def test_stays_with_those_that_are(self) -> None:
+        trust = Trust()
+        for _ in range(20):
+            trust.verified([1.0] * 8, 8)
+        assert trust.factor == 1
+
+    def test_comes_back_with_time(self) -> None:
+        trust = Trust()
+        trust.verified([1.0] * 8, 0)
+        for _ in range(300):
+            trust.rested()
+        assert trust.factor > 0.9
