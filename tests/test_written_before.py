@@ -1,14 +1,12 @@
 """State files, stores and journals that Quire wrote before its schemas were structs are still read.
 
-``written_before.zip`` has them, with the bundled model, and ``metadata.json``, the metadata of files
-of many kinds of models.
+``written_before.zip`` has them, of the bundled model, and the metadata of files of many models.
 """
 
 from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from quire.statefile.schema import KINDS, check_metadata
 from quire.store.journal import SessionJournal
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
-MakeOld = Callable[..., LLM]
 
 
 @pytest.fixture(scope="module")

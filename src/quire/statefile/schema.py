@@ -214,11 +214,13 @@ def check_metadata(metadata: Mapping[str, Any], expected: Collection[str] = OF_S
     if not isinstance(kind, str) or kind not in expected:
         raise InvalidArgument(f"the state file holds kind {kind!r:.60}; {' or '.join(map(repr, expected))} is expected")
     rows = metadata.get("rows")
-    for one in (metadata.get("sequence"), *(rows if isinstance(rows, list) else ())):
+    sequences = [("sequence", metadata.get("sequence"))]
+    sequences += [(f"rows[{index}]", one) for index, one in enumerate(rows if isinstance(rows, list) else ())]
+    for name, one in sequences:
         version = one.get("format_version") if isinstance(one, Mapping) else None
         if type(version) is int and version != FORMAT_VERSION:
             raise InvalidArgument(
-                f"the state file is of another version: the format_version of a sequence is {version!s:.20}; {FORMAT_VERSION} is "
+                f"the state file is of another version: metadata.{name}.format_version is {version!s:.20}; {FORMAT_VERSION} is "
                 "expected"
             )
     try:
