@@ -38,7 +38,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An object with these fields and no others. Those with a default may be missing."""
 
 
-class TensorEntry(Document):
+class TensorEntry(Document, frozen=True):
     """A tensor in the table of a safetensors file."""
 
     dtype: str
@@ -46,7 +46,7 @@ class TensorEntry(Document):
     data_offsets: tuple[Annotated[int, Meta(ge=0)], int]
 
 
-class Contents(Document):
+class Contents(Document, frozen=True):
     """What a state file adds to a safetensors file."""
 
     format: str
@@ -56,14 +56,14 @@ class Contents(Document):
     metadata: dict[str, Any]
 
 
-class Model(Document):
+class ModelFields(Document, frozen=True):
     architecture: str
     config: str
     weights: str
     length: str | UnsetType = UNSET
 
 
-class Layer(Document):
+class StoredLayer(Document, frozen=True):
     kind: Literal["full", "window", "latent", "cross"]
     window: Size | None
     dtype: str
@@ -78,28 +78,28 @@ class Layer(Document):
     row_dim: Size | UnsetType = UNSET
 
 
-class RecurrentState(Document):
+class RecurrentState(Document, frozen=True):
     shape: list[Size]
     dtype: str
     initial: Any
 
 
-class RecurrentLayer(Document):
+class RecurrentLayer(Document, frozen=True):
     layer: Count
     states: list[RecurrentState]
 
 
-class HeldRanges(Document):
+class HeldRanges(Document, frozen=True):
     layers: list[Count]
     ranges: list[tuple[Count, Count]]
 
 
-class CrossRows(Document):
+class CrossRows(Document, frozen=True):
     layer: Count
     rows: Size | None
 
 
-class Extent(Document, kw_only=True):
+class Extent(Document, frozen=True, kw_only=True):
     """The parts of a sequence that are there."""
 
     length: Count
@@ -112,31 +112,31 @@ class Extent(Document, kw_only=True):
     cross: list[CrossRows] | UnsetType = UNSET
 
 
-class ExportedTensor(Document):
+class ExportedTensor(Document, frozen=True):
     shape: list[Count] = []
     bytes: Count | UnsetType = UNSET
     checksum: str = ""
 
 
-class GroupOfTensors(Document):
+class GroupOfTensors(Document, frozen=True):
     """The tensors of one layer in an export."""
 
     group: Count
     tensors: dict[str, ExportedTensor]
 
 
-class StoredSequence(Extent, kw_only=True):
+class StoredSequence(Extent, frozen=True, kw_only=True):
     format_version: Count
     layout_hash: str
     first_layer: Count
-    layers: list[Layer]
+    layers: list[StoredLayer]
     layer_ids: list[Count] | UnsetType = UNSET
     recurrent: list[RecurrentLayer] | UnsetType = UNSET
 
 
-class StoredSession(Document):
+class StoredSession(Document, frozen=True):
     kind: str
-    model: Model
+    model: ModelFields
     adapters: list[Run]
     exact: bool
     modified: bool
@@ -147,9 +147,9 @@ class StoredSession(Document):
     exact_tokens: Count | None = None
 
 
-class StoredCache(Document, kw_only=True):
+class StoredCache(Document, frozen=True, kw_only=True):
     kind: str
-    model: Model
+    model: ModelFields
     adapters: list[list[Run]]
     dtype: str
     batch_size: Size
@@ -165,20 +165,20 @@ class StoredCache(Document, kw_only=True):
     modified: list[bool] | UnsetType = UNSET
 
 
-class StoredCacheWithPositions(StoredCache, kw_only=True):
+class StoredCacheWithPositions(StoredCache, frozen=True, kw_only=True):
     positions: list[list[Position] | None]
 
 
-class Chunk(Document):
+class Chunk(Document, frozen=True):
     lead: list[Token]
     position: Count
     exact: bool
 
 
-class StoredObject(Document):
+class StoredObject(Document, frozen=True):
     kind: str
     name: str
-    model: Model
+    model: ModelFields
     layout_hash: str
     tokens: list[Token]
     adapters: list[Run]
@@ -186,7 +186,7 @@ class StoredObject(Document):
     chunk: Chunk | UnsetType = UNSET
 
 
-class StoredRecord(Document):
+class StoredRecord(Document, frozen=True):
     kind: str
     name: str
     document: dict[str, Any]

@@ -37,7 +37,7 @@ _NAME = re.compile(r"(?![-/])[A-Za-z0-9._/-]{1,128}")
 _ID = re.compile(r"[0-9a-f]{8,40}")
 
 
-class StateNames(Document, kw_only=True):
+class StateNames(Document, frozen=True, kw_only=True):
     """The data from which the names of a state's objects are computed, and their bytes of state."""
 
     root: Annotated[str, Meta(pattern="^([0-9a-f]{2})*$")] = ""
@@ -82,7 +82,7 @@ class StateNames(Document, kw_only=True):
         return rows if self.file is None else int(self.file[1])
 
 
-class SessionCommit(Document, kw_only=True):
+class SessionCommit(Document, frozen=True, kw_only=True):
     """A snapshot of a session. ``id`` is computed from all other fields."""
 
     id: str = ""
@@ -151,20 +151,20 @@ class SessionCommit(Document, kw_only=True):
             raise StoreDamaged(f"commit {name} is damaged: {fault}") from None
 
 
-class SpaceRecord(Document):
+class SpaceRecord(Document, frozen=True):
     """Marks a space as used."""
 
     name: str
 
 
-class BranchRecord(Document):
+class BranchRecord(Document, frozen=True):
     """Names the head commit of a branch."""
 
     name: str
     commit: Annotated[str, Meta(pattern="^[0-9a-f]{40}$")]
 
 
-class PieceRecord(Document):
+class PieceRecord(Document, frozen=True):
     """Holds the items of a piece."""
 
     items: list[Any]

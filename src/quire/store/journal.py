@@ -105,7 +105,7 @@ class Lifetime(NamedTuple):
 _ENDLESS: Final = Lifetime(None, Moment("", 0.0, 0.0))
 
 
-class SessionFields(Document, kw_only=True, eq=False):
+class SessionFields(Document, frozen=True, kw_only=True, eq=False):
     """The fields of a session that its record stores as JSON."""
 
     model: Mapping[str, str]
@@ -141,12 +141,12 @@ class SessionFields(Document, kw_only=True, eq=False):
         return {name: getattr(self, name) for name in SessionFields.__struct_fields__}
 
 
-class _Stored(SessionFields, kw_only=True, eq=False):
+class _Stored(SessionFields, frozen=True, kw_only=True, eq=False):
     token_bytes: Literal[4, 8]
     """Bytes of a token id; ids of embeddings have 62 bits."""
 
 
-class SessionRecord(SessionFields, kw_only=True, eq=False):
+class SessionRecord(SessionFields, frozen=True, kw_only=True, eq=False):
     """A session's record. Its state is computed or loaded by its tokens, or is in ``state``."""
 
     id: str
