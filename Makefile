@@ -78,7 +78,7 @@ screenshots: $(VENV)/.stamp-test  ## Pictures of the inspector, notebooks and te
 	$(BIN)/python bench/screenshots.py
 
 gpu-test:  ## Tests on a CUDA device, with GPU_PYTHON, offline; nothing without a device
-	PYTHONPATH=src:. $(GPU_PYTHON) -m tests.gpu_suite
+	PYTHONPATH=src:bench:. $(GPU_PYTHON) -m tests.gpu_suite
 
 gpu-bench:  ## Benchmarks on a CUDA device, with GPU_PYTHON, offline
 	PYTHONPATH=src $(GPU_PYTHON) bench/gpu.py

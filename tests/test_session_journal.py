@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec.structs import replace
 
 from quire.base.errors import InvalidArgument, NotDurable
 from quire.base.forks import Forked
@@ -45,7 +45,7 @@ def plain(one: SessionRecord | None) -> Any:
     """What can be compared."""
     if one is None:
         return None
-    found = {name: getattr(one, name) for name in SessionRecord.__slots__ if name != "tokens"}
+    found = {name: getattr(one, name) for name in SessionRecord.__struct_fields__ if name != "tokens"}
     listed = {name: list(value) for name, value in found.items() if isinstance(value, (list, tuple))}
     adapters = [list(run) for run in one.adapters]
     return {**found, **listed, "labels": dict(one.labels), "adapters": adapters, "tokens": one.tokens.tolist()}

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -104,7 +104,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[StructuredOutputs]:
 
 
 def child_of(trial: GrammarTrial) -> int:
-    (child,) = trial._children
+    (child,) = trial._process.children
     return child.pid
 
 
@@ -295,7 +295,7 @@ def test_small_grammars_need_no_child(grammars: Grammars, asked: list[Structured
         grammars.check(StructuredOutputs(**wanted))  # type: ignore[arg-type]
     assert not asked
     assert grammars._trial is not None
-    assert not grammars._trial._children
+    assert not grammars._trial._process.children
 
 
 def test_what_is_small_depends_on_the_stack() -> None:
@@ -398,15 +398,18 @@ def test_an_interrupt_leaves_no_answer_behind(trial: GrammarTrial) -> None:
     assert trial.text(LARGE["json"]) == grammar_text(LARGE["json"])
 
 
-def test_an_answer_to_another_question_is_not_taken(trial: GrammarTrial) -> None:
-    trial.text(LARGE["json"])
-    (child,) = trial._children
-    request = {"number": 99, "seconds": 9, "stack": 1 << 20, "kept_memory": 1 << 30, "field": "regex", "value": "other"}
-    assert child.stdin is not None
-    child.stdin.write(json.dumps(request).encode() + b"\n")
-    child.stdin.flush()
-    assert trial.text(LARGE["lark"]) == grammar_text(LARGE["lark"])
-    assert child_of(trial) != child.pid
+def test_a_process_with_many_files(trial: GrammarTrial) -> None:
+    """``select.select`` knows 1,024 files; a server has one for each connection."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, before[1]), before[1]))
+    files: list[int] = []
+    try:
+        files += (os.open(os.devnull, os.O_RDONLY) for _ in range(1100))
+        assert trial.text(LARGE["json"]) == grammar_text(LARGE["json"])
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def forked(function: Callable[[], None]) -> int:
@@ -424,7 +427,7 @@ def forked(function: Callable[[], None]) -> int:
 
 def test_a_forked_process_has_a_child_of_its_own(trial: GrammarTrial) -> None:
     trial.text(LARGE["json"])
-    (child,) = trial._children
+    (child,) = trial._process.children
     assert child.stdin is not None
     assert child.stdout is not None
     pipes = [child.stdin.fileno(), child.stdout.fileno()]
@@ -466,7 +469,7 @@ def test_no_child_can_be_had(trial: GrammarTrial, monkeypatch: pytest.MonkeyPatc
             patched.setattr(sys, "executable", "/nowhere/python")
         else:
             dies = {"killed": "import os; os.kill(os.getpid(), 9)", "ends": "pass"}
-            patched.setattr(grammar_trial, "_START", dies[how])
+            patched.setattr(trial._process, "_start", dies[how])
         with pytest.raises(QuireError, match="process that tries grammars cannot be used") as raised:
             trial.text(LARGE["json"])
         assert type(raised.value) is QuireError
@@ -487,7 +490,7 @@ def test_closed(grammars: Grammars) -> None:
 def test_closing_ends_what_waits(trial: GrammarTrial) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(trial.text, SLOW)
-        wait_for(lambda: bool(trial._children))
+        wait_for(lambda: bool(trial._process.children))
         trial.close()
         with pytest.raises(QuireError, match="closed"):
             waiting.result()
@@ -512,9 +515,9 @@ grammar_trial.DEADLINE = 1
 trial = grammar_trial.GrammarTrial(300, {})
 small, slow = StructuredOutputs(regex="a"), StructuredOutputs(grammar="\n" * 900_000)
 trial.text(small)
-print(trial._children[0].pid, flush=True)
+print(trial._process.children[0].pid, flush=True)
 for line in sys.stdin:
-    print(trial._children[0].pid if trial.text(slow if line == "slow\n" else small) else None, flush=True)
+    print(trial._process.children[0].pid if trial.text(slow if line == "slow\n" else small) else None, flush=True)
 """
 
 

@@ -919,7 +919,7 @@ def test_forged_records(stored: MakeStored, llama: Checkpoint, tmp_path: Path, k
     space = space_of("")
     key = space.commit(commit.id) if kind == "commit" else space.piece(commit.tokens[0])
     path = next((tmp_path / "store/objects").glob(f"*/{key.name}.quire"))
-    document = unpack_record(key, path.read_bytes())
+    document = unpack_record(key, path.read_bytes(), dict)
     other = {"commit": {**document, "message": "x"}, "piece": {"items": [*PROMPT[:-1], 1]}}[kind]
     path.write_bytes(pack_record(key, other))
     llm.close()

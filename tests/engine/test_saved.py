@@ -170,7 +170,7 @@ def test_damaged_bytes(small: LLM, llama: Checkpoint) -> None:
     ("changes", "error", "match"),
     [
         ({"kind": "soup"}, InvalidArgument, "kind 'soup'; 'session' or 'kv_cache'"),
-        ({"kind": "kv_cache"}, DataLoss, "metadata.dtype is missing"),
+        ({"kind": "kv_cache"}, DataLoss, "metadata.exact is True; a list"),
         ({"model": None}, DataLoss, "metadata.model is None"),
         ({"adapters": None}, DataLoss, "metadata.adapters is None"),
         ({"adapters": [{"from": 0}]}, DataLoss, r"metadata.adapters\[0\] is"),

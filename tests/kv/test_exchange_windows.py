@@ -179,7 +179,7 @@ def test_rows_that_were_not_received_cannot_be_read() -> None:
         ("sink", 7, ("sink 7",)),
         ("sink", -1, ("-1",)),
         ("sink", 4, ("0..1",)),
-        ("eviction", "never", ("never", "'token' or 'forward'")),
+        ("eviction", "never", ("never", "'forward' or 'token'")),
         ("evicted", 16, ("16", "17")),
         ("evicted", -1, ("-1",)),
         ("evicted", True, ("True",)),

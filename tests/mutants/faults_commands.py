@@ -7,28 +7,28 @@ from tests.mutants.harness import Mutant
 LIMITS = (
     Mutant(
         name="slowest-way-to-read-is-the-limit",
-        file="../quire_bench/hardware.py",
+        file="../../bench/quire_bench/hardware.py",
         old="read_gbps=max(reads.values())",
         new="read_gbps=min(reads.values())",
         tests=("test_bench_groundwork.py::TestHardware::test_measure_reports_every_limit",),
     ),
     Mutant(
         name="packed-weights-not-tried",
-        file="../quire_bench/hardware.py",
+        file="../../bench/quire_bench/hardware.py",
         old='return device.type == "cpu" and bool(torch._C._has_mkldnn)',
         new="return False",
         tests=("test_bench_groundwork.py::TestHardware::test_measure_reports_every_limit",),
     ),
     Mutant(
         name="packed-product-of-something-else",
-        file="../quire_bench/hardware.py",
+        file="../../bench/quire_bench/hardware.py",
         old='input_BI, packed, None, "none", [], "")',
         new='input_BI, packed, None, "relu", [], "")',
         tests=("test_bench_groundwork.py::TestHardware::test_packed_product_is_the_product",),
     ),
     Mutant(
         name="no-limit-for-integers",
-        file="../quire_bench/hardware.py",
+        file="../../bench/quire_bench/hardware.py",
         old='kinds = {**_DTYPES, "int8": torch.int8}',
         new="kinds = dict(_DTYPES)",
         tests=("test_bench_groundwork.py::TestHardware::test_measure_reports_every_limit",),

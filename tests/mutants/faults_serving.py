@@ -289,7 +289,7 @@ ENGINE = (
     ),
     Mutant(
         name="ctrl-c-ends-the-trial-of-grammars",
-        file="grammars/trial.py",
+        file="text/limited_process.py",
         old="            start_new_session=True,\n",
         new="",
         tests=("engine/test_grammar_trial.py::test_an_interrupt_is_for_the_parent",),

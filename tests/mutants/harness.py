@@ -149,6 +149,10 @@ class Copy:
         self.sources = folder / "src"
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(project / "src", self.sources, ignore=ignored)
+        if (project / "bench").exists():
+            shutil.copytree(
+                project / "bench", folder / "bench", ignore=shutil.ignore_patterns("__pycache__", "node_modules")
+            )
 
     @contextmanager
     def with_fault(self, mutant: Mutant) -> Iterator[None]:
@@ -173,7 +177,7 @@ class Copy:
         environment = {
             **os.environ,
             "PYTEST_ADDOPTS": "",
-            "PYTHONPATH": os.pathsep.join((str(self.sources), str(ROOT))),
+            "PYTHONPATH": os.pathsep.join((str(self.sources), str(self._folder / "bench"), str(ROOT))),
             "MUTANT_SOURCES": str(self.sources),
             "MUTANT_FAILURES": str(failures),
             "OMP_NUM_THREADS": "1",
@@ -181,6 +185,7 @@ class Copy:
             "HYPOTHESIS_STORAGE_DIRECTORY": str(self._folder / "hypothesis"),
         }
         options = ["-x", "-q", "-n", "0", "-m", "not slow", "--tb=short", "-p", "no:cacheprovider"]
+        options += ["-o", "pythonpath=."]  # without the original quire_bench
         report = self._processes.run(
             [
                 sys.executable,

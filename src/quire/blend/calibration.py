@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+import msgspec
+
 from quire.base.blend_inputs import check_ratio
 from quire.base.errors import InvalidArgument
 
@@ -167,9 +169,7 @@ class BlendCalibration:
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Self:
         """Return the calibration of a ``document``, perhaps from another process."""
-        limits = QualityLimits(**document["limits"])
-        qualities = tuple(BlendQuality(**one) for one in document["qualities"])
-        return cls(**{**document, "limits": limits, "qualities": qualities})
+        return msgspec.convert(document, cls)
 
 
 def linear_cost(layers: int, check_layer: int, share: float) -> float:

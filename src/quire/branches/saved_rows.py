@@ -125,14 +125,13 @@ def read_rows(
 
 
 def window_of(metadata: Mapping[str, Any]) -> Window | None:
-    """Return the window of a session's file; ``DataLoss`` for a malformed one."""
-    match metadata.get("window"):
-        case None:
-            return None
-        case [int(size), int(sink)] if type(size) is int and type(sink) is int and 0 <= sink < size:
-            return Window(size, sink)
-        case value:
-            raise DataLoss(f"the state file holds window {value!r}; null or [window, sink] is expected")
+    """Return the window of a session's file; ``DataLoss`` for a sink that is as large."""
+    if metadata.get("window") is None:
+        return None
+    size, sink = metadata["window"]
+    if sink >= size:
+        raise DataLoss(f"the state file holds window {[size, sink]}; [window, sink] with sink < window is expected")
+    return Window(size, sink)
 
 
 def _as_cache(session: Mapping[str, Any]) -> dict[str, Any]:

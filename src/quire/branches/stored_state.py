@@ -14,9 +14,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
+
+from msgspec.structs import replace
 
 from quire.adapters.history import FingerprintRuns
 from quire.adapters.keys import is_private

@@ -8,11 +8,7 @@ nowhere here, and what it keeps there, it keeps here. The child's answer is llgu
 text, so that converting, which is Python that holds the interpreter's lock, is over as well; what
 is left to do here releases it.
 
-The child is a ``subprocess`` that stays. ``fork`` is wrong for a process with threads and a GPU,
-and ``multiprocessing`` would import the caller's main module again. The child imports llguidance
-and no torch (60 ms), inherits no files but its pipes, hears no Ctrl-C, and is bounded in memory and
-time. Requests and answers are lines of JSON with numbers: a child that was interrupted, or whose
-answer has another number, is ended. A forked process starts its own child.
+The child is a ``LimitedProcess`` that imports llguidance and no torch (60 ms).
 
 The stack: many forms were tried (rules, terminals and ``$ref`` in chains, with parentheses,
 options, repetitions, arrays and objects inside, up to llguidance's own limits on nesting). A chain
@@ -24,24 +20,21 @@ little: less than 128 KiB at 300,000 characters.
 from __future__ import annotations
 
 import contextlib
-import io
-import itertools
-import json
 import math
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError, ResourceExhausted
 from quire.base.sampling_params import StructuredOutputs
 from quire.grammars.formats import NO_TOKEN, compiled, field_of, grammar_text, is_plain, length_of, reason_of
+from quire.text.limited_process import LimitedProcess, LimitReached, TooSlow, serve
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -74,7 +67,6 @@ PATIENCE = 2.0
 """Seconds that a caller waits for a seat; none if a seat has been taken for longer than that."""
 
 _MASKS = 8
-_START = "import sys; sys.path[:] = sys.argv[1:]; from quire.grammars.trial import serve; serve()"
 
 
 class GrammarsBusy(ResourceExhausted):
@@ -104,103 +96,57 @@ class GrammarTrial:
 
     def __init__(self, vocab_size: int, special: Mapping[int, bytes]) -> None:
         """Keep ``special``: the special tokens by id, which grammars may name."""
-        names = {token: piece.decode("latin-1") for token, piece in special.items()}
-        self._greeting = {"memory": MEMORY, "vocabulary": {"size": vocab_size, "special": names}}
+        # Its own deadline, which starting a child is a part of.
+        self._process = LimitedProcess(
+            "the process that tries grammars",
+            f"from quire.grammars.trial import serve_trials; serve_trials({MEMORY})",
+            {"vocabulary": {"size": vocab_size, "special": dict(special)}},
+            children=1,
+            quick=math.inf,
+            grace=0.0,
+        )
         self._lock = threading.Lock()
-        self._closed = False
-        self._numbers = itertools.count()
         self.kept = 0
         """Bytes that the grammar of the last ``text`` keeps; valid if one caller at a time is let
         in."""
-        self._children: list[subprocess.Popen[bytes]] = []
-        """The one child, if there is one."""
-        weakref.finalize(self, _end, self._children)
         _TRIALS.add(self)
 
     def text(self, wanted: StructuredOutputs) -> str:
         """Return ``grammar_text(wanted)`` if it compiles. ``InvalidArgument`` for others, and for
         too much time, memory or stack; ``QuireError`` without a child."""
+        name = f"structured_outputs.{field_of(wanted)}"
         request = {
-            "seconds": DEADLINE,
             "stack": thread_stack() // 2,
             "kept_memory": KEPT_MEMORY,
             "field": field_of(wanted),
             "given": wanted.given,
         }
-        with self._lock:
-            return self._ask(f"structured_outputs.{field_of(wanted)}", request)
-
-    def close(self) -> None:
-        """End the child, and what waits for it. There will be no other."""
-        self._closed = True
-        for child in list(self._children):
-            child.kill()
-        with self._lock:
-            _end(self._children)
-
-    def forked(self) -> None:
-        """Let go of the child in a forked process: it is the other process's, and may be in use."""
-        self._lock = threading.Lock()
-        while self._children:
-            child = self._children.pop()
-            child.returncode = 0  # nothing that this process could wait for
-            for pipe in (child.stdin, child.stdout):
-                # Without what the other process had not written yet.
-                cast("io.BufferedReader | io.BufferedWriter", pipe).raw.close()
-
-    def _ask(self, name: str, request: Mapping[str, Any]) -> str:
-        reason: object = None
-        for _ in range(2):
-            if self._closed:
-                raise FailedPrecondition(f"{name} was not compiled: the LLM is closed; make a new one")
-            numbered = {"number": next(self._numbers), **request}
-            try:
-                try:
-                    child, greeting = self._child()
-                except (OSError, ValueError, TypeError) as error:
-                    reason = error
-                    continue
-                answer, late = _exchange(child, [*greeting, numbered])
-            except BaseException:
-                # An interrupt: the answer is still to come, and would be taken for the next one.
-                _end(self._children)
-                raise
-            if answer is not None and answer["number"] == numbered["number"]:
-                if answer["grown"] > GROWTH:
-                    _end(self._children)
-                if "text" not in answer:
-                    raise InvalidArgument(answer["error"])
-                self.kept = answer["kept"]
-                return str(answer["text"])
-            _end(self._children)
-            if late or child.returncode == -signal.SIGALRM:
-                raise InvalidArgument(f"{name} takes longer than {DEADLINE:g} s to compile; make it smaller")
-            if child.returncode in (-signal.SIGSEGV, -signal.SIGBUS):
+        try:
+            with self._lock:
+                answer = self._process.ask(request, DEADLINE)
+        except TooSlow:
+            raise InvalidArgument(f"{name} takes longer than {DEADLINE:g} s to compile; make it smaller") from None
+        except LimitReached as error:
+            if error.status in (-signal.SIGSEGV, -signal.SIGBUS):
                 raise InvalidArgument(
                     f"{name} is nested too deeply to be compiled: rules, references or groups within each other need more "
                     "than the stack of a thread; give it fewer levels"
-                )
-            if child.returncode == -signal.SIGABRT:
-                raise InvalidArgument(_too_big(name, MEMORY))
-            reason = f"it ended with status {child.returncode}"
-        raise QuireError(f"{name} was not compiled: the process that tries grammars cannot be used: {reason}")
+                ) from None
+            raise InvalidArgument(_too_big(name, MEMORY)) from None
+        except FailedPrecondition:
+            raise FailedPrecondition(f"{name} was not compiled: the LLM is closed; make a new one") from None
+        if "text" not in answer:
+            raise InvalidArgument(answer["error"])
+        self.kept = answer["kept"]
+        return str(answer["text"])
 
-    def _child(self) -> tuple[subprocess.Popen[bytes], list[Mapping[str, Any]]]:
-        """Return the child, and the message that it must get first."""
-        if self._children and self._children[0].poll() is not None:
-            _end(self._children)
-        if self._children:
-            return self._children[0], []
-        # With our sys.path, so that it imports what we did, whatever lies in the working directory.
-        child = subprocess.Popen(
-            [sys.executable, "-c", _START, *sys.path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self._children.append(child)
-        return child, [self._greeting]
+    def close(self) -> None:
+        """End the child, and what waits for it. There will be no other."""
+        self._process.close()
+
+    def forked(self) -> None:
+        """Let go of a lock that a thread of the other process may hold."""
+        self._lock = threading.Lock()
 
 
 class Seats:
@@ -244,68 +190,28 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _end(children: list[subprocess.Popen[bytes]]) -> None:
-    while children:
-        child = children.pop()  # first, so that it is forgotten whatever comes in between; without its pipes it ends
-        child.kill()
-        child.communicate()
-
-
 def _too_big(name: str, memory: int) -> str:
     return f"{name} needs more than {memory >> 20} MiB of memory; make it smaller"
-
-
-def _exchange(child: subprocess.Popen[bytes], lines: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any] | None, bool]:
-    """Return the answer to the last line, None if the child died; and whether it was too late."""
-    late = threading.Event()
-
-    def kill() -> None:
-        late.set()
-        child.kill()
-
-    assert child.stdin is not None
-    assert child.stdout is not None
-    # Killing ends whatever waits on the pipes below, in either direction.
-    timer = threading.Timer(DEADLINE, kill)
-    timer.daemon = True
-    timer.start()
-    try:
-        for line in lines:
-            child.stdin.write(json.dumps(line).encode() + b"\n")
-        child.stdin.flush()
-        answer = child.stdout.readline()
-    except OSError:
-        answer = b""
-    finally:
-        timer.cancel()
-    if answer.endswith(b"\n"):
-        return json.loads(answer), False
-    return None, late.is_set()
 
 
 # -- in the child ----------------------------------------------------------------------------------
 
 
-def serve() -> None:
-    """Answer requests until stdin ends, so no longer than the parent lives."""
-    greeting = json.loads(sys.stdin.buffer.readline())
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = greeting["memory"] if hard == resource.RLIM_INFINITY else min(greeting["memory"], hard)
-    with contextlib.suppress(OSError, ValueError):  # where there is no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-    # A parent that was killed in the middle of a request cannot end it.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    vocabulary = _vocabulary(**greeting["vocabulary"])
-    first = _resident()
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        signal.alarm(math.ceil(request["seconds"]) + 1)
-        answer = _answer(request, vocabulary)
-        answer |= {"number": request["number"], "grown": _resident() - first}
-        signal.alarm(0)
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-        sys.stdout.buffer.flush()
+def serve_trials(memory: int) -> None:
+    """Try grammars in the child, with the vocabulary of the greeting."""
+    held: list[LLTokenizer] = []
+    first = 0
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        nonlocal first
+        if "vocabulary" in request:
+            held[:] = [_vocabulary(**request["vocabulary"])]
+            first = _resident()
+            return {}
+        found = _answer(request, held[0])
+        return found | {"last": _resident() - first > GROWTH}
+
+    serve(answer, memory)
 
 
 def _resident() -> int:
@@ -397,8 +303,7 @@ class _Bytes:
         raise QuireError("a grammar asked for the tokens of a text")
 
 
-def _vocabulary(size: int, special: Mapping[str, str]) -> LLTokenizer:
+def _vocabulary(size: int, special: Mapping[int, bytes]) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    tokens = _Bytes(size, {int(token): piece.encode("latin-1") for token, piece in special.items()})
-    return LLTokenizer(TokenizerWrapper(tokens))
+    return LLTokenizer(TokenizerWrapper(_Bytes(size, special)))

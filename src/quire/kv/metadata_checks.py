@@ -16,7 +16,7 @@ from quire.base.errors import InvalidArgument
 from quire.contracts.kv_state import TensorPlan
 from quire.kv.parts import StateParts
 from quire.kv.windows import NO_HOLE, Hole, Window, describe_ranges, held, visibility
-from quire.statefile.schema import CROSS, EXTENT, FORMAT_VERSION, Fault, nullable
+from quire.statefile.schema import FORMAT_VERSION, Extent, Fault, GroupOfTensors, fitted
 
 
 def hash_of(layout: Mapping[str, Any]) -> str:
@@ -93,11 +93,10 @@ def validate(state: StateParts, layout: Mapping[str, Any], given: Mapping[str, A
     agree = all(given.get(name) == layout.get(name) for name in ("first_layer", "layer_ids", "recurrent"))
     if not agree or given.get("layout_hash") != hash_of(layout):
         raise InvalidArgument(f"import: layout {given.get('layout_hash')!r} found, {hash_of(layout)!r} expected")
-    for name, check in {**EXTENT, "cross": nullable(CROSS)}.items():
-        try:
-            check(given.get(name), name)
-        except Fault as fault:
-            raise InvalidArgument(f"import: {name} {given.get(name)!r} found; {fault}") from None
+    try:
+        fitted({name: given[name] for name in Extent.__struct_fields__ if name in given}, Extent, "")
+    except Fault as fault:
+        raise InvalidArgument(f"import: {fault}") from None
     length, kept = given["length"], given["kept_recurrent_positions"]
     _validate_windows(state, given, length)
     expected = "[]" if state.recurrent is None else f"ascending positions in 1..{length}"
@@ -149,23 +148,24 @@ def _validate_windows(state: StateParts, given: Mapping[str, Any], length: int) 
 
 def promised_checksums(plans: Mapping[int, Mapping[str, TensorPlan]], groups: object) -> dict[tuple[int, str], str]:
     """Return checksums by layer and name; ``InvalidArgument`` unless groups are as planned."""
-    wanted, entries = list(plans), groups if isinstance(groups, list) else []
-    found = sorted(
-        entry["group"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("group"), int)
-    )
-    if found != wanted or len(entries) != len(wanted):
+    try:
+        entries = fitted([] if groups is None else groups, list[GroupOfTensors], "groups")
+    except Fault as fault:
+        raise InvalidArgument(f"import: {fault}") from None
+    if (found := sorted(one.group for one in entries)) != (wanted := list(plans)):
         raise InvalidArgument(f"import: groups {found} found, {wanted} expected")
     checksums: dict[tuple[int, str], str] = {}
-    for entry in entries:
-        layer, tensors = entry["group"], entry.get("tensors")
-        shapes = {name: one.shape for name, one in plans[layer].items()}
-        if not isinstance(tensors, dict) or set(tensors) != set(shapes):
-            names = sorted(tensors) if isinstance(tensors, dict) else tensors
-            raise InvalidArgument(f"import: tensors {names} of layer {layer} found, {sorted(shapes)} expected")
+    for layer, tensors in ((one.group, one.tensors) for one in entries):
+        shapes = {name: list(one.shape) for name, one in plans[layer].items()}
+        if set(tensors) != set(shapes):
+            raise InvalidArgument(
+                f"import: tensors {sorted(tensors)} of layer {layer} found, {sorted(shapes)} expected"
+            )
         for name, shape in shapes.items():
-            about = tensors[name]
-            if not isinstance(about, dict) or about.get("shape") != list(shape):
-                raise InvalidArgument(f"import: {name} of layer {layer} is {about!r}, shape {list(shape)} expected")
-            if about.get("checksum"):
-                checksums[layer, name] = str(about["checksum"])
+            if tensors[name].shape != shape:
+                raise InvalidArgument(
+                    f"import: {name} of layer {layer} is of shape {tensors[name].shape}, {shape} expected"
+                )
+            if tensors[name].checksum:
+                checksums[layer, name] = tensors[name].checksum
     return checksums

@@ -15,21 +15,29 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from quire.contracts.layers import LayerSpec
+from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.model import Block
 from quire.models import decoder
 from quire.models.blocks import Mixer, Norm, PreNormBlock, ScaledBlock
 from quire.models.config_fields import ConfigFields
 from quire.models.decoder import DecoderConfig, Parameters, Trunk, gated_mlp
 from quire.models.mixture import MixtureConfig, mixture_mlp
-from quire.nn.attention import Attention, NormedAttention
-from quire.nn.mixers import GatedAttention, MixerShape
+from quire.nn.attention import Attention, GatedAttention, NormedAttention
 from quire.weights.places import Place
+
+
+class MixerShape(Protocol):
+    """The sizes of a recurrent mixer (``nn.mamba``, ``nn.delta``, ``nn.short_conv``): a frozen
+    dataclass of numbers."""
+
+    def spec(self, dtype: torch.dtype) -> Recurrent:
+        """Return the state of a layer of a model in ``dtype``."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -383,7 +383,7 @@ def kept_calibration(engine: Engine) -> BlendCalibration | None:
 
         async def read(history: History) -> BlendCalibration | None:
             (blob,) = await history.tier.get([key])
-            return None if blob is None else BlendCalibration.read(unpack_record(key, blob))
+            return None if blob is None else unpack_record(key, blob, BlendCalibration)
 
         return ask(engine, Space(""), read)
     except Unfit as error:

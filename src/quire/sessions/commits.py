@@ -153,7 +153,7 @@ def draft(live: LiveSequence, message: str) -> CommitDraft:
         num_tokens=len(state.tokens),
         model=live.identity.fields(),
         layout_hash=engine.runner.state.get_layout_hash(),
-        adapters=written(state.runs, engine.branches.fingerprint_of),
+        adapters=[(start, name) for start, name in written(state.runs, engine.branches.fingerprint_of)],
         key=written_key(key_of_session),
         window=None if state.window is None else (state.window.size, state.window.sink),
         modified=modified,

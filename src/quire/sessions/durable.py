@@ -16,9 +16,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from quire.adapters.history import written
 from quire.adapters.keys import is_private, private_salt

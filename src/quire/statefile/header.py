@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import xxhash
 
 from quire.base.errors import DataLoss, InvalidArgument
+from quire.statefile.schema import Contents, Fault, TensorEntry, fitted
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +67,6 @@ _PREFIX = b'{"__metadata__":{"header_checksum":"'
 _DIGEST = slice(8 + len(_PREFIX), 8 + len(_PREFIX) + 32)
 _ZEROS = "0" * 32
 _ALIGNMENT = 8
-_DOCUMENT_KEYS = {"checksums", "format", "metadata", "version"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,12 +260,15 @@ def read_header(view: memoryview, label: str, expected_version: int, limits: Hea
     data_start = 8 + len(text)
     table = _remembered_table if len(rest) <= REMEMBERED_CHARACTERS else _table_behind
     specs, spans = table(rest, len(view) - data_start, label)
-    metadata, checksums = document.get("metadata"), document.get("checksums")
-    if document.keys() != _DOCUMENT_KEYS or not isinstance(metadata, dict) or not isinstance(checksums, dict):
-        raise DataLoss(f"{label}: {some(sorted(_DOCUMENT_KEYS))} expected under 'quire', {some(document)} found")
-    if checksums.keys() != specs.keys():
-        raise DataLoss(f"{label}: checksums of {some(specs)} expected, of {some(checksums)} found")
-    return Header(metadata=metadata, specs=specs, spans=spans, checksums=checksums, data_start=data_start)
+    try:
+        contents = fitted(document, Contents, "quire")
+    except Fault as fault:
+        raise DataLoss(f"{label}: {fault}") from None
+    if contents.checksums.keys() != specs.keys():
+        raise DataLoss(f"{label}: checksums of {some(specs)} expected, of {some(contents.checksums)} found")
+    return Header(
+        metadata=contents.metadata, specs=specs, spans=spans, checksums=contents.checksums, data_start=data_start
+    )
 
 
 def _checked_json(view: memoryview, label: str, limits: HeaderLimits) -> memoryview:
@@ -360,24 +363,22 @@ def _tensor_table(table: Mapping[str, Any], data_len: int, label: str) -> tuple[
 
 
 def _tensor_entry(name: str, entry: object, label: str) -> tuple[TensorSpec, Span]:
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise DataLoss(f"{label}: tensor {name!r}: dtype, shape and data_offsets expected, {entry!r:.80} found")
-    dtype_name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype_name, str):
-        raise DataLoss(f"{label}: tensor {name!r}: the name of a dtype expected, {dtype_name!r:.80} found")
-    if dtype_name not in dtypes():
-        raise InvalidArgument(f"{label}: tensor {name!r}: dtype {some(dtypes())} expected, {dtype_name!r:.80} found")
-    dtype = dtypes()[dtype_name]
-    if not isinstance(shape, list) or not _is_shape(shape, dtype.itemsize):
-        raise DataLoss(f"{label}: tensor {name!r}: up to {MAX_RANK} sizes >= 0 expected, {shape!r:.80} found")
-    spec = TensorSpec(name=name, dtype=dtype, shape=tuple(shape))
-    is_pair = isinstance(offsets, list) and [type(offset) for offset in offsets] == [int, int]
-    if not is_pair or offsets[0] < 0 or offsets[1] - offsets[0] != spec.nbytes:
+    try:
+        found = fitted(entry, TensorEntry, f"tensor {name!r}")
+    except Fault as fault:
+        raise DataLoss(f"{label}: {fault}") from None
+    if found.dtype not in dtypes():
+        raise InvalidArgument(f"{label}: tensor {name!r}: dtype {some(dtypes())} expected, {found.dtype!r:.80} found")
+    dtype = dtypes()[found.dtype]
+    if not _is_shape(found.shape, dtype.itemsize):
+        raise DataLoss(f"{label}: tensor {name!r}: up to {MAX_RANK} sizes >= 0 expected, {found.shape!r:.80} found")
+    spec = TensorSpec(name=name, dtype=dtype, shape=tuple(found.shape))
+    if found.data_offsets[1] - found.data_offsets[0] != spec.nbytes:
         raise DataLoss(
-            f"{label}: tensor {name!r}, {dtype_name} {shape}: two offsets {spec.nbytes} bytes apart expected, "
-            f"{offsets!r:.80} found"
+            f"{label}: tensor {name!r}, {found.dtype} {found.shape}: two offsets {spec.nbytes} bytes apart expected, "
+            f"{list(found.data_offsets)!r:.80} found"
         )
-    return spec, (offsets[0], offsets[1])
+    return spec, found.data_offsets
 
 
 def _is_shape(shape: Sequence[object], itemsize: int) -> bool:

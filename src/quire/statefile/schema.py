@@ -1,15 +1,20 @@
-"""Schemas of the metadata of state files, which ``docs/statefile.md`` describes.
+"""Schemas of what Quire stores as JSON: ``docs/statefile.md`` describes that of state files.
 
-They check metadata as a whole; then ``metadata_checks.validate`` checks that a state fits them. A
-check is a function of a value and its path; it returns nothing, or raises ``Fault``, which names
-the path, the value and what is expected. Checks are made of checks, one for a whole document.
+A schema is a ``Document``, a struct whose annotations are the only declaration of its fields and of
+the values that they accept. ``fitted`` makes a document of parsed JSON, or raises ``Fault``, which
+names the path, the value and what is expected. ``check_metadata`` does that for the metadata of a
+whole file; then ``kv.metadata_checks`` checks that a state fits them.
 """
 
 from __future__ import annotations
 
+import re
 import reprlib
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType, inspect
 
 from quire.base.errors import DataLoss, InvalidArgument
 
@@ -18,234 +23,181 @@ FORMAT_VERSION = 2
 MOST = 2**53
 """The largest count or position in a document. JSON readers take it exactly; sums fit an int64."""
 
-Check: TypeAlias = Callable[[object, str], None]
-
-
-class Fault(ValueError):
-    """A part of a document that is not as declared."""
-
-    def __init__(self, path: str, found: str, expected: str) -> None:
-        super().__init__(f"{path} is {found}; {expected} is expected")
-
-
-def _shown(value: object) -> str:
-    # repr would make the text of the whole value first; reprlib reads its beginning only.
-    return reprlib.repr(value)
-
-
-def integer(least: int = 0, most: int = MOST) -> Check:
-    """Check for an integer in [least, most]; no bool and no float."""
-
-    def check(value: object, path: str) -> None:
-        if type(value) is not int or not least <= value <= most:
-            raise Fault(path, _shown(value), f"an integer in [{least}, {most}]")
-
-    return check
-
-
-def integers(least: int = 0, most: int = MOST) -> Check:
-    """Check for a list of such integers, of any length, without a call for each."""
-
-    def check(value: object, path: str) -> None:
-        if not isinstance(value, (list, tuple)):
-            raise Fault(path, _shown(value), "a list of integers")
-        if not set(map(type, value)) <= {int} or (value and not least <= min(value) <= max(value) <= most):
-            one = integer(least, most)
-            for index, item in enumerate(value):
-                one(item, f"{path}[{index}]")
-
-    return check
-
-
-def text(value: object, path: str) -> None:
-    """Check for text."""
-    if not isinstance(value, str):
-        raise Fault(path, _shown(value), "text")
-
-
-def flag(value: object, path: str) -> None:
-    """Check for true or false."""
-    if not isinstance(value, bool):
-        raise Fault(path, _shown(value), "true or false")
-
-
-def anything(value: object, path: str) -> None:
-    """Accept everything, for what is only ever compared with something known."""
-
-
-def mapping(value: object, path: str) -> None:
-    """Check for an object, whatever is in it."""
-    if not isinstance(value, Mapping):
-        raise Fault(path, _shown(value), "an object")
-
-
-def one_of(*accepted: str) -> Check:
-    """Check for one of these texts."""
-
-    def check(value: object, path: str) -> None:
-        if not isinstance(value, str) or value not in accepted:
-            raise Fault(path, _shown(value), " or ".join(map(repr, accepted)))
-
-    return check
-
-
-def nullable(check: Check) -> Check:
-    """Check for what ``check`` accepts, or null."""
-    return lambda value, path: None if value is None else check(value, path)
-
-
-def list_of(check: Check) -> Check:
-    """Check for a list of what ``check`` accepts."""
-
-    def check_all(value: object, path: str) -> None:
-        if not isinstance(value, (list, tuple)):
-            raise Fault(path, _shown(value), "a list")
-        for index, item in enumerate(value):
-            check(item, f"{path}[{index}]")
-
-    return check_all
-
-
-def row(*checks: Check) -> Check:
-    """Check for a list of exactly these items."""
-
-    def check_all(value: object, path: str) -> None:
-        if not isinstance(value, (list, tuple)) or len(value) != len(checks):
-            raise Fault(path, _shown(value), f"a list of {len(checks)}")
-        for index, (item, check) in enumerate(zip(value, checks, strict=True)):
-            check(item, f"{path}[{index}]")
-
-    return check_all
-
-
-def record(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-    """Check for an object with exactly these keys; the ``optional`` ones may be missing."""
-    known = {**required, **(optional or {})}
-
-    def check_all(value: object, path: str) -> None:
-        if not isinstance(value, Mapping):
-            raise Fault(path, _shown(value), "an object")
-        for name in required:
-            if name not in value:
-                raise Fault(f"{path}.{name}", "missing", "a value")
-        for name, item in value.items():
-            if name not in known:
-                raise Fault(f"{path}.{name!s:.40}", "not known", f"one of {', '.join(known)}")
-            known[name](item, f"{path}.{name}")
-
-    return check_all
-
-
-TOKENS = integers(-(2**63), 2**63 - 1)
-"""Ids, and the negative numbers that stand for other inputs in KV caches."""
-
-RUNS = list_of(row(integer(), nullable(text)))
+T = TypeVar("T")
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=MOST)]
+Size: TypeAlias = Annotated[int, Meta(ge=1, le=MOST)]
+Token: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""An id, or a negative number that stands for another input in KV caches."""
+Position: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""A position at which a token of a row was rotated."""
+Run: TypeAlias = tuple[Count, str | None]
 """Adapters: ``[from position, fingerprint]``."""
 
-MODEL = record({"architecture": text, "config": text, "weights": text}, {"length": text})
 
-LAYER = record(
-    {
-        "kind": one_of("full", "window", "latent", "cross"),
-        "window": nullable(integer(1)),
-        "dtype": text,
-        "value_dim": integer(1),
-        "rope_mode": text,
-        "rope": anything,
-        "rope_fingerprint": text,
-    },
-    {"format": text, "num_kv_heads": integer(1), "head_dim": integer(1), "row_dim": integer(1)},
-)
-
-RECURRENT = record(
-    {"layer": integer(), "states": list_of(record({"shape": integers(1), "dtype": text, "initial": anything}))}
-)
-
-EXTENT: Mapping[str, Check] = {
-    "length": integer(),
-    "held": list_of(record({"layers": integers(), "ranges": list_of(row(integer(), integer()))})),
-    "window": nullable(integer(1)),
-    "sink": integer(),
-    "eviction": one_of("token", "forward"),
-    "evicted": integer(),
-    "kept_recurrent_positions": integers(1),
-}
-"""What of a sequence is there. Cross layers may be missing."""
-CROSS = list_of(record({"layer": integer(), "rows": nullable(integer(1))}))
-
-SEQUENCE = record(
-    {
-        "format_version": integer(),
-        "layout_hash": text,
-        "first_layer": integer(),
-        "layers": list_of(LAYER),
-        **EXTENT,
-    },
-    {"layer_ids": integers(), "recurrent": list_of(RECURRENT), "cross": CROSS},
-)
+class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An object with these fields and no others. Those with a default may be missing."""
 
 
-def _sequence(value: object, path: str) -> None:
-    """Check for what ``SEQUENCE`` declares; ``InvalidArgument`` for another version of it."""
-    version = value.get("format_version") if isinstance(value, Mapping) else None
-    if type(version) is int and version != FORMAT_VERSION:
-        raise InvalidArgument(
-            f"the state file is of another version: {path}.format_version is {version!s:.20}; {FORMAT_VERSION} is expected"
-        )
-    SEQUENCE(value, path)
+class TensorEntry(Document, frozen=True):
+    """A tensor in the table of a safetensors file."""
+
+    dtype: str
+    shape: list[Annotated[int, Meta(ge=0, le=2**63 - 1)]]
+    data_offsets: tuple[Annotated[int, Meta(ge=0)], int]
 
 
-SESSION = record(
-    {
-        "kind": text,
-        "model": MODEL,
-        "adapters": RUNS,
-        "exact": flag,
-        "modified": flag,
-        "window": nullable(row(integer(1), integer())),
-        "tokens": TOKENS,
-        "positions": row(integer(), integer()),
-        "sequence": nullable(_sequence),
-    },
-    {"exact_tokens": nullable(integer())},
-)
+class Contents(Document, frozen=True):
+    """What a state file adds to a safetensors file."""
 
-CACHE: Mapping[str, Check] = {
-    "kind": text,
-    "model": MODEL,
-    "adapters": list_of(RUNS),
-    "dtype": text,
-    "batch_size": integer(1),
-    "capacity": integer(),
-    "dynamic": flag,
-    "lengths": integers(),
-    "next_positions": integers(),
-    "tokens": list_of(nullable(TOKENS)),
-    "rows": list_of(_sequence),
-}
+    format: str
+    version: int
+    checksums: dict[str, str]
+    """By the names of the tensors."""
+    metadata: dict[str, Any]
 
-ORIGINS: Mapping[str, Check] = {
-    "exact": list_of(flag),
-    "exact_tokens": list_of(nullable(integer())),
-    "modified": list_of(flag),
-}
-"""Of each row; files from before sessions could be caches do not have them."""
 
-POSITIONS = integers(0, 2**31 - 1)
-"""Positions at which the tokens of a row were rotated."""
+class ModelFields(Document, frozen=True):
+    architecture: str
+    config: str
+    weights: str
+    length: str | UnsetType = UNSET
 
-OBJECT = record(
-    {"kind": text, "name": text, "model": MODEL, "layout_hash": text, "tokens": TOKENS, "adapters": RUNS},
-    {"sequence": _sequence, "chunk": record({"lead": TOKENS, "position": integer(), "exact": flag})},
-)
-RECORD = record({"kind": text, "name": text, "document": mapping})
 
-KINDS: Mapping[str, Check] = {
-    "session": SESSION,
-    "kv_cache": record(CACHE, ORIGINS),
-    "kv_cache_with_positions": record({**CACHE, "positions": list_of(nullable(POSITIONS))}, ORIGINS),
-    "object": OBJECT,
-    "record": RECORD,
+class StoredLayer(Document, frozen=True):
+    kind: Literal["full", "window", "latent", "cross"]
+    window: Size | None
+    dtype: str
+    value_dim: Size
+    rope_mode: str
+    rope: Any
+    """Only ever compared with something known."""
+    rope_fingerprint: str
+    format: str | UnsetType = UNSET
+    num_kv_heads: Size | UnsetType = UNSET
+    head_dim: Size | UnsetType = UNSET
+    row_dim: Size | UnsetType = UNSET
+
+
+class RecurrentState(Document, frozen=True):
+    shape: list[Size]
+    dtype: str
+    initial: Any
+
+
+class RecurrentLayer(Document, frozen=True):
+    layer: Count
+    states: list[RecurrentState]
+
+
+class HeldRanges(Document, frozen=True):
+    layers: list[Count]
+    ranges: list[tuple[Count, Count]]
+
+
+class CrossRows(Document, frozen=True):
+    layer: Count
+    rows: Size | None
+
+
+class Extent(Document, frozen=True, kw_only=True):
+    """The parts of a sequence that are there."""
+
+    length: Count
+    held: list[HeldRanges]
+    window: Size | None
+    sink: Count
+    eviction: Literal["token", "forward"]
+    evicted: Count
+    kept_recurrent_positions: list[Size]
+    cross: list[CrossRows] | UnsetType = UNSET
+
+
+class ExportedTensor(Document, frozen=True):
+    shape: list[Count] = []
+    bytes: Count | UnsetType = UNSET
+    checksum: str = ""
+
+
+class GroupOfTensors(Document, frozen=True):
+    """The tensors of one layer in an export."""
+
+    group: Count
+    tensors: dict[str, ExportedTensor]
+
+
+class StoredSequence(Extent, frozen=True, kw_only=True):
+    format_version: Count
+    layout_hash: str
+    first_layer: Count
+    layers: list[StoredLayer]
+    layer_ids: list[Count] | UnsetType = UNSET
+    recurrent: list[RecurrentLayer] | UnsetType = UNSET
+
+
+class StoredSession(Document, frozen=True):
+    kind: str
+    model: ModelFields
+    adapters: list[Run]
+    exact: bool
+    modified: bool
+    window: tuple[Size, Count] | None
+    tokens: list[Token]
+    positions: tuple[Count, Count]
+    sequence: StoredSequence | None
+    exact_tokens: Count | None = None
+
+
+class StoredCache(Document, frozen=True, kw_only=True):
+    kind: str
+    model: ModelFields
+    adapters: list[list[Run]]
+    dtype: str
+    batch_size: Size
+    capacity: Count
+    dynamic: bool
+    lengths: list[Count]
+    next_positions: list[Count]
+    tokens: list[list[Token] | None]
+    rows: list[StoredSequence]
+    # Of each row; files from before sessions could be caches do not have them.
+    exact: list[bool] | UnsetType = UNSET
+    exact_tokens: list[Count | None] | UnsetType = UNSET
+    modified: list[bool] | UnsetType = UNSET
+
+
+class StoredCacheWithPositions(StoredCache, frozen=True, kw_only=True):
+    positions: list[list[Position] | None]
+
+
+class Chunk(Document, frozen=True):
+    lead: list[Token]
+    position: Count
+    exact: bool
+
+
+class StoredObject(Document, frozen=True):
+    kind: str
+    name: str
+    model: ModelFields
+    layout_hash: str
+    tokens: list[Token]
+    adapters: list[Run]
+    sequence: StoredSequence | UnsetType = UNSET
+    chunk: Chunk | UnsetType = UNSET
+
+
+class StoredRecord(Document, frozen=True):
+    kind: str
+    name: str
+    document: dict[str, Any]
+
+
+KINDS: Mapping[str, type[Document]] = {
+    "session": StoredSession,
+    "kv_cache": StoredCache,
+    "kv_cache_with_positions": StoredCacheWithPositions,
+    "object": StoredObject,
+    "record": StoredRecord,
 }
 """By the ``kind`` of the file."""
 OF_SEQUENCES = ("session", "kv_cache", "kv_cache_with_positions")
@@ -255,12 +207,84 @@ OF_SEQUENCES = ("session", "kv_cache", "kv_cache_with_positions")
 def check_metadata(metadata: Mapping[str, Any], expected: Collection[str] = OF_SEQUENCES) -> None:
     """Refuse metadata that do not fit the schema of their kind, one of ``expected``.
 
-    ``InvalidArgument`` for another kind, ``DataLoss`` with the field for everything else.
+    ``InvalidArgument`` for another kind, or another version of a sequence; ``DataLoss`` with the
+    field for everything else.
     """
     kind = metadata.get("kind")
     if not isinstance(kind, str) or kind not in expected:
         raise InvalidArgument(f"the state file holds kind {kind!r:.60}; {' or '.join(map(repr, expected))} is expected")
+    rows = metadata.get("rows")
+    sequences = [("sequence", metadata.get("sequence"))]
+    sequences += [(f"rows[{index}]", one) for index, one in enumerate(rows if isinstance(rows, list) else ())]
+    for name, one in sequences:
+        version = one.get("format_version") if isinstance(one, Mapping) else None
+        if type(version) is int and version != FORMAT_VERSION:
+            raise InvalidArgument(
+                f"the state file is of another version: metadata.{name}.format_version is {version!s:.20}; {FORMAT_VERSION} is "
+                "expected"
+            )
     try:
-        KINDS[kind](metadata, "metadata")
+        fitted(metadata, KINDS[kind], "metadata")
     except Fault as fault:
         raise DataLoss(f"the state file is malformed: {fault}") from None
+
+
+class Fault(ValueError):
+    """A part of a document that is not as declared."""
+
+
+_PLACE = re.compile(r"(.*?)(?: - at `\$([^`]*)`)?", re.DOTALL)
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+_NAMES = {"int": "an integer", "str": "text", "bool": "true or false", "array": "a list", "object": "an object"}
+
+
+def fitted(value: object, kind: type[T], path: str) -> T:
+    """Return parsed JSON as a document of a schema. ``Fault``, with ``path`` before the place."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise Fault(_explained(str(error), value, inspect.type_info(kind), path)) from None
+
+
+def _explained(error: str, value: Any, kind: inspect.Type, path: str) -> str:
+    """Return an error of msgspec with the value that was found and the values that are expected."""
+    message, place = _PLACE.fullmatch(error).groups()  # type: ignore[union-attr]
+    for name, index in _STEP.findall(place or ""):
+        try:
+            value, kind, path = _step(value, kind, name or int(index), path)
+        except (LookupError, TypeError):
+            break  # What stands behind is part of a name in the file.
+    if (missing := re.fullmatch(r"Object missing required field `(.*)`", message)) is not None:
+        return f"{path}.{missing[1]} is missing; a value is expected".lstrip(".")
+    if message.startswith("Object contains unknown field") and isinstance(kind := _of(kind, dict), inspect.StructType):
+        known = [field.encode_name for field in kind.fields]
+        name = next((name for name in value if name not in known), "") if isinstance(value, Mapping) else ""
+        return f"{path}.{name:.40} is not known; one of {', '.join(known)} is expected".lstrip(".")
+    if isinstance(kind, inspect.LiteralType):
+        expected = " or ".join(map(repr, kind.values))
+    else:
+        expected = message.removeprefix("Expected ").partition(", got")[0].replace("of length", "of")
+        expected = re.sub(
+            r"`([^`]*)`", lambda one: " or ".join(_NAMES.get(name, name) for name in one[1].split(" | ")), expected
+        )
+    # repr would make the text of the whole value first; reprlib reads its beginning only.
+    return f"{path.lstrip('.')} is {reprlib.repr(value)}; {expected} is expected"
+
+
+def _step(value: Any, kind: inspect.Type, step: str | int, path: str) -> tuple[Any, inspect.Type, str]:
+    """Return the value, the declared type and the path of a field or of an item of a list."""
+    kind = _of(kind, dict if isinstance(step, str) else list)
+    if isinstance(kind, inspect.StructType):
+        kind = {field.encode_name: field.type for field in kind.fields}[str(step)]
+    elif isinstance(kind, inspect.TupleType):
+        kind = kind.item_types[int(step)]
+    elif isinstance(kind, inspect.ListType):
+        kind = kind.item_type
+    return value[step], kind, f"{path}.{step}" if isinstance(step, str) else f"{path}[{step}]"
+
+
+def _of(kind: inspect.Type, found: type) -> inspect.Type:
+    """Return the alternative of a declared type that describes an object, or a list."""
+    wanted = inspect.StructType if found is dict else (inspect.ListType, inspect.TupleType)
+    options: Sequence[inspect.Type] = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    return next((one for one in options if isinstance(one, wanted)), kind)

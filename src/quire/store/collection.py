@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from quire.base.errors import DataLoss, StoreDamaged
 from quire.contracts.store import ObjectKey, StoreTier
-from quire.store.commits import SPACES, SessionCommit, Space
+from quire.store.commits import SPACES, SessionCommit, Space, SpaceRecord
 from quire.store.history import AT_ONCE, History
 from quire.store.records import Unfit, unpack_record
 
@@ -87,7 +87,7 @@ async def spaces_of(tier: StoreTier, damaged: list[str] | None = None) -> list[S
     for key, blob in zip(keys, await tier.get(keys), strict=True):
         try:
             if blob is not None:
-                found.add(unpack_record(key, blob)["name"])
+                found.add(unpack_record(key, blob, SpaceRecord).name)
         except Unfit as error:
             if damaged is None:
                 raise StoreDamaged(str(error)) from None

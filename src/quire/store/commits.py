@@ -14,14 +14,17 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from quire.base.errors import InvalidArgument, StoreDamaged, Unsupported
 from quire.contracts.store import KEY_BYTES, ObjectKey, ObjectKind
+from quire.statefile.schema import Count, Document, Fault, Run, Size, fitted
 from quire.store.keys import Chain, StoredPiece, record_key, records_of
 
 VERSION = 1
@@ -34,21 +37,20 @@ _NAME = re.compile(r"(?![-/])[A-Za-z0-9._/-]{1,128}")
 _ID = re.compile(r"[0-9a-f]{8,40}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateNames:
+class StateNames(Document, frozen=True, kw_only=True):
     """The data from which the names of a state's objects are computed, and their bytes of state."""
 
-    root: str = ""
+    root: Annotated[str, Meta(pattern="^([0-9a-f]{2})*$")] = ""
     """The root digest of the keys of its tokens, in hexadecimal digits."""
-    chunk: int = 1
+    chunk: Size = 1
     """Number of tokens of a full run."""
-    length: int = 0
+    length: Count = 0
     """Number of tokens with state."""
-    row_bytes: int = 0
+    row_bytes: Count = 0
     """Bytes of a token in the layers that keep all tokens; 0: there are no objects of rows."""
-    stops: Sequence[Sequence[int]] = ()
+    stops: Sequence[tuple[Count, Count]] = ()
     """Position and bytes of each stop."""
-    file: Sequence[Any] | None = None
+    file: tuple[str, Count] | None = None
     """Name and bytes of a single object with a whole state file, if tokens do not give the state;
     then all fields above are empty."""
 
@@ -80,8 +82,7 @@ class StateNames:
         return rows if self.file is None else int(self.file[1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionCommit:
+class SessionCommit(Document, frozen=True, kw_only=True):
     """A snapshot of a session. ``id`` is computed from all other fields."""
 
     id: str = ""
@@ -94,16 +95,16 @@ class SessionCommit:
     session: str | None
     """The session's name."""
     labels: Mapping[str, str]
-    num_tokens: int
+    num_tokens: Count
     model: Mapping[str, str]
     """``ModelIdentity.fields``."""
     layout_hash: str
     """Digest of the layout of its KV state."""
-    adapters: Sequence[Sequence[Any]]
+    adapters: Sequence[Run]
     """[from position, fingerprint or None], as in state files."""
     key: Sequence[str | None]
     """Key of the states that may be shared with it: ``adapter_keys.written_key``."""
-    window: Sequence[int] | None
+    window: tuple[Size, Count] | None
     """(window, sink)"""
     modified: bool
     """Whether tokens do not give its state; then it is never computed again."""
@@ -127,13 +128,13 @@ class SessionCommit:
 
     def document(self) -> dict[str, Any]:
         """Return the document, without the id."""
-        listed = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "id"}
-        state = {one.name: getattr(self.state, one.name) for one in fields(self.state)}
-        return {"version": VERSION, **listed, "state": state}
+        found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=dict)
+        del found["id"]
+        return {"version": VERSION, **found}
 
     def signed(self) -> Self:
         """Return the same commit with its id."""
-        return replace(self, id=digest_of(self.document()))
+        return msgspec.structs.replace(self, id=digest_of(self.document()))
 
     @classmethod
     def read(cls, document: Mapping[str, Any], name: str) -> Self:
@@ -145,10 +146,28 @@ class SessionCommit:
         if not isinstance(version, int) or version > VERSION:
             raise Unsupported(f"commit {name} is of version {version!r:.20}; this Quire reads up to {VERSION}")
         try:
-            given = {key: value for key, value in document.items() if key != "version"}
-            return cls(**{**given, "id": name, "state": StateNames(**given["state"])})
-        except (TypeError, KeyError) as error:
-            raise StoreDamaged(f"commit {name} is damaged: {error}") from None
+            return fitted({key: value for key, value in document.items() if key != "version"} | {"id": name}, cls, "")
+        except Fault as fault:
+            raise StoreDamaged(f"commit {name} is damaged: {fault}") from None
+
+
+class SpaceRecord(Document, frozen=True):
+    """Marks a space as used."""
+
+    name: str
+
+
+class BranchRecord(Document, frozen=True):
+    """Names the head commit of a branch."""
+
+    name: str
+    commit: Annotated[str, Meta(pattern="^[0-9a-f]{40}$")]
+
+
+class PieceRecord(Document, frozen=True):
+    """Holds the items of a piece."""
+
+    items: list[Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import AlreadyExists, DataLoss, NotFound, StoreDamaged, StoreFull
 from quire.contracts.store import ObjectKey, StoreTier
-from quire.store.commits import SessionCommit, Space, checked_branch, checked_piece, is_id, space_key
+from quire.store.commits import (
+    BranchRecord,
+    PieceRecord,
+    SessionCommit,
+    Space,
+    checked_branch,
+    checked_piece,
+    is_id,
+    space_key,
+)
 from quire.store.records import Unfit, pack_record, unpack_record
 
+T = TypeVar("T")
 SHOWN = 8
 """Most branches that an error names."""
 AT_ONCE = 256
@@ -62,8 +72,8 @@ class History:
         record is added to ``damaged``; ``StoreDamaged`` if that is None."""
         told = list[str]()
         (keys,) = await self.tier.children([self.space.branches])
-        records = await self._records(keys, told)
-        heads = sorted((found["name"], found["commit"]) for found in records if found is not None)
+        records = await self._records(keys, BranchRecord, told)
+        heads = sorted((found.name, found.commit) for found in records if found is not None)
         told = [f"the name of a branch is lost ({one}): {REPAIR}" for one in told]
         found = dict[str, SessionCommit]()
         for name, head in heads:
@@ -81,10 +91,10 @@ class History:
         """Return the id of a branch's head commit; None: there is no such branch.
         ``StoreDamaged``."""
         told = list[str]()
-        (found,) = await self._records([self.space.branch(name)], told)
+        (found,) = await self._records([self.space.branch(name)], BranchRecord, told)
         if told:
             raise StoreDamaged(f"branch {name!r} is lost ({told[0]}): {REPAIR}")
-        return None if found is None else str(found["commit"])
+        return None if found is None else found.commit
 
     async def find(self, name: str) -> SessionCommit:
         """Return the commit of a branch, or of the first 8 or more digits of an id.
@@ -105,7 +115,7 @@ class History:
 
     async def commit(self, name: str) -> SessionCommit:
         """Return the commit with an id. ``StoreDamaged``: it is damaged or gone."""
-        (found,) = await self._records([self.space.commit(name)])
+        (found,) = await self._records([self.space.commit(name)], dict[str, Any])
         if found is None:
             raise StoreDamaged(f"commit {name} is not there any more")
         return SessionCommit.read(found, name)
@@ -237,16 +247,16 @@ class History:
     # -- records -----------------------------------------------------------------------------------
 
     async def _records(
-        self, keys: Iterable[ObjectKey], damaged: list[str] | None = None
-    ) -> list[dict[str, Any] | None]:
+        self, keys: Iterable[ObjectKey], kind: type[T], damaged: list[str] | None = None
+    ) -> list[T | None]:
         """Return documents. A damaged one is None, with a sentence in ``damaged``; ``StoreDamaged``
         if that is None."""
-        listed, found = list(keys), list[dict[str, Any] | None]()
+        listed, found = list(keys), list[T | None]()
         for start in range(0, len(listed), AT_ONCE):
             some = listed[start : start + AT_ONCE]
             for key, blob in zip(some, await self.tier.get(some), strict=True):
                 try:
-                    found.append(None if blob is None else unpack_record(key, blob))
+                    found.append(None if blob is None else unpack_record(key, blob, kind))
                 except Unfit as error:
                     if damaged is None:
                         raise StoreDamaged(str(error)) from None
@@ -257,14 +267,14 @@ class History:
 
     async def _pieces(self, names: Sequence[str]) -> list[list[Any]]:
         found: list[list[Any]] = []
-        records = await self._records(map(self.space.piece, names))
+        records = await self._records(map(self.space.piece, names), PieceRecord)
         for number, (name, record) in enumerate(zip(names, records, strict=True)):
             if record is None:
                 raise StoreDamaged(f"piece {name} is not there any more")
-            found.append(checked_piece(name, number, record["items"]))
+            found.append(checked_piece(name, number, record.items))
         return found
 
     async def _known(self) -> str:
         (keys,) = await self.tier.children([self.space.branches])
-        names = [found["name"] for found in await self._records(keys[:SHOWN], []) if found is not None]
+        names = [found.name for found in await self._records(keys[:SHOWN], BranchRecord, []) if found is not None]
         return ", ".join([*map(repr, sorted(names)), *(["..."] if len(keys) > SHOWN else [])]) or "none"

@@ -9,9 +9,7 @@ its readable records are copied into a new one.
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
-import json
 import logging
 import os
 import re
@@ -22,17 +20,18 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from quire.base.errors import DataLoss, InvalidArgument, NotDurable
 from quire.base.forks import ParentsLock, in_children, keep_open
+from quire.statefile.schema import Document
 
 logger = logging.getLogger("quire.store")
 
@@ -106,19 +105,15 @@ class Lifetime(NamedTuple):
 _ENDLESS: Final = Lifetime(None, Moment("", 0.0, 0.0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SessionRecord:
-    """A session's record. Its state is computed or loaded by its tokens, or is in ``state``."""
+class SessionFields(Document, frozen=True, kw_only=True, eq=False):
+    """The fields of a session that its record stores as JSON."""
 
-    id: str
-    """A word, "-" and 32 hexadecimal digits."""
     model: Mapping[str, str]
     """``ModelIdentity.fields`` of its model."""
-    tokens: NDArray[np.int64]
     owner: str = ""
     """``hidden`` of its owner; "": the program itself."""
     name: str | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = {}
     parent: str | None = None
     """The id of the session that it is a fork of."""
     created: float = 0.0
@@ -127,7 +122,7 @@ class SessionRecord:
     """Seconds without use after which it expires; None: never."""
     window: Sequence[int] | None = None
     """(window, sink), in tokens."""
-    adapters: Sequence[Sequence[Any]] = ()
+    adapters: Sequence[Sequence[int | str | None]] = ()
     """[from position, fingerprint or None] of each run of tokens, as in state files."""
     salt: str | None = None
     private: bool = False
@@ -140,6 +135,23 @@ class SessionRecord:
     """The id of the commit that it was made from, or of its last commit."""
     state: str | None = None
     """The name of its state file in ``states/``; None: its tokens give its state."""
+
+    def values(self) -> dict[str, Any]:
+        """Return these fields by their names."""
+        return {name: getattr(self, name) for name in SessionFields.__struct_fields__}
+
+
+class _Stored(SessionFields, frozen=True, kw_only=True, eq=False):
+    token_bytes: Literal[4, 8]
+    """Bytes of a token id; ids of embeddings have 62 bits."""
+
+
+class SessionRecord(SessionFields, frozen=True, kw_only=True, eq=False):
+    """A session's record. Its state is computed or loaded by its tokens, or is in ``state``."""
+
+    id: str
+    """A word, "-" and 32 hexadecimal digits."""
+    tokens: NDArray[np.int64]
     lifetime: Lifetime = _ENDLESS
 
     def __post_init__(self) -> None:
@@ -150,13 +162,8 @@ class SessionRecord:
 
     def content(self) -> tuple[bytes, bytes, str]:
         """Return all but the lifetime: as JSON, the tokens' bytes, and a digest of both."""
-        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        for name in ("id", "tokens", "lifetime"):
-            del fields[name]
-        # Ids of embeddings have 62 bits.
         small = not self.tokens.size or -(1 << 31) <= int(self.tokens.min()) <= int(self.tokens.max()) < 1 << 31
-        fields["token_bytes"] = 4 if small else 8
-        text = json.dumps(fields, separators=(",", ":"), sort_keys=True, default=dict).encode()
+        text = msgspec.json.encode(_Stored(token_bytes=4 if small else 8, **self.values()), enc_hook=dict)
         blob = self.tokens.astype("<i4" if small else "<i8").tobytes()
         return text, blob, _digest(self.id, text, blob)
 
@@ -183,7 +190,7 @@ def _digest(name: str, fields: bytes, tokens: bytes) -> str:
 
 def _timed(name: str, lifetime: Lifetime) -> str:
     """Return a lifetime in its stored form, with a checksum."""
-    text = json.dumps(lifetime)
+    text = msgspec.json.encode(lifetime).decode()
     return f"{text} {xxhash.xxh3_64_hexdigest((name + text).encode())}"
 
 
@@ -195,17 +202,17 @@ def _record(
     try:
         if _digest(name, fields, tokens) != digest:
             raise DataLoss(f"session {name!r:.60} has another checksum than its record")
-        found = json.loads(fields)
-        ids = np.frombuffer(tokens, dtype=f"<i{found.pop('token_bytes')}").astype(np.int64)
+        found = msgspec.json.decode(fields, type=_Stored)
+        ids = np.frombuffer(tokens, dtype=f"<i{found.token_bytes}").astype(np.int64)
         text, _, checksum = (timed or "").rpartition(" ")
         if xxhash.xxh3_64_hexdigest((name + text).encode()) == checksum:
-            left, at = json.loads(text)
+            lifetime = msgspec.json.decode(text, type=Lifetime)
         elif renew:
-            left, at = found["ttl"], Moment.now()
+            lifetime = Lifetime(found.ttl, Moment.now())
         else:
             raise DataLoss(f"session {name!r:.60} has another checksum than its lifetime")
-        return SessionRecord(id=name, tokens=ids, lifetime=Lifetime(left, Moment(*at)), **found)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return SessionRecord(id=name, tokens=ids, lifetime=lifetime, **found.values())
+    except (ValueError, TypeError, AttributeError) as error:
         raise DataLoss(f"session {name!r:.60} is damaged: {error}") from error
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from quire.base.errors import DataLoss, Unsupported
 from quire.contracts.store import Blob, ObjectKey, StoreTier, TierStat
 from quire.store.collection import spaces_of
-from quire.store.commits import SessionCommit, Space
+from quire.store.commits import BranchRecord, SessionCommit, Space
 from quire.store.history import AT_ONCE, History
 from quire.store.keys import StoredPiece
 from quire.store.records import Unfit, unpack_record
@@ -130,9 +130,9 @@ async def _heads(tier: StoreTier, space: Space, damaged: list[str]) -> list[tupl
         for key, blob in zip(some, await tier.get(some), strict=True):
             try:
                 if blob is not None:
-                    document = unpack_record(key, blob)
-                    found.append((str(document["name"]), str(document["commit"])))
-            except (Unfit, KeyError) as error:
+                    document = unpack_record(key, blob, BranchRecord)
+                    found.append((document.name, document.commit))
+            except Unfit as error:
                 damaged.append(f"the record of a branch is damaged: {error}")
     return found
 

@@ -1,13 +1,15 @@
 """A child process that does what may take all time and memory: within limits of both.
 
-Code of strangers, such as chat templates and regular expressions of tokenizers, runs here. The
-child stays for the next request; a child that reached a limit is ended, and another one takes its
-place. A request that takes longer than ``QUICK`` starts again where the slow ones take turns, so
-quick ones never wait for it.
+Code of strangers, such as chat templates, regular expressions of tokenizers and grammars, runs
+here. The child stays for the next request; a child that reached a limit is ended, and another one
+takes its place. A request that takes longer than ``QUICK`` starts again where the slow ones take
+turns, so quick ones never wait for it.
 
-As in ``grammar_trial`` it is a ``subprocess`` that imports no torch, inherits no files but its
-pipes, and ends with its parent. Requests are pickled, for the arguments of calls are more than JSON
-(``chat_calls``). Answers, which a stranger had a part in, are lines of JSON.
+The child is a ``subprocess``. ``fork`` is wrong for a process with threads and a GPU, and
+``multiprocessing`` would import the caller's main module again. It imports no torch, inherits no
+files but its pipes, hears no Ctrl-C, and ends with its parent. A forked process starts its own.
+Requests are pickled, for the arguments of calls are more than JSON (``chat_calls``). Answers, which
+a stranger had a part in, are lines of JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.base.errors import QuireError, ResourceExhausted
+from quire.base.errors import FailedPrecondition, QuireError, ResourceExhausted
 from quire.text import long_texts
 
 MEMORY = 1 << 30
@@ -53,6 +55,9 @@ outside."""
 class LimitReached(Exception):
     """A request needs more time or memory than it may have; the text says which."""
 
+    status = 0
+    """The exit status of a child that ended of it."""
+
 
 class TooSlow(LimitReached):
     """A request needs more time."""
@@ -61,24 +66,40 @@ class TooSlow(LimitReached):
 class LimitedProcess:
     """Children that answer requests. Thread-safe."""
 
-    def __init__(self, name: str, start: str, greeting: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        start: str,
+        greeting: Mapping[str, Any] | None = None,
+        *,
+        children: int = CHILDREN,
+        quick: float = QUICK,
+        grace: float = GRACE,
+    ) -> None:
         """``start``: Python code that calls ``serve``. ``greeting``: the first request to each
         child. ``name`` is for errors, as in "the process that renders chat templates"."""
-        self._name, self._start = name, f"import sys; sys.path[:] = sys.argv[1:]; {start}"
+        self._name, self._start = name, start
         self._greeting = None if greeting is None else _line(greeting)
+        self._number, self._quick, self._grace = children, quick, grace
         self.free: list[subprocess.Popen[bytes]] = []
         """Children without a request."""
-        self._places, self._slow_place = threading.Semaphore(CHILDREN), threading.Semaphore(1)
-        self._slow = threading.Semaphore(SLOW)
-        weakref.finalize(self, _end_all, self.free)
+        self.children: list[subprocess.Popen[bytes]] = []
+        """All children."""
+        self.closed = False
+        self._set_places()
+        weakref.finalize(self, _end_all, self.children)
         _ALL.add(self)
+
+    def _set_places(self) -> None:
+        self._places, self._slow_place = threading.Semaphore(self._number), threading.Semaphore(1)
+        self._slow = threading.Semaphore(SLOW)
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Return the answer to a request. ``LimitReached``; ``Cancelled`` if the call was given up;
-        ``QuireError`` without a child."""
-        if seconds > QUICK:
+        ``FailedPrecondition`` after ``close``; ``QuireError`` without a child."""
+        if seconds > self._quick:
             try:
-                return self._in_turn(self._places, request, QUICK)
+                return self._in_turn(self._places, request, self._quick)
             except TooSlow:
                 pass
         else:
@@ -104,35 +125,61 @@ class LimitedProcess:
             places.release()
 
     def _asked(self, line: bytes, seconds: float) -> dict[str, Any]:
-        status: int | None = None
+        reason: object = None
         for _ in range(2):  # The first child may have ended before it was asked.
-            child, lines = (self.free.pop(), [line]) if self.free else self._started(line)
+            if self.closed:
+                raise FailedPrecondition(f"{self._name} is closed")
+            try:
+                child, lines = (self.free.pop(), [line]) if self.free else self._started(line)
+            except OSError as error:
+                reason = error
+                continue
             answer: bytes | None = None
             try:
                 for one in lines:
-                    answer = _exchange(child, one, time.monotonic() + seconds + GRACE)
+                    answer = _exchange(child, one, time.monotonic() + seconds + self._grace)
+                    if answer is None:
+                        break
             except BaseException:  # given up: what it is doing is of no use
-                _end(child)
+                self._end(child)
                 raise
-            if answer is not None:
+            found: dict[str, Any] = {} if answer is None else json.loads(answer)
+            if answer is not None and not found.get("last"):
                 self.free.append(child)
-                found: dict[str, Any] = json.loads(answer)
-                if "limit" in found:
-                    raise (TooSlow if found["slow"] else LimitReached)(found["limit"])
+            else:
+                self._end(child)
+            if "limit" in found:
+                raise (TooSlow if found["slow"] else LimitReached)(found["limit"])
+            if answer is not None:
                 return found
-            _end(child)
             status = child.returncode
             if status == -signal.SIGALRM:
                 raise TooSlow(f"takes longer than {seconds:g} seconds")
             if status in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS):
-                raise LimitReached(f"needs more than {MEMORY >> 20} MiB of memory")
-        raise QuireError(f"{self._name} cannot be used: it ended with status {status}")
+                limit = LimitReached(f"needs more than {MEMORY >> 20} MiB of memory")
+                limit.status = status
+                raise limit
+            reason = f"it ended with status {status}"
+        raise QuireError(f"{self._name} cannot be used: {reason}")
+
+    def _end(self, child: subprocess.Popen[bytes]) -> None:
+        if child in self.children:  # not after a fork
+            self.children.remove(child)
+        _end(child)
+
+    def close(self) -> None:
+        """End the children, and requests that wait for them. There will be no others."""
+        self.closed = True
+        for child in list(self.children):
+            child.kill()  # the thread that waits for its answer ends it
+        while self.free:
+            self._end(self.free.pop())
 
     def _started(self, line: bytes) -> tuple[subprocess.Popen[bytes], list[bytes]]:
         """Return a new child, and the lines to send to it."""
         # With our sys.path, so that it imports what we did, whatever lies in the working directory.
         child = subprocess.Popen(
-            [sys.executable, "-c", self._start, *sys.path],
+            [sys.executable, "-c", f"import sys; sys.path[:] = sys.argv[1:]; {self._start}", *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -143,15 +190,17 @@ class LimitedProcess:
         )
         assert child.stdin is not None
         os.set_blocking(child.stdin.fileno(), False)
+        self.children.append(child)
         return child, [line] if self._greeting is None else [self._greeting, line]
 
     def forked(self) -> None:
         """Let go of the children in a forked process: they are the other process's, and in use."""
-        self._places, self._slow_place = threading.Semaphore(CHILDREN), threading.Semaphore(1)
-        self._slow = threading.Semaphore(SLOW)
-        for child in self.free:
-            child.returncode = 0  # nothing that this process could wait for
+        self._set_places()
         self.free.clear()
+        while self.children:
+            child = self.children.pop()
+            child.returncode = 0  # nothing that this process could wait for
+            _close(child)
 
 
 _ALL: weakref.WeakSet[LimitedProcess] = weakref.WeakSet()
@@ -174,14 +223,18 @@ def _exchange(child: subprocess.Popen[bytes], line: bytes, until: float) -> byte
     assert child.stdin is not None
     assert child.stdout is not None
     answer, to, back = bytearray(), child.stdin.fileno(), child.stdout.fileno()
-    sent = memoryview(line)
+    sent, ready = memoryview(line), select.poll()  # not select(), which knows 1,024 files
+    ready.register(to, select.POLLOUT)
+    ready.register(back, select.POLLIN)
     while not answer.endswith(b"\n"):
         long_texts.check()
-        readable, writable, _ = select.select([back], [to] if sent else [], [], long_texts.LOOK)
+        found = [file for file, _ in ready.poll(long_texts.LOOK * 1000)]
         try:
-            if writable:
+            if to in found:
                 sent = sent[os.write(to, sent) :]
-            if readable:
+                if not sent:
+                    ready.unregister(to)
+            if back in found:
                 part = os.read(back, 1 << 20)
                 if not part:
                     return None
@@ -197,10 +250,14 @@ def _exchange(child: subprocess.Popen[bytes], line: bytes, until: float) -> byte
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     child.kill()
+    _close(child)
+    child.wait()
+
+
+def _close(child: subprocess.Popen[bytes]) -> None:
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
             pipe.close()
-    child.wait()
 
 
 def _end_all(children: list[subprocess.Popen[bytes]]) -> None:
@@ -211,13 +268,14 @@ def _end_all(children: list[subprocess.Popen[bytes]]) -> None:
 # -- in the child ----------------------------------------------------------------------------------
 
 
-def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def serve(answer: Callable[[dict[str, Any]], dict[str, Any]], memory: int = MEMORY) -> None:
     """Answer requests until stdin ends, so no longer than the parent lives. ``LimitReached`` and
-    ``MemoryError`` of ``answer`` become answers."""
+    ``MemoryError`` of ``answer`` become answers. After an answer with ``last`` the child is
+    ended."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(OSError, ValueError):  # where there is no such limit
-        most = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
+        most = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for line in sys.stdin.buffer:
@@ -227,7 +285,7 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         try:
             said = json.dumps(answer(request)).encode()
         except MemoryError:
-            said = json.dumps({"limit": f"needs more than {MEMORY >> 20} MiB of memory", "slow": False}).encode()
+            said = json.dumps({"limit": f"needs more than {memory >> 20} MiB of memory", "slow": False}).encode()
         except LimitReached as error:
             said = json.dumps({"limit": str(error), "slow": isinstance(error, TooSlow)}).encode()
         signal.alarm(0)

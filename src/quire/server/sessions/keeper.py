@@ -12,8 +12,9 @@ import hmac
 import logging
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from quire.async_llm import AsyncLLM, AsyncSession
 from quire.async_llm.session import inner_session

@@ -1,1 +1,0 @@
-"""Benchmarks: Quire's speed beside the hardware's peak and a peer in the same run."""
