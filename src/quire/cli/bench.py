@@ -101,6 +101,32 @@ def bench_throughput(
     )
 
 
+@command(bench_app, "engine", name="speculative")
+def bench_speculative(
+    model: ModelOption = None,
+    tasks: Annotated[int, typer.Option(help="Requests of each kind, at most.")] = 60,
+    tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.")] = 256,
+    batches: Annotated[str, typer.Option(help="Requests at a time, by commas.")] = "1,4,16",
+    kinds: Annotated[str, typer.Option(help="By commas: edit (of code), agent (copies results), free.")] = (
+        "edit,agent,free"
+    ),
+    **options: Any,
+) -> None:
+    """Measure decoding with speculation against decoding without, by turns, with equal texts."""
+    with _measuring():
+        from quire_bench.speculative import run_speculative
+
+    model, chosen = chosen_model(model, options)
+    run_speculative(
+        model,
+        engine_options=chosen,
+        tasks=tasks,
+        tokens=tokens,
+        batches=_integers("batches", batches),
+        kinds=kinds.split(","),
+    )
+
+
 @command(bench_app, "engine", name="state")
 def bench_state(
     model: ModelOption = None,

@@ -1,0 +1,168 @@
+"""Speculation against plain decoding of the same requests, by turns, with equal texts.
+
+Edits of functions of the standard library (a docstring, types, another name), an agent's turns that
+copy a tool's result, and free questions. Every group of requests runs with and without speculation
+in one engine, one after the other and in turning order. Times are those between the first token of
+a group and its end, so that the prompts count on neither side.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import statistics
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+from quire.base.config import check_int
+from quire.base.errors import InvalidArgument
+from quire.base.outputs import RequestOutput
+from quire.base.sampling_params import SamplingParams
+from quire.llm import LLM
+from quire_bench.reports import print_json, print_table
+
+KINDS = ("edit", "agent", "free")
+MODULES = (
+    "textwrap", "shlex", "bisect", "heapq", "colorsys", "fnmatch", "glob", "posixpath", "shutil", "statistics",
+    "string", "calendar", "difflib", "inspect", "json.decoder", "json.encoder", "random", "quopri", "base64", "copy",
+)  # fmt: skip
+LINES = range(8, 46)
+"""Lines of a function that is edited."""
+EDITS = (
+    "Add a docstring to this function. Answer with the whole function only.",
+    "Add type hints to this function. Answer with the whole function only.",
+    "Rename the first parameter of this function to `value`. Answer with the whole function only.",
+)
+FREE = (
+    "Write a short story about a lighthouse keeper who finds a letter.",
+    "Explain how a bicycle stays upright.",
+    "What should one know before keeping bees?",
+    "Describe the water cycle to a child.",
+    "Compare tea and coffee in ten sentences.",
+    "Why do cities grow along rivers?",
+    "Write an email that declines an invitation politely.",
+    "How does a compiler differ from an interpreter?",
+)
+
+Chat = list[dict[str, str]]
+
+
+def functions(count: int) -> Iterator[str]:
+    """Yield the sources of at most ``count`` functions of the standard library."""
+    found = 0
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for function in vars(module).values():
+            if not isinstance(function, FunctionType) or function.__module__ != module.__name__:
+                continue
+            source = textwrap.dedent(inspect.getsource(function))
+            if source.count("\n") in LINES and found < count:
+                yield source
+                found += 1
+
+
+def conversations(kind: str, count: int) -> list[Chat]:
+    """Return at most ``count`` conversations of one of ``KINDS``."""
+    if kind == "free":
+        return [[{"role": "user", "content": question}] for question in FREE[:count]]
+    sources = list(functions(count))
+    if kind == "edit":
+        return [
+            [{"role": "user", "content": f"{EDITS[number % len(EDITS)]}\n\n```python\n{source}```"}]
+            for number, source in enumerate(sources)
+        ]
+    return [
+        [
+            {"role": "user", "content": "Open helper.py and show me its content, unchanged."},
+            {"role": "assistant", "content": "I will read the file."},
+            {"role": "user", "content": f"[tool result of read_file]\n{source}\nNow show it."},
+        ]
+        for source in sources
+    ]
+
+
+def seconds_of(outputs: Sequence[RequestOutput]) -> float:
+    """Return the time from the first token of a group to its end."""
+    starts = [one.metrics.first_token_time for one in outputs if one.metrics.first_token_time is not None]
+    ends = [one.metrics.finished_time for one in outputs if one.metrics.finished_time is not None]
+    return max(ends) - min(starts)
+
+
+def measured(llm: LLM, kind: str, *, tasks: int, tokens: int, batch: int) -> dict[str, Any]:
+    """Run conversations of one kind in groups of ``batch``; return a row of the table."""
+    found, ratios, equal, number, drafted, accepted = conversations(kind, tasks), [], 0, 0, 0, 0
+    seconds = {False: 0.0, True: 0.0}
+    # Others' answers would tell these, which differ in the size of their group only.
+    salt = f"{kind} {batch}"
+    for first in range(0, len(found), batch):
+        group = found[first : first + batch]
+        runs: dict[bool, list[RequestOutput]] = {}
+        order = (False, True) if (first // batch) % 2 else (True, False)
+        _ask(llm, group, 1, speculative=False, salt=salt)  # Both find the state of the prompts.
+        for speculative in order:
+            runs[speculative] = _ask(llm, group, tokens, speculative=speculative, salt=salt)
+            seconds[speculative] += seconds_of(runs[speculative])
+        ratios.append(seconds_of(runs[False]) / seconds_of(runs[True]))
+        for plain, drafting in zip(runs[False], runs[True], strict=True):
+            equal += plain.outputs[0].token_ids == drafting.outputs[0].token_ids
+            number += len(drafting.outputs[0].token_ids)
+            if drafting.speculation is not None:
+                drafted, accepted = drafted + drafting.speculation.drafted, accepted + drafting.speculation.accepted
+    return {
+        "kind": kind,
+        "batch": batch,
+        "requests": len(found),
+        "tokens": number,
+        "equal texts": equal,
+        "times as fast": seconds[False] / seconds[True],
+        "median": statistics.median(ratios),
+        "least": min(ratios),
+        "plain tok/s": number / seconds[False],
+        "tok/s": number / seconds[True],
+        "drafted": drafted,
+        "accepted": accepted,
+    }
+
+
+def _ask(llm: LLM, group: Sequence[Chat], tokens: int, *, speculative: bool, salt: str) -> list[RequestOutput]:
+    params = SamplingParams(temperature=0, max_tokens=tokens, speculative=speculative)
+    if llm.tokenizer is not None and llm.tokenizer.chat_templates:
+        return list(llm.chat(list(group), params, cache_salt=salt, use_tqdm=False))
+    prompts = ["\n\n".join(message["content"] for message in chat) + "\n\n" for chat in group]
+    return list(llm.generate(prompts, params, cache_salt=salt, use_tqdm=False))
+
+
+def run_speculative(
+    model: str,
+    *,
+    engine_options: Mapping[str, Any],
+    tasks: int = 60,
+    tokens: int = 256,
+    batches: Sequence[int] = (1, 4, 16),
+    kinds: Sequence[str] = KINDS,
+) -> dict[str, Any]:
+    """Measure, print a table and one JSON line, and return the line's content. ``InvalidArgument``
+    for numbers and kinds out of range."""
+    for name, values in (("tasks", [tasks]), ("tokens", [tokens]), ("batches", batches)):
+        for value in values:
+            check_int(name, value, low=1)
+    if not batches or not kinds or (unknown := [kind for kind in kinds if kind not in KINDS]):
+        given = unknown[0] if batches and kinds else ""
+        raise InvalidArgument(field="kinds", given=given, allowed=f"some of {', '.join(KINDS)}, and a batch size")
+    options = dict(engine_options)
+    if options.get("speculative") in (None, "off"):
+        options["speculative"] = "auto"
+    rows: list[dict[str, Any]] = []
+    with LLM(model, **options) as llm:
+        _ask(llm, conversations("free", 1), 8, speculative=True, salt="first")
+        for kind in kinds:
+            for batch in batches:
+                rows.append(measured(llm, kind, tasks=tasks, tokens=tokens, batch=batch))
+                print_table(rows[-1:])
+        dtype = str(llm.model.dtype).removeprefix("torch.")
+        result = {"bench": "speculative", "model": str(model), "dtype": dtype, "weights": llm.model.quantization}
+    print_table(rows)
+    print_json({**result, "rows": rows})
+    return {**result, "rows": rows}
