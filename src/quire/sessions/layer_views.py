@@ -17,9 +17,9 @@ from quire.base.types import Remove
 from quire.contracts.kv_state import Export
 from quire.contracts.layers import LayerSpec, Recurrent
 from quire.contracts.token_views import AttentionView, NormsView
-from quire.kv import layer_memory
 from quire.engine.engine import Engine
 from quire.engine.request import SessionBranch
+from quire.kv import layer_memory
 from quire.sessions.token_run import require_idle, run_token
 
 if TYPE_CHECKING:

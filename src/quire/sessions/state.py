@@ -18,11 +18,11 @@ from quire.base.errors import FailedPrecondition, InvalidArgument, NotFound, Res
 from quire.branches.replay_needs import require_again
 from quire.branches.saved_rows import NO_POSITIONS, other_eviction
 from quire.contracts.layers import LayerSpec
-from quire.kv import layer_memory
 from quire.engine.engine import Engine
 from quire.engine.request import SessionBranch
 from quire.executor.cache_rows import CacheRows, become_fork
 from quire.executor.row import are_indices
+from quire.kv import layer_memory
 from quire.sessions.live_sequence import LiveSequence
 
 if TYPE_CHECKING:
