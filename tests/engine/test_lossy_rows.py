@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.int8_rows import kept_in_int8, suites
+from tests.int8_rows import kept_in_int8, rounded, suites
 
 from quire import LLM, Unsupported
 from quire.base import config
@@ -29,7 +29,7 @@ from . import (
     test_stored_files,
     test_stored_state,
 )
-from .conftest import Checkpoint, MakeLLM, assert_near, engine_of, greedy, random_tokens
+from .conftest import Checkpoint, MakeLLM, assert_near, engine_of, greedy, make_family, random_tokens
 from .test_history import model as model
 from .test_history import stored as stored
 from .test_named_adapters import directories as directories
@@ -167,3 +167,21 @@ def test_norms_of_files_are_of_numbers(
     int8.delitem(config.KV_FORMATS, "int8")
     with pytest.raises(Unsupported, match=said):
         asyncio.run(held.norms(held.branch("session:0"), 1))
+
+
+def test_latent_rows(make_llm: MakeLLM, tmp_path: Path) -> None:
+    """Forks, rewinds and files keep every bit of what was rounded."""
+    llm, tokens = make_llm(make_family("deepseek-v2-lite", tmp_path / "model"), page_size=4), random_tokens(45)
+    session = llm.session(tokens)
+    wanted, rows = session.logits(), session.kv(1)["latent"]
+    assert torch.equal(rows, rounded(rows))
+    with session.fork() as child, llm.session_from_bytes(session.to_bytes()) as loaded:
+        child.append(random_tokens(9))
+        child.compute()
+        child.rewind(to=45)
+        for one in (child, loaded):
+            assert torch.equal(one.logits(), wanted)
+            assert torch.equal(one.kv(1)["latent"], rows)
+        child.set_kv(1, start=40, latent=2 * rows[40:])
+        assert torch.equal(child.kv(1)["latent"], torch.cat((rows[:40], 2 * rows[40:])))
+    assert torch.equal(session.kv(1)["latent"], rows)
