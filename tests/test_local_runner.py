@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.base.blend_inputs import BlendedChunk, BlendedRows, BlendInputs
 from quire.base.errors import FailedPrecondition, InvalidArgument, QuireError, Unsupported
-from quire.base.types import Add, Chunk, Commit, Fork, Inputs, LogitsPlace, Pop, SetWindow, Step, TokenTree
+from quire.base.types import Add, Chunk, Commit, Fork, Inputs, Load, LogitsPlace, Pop, SetWindow, Step, TokenTree
 from quire.blend.rows_task import RowsPiece
 from quire.contracts.layers import FullAttention, LayerSpec
 from quire.contracts.model import Block, Pass
@@ -159,6 +159,13 @@ def test_a_mask_replaces_the_causal_rule() -> None:
     allowed = torch.tensor([[0, 0, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)
     output = run(runner, Chunk(0, [3, 4, 5]), mask=allowed.flatten(), attention_weights=True)
     assert torch.equal(output.attention_weights[0][0] > 0, allowed.expand(HEADS, 3, 5))
+
+
+def test_a_load_without_its_file_is_refused() -> None:
+    runner = make_runner()
+    with pytest.raises(FailedPrecondition, match="sequence 3 is to be loaded, and no state file is open for it"):
+        runner.execute(Step(edits=(Load(3, {}),)))
+    assert runner.state.empty()
 
 
 def test_trees_and_their_commit() -> None:

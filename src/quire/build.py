@@ -50,14 +50,14 @@ from quire.kernels.rows.cpu_rows import native_rows
 from quire.kernels.rows.triton_rows import TritonRows
 from quire.kernels.triton_support import attention_problem, triton_problem
 from quire.kv.forward_need import pages_for
-from quire.kv.plain_format import PlainFormat
+from quire.kv.plain_format import kv_format
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.state import State
 from quire.kv.storage import bytes_per_token
 from quire.models.catalogue import resolve_model, resolve_tokenizer
 from quire.models.families import LoadedModel
 from quire.models.fingerprint import length_rule_of, model_fingerprint
-from quire.models.loading import Outline, load_model, resolve_dtype
+from quire.models.loading import Outline, load_model
 from quire.runner.graph import CudaCapture, GraphRunner, usual_sizes
 from quire.runner.local import LocalRunner, Runner
 from quire.runner.memory_profile import (
@@ -148,24 +148,23 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     if tokenizer is not None:
         tokenizer.check_fits(model.vocab_size)
     max_len = longest_of(config, model.max_position)
-    kv_dtype = model.dtype if config.kv_dtype == "auto" else resolve_dtype(config.kv_dtype, model.dtype, device)
-    kv_format = PlainFormat(kv_dtype)
+    format = kv_format(config.kv_dtype, model.dtype)
     adapters = make_adapters(model, config.adapter_ranks, config.adapter_memory)
     captures = device.type == "cuda" and not config.enforce_eager and not getattr(model, "fallback", False)
     runs_ahead = device.type != "cpu" and config.async_scheduling
-    budget = pool_budget(config, model, adapters, kv_format, device, max_len, captures=captures)
-    sizes = pool_sizes(config, model.layer_specs, kv_format, max_len, budget, slack=int(runs_ahead))
+    budget = pool_budget(config, model, adapters, format, device, max_len, captures=captures)
+    sizes = pool_sizes(config, model.layer_specs, format, max_len, budget, slack=int(runs_ahead))
     state = make_state(
         model.layer_specs,
         sizes,
         config.page_size,
-        kv_format,
+        format,
         device,
         config.attention_backend,
         padding=captures,
         slack=int(runs_ahead),
     )
-    interval = checkpoint_interval(config, model.layer_specs, kv_format)
+    interval = checkpoint_interval(config, model.layer_specs, format)
     local = LocalRunner(model, state, device, adapters)
     runner: Runner = local
     if captures and not state.static_refusal(1) and (memory := device_memory(device)):
@@ -194,7 +193,9 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
     if state.geometry.specs:
         windows = f" and {sizes.window_tokens} tokens of windowed layers" if sizes.window_tokens is not None else ""
         pages = pages_for(sizes.tokens, config.page_size)
-        held.append(f"{pages} pages of {config.page_size} tokens{windows} in {dtype_name(kv_dtype)}")
+        held.append(
+            f"{pages} pages of {config.page_size} tokens{windows} in {dtype_name(format.dtype) if config.kv_dtype == 'auto' else config.kv_dtype}"
+        )
     if state.recurrent_ids:
         every = f", kept every {interval} tokens" if interval else ""
         held.append(f"{sizes.states} recurrent states of {state.geometry.state_bytes:,} bytes{every}")
@@ -204,7 +205,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
         f"{model.parameter_bytes / 2**20:.0f} MiB",
         f"KV pool: {' and '.join(held)}, {state.num_bytes / 2**20:.0f} MiB"
         + (
-            f", {bytes_per_token([spec for spec in model.layer_specs if isinstance(spec, ATTENTION)], kv_format):,} bytes a token in all layers"
+            f", {bytes_per_token([spec for spec in model.layer_specs if isinstance(spec, ATTENTION)], format):,} bytes a token in all layers"
             if state.geometry.specs
             else ""
         ),
@@ -497,7 +498,7 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
         else:
             budget = given_budget(memory.memory_pool_size, "memory_pool_size")
             check_room(budget, weights, device)
-        return pool_sizes(limits, model.layer_specs, PlainFormat(model.dtype), config.max_sequence_length, budget)
+        return pool_sizes(limits, model.layer_specs, kv_format("auto", model.dtype), config.max_sequence_length, budget)
 
     model = load_model(
         path,
@@ -510,7 +511,9 @@ def make_executor(config: ExecutorConfig, choices: Choices) -> Executor:
     if (rule := length_rule_of(model)) is not None and rule.inexact:
         logger.warning(rule.inexact.replace("max_model_len", "max_sequence_length"))
     sizes = sizes_of(model)
-    state = make_state(model.layer_specs, sizes, size, PlainFormat(model.dtype), device, choices.attention_backend)
+    state = make_state(
+        model.layer_specs, sizes, size, kv_format("auto", model.dtype), device, choices.attention_backend
+    )
     arguments["fallbacks"] = check_flash(config, state)
     if sizes.window_tokens is not None:
         arguments["prefill_chunk_size"] = sizes.step_tokens

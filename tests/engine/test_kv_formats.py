@@ -32,7 +32,8 @@ from tests.kv import (
 from tests.kv.test_pieces import threads as threads
 from torch import Tensor
 
-from quire import LLM, InvalidArgument, Unsupported, build
+from quire import LLM, InvalidArgument, Unsupported
+from quire.base import config
 from quire.contracts.attention import Scoring
 from quire.contracts.kv_format import Geometry, KVFormat, PlainRows, Plane
 from quire.contracts.layers import FullAttention, LatentAttention
@@ -46,7 +47,6 @@ from quire.kv.state import State
 from quire.kv.storage import PagedStorage, bytes_per_token
 from quire.ops.attention import ReferenceAttention
 from quire.ops.rows import REFERENCE_ROWS
-from quire.runner import pool_budget
 
 from . import test_saved, test_stored_files
 from .conftest import Checkpoint, MakeLLM, engine_of, greedy, random_tokens
@@ -86,8 +86,9 @@ def _swapped(x: Tensor) -> Tensor:
 def swapped() -> Iterator[pytest.MonkeyPatch]:
     """All states keep K and V in this format, until a test undoes it."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (kv_state, build, pool_budget):
-            patch.setattr(module, "PlainFormat", SwappedPairs)
+        patch.setattr(kv_state, "PlainFormat", SwappedPairs)
+        for name in config.KV_FORMATS:
+            patch.setitem(config.KV_FORMATS, name, f"{__name__}:SwappedPairs")
         yield patch
 
 
@@ -295,6 +296,7 @@ def test_objects_of_another_format_are_not_found(
 def test_norms_and_forks_of_sessions(small: LLM, llama: Checkpoint) -> None:
     session = small.session(random_tokens(30))
     rows = session.kv(1)
+    # float32 sums of 16 squares in another order
     np.testing.assert_allclose(session.norms(1).norms["k"], rows["k"].norm(dim=-1).numpy(), rtol=1e-5)
     other = session.fork()
     other.set_kv(1, v=rows["v"] * 2)

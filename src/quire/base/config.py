@@ -23,6 +23,10 @@ from quire.base.signatures import require_bool
 from quire.base.speculation import METHODS, Speculation, read_speculation
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_FORMATS = dict.fromkeys(DTYPES[1:], "quire.kv.plain_format:PlainFormat")
+"""Formats of K and V by name, which ``kv_dtype`` takes: the module and the class of each
+``KVFormat``. The name is a dtype, or the format's own. The class takes the dtype of the rows that
+are written and read: this dtype, or the model's."""
 ATTENTION_CLASSES = {
     "torch": "quire.kernels.attention.sdpa:SdpaAttention",
     "native": "quire.kernels.attention.cpu_attention:NativeAttention",
@@ -113,7 +117,7 @@ class EngineConfig:
     model: str = field(metadata={"help": "A bundled model, a local directory, or a Hugging Face id."})
     device: str = option("auto", "auto, cpu, cuda, or cuda:N.")
     dtype: str = option("auto", "Weights and activations: float32, bfloat16, float16; auto: the checkpoint's.")
-    kv_dtype: str = option("auto", "K and V: float32, bfloat16, float16; auto: the same as dtype.")
+    kv_dtype: str = option("auto", f"K and V: {', '.join(KV_FORMATS)}; auto: the same as dtype.")
     max_model_len: int | None = option(None, "Longest sequence in tokens; by default what the model allows.")
     max_num_seqs: int = option(256, "Most sequences that run in one step.")
     max_num_batched_tokens: int = option(2048, "Most tokens that one step runs; longer prompts run in chunks.")
@@ -182,9 +186,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _set(self, _path, "model", "tokenizer", "chat_template", "state_dir")
         _set(self, _device, "device")
-        if isinstance(self.kv_dtype, str) and self.kv_dtype not in DTYPES:
-            raise _unsupported("kv_dtype", self.kv_dtype, _one_of(DTYPES))
-        _set(self, _dtype, "dtype", "kv_dtype")
+        if isinstance(self.kv_dtype, str) and self.kv_dtype not in ("auto", *KV_FORMATS):
+            raise _unsupported("kv_dtype", self.kv_dtype, _one_of(("auto", *KV_FORMATS)))
+        _set(self, _dtype, "dtype")
+        _set(self, _dtype, "kv_dtype", choices=("auto", *KV_FORMATS))
         _set(self, check_int, "max_num_seqs", "max_num_batched_tokens", "page_size", "adapter_ranks", low=1)
         _set(self, check_int, "max_model_len", low=1, also="or left out")
         _set(self, check_int, "checkpoint_interval", low=0, also="or left out")
@@ -484,9 +489,9 @@ def _device(name: str, value: Any) -> str:
     return value
 
 
-def _dtype(name: str, value: Any) -> str:
+def _dtype(name: str, value: Any, choices: Collection[str] = DTYPES) -> str:
     """Convert torch's dtypes to names."""
-    return _choice(name, str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value, DTYPES)
+    return _choice(name, str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value, choices)
 
 
 def _options(name: str, value: Any, known: Collection[str]) -> dict[str, object]:

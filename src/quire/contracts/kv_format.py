@@ -119,7 +119,8 @@ def format_refusal(kernel: str, name: str) -> str:
 class KVFormat(ABC):
     """How rows of K and V lie in pages. A new format is one heir, and the kernels that know it.
 
-    Planes of zeros are finite rows. Rows of different tokens do not depend on each other.
+    Planes of zeros are finite rows. Rows of different tokens do not depend on each other. Packing
+    rows that were expanded gives the same planes: K stays where only V is overwritten.
     """
 
     name: ClassVar[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from quire.contracts.layers import (
 from quire.kv.rules import refuse_layer
 from quire.kv.storage import KeyValueSpec, PagedSpec, PagedStorage, StoredSpec
 from quire.ops.attention import ReferenceAttention
+
+logger = logging.getLogger("quire")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +112,12 @@ def reading(
     backend: AttentionBackend, specs: Iterable[StoredSpec], device: torch.device, format: KVFormat
 ) -> AttentionBackend:
     """Return the backend, or the reference, which reads every format, if the backend does not read
-    this one. The layers are supported."""
-    known = all(not backend.refusal(_asked(spec), device, format.name) for spec in specs)
-    return backend if known else ReferenceAttention()
+    this one; the log says so. The layers are supported."""
+    reason = next(filter(None, (backend.refusal(_asked(spec), device, format.name) for spec in specs)), "")
+    if not reason:
+        return backend
+    logger.warning("%s; the reference attention computes, which is exact and slow", reason)
+    return ReferenceAttention()
 
 
 def _asked(spec: StoredSpec) -> FullAttention | WindowedAttention:

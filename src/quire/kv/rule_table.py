@@ -350,11 +350,18 @@ def use_cell(use: str, found: Combination) -> Cell:
 # -- devices ---------------------------------------------------------------------------------------
 
 DEVICES = ("cpu", "cuda")
+FORMAT_FALLBACK = (
+    "by the reference attention, which is slow and which the log says; all formats of this release are read"
+)
 DEVICE_ROWS: dict[str, tuple[Cell, Cell]] = {
     "every verb and use above": (Cell(), Cell(note="the same code, on Triton's and PyTorch's kernels")),
     "weights in float32": (Cell(), Cell()),
     "weights in bfloat16": (Cell(note="'auto' takes it where it is fast"), Cell()),
     "weights in float16": (Cell(), Cell()),
+    "K and V in a format that the attention backend cannot read": (
+        Cell(note=FORMAT_FALLBACK),
+        Cell(note=FORMAT_FALLBACK),
+    ),
     "log-sum-exp of attention": (
         Cell(
             note="good to float32 for every type: by PyTorch's flash kernel where there is no soft cap, else by explicit scores"

@@ -14,10 +14,10 @@ from quire.base.host_memory import free_memory, size_words
 from quire.contracts.kv_format import KVFormat
 from quire.contracts.layers import FullAttention, LatentAttention, LayerSpec, Recurrent, WindowedAttention
 from quire.kv.forward_need import pages_for
-from quire.kv.plain_format import PlainFormat
+from quire.kv.plain_format import kv_format
 from quire.kv.recurrent import bytes_per_state
 from quire.kv.storage import bytes_per_token
-from quire.models.loading import Outline, resolve_dtype
+from quire.models.loading import Outline
 
 ATTENTION = (FullAttention, LatentAttention, WindowedAttention)
 """Layers that keep tokens."""
@@ -173,15 +173,13 @@ def check_outline(config: EngineConfig, outline: Outline, device: torch.device) 
     """Check context, pool and memory of a model before its weights are read. Raise the errors of
     ``longest_of``, ``check_room`` and ``pool_sizes``. On a GPU the largest possible pool is
     checked: the memory of a step is measured later."""
-    length, kv_dtype = longest_of(config, outline.max_position), outline.dtype
-    if config.kv_dtype != "auto":
-        kv_dtype = resolve_dtype(config.kv_dtype, kv_dtype, device)
+    length = longest_of(config, outline.max_position)
     if config.kv_cache_memory is None:
         budget = free_budget(device, CPU_POOL_SHARE if device.type == "cpu" else 1.0, outline.weight_bytes)
     else:
         budget = given_budget(config.kv_cache_memory)
         check_room(budget, outline.weight_bytes, device)
-    pool_sizes(config, outline.layer_specs, PlainFormat(kv_dtype), length, budget)
+    pool_sizes(config, outline.layer_specs, kv_format(config.kv_dtype, outline.dtype), length, budget)
 
 
 def longest_of(config: EngineConfig, limit: int) -> int:

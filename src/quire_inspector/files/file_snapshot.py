@@ -81,7 +81,7 @@ async def _norms(
         parts = NormParts(layer)
         for one in row.sequence.get("held", ()):
             if layer in one["layers"]:
-                parts.add_rows(file, row.prefix, [range(*part) for part in one["ranges"]])
+                parts.add_rows(file, row.prefix, [range(*part) for part in one["ranges"]], row.sequence)
         parts.add_states(file, row.prefix, row.computed)
         return parts.view(kinds[layer], len(row.ids))
 

@@ -263,14 +263,12 @@ def _add(parts: NormParts, file: StateFile, piece: StoredPiece, *, is_last: bool
     if sequence is not None:
         for held in sequence["held"]:
             if parts.layer in held["layers"]:
-                parts.add_rows(file, "", [range(*one) for one in held["ranges"]])
+                parts.add_rows(file, "", [range(*one) for one in held["ranges"]], sequence)
         parts.add_states(file, "", int(sequence["length"]))
     elif piece.key.kind is ObjectKind.ROWS:
         parts.add_rows(file, "", [range(piece.start, piece.stop)])
     else:
-        rows = next(
-            (spec.shape[0] for name, spec in file.specs.items() if name.startswith(f"layer.{parts.layer}.k")), 0
-        )
+        rows = next((len(plane) for plane in parts.planes(file).values()), 0)
         if rows and is_last:
             parts.add_rows(file, "", [range(piece.stop - rows, piece.stop)])
         parts.add_states(file, "", piece.stop)

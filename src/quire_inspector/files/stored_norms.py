@@ -8,14 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.base.errors import DataLoss
+from quire.base.config import KV_FORMATS
+from quire.base.errors import DataLoss, Unsupported
+from quire.contracts.kv_format import PLAIN, Geometry
 from quire.contracts.token_views import NormsView
+from quire.kv.plain_format import kv_format
 from quire.statefile.container import StateFile
 
 ROWS = ("k", "v", "latent")
@@ -34,18 +38,31 @@ class NormParts:
     states: dict[int, dict[str, NDArray[np.float32]]] = field(default_factory=dict)
     """By position and name."""
 
-    def add_rows(self, file: StateFile, prefix: str, ranges: Sequence[range]) -> None:
-        """Add a file's rows of the layer, which have these positions. ``DataLoss``: they are more
-        or fewer."""
+    def planes(self, file: StateFile, prefix: str = "") -> dict[str, Tensor]:
+        """Return the tensors of a file that hold the layer's rows, as they are stored."""
+        start = f"{prefix}layer.{self.layer}."
+        names = (name.removeprefix(start) for name in file.names if name.startswith(start))
+        return {name: file.tensor(start + name) for name in names if _STATE.fullmatch(name) is None}
+
+    def add_rows(
+        self, file: StateFile, prefix: str, ranges: Sequence[range], sequence: Mapping[str, Any] | None = None
+    ) -> None:
+        """Add a file's rows of the layer, which have these positions. ``sequence``: metadata that
+        describe the layer; without, only plain rows can be read. ``DataLoss``: there are more rows
+        or fewer. ``Unsupported``: rows of a format that is not known."""
         count = sum(map(len, ranges))
-        names = [name for name in ROWS if f"{prefix}layer.{self.layer}.{name}" in file.specs]
-        for name in names:
-            tensor = file.tensor(f"{prefix}layer.{self.layer}.{name}")
-            if tensor.dim() not in (2, 3) or tensor.shape[0] != count:
+        found = self.planes(file, prefix)
+        is_plain = found.keys() <= set(ROWS)
+        for name, tensor in found.items():
+            if tensor.dim() < 2 or (is_plain and tensor.dim() > 3) or tensor.shape[0] != count:
                 raise DataLoss(f"layer {self.layer} has {name} of shape {list(tensor.shape)} for {count} positions")
+        if not found:
+            return
+        if not is_plain:
+            found = _expanded(self.layer, found, sequence)
+        for name, tensor in found.items():
             self.rows.setdefault(name, []).append(_row_norms(tensor))
-        if names:
-            self.places += [position for part in ranges for position in part]
+        self.places += [position for part in ranges for position in part]
 
     def add_states(self, file: StateFile, prefix: str, position: int) -> None:
         """Add a file's states of the layer: those at ``position``, and at others that it names."""
@@ -74,6 +91,30 @@ class NormParts:
             positions=np.array(places, dtype=np.int64),
             norms=norms,
         )
+
+
+def _expanded(layer: int, planes: Mapping[str, Tensor], sequence: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """Return the plain rows of a layer whose planes are of another format."""
+    given: Mapping[str, Any] = {}
+    if sequence is not None:
+        ids = sequence.get("layer_ids") or range(sequence["first_layer"], layer + 1)
+        given = dict(zip(ids, sequence["layers"], strict=False)).get(layer, {})
+    if (name := given.get("format", PLAIN)) not in KV_FORMATS:
+        what = ", ".join(sorted(planes))
+        raise Unsupported(
+            f"layer {layer} is stored in tensors {what}, and the file names no format of this release for them: a session that has "
+            "loaded the state shows its norms"
+        )
+    latent = "row_dim" in given
+    shape = Geometry(
+        1 if latent else given["num_kv_heads"], given["row_dim" if latent else "head_dim"], given["value_dim"], latent
+    )
+    format = kv_format(name, getattr(torch, given["dtype"]))
+    stored = {key: (tuple(one.shape[1:]), one.dtype) for key, one in planes.items()}
+    if stored != dict(format.planes(shape)):
+        raise DataLoss(f"layer {layer} has planes {stored}; the format {name!r} has {dict(format.planes(shape))}")
+    found = format.expand(shape, planes)
+    return {"latent": found.k.squeeze(1)} if latent else found._asdict()
 
 
 def layers_in(file: StateFile, prefix: str = "") -> Mapping[int, set[str]]:
