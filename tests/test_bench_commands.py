@@ -4,6 +4,7 @@ that do the same.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import json
@@ -24,6 +25,7 @@ from quire.cli import main as cli
 from quire_bench import state, throughput
 from quire_bench.hardware import Hardware
 from quire_bench.peers import TransformersPeer
+from quire_bench.speculative import KINDS, functions, run_speculative
 from quire_bench.throughput import (
     CONTINUOUS,
     STATIC,
@@ -651,3 +653,28 @@ class TestScripts:
         alone, imports, first, beyond = (row.median_seconds or 0.0 for row in rows)
         assert 0 < alone < imports < beyond < first
         assert "tiny-python" in rows[2].note
+
+
+class TestSpeculation:
+    def test_runs_and_reports(self, capsys: pytest.CaptureFixture[str]) -> None:
+        options = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "16MiB", "max_model_len": 1024}
+        result = run_speculative("tiny-python", engine_options=options, tasks=2, tokens=12, batches=(2,))
+        assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+        assert [row["kind"] for row in result["rows"]] == list(KINDS)
+        for row in result["rows"]:
+            assert row["equal texts"] == row["requests"] == 2
+            assert row["tokens"] <= 24
+            assert row["accepted"] <= row["drafted"]
+
+    @pytest.mark.parametrize(
+        "changes", [{"kinds": ["prose"]}, {"kinds": []}, {"batches": []}, {"batches": [0]}, {"tasks": 0}]
+    )
+    def test_refusals_come_before_the_model(self, changes: dict[str, Any]) -> None:
+        with pytest.raises(InvalidArgument):
+            run_speculative("no-such-model", engine_options={}, **changes)
+
+    def test_functions_are_whole(self) -> None:
+        found = list(functions(70))
+        assert len(found) == 70
+        for source in found:
+            ast.parse(source)
