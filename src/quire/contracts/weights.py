@@ -63,6 +63,10 @@ class WeightSource(Protocol):
         """The directory or file that the user named."""
 
     @property
+    def configuration(self) -> str:
+        """The name, in errors, of what describes the model: config.json."""
+
+    @property
     def tensors(self) -> Mapping[str, TensorHeader]:
         """The headers of all tensors, by name."""
 

@@ -228,6 +228,7 @@ def _common(metadata: Metadata) -> dict[str, Any]:
         "max_position_embeddings": metadata.count("context_length"),
         "tie_word_embeddings": not metadata.holds("output.weight"),
         "attention_bias": metadata.holds("blk.0.attn_q.bias"),
+        "mlp_bias": metadata.holds("blk.0.ffn_down.bias"),
         "rope_parameters": _rope(metadata, head_dim),
     }
     if eps is not None:
@@ -471,13 +472,13 @@ def _deepseek2_origins(metadata: Metadata) -> dict[str, Origin]:
     def joined(key: Tensor, value: Tensor) -> Tensor:
         return torch.cat((key.mT, value), 1).flatten(0, 1)
 
-    return {
-        f"model.layers.{layer}.self_attn.kv_b_proj.weight": Origin(
-            (f"blk.{layer}.attn_k_b.weight", f"blk.{layer}.attn_v_b.weight"), joined, expanded=True
-        )
-        for layer in range(metadata.count("block_count"))
-        if metadata.holds(f"blk.{layer}.attn_k_b.weight") and metadata.holds(f"blk.{layer}.attn_v_b.weight")
-    }
+    found: dict[str, Origin] = {}
+    for layer in range(metadata.count("block_count")):
+        ours, theirs = f"blk.{layer}.", f"model.layers.{layer}."
+        halves = (f"{ours}attn_k_b.weight", f"{ours}attn_v_b.weight")
+        found[f"{theirs}self_attn.kv_b_proj.weight"] = Origin(halves, joined, expanded=True)
+        found[f"{theirs}mlp.gate.e_score_correction_bias"] = Origin((f"{ours}exp_probs_b.bias",))
+    return {name: origin for name, origin in found.items() if all(map(metadata.holds, origin.tensors))}
 
 
 def _lfm2(metadata: Metadata) -> dict[str, Any]:
@@ -541,7 +542,8 @@ def _mamba_origins(prefix: str) -> Callable[[Metadata], dict[str, Origin]]:
 def open_gguf_weights(path: Path) -> GgufFiles:
     """Open the weights of a GGUF file, under the names of its family."""
     parts = open_gguf(path)
-    return GgufFiles(path, parts, _origins(parts, config_of(parts)))
+    unused = {name for name in parts.places if ROTATION.fullmatch(name)}
+    return GgufFiles(path, parts, _origins(parts, config_of(parts)), unused)
 
 
 def _origins(parts: GgufParts, config: Mapping[str, Any]) -> dict[str, Origin]:
@@ -653,7 +655,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2moe": Architecture(
         family="Qwen2MoeForCausalLM",
         model_type="qwen2_moe",
-        config=lambda metadata: _mixture(metadata, renormalise=False),
+        config=lambda metadata: _mixture(metadata, renormalise=False) | {"attention_bias": None},
         layer=QWEN_MIXTURE,
         experts=QWEN_EXPERTS,
     ),

@@ -96,13 +96,13 @@ def load_model(
         family = family_of(values)
         config = family.read_config(values, max_model_len)
     except QuireError as error:
-        error.about(str(path))
+        error.about(f"{path}, whose metadata make the config.json" if is_gguf(path) else str(path))
         raise
     with Checkpoint(open_weights(path)) as checkpoint:
         num_layers = config.num_layers
         if num_layers > len(checkpoint.tensors):  # Also bounds the table that a damaged config.json could ask for.
             raise CheckpointError(
-                f"{path}: config.json says {num_layers} layers, but there are {len(checkpoint.tensors)} tensors"
+                f"{path}: {checkpoint.source.configuration} says {num_layers} layers, but there are {len(checkpoint.tensors)} tensors"
             )
         places = checkpoint.choose([expand(table, num_layers) for table in family.spellings(config)])
         checkpoint.check(places, family.ignorable_names(config))

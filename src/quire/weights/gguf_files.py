@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,18 @@ class GgufFiles:
     """``WeightSource`` over a GGUF file, or the parts of one.
 
     ``origins``: the tensors by a checkpoint's names. Tensors of the file that make none of these
-    have their own names. ``CheckpointError`` if an origin's tensors do not fit together.
+    have their own names, except ``unused`` ones. ``CheckpointError`` if an origin's tensors do not
+    fit together.
     """
 
-    def __init__(self, path: Path, parts: GgufParts, origins: Mapping[str, Origin]) -> None:
+    configuration = "its metadata"
+
+    def __init__(
+        self, path: Path, parts: GgufParts, origins: Mapping[str, Origin], unused: Container[str] = ()
+    ) -> None:
         self.path, self._parts, self._origins = path, parts, dict(origins)
         used = {tensor for origin in origins.values() for tensor in origin.tensors}
-        self._origins |= {name: Origin((name,)) for name in parts.places if name not in used}
+        self._origins |= {name: Origin((name,)) for name in parts.places if name not in used and name not in unused}
         self.tensors = {name: self._header(name, origin) for name, origin in self._origins.items()}
         self._maps: dict[Path, Tensor] = {}
 

@@ -71,6 +71,8 @@ class SafetensorsFiles:
     The constructor raises ``CheckpointError`` for missing or damaged files, or a wrong index.
     """
 
+    configuration = "config.json"
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files = weight_files(path)
