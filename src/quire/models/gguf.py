@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -139,6 +139,7 @@ class Metadata:
         return name
 
 
+Attends: TypeAlias = Literal["all", "some", "none"]
 Config: TypeAlias = Callable[[Metadata], dict[str, Any]]
 
 
@@ -154,6 +155,8 @@ class Architecture:
     trunk: Mapping[str, str] = field(default_factory=lambda: TRUNK)
     layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
     layers: str = "model.layers"
+    attends: Attends = "all"
+    """The layers with attention."""
     permuted: bool = False
     """Whether the rows of q and k are neighbours where the family rotates halves."""
     experts: Mapping[str, str] | None = None
@@ -192,7 +195,7 @@ def read_gguf_generation(path: Path) -> dict[str, Any]:
 def config_of(parts: GgufParts) -> dict[str, Any]:
     """See ``read_gguf_config``."""
     row, metadata = _row_of(parts), Metadata(parts)
-    values = _common(metadata) | {"architectures": [row.family], "model_type": row.model_type} | row.config(metadata)
+    values = _common(metadata, row.attends) | {"architectures": [row.family], "model_type": row.model_type} | row.config(metadata)
     metadata.refuse_unread()
     return values
 
@@ -207,36 +210,43 @@ def _row_of(parts: GgufParts) -> Architecture:
     return MIXTRAL if name == "llama" and parts.first.whole("llama.expert_count", 0) else row
 
 
-def _common(metadata: Metadata) -> dict[str, Any]:
+def _common(metadata: Metadata, attends: Attends) -> dict[str, Any]:
     """Return the fields that most families read."""
-    heads = metadata.count("attention.head_count")
-    width = metadata.count("embedding_length")
-    head_dim = metadata.count("attention.key_length", max(1, width // heads))
-    if metadata.whole("attention.value_length", head_dim) != head_dim and not metadata.has("attention.kv_lora_rank"):
-        raise metadata.parts.first.error(f"{metadata.prefix}.attention.value_length", f"key_length, {head_dim}")
-    eps = next(
-        (one for one in ("layer_norm_rms_epsilon", "layer_norm_epsilon") if metadata.has(f"attention.{one}")), None
-    )
     fields: dict[str, Any] = {
         "vocab_size": metadata.shape("token_embd.weight")[0],
-        "hidden_size": width,
-        "intermediate_size": metadata.count("feed_forward_length", 1),
+        "hidden_size": metadata.count("embedding_length"),
         "num_hidden_layers": metadata.count("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.count("attention.head_count_kv", heads),
-        "head_dim": head_dim,
         "max_position_embeddings": metadata.count("context_length"),
         "tie_word_embeddings": not metadata.holds("output.weight"),
-        "attention_bias": metadata.holds("blk.0.attn_q.bias"),
-        "mlp_bias": metadata.holds("blk.0.ffn_down.bias"),
-        "rope_parameters": _rope(metadata, head_dim),
     }
-    if eps is not None:
-        fields["rms_norm_eps" if "rms" in eps else "layer_norm_eps"] = metadata.number(f"attention.{eps}")
+    if attends != "none":
+        fields |= _attention(metadata, attends)
+    for name, key in (("rms_norm_eps", "layer_norm_rms_epsilon"), ("layer_norm_eps", "layer_norm_epsilon")):
+        if metadata.has(f"attention.{key}"):
+            fields[name] = metadata.number(f"attention.{key}")
     for name, key in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
         if (full := f"tokenizer.ggml.{key}_token_id") in metadata.parts.first:
             fields[name] = metadata.parts.first.whole(full)
     return fields
+
+
+def _attention(metadata: Metadata, attends: Attends) -> dict[str, Any]:
+    heads, width = metadata.count("attention.head_count"), metadata.count("embedding_length")
+    groups = metadata.counts("attention.head_count_kv", heads)
+    if attends == "all":
+        groups = [metadata.count("attention.head_count_kv", heads)]
+    head_dim = metadata.count("attention.key_length", max(1, width // heads))
+    if metadata.whole("attention.value_length", head_dim) != head_dim and not metadata.has("attention.kv_lora_rank"):
+        raise metadata.parts.first.error(f"{metadata.prefix}.attention.value_length", f"key_length, {head_dim}")
+    return {
+        "intermediate_size": metadata.count("feed_forward_length", 1),
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(groups),
+        "head_dim": head_dim,
+        "attention_bias": any(map(metadata.holds, ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"))),
+        "mlp_bias": metadata.holds("blk.0.ffn_down.bias"),
+        "rope_parameters": _rope(metadata, head_dim),
+    }
 
 
 def _rope(metadata: Metadata, head_dim: int) -> dict[str, Any]:
@@ -735,6 +745,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "lfm2": Architecture(
         family="Lfm2ForCausalLM",
         model_type="lfm2",
+        attends="some",
         config=_lfm2,
         trunk={**TRUNK, "token_embd_norm": "model.embedding_norm"},
         layer={
@@ -756,6 +767,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "mamba2": Architecture(
         family="Mamba2ForCausalLM",
         model_type="mamba2",
+        attends="none",
         config=_mamba2,
         trunk={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
         layer={
