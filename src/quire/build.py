@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -88,6 +88,7 @@ from quire.store.stack import Store
 from quire.store.urls import open_tiers, state_tier
 from quire.text.chat_templates import with_chosen_template
 from quire.text.tokenizer import Tokenizer
+from quire.weights.gguf_blocks import BLOCKS
 
 logger = logging.getLogger("quire")
 
@@ -207,7 +208,7 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
             else ""
         ),
     )
-    notes = (*notes, *short_pool(sizes, model.layer_specs, max_len, state.num_bytes))
+    notes = (*notes, *expanded_weights(model), *short_pool(sizes, model.layer_specs, max_len, state.num_bytes))
     for note in notes:
         logger.info(note)
     if (rule := length_rule_of(model)) is not None and rule.inexact:
@@ -226,6 +227,18 @@ def build(config: EngineConfig, *, progress: bool = False) -> Parts:
 
     named = NamedAdapters(engine, read)
     return Parts(config, path, engine, model, runner, tokenizer, identity, named, defaults, notes)
+
+
+def expanded_weights(model: LoadedModel) -> Iterator[str]:
+    """Yield a note on the formats of a file's weights that no kernel multiplies, if any."""
+    expanded = [name for name in model.formats if name in BLOCKS]
+    if expanded:
+        found = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in model.formats.items())
+        form = model.quantization or dtype_name(model.dtype)
+        yield (
+            f"weights: {found} in the file; {', '.join(expanded)} {'are' if len(expanded) > 1 else 'is'} expanded to {form}, "
+            f"so that {sum(model.formats.values()) / 2**20:.0f} MiB take {model.parameter_bytes / 2**20:.0f} MiB"
+        )
 
 
 HOST_SHARE = 0.125

@@ -59,8 +59,8 @@ def write_gguf(
     vocabulary: Vocabulary = no_vocabulary,
     changes: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the checkpoint in directory ``model``. ``kind``: format of matrices; ``kinds``: those of
-    some, by a part of their GGUF names. ``changes``: other keys, and other values of keys."""
+    """Write the checkpoint in directory ``model``. ``kind``: format of matrices; ``kinds``: those
+    of some, by a part of their GGUF names. ``changes``: other keys, and other values of keys."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     name = ARCHITECTURES[config["model_type"]]
     architecture = next(one for one, text in gguf.MODEL_ARCH_NAMES.items() if text == name)

@@ -195,7 +195,11 @@ def read_gguf_generation(path: Path) -> dict[str, Any]:
 def config_of(parts: GgufParts) -> dict[str, Any]:
     """See ``read_gguf_config``."""
     row, metadata = _row_of(parts), Metadata(parts)
-    values = _common(metadata, row.attends) | {"architectures": [row.family], "model_type": row.model_type} | row.config(metadata)
+    values = (
+        _common(metadata, row.attends)
+        | {"architectures": [row.family], "model_type": row.model_type}
+        | row.config(metadata)
+    )
     metadata.refuse_unread()
     return values
 

@@ -78,12 +78,16 @@ class Checkpoint:
         if surplus:
             found = self.tensors.get(surplus[0])
             where = self.path if found is None else found.file
-            raise CheckpointError(f"{where}: the model that {self.source.configuration} describes has no place for {some(surplus)}")
+            raise CheckpointError(
+                f"{where}: the model that {self.source.configuration} describes has no place for {some(surplus)}"
+            )
 
     def misshapen(self, name: str, found: Iterable[int], expected: Iterable[int]) -> CheckpointError:
         """Return the error of a tensor whose shape contradicts config.json."""
         where = self.tensors[name].file if name in self.tensors else self.path
-        return CheckpointError(f"{where}: {name} has shape {list(found)}; {self.source.configuration} makes it {list(expected)}")
+        return CheckpointError(
+            f"{where}: {name} has shape {list(found)}; {self.source.configuration} makes it {list(expected)}"
+        )
 
     def check_tied(self, head: str, embedding: str) -> None:
         """Raise ``CheckpointError`` if the head of a model that config.json ties to its embedding
