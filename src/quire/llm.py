@@ -607,8 +607,8 @@ class LLM:
 
     def status(self) -> dict[str, Any]:
         """Return counts of requests, pages (of all pools; see ``PageUse``), sequences, adapters;
-        and the formats of the weights in their files. "executor" counts the calls on ``executor``; None until it is first used. ``metrics`` counts
-        what the engine runs itself."""
+        and the formats of the weights in their files. "executor" counts the calls on ``executor``;
+        None until it is first used. ``metrics`` counts what the engine runs itself."""
         self._requests.require_open("status")
         use = self._engine.page_use()
         return {

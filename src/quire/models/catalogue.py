@@ -87,9 +87,9 @@ def _resolve_model(kind: str, name: str, revision: str | None, accepted: str) ->
         place, part = name, ""
     if part and not GGUF_PART.fullmatch(part):
         raise NotFound(f"{kind} {name!r}: {part!r} names no GGUF file; expected a part of its name, such as Q4_K_M")
-    if os.path.isfile(local):
-        if not is_gguf(local):
-            raise NotFound(f"{kind} {name!r} is a file, but no GGUF file; expected {accepted} or a Hugging Face id")
+    if os.path.isfile(local) and is_gguf(local):
+        if revision is not None:
+            raise InvalidArgument(f"revision is {revision!r}, but {name!r} is a file; expected a Hugging Face id")
         return part_files(local)[0]
     files = (f"*{part}*.gguf", f"*{part.lower()}*.gguf") if part else ALLOWED_FILES
     folder = _resolve(kind, place, revision, bundled_models(), accepted, files)

@@ -621,7 +621,7 @@ class _Halves:
     heads: int
 
     def __call__(self, pairs: Tensor) -> Tensor:
-        return pairs.unflatten(0, (self.heads, -1, 2)).transpose(1, 2).reshape(pairs.shape)
+        return pairs.view(self.heads, -1, 2, *pairs.shape[1:]).transpose(1, 2).reshape(pairs.shape)
 
 
 def _without(names: Mapping[str, str], *parts: str) -> dict[str, str]:

@@ -183,7 +183,7 @@ def _q2_k(blocks: Tensor) -> Tensor:
     scales = blocks[:, :16]
     step = (_halves(blocks, 80) * (scales & 15).float()).unsqueeze(-1)
     least = (_halves(blocks, 82) * (scales >> 4).float()).unsqueeze(-1)
-    codes = _bits(blocks[:, 16:80].unflatten(1, (2, 32)), 0, 2, 4, 6, mask=3)
+    codes = _bits(blocks[:, 16:80].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3)
     return (step * codes.reshape(-1, 16, 16).float() - least).flatten(1)
 
 
@@ -191,7 +191,7 @@ def _q3_k(blocks: Tensor) -> Tensor:
     low = _bits(blocks[:, 96:104], 0, 4, mask=15).reshape(-1, 16)
     high = _bits(blocks[:, 104:108], 0, 2, 4, 6, mask=3).reshape(-1, 16)
     step = (_halves(blocks, 108) * ((low | high << 4).float() - 32)).unsqueeze(-1)
-    codes = _bits(blocks[:, 32:96].unflatten(1, (2, 32)), 0, 2, 4, 6, mask=3).reshape(-1, 16, 16)
+    codes = _bits(blocks[:, 32:96].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3).reshape(-1, 16, 16)
     # A third bit that is not set stands for -4.
     above = _bits(blocks[:, :32], *range(8), mask=1).reshape(-1, 16, 16)
     return (step * (codes.float() + above.float() * 4 - 4)).flatten(1)
@@ -207,20 +207,20 @@ def _scales_of_six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _q4_k(blocks: Tensor) -> Tensor:
     steps, minima = _scales_of_six_bits(blocks)
-    codes = _bits(blocks[:, 16:].unflatten(1, (4, 32)), 0, 4, mask=15).reshape(-1, 8, 32)
+    codes = _bits(blocks[:, 16:].reshape(-1, 4, 32), 0, 4, mask=15).reshape(-1, 8, 32)
     return (steps.unsqueeze(-1) * codes.float() - minima.unsqueeze(-1)).flatten(1)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
     steps, minima = _scales_of_six_bits(blocks)
-    low = _bits(blocks[:, 48:].unflatten(1, (4, 32)), 0, 4, mask=15).reshape(-1, 8, 32)
+    low = _bits(blocks[:, 48:].reshape(-1, 4, 32), 0, 4, mask=15).reshape(-1, 8, 32)
     codes = low | _bits(blocks[:, 16:48], *range(8), mask=1) << 4
     return (steps.unsqueeze(-1) * codes.float() - minima.unsqueeze(-1)).flatten(1)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    low = _bits(blocks[:, :128].unflatten(1, (2, 64)), 0, 4, mask=15).reshape(-1, 8, 32)
-    high = _bits(blocks[:, 128:192].unflatten(1, (2, 32)), 0, 2, 4, 6, mask=3).reshape(-1, 8, 32)
+    low = _bits(blocks[:, :128].reshape(-1, 2, 64), 0, 4, mask=15).reshape(-1, 8, 32)
+    high = _bits(blocks[:, 128:192].reshape(-1, 2, 32), 0, 2, 4, 6, mask=3).reshape(-1, 8, 32)
     step = (_halves(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()).unsqueeze(-1)
     return (step * ((low | high << 4).float() - 32).view(-1, 16, 16)).flatten(1)
 
@@ -243,7 +243,7 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
     shift = torch.tensor((0, 2, 4, 6), dtype=torch.uint8, device=blocks.device)
     high = (blocks[:, 2:4].unsqueeze(-1) >> shift & 3).flatten(1)
     step = (_halves(blocks, 0) * ((low | high << 4).float() - 32)).unsqueeze(-1)
-    codes = _bits(blocks[:, 8:].unflatten(1, (8, 16)), 0, 4, mask=15).reshape(-1, 8, 32)
+    codes = _bits(blocks[:, 8:].reshape(-1, 8, 16), 0, 4, mask=15).reshape(-1, 8, 32)
     return (step * _looked_up(codes, IQ4_VALUES)).flatten(1)
 
 
@@ -258,7 +258,7 @@ def _nvfp4(blocks: Tensor) -> Tensor:
     small, usual = mantissa * 2.0**-9, (1 + mantissa / 8) * _powers(exponent.int() - 7)
     step = torch.where(exponent == 0, small, usual) * 0.5
     step = torch.where((scales == 0) | (scales == 0x7F), 0.0, step).unsqueeze(-1)
-    codes = _bits(blocks[:, 4:].unflatten(1, (4, 8)), 0, 4, mask=15).reshape(-1, 4, 16)
+    codes = _bits(blocks[:, 4:].reshape(-1, 4, 8), 0, 4, mask=15).reshape(-1, 4, 16)
     return (step * _looked_up(codes, FP4_VALUES)).flatten(1)
 
 

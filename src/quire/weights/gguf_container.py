@@ -221,7 +221,8 @@ class GgufFile:
             raise self.error(key, "an array of numbers")
         kind = np.dtype(_SCALARS[array.type]).newbyteorder("<")
         found = np.frombuffer(self.data, kind, array.count, array.start)
-        return (found.astype(bool) if array.type == _FLAG else found).tolist()
+        listed: list[Any] = (found.astype(bool) if array.type == _FLAG else found).tolist()
+        return listed
 
     def _array(self, key: str) -> _Array | None:
         value = self._values.get(key)
@@ -253,7 +254,7 @@ class GgufFile:
         value = cursor.number(_SCALARS[kind], key)
         if kind == _FLOAT:
             return float(str(np.float32(value)))
-        return bool(value) if kind == _FLAG else value  # type: ignore[no-any-return]
+        return bool(value) if kind == _FLAG else value
 
     def _read_array(self, cursor: _Cursor, key: str) -> _Array:
         kind = cursor.number("I", f"the type of the items of {key}")
