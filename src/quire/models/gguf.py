@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -64,7 +64,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "expert_count": (0,),
     "expert_weights_scale": (0.0, 1.0),
     "expert_group_count": (0, 1),
-    "nextn_predict_layers": (0,),
     "rope.scaling.attn_factor": (1.0,),
     "swin_norm": (False,),
 }
@@ -82,6 +81,14 @@ class Metadata:
     @property
     def prefix(self) -> str:
         return self.parts.first.architecture
+
+    @property
+    def layers(self) -> int:
+        """The number of layers, without those that draft tokens and come last."""
+        count, drafting = self.count("block_count"), self.whole("nextn_predict_layers", 0)
+        if drafting >= count:
+            raise self.parts.first.error(self._name("nextn_predict_layers"), f"less than block_count, {count}")
+        return count - drafting
 
     def has(self, key: str) -> bool:
         return self._name(key) in self.parts.first
@@ -114,6 +121,10 @@ class Metadata:
 
     def holds(self, tensor: str) -> bool:
         return tensor in self.parts.places
+
+    def any(self, part: str) -> bool:
+        """Return whether a layer has this tensor."""
+        return any(name.endswith(f".{part}") for name in self.parts.places)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         if tensor not in self.parts.places:
@@ -219,7 +230,7 @@ def _common(metadata: Metadata, attends: Attends) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "vocab_size": metadata.shape("token_embd.weight")[0],
         "hidden_size": metadata.count("embedding_length"),
-        "num_hidden_layers": metadata.count("block_count"),
+        "num_hidden_layers": metadata.layers,
         "max_position_embeddings": metadata.count("context_length"),
         "tie_word_embeddings": not metadata.holds("output.weight"),
     }
@@ -247,7 +258,7 @@ def _attention(metadata: Metadata, attends: Attends) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": max(groups),
         "head_dim": head_dim,
-        "attention_bias": any(map(metadata.holds, ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"))),
+        "attention_bias": metadata.any("attn_q.bias"),
         "mlp_bias": metadata.holds("blk.0.ffn_down.bias"),
         "rope_parameters": _rope(metadata, head_dim),
     }
@@ -267,8 +278,10 @@ def _rope(metadata: Metadata, head_dim: int) -> dict[str, Any]:
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": original}
         for name in ("long", "short"):
             rope[f"{name}_factor"] = metadata.parts.numbers(f"rope_factors_{name}.weight")
-        if metadata.has("rope.scaling.attn_factor"):
-            rope["attention_factor"] = metadata.number("rope.scaling.attn_factor")
+        usual = math.sqrt(1 + math.log(context / original) / math.log(original)) if context > original > 1 else 1.0
+        attention = metadata.number("rope.scaling.attn_factor", usual)
+        if not math.isclose(attention, usual, rel_tol=1e-6):
+            rope["attention_factor"] = attention
     elif metadata.holds("rope_freqs.weight"):
         rope |= _scaled(metadata.parts.numbers("rope_freqs.weight"), rope["rope_theta"], turning, context)
     elif kind == "yarn":
@@ -330,7 +343,7 @@ def _gemma(metadata: Metadata, large: int) -> dict[str, Any]:
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": metadata.count("attention.sliding_window"),
-        "query_pre_attn_scalar": width // heads if metadata.count("block_count") == large else head_dim,
+        "query_pre_attn_scalar": width // heads if metadata.layers == large else head_dim,
         "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
     }
 
@@ -354,7 +367,7 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
 def _windowed(metadata: Metadata, period: int) -> dict[str, Any]:
     """Return ``layer_types`` of windows in all but every ``period``-th layer, unless an array says
     which, and their length."""
-    layers, key = metadata.count("block_count"), "attention.sliding_window_pattern"
+    layers, key = metadata.layers, "attention.sliding_window_pattern"
     name = f"{metadata.prefix}.{key}"
     if metadata.parts.first.is_array(name):
         windowed = [bool(one) for one in metadata.parts.first.numbers(name)]
@@ -431,7 +444,7 @@ def _gpt_oss_origins(metadata: Metadata) -> dict[str, Origin]:
         return torch.stack((gate, up), 2).flatten(1, 2)
 
     found: dict[str, Origin] = {}
-    for layer in range(metadata.count("block_count")):
+    for layer in range(metadata.layers):
         ours, theirs = f"blk.{layer}.ffn_", f"model.layers.{layer}.mlp.experts."
         for part, name in ((".weight", ""), (".bias", "_bias")):
             found[f"{theirs}gate_up_proj{name}"] = Origin(
@@ -446,8 +459,9 @@ def _deepseek2(metadata: Metadata) -> dict[str, Any]:
     rope = metadata.count("rope.dimension_count")
     key = metadata.count("attention.key_length_mla", metadata.count("attention.key_length"))
     value = metadata.count("attention.value_length_mla", metadata.count("attention.value_length"))
-    corrected = metadata.whole("expert_gating_func", 1) == 2
-    layers = metadata.count("block_count")
+    # Older files of DeepSeek V3 do not name its sigmoids.
+    corrected = metadata.whole("expert_gating_func", 1) == 2 or metadata.any("exp_probs_b.bias")
+    layers = metadata.layers
     heads = metadata.count("attention.head_count")
     groups, top_groups = metadata.whole("expert_group_count", 0), metadata.whole("expert_group_used_count", 0)
     dense = metadata.whole("leading_dense_block_count", 0)
@@ -487,7 +501,7 @@ def _deepseek2_origins(metadata: Metadata) -> dict[str, Origin]:
         return torch.cat((key.mT, value), 1).flatten(0, 1)
 
     found: dict[str, Origin] = {}
-    for layer in range(metadata.count("block_count")):
+    for layer in range(metadata.layers):
         ours, theirs = f"blk.{layer}.", f"model.layers.{layer}."
         halves = (f"{ours}attn_k_b.weight", f"{ours}attn_v_b.weight")
         found[f"{theirs}self_attn.kv_b_proj.weight"] = Origin(halves, joined, expanded=True)
@@ -498,7 +512,7 @@ def _deepseek2_origins(metadata: Metadata) -> dict[str, Origin]:
 def _lfm2(metadata: Metadata) -> dict[str, Any]:
     heads = metadata.counts("attention.head_count_kv")
     if len(heads) == 1:
-        heads = heads * metadata.count("block_count")
+        heads = heads * metadata.layers
     return {
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if one else "conv" for one in heads],
@@ -512,8 +526,8 @@ def _lfm2(metadata: Metadata) -> dict[str, Any]:
 
 def _lfm2_origins(metadata: Metadata) -> dict[str, Origin]:
     return {
-        f"model.layers.{layer}.conv.conv.weight": Origin((name,), lambda kernel: kernel.unsqueeze(1))
-        for layer in range(metadata.count("block_count"))
+        f"model.layers.{layer}.conv.conv.weight": Origin((name,), _channels)
+        for layer in range(metadata.layers)
         if metadata.holds(name := f"blk.{layer}.shortconv.conv.weight")
     }
 
@@ -538,16 +552,158 @@ def _mamba_origins(prefix: str) -> Callable[[Metadata], dict[str, Origin]]:
 
     def origins(metadata: Metadata) -> dict[str, Origin]:
         found: dict[str, Origin] = {}
-        for layer in range(metadata.count("block_count")):
+        for layer in range(metadata.layers):
             ours, theirs = f"blk.{layer}.ssm_", prefix.format(layer)
-            found[f"{theirs}.A_log"] = Origin((f"{ours}a",), lambda one: torch.log(-one.flatten()), expanded=True)
+            found[f"{theirs}.A_log"] = Origin((f"{ours}a",), _log_rate, expanded=True)
             found[f"{theirs}.D"] = Origin((f"{ours}d",), torch.flatten)
             found[f"{theirs}.dt_bias"] = Origin((f"{ours}dt.bias",))
-            found[f"{theirs}.conv1d.weight"] = Origin((f"{ours}conv1d.weight",), lambda one: one.unsqueeze(1))
+            found[f"{theirs}.conv1d.weight"] = Origin((f"{ours}conv1d.weight",), _channels)
             found[f"{theirs}.norm.weight"] = Origin((f"{ours}norm.weight",), torch.flatten)
         return {name: origin for name, origin in found.items() if metadata.holds(origin.tensors[0])}
 
     return origins
+
+
+def _mixers(metadata: Metadata) -> dict[str, Any]:
+    """Return the fields of Mamba-2 mixers beside attention. llama.cpp gates before it norms."""
+    inner, heads = metadata.count("ssm.inner_size"), metadata.count("ssm.time_step_rank")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": metadata.count("ssm.group_count"),
+        "mamba_d_state": metadata.count("ssm.state_size"),
+        "mamba_d_conv": metadata.count("ssm.conv_kernel"),
+        "mamba_conv_bias": metadata.any("ssm_conv1d.bias"),
+        "mamba_proj_bias": metadata.any("ssm_in.bias"),
+    }
+
+
+def _falcon_h1(metadata: Metadata) -> dict[str, Any]:
+    """Return Falcon-H1's fields. The converter has multiplied the weights by the multipliers."""
+    return _mixers(metadata) | {
+        "mamba_d_ssm": metadata.count("ssm.inner_size"),
+        "mamba_rms_norm": metadata.any("ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "projectors_bias": metadata.any("ssm_out.bias"),
+    }
+
+
+def _falcon_h1_origins(metadata: Metadata) -> dict[str, Origin]:
+    """Return the mixers' tensors, and a norm that the converter names without ``.weight``."""
+    norms = {f"model.layers.{layer}.pre_ff_layernorm.weight": f"blk.{layer}.ffn_norm" for layer in range(metadata.layers)}
+    found = {name: Origin((tensor,)) for name, tensor in norms.items() if metadata.holds(tensor)}
+    return found | _mamba_origins("model.layers.{}.mamba")(metadata)
+
+
+def _granite_hybrid(metadata: Metadata) -> dict[str, Any]:
+    experts = metadata.whole("expert_count", 0)
+    fields: dict[str, Any] = {
+        **_granite(metadata),
+        **_mixers(metadata),
+        "mamba_expand": metadata.count("ssm.inner_size") / metadata.count("embedding_length"),
+        "layer_types": _kinds(metadata, "attention", "mamba"),
+        "position_embedding_type": "rope" if metadata.flag("rope.scaling.finetuned", False) else "nope",
+        "num_local_experts": experts,
+        "shared_intermediate_size": metadata.shape(f"blk.0.ffn_gate{'_shexp' if experts else ''}.weight")[0],
+    }
+    if experts:
+        fields["num_experts_per_tok"] = metadata.count("expert_used_count")
+    return fields
+
+
+def _kinds(metadata: Metadata, attending: str, other: str) -> list[str]:
+    return [attending if metadata.holds(f"blk.{layer}.attn_q.weight") else other for layer in range(metadata.layers)]
+
+
+def _granite_hybrid_origins(metadata: Metadata) -> dict[str, Origin]:
+    found = _mamba_origins("model.layers.{}.mamba")(metadata)
+    for layer in range(metadata.layers):
+        ours, theirs = f"blk.{layer}.ffn_", f"model.layers.{layer}."
+        experts = (f"{ours}gate_exps.weight", f"{ours}up_exps.weight")
+        found[f"{theirs}block_sparse_moe.input_linear.weight"] = Origin(experts, lambda *both: torch.cat(both, 1))
+        for kind in ("_shexp", ""):
+            halves = (f"{ours}gate{kind}.weight", f"{ours}up{kind}.weight")
+            if metadata.holds(halves[0]):
+                found[f"{theirs}shared_mlp.input_linear.weight"] = Origin(halves, lambda *both: torch.cat(both))
+    return found
+
+
+def _delta(metadata: Metadata) -> dict[str, Any]:
+    """Return the fields of Qwen's gated delta nets."""
+    heads = metadata.count("ssm.time_step_rank")
+    return {
+        "linear_num_key_heads": metadata.count("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": metadata.count("ssm.state_size"),
+        "linear_value_head_dim": metadata.count("ssm.inner_size") // heads,
+        "linear_conv_kernel_dim": metadata.count("ssm.conv_kernel"),
+        "layer_types": _kinds(metadata, "full_attention", "linear_attention"),
+    }
+
+
+def _delta_mixture(metadata: Metadata) -> dict[str, Any]:
+    return _delta(metadata) | _mixture(metadata, renormalise=True)
+
+
+def _qwen3_next_origins(metadata: Metadata) -> dict[str, Origin]:
+    """Return the tensors of Qwen3-Next's delta nets: one projection, key head by key head."""
+    fields = _delta(metadata)
+    heads, keys = fields["linear_num_key_heads"], fields["linear_num_key_heads"] * fields["linear_key_head_dim"]
+
+    def by_head(qkv: Tensor, gate: Tensor) -> Tensor:
+        parts = (*torch.split(qkv, [keys, keys, len(qkv) - 2 * keys]), gate)
+        return torch.cat([part.reshape(heads, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+
+    found: dict[str, Origin] = {}
+    for layer in range(metadata.layers):
+        ours, theirs = f"blk.{layer}.", f"model.layers.{layer}.linear_attn."
+        halves = (f"{ours}attn_qkv.weight", f"{ours}attn_gate.weight")
+        found[f"{theirs}in_proj_qkvz.weight"] = Origin(halves, by_head)
+        found[f"{theirs}A_log"] = Origin((f"{ours}ssm_a",), _log_rate, expanded=True)
+        found[f"{theirs}dt_bias"] = Origin((f"{ours}ssm_dt.bias",))
+        found[f"{theirs}conv1d.weight"] = Origin((f"{ours}ssm_conv1d.weight",), _channels)
+    return found
+
+
+def _qwen3_5_origins(metadata: Metadata) -> dict[str, Origin]:
+    """Return the tensors of Qwen3.5's delta nets, whose value heads the file has in turns: one of
+    each key head, then the next of each."""
+    fields = _delta(metadata)
+    heads, size = fields["linear_num_key_heads"], fields["linear_value_head_dim"]
+    keys, served = heads * fields["linear_key_head_dim"], fields["linear_num_value_heads"] // heads
+
+    def grouped(rows: Tensor, of: int = 1) -> Tensor:
+        return rows.reshape(served, heads, of, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+    def values(rows: Tensor) -> Tensor:
+        return grouped(rows, size)
+
+    def after_keys(rows: Tensor) -> Tensor:
+        return torch.cat((rows[: 2 * keys], values(rows[2 * keys :])))
+
+    found: dict[str, Origin] = {}
+    for layer in range(metadata.layers):
+        ours, theirs = f"blk.{layer}.", f"model.layers.{layer}.linear_attn."
+        found[f"{theirs}in_proj_qkv.weight"] = Origin((f"{ours}attn_qkv.weight",), after_keys)
+        found[f"{theirs}in_proj_z.weight"] = Origin((f"{ours}attn_gate.weight",), values)
+        found[f"{theirs}in_proj_b.weight"] = Origin((f"{ours}ssm_beta.weight",), grouped)
+        found[f"{theirs}in_proj_a.weight"] = Origin((f"{ours}ssm_alpha.weight",), grouped)
+        found[f"{theirs}A_log"] = Origin((f"{ours}ssm_a",), lambda one: grouped(_log_rate(one)), expanded=True)
+        found[f"{theirs}dt_bias"] = Origin((f"{ours}ssm_dt.bias",), grouped)
+        found[f"{theirs}conv1d.weight"] = Origin((f"{ours}ssm_conv1d.weight",), lambda one: _channels(after_keys(one)))
+        # Columns: no block of a row stays together.
+        found[f"{theirs}out_proj.weight"] = Origin(
+            (f"{ours}ssm_out.weight",), lambda one: values(one.mT).mT, expanded=True
+        )
+    return found
+
+
+def _log_rate(rates: Tensor) -> Tensor:
+    return torch.log(-rates.flatten())
+
+
+def _channels(kernel: Tensor) -> Tensor:
+    return kernel.unsqueeze(1)
 
 
 # Names.
@@ -556,17 +712,21 @@ def _mamba_origins(prefix: str) -> Callable[[Metadata], dict[str, Origin]]:
 def open_gguf_weights(path: Path) -> GgufFiles:
     """Open the weights of a GGUF file, under the names of its family."""
     parts = open_gguf(path)
-    unused = {name for name in parts.places if ROTATION.fullmatch(name)}
-    return GgufFiles(path, parts, _origins(parts, config_of(parts)), unused)
+    config = config_of(parts)
+    drafting = tuple(
+        f"blk.{layer}." for layer in range(config["num_hidden_layers"], Metadata(parts).count("block_count"))
+    )
+    unused = {name for name in parts.places if ROTATION.fullmatch(name) or name.startswith(drafting)}
+    return GgufFiles(path, parts, _origins(parts, config, unused), unused)
 
 
-def _origins(parts: GgufParts, config: Mapping[str, Any]) -> dict[str, Origin]:
+def _origins(parts: GgufParts, config: Mapping[str, Any], unused: Container[str]) -> dict[str, Origin]:
     row, metadata = _row_of(parts), Metadata(parts)
     found = dict(row.origins(metadata))
     found = {name: origin for name, origin in found.items() if all(map(metadata.holds, origin.tensors))}
     used = {tensor for origin in found.values() for tensor in origin.tensors}
     for tensor in parts.places:
-        if tensor not in used and not ROTATION.fullmatch(tensor):
+        if tensor not in used and tensor not in unused:
             found.update(_named(tensor, row, parts, config))
     return found
 
@@ -597,7 +757,7 @@ def _origin(tensor: str, part: str, row: Architecture, config: Mapping[str, Any]
     if row.permuted and part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         return Origin((tensor,), _Halves(heads))
-    if row.offset_norms and part.endswith("norm"):
+    if row.offset_norms and part.endswith("norm") and part != "ssm_norm":
         return Origin((tensor,), lambda one: one - 1, expanded=True)
     if part == "ffn_gate_inp_shexp":
         return Origin((tensor,), lambda one: one.view(1, -1))
@@ -640,6 +800,16 @@ QWEN_MIXTURE: Mapping[str, str] = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
+MIXER: Mapping[str, str] = {"ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_out": "mamba.out_proj"}
+DELTA_NET: Mapping[str, str] = {
+    **QWEN_MIXTURE,
+    "post_attention_norm": "post_attention_layernorm",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
 }
 
 MIXTRAL = Architecture(
@@ -782,5 +952,62 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         layers="backbone.layers",
         origins=_mamba_origins("backbone.layers.{}.mixer"),
+    ),
+    "falcon-h1": Architecture(
+        family="FalconH1ForCausalLM",
+        model_type="falcon_h1",
+        config=_falcon_h1,
+        trunk={**TRUNK, "output_norm": "model.final_layernorm"},
+        layer={
+            **LAYER,
+            **MIXER,
+            "ffn_norm": "pre_ff_layernorm",
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj",
+        },
+        origins=_falcon_h1_origins,
+    ),
+    "granitehybrid": Architecture(
+        family="GraniteMoeHybridForCausalLM",
+        model_type="granitemoehybrid",
+        config=_granite_hybrid,
+        layer={
+            **LAYER,
+            **MIXER,
+            "ffn_down": "shared_mlp.output_linear",
+            "ffn_down_shexp": "shared_mlp.output_linear",
+            "ffn_down_exps": "block_sparse_moe.output_linear",
+            "ffn_gate_inp": "block_sparse_moe.router.layer",
+        },
+        attends="some",
+        permuted=True,
+        origins=_granite_hybrid_origins,
+    ),
+    "qwen3next": Architecture(
+        family="Qwen3NextForCausalLM",
+        model_type="qwen3_next",
+        config=_delta_mixture,
+        layer=DELTA_NET,
+        experts=QWEN_EXPERTS,
+        offset_norms=True,
+        origins=_qwen3_next_origins,
+    ),
+    "qwen35": Architecture(
+        family="Qwen3_5ForCausalLM",
+        model_type="qwen3_5_text",
+        config=_delta,
+        layer=DELTA_NET,
+        offset_norms=True,
+        origins=_qwen3_5_origins,
+    ),
+    "qwen35moe": Architecture(
+        family="Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        config=_delta_mixture,
+        layer=DELTA_NET,
+        experts=QWEN_EXPERTS,
+        offset_norms=True,
+        origins=_qwen3_5_origins,
     ),
 }

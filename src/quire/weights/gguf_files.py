@@ -26,7 +26,8 @@ class Origin:
     """The tensors of a GGUF file that make one of a checkpoint.
 
     ``change`` maps them to it. It may move rows only, so that it serves rows of blocks as well as
-    of numbers; with ``expanded`` it is given float32 values and may change them.
+    of numbers; with ``expanded`` it is given float32 values and may change them. Tensors in several
+    formats are expanded, too.
     """
 
     tensors: tuple[str, ...]
@@ -71,7 +72,7 @@ class GgufFiles:
     def read(self, name: str) -> Tensor:
         """See ``WeightSource``. Blocks are rows of bytes."""
         origin = self._origins[name]
-        if not origin.expanded:
+        if not self._expands(origin):
             return origin.change(*map(self._raw, origin.tensors))
         return origin.change(*map(self._expanded, origin.tensors))
 
@@ -85,12 +86,7 @@ class GgufFiles:
 
     def _header(self, name: str, origin: Origin) -> TensorHeader:
         headers = [self._parts.header(one) for one in origin.tensors]
-        kinds = {header.type for header in headers}
         file = self._parts.places[origin.tensors[0]].path
-        if len(kinds) > 1 and not origin.expanded:
-            raise CheckpointError(
-                f"{file}: {' and '.join(origin.tensors)} are in {' and '.join(sorted(kinds))}; expected one"
-            )
         try:
             shape = origin.change(*(torch.empty(header.shape, device="meta") for header in headers)).shape
         except (RuntimeError, ValueError, IndexError) as error:
@@ -98,7 +94,10 @@ class GgufFiles:
             raise CheckpointError(
                 f"{file}: {' and '.join(origin.tensors)} have shape {shapes}, of which {name} cannot be made"
             ) from error
-        return TensorHeader(file=file, shape=tuple(shape), dtype="F32" if origin.expanded else headers[0].type)
+        return TensorHeader(file=file, shape=tuple(shape), dtype="F32" if self._expands(origin) else headers[0].type)
+
+    def _expands(self, origin: Origin) -> bool:
+        return origin.expanded or len({self._parts.header(one).type for one in origin.tensors}) > 1
 
     def _raw(self, tensor: str) -> Tensor:
         file, header = self._parts.places[tensor], self._parts.header(tensor)
